@@ -1,0 +1,42 @@
+"""jaxscale: large-scale training on JAX. Your model, your platform, every technique.
+
+Importing this package imports neither JAX nor Flax: each name below loads where it is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Experiment": "jaxscale.step.experiment",
+    "Plan": "jaxscale.step.plan",
+    "Platform": "jaxscale.platforms.platform",
+    "MeshSpec": "jaxscale.sharding.mesh",
+    "UserError": "jaxscale.errors",
+    "train": "jaxscale.training.loop",
+    "Run": "jaxscale.training.run",
+}
+
+if TYPE_CHECKING:
+    from jaxscale.errors import UserError
+    from jaxscale.platforms.platform import Platform
+    from jaxscale.sharding.mesh import MeshSpec
+    from jaxscale.step.experiment import Experiment
+    from jaxscale.step.plan import Plan
+    from jaxscale.training.loop import train
+    from jaxscale.training.run import Run
+
+__all__ = ["Experiment", "MeshSpec", "Plan", "Platform", "Run", "UserError", "__version__", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'jaxscale' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

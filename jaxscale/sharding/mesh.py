@@ -1,0 +1,104 @@
+"""MeshSpec: how many devices lie along each axis of parallelism. A value with a text form; no device is touched here
+until `build`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxscale.errors import UserError, unknown
+
+AXES = ("replica", "data", "pipe", "fsdp", "expert", "sequence", "tensor")
+"""Mesh axes from the slowest link to the fastest: replicas lie across slices, tensor parallelism needs the nearest chips."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSpec:
+    """Devices along each mesh axis; an axis of 1 is absent. The text form is `"data:2,fsdp:4"`.
+
+    Args:
+        replica: copies of the whole model across slices or nodes (HSDP's outer axis).
+        data: data parallel copies inside a slice.
+        pipe: pipeline stages.
+        fsdp: devices over which ZeRO shards.
+        expert: devices over which experts are spread.
+        sequence: devices over which a sequence is split (context parallelism).
+        tensor: devices over which heads, mlp and vocabulary are split (Megatron).
+
+    Example:
+        >>> MeshSpec.parse("data:2,fsdp:4")
+        MeshSpec(replica=1, data=2, pipe=1, fsdp=4, expert=1, sequence=1, tensor=1)
+        >>> str(MeshSpec(fsdp=4)), MeshSpec(fsdp=4, tensor=2).devices
+        ('fsdp:4', 8)
+    """
+
+    replica: int = 1
+    data: int = 1
+    pipe: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    sequence: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, count in self.sizes.items():
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise UserError(f"mesh axis {axis}: got {count!r}, expected a whole number of devices >= 1")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along every axis, in the order of `AXES`."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def devices(self) -> int:
+        """How many devices the mesh takes."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def batch_shards(self) -> int:
+        """Into how many parts the batch is split."""
+        return self.replica * self.data * self.fsdp
+
+    @classmethod
+    def parse(cls, text: str) -> "MeshSpec":
+        """The mesh of a text such as "data:2,fsdp:4"; "1" is a single device."""
+        sizes: dict[str, int] = {}
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            if part == "1":
+                continue
+            axis, colon, count = part.partition(":")
+            if axis not in AXES:
+                raise unknown("mesh axis", axis, AXES)
+            if not colon or not count.isdigit():
+                raise UserError(f"mesh {text!r}: got {part!r}, expected AXIS:DEVICES such as data:2,fsdp:4")
+            if axis in sizes:
+                raise UserError(f"mesh {text!r}: axis {axis} is given twice; give it once")
+            sizes[axis] = int(count)
+        return cls(**sizes)
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}:{count}" for axis, count in self.sizes.items() if count > 1) or "1"
+
+    def build(self, devices: Sequence[Any] | None = None) -> Any:
+        """The `jax.sharding.Mesh`, axes in Auto mode, devices in the order of their links.
+
+        Args:
+            devices: devices to lay out; the first `self.devices` of all by default.
+
+        Raises:
+            UserError: fewer devices than the mesh takes.
+        """
+        import jax
+        from jax.sharding import AxisType
+
+        devices = list(jax.devices() if devices is None else devices)
+        if len(devices) < self.devices:
+            raise UserError(
+                f"mesh {self} takes {self.devices} devices, and there are {len(devices)} "
+                f"({devices[0].device_kind}): ask for a smaller mesh, or set jax_num_cpu_devices for virtual ones"
+            )
+        return jax.make_mesh(
+            tuple(self.sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[: self.devices]
+        )

@@ -1,0 +1,74 @@
+"""constrain: where an activation lives, said in logical axes, in one place.
+
+The train step opens a `layout`; inside it `constrain(x, "batch", "seq", "embed")` is a sharding constraint, and outside it
+is the identity, so that the same model file runs on one device, in a notebook, on a pod.
+"""
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxscale.sharding.rules import AxisRules
+from jaxscale.typing import Array
+
+_layout: contextvars.ContextVar[tuple[Mesh, AxisRules] | None] = contextvars.ContextVar("layout", default=None)
+
+
+@contextlib.contextmanager
+def layout(mesh: Mesh, rules: AxisRules) -> Iterator[None]:
+    """While tracing inside, `constrain` places arrays on `mesh` by `rules`."""
+    token = _layout.set((mesh, rules))
+    try:
+        yield
+    finally:
+        _layout.reset(token)
+
+
+def current() -> tuple[Mesh, AxisRules] | None:
+    """The mesh and rules in force; `None` outside any layout. Kernels that need `shard_map` ask this."""
+    return _layout.get()
+
+
+def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Mesh, rules: AxisRules) -> PartitionSpec:
+    """PartitionSpec of an array whose dims carry logical `names`.
+
+    A mesh axis is used once, by the first dim that asks for it; a dim that its mesh axes do not divide stays whole (the
+    sizes a plan relies on are checked before anything is traced).
+    """
+    if len(names) != len(shape):
+        raise ValueError(f"got {len(names)} logical axes {tuple(names)} for an array of shape {tuple(shape)}: name each dim")
+    used: set[str] = set()
+    entries: list[tuple[str, ...] | None] = []
+    for size, name in zip(shape, names, strict=True):
+        axes = tuple(axis for axis in rules.axes(name) if mesh.shape[axis] > 1 and axis not in used)
+        if axes and size % math.prod(mesh.shape[axis] for axis in axes) == 0:
+            used.update(axes)
+            entries.append(axes)
+        else:
+            entries.append(None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*(entry[0] if entry and len(entry) == 1 else entry for entry in entries))
+
+
+def constrain(x: Array, *names: str | None) -> Array:
+    """`x`, held to the placement of its logical axes under the layout in force.
+
+    Args:
+        x: an activation.
+        names: the logical axis of each dim, from `AxisRules`; `None` for a dim that is whole.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> constrain(jnp.ones((2, 3)), "batch", "embed").shape
+        (2, 3)
+    """
+    found = _layout.get()
+    if found is None or found[0].size == 1:
+        return x
+    mesh, rules = found
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(x.shape, names, mesh, rules)))

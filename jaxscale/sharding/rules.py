@@ -1,0 +1,75 @@
+"""AxisRules: which mesh axes each logical axis lies on. One field per logical axis, so a strategy is a `replace` and a typo
+is an error.
+
+Parameters and activations share the names. ZeRO's sharding of parameters over "fsdp" is not a rule of an axis: `zero.py`
+finds a dim of each parameter that divides.
+"""
+
+import dataclasses
+
+from jaxscale.errors import unknown
+from jaxscale.sharding.mesh import AXES
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisRules:
+    """Mesh axes per logical axis; `()` keeps a dim whole.
+
+    Args:
+        batch: rows of the batch.
+        seq: positions of the residual stream; Megatron's sequence parallelism adds "tensor" here.
+        inner_seq: positions inside attention and mlp, where "tensor" is taken by heads and mlp.
+        kv_seq: key and value positions: gathered, since every query sees them.
+        embed: width of the residual stream.
+        heads: query heads, and the (heads * head_dim) dim of their projections.
+        kv_heads: key and value heads, likewise.
+        head_dim: width of a head.
+        mlp: hidden width of a feed-forward layer.
+        vocab: vocabulary.
+        expert: experts.
+        layers: the stacked dim of a `Stack`.
+        channels: channels of convolutions.
+        position: rows of a learned position table.
+        norm: gains and biases of norms.
+
+    Example:
+        >>> import dataclasses
+        >>> megatron = dataclasses.replace(AxisRules(), seq=("sequence", "tensor"))
+        >>> megatron.axes("seq")
+        ('sequence', 'tensor')
+    """
+
+    batch: Axes = ("replica", "data", "fsdp")
+    seq: Axes = ("sequence",)
+    inner_seq: Axes = ("sequence",)
+    kv_seq: Axes = ()
+    embed: Axes = ()
+    heads: Axes = ("tensor",)
+    kv_heads: Axes = ("tensor",)
+    head_dim: Axes = ()
+    mlp: Axes = ("tensor",)
+    vocab: Axes = ("tensor",)
+    expert: Axes = ("expert",)
+    layers: Axes = ()
+    channels: Axes = ()
+    position: Axes = ()
+    norm: Axes = ()
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            for axis in getattr(self, field.name):
+                if axis not in AXES:
+                    raise unknown(f"mesh axis for {field.name}", axis, AXES)
+
+    def axes(self, name: str | None) -> Axes:
+        """Mesh axes of the logical axis `name`; a dim without a name is whole."""
+        if name is None:
+            return ()
+        if name not in _NAMES:
+            raise unknown("logical axis", name, _NAMES)
+        return getattr(self, name)
+
+
+_NAMES = frozenset(field.name for field in dataclasses.fields(AxisRules))

@@ -1,0 +1,66 @@
+"""Plan: how to train, as a value. Everything that changes speed and memory and should not change the result is here."""
+
+import dataclasses
+from typing import Literal
+
+from jaxscale.errors import UserError
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.sharding.rules import AxisRules
+
+PLAN_VERSION = 1
+"""Written to plan.json; a file of a newer version is refused by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A record of techniques.
+
+    Args:
+        mesh: devices per axis, such as "data:2,fsdp:4"; `None` takes the most local devices that divide the batch.
+        zero: ZeRO stage over the fsdp axis: 1 shards optimizer state, 2 gradients too, 3 parameters too.
+        sequence_parallel: Megatron's: norms and residuals are sharded over the tensor axis along the sequence.
+        microbatches: parts a batch is processed in, one after the other, gradients added up.
+        precision: type to compute in; parameters and optimizer state stay float32.
+        matmul: precision of float32 matrix products, as in `jax.default_matmul_precision`.
+        reduce: type in which gradients are reduced across devices; `None` is the type computed in.
+        memory: what the backward pass keeps of each block: "none" (all), "dots", "full" (recompute all).
+        loss_chunk: target positions of a row scored at a time by the loss; `None` scores all at once.
+        attention: implementation of attention: auto, plain, chunked (never holds S x S), splash (TPU).
+        unroll: layers per iteration of the scan over layers.
+        rules: mesh axes per logical axis.
+
+    Example:
+        >>> Plan(mesh=MeshSpec.parse("fsdp:4"), zero=3).zero
+        3
+    """
+
+    mesh: MeshSpec | None = None
+    zero: Literal[0, 1, 2, 3] = 0
+    sequence_parallel: bool = False
+    microbatches: int = 1
+    precision: Literal["float32", "bfloat16"] = "float32"
+    matmul: Literal["default", "high", "highest"] = "default"
+    reduce: Literal["float32", "bfloat16"] | None = None
+    memory: MemoryPlan = MemoryPlan()
+    loss_chunk: int | None = None
+    attention: Literal["auto", "plain", "chunked", "splash"] = "auto"
+    unroll: int = 1
+    rules: AxisRules = AxisRules()
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1, 2, 3):
+            raise UserError(f"zero: got {self.zero!r}, expected a stage from 0 to 3")
+        for name in ("microbatches", "unroll"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name}: got {value!r}, expected a whole number >= 1")
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise UserError(f"loss_chunk: got {self.loss_chunk!r}, expected a whole number >= 1, or none")
+        if self.reduce == "bfloat16" and self.precision == "float32":
+            raise UserError("reduce: bfloat16 needs precision bfloat16: what is computed in float32 is reduced in float32")
+        if self.mesh is not None:
+            if self.zero and self.mesh.fsdp == 1 and self.mesh.devices > 1:
+                raise UserError(f"zero {self.zero} shards over the fsdp axis, and mesh {self.mesh} has none: add fsdp:N")
+            if self.sequence_parallel and self.mesh.tensor == 1:
+                raise UserError(f"sequence_parallel shards over the tensor axis, and mesh {self.mesh} has none: add tensor:N")

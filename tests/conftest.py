@@ -1,0 +1,22 @@
+"""Strict everywhere: 8 virtual CPU devices, annotations checked at run time, warnings and rank promotion are errors."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        # XLA:CPU aborts on bf16 reductions in partial-manual shard_map without this
+        "--xla_disable_hlo_passes=all-reduce-promotion",
+        "--xla_cpu_multi_thread_eigen=false",
+    ]
+)
+
+from jaxtyping import install_import_hook
+
+_hook = install_import_hook(["jaxscale", "pallas_kernels"], "beartype.beartype")
+
+import jax
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
