@@ -1,0 +1,1 @@
+"""What the backward pass keeps of the forward pass."""

@@ -1,0 +1,1 @@
+"""How parameters move: optimizers as values over optax."""

@@ -1,0 +1,115 @@
+"""ZeRO as placement rules: which dim of each parameter is split over the fsdp axis, and where each tensor of a step lives.
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054.
+
+| stage | master weights | optimizer state | gradients | weights that compute |
+|---|---|---|---|---|
+| 0 | whole | whole | whole | whole |
+| 1 | split, if they are copied to bf16 | split | whole | whole |
+| 2 | split, if they are copied to bf16 | split | split | whole |
+| 3 | split | split | split | split, gathered layer by layer |
+
+HSDP is the same rules on a mesh that has a data or replica axis too: split inside, replicated across.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxscale.sharding import place
+from jaxscale.sharding.rules import AxisRules
+
+Stage = Literal[0, 1, 2, 3]
+
+ZERO_AXIS = "fsdp"
+
+
+def split(
+    shape: Sequence[int], names: Sequence[str | None] | None, whole: PartitionSpec, mesh: Mesh, axis: str = ZERO_AXIS
+) -> PartitionSpec:
+    """`whole`, with one more dim split over `axis`: the largest per device that divides; `whole` itself if none does.
+
+    The stacked "layers" dim is never split: a scan over layers would have to gather all of it.
+
+    Args:
+        shape: of the parameter.
+        names: logical axis of each dim; `None` for a parameter without names.
+        whole: placement before ZeRO (tensor parallelism).
+        mesh: the mesh.
+        axis: mesh axis to split over.
+    """
+    count = mesh.shape[axis]
+    entries = list(whole) + [None] * (len(shape) - len(whole))
+    if count == 1 or axis in placed_axes(whole):
+        return whole
+
+    def local(dim: int) -> int:
+        entry = entries[dim]
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        return shape[dim] // math.prod(mesh.shape[a] for a in axes)
+
+    candidates = [d for d in range(len(shape)) if local(d) % count == 0 and not (names and names[d] == "layers")]
+    if not candidates:
+        return whole
+    dim = max(candidates, key=lambda d: (local(d), d))
+    entry = entries[dim]
+    entries[dim] = axis if entry is None else ((entry,) if isinstance(entry, str) else tuple(entry)) + (axis,)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def placed_axes(spec: PartitionSpec) -> set[str]:
+    """Mesh axes that a PartitionSpec uses."""
+    return {axis for entry in spec if entry is not None for axis in ((entry,) if isinstance(entry, str) else entry)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where the tensors that belong to one parameter live.
+
+    Args:
+        master: the parameter between steps.
+        state: optimizer state of its shape.
+        gradient: what the optimizer is handed.
+        compute: the copy that the forward and backward passes read.
+    """
+
+    master: PartitionSpec
+    state: PartitionSpec
+    gradient: PartitionSpec
+    compute: PartitionSpec
+
+
+def placement(
+    shape: Sequence[int], names: Sequence[str | None] | None, stage: Stage, copied: bool, mesh: Mesh, rules: AxisRules
+) -> Placement:
+    """Placement of a parameter's tensors under a ZeRO stage.
+
+    Args:
+        shape: of the parameter.
+        names: logical axis of each dim; `None` for a parameter without names.
+        stage: ZeRO stage.
+        copied: whether the step computes with a lower-precision copy of float32 master weights.
+        mesh: the mesh.
+        rules: mesh axes per logical axis.
+    """
+    whole = PartitionSpec() if names is None else place.spec(shape, names, mesh, rules)
+    shard = split(shape, names, whole, mesh)
+    return Placement(
+        master=shard if stage == 3 or (stage > 0 and copied) else whole,
+        state=shard if stage > 0 else whole,
+        gradient=shard if stage > 1 else whole,
+        compute=shard if stage == 3 else whole,
+    )
+
+
+def whole_parameters(specs: dict[str, PartitionSpec]) -> list[str]:
+    """Names of the parameters that ZeRO could not split."""
+    return [name for name, spec in specs.items() if ZERO_AXIS not in placed_axes(spec)]
+
+
+__all__: list[Any] = ["ZERO_AXIS", "Placement", "Stage", "placed_axes", "placement", "split", "whole_parameters"]

@@ -1,0 +1,1 @@
+"""One train step from values: Experiment, Plan, TrainState, build."""

@@ -1,0 +1,91 @@
+"""A model as pure functions of nested dicts: what jit, grad, optax and checkpoints want, while users keep their modules.
+
+The graph definition of the NNX module is closed over; parameters are one nested dict, all other state another.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.blocks import Model
+from jaxscale.errors import UserError
+from jaxscale.trees import count, path_name
+from jaxscale.typing import Params
+
+Names = tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Functional:
+    """The parts of a model's module.
+
+    Args:
+        model: the value it was built from.
+        seed: of its parameters.
+        vocab_multiple: to which the vocabulary is padded.
+        graphdef: structure of the module.
+        params: abstract parameters (nested dict of `ShapeDtypeStruct`).
+        names: logical axes of each parameter by name; a parameter without is absent.
+        rest: abstract state that is not a parameter.
+    """
+
+    model: Model
+    seed: int
+    vocab_multiple: int
+    graphdef: Any
+    params: Params
+    names: dict[str, Names]
+    rest: Params
+
+    @classmethod
+    def of(cls, model: Model, seed: int, vocab_multiple: int = 1) -> "Functional":
+        """Trace the construction of the module; nothing is allocated."""
+        nnx.use_eager_sharding(False)
+        abstract = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple))
+        graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
+        names: dict[str, Names] = {}
+        for path, variable in params.flat_state():
+            logical = variable.get_metadata().get("out_sharding")
+            if logical is not None:
+                if len(logical) != len(variable.shape):
+                    raise UserError(
+                        f"parameter {'/'.join(map(str, path))}: got {len(logical)} axis names {tuple(logical)} for shape "
+                        f"{tuple(variable.shape)}; name each dim (a stacked one is named 'layers')"
+                    )
+                names["/".join(map(str, path))] = tuple(logical)
+        return cls(model, seed, vocab_multiple, graphdef, nnx.to_pure_dict(params), names, nnx.to_pure_dict(rest))
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained."""
+        return count(self.params)
+
+    def create(self) -> tuple[Params, Params]:
+        """Parameters and other state of a new module: a function to jit with `out_shardings`."""
+        module = _build(self.model, self.seed, self.vocab_multiple)
+        _, params, rest = nnx.split(module, nnx.Param, ...)
+        return _float32(nnx.to_pure_dict(params)), nnx.to_pure_dict(rest)
+
+    def module(self, params: Params, rest: Params) -> Any:
+        """The module with these values; its variables are its own, so it may be made inside a transformation."""
+        return nnx.merge(self.graphdef, params, rest, copy=True)
+
+    def rest_of(self, module: Any) -> Params:
+        """The state of a module that is not a parameter."""
+        return nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
+
+    def axis_names(self) -> Any:
+        """Tree like `params` whose leaves are the tuple of logical axes, or `None`."""
+        return jax.tree_util.tree_map_with_path(lambda path, _: self.names.get(path_name(path)), self.params)
+
+
+def _build(model: Model, seed: int, vocab_multiple: int) -> Any:
+    return model.build(nnx.Rngs(params=seed, dropout=seed + 1), vocab_multiple=vocab_multiple)
+
+
+def _float32(params: Params) -> Params:
+    return jax.tree.map(lambda p: p.astype(jnp.float32) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
