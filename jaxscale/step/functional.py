@@ -57,7 +57,8 @@ class Functional:
                         f"{tuple(variable.shape)}; name each dim (a stacked one is named 'layers')"
                     )
                 names["/".join(map(str, path))] = tuple(logical)
-        return cls(model, seed, vocab_multiple, graphdef, nnx.to_pure_dict(params), names, nnx.to_pure_dict(rest))
+        masters = jax.eval_shape(_float32, nnx.to_pure_dict(params))
+        return cls(model, seed, vocab_multiple, graphdef, masters, names, nnx.to_pure_dict(rest))
 
     @property
     def parameters(self) -> int:

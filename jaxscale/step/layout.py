@@ -1,0 +1,219 @@
+"""Layout: the mesh of a plan, and where every leaf of the train state lies on it."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxscale.errors import UserError
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.zero import Placement, placed_axes, placement
+from jaxscale.step.functional import Functional
+from jaxscale.step.plan import Plan
+from jaxscale.step.state import TrainState, Watch
+from jaxscale.trees import leaf_bytes, named_leaves, path_name
+
+BATCH_AXES = ("replica", "data", "fsdp")
+
+
+def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, str]:
+    """The plan with its mesh settled, and a sentence that says how.
+
+    Without a mesh a run takes the most devices that divide the rows of a microbatch: along "fsdp" if ZeRO shards, else along
+    "data".
+
+    Args:
+        plan: as the user wrote it.
+        batch: rows of the global batch.
+        devices: devices that may be used.
+
+    Raises:
+        UserError: the batch does not divide, or the mesh takes more devices than there are.
+    """
+    if batch % plan.microbatches:
+        raise UserError(
+            f"batch {batch} does not divide into {plan.microbatches} microbatches: "
+            f"choose a batch that is a multiple of {plan.microbatches}"
+        )
+    rows = batch // plan.microbatches
+    if plan.mesh is None:
+        count = max(n for n in range(1, len(devices) + 1) if rows % n == 0)
+        mesh = MeshSpec(fsdp=count) if plan.zero else MeshSpec(data=count)
+        kind = devices[0].device_kind
+        said = f"mesh {mesh}: {count} of {len(devices)} {kind} device{'s' if len(devices) > 1 else ''}"
+        said += f", the most that divide {rows} rows" if count < len(devices) else ""
+        return dataclasses.replace(plan, mesh=mesh), said
+    if plan.mesh.devices > len(devices):
+        raise UserError(
+            f"mesh {plan.mesh} takes {plan.mesh.devices} devices, and there are {len(devices)} "
+            f"({devices[0].device_kind}): ask for a smaller mesh"
+        )
+    shards = plan.mesh.batch_shards
+    if rows % shards:
+        raise UserError(
+            f"batch {batch} in {plan.microbatches} microbatches is {rows} rows each, and mesh {plan.mesh} splits them "
+            f"{shards} ways: choose a batch that is a multiple of {plan.microbatches * shards}"
+        )
+    return plan, f"mesh {plan.mesh}: {plan.mesh.devices} of {len(devices)} devices"
+
+
+def effective_rules(plan: Plan) -> AxisRules:
+    """The plan's rules with Megatron's sequence parallelism, where asked for, written into them."""
+    rules = plan.rules
+    return dataclasses.replace(rules, seq=(*rules.seq, "tensor")) if plan.sequence_parallel else rules
+
+
+def vocab_multiple(plan: Plan) -> int:
+    """What the vocabulary must be padded to, to lie on its mesh axes."""
+    assert plan.mesh is not None
+    return math.prod(plan.mesh.sizes[axis] for axis in plan.rules.vocab)
+
+
+def check_model(plan: Plan, model: Any) -> None:
+    """Refuse a plan whose axes do not divide the model, before anything is traced."""
+    assert plan.mesh is not None
+    rules, sizes = effective_rules(plan), plan.mesh.sizes
+    for name, size in model.logical_sizes().items():
+        axes = rules.axes(name)
+        ways = math.prod(sizes[axis] for axis in axes)
+        if name != "vocab" and size % ways:
+            raise UserError(
+                f"{name}: {size} of them over {' x '.join(f'{a}:{sizes[a]}' for a in axes if sizes[a] > 1)}, which does not "
+                f"divide; change the mesh or the model, or keep {name} whole with --plan.rules.{name.replace('_', '-')} none"
+            )
+    foreign = getattr(model, "foreign", False)
+    if foreign and plan.precision != "float32" and plan.reduce == "float32":
+        raise UserError("reduce: float32 under bfloat16 needs jaxscale layers; this model reduces in bfloat16 (leave it out)")
+    if foreign and plan.loss_chunk is not None:
+        raise UserError("loss_chunk: this model computes its own loss, which can't be chunked from outside; leave it out")
+    length = getattr(model, "context", None)
+    if length is not None:
+        ways = math.prod(sizes[axis] for axis in rules.seq)
+        if length % ways:
+            raise UserError(f"context {length} is not a multiple of {ways}, over which the mesh {plan.mesh} splits it")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the train state lives.
+
+    Args:
+        plan: with its mesh settled.
+        mesh: of devices.
+        rules: mesh axes per logical axis in force.
+        placements: of each parameter, by name.
+        masters, gradients, computes: trees of `NamedSharding` like the parameters.
+        state: `NamedSharding` of every leaf of the train state.
+        abstract: the train state's shapes and dtypes, with shardings.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    rules: AxisRules
+    placements: dict[str, Placement]
+    masters: Any
+    gradients: Any
+    computes: Any
+    state: TrainState
+    abstract: TrainState
+
+    @classmethod
+    def of(cls, functional: Functional, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh) -> "Layout":
+        """Place every leaf; nothing is allocated."""
+        rules, copied = effective_rules(plan), plan.precision != "float32"
+        placements = {
+            name: placement(leaf.shape, functional.names.get(name), plan.zero, copied, mesh, rules)
+            for name, leaf in named_leaves(functional.params).items()
+        }
+
+        def tree(kind: str) -> Any:
+            return jax.tree_util.tree_map_with_path(
+                lambda path, _: NamedSharding(mesh, getattr(placements[path_name(path)], kind)), functional.params
+            )
+
+        whole = NamedSharding(mesh, PartitionSpec())
+        opt = jax.eval_shape(optimizer.init, functional.params)
+        opt_shardings = optax.tree.map_params(
+            optimizer,
+            # factored and scalar states have another shape than the parameter: they stay whole
+            lambda leaf, param, sharding: sharding if leaf.shape == param.shape else whole,
+            opt,
+            functional.params,
+            tree("state"),
+            transform_non_params=lambda _: whole,
+        )
+        watch = jax.eval_shape(Watch.start)
+        step = jax.ShapeDtypeStruct((), "int32")
+        abstract = TrainState(step, functional.params, opt, functional.rest, watch)
+        shardings = TrainState(
+            step=whole,
+            params=tree("master"),
+            optimizer=opt_shardings,
+            rest=jax.tree.map(lambda _: whole, functional.rest),
+            watch=jax.tree.map(lambda _: whole, watch),
+        )
+        placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
+        return cls(
+            plan, mesh, rules, placements, tree("master"), tree("gradient"), tree("compute"), shardings, placed
+        )
+
+    @property
+    def batch(self) -> NamedSharding:
+        """Of every array of a batch: rows over the data axes."""
+        return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
+
+    def check_axes_used(self, model: Any) -> None:
+        """Refuse a mesh axis on which nothing lies: a request without effect."""
+        used = {axis for p in self.placements.values() for axis in placed_axes(p.compute)} | set(BATCH_AXES)
+        if getattr(model, "context", None) is not None:
+            used |= set(self.rules.seq)
+        for axis, count in self.mesh.shape.items():
+            if count > 1 and axis not in used:
+                raise UserError(
+                    f"mesh {self.plan.mesh}: no parameter or activation of this model lies on {axis}; "
+                    f"its {count} devices would repeat the same work. Use data or fsdp instead"
+                )
+
+    def unsplit(self) -> list[str]:
+        """Parameters that ZeRO was asked to split and could not: no dim divides."""
+        if not self.plan.zero or self.mesh.shape["fsdp"] == 1:
+            return []
+        return [name for name, p in self.placements.items() if "fsdp" not in placed_axes(p.state)]
+
+    def table(self) -> dict[str, Any]:
+        """The layout as plain data, for the report: mesh, and parameters with where they lie, the biggest first."""
+        rows = []
+        for name, leaf in named_leaves(self.abstract.params).items():
+            shard = math.prod(leaf.sharding.shard_shape(leaf.shape))
+            rows.append(
+                {
+                    "name": name,
+                    "shape": list(leaf.shape),
+                    "dtype": str(leaf.dtype),
+                    "spec": [list(e) if isinstance(e, tuple) else e for e in leaf.sharding.spec],
+                    "bytes": leaf_bytes(leaf),
+                    "bytes_per_device": leaf_bytes(leaf) * shard // max(math.prod(leaf.shape), 1),
+                }
+            )
+        device = self.mesh.devices.flat[0]
+        return {
+            "mesh": {axis: count for axis, count in self.mesh.shape.items() if count > 1},
+            "devices": self.mesh.size,
+            "kind": device.device_kind,
+            "parameters": sorted(rows, key=lambda row: -row["bytes"]),
+            "unsplit": self.unsplit(),
+        }
+
+
+def local_bytes(tree: Any) -> int:
+    """Bytes on each device of a tree of abstract arrays with shardings."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        size = math.prod(leaf.shape)
+        total += leaf_bytes(leaf) * math.prod(leaf.sharding.shard_shape(leaf.shape)) // max(size, 1)
+    return total
