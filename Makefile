@@ -1,0 +1,62 @@
+# Two commands from an empty checkout:  make train   make test
+# Needs python3 (3.11 or later) and a package index; uses uv where it is installed, else pip.
+PYTHON ?= python3
+VENV   ?= .venv
+PY      = $(VENV)/bin/python
+UV      = $(shell command -v uv 2>/dev/null)
+LOCKED  = uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
+          --no-header --no-annotate
+export UV_PYTHON_DOWNLOADS := never
+export PYTHONDONTWRITEBYTECODE ?= 1
+
+# a stamp's name carries a checksum of what it was made from, so that a change installs again
+sum   = $(shell cat requirements/$(1).txt pyproject.toml 2>/dev/null | cksum | cut -d' ' -f1)
+TRAIN = $(VENV)/.train-$(call sum,train)
+TEST  = $(VENV)/.test-$(call sum,test)
+
+.PHONY: help train test lint setup lock clean
+help:
+	@echo "make train   set up $(VENV), train experiments/shakespeare.py, show samples, write a report"
+	@echo "make test    set up the same, run the tests          (ARGS='-m slow' for the long ones)"
+	@echo "make lint    format, lint, types, floors"
+	@echo "make setup   only set up $(VENV)"
+	@echo "make lock    rewrite requirements/*.txt              (needs uv)"
+	@echo "make clean   remove $(VENV)"
+
+train: $(TRAIN)
+	$(PY) -m jaxscale train experiments/shakespeare.py $(ARGS)
+
+test: $(TEST)
+	$(PY) -m pytest -q -n 2 --dist worksteal $(ARGS)
+
+lint: $(TEST)
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/basedpyright --level error
+	$(VENV)/bin/lint-imports
+
+setup: $(TRAIN)
+
+$(TRAIN):
+	$(call install,train)
+	touch $@
+
+$(TEST):
+	$(call install,test)
+	touch $@
+
+define install
+	test -x $(PY) || $(if $(UV),$(UV) venv -q --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV),$(PYTHON) -m venv $(VENV))
+	$(if $(UV),$(UV) pip install -q --python $(VENV),$(PY) -m pip install -q --disable-pip-version-check) --require-hashes -r requirements/$(1).txt
+	$(if $(UV),$(UV) pip install -q --python $(VENV),$(PY) -m pip install -q --disable-pip-version-check) --no-deps --no-build-isolation -e .
+endef
+
+# One set of versions, forked by Python version where packages ask for it; hashes, and no address of any index.
+lock:
+	$(LOCKED) --extra test -o requirements/test.txt pyproject.toml requirements/build.in
+	$(LOCKED) -c requirements/test.txt -o requirements/train.txt pyproject.toml requirements/build.in
+	$(LOCKED) -c requirements/test.txt --extra aot-tpu --extra aot-gpu -o requirements/aot.txt pyproject.toml requirements/build.in
+	! grep -n -i -E 'https?://|--index-url|--find-links|file:' requirements/*.txt
+
+clean:
+	rm -rf $(VENV)
