@@ -1,0 +1,66 @@
+"""Embedding and PositionTable: rows of a table by token and by position. The table of an Embedding is (vocab, embed), which
+is also the layout of an output head: a tied head is `embedding.weight`, an untied one another `Embedding`.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.layers.linear import Initializer
+from jaxscale.typing import Array, Float, Int
+
+
+class Embedding(nnx.Module):
+    """A row per token, the number of rows padded with zeros to a multiple.
+
+    Args:
+        vocab: number of tokens.
+        size: width of a row.
+        vocab_multiple: rows are padded to a multiple of this, so that a mesh axis divides them. The random values of the
+            real rows do not depend on it.
+        init: initializer of the real rows; normal with standard deviation 0.02 by default.
+
+    Example:
+        >>> from flax import nnx
+        >>> embedding = Embedding(5, 3, vocab_multiple=4, rngs=nnx.Rngs(0))
+        >>> embedding.weight.shape, embedding.lookup(jnp.array([[0, 4]]), "bfloat16").shape
+        ((8, 3), (1, 2, 3))
+    """
+
+    def __init__(
+        self, vocab: int, size: int, *, vocab_multiple: int = 1, init: Initializer | None = None, rngs: nnx.Rngs
+    ):
+        init = nnx.initializers.normal(0.02) if init is None else init
+        rows = init(rngs.params(), (vocab, size), jnp.float32)
+        self.vocab = vocab
+        self.weight = nnx.Param(jnp.pad(rows, ((0, -vocab % vocab_multiple), (0, 0))), out_sharding=("vocab", "embed"))
+
+    def lookup(self, tokens: Int[Array, "*B"], dtype: Any = None) -> Float[Array, "*B D"]:
+        """The rows of `tokens`, in `dtype` (the parameters' own by default). The gradient is summed in the parameters' type."""
+        rows = jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+        return rows if dtype is None else rows.astype(dtype)
+
+
+class PositionTable(nnx.Module):
+    """A learned row per position (GPT-2, ViT).
+
+    Args:
+        length: number of positions.
+        size: width of a row.
+        init: initializer; normal with standard deviation 0.02 by default.
+
+    Example:
+        >>> from flax import nnx
+        >>> PositionTable(5, 3, rngs=nnx.Rngs(0)).lookup(jnp.array([[0, 4]])).shape
+        (1, 2, 3)
+    """
+
+    def __init__(self, length: int, size: int, *, init: Initializer | None = None, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(0.02) if init is None else init
+        self.weight = nnx.Param(init(rngs.params(), (length, size), jnp.float32), out_sharding=("position", "embed"))
+
+    def lookup(self, positions: Int[Array, "*B"], dtype: Any = None) -> Float[Array, "*B D"]:
+        """The rows of `positions`, in `dtype` (the parameters' own by default)."""
+        rows = jnp.take(self.weight[...], positions, axis=0, mode="clip")
+        return rows if dtype is None else rows.astype(dtype)

@@ -1,0 +1,133 @@
+"""Linear, and the matrix product under it, which keeps gradients in the type of the parameter.
+
+Mixed precision needs no setting here: `matmul` computes in the type of `x` and hands the gradient of `w` back in the type
+of `w`. With float32 parameters and bfloat16 activations the gradient leaves the product's float32 accumulator unrounded, so
+what is reduced across devices is float32; with bfloat16 parameters it is bfloat16. Where the types agree, the product is
+the plain one and autodiff does the rest.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.typing import Array, Float
+
+Initializer = Callable[..., Any]
+"""`init(key, shape, dtype) -> array`, such as those of `nnx.initializers`."""
+
+
+def _contract(x: Any, w: Any, dim: int, result: Any) -> Any:
+    """`x` times `w` over the last dim of `x` and dim `dim` of `w`, computed in the type of `x`."""
+    return jax.lax.dot_general(
+        x, w.astype(x.dtype), (((x.ndim - 1,), (dim,)), ((), ())), preferred_element_type=jnp.dtype(result)
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _mixed(x: Any, w: Any, dim: int, result: Any) -> Any:
+    return _contract(x, w, dim, result)
+
+
+def _mixed_forward(x: Any, w: Any, dim: int, result: Any) -> Any:
+    return _contract(x, w, dim, result), (x, w)
+
+
+def _mixed_backward(dim: int, result: Any, residuals: Any, dy: Any) -> Any:
+    x, w = residuals
+    dy = dy.astype(x.dtype)
+    dx = _contract(dy, w, 1 - dim, x.dtype)
+    leading = tuple(range(x.ndim - 1))
+    first, second = (x, dy) if dim == 0 else (dy, x)
+    dw = jax.lax.dot_general(first, second, ((leading, leading), ((), ())), preferred_element_type=w.dtype)
+    return dx, dw.astype(w.dtype)
+
+
+_mixed.defvjp(_mixed_forward, _mixed_backward)
+
+
+def matmul(
+    x: Float[Array, "*B I"], w: Float[Array, "_ _"], *, transposed: bool = False, result: Any = None
+) -> Float[Array, "*B O"]:
+    """`x @ w` in the type of `x`; the gradient of `w` has the type of `w`, accumulated in it.
+
+    Args:
+        x: activations (*B, I).
+        w: parameters (I, O), in any float type.
+        transposed: `w` is given as (O, I), and the product is `x @ w.T` without a transposed copy.
+        result: type of the product, which is its accumulator's when float32; the type of `x` by default.
+
+    Returns:
+        (*B, O).
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> x, w = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4))
+        >>> matmul(x, w).dtype, jax.grad(lambda w: matmul(x, w).sum())(w).dtype
+        (dtype(bfloat16), dtype('float32'))
+    """
+    result = jnp.dtype(x.dtype if result is None else result)
+    dim = 1 if transposed else 0
+    if x.dtype == w.dtype == result:
+        return _contract(x, w, dim, result)
+    return _mixed(x, w, dim, result)
+
+
+@jax.custom_vjp
+def _add_narrow(x: Any, b: Any) -> Any:
+    return x + b.astype(x.dtype).reshape((1,) * (x.ndim - 1) + b.shape)
+
+
+def _add_narrow_backward(b: Any, dy: Any) -> Any:
+    return dy, jnp.sum(dy, axis=tuple(range(dy.ndim - 1)), dtype=b.dtype)
+
+
+_add_narrow.defvjp(lambda x, b: (_add_narrow(x, b), jnp.zeros((), b.dtype)), _add_narrow_backward)
+
+
+def add_bias(x: Float[Array, "*B O"], b: Float[Array, "O"]) -> Float[Array, "*B O"]:
+    """`x + b` in the type of `x`; the gradient of `b` is summed in the type of `b`."""
+    if x.dtype == b.dtype:
+        return x + b.reshape((1,) * (x.ndim - 1) + b.shape)
+    return _add_narrow(x, b)
+
+
+class Linear(nnx.Module):
+    """`y = x W + b`.
+
+    Args:
+        in_size: width of the input.
+        out_size: width of the output.
+        axes: logical axes of `W`'s dims; the bias carries the second.
+        bias: whether there is a `b`, zeros at first.
+        init: initializer of `W`; variance 1 / in_size by default.
+        rngs: random streams; `params` is drawn from.
+
+    Example:
+        >>> from flax import nnx
+        >>> Linear(3, 4, rngs=nnx.Rngs(0))(jnp.ones((2, 3))).shape
+        (2, 4)
+    """
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        axes: tuple[str | None, str | None] = ("embed", "mlp"),
+        bias: bool = False,
+        init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        init = nnx.initializers.normal(1 / math.sqrt(in_size)) if init is None else init
+        self.weight = nnx.Param(init(rngs.params(), (in_size, out_size), jnp.float32), out_sharding=axes)
+        self.bias = nnx.Param(jnp.zeros((out_size,), jnp.float32), out_sharding=(axes[1],)) if bias else None
+
+    def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
+        """`x` projected, in the type of `x`."""
+        y = matmul(x, self.weight[...])
+        return y if self.bias is None else add_bias(y, self.bias[...])

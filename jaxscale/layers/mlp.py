@@ -1,0 +1,99 @@
+"""MLP: the feed-forward layer, gated (GLU variants, Shazeer 2020) or plain."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.blocks import Context
+from jaxscale.errors import unknown
+from jaxscale.layers.dropout import Dropout
+from jaxscale.layers.linear import Initializer, Linear
+from jaxscale.sharding.place import constrain
+from jaxscale.typing import Array, Float
+
+Kind = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared", "silu"]
+
+
+class _Form(NamedTuple):
+    activation: Callable[[Any], Any]
+    gated: bool
+
+
+def _gelu(x: Any) -> Any:
+    return jax.nn.gelu(x, approximate=False)
+
+
+def _gelu_tanh(x: Any) -> Any:
+    return jax.nn.gelu(x, approximate=True)
+
+
+_FORMS: dict[str, _Form] = {
+    "swiglu": _Form(jax.nn.silu, True),
+    "geglu": _Form(_gelu, True),
+    "geglu_tanh": _Form(_gelu_tanh, True),
+    "reglu": _Form(jax.nn.relu, True),
+    "gelu": _Form(_gelu, False),
+    "gelu_tanh": _Form(_gelu_tanh, False),
+    "quick_gelu": _Form(lambda x: x * jax.nn.sigmoid(1.702 * x), False),
+    "relu": _Form(jax.nn.relu, False),
+    "relu_squared": _Form(lambda x: jax.numpy.square(jax.nn.relu(x)), False),
+    "silu": _Form(jax.nn.silu, False),
+}
+assert set(_FORMS) == set(get_args(Kind))
+
+
+class MLP(nnx.Module):
+    """`down(act(up(x)))`, or `down(act(gate(x)) * up(x))` for the gated kinds.
+
+    Products are named for remat before the nonlinearity ("mlp_gate", "mlp_up"): named after it, saving them would not
+    spare recomputing them.
+
+    Args:
+        embed: width of input and output.
+        mlp: hidden width.
+        kind: activation, and whether it is gated: swiglu, geglu (exact GELU), geglu_tanh, reglu are.
+        bias: whether the projections have biases.
+        dropout: rate of the dropout of the output.
+        init, out_init: initializers of `gate` and `up`, and of `down`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> MLP(4, 8, kind="swiglu", rngs=nnx.Rngs(0))(jnp.ones((1, 2, 4))).shape
+        (1, 2, 4)
+    """
+
+    def __init__(
+        self,
+        embed: int,
+        mlp: int,
+        *,
+        kind: str = "swiglu",
+        bias: bool = False,
+        dropout: float = 0.0,
+        init: Initializer | None = None,
+        out_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if kind not in _FORMS:
+            raise unknown("kind of mlp", kind, _FORMS)
+        self.kind = kind
+        inward: dict[str, Any] = {"axes": ("embed", "mlp"), "bias": bias, "init": init, "rngs": rngs}
+        self.gate = Linear(embed, mlp, **inward) if _FORMS[kind].gated else None
+        self.up = Linear(embed, mlp, **inward)
+        self.down = Linear(mlp, embed, axes=("mlp", "embed"), bias=bias, init=out_init, rngs=rngs)
+        self.dropout = Dropout(dropout, site="mlp")
+
+    def __call__(self, x: Float[Array, "B T D"], *, context: Context = Context()) -> Float[Array, "B T D"]:
+        """The layer's output, without the residual."""
+        activation = _FORMS[self.kind].activation
+        up = constrain(checkpoint_name(self.up(x), "mlp_up"), "batch", "inner_seq", "mlp")
+        if self.gate is None:
+            hidden = activation(up)
+        else:
+            gate = constrain(checkpoint_name(self.gate(x), "mlp_gate"), "batch", "inner_seq", "mlp")
+            hidden = activation(gate) * up
+        return self.dropout(self.down(hidden), context)

@@ -1,0 +1,71 @@
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), over the last dim. Statistics and the gain are applied
+in float32; the result has the type of the input.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.typing import Array, Float
+
+
+def _over_rows(gain: jax.Array, x: jax.Array) -> jax.Array:
+    """A vector in float32, with the rank of `x`."""
+    return gain.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + gain.shape)
+
+
+class RMSNorm(nnx.Module):
+    """`x / sqrt(mean(x^2) + eps) * w`, or `* (1 + w)` as Gemma has it.
+
+    Args:
+        size: width normalised over.
+        eps: added to the mean square.
+        plus_one: multiply by `1 + w`, with `w` zeros at first; else by `w`, ones at first.
+
+    Example:
+        >>> from flax import nnx
+        >>> RMSNorm(4, rngs=nnx.Rngs(0))(jnp.full((1, 4), 3.0)).round(3).tolist()
+        [[1.0, 1.0, 1.0, 1.0]]
+    """
+
+    def __init__(self, size: int, *, eps: float = 1e-6, plus_one: bool = False, rngs: nnx.Rngs | None = None):
+        self.eps, self.plus_one = eps, plus_one
+        start = jnp.zeros if plus_one else jnp.ones
+        self.weight = nnx.Param(start((size,), jnp.float32), out_sharding=("norm",))
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """`x` normalised over its last dim, in the type of `x`."""
+        wide = x.astype(jnp.float32)
+        y = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
+        gain = _over_rows(self.weight[...], x)
+        return (y * (1 + gain if self.plus_one else gain)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """`(x - mean(x)) / sqrt(var(x) + eps) * w + b`.
+
+    Args:
+        size: width normalised over.
+        eps: added to the variance.
+        bias: whether there is a `b`.
+
+    Example:
+        >>> from flax import nnx
+        >>> LayerNorm(2, rngs=nnx.Rngs(0))(jnp.array([[1.0, 3.0]])).round(3).tolist()
+        [[-1.0, 1.0]]
+    """
+
+    def __init__(self, size: int, *, eps: float = 1e-5, bias: bool = True, rngs: nnx.Rngs | None = None):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((size,), jnp.float32), out_sharding=("norm",))
+        self.bias = nnx.Param(jnp.zeros((size,), jnp.float32), out_sharding=("norm",)) if bias else None
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """`x` normalised over its last dim, in the type of `x`."""
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, -1, keepdims=True)
+        y = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
+        y = y * _over_rows(self.weight[...], x)
+        if self.bias is not None:
+            y = y + _over_rows(self.bias[...], x)
+        return y.astype(x.dtype)

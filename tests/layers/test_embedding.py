@@ -1,0 +1,33 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxscale.layers.embedding import Embedding, PositionTable
+
+
+def test_padding_adds_zero_rows_and_leaves_the_random_ones():
+    plain, padded = (Embedding(5, 3, vocab_multiple=n, rngs=nnx.Rngs(7)) for n in (1, 4))
+    assert plain.weight.shape == (5, 3)
+    assert padded.weight.shape == (8, 3)
+    np.testing.assert_array_equal(padded.weight[:5], plain.weight[...])
+    np.testing.assert_array_equal(padded.weight[5:], np.zeros((3, 3)))
+    assert padded.weight.out_sharding == ("vocab", "embed")
+
+
+def test_lookup_casts_values_and_sums_gradients_in_the_type_of_the_table():
+    embedding = Embedding(4, 2, rngs=nnx.Rngs(0))
+    tokens = jnp.array([[3, 1, 3]])
+    rows = embedding.lookup(tokens, "bfloat16")
+    assert rows.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(rows[0], embedding.weight[...][np.array([3, 1, 3])].astype(jnp.bfloat16))
+    many = jnp.full((1, 1000), 3)
+    gradient = jax.grad(lambda m: m.lookup(many, jnp.bfloat16).astype(jnp.float32).sum())(embedding)
+    # bfloat16 cannot count to 1000 by ones
+    np.testing.assert_array_equal(gradient.weight[...], [[0, 0], [0, 0], [0, 0], [1000, 1000]])
+
+
+def test_position_table():
+    table = PositionTable(4, 2, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(table.lookup(jnp.array([[2, 0]]))[0], table.weight[...][np.array([2, 0])])
+    assert table.weight.out_sharding == ("position", "embed")
