@@ -1,0 +1,90 @@
+"""The Platform this process runs on, from what JAX says about its devices.
+
+An unknown chip is no error: it becomes a Chip without a peak, so a run on it trains and reports no `mfu`.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from jaxscale.platforms.platform import Chip, Platform, chips
+
+
+def detect(devices: Sequence[Any] | None = None) -> Platform:
+    """The platform of `devices`.
+
+    Args:
+        devices: JAX devices; all of this run (every process) by default.
+
+    Returns:
+        The chip as in the tables, with the memory that the backend grants, or one with unknown facts for a chip that is
+        in no table. A TPU slice's topology comes from the chips' coordinates.
+    """
+    import jax
+
+    devices = list(jax.devices() if devices is None else devices)
+    chip = chip_of(devices[0].device_kind, devices[0].platform)
+    chip = dataclasses.replace(chip, **_measured(chip, devices))
+    if chip.kind != "tpu":
+        return Platform(chip, len(devices))
+    places = {(getattr(device, "slice_index", 0) or 0, *device.coords) for device in devices}
+    slices = len({place[0] for place in places})
+    corners = [place[1:] for place in places if place[0] == min(place[0] for place in places)]
+    sides = tuple(max(axis) - min(axis) + 1 for axis in zip(*corners, strict=True))
+    flat = sides[:2] if sides[2:] == (1,) and chip.name in ("v5e", "v6e") else sides
+    # a process may be given a part of a slice that is no box
+    topology = flat if math.prod(flat) == len(corners) else None
+    chip = dataclasses.replace(chip, devices=max(1, len(devices) // len(places)))
+    return Platform(chip, len(corners), topology, slices)
+
+
+def chip_of(device_kind: str, platform: str) -> Chip:
+    """The chip of a device kind as JAX prints it; one without facts where no table has it.
+
+    Args:
+        device_kind: `jax.Device.device_kind`.
+        platform: `jax.Device.platform`: "tpu", "gpu" (or "cuda", "rocm") or "cpu".
+
+    Example:
+        >>> chip_of("TPU v5 lite", "tpu").name
+        'v5e'
+        >>> chip_of("NVIDIA GeForce RTX 4090", "gpu").peak("bfloat16") is None
+        True
+    """
+    for chip in chips().values():
+        if device_kind in chip.device_kinds:
+            return chip
+    kind = platform if platform in ("tpu", "cpu") else "gpu"
+    return Chip(device_kind, kind, (device_kind,), (f"unknown to jaxscale: JAX says {device_kind!r}",))
+
+
+def host_memory() -> int | None:
+    """Bytes of main memory, or the limit of the control group; None where the system does not say."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+    try:
+        with open("/sys/fs/cgroup/memory.max") as file:
+            limit = file.read().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _measured(chip: Chip, devices: Sequence[Any]) -> dict[str, Any]:
+    """What this machine itself tells: memory of the device, of the host, and chips of one host."""
+    local = [device for device in devices if device.process_index == devices[0].process_index]
+    facts: dict[str, Any] = {"host_memory": host_memory()}
+    if chip.kind == "cpu":
+        return facts | {"memory": host_memory(), "chips_per_host": len(local)}
+    try:
+        limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    except Exception:  # devices of another process, and described ones, have no statistics: each backend raises its own
+        limit = None
+    if limit:
+        facts["usable_memory"] = limit * chip.devices
+        facts["memory"] = chip.memory or facts["usable_memory"]
+    return facts | {"chips_per_host": max(1, len(local) // chip.devices)}

@@ -1,0 +1,159 @@
+"""Facts about NVIDIA GPUs: dense rates of the tensor cores, and of the CUDA cores for float32.
+
+NVIDIA's datasheets print rates "with sparsity"; the rows hold the dense half. Memory is the datasheet's, in units of
+10^9 bytes. The network between hosts depends on the site and is not here. The datasheets were read as quoted elsewhere:
+T4 and H100 at hpctech.co.jp, A100, H100 and B200 at glennklockwood.com/garden/processors, variants of A100 at
+thundercompute.com, L4 at hmc-tech.com, H200 at aiwiki.ai, DGX B200 in NVIDIA's AIPS wiki.
+"""
+
+from jaxscale.platforms.platform import Chip, Link
+
+_A100 = "NVIDIA A100 Tensor Core GPU datasheet: bf16 and fp16 312, TF32 156, FP32 19.5 TFLOP/s, int8 624 TOP/s"
+_H100 = "NVIDIA H100 datasheet, sparse: SXM bf16 1979, TF32 989, fp8 3958, FP32 67; PCIe 1513, 756, 3026, 51 (TFLOP/s)"
+_B200 = "NVIDIA B200, glennklockwood.com, HGX at 1000 W: bf16 2250, TF32 1100, fp8 and int8 4500, FP32 80 (dense)"
+
+
+def _nvlink(bandwidth: float, source: str, connects: str = "GPUs of one host, through NVSwitch") -> Link:
+    return Link("nvlink", connects, bandwidth, "chip", source)
+
+
+def _pcie(bandwidth: float, source: str) -> Link:
+    return Link("pcie", "a GPU and its host", bandwidth, "chip", source)
+
+
+_PCIE3 = _pcie(16e9, "NVIDIA T4 datasheet: PCIe 3.0 x16, 32 GB/s both ways")
+_PCIE4 = _pcie(32e9, "NVIDIA A100 and L4 datasheets: PCIe Gen4 x16, 64 GB/s both ways")
+_PCIE5 = _pcie(64e9, "NVIDIA H100 datasheet: PCIe Gen5, 128 GB/s both ways")
+_NVLINK3 = _nvlink(300e9, "NVIDIA A100 datasheet: NVLink 600 GB/s both ways")
+_NVLINK4 = _nvlink(450e9, "NVIDIA H100 and H200 datasheets: NVLink 900 GB/s both ways")
+
+T4 = Chip(
+    name="t4",
+    kind="gpu",
+    device_kinds=("Tesla T4",),
+    source=(
+        "NVIDIA T4 datasheet: FP16 65, FP32 8.1 TFLOP/s, int8 130 TOP/s, 16 GB GDDR6; 256 bit x 10 Gb/s = 320 GB/s",
+    ),
+    float16=65e12,  # datasheet; Turing's tensor cores have no bfloat16
+    float32=8.1e12,  # datasheet
+    int8=130e12,  # datasheet
+    memory=16 * 10**9,  # datasheet
+    memory_bandwidth=320e9,  # datasheet's bus: 256 bit at 10 Gb/s a pin
+    links=(_PCIE3,),
+)
+
+L4 = Chip(
+    name="l4",
+    kind="gpu",
+    device_kinds=("NVIDIA L4",),
+    source=("NVIDIA L4 datasheet, sparse: bf16 242, TF32 120, fp8 and int8 485; FP32 30.3 TFLOP/s, 24 GB, 300 GB/s",),
+    bfloat16=121e12,  # datasheet, halved
+    float16=121e12,  # datasheet, halved
+    tf32=60e12,  # datasheet, halved
+    float32=30.3e12,  # datasheet
+    float8=242.5e12,  # datasheet, halved
+    int8=242.5e12,  # datasheet, halved
+    memory=24 * 10**9,  # datasheet
+    memory_bandwidth=300e9,  # datasheet
+    links=(_PCIE4,),
+)
+
+
+def _a100(
+    name: str, kinds: tuple[str, ...], memory: int, bandwidth: float, links: tuple[Link, ...], **host: int
+) -> Chip:
+    return Chip(
+        name=name,
+        kind="gpu",
+        device_kinds=kinds,
+        source=(_A100, f"NVIDIA A100 datasheet, {name}: {memory // 10**9} GB at {bandwidth / 1e9:.0f} GB/s"),
+        bfloat16=312e12,  # datasheet
+        float16=312e12,  # datasheet
+        tf32=156e12,  # datasheet
+        float32=19.5e12,  # datasheet
+        int8=624e12,  # datasheet
+        memory=memory,
+        memory_bandwidth=bandwidth,
+        links=links,
+        **host,
+    )
+
+
+A100_40 = _a100(
+    "a100-40", ("NVIDIA A100-SXM4-40GB",), 40 * 10**9, 1555e9, (_NVLINK3, _PCIE4), chips_per_host=8
+)  # DGX A100
+A100_80 = _a100(
+    "a100-80", ("NVIDIA A100-SXM4-80GB",), 80 * 10**9, 2039e9, (_NVLINK3, _PCIE4), chips_per_host=8
+)  # DGX A100
+A100_40_PCIE = _a100("a100-40-pcie", ("NVIDIA A100-PCIE-40GB",), 40 * 10**9, 1555e9, (_PCIE4,))
+A100_80_PCIE = _a100("a100-80-pcie", ("NVIDIA A100 80GB PCIe",), 80 * 10**9, 1935e9, (_PCIE4,))
+
+H100 = Chip(
+    name="h100",
+    kind="gpu",
+    device_kinds=("NVIDIA H100 80GB HBM3",),
+    source=(_H100, "NVIDIA H100 datasheet, SXM: 80 GB, 3.35 TB/s"),
+    bfloat16=989.4e12,  # datasheet, halved
+    float16=989.4e12,  # datasheet, halved
+    tf32=494.7e12,  # datasheet, halved
+    float32=66.9e12,  # datasheet
+    float8=1978.9e12,  # datasheet, halved
+    int8=1978.9e12,  # datasheet, halved
+    memory=80 * 10**9,  # datasheet
+    memory_bandwidth=3.35e12,  # datasheet
+    chips_per_host=8,  # DGX and HGX H100
+    links=(_NVLINK4, _PCIE5),
+)
+
+H100_PCIE = Chip(
+    name="h100-pcie",
+    kind="gpu",
+    device_kinds=("NVIDIA H100 PCIe",),
+    source=(_H100, "NVIDIA H100 datasheet, PCIe: 80 GB, 2 TB/s"),
+    bfloat16=756.5e12,  # datasheet, halved
+    float16=756.5e12,  # datasheet, halved
+    tf32=378e12,  # datasheet, halved
+    float32=51e12,  # datasheet
+    float8=1513e12,  # datasheet, halved
+    int8=1513e12,  # datasheet, halved
+    memory=80 * 10**9,  # datasheet
+    memory_bandwidth=2e12,  # datasheet
+    links=(_nvlink(300e9, "NVIDIA H100 datasheet, PCIe: NVLink 600 GB/s both ways", "two GPUs, by a bridge"), _PCIE5),
+)
+
+H200 = Chip(
+    name="h200",
+    kind="gpu",
+    device_kinds=("NVIDIA H200",),
+    source=("NVIDIA H200 datasheet: 141 GB HBM3e, 4.8 TB/s; rates as H100 SXM", _H100),
+    bfloat16=989.4e12,  # as H100
+    float16=989.4e12,  # as H100
+    tf32=494.7e12,  # as H100
+    float32=66.9e12,  # as H100
+    float8=1978.9e12,  # as H100
+    int8=1978.9e12,  # as H100
+    memory=141 * 10**9,  # datasheet
+    memory_bandwidth=4.8e12,  # datasheet
+    chips_per_host=8,  # HGX H200
+    links=(_NVLINK4, _PCIE5),
+)
+
+B200 = Chip(
+    name="b200",
+    kind="gpu",
+    device_kinds=("NVIDIA B200",),
+    source=(_B200, "NVIDIA DGX B200 datasheet: 8 GPUs, 1440 GB, 64 TB/s HBM3e, 14.4 TB/s NVLink in all"),
+    bfloat16=2250e12,  # same page
+    float16=2250e12,  # same page
+    tf32=1100e12,  # same page
+    float32=80e12,  # same page
+    float8=4500e12,  # same page
+    int8=4500e12,  # same page
+    memory=180 * 10**9,  # DGX B200 datasheet: 1440 GB / 8
+    memory_bandwidth=8e12,  # DGX B200 datasheet: 64 TB/s / 8
+    chips_per_host=8,  # DGX B200 datasheet
+    links=(_nvlink(900e9, "NVIDIA DGX B200 datasheet: 1.8 TB/s a GPU, both ways"),),
+)
+
+GPUS = (T4, L4, A100_40, A100_80, A100_40_PCIE, A100_80_PCIE, H100, H100_PCIE, H200, B200)
+ALIASES = {"a100": "a100-80", "a100-pcie": "a100-80-pcie", "h100-sxm": "h100"}

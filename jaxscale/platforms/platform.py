@@ -1,0 +1,257 @@
+"""Chip, Link, Platform: what a machine can do, as frozen facts that need no JAX.
+
+The numbers come from the tables of `tpu.py`, `gpu.py` and `cpu.py`, where every row names its source; a field that no
+source gives is None. A platform has a text form, such as `"tpu v5p:4x4x4"` or `"gpu h100 x 64"`, and `"local"` is the
+machine this process runs on. Peaks are of dense matrix products: sparsity is never counted.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from jaxscale.errors import UserError, near_miss, unknown
+
+Kind = Literal["tpu", "gpu", "cpu"]
+GiB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A wire between parts of a platform.
+
+    Args:
+        name: "ici", "nvlink", "pcie" or "dcn".
+        connects: what lies at its ends.
+        bandwidth: bytes/s in one direction, of one link where `per` is "link", else of all links of that chip or host.
+        per: what has this bandwidth.
+        links: how many such links leave a chip (or a host).
+        latency: seconds of one hop; None where no source gives it.
+        source: where the numbers come from.
+    """
+
+    name: str
+    connects: str
+    bandwidth: float
+    per: Literal["link", "chip", "host"]
+    source: str
+    links: int = 1
+    latency: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One accelerator (or one CPU), and the host that carries it.
+
+    Args:
+        name: the word used in a platform's text, such as "v5p" or "h100".
+        kind: "tpu", "gpu" or "cpu".
+        device_kinds: `jax.Device.device_kind` of its devices.
+        source: where the numbers come from, one entry per source.
+        bfloat16, float16, tf32, float32, float8, int8: dense matrix products at that type, in FLOP/s (or OP/s).
+        memory: bytes of device memory.
+        usable_memory: bytes of it that a program may take; None where it was not measured.
+        memory_bandwidth: bytes/s between the memory and the chip.
+        devices: JAX devices of one chip when a program runs.
+        chips_per_host: chips of one host machine.
+        host_memory: bytes of main memory of that host.
+        links: its wires.
+    """
+
+    name: str
+    kind: Kind
+    device_kinds: tuple[str, ...]
+    source: tuple[str, ...]
+    bfloat16: float | None = None
+    float16: float | None = None
+    tf32: float | None = None
+    float32: float | None = None
+    float8: float | None = None
+    int8: float | None = None
+    memory: int | None = None
+    usable_memory: int | None = None
+    memory_bandwidth: float | None = None
+    devices: int = 1
+    chips_per_host: int | None = None
+    host_memory: int | None = None
+    links: tuple[Link, ...] = ()
+
+    def peak(self, dtype: str) -> float | None:
+        """FLOP/s of a matrix product of `dtype` operands at JAX's default precision; None if unknown.
+
+        A float32 product runs in bfloat16 passes on a TPU and in TF32 on a GPU that has it, unless a higher precision is
+        asked for; its peak is theirs.
+
+        Args:
+            dtype: name of the operands' type, such as "bfloat16", "float32" or "float8_e4m3fn".
+
+        Example:
+            >>> Platform.parse("gpu a100").chip.peak("float32")
+            156000000000000.0
+
+        References:
+            `jax.lax.Precision`, JAX documentation: DEFAULT is the fastest mode.
+        """
+        if dtype == "float32":
+            if self.kind == "tpu":
+                return self.bfloat16
+            return self.float32 if self.tf32 is None else self.tf32
+        if dtype.startswith("float8"):
+            return self.float8
+        rates = {"bfloat16": self.bfloat16, "float16": self.float16, "int8": self.int8}
+        return rates.get(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """Chips and how they lie together: what a run has, or is planned for.
+
+    Args:
+        chip: the chip; all are alike.
+        chips: chips of one slice (TPU) or in all (GPU, CPU: where a "chip" is one JAX device).
+        topology: chips along each axis of a TPU slice's torus; None elsewhere.
+        slices: TPU slices joined by the data centre's network.
+
+    Example:
+        >>> platform = Platform.parse("tpu v5p:4x4x4")
+        >>> platform.chips, platform.devices, platform.topology, str(platform)
+        (64, 64, (4, 4, 4), 'tpu v5p:4x4x4')
+        >>> Platform.parse("gpu h100 x 64").hosts
+        8
+    """
+
+    chip: Chip
+    chips: int
+    topology: tuple[int, ...] | None = None
+    slices: int = 1
+
+    def __post_init__(self) -> None:
+        if self.chips < 1 or self.slices < 1:
+            raise UserError(f"platform of {self.chips} chips and {self.slices} slices: expected at least 1 of each")
+        if self.topology is not None and math.prod(self.topology) != self.chips:
+            raise UserError(
+                f"topology {_shape_text(self.topology)} has {math.prod(self.topology)} chips, not {self.chips}"
+            )
+
+    @property
+    def devices(self) -> int:
+        """JAX devices, all slices together."""
+        return self.chips * self.slices * self.chip.devices
+
+    @property
+    def hosts(self) -> int | None:
+        """Host machines; None where nothing says how many chips a host carries."""
+        if self.chip.chips_per_host is None:
+            return None
+        return self.slices * math.ceil(self.chips / self.chip.chips_per_host)
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The wires, from the fastest to the slowest."""
+        return self.chip.links
+
+    def peak(self, dtype: str) -> float | None:
+        """FLOP/s of all chips together for products of `dtype` (see `Chip.peak`): what `mfu` is a fraction of."""
+        peak = self.chip.peak(dtype)
+        return None if peak is None else peak * self.chips * self.slices
+
+    @property
+    def device_memory(self) -> int | None:
+        """Bytes that a program may use on one JAX device; the chip's whole memory where the usable part is unknown."""
+        memory = self.chip.memory if self.chip.usable_memory is None else self.chip.usable_memory
+        return None if memory is None else memory // self.chip.devices
+
+    @classmethod
+    def parse(cls, text: str) -> "Platform":
+        """The platform of a text: "tpu CHIP:TOPOLOGY [x SLICES]", "gpu CHIP [x COUNT]", "cpu [x COUNT]" or "local".
+
+        Raises:
+            UserError: a word that is none of the known ones, or a topology that does not exist.
+        """
+        match = re.fullmatch(r"\s*(local|tpu|gpu|cpu)\b\s*(.*?)\s*", text.lower())
+        if match is None:
+            raise _unknown_platform(text)
+        kind, rest = match.groups()
+        if kind == "tpu":
+            return _parse_tpu(text, rest)
+        if kind == "gpu":
+            return _parse_gpu(text, rest)
+        if kind == "cpu":
+            from jaxscale.platforms.cpu import CPU
+
+            return cls(CPU, _count(text, rest))
+        if rest:
+            raise UserError(f"platform {text!r}: got {rest!r} after 'local', expected nothing")
+        from jaxscale.platforms.detect import detect
+
+        return detect()
+
+    def __str__(self) -> str:
+        if self.topology is not None:
+            slices = f" x {self.slices}" if self.slices > 1 else ""
+            return f"tpu {self.chip.name}:{_shape_text(self.topology)}{slices}"
+        name = self.chip.kind if self.chip.name == self.chip.kind else f"{self.chip.kind} {self.chip.name}"
+        return f"{name} x {self.chips}" if self.chips > 1 else name
+
+
+@functools.cache
+def chips() -> Mapping[str, Chip]:
+    """Every chip of the tables, by name."""
+    from jaxscale.platforms.cpu import CPU
+    from jaxscale.platforms.gpu import GPUS
+    from jaxscale.platforms.tpu import TPUS
+
+    return {chip.name: chip for chip in (*TPUS, *GPUS, CPU)}
+
+
+def _shape_text(topology: tuple[int, ...]) -> str:
+    return "x".join(map(str, topology))
+
+
+def _unknown_platform(text: str) -> UserError:
+    word = re.split(r"[\s:]", text.strip().lower())[0]
+    chip = chips().get(word.split("x")[0])
+    meant = near_miss(word, ("cpu", "gpu", "local", "tpu"))
+    if chip is not None and chip.kind != "cpu":
+        meant = f"; did you mean {f'{chip.kind} {text.strip()}'!r}?"
+    return UserError(
+        f"unknown platform {text!r}: expected 'local', 'cpu x 8', 'gpu h100 x 64' or 'tpu v5p:4x4x4'{meant}"
+    )
+
+
+def _count(text: str, tail: str) -> int:
+    """The number behind "x" or ":", 1 where there is none."""
+    match = re.fullmatch(r"\s*[x:]\s*([1-9]\d*)", tail)
+    if tail and match is None:
+        raise UserError(f"platform {text!r}: got {tail.strip()!r}, expected a count such as 'x 8'")
+    return int(match[1]) if match else 1
+
+
+def _parse_gpu(text: str, rest: str) -> Platform:
+    from jaxscale.platforms.gpu import ALIASES, GPUS
+
+    known = {chip.name: chip for chip in GPUS}
+    name, tail = re.fullmatch(r"([\w-]*?)(\s*[x:]\s*\d+|[^\w-].*)?", rest).groups(default="")  # matches any text
+    name = ALIASES.get(name, name)
+    if name not in known:
+        raise unknown("gpu", name, [*known, *ALIASES])
+    return Platform(known[name], _count(text, tail))
+
+
+def _parse_tpu(text: str, rest: str) -> Platform:
+    from jaxscale.platforms.tpu import ALIASES, TPUS, check_topology, topologies
+
+    known = {chip.name: chip for chip in TPUS}
+    name, shape, tail = re.fullmatch(r"([^\s:]*)(?:\s*:\s*(\S*))?(.*)", rest).groups(default="")  # matches any text
+    name = ALIASES.get(name, name)
+    if name not in known:
+        raise unknown("tpu", name, [*known, *ALIASES])
+    if not re.fullmatch(r"\d+(x\d+)+", shape):
+        slices = [size for size in topologies(name) if shape.isdigit() and math.prod(size) == int(shape)]
+        meant = " or ".join(f"tpu {name}:{_shape_text(size)}" for size in slices or topologies(name)[2:3])
+        raise UserError(f"platform {text!r}: got {shape!r} for the topology, expected chips along each axis: {meant}")
+    topology = tuple(map(int, shape.split("x")))
+    check_topology(name, topology)
+    return Platform(known[name], math.prod(topology), topology, _count(text, tail))
