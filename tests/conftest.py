@@ -15,7 +15,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 from jaxtyping import install_import_hook
 
-_hook = install_import_hook(["jaxscale", "pallas_kernels"], "beartype.beartype")
+_hook = install_import_hook(["jaxscale", "pallas_kernels"], "typecheck.check")
 
 import jax
 

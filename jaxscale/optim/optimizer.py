@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from jaxscale.errors import UserError
+from jaxscale.values import check_types
 
 Name = Literal["adamw", "sgd", "lion", "adafactor"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -57,6 +58,7 @@ class Optimizer:
     custom: Callable[[Callable[[Any], Any]], Any] | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         for field in ("learning_rate", "final_learning_rate", "clip"):
             value = getattr(self, field)
             if value is not None and not value > 0:

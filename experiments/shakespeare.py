@@ -1,0 +1,43 @@
+"""A character-level language model of Shakespeare: nanoGPT's recipe for a CPU.
+
+    jaxscale train experiments/shakespeare.py
+
+4 layers, 4 heads, 128 wide, context 64, batch 12, 2,000 steps of AdamW. Fourteen plays, 1.7 MB.
+"""
+
+from pathlib import Path
+
+from jaxscale import Experiment
+from jaxscale.data import Text
+from jaxscale.models import Decoder
+from jaxscale.optim.optimizer import Optimizer
+from jaxscale.step.experiment import Evaluation, Samples
+
+TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
+CONTEXT = 64
+
+
+def experiment() -> Experiment:
+    """The recipe as published, on our text."""
+    return Experiment(
+        name="shakespeare",
+        model=Decoder(
+            vocab=66,
+            context=CONTEXT,
+            layers=4,
+            heads=4,
+            embed=128,
+            norm="layer_no_bias",
+            activation="gelu",
+            positions="learned",
+            tied=True,
+        ),
+        data=Text(path=str(TEXT), tokenizer="char", context=CONTEXT),
+        optimizer=Optimizer(learning_rate=1e-3, final_learning_rate=1e-4, warmup=100, b2=0.99),
+        steps=2000,
+        batch=12,
+        evaluation=Evaluation(every=500),
+        samples=Samples(every=500, prompts=("\n",), tokens=300, temperature=0.8),
+    )
+
+

@@ -1,0 +1,178 @@
+"""The canonical form of a train state: what a checkpoint holds, whatever the mesh, ZeRO stage or memory plan.
+
+A flat dict of arrays by name. Stacked parameters are one array per layer (`.../layers/3/...`), the padding of a vocabulary is
+cut off, generators are their plain key data. Optimizer state that has its parameter's shape is treated as the parameter is.
+"""
+
+import dataclasses
+import functools
+import re
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.step.functional import Functional
+from jaxscale.step.state import TrainState
+from jaxscale.trees import named_leaves, path_name
+from jaxscale.typing import Array
+
+if TYPE_CHECKING:
+    from jaxscale.step.build import TrainStep
+
+PARAMS = "params"
+"""Prefix of the parameters' names: what evaluation, generation and export restore, beside `REST`."""
+REST = "rest"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """How one leaf of a train state becomes arrays of the canonical form.
+
+    Args:
+        names: of its arrays: one per layer for a stacked leaf, else one.
+        stacked: the dim that is taken apart; `None` if none is.
+        shape: of the leaf without padding.
+        key: name of the generator's implementation if the leaf is a PRNG key.
+    """
+
+    names: tuple[str, ...]
+    stacked: int | None
+    shape: tuple[int, ...]
+    key: str | None = None
+
+
+class Canonical:
+    """The maps between a step's train state and its canonical form. Both are compiled once.
+
+    Args:
+        step: whose state, with its placements.
+    """
+
+    def __init__(self, step: "TrainStep") -> None:
+        self._layout = step.layout
+        abstract, treedef = jax.tree.flatten(step.layout.abstract)
+        self._leaves, self._treedef = abstract, treedef
+        self._parts = jax.tree.leaves(_parts(step), is_leaf=lambda x: isinstance(x, Part))
+        assert len(self._parts) == len(self._leaves)
+        self.shardings = {
+            name: NamedSharding(step.mesh, _spec(leaf, part))
+            for leaf, part in zip(self._leaves, self._parts, strict=True)
+            for name in part.names
+        }
+        self.take_apart = jax.jit(self._take_apart, out_shardings=self.shardings)
+        self.put_together = jax.jit(self._put_together, out_shardings=step.layout.state, donate_argnums=0)
+
+    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and placements of the canonical form, to restore into."""
+        shapes = jax.eval_shape(self._take_apart, self._layout.abstract)
+        return {n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.shardings[n]) for n, s in shapes.items()}
+
+    def _take_apart(self, state: TrainState) -> dict[str, Array]:
+        arrays: dict[str, Array] = {}
+        for leaf, part in zip(jax.tree.leaves(state), self._parts, strict=True):
+            whole = jax.random.key_data(leaf) if part.key else leaf
+            if whole.shape != part.shape and not part.key:
+                whole = jax.lax.slice(whole, (0,) * whole.ndim, part.shape)
+            if part.stacked is None:
+                arrays[part.names[0]] = whole
+            else:
+                for i, name in enumerate(part.names):
+                    arrays[name] = jax.lax.index_in_dim(whole, i, part.stacked, keepdims=False)
+        return arrays
+
+    def _put_together(self, arrays: dict[str, Array]) -> TrainState:
+        leaves = []
+        for leaf, part in zip(self._leaves, self._parts, strict=True):
+            if part.key:
+                leaves.append(jax.random.wrap_key_data(arrays[part.names[0]], impl=part.key))
+                continue
+            if part.stacked is None:
+                whole = arrays[part.names[0]]
+            else:
+                whole = jnp.stack([arrays[name] for name in part.names], part.stacked)
+            padding = [(0, want - have) for have, want in zip(whole.shape, leaf.shape, strict=True)]
+            whole = jnp.pad(whole, padding) if any(p for _, p in padding) else whole
+            leaves.append(whole.astype(leaf.dtype))
+        return jax.tree.unflatten(self._treedef, leaves)
+
+
+def _parts(step: "TrainStep") -> TrainState:
+    """A tree like the train state whose leaves are `Part`s."""
+    functional = step.functional
+    plain = functional
+    if functional.vocab_multiple > 1:
+        plain = Functional.of(functional.model, functional.seed, 1)
+    shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(plain.params).items()}
+    abstract = step.layout.abstract
+
+    def of_param(prefix: str, path: Any, name: str | None, leaf: Any) -> Part:
+        full = f"{prefix}/{path_name(path)}" if path else prefix
+        if name is None or len(leaf.shape) != len(shapes[name]):
+            return _plain(full, leaf)
+        axes = functional.names.get(name) or ()
+        if "layers" not in axes:
+            return Part((full,), None, shapes[name])
+        dim = axes.index("layers")
+        return Part(tuple(layer_name(full, i) for i in range(leaf.shape[dim])), dim, shapes[name])
+
+    names = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), functional.params)
+    owners = optax.tree.map_params(
+        step.optimizer,
+        lambda leaf, param, name: name if leaf.shape == param.shape else _NONE,
+        abstract.optimizer,
+        abstract.params,
+        names,
+        transform_non_params=lambda _: _NONE,
+    )
+    by_path = jax.tree_util.tree_map_with_path
+    return TrainState(
+        step=_plain("step", abstract.step),
+        params=by_path(lambda path, leaf: of_param(PARAMS, path, path_name(path), leaf), abstract.params),
+        optimizer=by_path(
+            lambda path, leaf, owner: of_param("optimizer", path, owner or None, leaf), abstract.optimizer, owners
+        ),
+        rest=by_path(lambda path, leaf: _plain(f"{REST}/{path_name(path)}", leaf), abstract.rest),
+        watch=by_path(lambda path, leaf: _plain(f"watch/{path_name(path)}", leaf), abstract.watch),
+    )
+
+
+_NONE = ""
+
+
+def _plain(name: str, leaf: Any) -> Part:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return Part((name,), None, tuple(leaf.shape), key=str(jax.random.key_impl(leaf)))
+    return Part((name,), None, tuple(leaf.shape))
+
+
+def layer_name(name: str, layer: int) -> str:
+    """Name of one layer of a stacked parameter: its number goes behind the last "layers" of the name.
+
+    Example:
+        >>> layer_name("params/blocks/layers/mlp/up/kernel", 3)
+        'params/blocks/layers/3/mlp/up/kernel'
+    """
+    found = list(re.finditer(r"(?:^|/)layers(?=/|$)", name))
+    if not found:
+        return f"{name}/{layer}"
+    end = found[-1].end()
+    return f"{name[:end]}/{layer}{name[end:]}"
+
+
+def _spec(leaf: jax.ShapeDtypeStruct, part: Part) -> PartitionSpec:
+    """Placement of a leaf's arrays: the leaf's own where it still divides without padding and layers."""
+    if part.key:
+        return PartitionSpec()
+    entries = list(leaf.sharding.spec) + [None] * (len(leaf.shape) - len(leaf.sharding.spec))
+    mesh = leaf.sharding.mesh
+    for dim, entry in enumerate(entries):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        ways = functools.reduce(lambda n, axis: n * mesh.shape[axis], axes, 1)
+        if part.shape[dim] % ways:
+            entries[dim] = None
+    if part.stacked is not None:
+        del entries[part.stacked]
+    return PartitionSpec(*entries)

@@ -1,0 +1,70 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxscale.errors import UserError
+from jaxscale.optim.optimizer import Optimizer
+
+PARAMS = {"w": jnp.ones((4, 4)), "norm": jnp.ones((4,))}
+MASK = {"w": True, "norm": False}
+GRADS = jax.tree.map(lambda p: 0.1 * p, PARAMS)
+
+
+def test_the_schedule_warms_up_to_the_peak_and_ends_at_the_final_rate():
+    o = Optimizer(learning_rate=1e-3, final_learning_rate=1e-4, warmup=100)
+    rates = [o.learning_rate_at(n, 2000) for n in (0, 50, 100, 1050, 2000)]
+    expected = [1e-3 / 101, 1e-3 * 51 / 101, 1e-3, (1e-3 + 1e-4) / 2, 1e-4]
+    np.testing.assert_allclose(rates, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "constant"])
+def test_the_other_schedules(schedule):
+    o = Optimizer(learning_rate=1.0, final_learning_rate=0.5, schedule=schedule)
+    assert o.learning_rate_at(50, 100) == pytest.approx(0.75 if schedule == "linear" else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "reference"),
+    [
+        (
+            Optimizer(weight_decay=0.1, schedule="constant", clip=None),
+            optax.adamw(1e-3, 0.9, 0.95, weight_decay=0.1, mask=MASK),
+        ),
+        (Optimizer(decay="all", schedule="constant", clip=None), optax.adamw(1e-3, 0.9, 0.95, weight_decay=0.1)),
+        (Optimizer(name="lion", schedule="constant", clip=None), optax.lion(1e-3, 0.9, 0.95, weight_decay=0.1, mask=MASK)),
+        (Optimizer(name="sgd", weight_decay=0, schedule="constant", clip=None), optax.sgd(1e-3)),
+        (
+            Optimizer(name="sgd", weight_decay=0, momentum=0.9, schedule="constant", clip=0.1),
+            optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1e-3, 0.9)),
+        ),
+        (Optimizer(custom=optax.adam, schedule="constant", clip=None), optax.adam(1e-3)),
+        (
+            Optimizer(name="adafactor", schedule="constant", weight_decay=0, clip=None),
+            optax.adafactor(1e-3),
+        ),
+    ],
+    ids=lambda v: getattr(v, "name", ""),
+)
+def test_updates_equal_optax(value, reference):
+    ours = value.build(10, MASK)
+    state, state_ref = ours.init(PARAMS), reference.init(PARAMS)
+    for _ in range(2):
+        updates, state = ours.update(GRADS, state, PARAMS)
+        expected, state_ref = reference.update(GRADS, state_ref, PARAMS)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"learning_rate": 0.0}, "expected a number above 0"),
+        ({"b2": 1.0}, "from 0 up to, not including, 1"),
+        ({"warmup": -1}, "expected 0 or more"),
+        ({"clip": -1.0}, "expected a number above 0"),
+    ],
+)
+def test_bad_constants_are_refused(fields, says):
+    with pytest.raises(UserError, match=says):
+        Optimizer(**fields)

@@ -1,0 +1,40 @@
+import hypothesis.strategies as st
+import jax
+import pytest
+from hypothesis import given
+
+from jaxscale.errors import UserError
+from jaxscale.sharding.mesh import AXES, MeshSpec
+
+
+@given(st.dictionaries(st.sampled_from(AXES), st.integers(1, 64)))
+def test_the_text_form_round_trips(sizes):
+    mesh = MeshSpec(**sizes)
+    assert MeshSpec.parse(str(mesh)) == mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("fdsp:4", "did you mean 'fsdp'"),
+        ("data", "expected AXIS:DEVICES"),
+        ("data:two", "expected AXIS:DEVICES"),
+        ("data:2,data:4", "given twice"),
+        ("data:0", "expected a whole number of devices >= 1"),
+    ],
+)
+def test_a_bad_mesh_says_what_is_wrong(text, says):
+    with pytest.raises(UserError, match=says):
+        MeshSpec.parse(text)
+
+
+def test_a_mesh_of_more_devices_than_there_are_is_refused():
+    with pytest.raises(UserError, match="takes 16 devices, and there are 8"):
+        MeshSpec(fsdp=16).build()
+
+
+def test_the_mesh_has_every_axis_and_its_devices():
+    mesh = MeshSpec(data=2, tensor=2).build()
+    assert mesh.axis_names == AXES
+    assert dict(mesh.shape) == {**dict.fromkeys(AXES, 1), "data": 2, "tensor": 2}
+    assert list(mesh.devices.flat) == jax.devices()[:4]

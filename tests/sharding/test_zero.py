@@ -1,0 +1,41 @@
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.zero import placement, split
+
+MESH = MeshSpec(fsdp=4, tensor=2).build()
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "whole", "expected"),
+    [
+        ((64, 256), None, P(), P(None, "fsdp")),  # the largest dim
+        ((64, 250), None, P(), P("fsdp")),  # the largest that divides
+        ((3, 5), None, P(), P()),  # none divides: whole
+        ((), None, P(), P()),
+        ((8, 6), ("layers", "norm"), P(), P()),  # the stacked dim is never split
+        ((64, 256), ("embed", "mlp"), P(None, "tensor"), P(None, ("tensor", "fsdp"))),
+        ((64, 8), ("embed", "mlp"), P(None, "tensor"), P("fsdp", "tensor")),
+        ((64, 4), ("embed", "mlp"), P(None, "fsdp"), P(None, "fsdp")),  # already there
+    ],
+)
+def test_split_takes_the_largest_dim_per_device_that_divides(shape, names, whole, expected):
+    assert split(shape, names, whole, MESH) == expected
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_stages_of_zero(copied):
+    whole, shard = P(None, "tensor"), P("fsdp", "tensor")
+    tensors = {}
+    for stage in (0, 1, 2, 3):
+        p = placement((64, 8), ("embed", "mlp"), stage, copied, MESH, AxisRules())
+        tensors[stage] = (p.master, p.state, p.gradient, p.compute)
+    early = shard if copied else whole
+    assert tensors == {
+        0: (whole, whole, whole, whole),
+        1: (early, shard, whole, whole),
+        2: (early, shard, shard, whole),
+        3: (shard, shard, shard, shard),
+    }
