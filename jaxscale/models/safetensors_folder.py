@@ -1,0 +1,201 @@
+"""A folder of safetensors files as named, memory-mapped arrays: one file, or shards under an index.
+
+The format (https://huggingface.co/docs/safetensors, "Format"): eight bytes that hold the length of a JSON header, the header
+(name -> dtype, shape, byte range), then the bytes. Reading maps the file, so that nothing is copied until it is used, and
+checks every range first, so that a file cut short is found by name before anything is traced. This module knows names and
+bytes; what the names mean is said in `huggingface_names.py`. It imports no JAX.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import ml_dtypes
+import numpy as np
+
+from jaxscale.errors import UserError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+
+
+@runtime_checkable
+class ArrayLike(Protocol):
+    """What can be written: its shape is known at once, its bytes are asked for one array at a time."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dims of the array."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its type."""
+        ...
+
+    def __array__(self) -> np.ndarray: ...
+
+
+def read(folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor of the folder by name, memory-mapped and read-only.
+
+    Args:
+        folder: holds `model.safetensors`, or `model.safetensors.index.json` and the shards it names.
+
+    Raises:
+        UserError: nothing to read; an index or header that is no JSON; an absent shard; a tensor that its shard lacks, that
+            the index lacks, whose bytes are not those of its shape, or that ends beyond its file.
+    """
+    if (folder / SINGLE).is_file():
+        return _read_file(folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        pickled = any(name.startswith("pytorch_model") for name in present)
+        advice = "save the model with safe_serialization=True first" if pickled else "give the folder of a saved model"
+        raise UserError(f"{folder}: expected {SINGLE} or {INDEX}, found {', '.join(present) or 'nothing'}; {advice}")
+    return _read_shards(folder, _shard_of_each(folder / INDEX))
+
+
+def _shard_of_each(index: Path) -> dict[str, str]:
+    """Which file holds each tensor, by the index."""
+    try:
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{index}: expected JSON with a weight_map, and it is not ({error}); copy the file again") from error
+    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+        raise UserError(f"{index}: expected a weight_map of tensor names to file names; copy the file again")
+    for name, shard in shards.items():
+        if Path(shard).name != shard:
+            raise UserError(f"{index}: tensor {name} lies in {shard!r}, expected a file of the same folder")
+    return shards
+
+
+def _read_shards(folder: Path, shards: Mapping[str, str]) -> dict[str, np.ndarray]:
+    files: dict[str, dict[str, np.ndarray]] = {}
+    for name, shard in shards.items():
+        if not (folder / shard).is_file():
+            raise UserError(f"{folder / INDEX}: tensor {name} lies in {shard}, which is not there; copy that file too")
+        if shard not in files:
+            files[shard] = _read_file(folder / shard)
+        if name not in files[shard]:
+            raise UserError(f"{folder / shard}: the index says that tensor {name} lies here, and it does not; copy both again")
+    for shard, tensors in files.items():
+        for name in tensors:
+            if shards.get(name) != shard:
+                raise UserError(f"{folder / shard}: tensor {name} is not in {INDEX}; the two belong to different models")
+    return {name: files[shard][name] for name, shard in shards.items()}
+
+
+def _read_file(path: Path) -> dict[str, np.ndarray]:
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        header_bytes = int.from_bytes(start, "little")
+        if len(start) < 8 or header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
+            raise UserError(
+                f"{path}: its header should take {header_bytes:,} bytes, and the file has {file_bytes:,}: it is cut short, or "
+                "no safetensors file (a Git LFS pointer, perhaps); copy it again"
+            )
+        try:
+            header = json.loads(file.read(header_bytes))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{path}: its header is no JSON object ({error}); copy the file again") from error
+    body = np.memmap(path, np.uint8, "r", offset=8 + header_bytes) if file_bytes > 8 + header_bytes else np.empty(0, np.uint8)
+    return {name: _view(path, name, entry, body) for name, entry in entries.items()}
+
+
+def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
+    """The tensor `name` of a file, as a view of the file's bytes."""
+    try:
+        dtype_name, shape, (start, stop) = entry["dtype"], tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: tensor {name}: expected dtype, shape and data_offsets, got {entry!r}") from error
+    if dtype_name not in DTYPES:
+        raise UserError(f"{path}: tensor {name} has dtype {dtype_name}, expected one of {', '.join(DTYPES)}; convert it first")
+    expected = math.prod(shape) * DTYPES[dtype_name].itemsize
+    if not 0 <= start <= stop or stop - start != expected:
+        raise UserError(f"{path}: tensor {name} of shape {shape} has bytes {start} to {stop}, expected {expected} of them")
+    if stop > body.size:
+        raise UserError(
+            f"{path}: tensor {name} ends at byte {stop:,} of the data, which has {body.size:,}: the file is cut short; copy it again"
+        )
+    return body[start:stop].view(DTYPES[dtype_name]).reshape(shape)
+
+
+def write(folder: Path, tensors: Mapping[str, ArrayLike], *, shard_bytes: int) -> None:
+    """Writes the tensors as one file, or as shards under an index where they take more than `shard_bytes`.
+
+    Arrays are asked for their bytes one at a time. Each file appears under its name when it is whole.
+
+    Args:
+        folder: exists, and holds no safetensors yet.
+        tensors: what to write, by name; its order decides which shard holds what.
+        shard_bytes: most bytes of one file; a larger tensor gets a file of its own.
+    """
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, tensor in tensors.items():
+        tensor_bytes = math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
+        if shards[-1] and used + tensor_bytes > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += tensor_bytes
+    if len(shards) == 1:
+        _write_file(folder / SINGLE, tensors)
+        return
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for file, names in zip(files, shards, strict=True):
+        _write_file(folder / file, {name: tensors[name] for name in names})
+    total = sum(math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in tensors.values())
+    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    with whole(folder / INDEX) as path:
+        path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_file(path: Path, tensors: Mapping[str, ArrayLike]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what transformers asks of a file it reads
+    offset = 0
+    for name, tensor in tensors.items():
+        dtype = np.dtype(tensor.dtype)
+        stop = offset + math.prod(tensor.shape) * dtype.itemsize
+        header[name] = {"dtype": _NAME_OF[dtype], "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+        offset = stop
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with whole(path) as partial, partial.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(np.asarray(tensor)).view(np.uint8).data if math.prod(tensor.shape) else b"")
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yields a path to write to, which becomes `path` once it is whole."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
