@@ -81,8 +81,8 @@ class Chip:
     def peak(self, dtype: str) -> float | None:
         """FLOP/s of a matrix product of `dtype` operands at JAX's default precision; None if unknown.
 
-        A float32 product runs in bfloat16 passes on a TPU and in TF32 on a GPU that has it, unless a higher precision is
-        asked for; its peak is theirs.
+        A float32 product runs in bfloat16 passes on a TPU and in TF32 on a GPU that has it, unless a higher precision
+        is asked for; its peak is theirs.
 
         Args:
             dtype: name of the operands' type, such as "bfloat16", "float32" or "float8_e4m3fn".

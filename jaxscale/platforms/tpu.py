@@ -1,8 +1,8 @@
 """Facts about TPUs, and the slice topologies that exist.
 
 A compiler accepts slices that nobody sells (libtpu takes v5e:2x8 and 16x20) and may die on others (v5e:0x4 ends in
-SIGFPE), so topologies are checked against this table first. Where sources differ the lower rate is kept. Usable memory is
-what libtpu's own out-of-memory message calls "available HBM" when it compiles ahead of time.
+SIGFPE), so topologies are checked against this table first. Where sources differ the lower rate is kept. Usable memory
+is what libtpu's own out-of-memory message calls "available HBM" when it compiles ahead of time.
 """
 
 import difflib
@@ -49,7 +49,7 @@ V5E = Chip(
     kind="tpu",
     device_kinds=("TPU v5 lite", "TPU v5e"),
     source=(
-        "Cloud TPU documentation, TPU v5e: 197 TFLOP/s bf16, 393 TOP/s int8, HBM2 16 GB, 819 GB/s, ICI 400 GB/s both ways",
+        "Cloud TPU documentation, TPU v5e: 197 TFLOP/s bf16, 393 TOP/s int8, 16 GB, 819 GB/s, ICI 400 GB/s both ways",
         "Cloud TPU documentation, TPU v5e, earlier table: 8 chips and 512 GiB DRAM per host, 2 x 100 Gbps NIC",
         _PROBE,
     ),
@@ -72,7 +72,7 @@ V5P = Chip(
     kind="tpu",
     device_kinds=("TPU v5", "TPU v5p"),
     source=(
-        "Cloud TPU documentation, TPU v5p: 459 TFLOP/s bf16 and fp8, 2765 GB/s, 1200 GB/s ICI both ways, 448 GB RAM (4 chips)",
+        "Cloud TPU documentation, TPU v5p: 459 TFLOP/s bf16 and fp8, 2765 GB/s, ICI 1200 GB/s both ways, RAM 448 GB",
         f"{_JAX}: 103e9 bytes of HBM (the page says 95 GiB, less than what the compiler grants), int8 918 TOP/s",
         _PROBE,
     ),
@@ -121,7 +121,7 @@ V7X = Chip(
     kind="tpu",
     device_kinds=("TPU7x",),
     source=(
-        "Cloud TPU documentation, TPU7x (Ironwood): 2307 TFLOP/s bf16, 4614 fp8, 192 GiB, 7380 GB/s, 960 GB RAM (4-chip VM)",
+        "Cloud TPU documentation, TPU7x (Ironwood): 2307 TFLOP/s bf16, 4614 fp8, 192 GiB, 7380 GB/s, RAM 960 GB",
         _PROBE,
     ),
     bfloat16=2307e12,  # TPU7x page
@@ -153,8 +153,8 @@ _LARGEST = {"v4": 4096, "v5p": 6144, "7x": 9216}
 def topologies(name: str) -> tuple[tuple[int, ...], ...]:
     """The slices of TPU `name` that exist, from the smallest to the largest.
 
-    Flat slices (v5e, v6e) are a list. Cubic ones (v4, v5p, 7x) are the four small ones, then A x B x C in multiples of 4
-    with A <= B <= C (Cloud TPU documentation, TPU types and topologies), up to the largest job.
+    Flat slices (v5e, v6e) are a list. Cubic ones (v4, v5p, 7x) are the four small ones, then A x B x C in multiples
+    of 4 with A <= B <= C (Cloud TPU documentation, TPU types and topologies), up to the largest job.
 
     Example:
         >>> topologies("v5e")[:4]

@@ -1,0 +1,395 @@
+"""What a compiled program sends between devices: its collectives, by kind, mesh axes and bytes.
+
+Reads the text of `compiled.as_text()`, the only description that CPU, GPU and TPU share. Devices are numbered there by
+their place in the mesh (row-major), not by their id, and replica groups are spelled in three ways:
+
+    {{0,1},{2,3}}      [2,2]<=[4]  (iota; [2,2]<=[2,2]T(1,0) transposed)      mesh['data'=2,'fsdp'=2] {'fsdp'}
+
+XLA:CPU never forms a reduce-scatter, and a TPU prints one as a fusion: an all-reduce of n devices whose every use takes
+1/n of it (copies, converts and tuples aside) is listed as the reduce-scatter that it is. It leaves out what a kernel
+sends by itself (remote copies of Pallas), and host transfers.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+Groups = frozenset[frozenset[int]]
+
+_KINDS = {
+    "all-reduce": "all-reduce",
+    "all-gather": "all-gather",
+    "reduce-scatter": "reduce-scatter",
+    "all-to-all": "all-to-all",
+    "ragged-all-to-all": "all-to-all",
+    "collective-permute": "collective-permute",
+}
+# ops through which a value passes unsliced: they move or convert it, and add nothing
+_MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "optimization-barrier", "pad"}
+_MOVES |= {"reshape", "transpose", "all-reduce-done", "async-done"}
+_CALLS = {"call", "fusion"}
+
+_COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+) = (.*)$")
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a compiled program.
+
+    Args:
+        kind: what it does; a reduce-scatter may be printed as an all-reduce whose result is sliced.
+        axes: the mesh axes whose devices talk to one another, in mesh order; None where no set of axes gives its
+            groups.
+        bytes: bytes per device and execution of the whole array: what an all-reduce sums, an all-gather gives, a
+            reduce-scatter takes, an all-to-all or a permute sends.
+        count: executions in one run of the program, loops counted.
+        dtype: type of the elements, as XLA spells it ("f32", "bf16").
+        computation: the computation it is in.
+        in_loop: it is inside a while loop.
+        trips_known: every loop around it has a known number of trips; else `count` takes one trip of the others.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...] | None
+    bytes: int
+    count: int
+    dtype: str
+    computation: str
+    in_loop: bool = False
+    trips_known: bool = True
+
+
+def collectives(text: str, mesh: Any) -> list[Collective]:
+    """The collectives of a compiled program, in the order of its text.
+
+    A tuple all-reduce (several arrays in one op) counts once per kind and type. Groups of one device send nothing and
+    are left out.
+
+    Args:
+        text: `compiled.as_text()`.
+        mesh: the mesh it was compiled for, or a mapping from axis name to size.
+
+    Example:
+        >>> program = '''
+        ... ENTRY %main (x: f32[4]) -> f32[4] {
+        ...   %x = f32[4]{0} parameter(0)
+        ...   ROOT %sum = f32[4]{0} all-reduce(%x), replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add
+        ... }
+        ... '''
+        >>> [(c.kind, c.axes, c.bytes) for c in collectives(program, {"data": 2, "fsdp": 2})]
+        [('all-reduce', ('data',), 16)]
+    """
+    sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    devices = math.prod(sizes.values())
+    axes_of = {groups_of(sizes, axes): axes for axes in _subsets(sizes)}
+    program = _Program(text)
+    found = []
+    for computation in program.computations.values():
+        runs, in_loop, known = program.runs(computation.name)
+        for op in computation.instructions.values():
+            kind = _KINDS.get(op.opcode.removesuffix("-start"))
+            if kind is None or not runs:
+                continue
+            if kind == "collective-permute":
+                pairs = _pairs(op.attributes)
+                axes = _permuted_axes(pairs, sizes)
+                members = 0 if all(a == b for a, b in pairs) else devices
+            else:
+                groups = parse_groups(op.attributes, devices)
+                axes = axes_of.get(groups)
+                members = max(map(len, groups))
+            if members < 2:
+                continue
+            for (kind_, dtype), size in _parts(program, computation, op, kind, members).items():
+                found.append(Collective(kind_, axes, size, runs, dtype, computation.name, in_loop, known))
+    return found
+
+
+def groups_of(sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
+    """Which devices talk to one another along `axes` of a mesh, by their place in it.
+
+    Example:
+        >>> sorted(map(sorted, groups_of({"data": 2, "fsdp": 2}, ["data"])))
+        [[0, 2], [1, 3]]
+    """
+    axes = set(axes)
+    groups: dict[tuple[int, ...], set[int]] = {}
+    for place, at in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
+        rest = tuple(0 if axis in axes else index for axis, index in zip(sizes, at, strict=True))
+        groups.setdefault(rest, set()).add(place)
+    return frozenset(map(frozenset, groups.values()))
+
+
+def parse_groups(attributes: str, devices: int) -> Groups:
+    """The replica groups in an instruction's attributes, in any spelling; all devices where none is given.
+
+    Example:
+        >>> sorted(map(sorted, parse_groups("replica_groups=mesh['a'=2,'b'=2] {'b'}, dimensions={0}", 4)))
+        [[0, 1], [2, 3]]
+    """
+    match = re.search(r"replica_groups=(.*)", attributes)
+    text = match[1] if match else ""
+    if text.startswith("mesh["):
+        return _mesh_groups(text)
+    if text.startswith("["):
+        iota = re.match(r"\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)", text)
+        assert iota is not None, f"replica groups in a spelling that is not known: {text[:80]}"
+        width = _integers(iota[1])[-1]
+        order = _iota(iota[2][2:])
+        return frozenset(frozenset(order[i : i + width]) for i in range(0, len(order), width))
+    lists = re.match(r"\{((?:\{[\d,\s]*\},?\s*)*)\}", text)
+    groups = [_integers(group) for group in re.findall(r"\{([\d,\s]*)\}", lists[1])] if lists else []
+    return frozenset(map(frozenset, groups)) if groups else frozenset([frozenset(range(devices))])
+
+
+def _mesh_groups(text: str) -> Groups:
+    """Groups of `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}`; an axis may be a part, `'a':(2)2`."""
+    match = re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^()]*\))*)\))? \{([^}]*)\}", text)
+    assert match is not None, f"replica groups in a spelling that is not known: {text[:80]}"
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match[1])}
+    order = _iota(match[2]) if match[2] else range(math.prod(sizes.values()))
+    # an axis of which only a part is named is split in three: what comes before, the part, what comes after
+    split: dict[str, int] = {}
+    chosen = set()
+    parts = {name: (int(before), int(size)) for name, before, size in re.findall(r"'([^']*)':\((\d+)\)(\d+)", match[3])}
+    named = set(re.findall(r"'([^']*)'", match[3]))
+    for name, size in sizes.items():
+        before, part = parts.get(name, (1, size))
+        split |= {f"{name}<": before, name: part, f"{name}>": size // (before * part)}
+        if name in named:
+            chosen.add(name)
+    return frozenset(frozenset(order[place] for place in group) for group in groups_of(split, chosen))
+
+
+def _iota(text: str) -> list[int]:
+    """Device numbers of "[2,4]T(1,0)": 0, 1, ... in that shape, transposed, read row by row."""
+    shape_text, _, permutation_text = text.partition("T")
+    shape = _integers(shape_text)
+    permutation = _integers(permutation_text) or list(range(len(shape)))
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    ranges = (range(shape[axis]) for axis in permutation)
+    return [
+        sum(i * strides[axis] for i, axis in zip(at, permutation, strict=True)) for at in itertools.product(*ranges)
+    ]
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    return [subset for count in range(1, len(axes) + 1) for subset in itertools.combinations(axes, count)]
+
+
+def _pairs(attributes: str) -> list[tuple[int, int]]:
+    match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
+    return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", match[1])] if match else []
+
+
+def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes along which a source and its target differ."""
+    moved = set()
+    for source, target in pairs:
+        for axis, size in reversed(sizes.items()):
+            (source, a), (target, b) = divmod(source, size), divmod(target, size)
+            if a != b:
+                moved.add(axis)
+    return tuple(axis for axis in sizes if axis in moved)
+
+
+@dataclasses.dataclass
+class _Op:
+    name: str
+    type: str
+    opcode: str
+    operands: list[str]
+    attributes: str
+    is_root: bool
+
+
+@dataclasses.dataclass
+class _Computation:
+    name: str
+    is_entry: bool
+    instructions: dict[str, _Op]
+
+    def uses(self, name: str) -> list[tuple[_Op, int]]:
+        return [
+            (op, i) for op in self.instructions.values() for i, operand in enumerate(op.operands) if operand == name
+        ]
+
+    def parameter(self, number: int) -> str:
+        return next(
+            op.name for op in self.instructions.values() if (op.opcode, op.operands) == ("parameter", [str(number)])
+        )
+
+
+class _Program:
+    """A module's computations, and how often each runs."""
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, _Computation] = {}
+        self._runs: dict[str, tuple[int, bool, bool]] = {}
+        current = None
+        for line in text.splitlines():
+            if current is None:
+                if (match := _COMPUTATION.match(line)) and not line.startswith((" ", "HloModule")):
+                    current = _Computation(match[2], bool(match[1]), {})
+                    self.computations[match[2]] = current
+            elif line.startswith("}"):
+                current = None
+            elif match := _INSTRUCTION.match(line):
+                op = _instruction(match[2], match[3], bool(match[1]))
+                current.instructions[op.name] = op
+        self.callers: dict[str, list[tuple[_Computation, _Op]]] = {}
+        for computation in self.computations.values():
+            for op in computation.instructions.values():
+                for called in dict.fromkeys(_called(op.attributes)):
+                    self.callers.setdefault(called, []).append((computation, op))
+
+    def runs(self, name: str) -> tuple[int, bool, bool]:
+        """How often a computation runs, whether inside a loop, and whether every trip count is known."""
+        if name not in self._runs:
+            if self.computations[name].is_entry:
+                self._runs[name] = (1, False, True)
+                return self._runs[name]
+            total, looped, known = 0, False, True
+            for caller, op in self.callers.get(name, []):
+                count, in_loop, sure = self.runs(caller.name)
+                if op.opcode == "while":
+                    trips = self.trips(op)
+                    count, in_loop, sure = count * (trips or 1), True, sure and trips is not None
+                total, looped, known = total + count, looped or in_loop, known and sure
+            self._runs[name] = (total, looped, known)
+        return self._runs[name]
+
+    def trips(self, loop: _Op) -> int | None:
+        """Trips of a while loop: what the compiler noted, else the one bound that its condition compares with."""
+        noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+        if noted:
+            return int(noted[1])
+        condition = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
+        reached, bounds, directions = [condition[1]] if condition else [], set(), set()
+        for name in reached:
+            for op in self.computations[name].instructions.values():
+                reached += [called for called in _called(op.attributes) if called not in reached]
+                if op.opcode == "constant" and re.match(r"[su]\d+\[\]", op.type):
+                    bounds.add(int(op.operands[0]))
+                if op.opcode == "compare":
+                    directions.add(re.search(r"direction=(\w+)", op.attributes)[1])  # type: ignore[index]
+        return bounds.pop() if len(bounds) == 1 and directions == {"LT"} else None
+
+    def scattered(self, computation: _Computation, name: str, index: int | None, members: int) -> bool:
+        """Whether every use of a value (element `index` of a tuple) takes 1/members of it."""
+        op = computation.instructions[name]
+        uses = computation.uses(name)
+        if op.is_root:
+            if computation.is_entry:
+                return False
+            for caller, call in self.callers.get(computation.name, []):
+                if call.opcode not in _CALLS or not self.scattered(caller, call.name, index, members):
+                    return False
+        elif not uses:
+            return False
+        return all(self._slices(computation, use, position, index, members) for use, position in uses)
+
+    def _slices(self, computation: _Computation, use: _Op, position: int, index: int | None, members: int) -> bool:
+        if use.opcode == "get-tuple-element":
+            mine = re.search(r"index=(\d+)", use.attributes)
+            other = mine is not None and index is not None and int(mine[1]) != index
+            return other or self.scattered(computation, use.name, None, members)
+        if use.opcode == "tuple":
+            return self.scattered(computation, use.name, position, members)
+        if use.opcode in _MOVES:
+            return self.scattered(computation, use.name, index, members)
+        if use.opcode == "dynamic-slice":
+            whole = computation.instructions[use.operands[0]]
+            return position == 0 and _elements(whole.type) == members * _elements(use.type)
+        if use.opcode in _CALLS:
+            inner = self.computations[_called(use.attributes)[0]]
+            return self.scattered(inner, inner.parameter(position), index, members)
+        return False
+
+
+def _parts(
+    program: _Program, computation: _Computation, op: _Op, kind: str, members: int
+) -> dict[tuple[Any, str], int]:
+    """Bytes of each (kind, type) of a collective: one entry, unless a tuple mixes types or is sliced in part."""
+    leaves = _ARRAY.findall(op.type)
+    if op.opcode.endswith("-start") and kind != "all-reduce":
+        # the tuple of a start holds operands, results, and contexts of no interest
+        operands, results = ([_ARRAY.findall(part) for part in _split(op.type[1:-1])] + [[]])[:2]
+        leaves = max(operands, results, key=lambda arrays: sum(map(_size, arrays)))
+    elif kind == "reduce-scatter":
+        leaves = [(dtype, f"{shape},{members}" if shape else str(members)) for dtype, shape in leaves]
+    parts: dict[tuple[Any, str], int] = {}
+    for index, leaf in enumerate(leaves):
+        kind_ = kind
+        if kind == "all-reduce":
+            element = index if op.type.startswith("(") else None
+            named = "all-reduce-scatter" in computation.name
+            if named or program.scattered(computation, op.name, element, members):
+                kind_ = "reduce-scatter"
+        parts[kind_, leaf[0]] = parts.get((kind_, leaf[0]), 0) + _size(leaf)
+    return parts
+
+
+def _instruction(name: str, rest: str, is_root: bool) -> _Op:
+    """An instruction from what stands right of its "="."""
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    head = re.match(r"\s*([\w\-]+)\(", rest[end:])
+    assert head is not None, f"an instruction in a spelling that is not known: {rest[:80]}"
+    opening = end + head.end() - 1
+    closing = _closing(rest, opening)
+    operands = [part.split()[-1].lstrip("%") for part in _split(rest[opening + 1 : closing]) if part.strip()]
+    return _Op(name, rest[:end], head[1], operands, rest[closing + 1 :], is_root)
+
+
+def _closing(text: str, opening: int) -> int:
+    """Where the bracket at `opening` closes."""
+    depth = 0
+    for i in range(opening, len(text)):
+        depth += (text[i] in "([{") - (text[i] in ")]}")
+        if depth == 0:
+            return i
+    return len(text) - 1
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas outside brackets."""
+    parts, depth, start = [], 0, 0
+    for i, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [*parts, text[start:]]
+
+
+def _called(attributes: str) -> list[str]:
+    called = _CALLED.findall(attributes)
+    for branches in _BRANCHES.findall(attributes):
+        called += [name.strip().lstrip("%") for name in branches.split(",")]
+    return called
+
+
+def _elements(type_: str) -> int:
+    match = _ARRAY.search(type_)
+    return math.prod(_integers(match[2])) if match else 0
+
+
+def _size(array: tuple[str, str]) -> int:
+    """Bytes of ("bf16", "4,8"); types narrower than a byte are rounded up as a whole."""
+    dtype, shape = array
+    bits = re.match(r"[a-z]+(\d+)", dtype)
+    width = 8 if bits is None else int(bits[1])  # "pred" takes a byte
+    return math.ceil(math.prod(_integers(shape)) * width / 8)
