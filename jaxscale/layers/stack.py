@@ -71,7 +71,7 @@ class Stack(nnx.Module):
             raise UserError(f"a stack of {layers} blocks: expected at least 1")
         build = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: "layers"})
         self.count, self.scan = layers, scan
-        self.layers = nnx.split_rngs(build, splits=layers)(rngs)
+        self.layers = nnx.split_rngs(splits=layers)(build)(rngs)
 
     def __call__(
         self,

@@ -67,11 +67,11 @@ def test_the_mask_depends_on_step_layer_site_and_example():
 def test_scanned_layers_draw_what_layers_alone_draw(scan):
     class Block(nnx.Module):
         def __init__(self, rngs):
-            self.gain = nnx.Param(jnp.ones(()), out_sharding=())
+            self.gain = nnx.Param(jnp.ones((1,)), out_sharding=("norm",))
             self.dropout = Dropout(0.5, site="here")
 
         def __call__(self, x, *, context):
-            return self.gain * self.dropout(x, context)
+            return self.gain[None, :] * self.dropout(x, context)
 
     x, context = jnp.ones((2, 64)), _context([4, 7])
     expected = x
