@@ -1,0 +1,233 @@
+"""Decoder: a decoder-only transformer as a value, able to be a Llama, a GPT-2, a Qwen3 or a Gemma-2 by its fields.
+
+Each field is one independent choice; the papers that made it: Llama (arXiv:2302.13971, 2407.21783), GPT-2 (Radford et al.,
+2019), Qwen3 (2505.09388), Gemma 2 (2408.00118). Left out: experts, cross-attention, and variants of attention that share or
+compress keys beyond groups of heads. The module that a Decoder builds is in `decoder_module.py`; this file imports neither JAX nor
+Flax, so that a mistyped field is answered at once.
+"""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from jaxscale.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from jaxscale.blocks import Context, Loss
+    from jaxscale.models.decoder_module import DecoderModule
+    from jaxscale.typing import Batch
+
+MlpKind = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "relu", "relu_squared", "silu"]
+GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "reglu"})
+CHOICES: dict[str, tuple[str, ...]] = {
+    "norm": ("rms", "layer", "layer_no_bias"),
+    "mlp_kind": get_args(MlpKind),
+    "positions": ("rotary", "learned", "none"),
+}
+COUNTS = ("vocab", "context", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
+POSITIVE = ("norm_eps", "rotary_base", "attention_soft_cap", "final_soft_cap", "attention_scale", "init_std")
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's change of the rotary frequencies for a longer context: slow ones are divided by `factor`, fast ones kept.
+
+    Args:
+        factor: by how much the context grew.
+        low_freq_factor: wavelengths above original_context / low_freq_factor are divided.
+        high_freq_factor: wavelengths below original_context / high_freq_factor are kept; between the two, a blend.
+        original_context: positions the model was first trained with.
+
+    References:
+        "The Llama 3 Herd of Models", arXiv:2407.21783; `rope_type: llama3` of transformers.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_context"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"rotary_scaling.{name}: got {getattr(self, name)!r}, expected a number > 0")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise UserError(
+                f"rotary_scaling: got high_freq_factor {self.high_freq_factor} and low_freq_factor {self.low_freq_factor}, "
+                "expected the first to be the greater; swap them"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A decoder-only transformer.
+
+    Args:
+        vocab: size of the vocabulary.
+        context: most positions of a sequence.
+        layers: blocks.
+        embed: width of the residual stream.
+        heads: query heads.
+        kv_heads: key and value heads, each shared by heads / kv_heads query heads; `None` has one for each.
+        head_dim: width of a head; `None` is embed / heads.
+        mlp: hidden width of the feed-forward layers; `None` is 4 * embed.
+        norm: "rms", "layer", or "layer_no_bias" (a LayerNorm with a gain alone).
+        norm_plus_one: gains are stored less one, as Gemma does.
+        norm_eps: added to the variance.
+        post_norms: a norm after attention and after mlp too, before each joins the residual stream (Gemma-2).
+        mlp_kind: "swiglu", "geglu", "geglu_tanh" and "reglu" are f(x W_gate) * (x W_up) with f the SiLU, the GELU, its tanh
+            form, the ReLU; "silu", "gelu", "gelu_tanh", "relu" and "relu_squared" are f(x W_up).
+        positions: "rotary", "learned" (a table added to the embeddings), or "none".
+        rotary_base: wavelengths of the rotary embedding grow up to 2 pi times this.
+        rotary_scaling: Llama 3.1's change of the rotary frequencies; `None` for none.
+        tied: the output projection is the transposed embedding.
+        attention_bias: biases in the projections of attention.
+        mlp_bias: biases in the feed-forward layers.
+        qk_norm: RMSNorm on each head of queries and keys (Qwen3).
+        attention_soft_cap: attention scores s become cap * tanh(s / cap); `None` leaves them.
+        final_soft_cap: the same for the logits.
+        windows: most recent positions that attention sees, repeated over the layers; `None` sees all: (4096, None) alternates.
+        embedding_scale: embeddings are multiplied by sqrt(embed) (Gemma).
+        attention_scale: of the scores; `None` is 1 / sqrt(head_dim).
+        dropout: rate, after the embedding and where attention and mlp join the residual stream.
+        z_loss: weight of the square of log Z, added to what is trained on and not to what is reported.
+        init_std: standard deviation of the initial weights.
+        scaled_init: projections into the residual stream start smaller, by 1 / sqrt(2 * layers) (GPT-2).
+
+    Raises:
+        UserError: a field out of range, or two that do not go together.
+
+    Example:
+        >>> small = Decoder(vocab=256, context=64, layers=2, embed=64, heads=4, kv_heads=2)
+        >>> small.mlp_width, small.head_width, small.parameters
+        (256, 16, 155968)
+        >>> Decoder(vocab=256, heads=5)
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: heads: got 5, expected a divisor of embed 768; change one, or give head_dim
+    """
+
+    vocab: int
+    context: int = 1024
+    layers: int = 12
+    embed: int = 768
+    heads: int = 12
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp: int | None = None
+    norm: Literal["rms", "layer", "layer_no_bias"] = "rms"
+    norm_plus_one: bool = False
+    norm_eps: float = 1e-5
+    post_norms: bool = False
+    mlp_kind: MlpKind = "swiglu"
+    positions: Literal["rotary", "learned", "none"] = "rotary"
+    rotary_base: float = 10_000.0
+    rotary_scaling: Llama3Scaling | None = None
+    tied: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    attention_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    windows: tuple[int | None, ...] = (None,)
+    embedding_scale: bool = False
+    attention_scale: float | None = None
+    dropout: float = 0.0
+    z_loss: float = 0.0
+    init_std: float = 0.02
+    scaled_init: bool = True
+
+    def __post_init__(self) -> None:
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise unknown(name, str(getattr(self, name)), known)
+        for name in COUNTS:
+            value = getattr(self, name)
+            optional = name in ("kv_heads", "head_dim", "mlp")
+            if value is None and optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name}: got {value!r}, expected a whole number >= 1{', or none' if optional else ''}")
+        for name in POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise UserError(f"{name}: got {value!r}, expected a number > 0")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout: got {self.dropout!r}, expected a rate from 0 up to, and not including, 1")
+        if not (self.z_loss >= 0 and math.isfinite(self.z_loss)):
+            raise UserError(f"z_loss: got {self.z_loss!r}, expected a weight >= 0 (1e-4 is usual)")
+        if self.head_dim is None and self.embed % self.heads:
+            raise UserError(f"heads: got {self.heads}, expected a divisor of embed {self.embed}; change one, or give head_dim")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise UserError(f"kv_heads: got {self.kv_heads}, expected a divisor of heads {self.heads}")
+        if self.positions == "rotary" and self.head_width % 2:
+            raise UserError(f"head_dim: got {self.head_width}, expected an even width: rotary positions turn pairs of dims")
+        if self.rotary_scaling is not None and self.positions != "rotary":
+            raise UserError(f"rotary_scaling changes rotary positions, and positions is {self.positions!r}; leave one out")
+        if self.norm_plus_one and self.norm != "rms":
+            raise UserError(f"norm_plus_one is a way to store the gain of an RMSNorm, and norm is {self.norm!r}; leave one out")
+        if not self.windows:
+            raise UserError("windows: got (), expected one entry per layer of the pattern; (None,) sees all positions")
+        for window in self.windows:
+            if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+                raise UserError(f"windows: got {window!r} among {self.windows}, expected positions >= 1, or None for all")
+        if len(self.windows) > self.layers:
+            raise UserError(f"windows: got {len(self.windows)} entries, expected at most one for each of {self.layers} layers")
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head, given or implied."""
+        return self.head_dim or self.embed // self.heads
+
+    @property
+    def kv_count(self) -> int:
+        """Key and value heads, given or implied."""
+        return self.kv_heads or self.heads
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of a feed-forward layer, given or implied."""
+        return self.mlp or 4 * self.embed
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers, the vocabulary not padded."""
+        norm = self.embed * (2 if self.norm == "layer" else 1)
+        queries, keys = self.heads * self.head_width, self.kv_count * self.head_width
+        attention = self.embed * (2 * queries + 2 * keys) + 2 * self.head_width * self.qk_norm
+        attention += (queries + 2 * keys + self.embed) * self.attention_bias
+        inward = 2 if self.mlp_kind in GATED else 1
+        mlp = (1 + inward) * self.embed * self.mlp_width
+        mlp += (inward * self.mlp_width + self.embed) * self.mlp_bias
+        block = attention + mlp + (4 if self.post_norms else 2) * norm
+        tables = self.vocab * self.embed * (1 if self.tied else 2) + self.context * self.embed * (self.positions == "learned")
+        return self.layers * block + norm + tables
+
+    def logical_sizes(self) -> dict[str, int]:
+        """Size of each logical axis that a mesh axis must divide; the vocabulary is padded instead."""
+        return {"heads": self.heads, "kv_heads": self.kv_count, "mlp": self.mlp_width, "embed": self.embed}
+
+    def build(self, rngs: "nnx.Rngs", *, vocab_multiple: int = 1) -> "DecoderModule":
+        """The NNX module. The vocabulary dim of its parameters is padded to a multiple of `vocab_multiple`."""
+        from jaxscale.models.decoder_module import DecoderModule
+
+        return DecoderModule(self, vocab_multiple=vocab_multiple, rngs=rngs)
+
+    def loss(self, module: "DecoderModule", batch: "Batch", context: "Context") -> "Loss":
+        """Sums of the cross-entropy of a batch's targets, chunked over positions by `context.loss_chunk`.
+
+        Args:
+            module: what `build` gave, or a copy with other parameters.
+            batch: int32 `tokens` and `targets` [B, T]; where there are any, `positions`, `segments` and float32 `weights`.
+            context: key, compute dtype, implementations.
+        """
+        from jaxscale.models.decoder_module import decoder_loss
+
+        return decoder_loss(module, batch, context)
+
+    def init_cache(self, batch: int, length: int, dtype: Any) -> Any:
+        """An empty KV cache of `length` positions for `batch` rows: what `module(tokens, cache=...)` fills."""
+        from jaxscale.models.decoder_module import init_cache
+
+        return init_cache(self, batch, length, dtype)

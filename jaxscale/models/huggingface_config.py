@@ -1,0 +1,331 @@
+"""config.json of transformers, versions 4 and 5, in the fields of our models: pieces that read a few keys and write them back.
+
+A family (`huggingface_families.py`) is a list of such pieces. What a file says and no piece understands is refused by name,
+unless it is empty or stands in `HARMLESS`: a key that nobody looked at may change the mathematics.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from jaxscale.errors import UserError, unknown
+from jaxscale.models.decoder import Llama3Scaling
+
+REQUIRED: Any = object()
+"""Default of a key that has to be there."""
+
+HARMLESS = frozenset(
+    """architectures model_type transformers_version torch_dtype dtype use_cache _name_or_path auto_map tokenizer_class
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id id2label label2id problem_type
+    finetuning_task task_specific_params prefix return_dict output_hidden_states output_attentions torchscript
+    chunk_size_feed_forward do_sample max_length min_length temperature top_k top_p repetition_penalty num_beams
+    cache_implementation _attn_implementation _attn_implementation_autoset attn_implementation is_llama_config
+    transformers.js_config unsloth_version unsloth_fixed keys_to_ignore_at_inference n_ctx gradient_checkpointing
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj initializer_factor
+    reorder_and_upcast_attn""".split()
+)
+"""Keys that change nothing about the network as trained here: bookkeeping, generation, runtimes."""
+
+ROPE_KEYS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_context",
+}
+
+ACTIVATIONS = {
+    "silu": ("silu", "swiglu"),
+    "swish": ("silu", "swiglu"),
+    "gelu_pytorch_tanh": ("gelu_tanh", "geglu_tanh"),
+    "gelu_new": ("gelu_tanh", "geglu_tanh"),
+    "gelu": ("gelu", "geglu"),
+    "relu": ("relu", "reglu"),
+}
+"""Their names of activations, and ours of the feed-forward layers with them: plain, gated."""
+
+
+_KINDS: dict[type, tuple[type | tuple[type, ...], str]] = {
+    int: (int, "a whole number"),
+    float: ((int, float), "a number"),
+    bool: (bool, "true or false"),
+    list: (list, "a list"),
+    dict: (dict, "a JSON object"),
+}
+
+
+class ConfigFile:
+    """A config.json that knows which of its keys were looked at."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]):
+        self.path, self.values = path, values
+        self.seen: set[str] = set()
+
+    @classmethod
+    def open(cls, folder: Path) -> "ConfigFile":
+        """The config.json of `folder`.
+
+        Raises:
+            UserError: no such folder or file, or no JSON object in it.
+        """
+        path = folder / "config.json"
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder; expected one that holds config.json and model.safetensors")
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; expected the config.json that transformers saves beside the weights")
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path}: expected JSON, and it is not ({error}); copy the file again") from error
+        if not isinstance(values, dict):
+            raise UserError(f"{path}: expected a JSON object, got {type(values).__name__}; copy the file again")
+        return cls(path, values)
+
+    def error(self, key: str, expected: str) -> UserError:
+        """The refusal of a key's value."""
+        return UserError(f"{self.path}: {key}: got {self.values.get(key)!r}, expected {expected}")
+
+    def get(self, key: str, default: Any = REQUIRED, kind: type | None = None) -> Any:
+        """The value of `key`, of type `kind` where one is given; null and absent give the default."""
+        self.seen.add(key)
+        value = self.values.get(key)
+        if value is not None:
+            return value if kind is None else self.checked(key, value, kind)
+        if default is REQUIRED:
+            raise UserError(f"{self.path}: {key} is missing; copy the file again")
+        return default
+
+    def checked(self, key: str, value: Any, kind: type) -> Any:
+        """`value`, found under `key`, as a `kind`."""
+        types, expected = _KINDS[kind]
+        if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
+            raise self.error(key, expected)
+        return kind(value)
+
+    def refuse_unseen(self) -> None:
+        """Refuses what no piece has looked at, unless it is empty or harmless."""
+        for key, value in self.values.items():
+            if key not in self.seen | HARMLESS and value not in (None, False, 0, "", [], {}):
+                raise UserError(
+                    f"{self.path}: {key}: {value!r} is not understood, and could change what the model computes; "
+                    "take the key out if it does not"
+                )
+
+
+@runtime_checkable
+class Piece(Protocol):
+    """Some keys of a config.json, and the fields of ours that say the same."""
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        """Our fields."""
+        ...
+
+    def write(self, model: Any) -> dict[str, Any]:
+        """Their keys; what they cannot express shows when the result is read back."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key whose value is one of our fields.
+
+    Args:
+        theirs: the key.
+        ours: the field; `resolved` is the property that holds its value where the field may be `None`.
+        kind: its type.
+        default: where the key is absent or null; transformers' own default.
+        resolved: see `ours`.
+        null: whether null is a value, `None`, and not the default.
+    """
+
+    theirs: str
+    ours: str
+    kind: type = int
+    default: Any = REQUIRED
+    resolved: str | None = None
+    null: bool = False
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        """Our field."""
+        null = self.null and self.theirs in file.values
+        return {self.ours: file.get(self.theirs, None if null else self.default, self.kind)}
+
+    def write(self, model: Any) -> dict[str, Any]:
+        """Their key."""
+        return {self.theirs: getattr(model, self.resolved or self.ours)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Only:
+    """A key of which only some values are supported; the first is the default, and is what is written."""
+
+    theirs: str
+    values: tuple[Any, ...]
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        """Nothing, or a refusal."""
+        if file.get(self.theirs, self.values[0]) not in self.values:
+            raise file.error(self.theirs, f"{' or '.join(map(repr, self.values))}: nothing else is supported")
+        return {}
+
+    def write(self, model: Any) -> dict[str, Any]:
+        """The first value."""
+        return {self.theirs: self.values[0]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """The activation of the feed-forward layers.
+
+    Args:
+        theirs: the key.
+        gated: whether this architecture gates them.
+        prefer: which of their names to write where several mean the same.
+        older: the key in files older than `theirs`.
+    """
+
+    theirs: str
+    gated: bool
+    prefer: str = "gelu_pytorch_tanh"
+    older: str | None = None
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        """Our field `mlp_kind`."""
+        older = file.get(self.older, None) if self.older else None
+        name = file.get(self.theirs, REQUIRED if older is None else older)
+        if name not in ACTIVATIONS:
+            raise UserError(f"{file.path}: {self.theirs}: {unknown('activation', str(name), ACTIVATIONS)}")
+        return {"mlp_kind": ACTIVATIONS[name][self.gated]}
+
+    def write(self, model: Any) -> dict[str, Any]:
+        """Their key."""
+        names = [name for name, kinds in ACTIVATIONS.items() if kinds[self.gated] == model.mlp_kind]
+        return {self.theirs: self.prefer if self.prefer in names else names[0] if names else None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary frequencies: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4. Both forms are written."""
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        """Our `rotary_base` and `rotary_scaling`."""
+        newer, scaling = (file.get(key, None, dict) for key in ("rope_parameters", "rope_scaling"))
+        theta = file.get("rope_theta", 10_000.0, float)
+        key = "rope_parameters" if newer else "rope_scaling"
+        rope = dict(newer or scaling or {})
+        base = rope.pop("rope_theta", theta)
+        kind = rope.pop("rope_type", rope.pop("type", "default"))
+        rope.pop("type", None)
+        if isinstance(kind, dict) or any(isinstance(value, dict) for value in rope.values()):
+            raise file.error(key, "one set of frequencies for all layers: one per kind of layer is not supported")
+        if kind not in ("default", "llama3"):
+            raise file.error(key, f"rope_type default or llama3, got {kind!r}: other types are not supported")
+        if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise file.error(key, "partial_rotary_factor 1.0: turning a part of each head is not supported")
+        if kind == "default":
+            rope.pop("factor", None)
+        expected = set(ROPE_KEYS) if kind == "llama3" else set()
+        numbers = [base, *rope.values()]
+        if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers):
+            raise file.error(key, "a number for each of rope_theta, " + ", ".join(ROPE_KEYS))
+        if set(rope) != expected:
+            raise file.error(key, f"the keys {', '.join(sorted(expected)) or '(none)'} for rope_type {kind}, got {sorted(rope)}")
+        stretch = Llama3Scaling(**{ROPE_KEYS[name]: value for name, value in rope.items()}) if rope else None
+        return {"rotary_base": float(base), "rotary_scaling": stretch}
+
+    def write(self, model: Any) -> dict[str, Any]:
+        """Both forms."""
+        stretch = model.rotary_scaling
+        scaling = None
+        if stretch is not None:
+            scaling = {"rope_type": "llama3"} | {theirs: getattr(stretch, ours) for theirs, ours in ROPE_KEYS.items()}
+        base = {"rope_theta": model.rotary_base}
+        return {"rope_parameters": (scaling or {"rope_type": "default"}) | base, "rope_scaling": scaling} | base
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Which layers see a sliding window: `layer_types`, or the rule of files older than it.
+
+    Args:
+        alternating: older files mean a window in every other layer, the first one included (Gemma-2).
+        default: window where an older file names none.
+    """
+
+    alternating: bool = False
+    default: int | None = None
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        """Our field `windows`, as its shortest pattern."""
+        layers, window = file.get("num_hidden_layers", kind=int), file.get("sliding_window", self.default, int)
+        used, first = file.get("use_sliding_window", self.alternating, bool), file.get("max_window_layers", 0, int)
+        if self.alternating:
+            older = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+        else:
+            older = ["sliding_attention" if used and layer >= first else "full_attention" for layer in range(layers)]
+        kinds = file.get("layer_types", older, list)
+        if len(kinds) != layers or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
+            raise file.error("layer_types", f"full_attention or sliding_attention for each of {layers} layers")
+        if "sliding_attention" in kinds and not isinstance(window, int):
+            raise file.error("sliding_window", "a number of positions: layer_types has sliding_attention")
+        return {"windows": shortest_pattern(tuple(window if kind == "sliding_attention" else None for kind in kinds))}
+
+    def write(self, model: Any) -> dict[str, Any]:
+        """`layer_types`, and the window of those that slide."""
+        windows = [model.windows[layer % len(model.windows)] for layer in range(model.layers)]
+        sliding = next((window for window in windows if window is not None), None)
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        found = {"layer_types": kinds, "sliding_window": sliding}
+        if not self.alternating:
+            found |= {"use_sliding_window": sliding is not None, "max_window_layers": model.layers}
+        return found
+
+
+def shortest_pattern(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The shortest tuple that, repeated, is `values`.
+
+    Example:
+        >>> shortest_pattern((6, None, 6, None)), shortest_pattern((None, None, 4))
+        ((6, None), (None, None, 4))
+    """
+    lengths = (length for length in range(1, len(values) + 1) if len(values) % length == 0)
+    return next(values[:length] for length in lengths if values[:length] * (len(values) // length) == values)
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryScale:
+    """Gemma-2's `query_pre_attn_scalar`: scores are divided by its square root."""
+
+    default: float = 256.0  # transformers, configuration_gemma2.py
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        """Our field `attention_scale`."""
+        scalar = file.get("query_pre_attn_scalar", self.default, float)
+        if not scalar > 0:
+            raise file.error("query_pre_attn_scalar", "a number > 0")
+        return {"attention_scale": scalar**-0.5}
+
+    def write(self, model: Any) -> dict[str, Any]:
+        """Their key, whole where it is meant to be."""
+        scalar = model.head_width if model.attention_scale is None else model.attention_scale**-2
+        whole = round(scalar)
+        return {"query_pre_attn_scalar": whole if math.isclose(scalar, whole, rel_tol=1e-9) else scalar}
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """The rates of dropout: one for all of ours. A file whose rates differ needs `dropout` said by whoever loads it."""
+
+    theirs: tuple[str, ...]
+    default: float = 0.0
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        """Our field `dropout`; `None` where the rates differ."""
+        rates = {file.get(key, self.default, float) for key in self.theirs}
+        return {"dropout": rates.pop() if len(rates) == 1 else None}
+
+    def write(self, model: Any) -> dict[str, Any]:
+        """Their keys, all alike."""
+        return dict.fromkeys(self.theirs, model.dropout)

@@ -1,0 +1,221 @@
+"""What Hugging Face's architectures are in our terms: one table per family, of config keys and of tensor names.
+
+Sources: the files that transformers 4.57.6 and 5.23.0 write, and their `configuration_*.py` for the defaults of absent keys. A new
+family is a new entry of `FAMILIES`: which of our fields it settles, which keys say the rest, which tensor is which
+parameter. `huggingface.py` runs the tables in both directions.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.huggingface_config import Activation, Dropout, Key, Only, Piece, QueryScale, Rope, Windows
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One of their tensors, and the parameters of ours that it holds.
+
+    Args:
+        theirs: the tensor's name, `{layer}` where there is one per layer.
+        ours: paths of parameters; several are joined along the last dim, once dims are in our order.
+        order: their dims in our order: (1, 0) for torch's (out, in) matrices; `None` as they are.
+        shape: their shape in our order where ours is another of the same size; a word is a field of the model.
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    order: tuple[int, ...] | None = None
+    shape: tuple[int | str, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """An architecture of transformers.
+
+    Args:
+        architecture: its class, as in `architectures` of config.json.
+        model_type: as in config.json.
+        value: the dataclass of ours that expresses it.
+        pieces: keys of config.json and what they mean.
+        settles: our fields that this architecture fixes, where they are not the defaults.
+        rules: their tensors. A rule whose parameters a configuration lacks (a bias, a head) is not in force.
+        prefix: start of most names, absent in files that were saved from the model without its head.
+        ignored: endings of tensors that hold no parameters.
+        copies: tensors that may repeat another one (a head tied to the embedding).
+        zeros: our fields that may be widened on writing, for what they add is zero: a model without biases fits in one with.
+    """
+
+    architecture: str
+    model_type: str
+    value: type
+    pieces: tuple[Piece, ...]
+    rules: tuple[Rule, ...]
+    settles: dict[str, Any] = dataclasses.field(default_factory=dict)
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
+    copies: dict[str, str] = dataclasses.field(default_factory=dict)
+    zeros: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _linear(theirs: str, ours: str) -> tuple[Rule, ...]:
+    """A torch Linear: weight (out, in), perhaps a bias."""
+    return Rule(f"{theirs}.weight", (f"{ours}.weight",), order=(1, 0)), Rule(f"{theirs}.bias", (f"{ours}.bias",))
+
+
+def _conv1d(theirs: str, *ours: str) -> tuple[Rule, ...]:
+    """GPT-2's Conv1D: weight (in, out), perhaps holding several projections side by side."""
+    return (
+        Rule(f"{theirs}.weight", tuple(f"{path}.weight" for path in ours)),
+        Rule(f"{theirs}.bias", tuple(f"{path}.bias" for path in ours)),
+    )
+
+
+def _norm(theirs: str, ours: str) -> tuple[Rule, ...]:
+    return Rule(f"{theirs}.weight", (f"{ours}.weight",)), Rule(f"{theirs}.bias", (f"{ours}.bias",))
+
+
+_LLAMA_LAYER = "model.layers.{layer}."
+_LLAMA_RULES = (
+    Rule("model.embed_tokens.weight", ("embedding.weight",)),
+    *_linear(_LLAMA_LAYER + "self_attn.q_proj", "blocks.layers.attention.query"),
+    *_linear(_LLAMA_LAYER + "self_attn.k_proj", "blocks.layers.attention.key"),
+    *_linear(_LLAMA_LAYER + "self_attn.v_proj", "blocks.layers.attention.value"),
+    *_linear(_LLAMA_LAYER + "self_attn.o_proj", "blocks.layers.attention.out"),
+    *_linear(_LLAMA_LAYER + "mlp.gate_proj", "blocks.layers.mlp.gate"),
+    *_linear(_LLAMA_LAYER + "mlp.up_proj", "blocks.layers.mlp.up"),
+    *_linear(_LLAMA_LAYER + "mlp.down_proj", "blocks.layers.mlp.down"),
+    *_norm(_LLAMA_LAYER + "input_layernorm", "blocks.layers.attention_norm"),
+    *_norm("model.norm", "norm"),
+    Rule("lm_head.weight", ("head.weight",)),
+)
+_LLAMA_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
+_LLAMA_KEYS = (
+    Key("vocab_size", "vocab"),
+    Key("max_position_embeddings", "context"),
+    Key("num_hidden_layers", "layers"),
+    Key("hidden_size", "embed"),
+    Key("intermediate_size", "mlp", resolved="mlp_width"),
+    Key("num_attention_heads", "heads"),
+    Key("attention_bias", "attention_bias", bool, False),
+    Key("initializer_range", "init_std", float, 0.02),
+    Dropout(("attention_dropout",)),
+    Rope(),
+)
+
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    value=Decoder,
+    settles={"scaled_init": False},
+    pieces=(
+        *_LLAMA_KEYS,
+        Key("num_key_value_heads", "kv_heads", int, None, "kv_count"),
+        Key("head_dim", "head_dim", int, None, "head_width"),
+        Key("rms_norm_eps", "norm_eps", float, 1e-6),
+        Key("tie_word_embeddings", "tied", bool, False),
+        Key("mlp_bias", "mlp_bias", bool, False),
+        Activation("hidden_act", gated=True),
+        Only("pretraining_tp", (1,)),
+    ),
+    rules=(*_LLAMA_RULES, *_norm(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm")),
+    prefix="model.",
+    ignored=("rotary_emb.inv_freq",),
+    copies=_LLAMA_COPIES,
+)
+
+QWEN3 = Family(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    value=Decoder,
+    settles={"scaled_init": False, "qk_norm": True},
+    pieces=(
+        *_LLAMA_KEYS,
+        Key("num_key_value_heads", "kv_heads", int, 32, "kv_count"),
+        Key("head_dim", "head_dim", int, 128, "head_width"),
+        Key("rms_norm_eps", "norm_eps", float, 1e-6),
+        Key("tie_word_embeddings", "tied", bool, False),
+        Activation("hidden_act", gated=True),
+        Windows(),
+    ),
+    rules=(
+        *_LLAMA_RULES,
+        *_norm(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm"),
+        *_norm(_LLAMA_LAYER + "self_attn.q_norm", "blocks.layers.attention.query_norm"),
+        *_norm(_LLAMA_LAYER + "self_attn.k_norm", "blocks.layers.attention.key_norm"),
+    ),
+    prefix="model.",
+    ignored=("rotary_emb.inv_freq",),
+    copies=_LLAMA_COPIES,
+)
+
+GEMMA2 = Family(
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    value=Decoder,
+    settles={"scaled_init": False, "norm_plus_one": True, "post_norms": True, "embedding_scale": True},
+    pieces=(
+        *_LLAMA_KEYS,
+        Key("num_key_value_heads", "kv_heads", int, 4, "kv_count"),
+        Key("head_dim", "head_dim", int, 256, "head_width"),
+        Key("rms_norm_eps", "norm_eps", float, 1e-6),
+        Key("tie_word_embeddings", "tied", bool, True),
+        Key("attn_logit_softcapping", "attention_soft_cap", float, 50.0, null=True),
+        Key("final_logit_softcapping", "final_soft_cap", float, 30.0, null=True),
+        Activation("hidden_activation", gated=True, older="hidden_act"),
+        Windows(alternating=True, default=4096),
+        QueryScale(),
+        Only("use_bidirectional_attention", (None, False)),
+    ),
+    rules=(
+        *_LLAMA_RULES,
+        *_norm(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.attention_post_norm"),
+        *_norm(_LLAMA_LAYER + "pre_feedforward_layernorm", "blocks.layers.mlp_norm"),
+        *_norm(_LLAMA_LAYER + "post_feedforward_layernorm", "blocks.layers.mlp_post_norm"),
+    ),
+    prefix="model.",
+    ignored=("rotary_emb.inv_freq",),
+    copies=_LLAMA_COPIES,
+)
+
+_GPT2_LAYER = "transformer.h.{layer}."
+GPT2 = Family(
+    architecture="GPT2LMHeadModel",
+    model_type="gpt2",
+    value=Decoder,
+    settles={"norm": "layer", "positions": "learned", "attention_bias": True, "mlp_bias": True},
+    pieces=(
+        Key("vocab_size", "vocab"),
+        Key("n_positions", "context"),
+        Key("n_layer", "layers"),
+        Key("n_embd", "embed"),
+        Key("n_inner", "mlp", int, None, "mlp_width"),
+        Key("n_head", "heads"),
+        Key("layer_norm_epsilon", "norm_eps", float, 1e-5),
+        Key("initializer_range", "init_std", float, 0.02),
+        Key("tie_word_embeddings", "tied", bool, True),
+        Activation("activation_function", gated=False, prefer="gelu_new"),
+        Dropout(("embd_pdrop", "attn_pdrop", "resid_pdrop"), default=0.1),
+        Only("scale_attn_weights", (True,)),
+        Only("scale_attn_by_inverse_layer_idx", (False,)),
+        Only("add_cross_attention", (False,)),
+    ),
+    rules=(
+        Rule("transformer.wte.weight", ("embedding.weight",)),
+        Rule("transformer.wpe.weight", ("positions.weight",)),
+        *_norm(_GPT2_LAYER + "ln_1", "blocks.layers.attention_norm"),
+        *_conv1d(_GPT2_LAYER + "attn.c_attn", *(f"blocks.layers.attention.{name}" for name in ("query", "key", "value"))),
+        *_conv1d(_GPT2_LAYER + "attn.c_proj", "blocks.layers.attention.out"),
+        *_norm(_GPT2_LAYER + "ln_2", "blocks.layers.mlp_norm"),
+        *_conv1d(_GPT2_LAYER + "mlp.c_fc", "blocks.layers.mlp.up"),
+        *_conv1d(_GPT2_LAYER + "mlp.c_proj", "blocks.layers.mlp.down"),
+        *_norm("transformer.ln_f", "norm"),
+        Rule("lm_head.weight", ("head.weight",)),
+    ),
+    prefix="transformer.",
+    ignored=(".attn.bias", ".attn.masked_bias"),
+    copies={"lm_head.weight": "transformer.wte.weight"},
+    zeros={"norm": "layer", "attention_bias": True, "mlp_bias": True},
+)
+
+FAMILIES = {family.architecture: family for family in (LLAMA, QWEN3, GEMMA2, GPT2)}
