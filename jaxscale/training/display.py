@@ -1,0 +1,103 @@
+"""What a person sees while a run goes on: one live line in a terminal or a notebook, now and then a line in a file.
+
+It is told every step and shows a few per second, so that a fast step pays microseconds for it.
+"""
+
+import sys
+import time
+from typing import Any
+
+_LIVE_SECONDS, _FILE_SECONDS = 0.2, 20.0
+
+
+class Display:
+    """The progress of one run.
+
+    Args:
+        steps: updates of the run.
+        quiet: show nothing at all.
+        name: of the run.
+    """
+
+    def __init__(self, steps: int, *, quiet: bool, name: str) -> None:
+        self._steps, self._quiet, self._name = steps, quiet, name
+        self._progress: Any = None
+        self._task: Any = None
+        self._notebook = "ipykernel" in sys.modules
+        self._live = self._notebook or sys.stdout.isatty()
+        self._every = _LIVE_SECONDS if self._live else _FILE_SECONDS
+        self._last = 0.0
+        self._open_line = False
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        if self._quiet:
+            return
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False)
+            return
+        self._end_line()
+        print(text, flush=True)
+
+    def show(self, step: int, row: dict[str, Any]) -> None:
+        """The line that moves.
+
+        Args:
+            step: updates made.
+            row: what the step measured, as in metrics.jsonl.
+        """
+        if self._quiet or (time.monotonic() - self._last < self._every and step < self._steps):
+            return
+        self._last = time.monotonic()
+        text = f"loss {row['loss']:.4f}  {_si(row.get('tokens_per_second', 0.0))} tokens/s"
+        if "mfu" in row:
+            text += f"  mfu {row['mfu']:.1%}"
+        if self._notebook:
+            left = _clock((self._steps - step) * row.get("step_seconds", 0.0))
+            print(f"\rstep {step}/{self._steps}  {text}  {left} left ", end="", flush=True)
+            self._open_line = True
+        elif self._live:
+            self._start().update(self._task, completed=step, text=text)
+        else:
+            print(f"step {step}/{self._steps}  {text}", flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self._end_line()
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _start(self) -> Any:
+        if self._progress is None:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._progress = Progress(
+                TextColumn(self._name, markup=False),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}", markup=False),
+                TimeRemainingColumn(),
+                refresh_per_second=5,
+            )
+            self._task = self._progress.add_task("", total=self._steps, text="")
+            self._progress.start()
+        return self._progress
+
+    def _end_line(self) -> None:
+        if self._open_line:
+            print(flush=True)
+            self._open_line = False
+
+
+def _si(value: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

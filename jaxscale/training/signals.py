@@ -1,0 +1,94 @@
+"""Signals of a run: the first SIGTERM or Ctrl-C asks it to stop after the step and save, a second one ends it at once.
+
+Colab's stop button interrupts the kernel, which is Ctrl-C. With several processes a signal may reach any of them: `Agreement`
+makes all of them stop, or save, after the same step.
+"""
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+
+class Stop:
+    """While it is entered, `requested` names the first signal that asked the run to stop, else it is empty.
+
+    Handlers are set in the main thread only, for Python allows no other; those of before come back on leaving.
+
+    Example:
+        >>> with Stop() as stop:
+        ...     stop.requested
+        ''
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.requested = ""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Stop":
+        if threading.current_thread() is threading.main_thread():
+            for number in self.SIGNALS:
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.requested:
+            self.requested = signal.Signals(number).name
+            return
+        if number == signal.SIGINT and "ipykernel" in sys.modules:
+            raise KeyboardInterrupt  # a notebook keeps its kernel
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+class Agreement:
+    """The same answers on every process: does any of them want to stop; does the first one's clock want a save.
+
+    The question is a tiny program on the devices, asked after a step is dispatched and answered when its metrics come, so that
+    no device waits for it.
+
+    Args:
+        mesh: the mesh of the run.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        import jax
+
+        self._alone = jax.process_count() == 1
+        if not self._alone:
+            import jax.numpy as jnp
+            from jax.sharding import NamedSharding, PartitionSpec
+
+            self._rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+            self._count = mesh.size
+            self._any = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def ask(self, stop: bool, save: bool) -> Any:
+        """Put the question; every process puts it after the same step."""
+        if self._alone:
+            return stop, save
+        import jax
+
+        mine = np.array([stop, save and jax.process_index() == 0], np.int32)
+        flags = jax.make_array_from_callback(
+            (self._count, 2), self._rows, lambda index: np.broadcast_to(mine, (self._count, 2))[index]
+        )
+        return self._any(flags)
+
+    def answer(self, question: Any) -> tuple[bool, bool]:
+        """Whether to stop, and whether to save by the clock."""
+        if self._alone:
+            return question
+        stop, save = np.asarray(question)
+        return bool(stop), bool(save)
