@@ -1,0 +1,65 @@
+"""What image classifiers share: cross-entropy over classes with label smoothing, and how many rows are right.
+
+Label smoothing follows Szegedy et al. 2016 (arXiv:1512.00567), section 7: the target is (1 - a) of the label and a / V
+of every class, the label's own included.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.blocks import Loss
+from jaxscale.errors import UserError
+from jaxscale.typing import Array, Batch, Float, Int
+
+
+def cross_entropy(
+    logits: Float[Array, "*rows V"], labels: Int[Array, "*rows"], smoothing: float = 0.0
+) -> Float[Array, "*rows"]:
+    """Nats per target: (1 - a) * -log p[label] + a * mean over classes of -log p.
+
+    Args:
+        logits: unnormalised log-probabilities, of any float type; computed in float32.
+        labels: class of each target.
+        smoothing: a, the share of the target spread over all classes.
+
+    Returns:
+        One loss per target, float32.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> cross_entropy(jnp.zeros((1, 4)), jnp.array([2])).round(3).tolist()
+        [1.386]
+    """
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
+    picked = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
+    if smoothing == 0.0:
+        return -picked
+    return -(1.0 - smoothing) * picked - smoothing * log_p.mean(-1)
+
+
+def weighted_sum(losses: Float[Array, "B ..."], batch: Batch) -> Loss:
+    """Sums of losses and of `batch["weights"]`; without weights every target counts 1.
+
+    Weights of shape [B] weigh whole rows, weights of the shape of the losses single targets.
+
+    Raises:
+        UserError: the weights are of neither shape.
+    """
+    losses = losses.astype(jnp.float32)
+    weights = batch.get("weights")
+    if weights is None:
+        return Loss(losses.sum(), jnp.float32(losses.size))
+    weights = jnp.asarray(weights, jnp.float32)
+    if weights.shape != losses.shape[: weights.ndim] or weights.ndim not in (1, losses.ndim):
+        raise UserError(
+            f"weights: got shape {weights.shape} for losses of shape {losses.shape}; "
+            f"expected one weight per row {losses.shape[:1]} or one per loss {losses.shape}"
+        )
+    weights = jnp.broadcast_to(weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim)), losses.shape)
+    # a row that does not count must not spoil the sum, whatever its loss
+    return Loss(jnp.where(weights == 0, 0.0, losses * weights).sum(), weights.sum())
+
+
+def correct(logits: Float[Array, "*rows V"], labels: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """1.0 where the label has the largest logit, else 0.0."""
+    return (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)

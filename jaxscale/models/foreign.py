@@ -1,0 +1,282 @@
+"""Bring your own model: an unmodified Flax NNX module, or a Linen one, as a model value that trains under any plan.
+
+The module keeps its class, its layers, its batch statistics and its dropout. What is added from outside: training and
+evaluation mode, dropout keys that follow from seed and step, computation in the plan's type, and rematerialization of
+the submodules that repeat (`foreign_blocks.py`). Left out: packing (a foreign module knows no segment ids), padding of
+the vocabulary, generation.
+"""
+
+import dataclasses
+import functools
+import inspect
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.blocks import Context, Loss
+from jaxscale.errors import UserError
+from jaxscale.models.classify import correct, cross_entropy, weighted_sum
+from jaxscale.models.foreign_blocks import as_one_block, blocks_wrapped, repeated_blocks
+from jaxscale.typing import Array, Batch, Float
+
+TRAINING_ARGUMENTS: Mapping[str, bool] = {
+    "train": True,
+    "training": True,
+    "is_training": True,
+    "deterministic": False,
+    "use_running_average": False,
+}
+"""Arguments by which a module's `__call__` learns its mode, with their value in training; evaluation gives the opposite."""
+
+
+Score = Callable[[Callable[..., Any], Batch], Any]
+"""`score(module, batch)` gives one loss per row ([B]) or per target ([B, S]), in nats, neither summed nor averaged.
+
+It calls the module as any function (`module(batch["images"])`); the mode is set already.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossEntropy:
+    """Softmax cross-entropy between `module(batch[inputs])` and `batch[labels]`: the score of most models.
+
+    Args:
+        inputs: name of the array that the module is called with.
+        labels: name of the classes, integers of the shape of the logits without their last dim.
+        smoothing: share of the target spread over all classes (label smoothing).
+    """
+
+    inputs: str
+    labels: str
+    smoothing: float = 0.0
+
+    def __call__(self, module: Callable[..., Any], batch: Batch) -> Array:
+        """Nats per label, float32."""
+        logits, labels = self._logits(module, batch)
+        return cross_entropy(logits, labels, self.smoothing)
+
+    def correct(self, module: Callable[..., Any], batch: Batch) -> Array:
+        """1.0 per label with the largest logit, else 0.0."""
+        return correct(*self._logits(module, batch))
+
+    def _logits(self, module: Callable[..., Any], batch: Batch) -> tuple[Array, Array]:
+        for name in (self.inputs, self.labels):
+            if name not in batch:
+                raise UserError(
+                    f"the score reads batch[{name!r}], and the batch has {', '.join(sorted(batch))}; "
+                    "name the arrays as the data does: CrossEntropy(inputs=..., labels=...)"
+                )
+        logits, labels = module(batch[self.inputs]), jnp.asarray(batch[self.labels])
+        given = getattr(logits, "shape", type(logits).__name__)
+        if given[:-1] != labels.shape:
+            raise UserError(
+                f"the module returned {given} for labels of shape {labels.shape}; expected logits of shape "
+                f"{(*labels.shape, 'classes')}: return logits, or give ForeignModel a score of your own"
+            )
+        return logits, labels
+
+
+def classification(inputs: str = "images", labels: str = "labels", smoothing: float = 0.0) -> CrossEntropy:
+    """The score of a module that maps images to logits of shape [B, classes]."""
+    return CrossEntropy(inputs, labels, smoothing)
+
+
+def language_model(inputs: str = "tokens", targets: str = "targets") -> CrossEntropy:
+    """The score of a module that maps tokens [B, S] to logits [B, S, V] of the tokens that follow."""
+    return CrossEntropy(inputs, targets)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignModel:
+    """An NNX module as a model value, with nothing of ours inside.
+
+    Training switches the module as `module.train()` does, and passes True for a `train` argument of its `__call__` (see
+    `TRAINING_ARGUMENTS`); evaluation does the opposite. Batch statistics are those of the microbatch, over all devices.
+    Dropout follows from seed, step and microbatch; for the same number of microbatches it does not depend on the mesh.
+
+    Args:
+        make: builds the module from `nnx.Rngs`; it has the streams "params" and "dropout".
+        score: `score(module, batch)` gives one loss per row or per target; `classification()` and `language_model()`
+            are ready made.
+        blocks: paths of the submodules to rematerialize one by one ("layers/0"); by default those that repeat, and
+            where none does, as with `()`, the whole forward pass is one block.
+
+    Example:
+        >>> import jax
+        >>> model = ForeignModel(lambda rngs: nnx.Linear(2, 3, rngs=rngs), classification())
+        >>> module = model.build(nnx.Rngs(0))
+        >>> batch = {"images": jax.numpy.ones((4, 2)), "labels": jax.numpy.zeros(4, int)}
+        >>> float(model.loss(module, batch, Context()).weight)
+        4.0
+    """
+
+    make: Callable[[nnx.Rngs], nnx.Module]
+    score: Score
+    blocks: tuple[str, ...] | None = None
+
+    def build(self, rngs: nnx.Rngs, *, vocab_multiple: int = 1) -> nnx.Module:
+        """The user's module. Its vocabulary stays as it is: a dim that a mesh axis does not divide stays whole."""
+        module = self.make(rngs)
+        if not isinstance(module, nnx.Module):
+            raise UserError(
+                f"make returned {type(module).__name__}, expected an nnx.Module; "
+                "a Linen module goes through linen_model(...)"
+            )
+        if not jax.tree.leaves(nnx.state(module, nnx.Param)):
+            raise UserError(
+                f"make returned a {type(module).__name__} without any nnx.Param to train; "
+                "a Linen module gets its parameters by lazy_init, as linen_model(...) does"
+            )
+        return module
+
+    def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
+        """Sums of the score over the batch. Training updates variables that are neither parameters nor rng state."""
+        losses = self._run(self.score, module, batch, context)
+        rows = len(jax.tree.leaves(dict(batch))[0])
+        if not getattr(losses, "shape", ()) or losses.shape[0] != rows:
+            raise UserError(
+                f"score returned {getattr(losses, 'shape', type(losses).__name__)} for a batch of {rows} rows; expected "
+                "one loss per row or per target, shape (rows, ...): do not take the mean, weights and means are ours"
+            )
+        return weighted_sum(losses, batch)
+
+    @property
+    def accuracy(self) -> Callable[[nnx.Module, Batch, Context], tuple[Array, Array]] | None:
+        """`accuracy(module, batch, context)` gives (correct targets, all targets); `None` if the score cannot tell."""
+        judge = getattr(self.score, "correct", None)
+        return None if judge is None else functools.partial(self._accuracy, judge)
+
+    def logical_sizes(self) -> dict[str, int]:
+        """Nothing is known of a foreign module's axes."""
+        return {}
+
+    def _accuracy(
+        self, judge: Score, module: nnx.Module, batch: Batch, context: Context
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        right = weighted_sum(self._run(judge, module, batch, context), batch)
+        return right.total, right.weight
+
+    def _run(self, score: Score, module: nnx.Module, batch: Batch, context: Context) -> Any:
+        # on a copy: the caller's module keeps its mode, types and rng state, and gains no variables that a pass sows
+        copy = nnx.clone(module)
+        training = context.key is not None
+        copy.train() if training else copy.eval()
+        if context.key is not None:
+            _reseed(copy, context)
+        batch = dict(batch)
+        if context.dtype is not None:
+            batch = _compute_in(jnp.dtype(context.dtype), copy, batch)
+        paths = repeated_blocks(copy) if self.blocks is None else self.blocks
+
+        def forward(module: nnx.Module, batch: Batch) -> Any:
+            return score(_in_mode(module, training), batch)
+
+        with blocks_wrapped(copy, paths):
+            losses = forward(copy, batch) if paths else as_one_block(forward, copy, batch)
+        if training:
+            _update(module, copy)
+        return losses
+
+
+@dataclasses.dataclass(frozen=True)
+class FromLinen:
+    """Builds the NNX module around a Linen one, its variables initialised by a forward pass over zeros.
+
+    Args:
+        module: the Linen module.
+        inputs: shapes and types of the arrays of one call.
+    """
+
+    module: Any
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
+
+    def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
+        """The module, through `flax.nnx.bridge`."""
+        module = nnx.bridge.ToNNX(self.module, rngs=rngs)
+        zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.inputs]
+        return nnx.bridge.lazy_init(module, *zeros, **_mode_arguments(self.module, training=False))
+
+
+def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
+    """A Flax Linen module as a model value; the whole forward pass is one block, for the bridge shows no submodules.
+
+    Collections that the module has after initialisation ("batch_stats", ...) are updated in training.
+
+    Args:
+        module: the Linen module. Its `__call__` may take a `train` argument (`TRAINING_ARGUMENTS`).
+        inputs: arrays such as one call takes, or their `jax.ShapeDtypeStruct`; their values do not matter.
+        score: as in `ForeignModel`.
+
+    Example:
+        >>> import jax
+        >>> from flax import linen
+        >>> model = linen_model(linen.Dense(3), jax.numpy.ones((1, 2)), score=classification())
+        >>> model.build(nnx.Rngs(0)).kernel.shape
+        (2, 3)
+    """
+    shapes = tuple(jax.ShapeDtypeStruct(jnp.shape(array), jnp.result_type(array)) for array in inputs)
+    return ForeignModel(FromLinen(module, shapes), score)
+
+
+def _in_mode(module: nnx.Module, training: bool) -> Callable[..., Any]:
+    """The module with the arguments bound that tell its `__call__` the mode."""
+    if isinstance(module, nnx.bridge.ToNNX):
+        arguments: dict[str, Any] = dict(_mode_arguments(module.to_nnx__module, training))
+        kinds = {type(variable) for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))}
+        collections = {nnx.variable_name_from_type(kind) for kind in kinds if not issubclass(kind, nnx.RngState)}
+        arguments["mutable"] = sorted(collections) if training else False
+    else:
+        arguments = _mode_arguments(module, training)
+    return functools.partial(module, **arguments) if arguments else module
+
+
+def _mode_arguments(module: Any, training: bool) -> dict[str, bool]:
+    known = inspect.signature(type(module).__call__).parameters
+    return {name: value == training for name, value in TRAINING_ARGUMENTS.items() if name in known}
+
+
+def _reseed(module: nnx.Module, context: Context) -> None:
+    """Give every generator of the module a key of this step and microbatch, its own by its path."""
+    assert context.key is not None
+    key = context.key if context.examples is None else jax.random.fold_in(context.key, context.examples[0])
+    for path, stream in nnx.iter_graph(module):
+        if isinstance(stream, nnx.RngStream):
+            name = "/".join(map(str, path))
+            own = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+            shape = stream.key.shape
+            stream.key[...] = jax.random.split(own, shape) if shape else own
+            stream.count[...] = jnp.zeros(stream.count.shape, stream.count.dtype)
+
+
+def _compute_in(dtype: Any, module: nnx.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """Make the module compute in `dtype` where its author named no type, and give the batch in it."""
+    for _, node in nnx.iter_graph(module):
+        if type(node).__module__.startswith("flax.") and getattr(node, "dtype", dtype) is None:
+            setattr(node, "dtype", dtype)  # noqa: B010 - Flax's layers have it, nnx.Module in general has not
+        elif isinstance(node, nnx.Param) and jnp.issubdtype(node.dtype, jnp.floating):
+            node.set_value(node[...].astype(dtype))  # node[...] = x would keep the old type
+    return {
+        name: jnp.asarray(x, dtype) if name != "weights" and jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
+        for name, x in batch.items()
+    }
+
+
+def _update(module: nnx.Module, after: nnx.Module) -> None:
+    """Carry the variables of `after` to `module`: parameters and rng state stay, and so do shapes and types."""
+    wanted = nnx.All(nnx.Variable, nnx.Not(nnx.Param), nnx.Not(nnx.RngState))
+    values = dict(nnx.to_flat_state(nnx.state(after, wanted)))
+    carried = {}
+    for path, old in nnx.to_flat_state(nnx.state(module, wanted)):
+        if path in values:
+            new = values[path]
+            if new.shape != old.shape:
+                raise UserError(
+                    f"variable {'/'.join(map(str, path))}: the forward pass turned shape {old.shape} into {new.shape}; "
+                    "what is carried from step to step must keep its shape"
+                )
+            carried[path] = old.replace(new[...].astype(old.dtype))
+    nnx.update(module, nnx.from_flat_state(carried))

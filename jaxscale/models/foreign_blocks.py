@@ -1,0 +1,166 @@
+"""The blocks of a module that knows nothing of blocks: found by repetition, run through `blocks.wrap` from outside.
+
+A block is one of several like submodules: members of one list (`nnx.List`, `nnx.Sequential`) or attributes with one
+stem and a number (`block0`, `block1`). While a loss is traced, the `__call__` of exactly these instances goes through
+`blocks.wrap` as a pure function of (parameters, other variables, arguments), so that `jax.checkpoint` sees everything
+that goes in, and batch statistics and dropout counts still come out. The user's class is as before when the trace ends.
+
+Left out: blocks inside the user's own `nnx.scan` or `nnx.vmap` (one submodule with stacked parameters), blocks run by
+another method than `__call__`, and one block called several times under several names (tied layers): name them with
+`ForeignModel(blocks=...)`, or the whole forward pass is one block.
+"""
+
+import contextlib
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxscale import blocks
+from jaxscale.errors import UserError, unknown
+
+Path = tuple[Any, ...]
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+_patching = threading.RLock()
+
+
+def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
+    """Paths of the submodules that repeat, outermost first found: "layers/0", "layers/1", ...
+
+    Two submodules repeat when they lie in one list (or have one stem and a number), are of one class, and have parameters
+    of the same names, shapes and types; their unlike neighbours of the same class and list are blocks too. Layers of
+    Flax itself (`nnx.Linear`, ...) are too small to be blocks, containers (`nnx.Sequential`) are not.
+
+    Example:
+        >>> class Block(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.linear = nnx.Linear(4, 4, rngs=rngs)
+        >>> class Net(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.layers = nnx.List([Block(rngs) for _ in range(3)])
+        >>> repeated_blocks(Net(nnx.Rngs(0)))
+        ('layers/0', 'layers/1', 'layers/2')
+    """
+    found = _submodules(module)
+    families: dict[tuple[Path, str, type], list[Path]] = defaultdict(list)
+    for path, node in found.items():
+        stem = _stem(path[-1]) if path else None
+        if stem is not None and _may_be_block(node):
+            families[(path[:-1], stem, type(node))].append(path)
+    chosen: list[Path] = []
+    for parent, stem, kind in sorted(families, key=lambda family: len(family[0])):
+        family = families[(parent, stem, kind)]
+        inside = any(parent[: len(block)] == block for block in chosen)
+        if not inside and len({_signature(found[path]) for path in family}) < len(family):
+            chosen += sorted(family, key=lambda path: int(re.findall(r"\d+", str(path[-1]))[-1]))
+    return tuple("/".join(map(str, path)) for path in chosen)
+
+
+@contextlib.contextmanager
+def blocks_wrapped(module: nnx.Module, paths: Sequence[str]) -> Iterator[None]:
+    """While tracing inside, calls of the submodules at `paths` go through `blocks.wrap`.
+
+    Raises:
+        UserError: there is no such submodule, or a plan asked for something and no block was called.
+    """
+    if not paths or _untreated():
+        yield
+        return
+    by_name = {"/".join(map(str, path)): node for path, node in _submodules(module).items()}
+    for path in paths:
+        if path not in by_name:
+            raise unknown("block", path, [name for name in by_name if name])
+    targets = {id(by_name[path]) for path in paths}
+    called: set[int] = set()
+    # the lock is held while tracing: a patch of another thread must not be restored out of order
+    with _patching, contextlib.ExitStack() as patches:
+        for kind in {type(by_name[path]) for path in paths}:
+            patches.enter_context(_patched(kind, targets, called))
+        yield
+    if not called:
+        raise UserError(
+            f"blocks {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''} were found, but the forward pass calls "
+            "none of them (another method than __call__?), so the plan's treatment of blocks would have no effect; "
+            "give ForeignModel(blocks=()) to treat the whole forward pass as one block"
+        )
+
+
+def as_one_block(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, run through `blocks.wrap` as one block.
+
+    The variables of modules among the arguments, or inside them, are updated as by a plain call; a variable that the
+    call creates (`sow`) appears too.
+    """
+    if _untreated():
+        return function(*args)
+    graphdef, params, rest, arrays = nnx.split(args, nnx.Param, nnx.Variable, ...)
+
+    def block(params: Any, rest: Any, arrays: Any) -> Any:
+        inner = nnx.merge(graphdef, params, rest, arrays, copy=True)
+        out = function(*inner)
+        return out, nnx.split(inner, nnx.Param, nnx.Variable, ...)[2]
+
+    out, after = blocks.wrap(block, rolled=False)(params, rest, arrays)
+    before = dict(nnx.to_flat_state(rest))
+    kept, created = {}, {}
+    for path, variable in nnx.to_flat_state(after):
+        (kept if path in before else created)[path] = variable
+    nnx.update(args, nnx.from_flat_state(kept))
+    for path, variable in created.items():
+        parent: Any = args
+        for part in path[:-1]:
+            parent = parent[part] if isinstance(part, int) or isinstance(parent, dict) else getattr(parent, part)
+        setattr(parent, path[-1], variable)
+    return out
+
+
+def _untreated() -> bool:
+    """Whether no plan asks anything of blocks: then a call is left as it is."""
+    return blocks.wrap(_untreated, rolled=False) is _untreated
+
+
+@contextlib.contextmanager
+def _patched(kind: type, targets: set[int], called: set[int]) -> Iterator[None]:
+    original: Any = kind.__call__
+    own = "__call__" in vars(kind)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(self) not in targets:  # inside the block the module is a copy, so it comes by here
+            return original(self, *args, **kwargs)
+        called.add(id(self))
+        return as_one_block(lambda self, args, kwargs: original(self, *args, **kwargs), self, args, kwargs)
+
+    setattr(kind, "__call__", call)  # noqa: B010 - a method of a class that is not ours
+    try:
+        yield
+    finally:
+        if own:
+            setattr(kind, "__call__", original)  # noqa: B010
+        else:
+            del kind.__call__
+
+
+def _submodules(module: nnx.Module) -> dict[Path, nnx.Module]:
+    return {path: node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)}
+
+
+def _stem(name: Any) -> str | None:
+    """What like neighbours share: "" for members of a list, "block" for block0; `None` for a name without a number."""
+    if isinstance(name, int):
+        return ""
+    match = _NUMBERED.fullmatch(str(name))
+    return match[1] if match else None
+
+
+def _may_be_block(node: nnx.Module) -> bool:
+    own = not type(node).__module__.startswith("flax.") or isinstance(node, nnx.Sequential)
+    return own and callable(node) and bool(jax.tree.leaves(nnx.state(node, nnx.Param)))
+
+
+def _signature(node: nnx.Module) -> Any:
+    leaves = nnx.to_flat_state(nnx.state(node, nnx.Param))
+    return tuple((path, tuple(variable.shape), str(variable.dtype)) for path, variable in leaves)
