@@ -1,0 +1,124 @@
+"""What a field's declared type means, and how a message says it."""
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from jaxscale.errors import UserError, near_miss
+
+
+@functools.cache
+def hints_of(cls: type) -> dict[str, Any]:
+    """Declared type of each field that `__init__` takes."""
+    if not dataclasses.is_dataclass(cls):
+        return {}
+    names = [field.name for field in dataclasses.fields(cls) if field.init]
+    try:
+        hints = typing.get_type_hints(cls)
+    except NameError:  # a name imported for type checkers only: such a class goes unchecked
+        hints = {}
+    return {name: hints.get(name, Any) for name in names}
+
+
+def is_record(value: Any) -> bool:
+    """Whether it is a dataclass that goes to JSON field by field."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and not has_text_form(type(value))
+
+
+def has_text_form(cls: Any) -> bool:
+    """Whether it is a class with a `parse` that inverts its `__str__`."""
+    return isinstance(cls, type) and callable(getattr(cls, "parse", None)) and cls.__str__ is not object.__str__
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a union; anything else is its own only alternative."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def accepts_none(hint: Any) -> bool:
+    """Whether `None` is one of the alternatives."""
+    return types.NoneType in members(hint)
+
+
+def _is_open(hint: Any) -> bool:
+    """Whether the annotation alone does not say which class to build."""
+    return hint is Any or hint is object or isinstance(hint, TypeVar) or getattr(hint, "_is_protocol", False)
+
+
+def names_its_class(hint: Any) -> bool:
+    """Whether a dataclass in such a field names its class."""
+    records = [member for member in members(hint) if dataclasses.is_dataclass(member)]
+    return _is_open(hint) or any(map(_is_open, members(hint))) or len(records) > 1
+
+
+def item_hints(hint: Any, count: int) -> Sequence[Any]:
+    """Declared type of each item of a tuple or list of `count` items."""
+    arguments = get_args(hint)
+    if not arguments:
+        return [Any] * count
+    if get_origin(hint) is tuple and not (len(arguments) == 2 and arguments[1] is Ellipsis):
+        return arguments
+    return [arguments[0]] * count
+
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    types.NoneType: "none",
+    Any: "a value",
+}
+
+
+def words(hint: Any) -> str:
+    """The type as a message says it."""
+    if hint in _WORDS:
+        return _WORDS[hint]
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, get_args(hint)))
+    if len(members(hint)) > 1:
+        return ", or ".join(map(words, members(hint)))
+    if isinstance(hint, type) and issubclass(hint, PurePath):
+        return "a path"
+    origin = get_origin(hint) or hint
+    if origin in (tuple, list):
+        items = ", ".join("..." if item is Ellipsis else words(item) for item in get_args(hint))
+        return f"a list ({items})" if items else "a list"
+    if origin in (dict, Mapping):
+        return "a table"
+    if origin in (Callable, typing.Callable):
+        return "a function"
+    name = getattr(origin, "__name__", str(origin))
+    return f"a {name}" + (" (text such as its str())" if has_text_form(origin) else "")
+
+
+def wrong(path: str, given: Any, hint: Any, near: str = "") -> UserError:
+    """The error for a value that is not of its declared type."""
+    if isinstance(given, type):
+        shown = f"the class {given.__qualname__}"
+    else:
+        text = repr(given)
+        shown = text if len(text) <= 60 else f"{text[:57]}..."
+        if not isinstance(given, bool | int | float | str | types.NoneType):
+            shown += f" ({type(given).__name__})"
+    return UserError(f"{path or 'value'}: got {shown}, expected {words(hint)}{near}")
+
+
+def literal_near(word: Any, hint: Any) -> str:
+    """The nearest of the literals of a type, as a suggestion to append."""
+    options = [str(option) for member in members(hint) if get_origin(member) is Literal for option in get_args(member)]
+    return near_miss(str(word), options) if options else ""
+
+
+def located(error: UserError, path: str, names: Sequence[str]) -> UserError:
+    """An error of a nested value's own checks, with its path in front: "zero: got 7" becomes "plan.zero: got 7"."""
+    text = str(error)
+    if not path:
+        return error
+    first = text.split(":")[0].split(" ")[0]
+    return UserError(f"{path}.{text}" if first in names else f"{path}: {text}")

@@ -1,0 +1,224 @@
+"""Values to JSON and back: what experiment.json and plan.json hold."""
+
+import dataclasses
+import functools
+import importlib
+import json
+import math
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
+from typing import Any, TypeVar, get_args, get_origin
+
+from jaxscale.errors import UserError, near_miss
+from jaxscale.values.annotations import (
+    accepts_none,
+    has_text_form,
+    hints_of,
+    is_record,
+    item_hints,
+    literal_near,
+    located,
+    members,
+    names_its_class,
+    words,
+    wrong,
+)
+from jaxscale.values.check import check
+
+T = TypeVar("T")
+
+
+_TYPE = "type"
+
+
+_ONE_WAY = ("callable", "object")
+
+
+def to_json(value: Any) -> Any:
+    """The value as what `json.dumps` takes: dicts, lists, text, numbers.
+
+    Example:
+        >>> from jaxscale.sharding.mesh import MeshSpec
+        >>> to_json((MeshSpec(fsdp=4), Path("a/b"), 0.5))
+        ['fsdp:4', 'a/b', 0.5]
+    """
+    return _dump(value, type(value))
+
+
+def from_json(cls: type[T], data: Any, where: str = "the JSON") -> T:
+    """The value of class `cls` that `to_json` wrote; fields that are missing take their defaults.
+
+    Args:
+        cls: a dataclass, or any other annotation that this module understands.
+        data: what `json.loads` gave.
+        where: name of the file, for messages.
+
+    Raises:
+        UserError: an unknown field, a wrong type, or a value that the class refuses, named by file and dotted path.
+    """
+    try:
+        return load(data, cls, "")
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def has_code(data: Any) -> bool:
+    """Whether JSON of `to_json` holds a function, class or other object that only its file can give back."""
+    if isinstance(data, dict):
+        return any(key in data for key in _ONE_WAY) or any(map(has_code, data.values()))
+    return isinstance(data, list) and any(map(has_code, data))
+
+
+def read_json(path: Path) -> Any:
+    """What the JSON file at `path` holds.
+
+    Raises:
+        UserError: there is no such file, or it is not JSON (cut short, binary).
+    """
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, IsADirectoryError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+
+
+def _dump(value: Any, hint: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, PurePath):
+        return value.as_posix()
+    if isinstance(value, type) or (callable(value) and not is_record(value)):
+        return {"callable": _code_name(value)}
+    if has_text_form(type(value)) and not names_its_class(hint):
+        return str(value)
+    if dataclasses.is_dataclass(value):
+        fields = {name: _dump(getattr(value, name), inner) for name, inner in hints_of(type(value)).items()}
+        return {_TYPE: _code_name(type(value)), **fields} if names_its_class(hint) else fields
+    if isinstance(value, tuple | list):
+        single = [member for member in members(hint) if (get_origin(member) or member) in (tuple, list)]
+        return [
+            _dump(item, inner) for item, inner in zip(value, item_hints((*single, Any)[0], len(value)), strict=True)
+        ]
+    if isinstance(value, Mapping):
+        inner = ([get_args(member)[1] for member in members(hint) if len(get_args(member)) == 2] or [Any])[0]
+        return {str(key): _dump(item, inner) for key, item in value.items()}
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return value.item()
+    return {"object": _code_name(type(value))}
+
+
+def _code_name(code: Any) -> str:
+    if isinstance(code, functools.partial):
+        arguments = [*map(repr, code.args), *(f"{name}={value!r}" for name, value in code.keywords.items())]
+        return f"{_code_name(code.func)}({', '.join(arguments)})"
+    if not hasattr(code, "__qualname__"):
+        code = type(code)
+    return f"{code.__module__}:{code.__qualname__}"
+
+
+def load(data: Any, hint: Any, path: str) -> Any:
+    """The value of a declared type that JSON data stands for; `path` names it in messages."""
+    if isinstance(data, dict) and any(key in data for key in _ONE_WAY):
+        name = next(data[key] for key in _ONE_WAY if key in data)
+        raise UserError(
+            f"{path}: {name} is code, which JSON does not hold: rebuild the value from the file that made it"
+        )
+    if isinstance(data, dict) and _TYPE in data and names_its_class(hint):
+        return _load_record({key: item for key, item in data.items() if key != _TYPE}, _class(data[_TYPE], path), path)
+    if len(members(hint)) > 1:
+        return first_that_accepts(lambda member: load(data, member, path), hint, path, data)
+    origin = get_origin(hint) or hint
+    if hint is float and data in ("inf", "-inf"):
+        return float(data)
+    if isinstance(data, str):
+        if isinstance(hint, type) and issubclass(hint, PurePath):
+            return hint(data)
+        if has_text_form(hint):
+            return parse_form(data, hint, path)
+    elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _load_record(data, hint, path)
+    if origin in (tuple, list) and isinstance(data, list):
+        hints = item_hints(hint, len(data))
+        if len(hints) != len(data):
+            raise wrong(path, data, hint)
+        return origin(
+            load(item, inner, f"{path}[{i}]") for i, (item, inner) in enumerate(zip(data, hints, strict=True))
+        )
+    if origin in (dict, Mapping) and isinstance(data, dict):
+        inner = (*get_args(hint), Any, Any)[1]
+        return {key: load(item, inner, f"{path}.{key}") for key, item in data.items()}
+    if hint is Any:
+        return tuple(load(item, Any, path) for item in data) if isinstance(data, list) else data
+    check(data, hint, path)
+    return float(data) if hint is float else data
+
+
+def _load_record(data: Any, cls: type, path: str) -> Any:
+    hints = hints_of(cls)
+    if not isinstance(data, dict):
+        raise wrong(path, data, cls)
+    for name in data:
+        if name not in hints:
+            dotted = f"{path}.{name}" if path else name
+            raise UserError(f"unknown field {dotted!r}: {cls.__name__} has {', '.join(hints)}{near_miss(name, hints)}")
+    values = {name: load(item, hints[name], f"{path}.{name}" if path else name) for name, item in data.items()}
+    needed = {
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    for name in hints:
+        if name in needed - set(values):
+            raise UserError(f"{path}.{name}".lstrip(".") + " is missing, and has no default")
+    try:
+        return cls(**values)
+    except UserError as error:
+        raise located(error, path, list(hints)) from None
+
+
+def _class(name: Any, path: str) -> type:
+    """The dataclass that "type" names."""
+    module, colon, qualname = str(name).partition(":")
+    try:
+        found: Any = importlib.import_module(module) if colon else None
+        for part in qualname.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError):
+        found = None
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        raise UserError(f"{path}.type: got {name!r}, expected MODULE:CLASS of a dataclass that can be imported here")
+    return found
+
+
+def first_that_accepts(read: Callable[[Any], Any], hint: Any, path: str, given: Any) -> Any:
+    """What the first alternative that accepts gives; where only one is not `None`, its error is the error."""
+    some = [member for member in members(hint) if member is not types.NoneType]
+    some.sort(key=lambda member: member is str)  # text would swallow every other alternative
+    if accepts_none(hint):
+        if given is None or (isinstance(given, str) and given.strip().lower() == "none"):
+            return None
+        if len(some) == 1:
+            try:
+                return read(some[0])
+            except UserError as error:
+                text = str(error)
+                start, middle, end = text.partition(f", expected {words(some[0])}")
+                raise UserError(f"{start}{middle}, or none{end}" if middle else text) from None
+    for member in some:
+        try:
+            return read(member)
+        except UserError:
+            continue
+    raise wrong(path, given, hint, literal_near(given, hint))
+
+
+def parse_form(text: str, cls: Any, path: str) -> Any:
+    """The value of a class that has a text form."""
+    try:
+        return cls.parse(text)
+    except UserError as error:
+        raise UserError(f"{path}: {error}" if path else str(error)) from None

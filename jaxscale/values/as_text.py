@@ -1,0 +1,189 @@
+"""Fields by dotted path, and their values by text: `--plan.mesh fsdp:4`."""
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from jaxscale.errors import UserError, near_miss
+from jaxscale.values.annotations import (
+    accepts_none,
+    has_text_form,
+    hints_of,
+    is_record,
+    item_hints,
+    literal_near,
+    located,
+    members,
+    words,
+    wrong,
+)
+from jaxscale.values.as_json import first_that_accepts, load, parse_form
+
+T = TypeVar("T")
+
+
+def override(value: T, changes: Mapping[str, str]) -> T:
+    """The value with some fields replaced, each given by dotted path and text.
+
+    Each dataclass on the way is replaced once, with all its changes together: checks across fields see the result.
+
+    Args:
+        value: a frozen dataclass.
+        changes: text by dotted path: `{"model.embed": "256", "plan.mesh": "fsdp:4"}`; `-` may stand for `_` in a path.
+
+    Raises:
+        UserError: an unknown path, with the nearest of all paths; text that is not of the field's type.
+
+    Example:
+        >>> from jaxscale.step.plan import Plan
+        >>> str(override(Plan(), {"mesh": "fsdp:4", "zero": "3"}).mesh)
+        'fsdp:4'
+        >>> override(Plan(), {"zeor": "3"})
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: unknown field 'zeor'; did you mean 'zero'?
+    """
+    nested: dict[str, Any] = {}
+    for given, text in changes.items():
+        path = given.replace("-", "_")
+        _find(value, path, given)
+        level = nested
+        *parents, leaf = path.split(".")
+        for index, parent in enumerate(parents):
+            level = level.setdefault(parent, {})
+            if isinstance(level, str):
+                whole = ".".join(parents[: index + 1])
+                raise UserError(f"{whole} and {path} are both given: give the whole or the part")
+        if leaf in level:
+            raise UserError(f"{path} and a field of it are both given, or it is given twice: give one")
+        level[leaf] = text
+    return _replace(value, nested, "")
+
+
+def paths(value: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted path of every field that `override` takes, in the order they are declared."""
+    for name, hint in hints_of(type(value)).items():
+        inner, path = getattr(value, name), f"{prefix}{name}"
+        if is_record(inner):
+            yield from paths(inner, f"{path}.")
+            if not accepts_none(hint):
+                continue
+        yield path
+
+
+def parse(text: str, hint: Any, path: str) -> Any:
+    """The value of type `hint` that `text` spells; `path` names it in messages.
+
+    Example:
+        >>> parse("1e4", int, "steps"), parse("none", int | None, "loss_chunk"), parse("a, b", tuple[str, ...], "axes")
+        (10000, None, ('a', 'b'))
+    """
+    if len(members(hint)) > 1:
+        return first_that_accepts(lambda member: parse(text, member, path), hint, path, text)
+    origin = get_origin(hint) or hint
+    if origin is Literal:
+        for option in get_args(hint):
+            if str(option) == text:
+                return option
+        raise wrong(path, text, hint, literal_near(text, hint))
+    if hint is bool:
+        spellings = {"true": True, "yes": True, "false": False, "no": False}
+        if text.lower() not in spellings:
+            raise wrong(path, text, hint, near_miss(text.lower(), spellings))
+        return spellings[text.lower()]
+    if hint in (int, float):
+        return _number(text, hint, path)
+    if hint is str:
+        return text
+    if isinstance(hint, type) and issubclass(hint, PurePath):
+        return hint(text)
+    if has_text_form(hint):
+        return parse_form(text, hint, path)
+    if text.strip()[:1] in ("[", "{"):
+        try:
+            return load(json.loads(text), hint, path)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}: got {text!r}, which is not JSON: {error}") from None
+    if origin in (tuple, list):
+        pieces = [piece.strip() for piece in text.split(",")] if text.strip() else []
+        hints = item_hints(hint, len(pieces))
+        if len(hints) != len(pieces):
+            raise wrong(path, text, hint)
+        return origin(
+            parse(piece, inner, f"{path}[{i}]") for i, (piece, inner) in enumerate(zip(pieces, hints, strict=True))
+        )
+    if hint is Any:
+        return text
+    raise UserError(
+        f"{path}: got {text!r}; {words(hint)} has no text form: set it in the experiment file, or give JSON"
+    )
+
+
+def _number(text: str, hint: type, path: str) -> int | float:
+    try:
+        number = float(text) if hint is float else int(text)
+    except ValueError:
+        try:  # 1e4 is a whole number too
+            number = float(text)
+        except ValueError:
+            raise wrong(path, text, hint) from None
+        if hint is int and not number.is_integer():
+            raise wrong(path, text, hint) from None
+        number = int(number) if hint is int else number
+    if math.isnan(number):
+        raise wrong(path, text, hint)
+    return number
+
+
+def _find(value: Any, path: str, given: str) -> None:
+    """Check that the dotted path leads to a field that text can set."""
+    inner = value
+    parts = path.split(".")
+    for index, part in enumerate(parts):
+        known = hints_of(type(inner)) if is_record(inner) else {}
+        if part not in known:
+            if index and inner is None:
+                raise UserError(f"{given}: {'.'.join(parts[:index])} is none here, so nothing inside it can be set")
+            raise UserError(f"unknown field {given!r}{_near_path(path, list(paths(value)))}")
+        hint, inner = known[part], getattr(inner, part)
+    if is_record(inner) and not accepts_none(hint):
+        raise UserError(f"{given} has fields of its own: set one of {', '.join(paths(inner, path + '.'))}")
+
+
+def _near_path(path: str, known: Sequence[str]) -> str:
+    """The nearest dotted path: the nearest as a whole, or one whose last part is the word given."""
+    last = path.rpartition(".")[2]
+    tails = [other for other in known if other.rpartition(".")[2] == last]
+    nearest = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
+    if nearest and tails and path not in known:
+        ratio = difflib.SequenceMatcher(None, path, nearest[0]).ratio()
+        nearest = nearest if ratio >= 0.8 else tails
+    found = nearest or tails or difflib.get_close_matches(last, [*known], n=1, cutoff=0.6)
+    if not found:
+        near_tails = difflib.get_close_matches(last, [other.rpartition(".")[2] for other in known], n=1, cutoff=0.75)
+        found = [other for other in known if near_tails and other.rpartition(".")[2] == near_tails[0]]
+    return f"; did you mean {found[0]!r}?" if found else f"; known are {', '.join(known)}"
+
+
+def _narrowed(hint: Any, value: Any) -> Any:
+    """The declared type, or where it says nothing that of a present plain value."""
+    return type(value) if hint is Any and isinstance(value, bool | int | float | PurePath) else hint
+
+
+def _replace(value: Any, changes: Mapping[str, Any], path: str) -> Any:
+    hints = hints_of(type(value))
+    new = {}
+    for name, change in changes.items():
+        inner = f"{path}.{name}" if path else name
+        new[name] = (
+            parse(change, _narrowed(hints[name], getattr(value, name)), inner)
+            if isinstance(change, str)
+            else _replace(getattr(value, name), change, inner)
+        )
+    try:
+        return dataclasses.replace(value, **new)
+    except UserError as error:
+        raise located(error, path, list(hints)) from None

@@ -1,0 +1,81 @@
+"""The run-time check of field types: a value of the wrong type cannot be made."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from jaxscale.errors import UserError
+from jaxscale.values.annotations import hints_of, is_record, item_hints, literal_near, members, wrong
+
+
+def check_types(value: Any) -> None:
+    """Check that every field of a frozen dataclass holds its declared type; call it first in `__post_init__`.
+
+    An int passes for a float, and becomes one; a bool passes for neither. NaN is no number. Fields whose annotation
+    cannot be checked pass.
+
+    Raises:
+        UserError: naming the field, what it was given and what is expected.
+
+    Example:
+        >>> import dataclasses
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Size:
+        ...     width: int = 1
+        ...     def __post_init__(self) -> None:
+        ...         check_types(self)
+        >>> Size(width="wide")
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: width: got 'wide', expected a whole number
+    """
+    for name, hint in hints_of(type(value)).items():
+        given = getattr(value, name)
+        check(given, hint, name)
+        if type(given) is int and float in members(hint) and int not in members(hint):
+            object.__setattr__(value, name, float(given))
+
+
+def check(value: Any, hint: Any, path: str) -> None:
+    """Check a value, and what it holds, against a declared type."""
+    if len(members(hint)) > 1:
+        # A class that the value is no instance of needs no message of why.
+        for member in members(hint):
+            if isinstance(member, type) and not isinstance(value, (member, int) if member is float else member):
+                continue
+            try:
+                return check(value, member, path)
+            except UserError:
+                continue
+        raise wrong(path, value, hint, literal_near(value, hint))
+    origin = get_origin(hint) or hint
+    right = True
+    if hint is Any or isinstance(hint, TypeVar):
+        pass
+    elif origin is Literal:
+        right = any(value == option and type(value) is type(option) for option in get_args(hint))
+    elif hint is int:
+        right = isinstance(value, int) and not isinstance(value, bool)
+    elif hint is float:
+        right = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    elif origin in (tuple, list):
+        right = isinstance(value, origin) and len(item_hints(hint, len(value))) == len(value)
+        for index, (item, inner) in enumerate(zip(value, item_hints(hint, len(value)), strict=False) if right else ()):
+            check(item, inner, f"{path}[{index}]")
+    elif origin in (dict, Mapping):
+        right = isinstance(value, Mapping)
+        key_hint, item_hint = get_args(hint) or (Any, Any)
+        for key, item in value.items() if right else ():
+            check(key, key_hint, f"{path} key")
+            check(item, item_hint, f"{path}.{key}")
+    elif getattr(hint, "_is_protocol", False):
+        right = not isinstance(value, type) and (
+            not getattr(hint, "_is_runtime_protocol", False) or isinstance(value, hint)
+        )
+    elif isinstance(origin, type):
+        right = isinstance(value, origin)
+        if right and is_record(value):
+            for name, inner in hints_of(type(value)).items():
+                check(getattr(value, name), inner, f"{path}.{name}")
+    if not right:
+        raise wrong(path, value, hint, literal_near(value, hint))
+    return None

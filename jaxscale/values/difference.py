@@ -1,0 +1,33 @@
+"""Where two JSON values differ, leaf by leaf."""
+
+from typing import Any, NamedTuple
+
+ABSENT = "absent"
+
+
+class Difference(NamedTuple):
+    """One dotted path at which two JSON values differ; `ABSENT` stands for a path that one of them lacks."""
+
+    path: str
+    here: Any
+    there: Any
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.here} here, {self.there} there)"
+
+
+def difference(here: Any, there: Any, path: str = "") -> list[Difference]:
+    """Where two JSON values differ, leaf by leaf.
+
+    Example:
+        >>> [str(found) for found in difference({"model": {"embed": 256}}, {"model": {"embed": 128}})]
+        ['model.embed (256 here, 128 there)']
+    """
+    if isinstance(here, dict) and isinstance(there, dict):
+        found = []
+        for name in [*here, *(name for name in there if name not in here)]:
+            inner = f"{path}.{name}" if path else str(name)
+            found += difference(here.get(name, ABSENT), there.get(name, ABSENT), inner)
+        return found
+    same = here == there and isinstance(here, bool) == isinstance(there, bool)
+    return [] if same else [Difference(path, here, there)]
