@@ -30,7 +30,7 @@ TRAINING_ARGUMENTS: Mapping[str, bool] = {
     "deterministic": False,
     "use_running_average": False,
 }
-"""Arguments by which a module's `__call__` learns its mode, with their value in training; evaluation gives the opposite."""
+"""Arguments that tell a module's `__call__` its mode, with their value in training; evaluation gives the opposite."""
 
 
 Score = Callable[[Callable[..., Any], Batch], Any]
@@ -138,8 +138,9 @@ class ForeignModel:
         losses = self._run(self.score, module, batch, context)
         rows = len(jax.tree.leaves(dict(batch))[0])
         if not getattr(losses, "shape", ()) or losses.shape[0] != rows:
+            given = getattr(losses, "shape", type(losses).__name__)
             raise UserError(
-                f"score returned {getattr(losses, 'shape', type(losses).__name__)} for a batch of {rows} rows; expected "
+                f"score returned {given} for a batch of {rows} rows; expected "
                 "one loss per row or per target, shape (rows, ...): do not take the mean, weights and means are ours"
             )
         return weighted_sum(losses, batch)
@@ -198,7 +199,8 @@ class FromLinen:
         """The module, through `flax.nnx.bridge`."""
         module = nnx.bridge.ToNNX(self.module, rngs=rngs)
         zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.inputs]
-        return nnx.bridge.lazy_init(module, *zeros, **_mode_arguments(self.module, training=False))
+        nnx.bridge.lazy_init(module, *zeros, **_mode_arguments(self.module, training=False))
+        return module
 
 
 def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:

@@ -31,14 +31,16 @@ _patching = threading.RLock()
 def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
     """Paths of the submodules that repeat, outermost first found: "layers/0", "layers/1", ...
 
-    Two submodules repeat when they lie in one list (or have one stem and a number), are of one class, and have parameters
-    of the same names, shapes and types; their unlike neighbours of the same class and list are blocks too. Layers of
+    Two submodules repeat when they lie in one list (or have one stem and a number), are of one class, and have
+    parameters of the same names, shapes and types; their unlike neighbours of the same class and list are blocks too. Layers of
     Flax itself (`nnx.Linear`, ...) are too small to be blocks, containers (`nnx.Sequential`) are not.
 
     Example:
         >>> class Block(nnx.Module):
         ...     def __init__(self, rngs):
         ...         self.linear = nnx.Linear(4, 4, rngs=rngs)
+        ...     def __call__(self, x):
+        ...         return x + self.linear(x)
         >>> class Net(nnx.Module):
         ...     def __init__(self, rngs):
         ...         self.layers = nnx.List([Block(rngs) for _ in range(3)])
