@@ -1,0 +1,223 @@
+"""RunRecord: what a run's folder says about the run, read from its files alone, without JAX. What reports are made of.
+
+Every file may be missing or of an older form: a report of a run that broke early is the one that is needed most.
+"""
+
+import dataclasses
+import json
+import time
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxscale.training.metrics import Rows, read_metrics
+from jaxscale.training.samples import Sample, read_samples
+from jaxscale.training.storage import run_path
+
+Status = Literal["finished", "preempted", "diverged", "running", "stopped", "empty"]
+
+_SILENT_SECONDS = 600.0
+_MEMORY_FIELDS = ("memory_bytes", "device_memory", "peak_memory_bytes", "peak_bytes", "bytes_in_use")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """A run as its files tell it.
+
+    Args:
+        directory: the run's folder, as it was given.
+        metrics: rows of metrics.jsonl that count.
+        experiment: experiment.json, empty where it is missing; likewise the next ones.
+        plan: plan.json.
+        layout: layout.json: mesh, parameters, memory by kind.
+        source: the JSON files of source/, merged: path, variant, overrides, seed, versions.
+        samples: the blocks of samples.txt.
+        unread: one line for each file that was there and could not be read.
+    """
+
+    directory: str
+    metrics: Rows
+    experiment: dict[str, Any]
+    plan: dict[str, Any]
+    layout: dict[str, Any]
+    source: dict[str, Any]
+    samples: tuple[Sample, ...]
+    unread: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, directory: Any) -> "RunRecord":
+        """Reads a run's folder.
+
+        Raises:
+            UserError: metrics.jsonl has a broken line in its middle.
+        """
+        folder = run_path(directory)
+        unread: list[str] = []
+        sources = sorted((folder / "source").glob("*.json")) if (folder / "source").is_dir() else []
+        source: dict[str, Any] = {}
+        for path in sources:
+            source |= _read_json(path, unread)
+        experiment = _read_json(folder / "experiment.json", unread)
+        plan = _read_json(folder / "plan.json", unread)
+        return cls(
+            directory=str(directory),
+            metrics=read_metrics(directory),
+            experiment=_inside(experiment, "experiment"),
+            plan=_inside(plan, "plan"),
+            layout=_read_json(folder / "layout.json", unread),
+            source=source,
+            samples=tuple(read_samples(directory)),
+            unread=tuple(unread),
+        )
+
+    @property
+    def name(self) -> str:
+        """The experiment's name, or the folder's."""
+        return str(self.experiment.get("name") or run_path(self.directory).resolve().name or "run")
+
+    def rows(self, kind: str) -> Rows:
+        """Rows of one kind."""
+        return Rows(row for row in self.metrics if row["kind"] == kind)
+
+    def events(self, name: str) -> Rows:
+        """Events of one name."""
+        return Rows(row for row in self.metrics if row["kind"] == "event" and row.get("name") == name)
+
+    @property
+    def step(self) -> int:
+        """Updates so far."""
+        return max((row["step"] for row in self.metrics), default=0)
+
+    @property
+    def steps(self) -> int | None:
+        """Updates the experiment asks for."""
+        steps = self.experiment.get("steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def status(self) -> Status:
+        """How the run stands: by its last event that says so, else by how long it has been silent."""
+        if not self.metrics:
+            return "empty"
+        for row in reversed(self.metrics):
+            if row["kind"] == "event" and row.get("name") in ("finished", "preempted", "diverged"):
+                return row["name"]
+            if row["kind"] == "event" and row.get("name") == "resume":
+                break
+        if self.steps is not None and self.rows("train") and self.step >= self.steps:
+            return "finished"
+        last = self.metrics[-1].get("time")
+        return "stopped" if isinstance(last, int | float) and time.time() - last > _SILENT_SECONDS else "running"
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and value of the least held-out loss."""
+        found = [(loss, step) for step, loss in self._held_out() if np.isfinite(loss)]
+        return (min(found)[1], min(found)[0]) if found else None
+
+    @property
+    def final(self) -> tuple[int, float] | None:
+        """Step and value of the last held-out loss."""
+        found = self._held_out()
+        return found[-1] if found else None
+
+    def _held_out(self) -> list[tuple[int, float]]:
+        rows = self.rows("eval")
+        return list(zip(rows.column("step").astype(int).tolist(), rows.column("loss").tolist(), strict=True))
+
+    @property
+    def tokens(self) -> float | None:
+        """Target tokens so far."""
+        seen = self.rows("train").column("tokens")
+        return float(np.nanmax(seen)) if np.isfinite(seen).any() else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median over steps; the first ones, which warm up, do not count where there are more."""
+        speed = self.rows("train").column("tokens_per_second")
+        speed = speed[10:] if len(speed) > 20 else speed
+        return float(np.nanmedian(speed)) if np.isfinite(speed).any() else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Median model FLOP utilization, where the chip's peak is known."""
+        mfu = self.rows("train").column("mfu")
+        return float(np.nanmedian(mfu)) if np.isfinite(mfu).any() else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Time at work: from each start of the run to its last line, without the pauses before it resumed."""
+        total, before = 0.0, None
+        for row in self.metrics:
+            now = row.get("time")
+            if not isinstance(now, int | float):
+                continue
+            if before is not None and row.get("name") != "resume":
+                total += max(0.0, now - before)
+            before = now
+        return total if before is not None else None
+
+    @property
+    def memory(self) -> dict[str, float]:
+        """Bytes per device by kind of tensor, of the compiled step."""
+        kinds = self.layout.get("memory")
+        if isinstance(kinds, dict) and kinds:
+            return {str(kind): float(value) for kind, value in kinds.items() if isinstance(value, int | float)}
+        compiled = self.events("compile")
+        if not compiled:
+            return {}
+        names = {"argument_bytes": "parameters, optimizer state, batch", "temp_bytes": "gradients and activations"}
+        last = compiled[-1]
+        return {kind: float(last[name]) for name, kind in names.items() if isinstance(last.get(name), int | float)}
+
+    @property
+    def device_memory(self) -> tuple[str, np.ndarray] | None:
+        """The field and column of device memory that the backend told, in bytes per step."""
+        rows = self.rows("train")
+        for name in _MEMORY_FIELDS:
+            column = rows.column(name)
+            if np.isfinite(column).any():
+                return name, column
+        return None
+
+    @property
+    def command(self) -> str | None:
+        """The command that makes this run again."""
+        if self.source.get("command"):
+            return str(self.source["command"])
+        path = self.source.get("path") or self.source.get("file")
+        if not path:
+            return None
+        words = [str(path), str(self.source.get("variant") or ""), *map(str, _overrides(self.source.get("overrides")))]
+        return "jaxscale train " + " ".join(_quote(word) for word in words if word)
+
+
+def _overrides(given: Any) -> list[str]:
+    if isinstance(given, dict):
+        return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return [str(word) for word in given] if isinstance(given, list | tuple) else []
+
+
+def _quote(word: str) -> str:
+    import shlex
+
+    return shlex.quote(word)
+
+
+def _read_json(path: Any, unread: list[str]) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        read = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        unread.append(f"{path.name}: {error}")
+        return {}
+    if not isinstance(read, dict):
+        unread.append(f"{path.name}: expected a JSON object")
+        return {}
+    return read
+
+
+def _inside(read: dict[str, Any], key: str) -> dict[str, Any]:
+    inner = read.get(key)
+    return inner if isinstance(inner, dict) and "name" not in read and "zero" not in read else read

@@ -1,0 +1,336 @@
+"""report.html: a run on one page that needs nothing else, written from the files in the run's folder, without JAX.
+
+The page holds its style, its small script and its charts; it opens from disk or from a mail, wide or narrow, light or dark,
+and shows all it has without the script.
+"""
+
+import time
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxscale.training.charts import Mark, Series, line_chart, smooth
+from jaxscale.training.metrics import Rows
+from jaxscale.training.pictures import memory_bar, mesh_picture, parameter_table
+from jaxscale.training.record import RunRecord
+from jaxscale.training.samples import Sample
+from jaxscale.training.sentences import mesh_sizes, plan_in_words
+from jaxscale.training.storage import run_path
+from jaxscale.training.units import count, duration, field, number, rate, size
+
+FILE = "report.html"
+
+_STATUS = {
+    "finished": "Finished",
+    "preempted": "Preempted: start it again to continue",
+    "diverged": "Diverged",
+    "running": "Running",
+    "stopped": "Stopped without saying so",
+    "empty": "Nothing measured yet",
+}
+_EVENT_COLORS = {"compile": 1, "checkpoint": 3, "resume": 7, "preempted": 5, "skipped": 2, "diverged": 4, "finished": 3}
+_SAMPLE_CHARACTERS = 4000
+_EVENTS = 60
+
+
+def write_report(run_dir: Any) -> Any:
+    """Writes the report of a run beside its files.
+
+    Args:
+        run_dir: the run's folder; of its files any may be missing.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        UserError: metrics.jsonl has a broken line in its middle.
+
+    Example:
+        >>> import tempfile
+        >>> write_report(tempfile.mkdtemp()).name
+        'report.html'
+    """
+    path = run_path(run_dir) / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    page = report_html(RunRecord.read(run_dir))
+    path.write_bytes(page.encode("utf-8", errors="replace"))
+    return path
+
+
+def report_html(run: RunRecord) -> str:
+    """The page of a run."""
+    here = Path(__file__)
+    style, script = here.with_name("report.css").read_text("utf-8"), here.with_name("report.js").read_text("utf-8")
+    sections = [
+        _header(run),
+        _section("Training", _charts(run)),
+        _section("How it was trained", _plan(run)),
+        _section("Memory and layout", _layout(run)),
+        _section("Samples", _samples(run.samples)),
+        _section("What happened", _events(run)),
+        _section("Make it again", _reproduce(run)),
+    ]
+    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        f"<title>{escape(run.name)} · jaxscale</title><style>{style}</style></head><body><main>"
+        f"{''.join(sections)}<footer>Written {written} by jaxscale from the files in {escape(run.directory)}.</footer></main>"
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
+
+
+def _header(run: RunRecord) -> str:
+    start = next((row["time"] for row in run.metrics if isinstance(row.get("time"), int | float)), None)
+    parts = [str(run.source.get("path") or run.source.get("file") or "")]
+    parts += [f"variant {run.source['variant']}"] if run.source.get("variant") else []
+    parts += [f"seed {run.experiment['seed']}"] if "seed" in run.experiment else []
+    parts += [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start))] if start is not None else []
+    status = run.status
+    unread = "".join(f'<p class="warning">Could not be read: {escape(line)}</p>' for line in run.unread)
+    return (
+        f'<header><div class="title"><h1>{escape(run.name)}</h1><span class="status {status}">{_STATUS[status]}</span></div>'
+        f"<p>{escape(' · '.join(part for part in parts if part))}</p>{unread}</header>{_figures(run)}"
+    )
+
+
+def _figures(run: RunRecord) -> str:
+    """The numbers that are looked for first."""
+    shown: list[tuple[str, str, str]] = []
+    if run.best is not None:
+        shown.append(("Best held-out loss", number(run.best[1]), f"at step {run.best[0]:,}"))
+    if run.final is not None and run.final != run.best:
+        shown.append(("Last held-out loss", number(run.final[1]), f"at step {run.final[0]:,}"))
+    train = run.rows("train")
+    if run.final is None and train:
+        shown.append(("Training loss", number(train[-1].get("loss")), f"at step {train[-1]['step']:,}"))
+    if run.metrics:
+        shown.append(("Steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else ""))
+    if run.tokens is not None:
+        shown.append(("Target tokens", count(run.tokens), ""))
+    if run.seconds is not None and run.metrics:
+        compiled = run.events("compile")
+        spent = compiled.column("seconds")
+        spent = float(spent[np.isfinite(spent)].sum())
+        shown.append(("Time", duration(run.seconds), f"{duration(spent)} compiling" if spent else ""))
+    if run.tokens_per_second is not None:
+        note = f"{run.mfu:.1%} MFU" if run.mfu is not None else ""
+        shown.append(("Tokens per second", count(run.tokens_per_second), note))
+    parameters = run.layout.get("parameter_count")
+    if isinstance(parameters, int):
+        shown.append(("Parameters", count(parameters), ""))
+    if not shown:
+        return ""
+    cells = (
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(note)}</small>' if note else ''}</dd></div>"
+        for name, value, note in shown
+    )
+    return f'<dl class="figures">{"".join(cells)}</dl>'
+
+
+def _charts(run: RunRecord) -> str:
+    train, held_out = run.rows("train"), run.rows("eval")
+    steps = train.column("step")
+    loss = train.column("loss")
+    marks = [
+        Mark(row["step"], str(row["name"]))
+        for row in run.metrics
+        if row["kind"] == "event" and row.get("name") in ("resume", "preempted", "skipped", "diverged")
+    ]
+    curves = []
+    if len(loss) > 20:
+        curves = [Series("each step", steps, loss, "faint", 1)]
+        curves += [Series("smoothed", steps, smooth(loss, min(500.0, max(5.0, len(loss) / 40))), "line", 1)]
+    elif len(loss):
+        curves = [Series("training", steps, loss, "line", 1)]
+    if held_out:
+        curves.append(Series("held out", held_out.column("step"), held_out.column("loss"), "dots", 2))
+    main = line_chart("Loss", curves, unit="nats per target token", marks=marks, tall=True)
+    speed = "tokens_per_second"
+    seconds = "step_seconds"
+    small = [
+        _one(train, "learning_rate", "Learning rate", color=3, from_zero=True),
+        _one(train, speed, "Throughput", unit="target tokens per second", color=1, text=count, from_zero=True)
+        or _one(train, seconds, "Step", color=1, text=duration, from_zero=True),
+        _one(train, "grad_norm", "Gradient norm", color=4),
+    ]
+    if run.device_memory is not None:
+        small.append(_one(train, run.device_memory[0], "Device memory", color=5, text=size, from_zero=True))
+    if run.mfu is not None:
+        small.append(_one(train, "mfu", "Model FLOP utilization", color=7, text=lambda v: f"{v:.1%}", from_zero=True))
+    elif np.isfinite(train.column("flop_per_second")).any():
+        flop = _one(train, "flop_per_second", "Arithmetic", color=7, text=lambda v: rate(v, "FLOP/s"), from_zero=True)
+        small.append(flop)
+    small = [f'<div class="sheet">{chart}</div>' for chart in small if chart]
+    return (f'<div class="sheet">{main}</div>' if main else "") + (
+        f'<div class="pair">{"".join(small)}</div>' if small else ""
+    )
+
+
+def _one(rows: Rows, name: str, title: str, *, color: int, unit: str = "", **how: Any) -> str:
+    steps, values = rows.column("step"), rows.column(name)
+    curves = [Series(title.lower(), steps, values, "line", color)]
+    if len(values) > 200 and name not in ("learning_rate", "memory_bytes"):
+        curves = [Series("each step", steps, values, "faint", color)]
+        curves += [Series("smoothed", steps, smooth(values, len(values) / 50), "line", color)]
+    return line_chart(title, curves, unit=unit, **how)
+
+
+def _plan(run: RunRecord) -> str:
+    words = plan_in_words(run.plan, run.layout, run.experiment)
+    sizes = mesh_sizes(run.layout.get("mesh") or run.plan.get("mesh"))
+    picture = ""
+    if run.layout.get("mesh") is not None or sizes:
+        devices = run.layout.get("devices") or 1
+        kind = run.layout.get("kind")
+        title = f"{devices} device{'s' * (devices != 1)}" + (f" ({kind})" if kind else "")
+        picture = f'<div class="sheet"><h3>Mesh: {escape(title)}</h3>{mesh_picture(sizes, int(devices))}</div>'
+    notes = "".join(f"<p class=warning>{escape(str(note))}</p>" for note in run.layout.get("notes") or [])
+    if words:
+        listed = "".join(f"<dt>{escape(topic)}</dt><dd>{escape(text)}</dd>" for topic, text in words)
+        listed = f'<div class="sheet"><h3>The plan</h3><dl class="words">{listed}</dl>{notes}</div>'
+    else:
+        listed = ""
+    if listed and picture:
+        return f'<div class="pair">{listed}{picture}</div>'
+    return listed + picture
+
+
+def _layout(run: RunRecord) -> str:
+    sizes = mesh_sizes(run.layout.get("mesh") or run.plan.get("mesh"))
+    capacity = run.layout.get("capacity_bytes")
+    bar = memory_bar(run.memory, float(capacity) if isinstance(capacity, int | float) else None)
+    bar = f'<div class="sheet"><h3>Bytes per device of the compiled step</h3>{bar}</div>' if bar else ""
+    parameters = run.layout.get("parameters")
+    table = parameter_table(parameters, sizes) if isinstance(parameters, list) else ""
+    table = f'<div class="sheet"><h3>The biggest parameters</h3>{table}</div>' if table else ""
+    return bar + table
+
+
+def _samples(samples: Iterable[Sample]) -> str:
+    ordered = sorted(samples, key=lambda sample: -sample.step)
+    if not ordered:
+        return ""
+    newest = [sample for sample in ordered if sample.step == ordered[0].step]
+    older = [sample for sample in ordered if sample.step != ordered[0].step]
+    shown = "".join(map(_sample, newest[:6]))
+    if older:
+        # of many the eye wants a few, spread over the run
+        picked = [older[i] for i in np.unique(np.linspace(0, len(older) - 1, min(12, len(older))).astype(int))]
+        few = f"{len(picked)} of {len(older)}" if len(picked) < len(older) else str(len(older))
+        shown += f"<details><summary>Earlier samples ({few})</summary>{''.join(map(_sample, picked))}</details>"
+    return shown
+
+
+def _sample(sample: Sample) -> str:
+    text = sample.text[:_SAMPLE_CHARACTERS]
+    left = len(sample.text) - len(text)
+    more = f'<small class="faint">… {left:,} more characters in samples.txt</small>' if left else ""
+    prompt = sample.prompt[:_SAMPLE_CHARACTERS].lstrip("\n")
+    body = f"<mark>{_visible(prompt)}</mark>{_visible(text)}" if prompt else _visible(text.lstrip("\n"))
+    return f'<div class="sheet"><h3>Step {sample.step:,}</h3><p class="sample">{body}</p>{more}</div>'
+
+
+def _visible(text: str) -> str:
+    """Text for HTML, control characters as their pictures."""
+    table = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
+    return escape(text.translate(table))
+
+
+def _events(run: RunRecord) -> str:
+    rows = run.rows("event")
+    if not rows:
+        return ""
+    names = list(dict.fromkeys(str(row.get("name")) for row in rows))
+    last = max(run.step, 1)
+    lanes = []
+    for name in names:
+        at = [row["step"] for row in rows if row.get("name") == name]
+        pick = sorted({at[i] for i in np.linspace(0, len(at) - 1, min(len(at), 80)).astype(int)})
+        color = _EVENT_COLORS.get(name, 6)
+        dots = "".join(
+            f'<i class="c{color}" style="left:{step / last:.2%}" title="step {step:,}"></i>' for step in pick
+        )
+        times = f' <span class="faint">{len(at)}</span>' if len(at) > 1 else ""
+        lanes.append(f"<span>{escape(name)}{times}</span><div>{dots}</div>")
+    listed = _runs_of(rows)
+    cells = "".join(
+        f"<tr><td class=n>{where}</td><th scope=row>{escape(name)}</th><td>{escape(what)}</td></tr>"
+        for where, name, what in listed[-_EVENTS:]
+    )
+    table = f'<table class="facts"><thead><tr><th class=n>Step</th><th>Event</th><th></th></tr></thead><tbody>{cells}</tbody></table>'
+    left = f"The last {_EVENTS} of {len(listed)}" if len(listed) > _EVENTS else f"All {len(listed)}"
+    return (
+        f'<div class="sheet"><div class="lanes">{"".join(lanes)}</div><details{" open" if len(listed) < 13 else ""}>'
+        f'<summary>{left}, in order</summary><div class="scroll">{table}</div></details></div>'
+    )
+
+
+def _runs_of(rows: Rows) -> list[tuple[str, str, str]]:
+    """Events in order, three or more of one name after each other drawn together."""
+    listed: list[tuple[str, str, str]] = []
+    index = 0
+    while index < len(rows):
+        end = index
+        while end < len(rows) and rows[end].get("name") == rows[index].get("name"):
+            end += 1
+        name = str(rows[index].get("name"))
+        if end - index > 3:
+            listed.append((f"{rows[index]['step']:,} to {rows[end - 1]['step']:,}", name, f"{end - index} times"))
+        else:
+            listed += [(f"{row['step']:,}", name, _details(row)) for row in rows[index:end]]
+        index = end
+    return listed
+
+
+def _details(row: dict[str, Any]) -> str:
+    told = {
+        name: value for name, value in row.items() if name not in ("step", "kind", "time", "name") and value is not None
+    }
+    flat = {}
+    for name, value in told.items():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        flat |= {f"{name} {part}".strip().replace("_", " "): field(f"{part}_{name}", item) for part, item in inner}
+    return ", ".join(f"{name} {text}" for name, text in flat.items())[:600]
+
+
+def _reproduce(run: RunRecord) -> str:
+    command = run.command
+    shown = f'<pre class="command">{escape(command)}</pre>' if command else ""
+    versions = run.source.get("versions")
+    facts = {key: run.source[key] for key in ("sha256", "git", "platform") if run.source.get(key)}
+    if isinstance(versions, dict):
+        facts |= versions
+    shown += _facts(facts)
+    flat = _flat(run.experiment)
+    if flat:
+        shown += f"<details><summary>The experiment, field by field</summary>{_facts(flat)}</details>"
+    flat = _flat(run.plan)
+    if flat:
+        shown += f"<details><summary>The plan, field by field</summary>{_facts(flat)}</details>"
+    return f'<div class="sheet">{shown}</div>' if shown else ""
+
+
+def _facts(facts: dict[str, Any]) -> str:
+    rows = (
+        f"<tr><th scope=row>{escape(str(key))}</th><td class=mono>{escape(str(value)[:400])}</td></tr>"
+        for key, value in facts.items()
+    )
+    return f'<table class="facts">{"".join(rows)}</table>' if facts else ""
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, item in value.items():
+        if isinstance(item, dict):
+            flat |= _flat(item, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = item
+    return flat

@@ -1,0 +1,148 @@
+"""A plan in words: what each choice of plan.json means for this run. Reads the JSON, not the classes, so that a
+report of an older or newer plan can still be written; a field without a sentence is named with its value.
+"""
+
+import math
+from typing import Any
+
+_AXES = {
+    "replica": "copies of the whole model across slices",
+    "data": "data parallel: each holds the model and takes a part of the batch",
+    "pipe": "pipeline stages",
+    "fsdp": "each takes a part of the batch and ZeRO shards over them",
+    "expert": "experts are spread over them",
+    "sequence": "each sequence is split over them",
+    "tensor": "heads, mlp and vocabulary are split over them",
+}
+_ZERO = {
+    0: "Nothing is sharded: every device holds all parameters, gradients and optimizer state.",
+    1: "Optimizer state{master} is sharded over {n}; parameters and gradients are whole on each.",
+    2: "Optimizer state{master} and gradients are sharded over {n}; parameters are whole on each.",
+    3: "Parameters, gradients and optimizer state are sharded over {n}; a layer is gathered where it is used.",
+}
+_MEMORY = {
+    "none": "The backward pass keeps every residual: most memory, no recomputation.",
+    "dots": "The backward pass keeps the results of matrix products and recomputes what lies between.",
+    "full": "The backward pass keeps each block's input alone and recomputes the block.",
+}
+_ATTENTION = {
+    "auto": "The implementation is chosen by the device.",
+    "plain": "The scores of all pairs of positions are computed at once.",
+    "chunked": "Computed in chunks: the scores of all pairs of positions never exist at once.",
+    "splash": "JAX's splash kernel for TPU.",
+}
+_MATMUL = {
+    "default": "as fast as the device offers",
+    "high": "in three bfloat16 passes where the device would use one",
+    "highest": "in full float32",
+}
+
+
+def mesh_sizes(mesh: Any) -> dict[str, int]:
+    """Devices per axis of a mesh, given as text or as a dict, without the axes of one device.
+
+    Example:
+        >>> mesh_sizes("data:2,fsdp:4"), mesh_sizes({"data": 1, "tensor": 2}), mesh_sizes(None)
+        ({'data': 2, 'fsdp': 4}, {'tensor': 2}, {})
+    """
+    if isinstance(mesh, str):
+        pairs = [part.partition(":") for part in mesh.split(",") if ":" in part]
+        mesh = {axis.strip(): int(size) for axis, _, size in pairs if size.strip().isdigit()}
+    if not isinstance(mesh, dict):
+        return {}
+    return {str(axis): size for axis, size in mesh.items() if isinstance(size, int) and size > 1}
+
+
+def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a plan does, as pairs of a topic and its sentences.
+
+    Args:
+        plan: plan.json, whole or with fields missing; those say nothing.
+        layout: layout.json: the mesh that a plan without one was given.
+        experiment: experiment.json, for the batch.
+
+    Example:
+        >>> for topic, words in plan_in_words({"mesh": "data:4", "memory": "full"}, {}, {"batch": 64}):
+        ...     print(topic, "|", words)
+        Mesh | 4 devices along data (data parallel: each holds the model and takes a part of the batch).
+        Batch | 64 rows, 16 for each of 4 parts.
+        Memory: full | The backward pass keeps each block's input alone and recomputes the block.
+    """
+    sizes = mesh_sizes(layout.get("mesh") or plan.get("mesh"))
+    words: list[tuple[str, str]] = []
+    if plan or layout:
+        words.append(("Mesh", _mesh(sizes, chosen="mesh" in plan and plan["mesh"] is None)))
+    batch = experiment.get("batch")
+    microbatches = plan.get("microbatches", 1)
+    if isinstance(batch, int) and isinstance(microbatches, int) and microbatches > 0:
+        words.append(("Batch", _batch(batch, sizes, microbatches)))
+    zero = plan.get("zero")
+    if zero in _ZERO and not (zero == 0 and not sizes):
+        over = sizes.get("fsdp", 1)
+        master = " (the float32 master parameters with it)" if plan.get("precision") == "bfloat16" else ""
+        words.append(
+            (f"ZeRO {zero}", _ZERO[zero].format(n=f"{over} devices" if over > 1 else "a single device", master=master))
+        )
+    if plan.get("sequence_parallel"):
+        words.append(("Sequence parallel", "Norms and residuals are split along the sequence over the tensor axis."))
+    if "precision" in plan:
+        words.append(("Precision", _precision(plan)))
+    memory = plan.get("memory")
+    memory = memory.get("remat") if isinstance(memory, dict) else memory
+    if memory is not None:
+        words.append((f"Memory: {memory}", _MEMORY.get(str(memory), "As its name says.")))
+    if "loss_chunk" in plan:
+        chunk = plan["loss_chunk"]
+        all_at_once = "The logits of all positions exist at once."
+        some = f"{chunk} positions of a row are scored at a time: the logits of all never exist at once."
+        words.append(("Loss", some if chunk else all_at_once))
+    if "attention" in plan:
+        words.append((f"Attention: {plan['attention']}", _ATTENTION.get(str(plan["attention"]), "As its name says.")))
+    if plan.get("unroll", 1) != 1:
+        words.append(("Layers", f"The scan over layers takes {plan['unroll']} at a time."))
+    rest = {name: value for name, value in plan.items() if name not in _SPOKEN}
+    if rest:
+        words.append(("Also", ", ".join(f"{name} = {value}" for name, value in rest.items())))
+    return words
+
+
+_SPOKEN = frozenset(
+    ("version", "type", "mesh", "zero", "sequence_parallel", "microbatches", "precision", "matmul", "reduce")
+) | frozenset(("memory", "loss_chunk", "attention", "unroll", "rules"))
+
+
+def _mesh(sizes: dict[str, int], *, chosen: bool) -> str:
+    if not sizes:
+        text = "A single device."
+    elif len(sizes) == 1:
+        ((axis, size),) = sizes.items()
+        text = f"{size} devices along {axis} ({_AXES.get(axis, 'an axis of its own')})."
+    else:
+        shape = " \N{MULTIPLICATION SIGN} ".join(map(str, sizes.values()))
+        parts = "; ".join(
+            f"{size} along {axis} ({_AXES.get(axis, 'an axis of its own')})" for axis, size in sizes.items()
+        )
+        text = f"{math.prod(sizes.values())} devices as {shape}: {parts}."
+    return text + (" The plan named no mesh, so it is what this machine had." if chosen else "")
+
+
+def _batch(batch: int, sizes: dict[str, int], microbatches: int) -> str:
+    parts = sizes.get("replica", 1) * sizes.get("data", 1) * sizes.get("fsdp", 1)
+    text = f"{batch:,} rows"
+    if parts > 1 and batch % parts == 0:
+        text += f", {batch // parts:,} for each of {parts} parts"
+    if microbatches > 1:
+        text += f", in {microbatches} microbatches one after the other, their gradients added"
+    return text + "."
+
+
+def _precision(plan: dict[str, Any]) -> str:
+    precision = plan["precision"]
+    if precision == "bfloat16":
+        reduce = plan.get("reduce") or "bfloat16"
+        return (
+            "Computes in bfloat16; master parameters, optimizer state, norms and the loss stay float32. "
+            f"Gradients are reduced across devices in {reduce}."
+        )
+    matmul = _MATMUL.get(str(plan.get("matmul")))
+    return f"Everything is {precision}" + (f"; matrix products run {matmul}." if matmul else ".")

@@ -1,0 +1,109 @@
+"""Numbers for people: counts, bytes, durations, with the few digits that matter. Nothing here is read back."""
+
+import math
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A measured number with `digits` significant digits.
+
+    Example:
+        >>> number(1.46872), number(0.000123456), number(float("nan")), number(None), number(1234567.0)
+        ('1.469', '0.0001235', 'nan', '', '1,235,000')
+    """
+    if value is None:
+        return ""
+    if not math.isfinite(value):
+        return _minus(repr(float(value)))
+    if value == 0:
+        return "0"
+    magnitude = math.floor(math.log10(abs(value)))
+    if not -5 <= magnitude < 9:
+        head, _, power = f"{value:.{digits - 1}e}".partition("e")
+        return f"{_minus(head)}e{int(power)}"
+    rounded = round(value, digits - 1 - magnitude)
+    places = max(0, digits - 1 - magnitude)
+    return _minus(f"{rounded:,.{places}f}")
+
+
+def count(value: float) -> str:
+    """How many: exact below a hundred thousand, then with a prefix.
+
+    Example:
+        >>> count(12), count(98765), count(1_536_000), count(8.03e9)
+        ('12', '98,765', '1.54 M', '8.03 B')
+    """
+    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if abs(value) >= limit:
+            return f"{_three(value / limit)} {letter}"
+    return f"{value / 1e3:.0f} k" if abs(value) >= 1e5 else f"{round(value):,}"
+
+
+def size(value: float) -> str:
+    """Bytes with a binary prefix.
+
+    Example:
+        >>> size(512), size(1_572_864), size(80 * 2**30)
+        ('512 B', '1.50 MiB', '80.0 GiB')
+    """
+    for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if abs(value) >= 1024**power:
+            return f"{_three(value / 1024**power)} {unit}"
+    return f"{value:.0f} B"
+
+
+def rate(value: float, unit: str) -> str:
+    """A rate with a decimal prefix.
+
+    Example:
+        >>> rate(3.21e12, "FLOP/s")
+        '3.21 TFLOP/s'
+    """
+    for limit, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{_three(value / limit)} {letter}{unit}"
+    return f"{_three(value)} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """A span of time.
+
+    Example:
+        >>> duration(0.0042), duration(3.25), duration(75), duration(8000), duration(200_000)
+        ('4.20 ms', '3.25 s', '1 min 15 s', '2 h 13 min', '2 d 7 h')
+    """
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 60:
+        return f"{_three(seconds * 1e3)} ms" if seconds < 0.1 else f"{_three(seconds)} s"
+    for whole, part, names in ((86400, 3600, ("d", "h")), (3600, 60, ("h", "min")), (60, 1, ("min", "s"))):
+        if seconds >= whole:
+            return f"{int(seconds // whole)} {names[0]} {int(seconds % whole // part)} {names[1]}"
+    raise AssertionError(seconds)
+
+
+def field(name: str, value: object) -> str:
+    """The value of a metric's field, in the unit that its name ends in.
+
+    Example:
+        >>> field("step_seconds", 0.25), field("temp_bytes", 2048), field("path", "checkpoints/500")
+        ('250 ms', '2.00 KiB', 'checkpoints/500')
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if name.endswith("seconds") and math.isfinite(value):
+        return duration(value) if value >= 0.5 else f"{_three(value * 1e3)} ms"
+    if name.endswith("bytes") and math.isfinite(value):
+        return size(value)
+    if name.endswith("flop") and math.isfinite(value):
+        return rate(value, "FLOP")
+    return count(value) if isinstance(value, int) else number(value)
+
+
+def _three(value: float) -> str:
+    if value == 0:
+        return "0"
+    return f"{value:.{max(0, 2 - max(0, math.floor(math.log10(abs(value)))))}f}"
+
+
+def _minus(text: str) -> str:
+    return text.replace("-", "\N{MINUS SIGN}")
