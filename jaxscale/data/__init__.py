@@ -1,0 +1,18 @@
+"""Where batches come from.
+
+| value | is |
+|---|---|
+| `Text` | text files, a tokenizer and a layout: windows, or packed documents |
+| `Mixture` | several texts in given shares |
+| `Images` | labelled images of an .npz file |
+
+`value.open(batch, seed)` checks the files and gives `Opened`: `train()`, `evaluation()`, `tokenizer`, `facts`.
+`tokenizer.from_json` rebuilds a tokenizer from what its `to_json` wrote.
+"""
+
+from jaxscale.data.images import Images
+from jaxscale.data.loader import Batches, Evaluation, Opened
+from jaxscale.data.text import Mixture, Text
+from jaxscale.data.tokenizer import Tokenizer
+
+__all__ = ["Batches", "Evaluation", "Images", "Mixture", "Opened", "Text", "Tokenizer"]

@@ -1,0 +1,240 @@
+"""Tokens on disk: encoded once, mapped into memory ever after.
+
+An entry is a folder named by the hash of everything that decides its content: the files' bytes, the tokenizer, and
+the recipe that makes documents of them. It is written beside its final name and renamed, so that a reader sees all of
+it or nothing; a lock makes processes of one machine wait for the first of them instead of encoding the same text
+again. Where locks do not work (some network disks) all encode, and the first to finish is kept.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxscale.data import documents, source, tokenizer
+from jaxscale.data.documents import Recipe
+from jaxscale.data.tokenizer import Tokenizer
+from jaxscale.errors import UserError
+
+_VERSION = 1
+SPLITS = ("train", "held_out")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """One split of a corpus.
+
+    Args:
+        ids: [tokens] unsigned, mapped into memory.
+        learned: [tokens] bool, False where a target weighs 0; `None` where all count.
+        starts: [documents + 1] int64, where each document begins; the last entry is the number of tokens.
+    """
+
+    ids: np.ndarray
+    learned: np.ndarray | None
+    starts: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """An entry of the cache, open.
+
+    Args:
+        train: what is trained on.
+        held_out: what is not.
+        facts: counts of files, bytes, characters, documents and tokens; the entry's hash and folder.
+    """
+
+    train: Tokens
+    held_out: Tokens
+    facts: dict[str, Any]
+
+
+def open_corpus(files: list[str], vocabulary: Tokenizer, recipe: Recipe) -> Corpus:
+    """The tokens of some files, from the cache or else encoded now, under a progress bar on a terminal.
+
+    Raises:
+        UserError: a file that is empty, binary or not UTF-8, a recipe that leaves nothing to train on, or no folder to
+            write to.
+    """
+    key = hashlib.sha256(
+        json.dumps(
+            [
+                _VERSION,
+                [source.digest(source.read(file)) for file in files],
+                tokenizer.fingerprint(vocabulary),
+                dataclasses.astuple(recipe),
+            ]
+        ).encode()
+    ).hexdigest()[:32]
+    folders = _folders()
+    for folder in folders:
+        if (corpus := _load(folder / key)) is not None:
+            return corpus
+    failures = []
+    for folder in folders:
+        try:
+            with _alone(folder, key):
+                if (corpus := _load(folder / key)) is None:
+                    _write(folder, key, files, vocabulary, recipe)
+                    corpus = _load(folder / key)
+                assert corpus is not None, f"the entry {key} just written cannot be read"
+                return corpus
+        except OSError as error:
+            failures.append(f"{folder}: {error.strerror or error}")
+    raise UserError(
+        f"no folder to keep tokens in ({'; '.join(failures)}): set JAXSCALE_CACHE to one with room that can be written"
+    )
+
+
+def _folders() -> list[pathlib.Path]:
+    """Where entries may lie, best first."""
+    home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path("~/.cache").expanduser())
+    best = pathlib.Path(os.environ.get("JAXSCALE_CACHE") or home / "jaxscale")
+    last = pathlib.Path(tempfile.gettempdir()) / f"jaxscale-{os.getuid()}"
+    return [best / "tokens", last / "tokens"]
+
+
+@contextlib.contextmanager
+def _alone(folder: pathlib.Path, key: str) -> Iterator[None]:
+    """While inside, no other process of this machine writes this entry, where the disk has locks."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with open(folder / f"{key}.lock", "w") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for draft in folder.glob(f".{key}.*"):  # left by a killed process; a day is longer than any other still writes
+            if time.time() - draft.stat().st_mtime > 86_400:
+                shutil.rmtree(draft, ignore_errors=True)
+        yield
+
+
+def _write(folder: pathlib.Path, key: str, files: list[str], vocabulary: Tokenizer, recipe: Recipe) -> None:
+    draft = pathlib.Path(tempfile.mkdtemp(prefix=f".{key}.", dir=folder))
+    try:
+        facts = _encode(draft, files, vocabulary, recipe)
+        (draft / "facts.json").write_text(json.dumps({**facts, "hash": key}))
+        if (folder / key).exists():  # unreadable, or `_load` would have taken it
+            shutil.rmtree(folder / key, ignore_errors=True)
+        with contextlib.suppress(FileExistsError):  # another process was first, with the same content
+            try:
+                os.rename(draft, folder / key)
+            except OSError as error:
+                if _load(folder / key) is None:
+                    raise
+                raise FileExistsError from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _encode(draft: pathlib.Path, files: list[str], vocabulary: Tokenizer, recipe: Recipe) -> dict[str, Any]:
+    facts = documents.survey(files, recipe)
+    cut = int((1 - recipe.held_out) * facts["documents" if recipe.whole else "characters"])
+    dtype = np.dtype(np.uint8 if vocabulary.size <= 2**8 else np.uint16 if vocabulary.size <= 2**16 else np.uint32)
+    with contextlib.ExitStack() as stack:
+        splits = [stack.enter_context(_Split(draft, name, dtype, recipe.prompt_end is not None)) for name in SPLITS]
+        advance = stack.enter_context(_progress("encoding " + _called(files), facts["characters"]))
+        labels: list[tuple[int, bool, bool]] = []
+
+        def labelled() -> Iterator[str]:
+            for split, begins, learned, text in documents.texts(files, recipe, cut):
+                labels.append((split, begins, learned))
+                yield text
+
+        done = -1
+        for piece in vocabulary.encode_all(labelled()):
+            split, begins, learned = labels[piece.text]
+            splits[split].add(piece.ids, learned, begins and piece.text != done)
+            done = piece.text
+            advance(piece.characters)
+    facts.update(dtype=dtype.name, masked=recipe.prompt_end is not None, vocabulary=vocabulary.size)
+    for name, split in zip(SPLITS, splits, strict=True):
+        facts[name] = {"tokens": split.tokens, "documents": len(split.starts)}
+    return facts
+
+
+class _Split:
+    """The files of one split, while they are written."""
+
+    def __init__(self, draft: pathlib.Path, name: str, dtype: np.dtype, masked: bool) -> None:
+        self.tokens = 0
+        self.starts: list[int] = []
+        self._dtype = dtype
+        self._starts = draft / f"{name}.starts"
+        self._ids = (draft / f"{name}.ids").open("wb")
+        self._learned = (draft / f"{name}.learned").open("wb") if masked else None
+
+    def add(self, ids: np.ndarray, learned: bool, begins: bool) -> None:
+        if begins:
+            self.starts.append(self.tokens)
+        self._ids.write(ids.astype(self._dtype).tobytes())
+        if self._learned is not None:
+            self._learned.write(bytes([learned]) * len(ids))
+        self.tokens += len(ids)
+
+    def __enter__(self) -> "_Split":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ids.close()
+        if self._learned is not None:
+            self._learned.close()
+        self._starts.write_bytes(np.array([*self.starts, self.tokens], np.int64).tobytes())
+
+
+def _load(folder: pathlib.Path) -> Corpus | None:
+    """The entry in a folder; `None` where there is none, or its files are not of the length they were written with."""
+    try:
+        facts = json.loads((folder / "facts.json").read_text())
+        dtype = np.dtype(facts["dtype"])
+        splits = []
+        for name in SPLITS:
+            tokens, count = facts[name]["tokens"], facts[name]["documents"]
+            ids = _mapped(folder / f"{name}.ids", dtype, tokens)
+            learned = _mapped(folder / f"{name}.learned", np.dtype(np.bool_), tokens) if facts["masked"] else None
+            starts = _mapped(folder / f"{name}.starts", np.dtype(np.int64), count + 1)
+            splits.append(Tokens(ids, learned, starts))
+    except (OSError, ValueError, KeyError):
+        return None
+    return Corpus(splits[0], splits[1], {**facts, "cache": str(folder)})
+
+
+def _mapped(path: pathlib.Path, dtype: np.dtype, length: int) -> np.ndarray:
+    if path.stat().st_size != length * dtype.itemsize:
+        raise ValueError(f"{path} is truncated")
+    if length == 0:  # nothing can be mapped
+        return np.zeros(0, dtype)
+    # a plain array over the mapping: indexing numpy's memmap class costs several times as much
+    return np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))
+
+
+def _called(files: Iterable[str]) -> str:
+    first, *others = [os.path.basename(file) for file in files]
+    return first + (f" and {len(others)} more" if others else "")
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int) -> Iterator[Any]:
+    """A progress bar on the terminal's error stream; yields the function that moves it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda amount: progress.update(task, advance=amount)

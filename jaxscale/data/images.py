@@ -1,0 +1,153 @@
+"""Arrays of labelled images in an .npz file, as batches. No augmentation."""
+
+import dataclasses
+import functools
+import os
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+
+from jaxscale.data import source
+from jaxscale.data.loader import Opened
+from jaxscale.data.text import check_share
+from jaxscale.errors import UserError, near_miss
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """Labelled images as batches of `images` float32 [B, height, width, C] and `labels` int32 [B].
+
+    Args:
+        path: an .npz file; gs:// and s3:// too.
+        held_out: share of the images to evaluate on and not train on: which ones depends on their number alone.
+        scale: value that becomes 1.0.
+        images: name of the array of images, [N, height, width] or [N, height, width, C], any numbers.
+        labels: name of the array of classes, [N], whole numbers from 0.
+
+    Raises:
+        UserError: a value out of range; on `open`, a file that is missing or does not hold such arrays.
+
+    Example:
+        >>> Images("digits.npz", scale=16.0).held_out
+        0.2
+    """
+
+    path: str | Path
+    held_out: float = 0.2
+    scale: float = 255.0
+    images: str = "x"
+    labels: str = "y"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", source.absolute(os.fspath(self.path)))
+        if not 0 <= self.held_out < 1:
+            raise UserError(f"held_out: got {self.held_out!r}, expected a share of the images, 0 <= held_out < 1")
+        if not 0 < self.scale < float("inf"):
+            raise UserError(f"scale: got {self.scale!r}, expected the positive value that becomes 1.0")
+
+    def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
+        """The batches.
+
+        Args:
+            batch: images of the global batch.
+            seed: of their order.
+            process: index of this process.
+            processes: how many share the batch; each gets its contiguous rows.
+
+        Returns:
+            Opened data without a tokenizer; `facts["classes"]` is one more than the largest label.
+
+        Raises:
+            UserError: a file or sizes that cannot be trained on.
+        """
+        check_share(batch, process, processes)
+        (name,) = source.find((str(self.path),))
+        content = source.read(name)
+        pixels, labels = self._arrays(content)
+        # the order of a fixed generator's raw bits is the same in every version of numpy
+        order = np.argsort(np.random.PCG64(0).random_raw(len(labels)), kind="stable")
+        cut = int((1 - self.held_out) * len(labels))
+        if cut == 0 or (self.held_out and cut == len(labels)):
+            raise UserError(
+                f"{self.path} holds {len(labels)} images: held_out {self.held_out:g} leaves none "
+                f"to {'evaluate' if cut else 'train'} on"
+            )
+        train, held_out = (Labelled(pixels[part], labels[part], self.scale) for part in (order[:cut], order[cut:]))
+        facts = {
+            "kind": "images",
+            "shape": list(train.shape),
+            "classes": int(labels.max()) + 1,
+            "rows": len(train),
+            "targets": len(train),
+            "held_out_rows": len(held_out),
+            "held_out_targets": len(held_out),
+            "hash": source.digest(repr((source.digest(content), dataclasses.astuple(self)[1:])).encode())[:16],
+        }
+        return Opened((train,), (1.0,), (held_out,), batch, seed, process, processes, None, facts)
+
+    def _arrays(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            with np.load(BytesIO(content), allow_pickle=False) as file:
+                if not hasattr(file, "files"):
+                    raise UserError(f"{self.path} holds one array: expected an .npz file of images and labels")
+                for key in (self.images, self.labels):
+                    if key not in file.files:
+                        raise UserError(
+                            f"{self.path} has no array {key!r}: it holds {', '.join(file.files)}; name it in "
+                            f"{'images' if key == self.images else 'labels'}{near_miss(key, file.files)}"
+                        )
+                pixels, labels = file[self.images], file[self.labels]
+        except UserError:
+            raise
+        except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+            raise UserError(
+                f"{self.path} is not a whole .npz file of numbers ({error}): write it with numpy.savez"
+            ) from error
+        if pixels.ndim not in (3, 4) or pixels.dtype.kind not in "uifb":
+            raise UserError(
+                f"{self.images} is {pixels.dtype}{list(pixels.shape)}: expected numbers [N, height, width] or "
+                "[N, height, width, channels]"
+            )
+        if labels.shape != pixels.shape[:1] or labels.dtype.kind not in "ui" or (len(labels) and labels.min() < 0):
+            raise UserError(
+                f"{self.labels} is {labels.dtype}{list(labels.shape)}: expected {len(pixels)} whole numbers from 0, "
+                "one for each image"
+            )
+        return pixels if pixels.ndim == 4 else pixels[..., None], labels
+
+
+@dataclasses.dataclass(frozen=True)
+class Labelled:
+    """Images and their labels as rows.
+
+    Args:
+        pixels: [N, height, width, C].
+        labels: [N].
+        scale: value that becomes 1.0.
+    """
+
+    pixels: np.ndarray
+    labels: np.ndarray
+    scale: float
+
+    def __len__(self) -> int:
+        """Images of one epoch."""
+        return len(self.labels)
+
+    @property
+    def targets(self) -> int:
+        """Labels of one epoch."""
+        return len(self)
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Of one image: height, width, channels."""
+        return self.pixels.shape[1:]
+
+    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows by their number in the endless sequence of epochs."""
+        inside = rows % len(self)
+        images = self.pixels[inside].astype(np.float32) / np.float32(self.scale)
+        return {"images": images, "labels": self.labels[inside].astype(np.int32)}

@@ -1,0 +1,206 @@
+"""Batches from rows: Grain shuffles, mixes by weight, shards over processes and prefetches; rows are read whole
+batches at a time.
+
+Grain handles row numbers only (about 10 microseconds a row), numpy reads the rows. Batch k is a function of the seed
+and k alone, so the state of an iterator is k, whatever thread has read ahead, and is valid for every number of
+processes: each reads its own contiguous rows of the global batch. Grain takes seconds to import and is imported by
+the first iterator.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxscale.data.shuffle import derive
+from jaxscale.errors import UserError
+
+Arrays = dict[str, np.ndarray]
+"""A batch, or this process's rows of one: arrays by name, whose first dim is the row."""
+
+_AHEAD = 4
+"""Batches read ahead of the training step."""
+
+
+class Rows(Protocol):
+    """What an epoch consists of, read by number."""
+
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+        ...
+
+    @property
+    def targets(self) -> int:
+        """Targets of one epoch."""
+        ...
+
+    def read(self, rows: np.ndarray) -> Arrays:
+        """Rows by their number in the endless sequence of epochs: row r is row `r % len` of epoch `r // len`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """Data ready to be read.
+
+    Args:
+        parts: what is trained on.
+        weights: shares of the parts in the rows of training.
+        held_out: what is evaluated on, one after another.
+        batch: rows of the global batch.
+        seed: of the order.
+        process: index of this process.
+        processes: how many share the batch.
+        tokenizer: of texts; `None` for images.
+        facts: what the report shows, JSON-able; `facts["hash"]` names the content.
+    """
+
+    parts: tuple[Any, ...]
+    weights: tuple[float, ...]
+    held_out: tuple[Any, ...]
+    batch: int
+    seed: int
+    process: int
+    processes: int
+    tokenizer: Any
+    facts: dict[str, Any]
+
+    def train(self, start: dict[str, Any] | None = None) -> "Batches":
+        """The endless batches of training, from the first or from a state that `Batches.get_state` gave."""
+        return Batches(self._batches, self.facts["hash"], start)
+
+    def evaluation(self) -> "Evaluation":
+        """The batches of the held-out part, in order: iterable again and again; empty where nothing is held out."""
+        return Evaluation(self.held_out, self.batch, self.process, self.processes)
+
+    def _batches(self) -> Any:
+        """Grain's dataset of batches: element k is this process's rows of global batch k."""
+        import grain
+
+        orders = []
+        for number, part in enumerate(self.parts):
+            length = len(part)
+            order = grain.MapDataset.range(length).seed(derive(self.seed, "order", number)).shuffle().repeat(None)
+            # the part of a row, and its epoch, travel inside its number
+            orders.append(order.map_with_index(_numbered(number, len(self.parts), length)))
+        rows = orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, self.weights)
+        own = rows.batch(self.batch // self.processes)[self.process :: self.processes]
+        return own.map(self._read)
+
+    def _read(self, numbers: np.ndarray) -> Arrays:
+        rows, part = np.divmod(numbers, len(self.parts))
+        if len(self.parts) == 1:
+            return self.parts[0].read(rows)
+        batch: Arrays = {}
+        for number, source in enumerate(self.parts):
+            here = np.flatnonzero(part == number)
+            if not len(here):
+                continue
+            for name, values in _weighted(source.read(rows[here]), self._masked).items():
+                batch.setdefault(name, np.empty((len(numbers), *values.shape[1:]), values.dtype))[here] = values
+        return batch
+
+    @functools.cached_property
+    def _masked(self) -> bool:
+        return any("weights" in part.read(np.zeros(1, np.int64)) for part in self.parts)
+
+
+def _numbered(part: int, parts: int, length: int) -> Callable[[int, int], int]:
+    return lambda index, row: (index // length * length + row) * parts + part
+
+
+def _weighted(batch: Arrays, masked: bool) -> Arrays:
+    """The batch, with weights of 1 where it has none and others have some."""
+    if not masked or "weights" in batch:
+        return batch
+    per = batch["targets"].shape if "targets" in batch else batch["labels"].shape
+    return {**batch, "weights": np.ones(per, np.float32)}
+
+
+class Batches(Iterator[Arrays]):
+    """Endless batches, read ahead by one thread. Close it, or use it in a `with`, to end the thread.
+
+    Args:
+        dataset: makes Grain's dataset of batches.
+        content: hash of what is read, kept in the state.
+        start: state to begin at; `None` is the first batch.
+    """
+
+    def __init__(self, dataset: Callable[[], Any], content: str, start: dict[str, Any] | None = None) -> None:
+        import grain
+
+        self._content = content
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)
+        self._iterator = iter(dataset().to_iter_dataset(options))
+        if start is not None:
+            self.set_state(start)
+
+    def __next__(self) -> Arrays:
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """What `set_state` needs to go on after the last batch handed out; JSON-able, equal on every process."""
+        return {"next": self._iterator.get_state()["next_index"], "content": self._content}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on where `get_state` was asked.
+
+        Raises:
+            UserError: the state is of other data.
+        """
+        if state.get("content") != self._content:
+            raise UserError(
+                f"the data is not what this run has read before: its content is {self._content}, expected "
+                f"{state.get('content')}; bring the old files and settings back, or start a new run"
+            )
+        self._iterator.set_state({"next_index": state["next"]})
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        self._iterator.close()
+
+    def __enter__(self) -> "Batches":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """The held-out rows, each once, in batches of one shape: the last is filled up with rows that weigh 0.
+
+    Args:
+        parts: the held-out rows.
+        batch: rows of the global batch.
+        process: index of this process.
+        processes: how many share the batch.
+    """
+
+    parts: tuple[Any, ...]
+    batch: int
+    process: int
+    processes: int
+
+    def __len__(self) -> int:
+        return -(-sum(map(len, self.parts)) // self.batch)
+
+    def __iter__(self) -> Iterator[Arrays]:
+        own = self.batch // self.processes
+        for number in range(len(self)):
+            start = number * self.batch + self.process * own
+            yield self._read(np.arange(start, start + own))
+
+    def _read(self, rows: np.ndarray) -> Arrays:
+        batch: Arrays = {}
+        before = 0
+        for part in self.parts:
+            here = np.flatnonzero((rows >= before) & (rows < before + len(part)))
+            inside = rows[here] - before
+            # a part without a row here is read too, for the names and shapes of a batch without any
+            for name, values in _weighted(part.read(inside), True).items():
+                batch.setdefault(name, np.zeros((len(rows), *values.shape[1:]), values.dtype))[here] = values
+            before += len(part)
+        return batch

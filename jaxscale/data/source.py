@@ -1,0 +1,120 @@
+"""Which files a path means, and their text, checked.
+
+A path is a file, a glob, or either of them behind a scheme (`gs://`, `s3://`), which goes through etils.epath. One
+file at a time is held in memory whole. Bytes are taken as they are: no newline is translated, no byte order mark is
+dropped.
+"""
+
+import glob
+import hashlib
+import os
+import pathlib
+from typing import Any
+
+from jaxscale.errors import UserError, near_miss
+
+_WILD = "*?["
+
+
+def locate(path: str) -> Any:
+    """The path as an object with `read_bytes`, `exists` and `glob`: pathlib's, or etils.epath's behind a scheme."""
+    if "://" not in path:
+        return pathlib.Path(path)
+    from etils import epath
+
+    return epath.Path(path)
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The path as text that means the same from every working directory.
+
+    Example:
+        >>> absolute("gs://bucket/a.txt")
+        'gs://bucket/a.txt'
+    """
+    text = os.fspath(path)
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def find(paths: tuple[str, ...]) -> list[str]:
+    """The files that paths and globs mean: in the order given, those of one glob sorted by name.
+
+    Raises:
+        UserError: no such file (a similar name beside it is suggested), a folder, or a glob that matches nothing.
+    """
+    return [name for path in paths for name in _expand(path)]
+
+
+def _expand(path: str) -> list[str]:
+    where = locate(path)
+    if _remote(path, where.is_file):
+        return [path]
+    if _remote(path, where.is_dir):
+        raise UserError(f"{path} is a folder, expected text files: give a glob such as {path}/*.txt")
+    if any(sign in path for sign in _WILD):
+        found = sorted(name for name in _glob(path) if locate(name).is_file())
+        if not found:
+            raise UserError(f"no file matches {path}: expected at least one; check the folder and the ending")
+        return found
+    folder = where.parent
+    siblings = [entry.name for entry in folder.iterdir()] if _remote(path, folder.is_dir) else []
+    inside = "" if siblings else f" (its folder {folder} is missing or empty)"
+    raise UserError(f"no such file: {path}{inside}{near_miss(where.name, siblings)}")
+
+
+def _glob(path: str) -> list[str]:
+    if "://" not in path:
+        return glob.glob(path, recursive=True)
+    scheme, _, rest = path.partition("://")
+    parts = rest.split("/")
+    first = next(i for i, part in enumerate(parts) if any(sign in part for sign in _WILD))
+    root = locate(f"{scheme}://{'/'.join(parts[:first])}")
+    return [os.fspath(found) for found in root.glob("/".join(parts[first:]))]
+
+
+def _remote(path: str, action: Any) -> Any:
+    """`action()`, with what a missing client of a remote file system raises turned into what to install."""
+    try:
+        return action()
+    except ImportError as error:
+        raise UserError(f"{path} needs another package ({error}): pip install 'jaxscale[remote]'") from error
+
+
+def read(path: str) -> bytes:
+    """The bytes of one file."""
+    try:
+        return _remote(path, locate(path).read_bytes)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; check that this user may read it") from error
+
+
+def digest(content: bytes) -> str:
+    """SHA-256 of the bytes, in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def decode(content: bytes, path: str) -> str:
+    """The text of a file's bytes.
+
+    Raises:
+        UserError: the file is empty, binary (holds a NUL byte), or not UTF-8; the message names the byte's offset.
+
+    Example:
+        >>> decode("Où".encode(), "a.txt")
+        'Où'
+        >>> decode("Où".encode("latin-1"), "a.txt")
+        Traceback (most recent call last):
+        ...
+        jaxscale.errors.UserError: a.txt is not UTF-8: byte 0xf9 at offset 1; convert it, e.g. with iconv -t utf-8
+    """
+    if not content or content.isspace():
+        raise UserError(f"{path} is empty: expected text")
+    if (at := content.find(b"\0")) >= 0:
+        raise UserError(f"{path} is binary: NUL byte at offset {at}; expected UTF-8 text")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        bad = content[error.start]
+        raise UserError(
+            f"{path} is not UTF-8: byte 0x{bad:02x} at offset {error.start}; convert it, e.g. with iconv -t utf-8"
+        ) from error

@@ -1,0 +1,252 @@
+"""Text as data: which files, which tokens, which layout. Values only; the work is in the modules beside this one."""
+
+import dataclasses
+import functools
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from jaxscale.data import source, tokenizer
+from jaxscale.data.cache import Corpus, open_corpus
+from jaxscale.data.documents import Recipe
+from jaxscale.data.loader import Opened
+from jaxscale.data.pack import Packed
+from jaxscale.data.shuffle import derive
+from jaxscale.data.tokenizer import Bytes, Characters, Tokenizer
+from jaxscale.data.windows import Windows
+from jaxscale.errors import UserError, near_miss, unknown
+
+Layout = Literal["windows", "packed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Text files as batches of tokens.
+
+    Args:
+        path: a file, a glob, or several of them; gs:// and s3:// too.
+        tokenizer: "byte", "char" (the alphabet of these files), or the path of a Hugging Face tokenizer.json.
+        context: targets per row.
+        layout: "windows" cuts the documents, one after another, into rows; "packed" puts whole documents into rows,
+            where none sees another (`segments`, `positions`).
+        held_out: share of the text to evaluate on and not train on: its last characters (documents, if packed).
+        separator: what stands between two documents; none makes each file one document.
+        beginning: text put before every document, such as "<|bos|>".
+        ending: text put after every document, such as "<|eos|>": without it a packed model never learns to stop.
+        prompt_end: marker up to whose end the targets of a document weigh 0 (fine-tuning on answers alone); a document
+            without it weighs 0 whole.
+
+    Raises:
+        UserError: a value out of range; on `open`, a file that is missing, empty, binary, not UTF-8 or too short.
+
+    Example:
+        >>> Text("a.txt", held_out=1.5)
+        Traceback (most recent call last):
+        ...
+        jaxscale.errors.UserError: held_out: got 1.5, expected a share of the text, 0 <= held_out < 1
+    """
+
+    path: str | Path | tuple[str | Path, ...]
+    tokenizer: str | Path = "byte"
+    context: int = 64
+    layout: Layout = "windows"
+    held_out: float = 0.1
+    separator: str | None = None
+    beginning: str = ""
+    ending: str = ""
+    prompt_end: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.path, str | os.PathLike):
+            object.__setattr__(self, "path", source.absolute(self.path))
+        else:
+            object.__setattr__(self, "path", tuple(source.absolute(path) for path in self.path))
+        if not self.path:
+            raise UserError("path: got no path, expected at least one text file or glob")
+        object.__setattr__(self, "tokenizer", _named(os.fspath(self.tokenizer)))
+        if not isinstance(self.context, int) or isinstance(self.context, bool) or self.context < 1:
+            raise UserError(f"context: got {self.context!r}, expected a whole number of tokens >= 1")
+        if self.layout not in get_args(Layout):
+            raise unknown("layout", str(self.layout), get_args(Layout))
+        if not 0 <= self.held_out < 1:
+            raise UserError(f"held_out: got {self.held_out!r}, expected a share of the text, 0 <= held_out < 1")
+        for name in ("separator", "prompt_end"):
+            if getattr(self, name) == "":
+                raise UserError(f"{name}: got an empty text, expected a marker; leave it out for none")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths and globs, absolute."""
+        return tuple(map(str, self.path if isinstance(self.path, tuple) else (self.path,)))
+
+    def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
+        """The batches, from the token cache where these files were encoded before.
+
+        Args:
+            batch: rows of the global batch.
+            seed: of the order of rows.
+            process: index of this process.
+            processes: how many share the batch; each gets its contiguous rows.
+
+        Returns:
+            Opened data: `train()`, `evaluation()`, `tokenizer`, `facts`.
+
+        Raises:
+            UserError: files or sizes that cannot be trained on.
+        """
+        return _open((self,), (1.0,), batch, seed, process, processes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Several texts in one batch, in given shares.
+
+    Every part is repeated as often as its share needs, each in an order of its own. All of their held-out parts are
+    evaluated. Grain rounds shares to a hundredth of the smallest.
+
+    Args:
+        parts: texts of one context, layout and tokenizer; "char" knows the characters of all.
+        weights: share of each part in the rows of training, relative to their sum.
+
+    Raises:
+        UserError: parts that differ in what they must share, or a weight that is not positive.
+
+    Example:
+        >>> Mixture((Text("a.txt"), Text("b.txt")), (3.0, 1.0)).context
+        64
+    """
+
+    parts: tuple[Text, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts or len(self.parts) != len(self.weights):
+            raise UserError(
+                f"a mixture of {len(self.parts)} parts has {len(self.weights)} weights: expected one for each part"
+            )
+        for weight in self.weights:
+            if not 0 < weight < float("inf"):
+                raise UserError(f"weights: got {weight!r}, expected a positive number; leave out a part of no weight")
+        for name in ("context", "layout", "tokenizer"):
+            found = sorted({str(getattr(part, name)) for part in self.parts})
+            if len(found) > 1:
+                raise UserError(f"the parts of a mixture have {name} {' and '.join(found)}: expected the same in all")
+
+    @property
+    def context(self) -> int:
+        """Targets per row."""
+        return self.parts[0].context
+
+    def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
+        """The batches; arguments, result and errors are those of `Text.open`."""
+        return _open(self.parts, self.weights, batch, seed, process, processes)
+
+
+def _named(name: str) -> str:
+    """The tokenizer as stored: its kind, or the absolute path of its file."""
+    if name in tokenizer.KINDS:
+        return name
+    if os.sep not in name and "." not in name:
+        raise UserError(
+            f"unknown tokenizer {name!r}: expected byte, char or the path of a tokenizer.json"
+            f"{near_miss(name, tokenizer.KINDS)}"
+        )
+    return source.absolute(name)
+
+
+def check_share(batch: int, process: int, processes: int) -> None:
+    """Raises UserError unless a batch divides over the processes."""
+    if batch < 1 or processes < 1 or batch % processes:
+        raise UserError(
+            f"a batch of {batch} rows does not divide over {processes} processes: give a multiple of {processes}"
+        )
+    if not 0 <= process < processes:
+        raise UserError(f"process {process} of {processes}: expected an index from 0 to {processes - 1}")
+
+
+def _open(
+    parts: tuple[Text, ...], weights: tuple[float, ...], batch: int, seed: int, process: int, processes: int
+) -> Opened:
+    check_share(batch, process, processes)
+    files = [source.find(part.paths) for part in parts]
+    vocabulary = _vocabulary(parts, files)
+    corpora = [open_corpus(found, vocabulary, _recipe(part)) for part, found in zip(parts, files, strict=True)]
+    training, held_out = [], []
+    for number, (part, corpus) in enumerate(zip(parts, corpora, strict=True)):
+        if part.layout == "packed":
+            train, held = Packed(corpus.train, part.context), Packed(corpus.held_out, part.context)
+        else:
+            train = Windows(corpus.train, part.context, derive(seed, "windows", number))
+            held = Windows(corpus.held_out, part.context, None)
+        if not len(train):
+            raise _too_short("training", part, corpus.facts["train"])
+        if part.held_out and not len(held):
+            raise _too_short("held-out", part, corpus.facts["held_out"])
+        training.append(train)
+        held_out.append(held)
+    facts = _facts(parts, corpora, training, held_out, vocabulary)
+    return Opened(tuple(training), weights, tuple(held_out), batch, seed, process, processes, vocabulary, facts)
+
+
+def _recipe(part: Text) -> Recipe:
+    whole = part.layout == "packed"
+    return Recipe(part.separator, part.beginning, part.ending, part.prompt_end, part.held_out, whole)
+
+
+def _vocabulary(parts: tuple[Text, ...], files: list[list[str]]) -> Tokenizer:
+    kind = str(parts[0].tokenizer)
+    if kind == "byte":
+        return Bytes()
+    if kind == "char":
+        texts = (source.decode(source.read(file), file) for found in files for file in found)
+        return Characters.of([*(part.beginning + part.ending for part in parts), *map(_alphabet, texts)])
+    return tokenizer.load(kind)
+
+
+def _alphabet(text: str) -> str:
+    return "".join(set(text))
+
+
+def _too_short(which: str, part: Text, facts: dict[str, Any]) -> UserError:
+    found = f"the {which} part of {part.paths[0]} has {facts['tokens']} tokens in {facts['documents']} documents"
+    if part.layout == "packed":
+        return UserError(
+            f"{found}, and no target to learn: expected documents of two tokens or more. Whole documents are held out "
+            f"(held_out {part.held_out:g}): give more of them, or the separator that stands between them"
+        )
+    return UserError(
+        f"{found}, too few for a row of {part.context} targets, which needs {part.context + 1}: give a context of at "
+        f"most {max(facts['tokens'] - 1, 0)}, more text, or another held_out (now {part.held_out:g})"
+    )
+
+
+def _facts(
+    parts: tuple[Text, ...], corpora: list[Corpus], training: list[Any], held_out: list[Any], vocabulary: Tokenizer
+) -> dict[str, Any]:
+    total = functools.partial(_total, corpora)
+    targets = sum(rows.targets for rows in training)
+    return {
+        "kind": "text",
+        "layout": parts[0].layout,
+        "tokenizer": vocabulary.kind,
+        "vocabulary": vocabulary.size,
+        "files": total("files"),
+        "bytes": total("bytes"),
+        "characters": total("characters"),
+        "documents": total("documents"),
+        "documents_without_prompt_end": total("documents") - total("marked"),
+        "tokens": sum(corpus.facts["train"]["tokens"] for corpus in corpora),
+        "held_out_tokens": sum(corpus.facts["held_out"]["tokens"] for corpus in corpora),
+        "rows": sum(map(len, training)),
+        "targets": targets,
+        "held_out_rows": sum(map(len, held_out)),
+        "held_out_targets": sum(rows.targets for rows in held_out),
+        "filled": targets / (sum(map(len, training)) * parts[0].context),
+        "hash": hashlib.sha256(" ".join(corpus.facts["hash"] for corpus in corpora).encode()).hexdigest()[:16],
+        "cache": [corpus.facts["cache"] for corpus in corpora],
+    }
+
+
+def _total(corpora: list[Corpus], name: str) -> int:
+    return sum(corpus.facts[name] for corpus in corpora)

@@ -1,0 +1,285 @@
+"""Text to token ids and back: bytes, characters, or any Hugging Face `tokenizers` JSON file (BPE, WordPiece,
+Unigram).
+
+A tokenizer is a value: `to_json` and `from_json` carry it to wherever a run is continued or sampled from. Nothing is
+ever added, cut or padded by a tokenizer here: a file's own truncation, padding and template are switched off.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+from jaxscale.data import source
+from jaxscale.errors import UserError, unknown
+
+KINDS = ("byte", "char")
+"""The tokenizers that need no file."""
+
+_CHUNK = 16_384
+"""Characters that one call of a subword tokenizer gets: many per core and group, so that no core waits for the last."""
+_GROUP = 64 * _CHUNK
+"""Characters encoded between two movements of the progress bar."""
+_CUT = re.compile(r"\S\n(?=\S)")
+"""Where a long text is cut: after a newline alone between two other characters, where usual pre-tokenizers cut too."""
+
+
+class Piece(NamedTuple):
+    """Ids of a part, `characters` long, of text number `text`. The pieces of a text follow one another."""
+
+    text: int
+    characters: int
+    ids: np.ndarray
+
+
+class Tokenizer(Protocol):
+    """What the data and the trainer ask of a tokenizer."""
+
+    kind: ClassVar[str]
+    """Which of the classes below: "byte", "char" or "subword"."""
+
+    @property
+    def size(self) -> int:
+        """Every id is less than this: the vocabulary a model needs."""
+        ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, int32."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids."""
+        ...
+
+    def encode_all(self, texts: Iterable[str]) -> Iterator[Piece]:
+        """Ids of many texts, in order, on all cores where that pays."""
+        ...
+
+    def to_json(self) -> str:
+        """Text from which `from_json` makes an equal tokenizer."""
+        ...
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """SHA-256 of everything that decides the ids."""
+    return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """UTF-8 bytes as ids 0 to 255: knows every text, needs no file.
+
+    Example:
+        >>> Bytes().encode("Où").tolist()
+        [79, 195, 185]
+        >>> Bytes().decode([79, 195, 185])
+        'Où'
+    """
+
+    kind: ClassVar[str] = "byte"
+
+    @property
+    def size(self) -> int:
+        """256."""
+        return 256
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, int32."""
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; bytes that are no UTF-8, such as half a character, become U+FFFD."""
+        return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
+
+    def encode_all(self, texts: Iterable[str]) -> Iterator[Piece]:
+        """Ids of many texts, in order."""
+        return (Piece(number, len(text), self.encode(text)) for number, text in enumerate(texts))
+
+    def to_json(self) -> str:
+        """Text from which `from_json` makes an equal tokenizer."""
+        return json.dumps({"kind": self.kind})
+
+
+@dataclasses.dataclass(frozen=True)
+class Characters:
+    """One id per character, in the order of their code points, as nanoGPT does.
+
+    Args:
+        alphabet: the known characters, sorted, each once.
+
+    Example:
+        >>> Characters.of(["abba", "c"]).encode("cab").tolist()
+        [2, 0, 1]
+    """
+
+    alphabet: str
+    kind: ClassVar[str] = "char"
+
+    def __post_init__(self) -> None:
+        if not self.alphabet or list(self.alphabet) != sorted(set(self.alphabet)):
+            raise UserError("alphabet: expected sorted characters, each once, at least one")
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> "Characters":
+        """The tokenizer that knows exactly the characters of some texts."""
+        return cls("".join(sorted(set().union(*texts))))
+
+    @property
+    def size(self) -> int:
+        """How many characters are known."""
+        return len(self.alphabet)
+
+    @functools.cached_property
+    def _ids(self) -> np.ndarray:
+        points = np.frombuffer(self.alphabet.encode("utf-32-le"), np.uint32)
+        ids = np.full(int(points[-1]) + 2, -1, np.int32)  # the last entry stands for everything beyond
+        ids[points] = np.arange(len(points), dtype=np.int32)
+        return ids
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, int32.
+
+        Raises:
+            UserError: a character that the alphabet lacks.
+        """
+        points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        ids = self._ids[np.minimum(points, len(self._ids) - 1)]
+        if len(ids) and ids.min() < 0:
+            missing = sorted({text[i] for i in np.flatnonzero(ids < 0).tolist()})
+            raise UserError(
+                f"the text holds {', '.join(map(repr, missing[:5]))}, unknown to this alphabet of {self.size}: "
+                "leave it out, or train with a byte tokenizer, which knows every text"
+            )
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; an id beyond the alphabet (a padded vocabulary) becomes U+FFFD."""
+        return "".join(self.alphabet[i] if 0 <= i < self.size else "\ufffd" for i in map(int, ids))
+
+    def encode_all(self, texts: Iterable[str]) -> Iterator[Piece]:
+        """Ids of many texts, in order."""
+        return (Piece(number, len(text), self.encode(text)) for number, text in enumerate(texts))
+
+    def to_json(self) -> str:
+        """Text from which `from_json` makes an equal tokenizer."""
+        return json.dumps({"kind": self.kind, "alphabet": self.alphabet})
+
+
+@dataclasses.dataclass(frozen=True)
+class Subwords:
+    """A tokenizer of the Hugging Face `tokenizers` library.
+
+    Special tokens are recognised where a text spells them ("<|eos|>"), and never added.
+
+    Args:
+        definition: content of a `tokenizer.json`.
+    """
+
+    definition: str
+    kind: ClassVar[str] = "subword"
+
+    @functools.cached_property
+    def _model(self) -> Any:
+        import tokenizers
+
+        try:
+            model = tokenizers.Tokenizer.from_str(self.definition)
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"not a tokenizer of the tokenizers library: {error}; give its tokenizer.json") from error
+        model.no_truncation()
+        model.no_padding()
+        return model
+
+    @functools.cached_property
+    def _size(self) -> int:
+        return max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def size(self) -> int:
+        """One more than the largest id."""
+        return self._size
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, int32."""
+        return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, special tokens spelled out; ids beyond the vocabulary are left out."""
+        return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def encode_all(self, texts: Iterable[str]) -> Iterator[Piece]:
+        """Ids of many texts, in order, by every core: long texts are cut where it does not change their ids."""
+        pieces = ((number, piece) for number, text in enumerate(texts) for piece in self._cut(text))
+        for group in _grouped(pieces):
+            encoded = self._model.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
+            for (number, piece), ids in zip(group, encoded, strict=True):
+                yield Piece(number, len(piece), np.array(ids.ids, np.int32))
+
+    def _cut(self, text: str) -> list[str]:
+        """The text in pieces whose ids, one after another, are those of the text; whole where the first cuts say no."""
+        if len(text) <= 2 * _CHUNK:
+            return [text]
+        cuts = [0]
+        while cut := _CUT.search(text, cuts[-1] + _CHUNK):
+            cuts.append(cut.end())
+        around = 256
+        for cut in cuts[1:9]:
+            left, right = text[cut - around : cut], text[cut : cut + around]
+            if not np.array_equal(self.encode(left + right), np.concatenate([self.encode(left), self.encode(right)])):
+                return [text]
+        return [text[start:stop] for start, stop in itertools.pairwise([*cuts, len(text)])]
+
+    def to_json(self) -> str:
+        """Text from which `from_json` makes an equal tokenizer."""
+        return json.dumps({"kind": self.kind, "definition": self.definition})
+
+
+def _grouped(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    group: list[tuple[int, str]] = []
+    held = 0
+    for piece in pieces:
+        group.append(piece)
+        held += len(piece[1])
+        if held >= _GROUP:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
+
+
+def from_json(text: str) -> Tokenizer:
+    """The tokenizer that `to_json` wrote.
+
+    Example:
+        >>> from_json(Characters("abc").to_json())
+        Characters(alphabet='abc')
+    """
+    fields = json.loads(text)
+    kinds = {"byte": Bytes, "char": Characters, "subword": Subwords}
+    kind = fields.pop("kind")
+    if kind not in kinds:
+        raise unknown("kind of tokenizer", kind, kinds)
+    return kinds[kind](**fields)
+
+
+def load(path: str) -> Subwords:
+    """The tokenizer of a `tokenizer.json` file.
+
+    Raises:
+        UserError: no such file, or not a tokenizer.
+    """
+    (name,) = source.find((path,))
+    tokenizer = Subwords(source.decode(source.read(name), name))
+    try:
+        size = tokenizer.size
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    if size == 0:
+        raise UserError(f"{path}: the tokenizer has no token; expected a trained one")
+    return tokenizer
