@@ -9,6 +9,7 @@ import dataclasses
 
 from jaxscale.errors import unknown
 from jaxscale.sharding.mesh import AXES
+from jaxscale.values import check_types
 
 Axes = tuple[str, ...]
 
@@ -58,6 +59,7 @@ class AxisRules:
     norm: Axes = ()
 
     def __post_init__(self) -> None:
+        check_types(self)
         for field in dataclasses.fields(self):
             for axis in getattr(self, field.name):
                 if axis not in AXES:

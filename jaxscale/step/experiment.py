@@ -7,6 +7,7 @@ from jaxscale.blocks import Model
 from jaxscale.errors import UserError
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.step.plan import Plan
+from jaxscale.values import check_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,9 @@ class Evaluation:
 
     every: int = 250
     batches: int | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +42,9 @@ class Samples:
     tokens: int = 200
     temperature: float = 0.8
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class Checkpointing:
@@ -55,6 +62,9 @@ class Checkpointing:
     keep: int = 3
     best: bool = True
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
@@ -69,6 +79,9 @@ class Guard:
     spike: float = 20.0
     warmup: int = 100
     patience: int = 20
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +112,7 @@ class Experiment:
     plan: Plan = Plan()
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("steps", "batch"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -7,6 +7,7 @@ from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.values import check_types
 
 PLAN_VERSION = 1
 """Written to plan.json; a file of a newer version is refused by name."""
@@ -49,6 +50,7 @@ class Plan:
     rules: AxisRules = AxisRules()
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.zero not in (0, 1, 2, 3):
             raise UserError(f"zero: got {self.zero!r}, expected a stage from 0 to 3")
         for name in ("microbatches", "unroll"):
