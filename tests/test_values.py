@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxscale import values
@@ -99,7 +99,7 @@ jobs = st.fixed_dictionaries(
         "path": st.none() | st.sampled_from([Path("a/b"), Path("/c")]),
         "sizes": st.lists(st.integers()).map(tuple),
         "pair": st.tuples(st.integers(), st.text()),
-        "weights": st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=3),
+        "weights": st.dictionaries(st.sampled_from(["a", "b", "c d"]), st.floats(allow_nan=False), max_size=3),
         "either": ropes | nets,
         "on": st.booleans(),
         "plan": plans,
@@ -332,21 +332,21 @@ def test_int_passes_for_float():
 def test_difference_is_empty_only_for_equals_and_names_what_differs(drawn: dict[str, Any], others: dict[str, Any]):
     a, b = Job(**drawn), Job(**others)
     found = difference(to_json(a), to_json(b))
-    assert (not found) == (to_json(a) == to_json(b))
+    if found:
+        assert json.dumps(to_json(a)) != json.dumps(to_json(b))
     mended = json.loads(json.dumps(to_json(a)))
     for path, _, there in found:
+        assume(path.count(".") <= 2)  # a key of `weights` may hold dots
         *parents, leaf = path.split(".")
         level = mended
         for parent in parents:
-            if parent not in level:
-                return  # a path through a key that holds a dot, or a whole branch that is absent
+            assume(parent in level)
             level = level[parent]
         if there == values.ABSENT:
-            level.pop(leaf, None)
+            level.pop(leaf)
         else:
             level[leaf] = there
-    if not any("." in key for key in [*a.weights, *b.weights]):
-        assert mended == to_json(b)
+    assert mended == to_json(b)
 
 
 def test_difference_reads_well():

@@ -38,9 +38,11 @@ def check_types(value: Any) -> None:
 def check(value: Any, hint: Any, path: str) -> None:
     """Check a value, and what it holds, against a declared type."""
     if len(members(hint)) > 1:
-        # A class that the value is no instance of needs no message of why.
+        # What plainly does not fit needs no message of why.
         for member in members(hint):
             if isinstance(member, type) and not isinstance(value, (member, int) if member is float else member):
+                continue
+            if get_origin(member) is Literal and value not in get_args(member):
                 continue
             try:
                 return check(value, member, path)
