@@ -1,0 +1,111 @@
+"""attend: attention by any of its implementations, and the choice among them.
+
+| implementation | file | holds | for |
+|---|---|---|---|
+| plain | attention_plain | T x S scores per head | short sequences, decoding; the definition |
+| chunked | attention_chunked | chunk x chunk scores per head | long sequences anywhere |
+| splash | attention_splash | nothing of the kind | TPU |
+"""
+
+import math
+from typing import Any, Literal, get_args
+
+import jax
+
+from jaxscale.errors import UserError, unknown
+from jaxscale.layers.attention_chunked import attend_chunked
+from jaxscale.layers.attention_plain import attend_plain
+from jaxscale.layers.attention_splash import attend_splash, why_not_splash
+from jaxscale.layers.visibility import Visibility
+from jaxscale.sharding.place import current
+from jaxscale.typing import Array, Float, Int
+
+Implementation = Literal["auto", "plain", "chunked", "splash"]
+
+PLAIN_SCORES = 1024 * 1024
+"""Scores per head up to which "auto" takes plain: beyond it, chunked."""
+
+
+def attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    causal: bool = True,
+    q_positions: Int[Array, "#B T"] | None = None,
+    kv_positions: Int[Array, "#B S"] | None = None,
+    q_segments: Int[Array, "#B T"] | None = None,
+    kv_segments: Int[Array, "#B S"] | None = None,
+    window: int | Int[Array, ""] | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+    implementation: str = "auto",
+    chunk: int = 512,
+) -> Float[Array, "B T N H"]:
+    """Attention of queries over the keys they see: `softmax(cap(scale * q k^T)) v`, `cap(s) = c tanh(s / c)`.
+
+    Query head n reads key head n // (N / K). A query that sees no key gives zeros, and zero gradients.
+
+    Args:
+        q, k, v: queries, keys, values. Scores and softmax are float32 whatever their type.
+        causal: a query sees no key of a later position.
+        q_positions, kv_positions: the index in the row by default.
+        q_segments, kv_segments: a query sees keys of its own segment; segment 0 is padding, which sees and is seen by none.
+        window: a query sees keys with 0 <= q_position - kv_position < window.
+        soft_cap: the scores' bound c.
+        scale: of the scores; 1 / sqrt(H) by default.
+        implementation: "plain", "chunked", "splash" (TPU), or "auto": splash on a TPU where it can, else plain up to
+            1024 * 1024 scores per head, else chunked.
+        chunk: queries and keys per chunk of "chunked".
+
+    Returns:
+        In the type of `q`.
+
+    Raises:
+        UserError: an unknown implementation; sizes that do not fit; what the named implementation cannot do.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> q, k = jnp.ones((1, 3, 4, 8)), jnp.ones((1, 3, 2, 8))
+        >>> v = jnp.arange(3.0).reshape(1, 3, 1, 1) * jnp.ones((1, 1, 2, 8))
+        >>> attend(q, k, v)[0, :, 0, 0].tolist()
+        [0.0, 0.5, 1.0]
+    """
+    heads, groups = q.shape[2], k.shape[2]
+    if heads % groups:
+        raise UserError(f"attention: got {heads} query heads and {groups} key heads, expected a multiple")
+    if (q_segments is None) != (kv_segments is None):
+        raise UserError("attention: got segments of queries or of keys alone; give both")
+    if window is not None and not causal:
+        raise UserError("attention: a window looks back from a query, and causal is False; drop one of them")
+    if isinstance(window, int) and window < 1:
+        raise UserError(f"attention: got window {window}, expected at least 1")
+    if chunk < 1:
+        raise UserError(f"attention: got chunk {chunk}, expected at least 1")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    visibility = Visibility(q_positions, kv_positions, q_segments, kv_segments, window, causal)
+    chosen = _choose(implementation, q.shape[1], k.shape[1], visibility)
+    settings: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
+    if chosen == "plain":
+        return attend_plain(q, k, v, visibility, **settings)
+    if chosen == "chunked":
+        return attend_chunked(q, k, v, visibility, chunk=chunk, **settings)
+    if platform() != "tpu":
+        raise UserError(f"attention 'splash' is a TPU kernel, and this runs on {platform()}: take 'chunked' or 'auto'")
+    return attend_splash(q, k, v, visibility, **settings)
+
+
+def platform() -> str:
+    """Kind of device that what is being traced will run on: the layout's, or the default one."""
+    found = current()
+    return jax.default_backend() if found is None else found[0].devices.flat[0].platform
+
+
+def _choose(implementation: str, queries: int, keys: int, visibility: Visibility) -> str:
+    if implementation not in get_args(Implementation):
+        raise unknown("implementation of attention", implementation, get_args(Implementation))
+    if implementation != "auto":
+        return implementation
+    if platform() == "tpu" and why_not_splash(queries, keys, visibility) is None:
+        return "splash"
+    return "plain" if queries * keys <= PLAIN_SCORES else "chunked"

@@ -1,0 +1,150 @@
+"""Attention: the layer around `attend`, with its projections, rotary positions, q/k norms and cache (Vaswani et al. 2017;
+grouped key heads, Ainslie et al. 2023).
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.blocks import Context
+from jaxscale.errors import UserError
+from jaxscale.layers.attend import attend
+from jaxscale.layers.cache import KVCache
+from jaxscale.layers.dropout import Dropout
+from jaxscale.layers.linear import Initializer, Linear
+from jaxscale.layers.norm import RMSNorm
+from jaxscale.layers.rotary import Rotary
+from jaxscale.sharding.place import constrain
+from jaxscale.typing import Array, Float, Int
+
+__all__ = ["Attention", "attend"]
+
+
+class Attention(nnx.Module):
+    """Self-attention: `out(attend(q(x), k(x), v(x)))`.
+
+    Projections are named for remat ("attention_q", "attention_k", "attention_v"), as are the results of `attend`
+    ("attention_out", and "attention_lse" of the chunked one).
+
+    Args:
+        embed: width of input and output.
+        heads: query heads, a multiple of `kv_heads`.
+        kv_heads: key and value heads.
+        head_dim: width of a head.
+        rotary: turns queries and keys by their positions; `None` leaves them.
+        bias: whether `q`, `k` and `v` have biases.
+        out_bias: whether `out` has one.
+        qk_norm: eps of an RMSNorm over each head of queries and keys, before they are turned; `None` has none.
+        soft_cap: bound of the scores.
+        window: a query sees itself and the `window - 1` positions before it; `None` for all.
+        scale: of the scores; 1 / sqrt(head_dim) by default.
+        dropout: rate of the dropout of the output.
+        init, out_init: initializers of `q`, `k`, `v`, and of `out`.
+
+    Example:
+        >>> from flax import nnx
+        >>> layer = Attention(8, 4, 2, 2, rotary=Rotary(2), rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((1, 3, 8))).shape
+        (1, 3, 8)
+    """
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        rotary: Rotary | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: float | None = None,
+        soft_cap: float | None = None,
+        window: int | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        init: Initializer | None = None,
+        out_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if heads % kv_heads:
+            raise UserError(f"attention: got {heads} query heads and {kv_heads} key heads, expected a multiple")
+        if rotary is not None and rotary.head_dim != head_dim:
+            raise UserError(f"attention: got rotary positions for heads {rotary.head_dim} wide, expected {head_dim}")
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.rotary, self.soft_cap, self.window, self.scale = rotary, soft_cap, window, scale
+        inward: dict[str, Any] = {"bias": bias, "init": init, "rngs": rngs}
+        self.q = Linear(embed, heads * head_dim, axes=("embed", "heads"), **inward)
+        self.k = Linear(embed, kv_heads * head_dim, axes=("embed", "kv_heads"), **inward)
+        self.v = Linear(embed, kv_heads * head_dim, axes=("embed", "kv_heads"), **inward)
+        self.out = Linear(heads * head_dim, embed, axes=("heads", "embed"), bias=out_bias, init=out_init, rngs=rngs)
+        self.q_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm)
+        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm)
+        self.dropout = Dropout(dropout, site="attention")
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Int[Array, "#B T"] | None = None,
+        segments: Int[Array, "#B T"] | None = None,
+        context: Context = Context(),
+        causal: bool = True,
+        cache: KVCache | None = None,
+        window: int | Int[Array, ""] | str | None = "own",
+    ) -> Any:
+        """The layer's output, without the residual; with a cache, `(output, cache)`.
+
+        Args:
+            x: input.
+            positions: of the tokens, for the rotary angles; the index in the row by default. Tokens of a segment must lie in
+                the order of their positions.
+            segments: tokens see their own segment only; 0 is padding.
+            context: of the forward pass; its `attention` names the implementation.
+            causal: tokens see no later ones.
+            cache: what was seen before; these tokens, a prompt or the next one, are appended. Segments then only tell
+                padding (0) from tokens, and positions are the cache's next ones by default.
+            window: in place of the layer's own, `None` for no window; "own" keeps it.
+        """
+        batch, length, _ = x.shape
+        if isinstance(window, str):
+            if window != "own":
+                raise UserError(f"attention: got window {window!r}, expected a whole number, None, or 'own'")
+            window = self.window
+        q = checkpoint_name(self.q(x), "attention_q").reshape(batch, length, self.heads, self.head_dim)
+        k = checkpoint_name(self.k(x), "attention_k").reshape(batch, length, self.kv_heads, self.head_dim)
+        v = checkpoint_name(self.v(x), "attention_v").reshape(batch, length, self.kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if positions is None and (self.rotary is not None or cache is not None):
+            positions = (0 if cache is None else cache.length) + jnp.arange(length)[None, :]
+        if self.rotary is not None:
+            assert positions is not None
+            q, k = self.rotary.apply(q, positions), self.rotary.apply(k, positions)
+        q = constrain(q, "batch", "inner_seq", "heads", "head_dim")
+        settings: dict[str, Any] = {
+            "causal": causal,
+            "window": window,
+            "soft_cap": self.soft_cap,
+            "scale": self.scale,
+            "implementation": context.attention,
+        }
+        if cache is None:
+            settings |= {"q_segments": segments, "kv_segments": segments}
+        else:
+            valid = jnp.ones((1, length), bool) if segments is None else segments != 0
+            cache = cache.append(k, v, positions, valid)
+            k, v = cache.k.astype(q.dtype), cache.v.astype(q.dtype)
+            settings |= {"q_positions": positions, "kv_positions": cache.positions}
+            settings |= {"q_segments": valid.astype(jnp.int32), "kv_segments": cache.valid.astype(jnp.int32)}
+            if context.attention == "splash":
+                settings["implementation"] = "auto"  # the kernel knows no cache, and a plan that names it still samples
+        k = constrain(k, "batch", "kv_seq", "kv_heads", "head_dim")
+        v = constrain(v, "batch", "kv_seq", "kv_heads", "head_dim")
+        y = attend(q, k, v, **settings)
+        y = constrain(y, "batch", "inner_seq", "heads", "head_dim")
+        y = self.out(y.reshape(batch, length, self.heads * self.head_dim))
+        y = self.dropout(y, context)
+        return y if cache is None else (y, cache)

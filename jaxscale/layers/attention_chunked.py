@@ -1,0 +1,197 @@
+"""Attention that never holds T x S, in plain JAX: an online softmax over chunks of keys (Rabe and Staats 2021), and
+FlashAttention's backward pass (Dao et al. 2022), which recomputes the scores chunk by chunk from the row's log-sum-exp.
+
+Memory grows with T + S. Chunks that no query may see by the order of indices (causal, window) are skipped at run time;
+segments do not skip chunks, since a skip must be the same for all rows of a sharded batch.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.layers.attention_plain import UNSEEN, scale_exactly
+from jaxscale.layers.visibility import Visibility
+from jaxscale.typing import Array, Float
+
+
+class _Sizes(NamedTuple):
+    """Chunk widths and true lengths: what is static in a call."""
+
+    q_chunk: int
+    kv_chunk: int
+    queries: int
+    keys: int
+    scale: float
+    soft_cap: float | None
+
+
+def attend_chunked(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    visibility: Visibility,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    chunk: int,
+) -> Float[Array, "B T N H"]:
+    """As `attend_plain`, with at most (B, N, chunk, chunk) scores at a time.
+
+    Args:
+        q, k, v: queries, keys, values.
+        visibility: which keys a query sees.
+        scale: of the scores.
+        soft_cap: of the scores.
+        chunk: queries and keys per chunk; the lengths need not be multiples.
+    """
+    batch, queries, heads, width = q.shape
+    keys, groups = k.shape[1:3]
+    q_chunk, kv_chunk = min(chunk, queries), min(chunk, keys)
+    q, left = scale_exactly(q, scale)
+    sizes = _Sizes(q_chunk, kv_chunk, queries, keys, left, soft_cap)
+    q = _chunks(q.reshape(batch, queries, groups, heads // groups, width), q_chunk)
+    out = _attend(sizes, q, _chunks(k, kv_chunk), _chunks(v, kv_chunk), visibility)
+    return _whole(out, queries).reshape(batch, queries, heads, width)
+
+
+def _chunks(x: Any, width: int) -> Any:
+    """(B, T, ...) to (chunks, B, width, ...), padded with zeros."""
+    count = -(-x.shape[1] // width)
+    pad = count * width - x.shape[1]
+    x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2)) if pad else x
+    return jnp.moveaxis(x.reshape(x.shape[0], count, width, *x.shape[2:]), 1, 0)
+
+
+def _whole(chunks: Any, length: int) -> Any:
+    """The inverse of `_chunks`."""
+    x = jnp.moveaxis(chunks, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+
+def _mask(sizes: _Sizes, visibility: Visibility, i: Any, j: Any) -> Any:
+    """What chunk i of the queries sees of chunk j of the keys: (B or 1, 1, 1, q_chunk, kv_chunk)."""
+    q_index = i * sizes.q_chunk + jnp.arange(sizes.q_chunk)
+    kv_index = j * sizes.kv_chunk + jnp.arange(sizes.kv_chunk)
+    seen = visibility.mask(q_index, kv_index)
+    if sizes.keys % sizes.kv_chunk:
+        seen = seen & (kv_index < sizes.keys)[None, None, :]
+    return seen[:, None, None, :, :]
+
+
+def _reachable(sizes: _Sizes, visibility: Visibility, i: Any, j: Any) -> Any:
+    """Whether indices alone let chunk i of the queries see anything of chunk j; `True` where they cannot tell."""
+    if not visibility.ordered_by_index:
+        return True
+    reachable = True
+    q_first, kv_first = i * sizes.q_chunk, j * sizes.kv_chunk
+    if visibility.causal:
+        reachable = kv_first <= q_first + sizes.q_chunk - 1
+    if visibility.window is not None:
+        reachable = reachable & (q_first - (kv_first + sizes.kv_chunk - 1) < visibility.window)
+    return reachable
+
+
+def _scores(sizes: _Sizes, q: Any, k: Any) -> Any:
+    """Scores of a chunk, capped, float32 (B, K, G, q_chunk, kv_chunk)."""
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+    scores = scores if sizes.scale == 1.0 else scores * sizes.scale
+    return scores if sizes.soft_cap is None else sizes.soft_cap * jnp.tanh(scores / sizes.soft_cap)
+
+
+def _forward(sizes: _Sizes, q: Any, k: Any, v: Any, visibility: Visibility) -> tuple[Any, Any]:
+    """Outputs in chunks, and the log-sum-exp of every query's scores (chunks, B, K, G, q_chunk)."""
+
+    def one(_: Any, chunk: Any) -> tuple[Any, Any]:
+        i, q_i = chunk
+        row = (q_i.shape[0], *q_i.shape[2:4], q_i.shape[1])
+
+        def step(carry: Any, chunk: Any) -> tuple[Any, Any]:
+            j, k_j, v_j = chunk
+
+            def add(carry: Any) -> Any:
+                top, total, out = carry
+                seen = _mask(sizes, visibility, i, j)
+                scores = jnp.where(seen, _scores(sizes, q_i, k_j), UNSEEN)
+                new_top = jnp.maximum(top, jnp.max(scores, -1))
+                weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
+                fade = jnp.exp(top - new_top)
+                added = jnp.einsum(
+                    "bkgts,bskh->bkgth", weights.astype(v_j.dtype), v_j, preferred_element_type=jnp.float32
+                )
+                return new_top, total * fade + jnp.sum(weights, -1), out * fade[..., None] + added
+
+            return _when(_reachable(sizes, visibility, i, j), add, carry), None
+
+        start = (
+            jnp.full(row, UNSEEN, jnp.float32),
+            jnp.zeros(row, jnp.float32),
+            jnp.zeros((*row, v.shape[-1]), jnp.float32),
+        )
+        (top, total, out), _ = lax.scan(step, start, (jnp.arange(k.shape[0]), k, v))
+        blind = total == 0.0
+        total = jnp.where(blind, 1.0, total)
+        out = jnp.einsum("bkgth->btkgh", out / total[..., None]).astype(q.dtype)
+        return None, (out, top + jnp.log(total))
+
+    return lax.scan(one, None, (jnp.arange(q.shape[0]), q))[1]
+
+
+def _when(reachable: Any, function: Any, operand: Any) -> Any:
+    return function(operand) if reachable is True else lax.cond(reachable, function, lambda same: same, operand)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(sizes: _Sizes, q: Any, k: Any, v: Any, visibility: Visibility) -> Any:
+    return _forward(sizes, q, k, v, visibility)[0]
+
+
+def _attend_forward(sizes: _Sizes, q: Any, k: Any, v: Any, visibility: Visibility) -> tuple[Any, Any]:
+    out, row_sums = _forward(sizes, q, k, v, visibility)
+    out, row_sums = checkpoint_name(out, "attention_out"), checkpoint_name(row_sums, "attention_lse")
+    return out, (q, k, v, visibility, out, row_sums)
+
+
+def _attend_backward(sizes: _Sizes, residuals: Any, d_out: Any) -> Any:
+    q, k, v, visibility, out, row_sums = residuals
+
+    def one(carry: Any, chunk: Any) -> tuple[Any, Any]:
+        i, q_i, d_out_i, out_i, row_sums_i = chunk
+        inner = jnp.einsum("btkgh,btkgh->bkgt", d_out_i, out_i, preferred_element_type=jnp.float32)
+
+        def step(dq_i: Any, chunk: Any) -> tuple[Any, Any]:
+            j, k_j, v_j, dk_j, dv_j = chunk
+
+            def add(carry: Any) -> Any:
+                dq_i, dk_j, dv_j = carry
+                scores = _scores(sizes, q_i, k_j)
+                seen = _mask(sizes, visibility, i, j)
+                weights = jnp.where(seen, jnp.exp(scores - row_sums_i[..., None]), 0.0)
+                d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out_i, v_j, preferred_element_type=jnp.float32)
+                d_scores = weights * (d_weights - inner[..., None])
+                if sizes.soft_cap is not None:
+                    d_scores = d_scores * (1 - jnp.square(scores / sizes.soft_cap))
+                d_scores = (d_scores * sizes.scale).astype(q_i.dtype)
+                narrow = weights.astype(d_out_i.dtype)
+                return (
+                    dq_i + jnp.einsum("bkgts,bskh->btkgh", d_scores, k_j, preferred_element_type=jnp.float32),
+                    dk_j + jnp.einsum("bkgts,btkgh->bskh", d_scores, q_i, preferred_element_type=jnp.float32),
+                    dv_j + jnp.einsum("bkgts,btkgh->bskh", narrow, d_out_i, preferred_element_type=jnp.float32),
+                )
+
+            dq_i, dk_j, dv_j = _when(_reachable(sizes, visibility, i, j), add, (dq_i, dk_j, dv_j))
+            return dq_i, (dk_j, dv_j)
+
+        start = jnp.zeros(q_i.shape, jnp.float32)
+        dq_i, carry = lax.scan(step, start, (jnp.arange(k.shape[0]), k, v, *carry))
+        return carry, dq_i.astype(q.dtype)
+
+    start = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+    (dk, dv), dq = lax.scan(one, start, (jnp.arange(q.shape[0]), q, d_out, out, row_sums))
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
