@@ -32,8 +32,8 @@ def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
     """Paths of the submodules that repeat, outermost first found: "layers/0", "layers/1", ...
 
     Two submodules repeat when they lie in one list (or have one stem and a number), are of one class, and have
-    parameters of the same names, shapes and types; their unlike neighbours of the same class and list are blocks too. Layers of
-    Flax itself (`nnx.Linear`, ...) are too small to be blocks, containers (`nnx.Sequential`) are not.
+    parameters of the same names, shapes and types; their unlike neighbours of the same class and list are blocks too.
+    Layers of Flax itself (`nnx.Linear`, ...) are too small to be blocks, containers (`nnx.Sequential`) are not.
 
     Example:
         >>> class Block(nnx.Module):

@@ -1,0 +1,208 @@
+"""Convolutions and batch norm (Ioffe and Szegedy 2015) of images in the layout (batch, height, width, channels).
+
+Mixed precision is as in `linear.py`: a convolution computes in the type of its input, and the gradient of the kernel has
+the type of the kernel. Left out: grouped and transposed convolutions.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.blocks import Context
+from jaxscale.errors import UserError
+from jaxscale.layers.linear import Initializer, add_bias
+from jaxscale.sharding.place import constrain
+from jaxscale.typing import Array, Float
+
+Padding = str | int | Sequence[tuple[int, int]]
+"""Rows and columns of zeros around an image: "SAME", "VALID", a number for all sides, or (low, high) per dim."""
+
+_NHWC = ("NHWC", "HWIO", "NHWC")
+_TO_KERNEL = jax.lax.ConvDimensionNumbers(lhs_spec=(3, 0, 1, 2), rhs_spec=(3, 0, 1, 2), out_spec=(2, 3, 0, 1))
+"""The kernel's gradient is a convolution of the input, its channels as batch, with the output's gradient as kernel."""
+
+
+def _pads(padding: Padding, size: Sequence[int], window: Sequence[int], strides: Sequence[int]) -> Any:
+    """The padding as (low, high) per spatial dim."""
+    if isinstance(padding, str):
+        if padding not in ("SAME", "VALID"):
+            raise UserError(f"padding: got {padding!r}, expected SAME, VALID, a number or (low, high) per dim")
+        return tuple(jax.lax.padtype_to_pads(size, window, strides, padding))
+    return ((padding, padding),) * len(window) if isinstance(padding, int) else tuple(map(tuple, padding))
+
+
+def _convolve(x: Any, w: Any, strides: Any, pads: Any) -> Any:
+    return jax.lax.conv_general_dilated(x, w.astype(x.dtype), strides, pads, dimension_numbers=_NHWC)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _mixed(x: Any, w: Any, strides: Any, pads: Any) -> Any:
+    return _convolve(x, w, strides, pads)
+
+
+def _mixed_forward(x: Any, w: Any, strides: Any, pads: Any) -> Any:
+    return _convolve(x, w, strides, pads), (x, w)
+
+
+def _mixed_backward(strides: Any, pads: Any, residuals: Any, dy: Any) -> Any:
+    x, w = residuals
+    (dx,) = jax.linear_transpose(lambda x: _convolve(x, w, strides, pads), x)(dy)
+    # low padding as before; high padding so that the output has the size of the kernel, rows that no stride reaches cut
+    dw_pads = [
+        (low, window - 1 + (out - 1) * stride + 1 - size - low)
+        for (low, _), window, out, stride, size in zip(
+            pads, w.shape[:2], dy.shape[1:3], strides, x.shape[1:3], strict=True
+        )
+    ]
+    dw = jax.lax.conv_general_dilated(
+        x, dy, (1, 1), dw_pads, rhs_dilation=strides, dimension_numbers=_TO_KERNEL, preferred_element_type=w.dtype
+    )
+    return dx, dw.astype(w.dtype)
+
+
+_mixed.defvjp(_mixed_forward, _mixed_backward)
+
+
+def convolve(
+    x: Float[Array, "B I J C"], w: Float[Array, "h w C O"], *, stride: int = 1, padding: Padding = "SAME"
+) -> Float[Array, "B P Q O"]:
+    """The cross-correlation of `x` with `w`, in the type of `x`; the gradient of `w` has the type of `w`.
+
+    y[b, p, q, o] = sum over i, j, c of x[b, s p + i - low, s q + j - low, c] * w[i, j, c, o].
+
+    Args:
+        x: images (batch, height, width, channels).
+        w: kernel (height, width, channels in, channels out), in any float type.
+        stride: s, of both dims.
+        padding: zeros around the images; "SAME" gives ceil(size / stride) rows and columns.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> convolve(jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 1)), stride=2)[0, :, :, 0].tolist()
+        [[9.0, 6.0], [6.0, 4.0]]
+    """
+    strides = (stride, stride)
+    pads = _pads(padding, x.shape[1:3], w.shape[:2], strides)
+    return (_convolve if x.dtype == w.dtype else _mixed)(x, w, strides, pads)
+
+
+class Conv(nnx.Module):
+    """A convolution over height and width.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        window: height and width of the kernel.
+        stride: step between output positions.
+        padding: zeros around the images: "SAME", "VALID", a number, or (low, high) per dim.
+        bias: whether there is a bias, zeros at first.
+        axes: logical axes of the kernel (height, width, in, out); the bias carries the last.
+        init: initializer of the kernel; by default He et al. 2015's normal of variance 2 / (window^2 * out_channels).
+        rngs: random streams; `params` is drawn from.
+
+    Example:
+        >>> from flax import nnx
+        >>> Conv(3, 8, window=3, stride=2, rngs=nnx.Rngs(0))(jnp.ones((2, 6, 6, 3))).shape
+        (2, 3, 3, 8)
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        window: int = 3,
+        stride: int = 1,
+        padding: Padding = "SAME",
+        bias: bool = False,
+        axes: tuple[str | None, ...] = (None, None, None, "channels"),
+        init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        for name, value in (("window", window), ("stride", stride)):
+            if value < 1:
+                raise UserError(f"convolution: got {name} {value}, expected at least 1")
+        init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal") if init is None else init
+        shape = (window, window, in_channels, out_channels)
+        self.stride, self.padding = stride, padding
+        self.weight = nnx.Param(init(rngs.params(), shape, jnp.float32), out_sharding=axes)
+        self.bias = nnx.Param(jnp.zeros((out_channels,), jnp.float32), out_sharding=axes[-1:]) if bias else None
+
+    def __call__(self, x: Float[Array, "B I J C"]) -> Float[Array, "B P Q O"]:
+        """`x` convolved, in the type of `x`."""
+        y = convolve(x, self.weight[...], stride=self.stride, padding=self.padding)
+        y = y if self.bias is None else add_bias(y, self.bias[...])
+        return constrain(checkpoint_name(y, "conv"), "batch", None, None, "channels")
+
+
+class BatchNorm(nnx.Module):
+    """`(x - mean) / sqrt(var + eps) * w + b` per channel, statistics in float32 over every other dim.
+
+    In training (the context has a key) the statistics are those of the **microbatch**, over the rows of all devices; so
+    unlike every other layer its result depends on the number of microbatches, though not on the mesh. The running
+    statistics move towards them, `running <- momentum * running + (1 - momentum) * batch`, once per microbatch, with the
+    biased variance as in Flax (PyTorch's is the unbiased one). Evaluation uses the running statistics.
+
+    Args:
+        size: channels.
+        momentum: what stays of the running statistics.
+        eps: added to the variance.
+        gain: initial `w`. Zeros in the last norm of a residual branch start the block as the identity (Goyal et al.
+            2017, arXiv:1706.02677).
+
+    Example:
+        >>> import jax
+        >>> from flax import nnx
+        >>> norm, x = BatchNorm(1, momentum=0.5), jnp.array([[1.0], [3.0]])
+        >>> norm(x, context=Context(key=jax.random.key(0))).round(2).tolist(), norm.mean[...].tolist()
+        ([[-1.0], [1.0]], [1.0])
+        >>> norm(x).round(2).tolist()
+        [[0.0], [2.0]]
+    """
+
+    def __init__(
+        self, size: int, *, momentum: float = 0.9, eps: float = 1e-5, gain: float = 1.0, rngs: nnx.Rngs | None = None
+    ):
+        if not 0 <= momentum < 1:
+            raise UserError(f"batch norm: got momentum {momentum!r}, expected at least 0 and less than 1")
+        self.momentum, self.eps = momentum, eps
+        self.weight = nnx.Param(jnp.full((size,), gain, jnp.float32), out_sharding=("norm",))
+        self.bias = nnx.Param(jnp.zeros((size,), jnp.float32), out_sharding=("norm",))
+        self.mean = nnx.BatchStat(jnp.zeros((size,), jnp.float32))
+        self.var = nnx.BatchStat(jnp.ones((size,), jnp.float32))
+
+    def __call__(self, x: Float[Array, "*B C"], *, context: Context = Context()) -> Float[Array, "*B C"]:
+        """`x` normalised per channel, in the type of `x`."""
+        wide = x.astype(jnp.float32)
+        over = tuple(range(x.ndim - 1))
+        row = lambda v: v.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + v.shape)  # noqa: E731
+        if context.key is None:
+            mean, var = self.mean[...], self.var[...]
+        else:
+            mean = wide.mean(over)
+            var = jnp.square(wide - row(mean)).mean(over)
+            for running, batch in ((self.mean, mean), (self.var, var)):
+                running[...] = self.momentum * running[...] + (1 - self.momentum) * jax.lax.stop_gradient(batch)
+        scale = jax.lax.rsqrt(var + self.eps) * self.weight[...].astype(jnp.float32)
+        return ((wide - row(mean)) * row(scale) + row(self.bias[...])).astype(x.dtype)
+
+
+def max_pool(
+    x: Float[Array, "B I J C"], *, window: int, stride: int, padding: Padding = "SAME"
+) -> Float[Array, "B P Q C"]:
+    """The largest value of each window; padding never wins.
+
+    Example:
+        >>> max_pool(jnp.arange(16.0).reshape(1, 4, 4, 1), window=2, stride=2)[0, :, :, 0].tolist()
+        [[5.0, 7.0], [13.0, 15.0]]
+    """
+    pads = _pads(padding, x.shape[1:3], (window, window), (stride, stride))
+    least = jnp.asarray(-jnp.inf, x.dtype)
+    return jax.lax.reduce_window(
+        x, least, jax.lax.max, (1, window, window, 1), (1, stride, stride, 1), ((0, 0), *pads, (0, 0))
+    )
