@@ -1,0 +1,197 @@
+"""FLOP of a program, from its jaxpr: nothing is compiled and no device is asked.
+
+XLA's own `cost_analysis` counts the body of a loop once, and gives None on a GPU; here a scan counts `length` times.
+What `mfu` is measured against is `model_flop`: matrix products and convolutions alone, 2 per multiply and add. What no
+result depends on does not count, as a compiler drops it. Recomputation (`jax.checkpoint`, a chunked loss) is work of
+the trace and counts: give `model_flop` the function without it.
+
+It leaves out elementwise work, bytes, and what sparsity or causality would save.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Flop:
+    """FLOP of a program's matrix products, convolutions and kernels.
+
+    Args:
+        by_primitive: FLOP of each primitive, by its name in the jaxpr.
+        unknown_loops: while loops whose number of trips the trace does not tell; their bodies count once.
+    """
+
+    by_primitive: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    unknown_loops: int = 0
+
+    @property
+    def total(self) -> int:
+        """FLOP of all primitives."""
+        return sum(self.by_primitive.values())
+
+    def __add__(self, other: "Flop") -> "Flop":
+        names = dict.fromkeys([*self.by_primitive, *other.by_primitive])
+        merged = {name: self.by_primitive.get(name, 0) + other.by_primitive.get(name, 0) for name in names}
+        return Flop(merged, self.unknown_loops + other.unknown_loops)
+
+    def __mul__(self, times: int) -> "Flop":
+        return Flop({name: flop * times for name, flop in self.by_primitive.items()}, self.unknown_loops)
+
+
+def count_flop(fn: Callable[..., Any], *args: Any) -> Flop:
+    """FLOP of the matrix products, convolutions and kernels of `fn(*args)`, all devices together.
+
+    A scan counts as often as it runs, a `cond` as its most expensive branch, a `shard_map` once per device of its
+    manual axes.
+
+    Args:
+        fn: a function of arrays that JAX can trace.
+        args: its arguments: arrays, or `jax.ShapeDtypeStruct`s.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+        >>> count_flop(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: y @ x.T @ x, x), x).total
+        1536
+    """
+    import jax
+
+    return _jaxpr_flop(jax.make_jaxpr(fn)(*args))
+
+
+def model_flop(fn: Callable[..., Any], *args: Any) -> int:
+    """FLOP of the matrix products and convolutions of `fn(*args)`: what a model's work means in `mfu`.
+
+    Args:
+        fn: a function of arrays that JAX can trace, such as the gradient of a loss.
+        args: its arguments: arrays, or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+        FLOP, all devices together: 2MNK for a product of (M, K) and (K, N).
+
+    Raises:
+        ValueError: a matrix product stands in a while loop whose trips are unknown.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 16), (4, 8)])
+        >>> model_flop(lambda w, x: x @ w, w, x), model_flop(jax.grad(lambda w, x: (x @ w).sum()), w, x)
+        (1024, 1024)
+    """
+    flop = count_flop(fn, *args)
+    if flop.unknown_loops:
+        raise ValueError(
+            f"{flop.unknown_loops} while loop(s) with matrix products have an unknown number of trips; "
+            "use lax.scan, or fori_loop with fixed bounds (count_flop counts one trip of each)"
+        )
+    return flop.total
+
+
+def _jaxpr_flop(jaxpr: Any, used: Sequence[bool] | None = None) -> Flop:
+    """FLOP of a jaxpr, closed or open, of which the outputs `used` are wanted."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    used = [True] * len(jaxpr.outvars) if used is None else used
+    live = {var for var, wanted in zip(jaxpr.outvars, used, strict=True) if wanted and not hasattr(var, "val")}
+    total = Flop()
+    for eqn in reversed(jaxpr.eqns):
+        wanted = [var in live for var in eqn.outvars]
+        if any(wanted) or eqn.effects:
+            total += _eqn_flop(eqn, wanted)
+            live.update(var for var in eqn.invars if not hasattr(var, "val"))  # literals have a value, and no hash
+    return total
+
+
+def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
+    name, params = eqn.primitive.name, eqn.params
+    if name in _FORMULAS:
+        return Flop({name: _FORMULAS[name](eqn)})
+    if name == "pallas_call":
+        return _kernel_flop(eqn)
+    if name == "scan":
+        return _jaxpr_flop(params["jaxpr"]) * params["length"]
+    if name == "while":
+        body = _jaxpr_flop(params["body_jaxpr"])
+        return dataclasses.replace(body, unknown_loops=body.unknown_loops + 1) if body.total else body
+    if name == "cond":
+        return max((_jaxpr_flop(branch) for branch in params["branches"]), key=lambda flop: flop.total)
+    if name == "shard_map":
+        shards = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+        return _jaxpr_flop(params["jaxpr"]) * shards
+    inner = [value for value in params.values() if hasattr(getattr(value, "jaxpr", value), "eqns")]
+    if inner:
+        # jit, remat, custom_vjp and the like run the one program they hold
+        alike = len(inner) == 1 and len(getattr(inner[0], "jaxpr", inner[0]).outvars) == len(used)
+        return sum((_jaxpr_flop(jaxpr, used if alike else None) for jaxpr in inner), Flop())
+    return Flop()
+
+
+def _dot_flop(eqn: Any) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
+
+
+def _ragged_dot_flop(eqn: Any) -> int:
+    """A row meets the matrix of its own group alone."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    shape = eqn.invars[0].aval.shape
+    flop = 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
+    if set(numbers.lhs_ragged_dimensions) <= set(contracted):
+        groups = eqn.invars[2].aval.shape[-1]
+        return flop // groups
+    return flop
+
+
+def _scaled_matmul_flop(eqn: Any) -> int:
+    """Operands are (batch, rows, contracted)."""
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * eqn.invars[0].aval.shape[-1]
+
+
+def _conv_flop(eqn: Any) -> int:
+    """Taps that meet an element of the input: neither padding nor the holes of a dilated input count, as in XLA."""
+    params = eqn.params
+    lhs, rhs = (var.aval.shape for var in eqn.invars[:2])
+    out = eqn.outvars[0].aval.shape
+    numbers = params["dimension_numbers"]
+    taps = 1
+    for i, (from_dim, kernel_dim, to_dim) in enumerate(
+        zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    ):
+        taps *= _valid_taps(
+            lhs[from_dim],
+            rhs[kernel_dim],
+            out[to_dim],
+            params["window_strides"][i],
+            params["padding"][i][0],
+            params["lhs_dilation"][i],
+            params["rhs_dilation"][i],
+        )
+    inputs = rhs[numbers.rhs_spec[1]]  # channels of one feature group
+    return 2 * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * inputs * taps
+
+
+def _valid_taps(size: int, kernel: int, out: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int) -> int:
+    """Pairs of an output position and a kernel tap that meet an element of the input, along one dim."""
+    reach = (size - 1) * lhs_dilation
+    places = (o * stride + k * rhs_dilation - low for o in range(out) for k in range(kernel))
+    return sum(0 <= place <= reach and place % lhs_dilation == 0 for place in places)
+
+
+def _kernel_flop(eqn: Any) -> Flop:
+    """What a Pallas kernel's `CostEstimate` says, else its body once per step of the grid."""
+    estimate = eqn.params.get("cost_estimate")
+    if estimate is not None:
+        return Flop({"pallas_call": int(estimate.flops)})
+    steps = math.prod(eqn.params["grid_mapping"].grid)
+    return Flop({"pallas_call": _jaxpr_flop(eqn.params["jaxpr"]).total * steps})
+
+
+_FORMULAS: Mapping[str, Callable[[Any], int]] = {
+    "dot_general": _dot_flop,
+    "ragged_dot_general": _ragged_dot_flop,
+    "scaled_matmul": _scaled_matmul_flop,
+    "conv_general_dilated": _conv_flop,
+}
