@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `checkpoints/STEP` with one canonical tree (names to whole arrays, no trace of mesh, ZeRO or
 memory plan) and a description of it: format, step, tokens, state of the data, held-out loss, and per array its shape,
-dtype and two checksums. A folder counts once Orbax has committed it; what a killed run left half-written is cleaned up, and
-what does not verify is passed over for the one before. Nothing is ever saved over a checkpoint that exists.
+dtype and two checksums. A folder counts once Orbax has committed it; what a killed run left half-written is cleaned up,
+and what does not verify is passed over for the one before. Nothing is ever saved over a checkpoint that exists.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class Restored:
     damaged: dict[int, str]
 
 
-class Damaged(Exception):
+class DamagedError(Exception):
     """A checkpoint that cannot be read or does not verify."""
 
 
@@ -97,7 +97,7 @@ class Checkpoints:
         """What the checkpoint of a step says of itself.
 
         Raises:
-            Damaged: it cannot be read.
+            DamagedError: it cannot be read.
             UserError: it was written by a newer version.
         """
         if step not in self._known:
@@ -110,7 +110,7 @@ class Checkpoints:
         for step in self.steps():
             try:
                 loss = self.describe(step).loss
-            except Damaged:
+            except DamagedError:
                 continue
             if loss is not None and loss == loss:
                 losses[step] = loss
@@ -204,7 +204,7 @@ class Checkpoints:
             problem, result = "", None
             try:
                 result = self._restore(candidate, abstract)
-            except Damaged as caught:
+            except DamagedError as caught:
                 problem = str(caught)
             if not _all_agree(result is not None):
                 problem = problem or "another process could not read it"
@@ -244,11 +244,11 @@ class Checkpoints:
         except Exception as problem:
             if "RESOURCE_EXHAUSTED" in str(problem):
                 raise
-            raise Damaged(_first_line(problem)) from problem
+            raise DamagedError(_first_line(problem)) from problem
         wrong = [name for name in abstract if list(sums[name]) != entries[name][2:]]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            raise Damaged(f"the checksum of array {wrong[0]!r}{more} does not match its content")
+            raise DamagedError(f"the checksum of array {wrong[0]!r}{more} does not match its content")
         return Restored(_description(content), _cast(arrays, abstract), {})
 
     def _read(self, step: int) -> dict[str, Any]:
@@ -256,14 +256,14 @@ class Checkpoints:
 
         path = self._at(step)
         if not (path / _COMMITTED).exists():
-            raise Damaged(f"{path} has no {_COMMITTED}: it was not written to its end, or is incomplete")
+            raise DamagedError(f"{path} has no {_COMMITTED}: it was not written to its end, or is incomplete")
         try:
             metadata = ocp.metadata(path).custom_metadata
             content, digest = metadata["jaxscale"], metadata["sha256"]
         except Exception as problem:
-            raise Damaged(f"its description cannot be read: {_first_line(problem)}") from problem
+            raise DamagedError(f"its description cannot be read: {_first_line(problem)}") from problem
         if _digest(content) != digest:
-            raise Damaged("the checksum of its description does not match")
+            raise DamagedError("the checksum of its description does not match")
         if content["format"] > FORMAT:
             raise UserError(
                 f"{path} is a checkpoint of format {content['format']}, and this version of jaxscale reads "

@@ -1,7 +1,7 @@
 """Signals of a run: the first SIGTERM or Ctrl-C asks it to stop after the step and save, a second one ends it at once.
 
-Colab's stop button interrupts the kernel, which is Ctrl-C. With several processes a signal may reach any of them: `Agreement`
-makes all of them stop, or save, after the same step.
+Colab's stop button interrupts the kernel, which is Ctrl-C. With several processes a signal may reach any of them:
+`Agreement` makes all of them stop, or save, after the same step.
 """
 
 import os
@@ -55,8 +55,8 @@ class Stop:
 class Agreement:
     """The same answers on every process: does any of them want to stop; does the first one's clock want a save.
 
-    The question is a tiny program on the devices, asked after a step is dispatched and answered when its metrics come, so that
-    no device waits for it.
+    The question is a tiny program on the devices, asked after a step is dispatched and answered when its metrics come, so
+    that no device waits for it.
 
     Args:
         mesh: the mesh of the run.
@@ -72,7 +72,8 @@ class Agreement:
 
             self._rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
             self._count = mesh.size
-            self._any = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
+            whole = NamedSharding(mesh, PartitionSpec())
+            self._any = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=whole)
 
     def ask(self, stop: bool, save: bool) -> Any:
         """Put the question; every process puts it after the same step."""

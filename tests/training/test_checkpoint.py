@@ -1,8 +1,8 @@
 import json
 import os
 import resource
-import signal
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.errors import UserError
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.training import checkpoint as module
-from jaxscale.training.checkpoint import Checkpoints, Damaged, Description
+from jaxscale.training.checkpoint import Checkpoints, DamagedError, Description
 
 
-def arrays(seed=0, mesh="data:2", spec=PartitionSpec("data")):
+def arrays(seed=0):
     rng = np.random.default_rng(seed)
-    sharding = NamedSharding(MeshSpec.parse(mesh).build(), spec)
+    sharding = NamedSharding(MeshSpec.parse("data:2").build(), PartitionSpec("data"))
     tree = {
         "params/embed/weight": jnp.asarray(rng.normal(size=(64, 32)), jnp.float32),
         "params/blocks/layers/0/up": jnp.asarray(rng.normal(size=(32, 8)), jnp.bfloat16),
@@ -27,8 +27,8 @@ def arrays(seed=0, mesh="data:2", spec=PartitionSpec("data")):
     return {name: jax.device_put(x, sharding) for name, x in tree.items()} | {"step": jnp.int32(seed)}
 
 
-def abstract(mesh="1", spec=PartitionSpec(), dtypes=None):
-    sharding = NamedSharding(MeshSpec.parse(mesh).build(), spec)
+def abstract(mesh="1", axis=None, dtypes=None):
+    sharding = NamedSharding(MeshSpec.parse(mesh).build(), PartitionSpec(axis))
     whole = NamedSharding(sharding.mesh, PartitionSpec())
     return {
         name: jax.ShapeDtypeStruct(x.shape, (dtypes or {}).get(name, x.dtype), sharding=sharding if x.ndim else whole)
@@ -69,11 +69,9 @@ def test_nothing_saved_is_none(tmp_path):
     assert Checkpoints(tmp_path / "absent", write=False).steps() == []
 
 
-@pytest.mark.parametrize(
-    ("mesh", "spec"), [("fsdp:4", PartitionSpec("fsdp")), ("data:2,tensor:4", PartitionSpec("tensor")), ("1", PartitionSpec())]
-)
-def test_restores_onto_another_mesh(tmp_path, mesh, spec):
-    wanted = abstract(mesh, spec)
+@pytest.mark.parametrize(("mesh", "axis"), [("fsdp:4", "fsdp"), ("data:2,tensor:4", "tensor"), ("1", None)])
+def test_restores_onto_another_mesh(tmp_path, mesh, axis):
+    wanted = abstract(mesh, axis)
     restored = saved(tmp_path / "c", 1).restore(wanted)
     equal(restored.arrays, arrays(1))
     for name, leaf in wanted.items():
@@ -82,7 +80,7 @@ def test_restores_onto_another_mesh(tmp_path, mesh, spec):
 
 def test_restores_into_another_dtype(tmp_path):
     name = "params/embed/weight"
-    restored = saved(tmp_path / "c", 1).restore(abstract("fsdp:2", PartitionSpec("fsdp"), {name: jnp.bfloat16}))
+    restored = saved(tmp_path / "c", 1).restore(abstract("fsdp:2", "fsdp", {name: jnp.bfloat16}))
     assert restored.arrays[name].dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(restored.arrays[name]), np.asarray(arrays(1)[name].astype(jnp.bfloat16)))
 
@@ -101,7 +99,8 @@ def test_a_save_may_be_followed_by_donation(tmp_path):
     overwritten = jax.jit(lambda t: {"x": t["x"] * 0 - 1}, donate_argnums=0)(tree)
     assert float(overwritten["x"][0]) == -1.0
     checkpoints.wait()
-    restored = checkpoints.restore({"x": jax.ShapeDtypeStruct((1 << 18,), jnp.float32, sharding=overwritten["x"].sharding)})
+    wanted = jax.ShapeDtypeStruct((1 << 18,), jnp.float32, sharding=overwritten["x"].sharding)
+    restored = checkpoints.restore({"x": wanted})
     np.testing.assert_array_equal(np.asarray(restored.arrays["x"]), np.arange(1 << 18, dtype=np.float32))
 
 
@@ -257,13 +256,14 @@ def test_describes_a_step(tmp_path):
     reader = Checkpoints(tmp_path / "c", write=False)
     assert reader.describe(4).tokens == 40
     (tmp_path / "c" / "00000004" / "_CHECKPOINT_METADATA").write_text("{")
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedError):
         Checkpoints(tmp_path / "c", write=False).describe(4)
     assert Checkpoints(tmp_path / "c", write=False).best() is None
 
 
 def test_the_description_is_plain_json(tmp_path):
     saved(tmp_path / "c", 4)
-    content = json.loads((tmp_path / "c" / "00000004" / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]["jaxscale"]
+    file = tmp_path / "c" / "00000004" / "_CHECKPOINT_METADATA"
+    content = json.loads(file.read_text())["custom_metadata"]["jaxscale"]
     assert content["format"] == 1
     assert content["arrays"]["params/embed/weight"][:2] == [[64, 32], "float32"]

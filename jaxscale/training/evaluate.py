@@ -1,0 +1,92 @@
+"""Held-out loss, and accuracy where the model can tell it: while training, and of a run afterwards."""
+
+from typing import Any
+
+from jaxscale.errors import UserError
+
+_IN_FLIGHT = 8
+"""Batches that may wait on the devices at once."""
+
+
+class Evaluator:
+    """Measures the held-out part of the data; its programs are compiled once.
+
+    Args:
+        step: the train step.
+        data: the opened data.
+        one_at_a_time: wait for each batch, as the CPU platform needs.
+    """
+
+    def __init__(self, step: Any, data: Any, *, one_at_a_time: bool) -> None:
+        import jax
+
+        self._step, self._data = step, data
+        self._in_flight = 1 if one_at_a_time else _IN_FLIGHT
+        accuracy = getattr(step.experiment.model, "accuracy", None)
+        self._accuracy: Any = None
+        if callable(accuracy):
+            from jaxscale.blocks import Context
+
+            dtype = None if step.plan.precision == "float32" else step.plan.precision
+            self._accuracy = jax.jit(lambda state, batch: accuracy(step.module(state), batch, Context(dtype=dtype)))
+
+    def __call__(self, state: Any, batches: int | None = None) -> dict[str, float] | None:
+        """Held-out loss, and accuracy where the model tells it.
+
+        Args:
+            state: the train state.
+            batches: how many to take; all by default.
+
+        Returns:
+            `loss` (nats per target), `targets`, and maybe `accuracy`; `None` where nothing is held out.
+        """
+        import jax
+
+        found: list[Any] = []
+        for number, batch in enumerate(self._data.evaluation()):
+            if number == batches:
+                break
+            placed = self._step.place(batch)
+            loss = self._step.evaluate(state, placed)
+            if self._in_flight == 1:
+                jax.block_until_ready(loss)
+            right = self._accuracy(state, placed) if self._accuracy is not None else None
+            found.append((loss.total, loss.weight, right))
+            if len(found) >= self._in_flight:
+                jax.block_until_ready(found[-self._in_flight])
+        if not found:
+            return None
+        rows = jax.device_get(found)
+        weight = sum(float(row[1]) for row in rows)
+        if weight == 0:
+            return None
+        result = {"loss": sum(float(row[0]) for row in rows) / weight, "targets": weight}
+        if self._accuracy is not None:
+            result["accuracy"] = sum(float(row[2][0]) for row in rows) / sum(float(row[2][1]) for row in rows)
+        return result
+
+
+def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dict[str, Any]:
+    """Held-out loss of a run's newest checkpoint, or of its best one.
+
+    Args:
+        run: the run directory.
+        best: take the checkpoint with the least held-out loss.
+        batches: how many held-out batches to take; all by default.
+
+    Returns:
+        `step`, `loss` (nats per target), `targets`, and maybe `accuracy`.
+
+    Raises:
+        UserError: no run or checkpoint there, or data with nothing held out.
+    """
+    from jaxscale.training.restore import restore_parameters
+
+    trained = restore_parameters(run, best=best, split=True)
+    experiment = trained.experiment
+    opened = experiment.data.open(experiment.batch, experiment.seed)
+    platform = trained.step.mesh.devices.flat[0].platform
+    found = Evaluator(trained.step, opened, one_at_a_time=platform == "cpu")(trained.state, batches)
+    if found is None:
+        raise UserError(f"the data of {trained.directory} has nothing held out: set its held_out above 0")
+    return {"step": trained.description.step, **found}

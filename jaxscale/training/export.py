@@ -1,0 +1,42 @@
+"""A run's model as a folder that Hugging Face's transformers reads."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxscale.errors import UserError
+
+
+def export(
+    run: Any, folder: Any, *, best: bool = False, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+) -> Path:
+    """Write the model of a run as config.json, safetensors and, where it is a subword one, its tokenizer.
+
+    Args:
+        run: the run directory.
+        folder: the folder to make; it must not hold a model.
+        best: take the checkpoint with the least held-out loss, not the newest.
+        dtype: type of the weights in the files.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: no run or checkpoint there, or a model that no architecture of transformers expresses.
+    """
+    from jaxscale.models import huggingface
+    from jaxscale.training.restore import read_tokenizer, restore_parameters
+
+    trained = restore_parameters(run, best=best)
+    model = trained.experiment.model
+    if not hasattr(model, "init_cache"):
+        raise UserError(f"{type(model).__name__} has no form in transformers: Decoder models have")
+    model = getattr(model, "model", model)  # what a pretrained folder was read as
+    arrays = trained.step.to_canonical(trained.state)
+    params = {
+        name.partition("/")[2].replace("/", "."): array for name, array in arrays.items() if name.startswith("params/")
+    }
+    huggingface.save(folder, model, params, dtype)
+    tokenizer = read_tokenizer(run)
+    if tokenizer is not None and tokenizer.kind == "subword":
+        (Path(folder) / "tokenizer.json").write_text(tokenizer.definition, encoding="utf-8")
+    return Path(folder)

@@ -1,0 +1,211 @@
+"""Text from a trained model: a KV cache, one compiled program that decodes a whole window in a scan, prompts of any lengths.
+
+A window is as many positions as the model has, or fewer where that is enough. When it is full and more is wanted, its newer
+half becomes the prompt of the next window: every token is drawn from at least half a window of text before it, and the model
+never sees a position that it was not trained on.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxscale.errors import UserError
+
+_PREFILL = 16
+"""Prompts shorter than this are fed one token at a time; of longer ones the greatest power of two at once."""
+
+
+def generate(
+    run: Any,
+    prompt: str | Sequence[str],
+    tokens: int = 200,
+    *,
+    temperature: float = 0.8,
+    seed: int = 0,
+    best: bool = False,
+) -> Any:
+    """What the model of a run writes after a prompt.
+
+    Args:
+        run: the run directory.
+        prompt: the text to continue, or several.
+        tokens: how many tokens to add; beyond the model's positions, see the module's docstring.
+        temperature: logits are divided by it; 0 takes the most likely token.
+        seed: of the draws; prompt number i has draws of its own.
+        best: take the checkpoint with the least held-out loss, not the newest.
+
+    Returns:
+        The continuation without the prompt; a list of them for several prompts.
+
+    Raises:
+        UserError: no run or checkpoint there, a model that does not generate, an empty prompt.
+    """
+    from jaxscale.training.restore import restore_parameters
+
+    check(tokens, temperature)
+    restored = restore_parameters(run, best=best)
+    model = restored.experiment.model
+    tokenizer = restored.tokenizer()
+    if not can_generate(model, tokenizer):
+        raise UserError(f"{type(model).__name__} with this data does not generate text: that takes a KV cache and a tokenizer")
+    prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt)
+    module = restored.step.module(restored.state)
+    texts = continuations(module, model, tokenizer, prompts, tokens=tokens, temperature=temperature, seed=seed)
+    return texts[0] if isinstance(prompt, str) else texts
+
+
+def check(tokens: int, temperature: float) -> None:
+    """Refuse settings that make no text.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    if tokens < 1:
+        raise UserError(f"tokens: got {tokens!r}, expected a whole number >= 1")
+    if not (temperature >= 0 and temperature < float("inf")):
+        raise UserError(f"temperature: got {temperature!r}, expected 0 (the most likely token) or more")
+
+
+def can_generate(model: Any, tokenizer: Any) -> bool:
+    """Whether there is a cache to decode with and a tokenizer to read the result with."""
+    return tokenizer is not None and hasattr(model, "init_cache")
+
+
+def continuations(
+    module: Any,
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    tokens: int,
+    temperature: float = 0.8,
+    seed: int = 0,
+) -> list[str]:
+    """A continuation of each prompt, all decoded together.
+
+    Args:
+        module: the model's module with its parameters.
+        model: the model value.
+        tokenizer: of the data it was trained on.
+        prompts: texts of at least one token.
+        tokens: tokens to add to each.
+        temperature: 0 is greedy.
+        seed: of the draws.
+    """
+    encoded = []
+    for prompt in prompts:
+        ids = np.asarray(tokenizer.encode(prompt), np.int32)
+        if not len(ids):
+            raise UserError(f"prompt {prompt!r} has no token: give at least one character, such as a line break")
+        encoded.append(ids)
+    drawn = decode(module, model, encoded, tokens=tokens, temperature=temperature, seed=seed, choices=tokenizer.size)
+    return [tokenizer.decode(row) for row in drawn]
+
+
+def decode(
+    module: Any,
+    model: Any,
+    prompts: Sequence[np.ndarray],
+    *,
+    tokens: int,
+    temperature: float = 0.8,
+    seed: int = 0,
+    choices: int | None = None,
+) -> list[np.ndarray]:
+    """Tokens drawn after each prompt.
+
+    Args:
+        module: the model's module with its parameters.
+        model: the model value: `context` positions, `init_cache`.
+        prompts: int32 ids, of any lengths above 0.
+        tokens: how many to draw for each.
+        temperature: 0 is greedy.
+        seed: of the draws: those of row i at position p depend on seed, i and p alone.
+        choices: ids below this may be drawn; all by default.
+
+    Returns:
+        int32 [tokens] for each prompt.
+    """
+    import jax
+    from flax import nnx
+
+    longest = max(len(prompt) for prompt in prompts)
+    width = min(model.context, _power_of_two_from(longest + tokens - 1))
+    texts = [np.asarray(prompt, np.int32) for prompt in prompts]
+    starts = [len(text) for text in texts]
+    graphdef, state = nnx.split(module)
+    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(np.arange(len(texts)))
+    while any(len(text) - start < tokens for text, start in zip(texts, starts, strict=True)):
+        # a full window keeps its newer half
+        kept = [text if len(text) < width else text[-max(width // 2, 1) :] for text in texts]
+        window = np.zeros((len(kept), width), np.int32)
+        for row, text in zip(window, kept, strict=True):
+            row[: len(text)] = text
+        lengths = np.array([len(text) for text in kept], np.int32)
+        offsets = np.array([len(text) for text in texts], np.int32) - lengths
+        shortest = int(lengths.min())
+        prefill = 0 if shortest <= _PREFILL else 1 << ((shortest - 1).bit_length() - 1)
+        drawn = _window(
+            graphdef, state, model, window, lengths, offsets, keys, float(temperature), prefill, choices or model.vocab
+        )
+        texts = [np.concatenate([text, row[length - 1 :]]) for text, row, length in zip(texts, drawn, lengths, strict=True)]
+    return [text[start : start + tokens] for text, start in zip(texts, starts, strict=True)]
+
+
+def _power_of_two_from(count: int) -> int:
+    return 1 << max(count - 1, 0).bit_length()
+
+
+@functools.cache
+def _program() -> Any:
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from jaxscale.blocks import Context
+
+    def draw(logits: Any, keys: Any, temperature: Any, choices: int) -> Any:
+        logits = logits[:, :choices].astype(jnp.float32)
+        likely = jnp.argmax(logits, axis=-1)
+        drawn = jax.vmap(jax.random.categorical)(keys, logits / jnp.maximum(temperature, 1e-6))
+        return jnp.where(temperature > 0, drawn, likely).astype(jnp.int32)
+
+    @functools.partial(jax.jit, static_argnums=(0, 2, 8, 9))
+    def window(
+        graphdef: Any, state: Any, model: Any, given: Any, lengths: Any, offsets: Any, keys: Any, temperature: Any,
+        prefill: int, choices: int,
+    ) -> Any:
+        """Row i, place t: the token that follows place t; given where t + 1 < lengths[i], else drawn."""
+        module = nnx.merge(graphdef, state, copy=True)
+        rows, width = given.shape
+        context = Context()
+        cache = model.init_cache(rows, width, jax.tree.leaves(nnx.state(module, nnx.Param))[0].dtype)
+        if prefill:
+            _, cache = module(given[:, :prefill], cache=cache, context=context)
+
+        def one(carry: Any, at: Any) -> Any:
+            cache, before = carry
+            fed = jnp.where(at < lengths, given[:, at], before)
+            logits, cache = module(fed[:, None], cache=cache, context=context)
+            place = jax.vmap(jax.random.fold_in)(keys, offsets + at)
+            new = draw(logits[:, -1], place, temperature, choices)
+            return (cache, new), new
+
+        _, drawn = jax.lax.scan(one, (cache, jnp.zeros(rows, jnp.int32)), jnp.arange(prefill, width))
+        drawn = jnp.concatenate([jnp.zeros((prefill, rows), jnp.int32), drawn])
+        return drawn.T
+
+    return window
+
+
+def _window(*arguments: Any) -> np.ndarray:
+    import jax
+
+    drawn = _program()(*arguments)
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(drawn, tiled=True))
+    return np.asarray(drawn)

@@ -1,0 +1,512 @@
+"""train: a run from an Experiment to its last step, with its log, evaluations, samples, checkpoints and report.
+
+The loop is the same for every plan: take a batch, dispatch a step, look at what came of the one before. What must
+survive a kill is written in an order that a restart can rely on: the line of a step is in the log before its state is in
+a checkpoint, and a checkpoint holds the state of the data beside that of the model, so that what follows is the same to
+the last bit.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jaxscale.errors import Diverged, Preempted, UserError
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
+from jaxscale.training import directory as place
+from jaxscale.training.checkpoint import Checkpoints, Description
+from jaxscale.training.display import Display
+from jaxscale.training.evaluate import Evaluator
+from jaxscale.training.metrics import MetricsLog
+from jaxscale.training.restore import write_tokenizer
+from jaxscale.training.run import Run
+from jaxscale.training.signals import Agreement, Stop
+from jaxscale.training.storage import run_path
+
+
+def train(
+    experiment: Experiment,
+    plan: Plan | None = None,
+    *,
+    steps: int | None = None,
+    out: Any = None,
+    resume: Literal["auto", "never"] = "auto",
+    log_every: int = 1,
+    profile: str | None = None,
+    source: Any = None,
+    quiet: bool = False,
+    devices: Sequence[Any] | None = None,
+) -> Run:
+    """Train an experiment, or continue it from its newest checkpoint, or show its result where it has finished.
+
+    Args:
+        experiment: what to train.
+        plan: how; the experiment's own by default.
+        steps: updates, instead of the experiment's.
+        out: the run directory, local or gs:// or s3://; `runs/NAME` by default.
+        resume: "auto" continues a run that is there; "never" renames its directory and starts anew.
+        log_every: steps per line of the log; the tokens and seconds of a line are of all of them.
+        profile: steps to trace, as "10:13" (the three from 10 to 12).
+        source: where the experiment came from (`training.source.Source`), so that commands can rebuild it.
+        quiet: print nothing.
+        devices: to run on; all by default.
+
+    Returns:
+        The run, with its metrics and its last state.
+
+    Raises:
+        UserError: something given does not fit, before anything is traced; or the disk failed, and older checkpoints
+            are intact.
+        Preempted: told to stop, and saved.
+        Diverged: steps kept being skipped; names the last good checkpoint.
+    """
+    if steps is not None:
+        experiment = dataclasses.replace(experiment, steps=steps)
+    if resume not in ("auto", "never"):
+        raise UserError(f"resume: got {resume!r}, expected auto or never")
+    if log_every < 1:
+        raise UserError(f"log_every: got {log_every!r}, expected a whole number >= 1")
+    traced = _profile(profile)
+    plan = experiment.plan if plan is None else plan
+    folder = run_path(place.default_directory(experiment) if out is None else out)
+    display = Display(experiment.steps, quiet=quiet, name=experiment.name)
+    return _Training(experiment, plan, folder, resume, log_every, traced, source, display, devices).run()
+
+
+class _Training:
+    """One run while it goes on."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        plan: Plan,
+        folder: Any,
+        resume: str,
+        log_every: int,
+        profile: Any,
+        source: Any,
+        display: Display,
+        devices: Sequence[Any] | None,
+    ) -> None:
+        self.experiment, self.plan, self.folder, self.resume = experiment, plan, folder, resume
+        self.log_every, self.profile, self.source = log_every, profile, source
+        self.display, self.devices = display, devices
+        self.n = 0
+        self.tokens = 0
+        self.skipped = 0
+        self.best: float | None = None
+        self.held_out: float | None = None
+        self.log: MetricsLog | None = None
+
+    # -- before the first step -----------------------------------------------------------------------------------------
+
+    def run(self) -> Run:
+        """Everything from the checks to the result."""
+        known = (self.folder / place.EXPERIMENT).exists()
+        if known and self.resume == "never":
+            if _first():
+                with place.claimed(self.folder):
+                    self.say(f"the run that was in {self.folder} is now {place.set_aside(self.folder)}")
+            known = False
+        _together("the directory is set")
+        if not known:
+            self._prepare()  # a mistake leaves no directory behind
+        with place.claimed(self.folder) if _first() else contextlib.nullcontext():
+            checkpoint = self.experiment.checkpoint
+            if place.check_same_experiment(self.folder, self.experiment):
+                last = Checkpoints(self.folder / place.CHECKPOINTS, write=False).steps()
+                if last and last[-1] >= self.experiment.steps:
+                    return self._finished_before(last[-1])
+            _together("the directory is checked")
+            if known:
+                self._prepare()
+            with place.writing(self.folder):
+                if _first():
+                    self._write_values()
+            self.checkpoints = Checkpoints(self.folder / place.CHECKPOINTS, keep=checkpoint.keep, best=checkpoint.best)
+            try:
+                return self._train()
+            finally:
+                self.display.close()
+                if self.log is not None:
+                    with contextlib.suppress(OSError):
+                        self.log.close()
+
+    def _write_values(self) -> None:
+        place.write_values(self.folder, self.experiment, self.step.plan)
+        write_tokenizer(self.folder, self.data.tokenizer)
+        if self.source is not None:
+            self.source.write(self.folder)
+        self.log = MetricsLog(self.folder)
+
+    def _finished_before(self, step: int) -> Run:
+        result = Run(self.folder, self.experiment, self.plan, devices=self.devices)
+        self.say(f"{self.folder} has finished: {result.summary()}")
+        self.say(f"nothing is left to do: raise steps beyond {step} to train on, or give another directory (--out)")
+        if _first() and not (self.folder / "report.html").exists():
+            self._report()
+        return result
+
+    def _prepare(self) -> None:
+        """Build the step and open the data: every check that needs no compilation."""
+        import jax
+
+        from jaxscale.step.build import build
+        from jaxscale.step.layout import check_model, resolve_mesh
+
+        devices = list(jax.devices() if self.devices is None else self.devices)
+        resolved, _ = resolve_mesh(self.plan, self.experiment.batch, devices)
+        check_model(resolved, self.experiment.model)
+        alone = jax.process_count() == 1
+        if alone:
+            self.data = self._open(0, 1)
+        self.step = build(self.experiment, self.plan, devices=self.devices)
+        if not alone:
+            self.data = self._open(*self.step.data_shard())
+        # on the CPU, steps in flight starve the collectives of one another: each is waited for
+        self.one_at_a_time = devices[0].platform == "cpu"
+
+    def _open(self, process: int, processes: int) -> Any:
+        wanted = self.experiment
+        opened = wanted.data.open(wanted.batch, wanted.seed, process=process, processes=processes)
+        check_data(self.experiment, opened)
+        return opened
+
+    def _start(self) -> Any:
+        """The state to start from: the newest checkpoint that verifies, or the initial one."""
+        restored = self.checkpoints.restore(self.step.canonical_abstract(), set_aside=True, say=self.say)
+        self.data_state: Any = None
+        if restored is None:
+            return self.step.init()
+        description = restored.description
+        self.n, self.tokens, self.best = description.step, description.tokens, description.best
+        self.held_out, self.data_state = description.loss, description.data
+        state = self.step.from_canonical(restored.arrays)
+        self.skipped = int(jax_get(state.watch.skipped))
+        damaged = {str(at): why for at, why in restored.damaged.items()}
+        self.event("resume", tokens=self.tokens, **({"damaged": damaged} if damaged else {}))
+        self.say(f"continuing {self.folder} after step {self.n}")
+        return state
+
+    # -- the steps -----------------------------------------------------------------------------------------------------
+
+    def _train(self) -> Run:
+        state = self._start()
+        batches = self.data.train(self.data_state)
+        batch = self.step.place(next(batches))
+        self.data_state = batches.get_state()
+        self._compile(batch)
+        self.agreement = Agreement(self.step.mesh)
+        self.evaluator = Evaluator(self.step, self.data, one_at_a_time=self.one_at_a_time)
+        begun = self.saved_at = time.monotonic()
+        pending: tuple[int, Any, Any] | None = None
+        self._resume_clock()
+        with Stop() as stop:
+            try:
+                while self.n < self.experiment.steps:
+                    if self.profile is not None:
+                        self.profile.before(self.n + 1, self.folder)
+                    state, metrics = self.step.run(state, batch)
+                    self.n += 1
+                    saved_data_state = self.data_state
+                    if self.n < self.experiment.steps:
+                        batch = self.step.place(next(batches))
+                        self.data_state = batches.get_state()
+                    question = self.agreement.ask(bool(stop.requested), self._clock_says_save())
+                    if self.one_at_a_time:
+                        self._settle(self.n, metrics)
+                        told_to_stop, save_now = self.agreement.answer(question)
+                    else:
+                        before, pending = pending, (self.n, metrics, question)
+                        told_to_stop, save_now = self._settle_pending(before)
+                    if self.profile is not None and self.profile.ends(self.n):
+                        self.profile.after(self.n, self.folder, state, self.event, self.say)
+                        self._resume_clock()
+                    last = self.n == self.experiment.steps
+                    if last or told_to_stop or save_now or self._due():
+                        if pending is not None:
+                            more = self._settle_pending(pending)
+                            told_to_stop, pending = told_to_stop or more[0], None
+                        self._pause(state, saved_data_state, stopping=told_to_stop and not last, save_now=save_now)
+                        if told_to_stop and not last:
+                            self._preempted(stop.requested)
+                    if (done := self.checkpoints.poll()) is not None:
+                        self._checkpoint_done(done)
+            except (UserError, Preempted):
+                raise
+            except Exception:
+                # a step or a batch failed: what is being saved may still become the checkpoint to restart from
+                with contextlib.suppress(Exception):
+                    self.checkpoints.wait()
+                raise
+        self.event("finished", loss=self.held_out, best=self.best, seconds=time.monotonic() - begun)
+        self._report()
+        live = {"train_step": self.step, "state": state, "data": self.data}
+        run = Run(self.folder, self.experiment, self.plan, devices=self.devices, **live)
+        self.say(f"done: {run.summary()}")
+        return run
+
+    def _compile(self, batch: Mapping[str, Any]) -> None:
+        for line in self.step.describe():
+            self.say(line)
+        facts = self.step.compile(batch)
+        self.event("compile", **dataclasses.asdict(facts))
+        self.flop = int(self.step.model_flop(batch))
+        memory = self.step.memory(batch)
+        lasting = {f"{kind.replace(' ', '_')}_bytes": size for kind, size in memory.items()}
+        self.event("predicted", model_flop=self.flop, parameters=self.step.parameters, **lasting)
+        if _first():
+            kinds = {**memory, "gradients and activations": facts.temp_bytes}
+            with place.writing(self.folder):
+                place.write_json(self.folder / "layout.json", {**self.step.layout.table(), "memory": kinds})
+        from jaxscale.platforms.detect import detect
+
+        platform = detect(list(self.step.mesh.devices.flat))
+        peak = platform.chip.peak(self.step.plan.precision) if self.step.plan.matmul == "default" else None
+        self.peak = peak * platform.chips * platform.slices if peak else None
+        self.say(f"{self.step.parameters:,} parameters, compiled in {facts.seconds:.1f} s")
+
+    def _settle_pending(self, pending: tuple[int, Any, Any] | None) -> tuple[bool, bool]:
+        if pending is None:
+            return False, False
+        self._settle(pending[0], pending[1])
+        return self.agreement.answer(pending[2])
+
+    def _settle(self, n: int, metrics: Mapping[str, Any]) -> None:
+        """Wait for what step `n` measured, and log it."""
+        found = {name: value.item() for name, value in jax_get(dict(metrics)).items()}
+        now = time.perf_counter()
+        self._seconds += now - self._since
+        self._since = now
+        self.tokens += (tokens := round(found["weight"]))
+        self._tokens += tokens
+        self._steps += 1
+        if found["skipped"] > self.skipped:
+            self.skipped = found["skipped"]
+            self.event("skipped", n, loss=found["loss"], grad_norm=found["grad_norm"], skipped=self.skipped)
+        if n % self.log_every == 0 or n == self.experiment.steps:
+            self._log_step(n, found)
+        if found["skipped_in_row"] > self.experiment.guard.patience:
+            self._diverged(n, found)
+
+    def _log_step(self, n: int, found: Mapping[str, float]) -> None:
+        seconds = self._seconds / self._steps
+        row = {
+            "loss": found["loss"],
+            "grad_norm": found["grad_norm"],
+            "learning_rate": found["learning_rate"],
+            "tokens": self.tokens,
+            "step_seconds": seconds,
+            "tokens_per_second": self._tokens / self._seconds,
+            "flop_per_second": self.flop / seconds,
+        }
+        if self.peak:
+            row["mfu"] = row["flop_per_second"] / self.peak
+        row |= self._device_memory()
+        self._seconds, self._steps, self._tokens = 0.0, 0, 0
+        if self.log is not None:
+            with place.writing(self.folder):
+                self.log.train(n, **row)
+        self.display.show(n, row)
+
+    def _device_memory(self) -> dict[str, int]:
+        if self.one_at_a_time:
+            return {}
+        told = self.step.mesh.local_devices[0].memory_stats() or {}
+        names = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
+        return {ours: told[theirs] for ours, theirs in names.items() if theirs in told}
+
+    def _resume_clock(self) -> None:
+        """Forget the time since the last step: it went into something else."""
+        self._since = time.perf_counter()
+        self._seconds, self._steps, self._tokens = 0.0, 0, 0
+
+    # -- between the steps ---------------------------------------------------------------------------------------------
+
+    def _clock_says_save(self) -> bool:
+        minutes = self.experiment.checkpoint.minutes
+        return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+
+    def _due(self) -> bool:
+        wanted = (self.experiment.evaluation.every, self.experiment.samples.every, self.experiment.checkpoint.every)
+        return any(_every(self.n, every) for every in wanted)
+
+    def _pause(self, state: Any, data_state: Any, *, stopping: bool, save_now: bool) -> None:
+        """Evaluate, sample and save after a step, whatever of it is due."""
+        last = self.n == self.experiment.steps
+        checkpoint, better = self.experiment.checkpoint, False
+        self.held_out = None
+        if last or _every(self.n, self.experiment.evaluation.every):
+            better = self._evaluate(state)
+        if last or _every(self.n, self.experiment.samples.every):
+            self._sample(state)
+        if last or stopping or save_now or _every(self.n, checkpoint.every) or (better and checkpoint.best):
+            self._save(state, data_state, wait=last or stopping)
+        self._resume_clock()
+
+    def _evaluate(self, state: Any) -> bool:
+        found = self.evaluator(state, self.experiment.evaluation.batches)
+        if found is None:
+            return False
+        self.held_out = found["loss"]
+        better = self.best is None or found["loss"] < self.best
+        if better:
+            self.best = found["loss"]
+        if self.log is not None:
+            with place.writing(self.folder):
+                self.log.eval(self.n, **found)
+        more = "".join(f", {name} {value:.4f}" for name, value in found.items() if name == "accuracy")
+        self.say(f"step {self.n}: held-out loss {found['loss']:.4f}{more}{' (best)' if better else ''}")
+        return better
+
+    def _sample(self, state: Any) -> None:
+        from jaxscale.training.generate import can_generate, continuations
+
+        wanted = self.experiment.samples
+        if not wanted.prompts or wanted.tokens < 1 or not can_generate(self.experiment.model, self.data.tokenizer):
+            return
+        from jaxscale.training.samples import append_sample
+
+        texts = continuations(
+            self.step.module(state),
+            self.experiment.model,
+            self.data.tokenizer,
+            wanted.prompts,
+            tokens=wanted.tokens,
+            temperature=wanted.temperature,
+            seed=self.experiment.seed,
+        )
+        for prompt, text in zip(wanted.prompts, texts, strict=True):
+            if _first():
+                with place.writing(self.folder):
+                    append_sample(self.folder, self.n, prompt, text)
+            self.say(f"--- step {self.n}\n{prompt}{text}\n---")
+
+    def _save(self, state: Any, data_state: Any, *, wait: bool) -> None:
+        if (done := self.checkpoints.wait()) is not None:
+            self._checkpoint_done(done)
+        self._save_began = time.perf_counter()
+        description = Description(
+            step=self.n,
+            tokens=self.tokens,
+            data=data_state,
+            experiment=self.experiment.name,
+            loss=self.held_out,
+            best=self.best,
+            versions=versions(),
+        )
+        self.checkpoints.save(self.step.to_canonical(state), description)
+        self.saved_at = time.monotonic()
+        if wait and (done := self.checkpoints.wait()) is not None:
+            self._checkpoint_done(done)
+
+    def _checkpoint_done(self, description: Description) -> None:
+        self.event("checkpoint", description.step, seconds=time.perf_counter() - self._save_began)
+
+    # -- ways to end ---------------------------------------------------------------------------------------------------
+
+    def _preempted(self, by: str) -> None:
+        by = by or "a signal to another process"
+        self.event("preempted", by=by)
+        self._report()
+        raise Preempted(f"stopped by {by} after step {self.n}, and saved: start the run again to continue it")
+
+    def _diverged(self, n: int, found: Mapping[str, float]) -> None:
+        with contextlib.suppress(UserError):
+            self.checkpoints.wait()
+        steps = self.checkpoints.steps()
+        good = "no checkpoint was saved"
+        if steps:
+            good = f"the last good checkpoint is {self.folder / place.CHECKPOINTS / f'{steps[-1]:08d}'}"
+        loss, norm, in_row = found["loss"], found["grad_norm"], found["skipped_in_row"]
+        self.event("diverged", n, loss=loss, grad_norm=norm, checkpoint=steps[-1] if steps else None)
+        self._report()
+        raise Diverged(
+            f"{in_row} steps in a row were skipped up to step {n} (loss {loss:.4g}, gradient norm {norm:.4g}); {good}: "
+            "lower the learning rate, or raise guard.spike if these steps are sound"
+        )
+
+    def _report(self) -> None:
+        if not _first():
+            return
+        from jaxscale.training.report import write_report
+
+        if self.log is not None:
+            with contextlib.suppress(OSError):
+                self.log.flush()
+        try:
+            write_report(self.folder)
+        except OSError as problem:
+            self.say(f"the report was not written: {problem}")
+
+    def event(self, name: str, step: int | None = None, /, **fields: Any) -> None:
+        """Log something that happened, at this step by default."""
+        if self.log is not None:
+            with place.writing(self.folder):
+                self.log.event(self.n if step is None else step, name, **fields)
+
+    def say(self, text: str) -> None:
+        """Show a line."""
+        if _first():
+            self.display.say(text)
+
+
+def check_data(experiment: Experiment, opened: Any) -> None:
+    """Refuse data that the model cannot take.
+
+    Raises:
+        UserError: tokens beyond the vocabulary, or sequences longer than the model's positions.
+    """
+    tokenizer = getattr(opened, "tokenizer", None)
+    vocab, context = (getattr(experiment.model, name, None) for name in ("vocab", "context"))
+    if tokenizer is not None and vocab is not None and tokenizer.size > vocab:
+        raise UserError(
+            f"the tokenizer has {tokenizer.size} tokens, and model.vocab is {vocab}: "
+            f"set model.vocab to {tokenizer.size} or more"
+        )
+    length = getattr(experiment.data, "context", None)
+    if context is not None and length is not None and length > context:
+        raise UserError(f"data.context is {length}, and model.context is {context} positions: set data.context to {context}")
+
+
+def _profile(text: str | None) -> Any:
+    if text is None:
+        return None
+    from jaxscale.training.profile import ProfileRange
+
+    return ProfileRange.parse(text)
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that decide what a step computes."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint")}
+
+
+def jax_get(tree: Any) -> Any:
+    """The arrays of a tree on the host."""
+    import jax
+
+    return jax.device_get(tree)
+
+
+def _every(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _first() -> bool:
+    import jax
+
+    return jax.process_index() == 0
+
+
+def _together(what: str) -> None:
+    import jax
+
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(what)

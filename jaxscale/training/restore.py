@@ -1,0 +1,127 @@
+"""The trained parameters of a run, from its directory: what generation, evaluation and export begin with.
+
+The optimizer's state stays on the disk. The step that is rebuilt computes as the run did, on the devices that are here.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxscale.errors import UserError
+from jaxscale.step.experiment import Experiment
+from jaxscale.training import directory as place
+from jaxscale.training.checkpoint import Checkpoints, Description
+from jaxscale.training.storage import run_path
+
+TOKENIZER = "tokenizer.json"
+"""The tokenizer of a run's data, so that its model can be used where the data is not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A run's model with its parameters.
+
+    Args:
+        directory: the run directory.
+        experiment: what was trained.
+        step: the train step on the devices of now; its optimizer is not the run's.
+        state: a train state with the run's parameters and batch statistics.
+        description: of the checkpoint.
+    """
+
+    directory: Any
+    experiment: Experiment
+    step: Any
+    state: Any
+    description: Description
+
+    def tokenizer(self) -> Any:
+        """The tokenizer of the run's data, or `None`."""
+        return read_tokenizer(self.directory)
+
+
+def read_tokenizer(directory: Any) -> Any:
+    """The tokenizer that a run left in its directory, or `None` where its data is not text."""
+    path = run_path(directory) / TOKENIZER
+    if not path.exists():
+        return None
+    from jaxscale.data.tokenizer import from_json
+
+    return from_json(path.read_text(encoding="utf-8"))
+
+
+def write_tokenizer(directory: Any, tokenizer: Any) -> None:
+    """Leave the tokenizer of the data in the run directory."""
+    if tokenizer is not None and hasattr(tokenizer, "to_json"):
+        (run_path(directory) / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
+
+
+def restore_parameters(
+    directory: Any,
+    *,
+    experiment: Experiment | None = None,
+    best: bool = False,
+    split: bool = False,
+    devices: Sequence[Any] | None = None,
+) -> Trained:
+    """The parameters of a run's newest checkpoint, or of its best one.
+
+    Args:
+        directory: the run directory.
+        experiment: what was trained; rebuilt from the directory by default.
+        best: take the checkpoint with the least held-out loss.
+        split: spread the batch over all devices, for evaluation; else one device has everything, if it fits there.
+        devices: all local ones by default.
+
+    Raises:
+        UserError: no run, no checkpoint, or none that verifies.
+    """
+    import jax
+
+    folder = run_path(directory)
+    if not (folder / place.EXPERIMENT).exists():
+        raise UserError(f"{folder} holds no run: expected {place.EXPERIMENT} there; give the directory of a run")
+    if experiment is None:
+        from jaxscale.training.source import load_experiment
+
+        experiment = load_experiment(folder)
+    checkpoints = Checkpoints(folder / place.CHECKPOINTS, write=False)
+    at = checkpoints.best() if best else None
+    if not checkpoints.steps() or (best and at is None):
+        lacking = "with a held-out loss " if best and checkpoints.steps() else ""
+        raise UserError(f"{folder} has no checkpoint {lacking}yet: train it until its first save")
+    step = _step(experiment, list(jax.devices() if devices is None else devices), split)
+    abstract = step.canonical_abstract()
+    wanted = {name: leaf for name, leaf in abstract.items() if name.split("/")[0] in ("params", "rest")}
+    restored = checkpoints.restore(wanted, step=at)
+    assert restored is not None
+    others = {name: leaf for name, leaf in abstract.items() if name not in wanted}
+    zeros = jax.jit(
+        lambda: {name: jax.numpy.zeros(leaf.shape, leaf.dtype) for name, leaf in others.items()},
+        out_shardings={name: leaf.sharding for name, leaf in others.items()},
+    )()
+    state = step.from_canonical({**restored.arrays, **zeros})
+    return Trained(folder, experiment, step, state, restored.description)
+
+
+def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
+    from jaxscale.optim.optimizer import Optimizer
+    from jaxscale.sharding.mesh import MeshSpec
+    from jaxscale.step.build import build
+    from jaxscale.step.plan import Plan
+
+    ran = experiment.plan
+    plan = Plan(precision=ran.precision, matmul=ran.matmul, loss_chunk=ran.loss_chunk, attention=ran.attention)
+    # plain descent keeps no state beside the parameters
+    plain = Optimizer(name="sgd", clip=None, weight_decay=0.0)
+    experiment = dataclasses.replace(experiment, optimizer=plain, plan=plan)
+    if split:
+        return build(experiment, devices=devices)
+    step = build(experiment, dataclasses.replace(plan, mesh=MeshSpec()), devices=devices[:1])
+    room = (devices[0].memory_stats() or {}).get("bytes_limit") if devices[0].platform != "cpu" else None
+    if len(devices) > 1 and room and 4 * step.parameters > 0.6 * room:
+        count = len(devices)
+        experiment = dataclasses.replace(experiment, batch=count)
+        step = build(experiment, dataclasses.replace(plan, mesh=MeshSpec(fsdp=count), zero=3), devices=devices)
+    return step
+

@@ -1,0 +1,201 @@
+"""Run: a run and its results, as `train` gives them back, or opened from its directory."""
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from jaxscale.errors import UserError
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
+from jaxscale.training import directory as place
+from jaxscale.training.metrics import Rows, read_metrics
+from jaxscale.training.storage import run_path
+from jaxscale.training.units import count, duration, number
+
+
+class Run:
+    """A run directory, and the live state behind it where there is one.
+
+    Args:
+        directory: the run directory.
+        experiment: what was trained; rebuilt from the directory when it is needed, by default.
+        plan: how.
+        devices: to rebuild the step on.
+        train_step: the step that trained, if it is still at hand.
+        state: its last state.
+        data: the opened data.
+
+    Example:
+        >>> Run.open("no/such/run")
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: no/such/run holds no run: expected experiment.json there; give the directory of a run
+    """
+
+    def __init__(
+        self,
+        directory: Any,
+        experiment: Experiment | None = None,
+        plan: Plan | None = None,
+        *,
+        devices: Sequence[Any] | None = None,
+        train_step: Any = None,
+        state: Any = None,
+        data: Any = None,
+    ) -> None:
+        self.dir = run_path(directory)
+        self._experiment, self._plan, self._devices = experiment, plan, devices
+        self._train_step, self._state, self._data = train_step, state, data
+
+    @classmethod
+    def open(cls, directory: Any) -> "Run":
+        """A run from its directory, whether it goes on or not.
+
+        Raises:
+            UserError: there is no run.
+        """
+        path = run_path(directory)
+        if not (path / place.EXPERIMENT).exists():
+            raise UserError(f"{path} holds no run: expected {place.EXPERIMENT} there; give the directory of a run")
+        return cls(path)
+
+    # -- what was measured ---------------------------------------------------------------------------------------------
+
+    @property
+    def metrics(self) -> Rows:
+        """Rows of the train steps: a list of dicts, with `column(name)` as an array."""
+        return read_metrics(self.dir, "train")
+
+    @property
+    def evaluations(self) -> Rows:
+        """Rows of the held-out measurements."""
+        return read_metrics(self.dir, "eval")
+
+    @property
+    def events(self) -> Rows:
+        """What happened besides: compile, checkpoint, resume, preempted, ..."""
+        return read_metrics(self.dir, "event")
+
+    @property
+    def step(self) -> int:
+        """Updates made."""
+        rows = self.metrics
+        return rows[-1]["step"] if rows else 0
+
+    @property
+    def loss(self) -> float:
+        """Loss of the last step in nats per target."""
+        rows = self.metrics
+        return rows[-1]["loss"] if rows else float("nan")
+
+    @property
+    def held_out_loss(self) -> float:
+        """The last held-out loss in nats per target; NaN where none was measured."""
+        rows = self.evaluations
+        return rows[-1]["loss"] if rows else float("nan")
+
+    @property
+    def samples(self) -> list[Any]:
+        """What the model wrote while it trained."""
+        from jaxscale.training.samples import read_samples
+
+        return read_samples(self.dir)
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    @property
+    def experiment(self) -> Experiment:
+        """What was trained."""
+        if self._experiment is None:
+            from jaxscale.training.source import load_experiment
+
+            self._experiment = load_experiment(self.dir)
+        return self._experiment
+
+    @property
+    def state(self) -> Any:
+        """The train state after the last step, or the newest checkpoint's."""
+        self._restore()
+        return self._state
+
+    @property
+    def module(self) -> Any:
+        """The model's module with the parameters of `state`."""
+        self._restore()
+        return self._train_step.module(self._state)
+
+    def generate(
+        self, prompt: str | Sequence[str] = "\n", tokens: int = 200, *, temperature: float = 0.8, seed: int = 0
+    ) -> Any:
+        """What the model writes after a prompt, or after several: see `training.generate.generate`."""
+        from jaxscale.training.generate import can_generate, check, continuations
+        from jaxscale.training.restore import read_tokenizer
+
+        check(tokens, temperature)
+        model = self.experiment.model
+        tokenizer = self._data.tokenizer if self._data is not None else read_tokenizer(self.dir)
+        if not can_generate(model, tokenizer):
+            raise UserError(f"{type(model).__name__} with this data does not generate text")
+        prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt)
+        texts = continuations(
+            self.module, model, tokenizer, prompts, tokens=tokens, temperature=temperature, seed=seed
+        )
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def _restore(self) -> None:
+        if self._state is not None:
+            return
+        from jaxscale.step.build import build
+        from jaxscale.training.checkpoint import Checkpoints
+
+        step = build(self.experiment, self._plan, devices=self._devices)
+        restored = Checkpoints(self.dir / place.CHECKPOINTS, write=False).restore(step.canonical_abstract())
+        if restored is None:
+            raise UserError(f"{self.dir} has no checkpoint yet: train it until its first save")
+        self._train_step, self._state = step, step.from_canonical(restored.arrays)
+
+    # -- for people ----------------------------------------------------------------------------------------------------
+
+    def summary(self) -> str:
+        """The run in a line."""
+        rows, held_out = self.metrics, self.evaluations
+        if not rows:
+            return "no step yet"
+        last = rows[-1]
+        text = f"step {last['step']}, loss {number(last['loss'])}"
+        if held_out:
+            best = min(held_out, key=lambda row: row["loss"])
+            text += f", held-out loss {number(held_out[-1]['loss'])}"
+            text += f" (best {number(best['loss'])} at step {best['step']})" if best is not held_out[-1] else ""
+        seconds = sum(row.get("step_seconds", 0.0) for row in rows)
+        return text + f", {count(last['tokens'])} tokens, {duration(seconds)} of steps"
+
+    def plot(self) -> Any:
+        """Loss and held-out loss, learning rate, gradient norm and tokens per second, as a matplotlib figure."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise UserError("plot needs matplotlib: pip install 'jaxscale[notebook]'; report.html shows the same") from None
+        rows, held_out = self.metrics, self.evaluations
+        figure = Figure(figsize=(10, 6), layout="constrained")
+        panels = {
+            "loss": "loss (nats per target)",
+            "learning_rate": "learning rate",
+            "grad_norm": "gradient norm",
+            "tokens_per_second": "tokens per second",
+        }
+        for axes, (name, title) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+            axes.plot(rows.column("step"), rows.column(name), linewidth=1, label="train")
+            if name == "loss" and held_out:
+                axes.plot(held_out.column("step"), held_out.column("loss"), marker="o", markersize=3, label="held out")
+                axes.legend()
+            axes.set_title(title)
+            axes.set_xlabel("step")
+        return figure
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.dir)!r}: {self.summary()})"
+
+    def _repr_html_(self) -> str:
+        report = self.dir / "report.html"
+        link = f' &middot; <a href="{escape(str(report))}">report</a>' if report.exists() else ""
+        return f"<b>{escape(self.dir.name)}</b> &middot; {escape(self.summary())}{link}"
