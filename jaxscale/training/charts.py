@@ -16,13 +16,14 @@ from typing import Literal
 
 import numpy as np
 
-from jaxscale.training.units import count, number
+from jaxscale.training.units import number, short
 
 BUCKETS = 500
 """Points of a thinned curve, at most two each: more than a chart's width in pixels would not be seen."""
 
 _UNITS = 1000.0
 _TICKS = 5
+_MARKS = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +54,20 @@ class Mark:
 
 
 def smooth(values: np.ndarray, window: float) -> np.ndarray:
-    """Exponential moving average over about `window` steps, without the bias of its start; NaN is passed over.
+    """Mean over about `window` steps around each step, fewer towards the ends. NaN and infinity are left out.
 
     Example:
-        >>> smooth(np.array([1.0, 1.0, np.nan, 1.0]), 3).tolist()
-        [1.0, 1.0, 1.0, 1.0]
+        >>> smooth(np.array([1.0, 2.0, np.nan, 4.0, 5.0]), 3).tolist()
+        [1.0, 1.5, 3.0, 4.5, 5.0]
     """
-    decay = 1 - 2 / (window + 1)
-    total, weight, out = 0.0, 0.0, []
-    for value in values.tolist():
-        if math.isfinite(value):
-            total, weight = decay * total + (1 - decay) * value, decay * weight + (1 - decay)
-        out.append(total / weight if weight else math.nan)
-    return np.array(out, dtype=np.float64)
+    finite = np.isfinite(values)
+    total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    number = np.concatenate([[0], np.cumsum(finite)])
+    place = np.arange(len(values))
+    half = np.clip(np.minimum(place, place[::-1]), int(window) // 12, int(window) // 2)
+    start, end = np.maximum(place - half, 0), np.minimum(place + half + 1, len(values))
+    sums, counts = total[end] - total[start], number[end] - number[start]
+    return np.where(counts > 0, sums / np.maximum(counts, 1), math.nan)
 
 
 def thin(steps: np.ndarray, values: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarray, np.ndarray]:
@@ -111,6 +113,7 @@ def line_chart(
     *,
     unit: str = "",
     text: Callable[[float], str] = number,
+    ticks_text: Callable[[float], str] | None = None,
     from_zero: bool = False,
     marks: Sequence[Mark] = (),
     tall: bool = False,
@@ -124,7 +127,8 @@ def line_chart(
         title: what is drawn.
         series: the curves; those without a finite value are left out.
         unit: of the values, after the title.
-        text: a value as text, for ticks and read-out.
+        text: a value as text, for the read-out.
+        ticks_text: a tick as text; its digits by default.
         from_zero: the axis begins at 0.
         marks: rules across the chart.
         tall: a chart that takes the page's width.
@@ -157,15 +161,19 @@ def line_chart(
             value = math.log10(value) if value > 0 else low - 1
         return (high - value) / (high - low)
 
-    marks = [mark for mark in marks if left <= mark.step <= right][:40]
+    marks = [mark for mark in marks if left <= mark.step <= right][:_MARKS]
     rules = "".join(f'<path class="mark" d="M{across(m.step) * _UNITS:.1f} 0V{_UNITS:.0f}"/>' for m in marks)
     curves = "".join(_curve(one, across, down) for one in series)
     heights = _log_ticks(low, high) if logarithmic else [(v, down(v)) for v in ticks(low, high, 5 if tall else 4)]
     grid = "".join(f'<path class="grid" d="M0 {y * _UNITS:.1f}H{_UNITS:.0f}"/>' for _, y in heights)
-    labels = "".join(f'<span class="y" style="top:{y:.2%}">{escape(text(v))}</span>' for v, y in heights)
+    say = ticks_text or _digits([v for v, _ in heights])
+    labels = "".join(f'<span class="y" style="top:{y:.2%}">{escape(say(v))}</span>' for v, y in heights)
+    whole = short if right >= 1e6 else "{:,.0f}".format
     widths = [s for s in ticks(left, right, 4) if s == int(s)]
-    labels += "".join(f'<span class="x" style="left:{across(s):.2%}">{count(s)}</span>' for s in widths)
+    labels += "".join(f'<span class="x" style="left:{across(s):.2%}">{whole(s)}</span>' for s in widths)
     keys = [f'<span class="key c{one.color} {one.style}"><i></i>{escape(one.label)}</span>' for one in series]
+    if tall:
+        labels += _mark_labels(marks, across)
     notes = [f"{cut} point{'s' * (cut > 1)} outside the frame"] if cut else []
     lost = sum(int((~np.isfinite(one.values)).sum()) for one in series if one.style != "line")
     notes += [f"{lost} not finite"] if lost else []
@@ -173,7 +181,7 @@ def line_chart(
     caption = [
         f"<b>{escape(title)}</b>",
         f"<small>{escape(unit)}</small>" if unit else "",
-        f'<span class="legend">{"".join(keys)}</span>' if len(keys) > 1 else "",
+        f'<span class="legend">{"".join(keys)}</span>' if tall and len(keys) > 1 else "",
         f'<small class="note">{escape(", ".join(notes))}</small>' if notes else "",
     ]
     return (
@@ -197,6 +205,40 @@ def _bounds(finite: np.ndarray) -> tuple[float, float, int]:
     if reach > 0 and low < near - reach:
         low = near - (far - near) * 0.5
     return low, high, int(((finite > high) | (finite < low)).sum())
+
+
+def _digits(values: Sequence[float]) -> Callable[[float], str]:
+    """Ticks with as many decimals as tell them apart."""
+    apart = min((abs(b - a) for a, b in pairwise(values) if a != b), default=abs(values[0]) if values else 1.0)
+    biggest = max((abs(value) for value in values), default=1.0)
+    if biggest >= 1e5:
+        return short
+    if biggest < 1e-3:
+        return _scientific
+    places = next(p for p in range(12) if abs(apart * 10**p - round(apart * 10**p)) < 1e-6 * apart * 10**p or p == 11)
+    return lambda value: f"{value:,.{places}f}".replace("-", "\N{MINUS SIGN}") if value else "0"
+
+
+def _scientific(value: float) -> str:
+    head, _, power = f"{value:.1e}".partition("e")
+    return f"{head.removesuffix('.0')}e{int(power)}".replace("-", "\N{MINUS SIGN}") if value else "0"
+
+
+def _mark_labels(marks: Sequence[Mark], across: Callable[[float], float]) -> str:
+    """Names at the heads of the rules; those that would lie on each other are joined."""
+    joined: list[tuple[float, list[str]]] = []
+    for mark in sorted(marks, key=lambda mark: mark.step):
+        where = across(mark.step)
+        if joined and where - joined[-1][0] < 0.14:
+            if mark.label not in joined[-1][1]:
+                joined[-1][1].append(mark.label)
+        else:
+            joined.append((where, [mark.label]))
+    side = {True: "rule before", False: "rule"}
+    return "".join(
+        f'<span class="{side[where > 0.6]}" style="left:{where:.2%}">{escape(", ".join(names))}</span>'
+        for where, names in joined
+    )
 
 
 def _log_ticks(low: float, high: float) -> list[tuple[float, float]]:

@@ -20,6 +20,9 @@ _KIND_COLORS = (
     ("batch", 5),
     ("output", 6),
 )
+_CUT = 40.0
+"""Longest side of a parameter's picture, in pixels."""
+
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
@@ -87,17 +90,16 @@ def cut_picture(shape: Sequence[int], parts: Sequence[int]) -> str:
     """
     dims = list(zip(shape, parts, strict=True)) or [(1, 1)]
     rows, columns = (dims[-2], dims[-1]) if len(dims) > 1 else ((1, 1), dims[-1])
-    wide = 46.0
-    tall = min(46.0, max(10.0, wide * rows[0] / max(1, columns[0]))) if len(dims) > 1 else 10.0
-    if rows[0] > columns[0]:
-        wide = max(12.0, 46.0 * columns[0] / rows[0])
+    wide = _CUT if rows[0] <= columns[0] else max(10.0, _CUT * columns[0] / rows[0])
+    tall = 10.0 if len(dims) == 1 else min(_CUT, max(10.0, wide * rows[0] / max(1, columns[0])))
     x, y = wide / max(1, columns[1]), tall / max(1, rows[1])
     lines = "".join(f"M{x * i:.1f} 0V{tall:.1f}" for i in range(1, min(columns[1], 16)))
     lines += "".join(f"M0 {y * i:.1f}H{wide:.1f}" for i in range(1, min(rows[1], 16)))
     pile = ""
     if len(dims) > 2:
         pile = f'<rect class="back" x="5" y="0.5" width="{wide:.1f}" height="{tall:.1f}"/>'
-    front = f'<g transform="translate(0.5 {4.5 if pile else 0.5})"><rect class="back" width="{wide:.1f}" height="{tall:.1f}"/>'
+    front = f'<g transform="translate(0.5 {4.5 if pile else 0.5})">'
+    front += f'<rect class="back" width="{wide:.1f}" height="{tall:.1f}"/>'
     front += f'<rect class="mine" width="{x:.1f}" height="{y:.1f}"/><path d="{lines}"/></g>'
     box = f"{wide + (6 if pile else 1):.0f}", f"{tall + (5 if pile else 1):.0f}"
     return f'<svg class="cut" width="{box[0]}" height="{box[1]}" aria-hidden="true">{pile}{front}</svg>'
@@ -115,7 +117,8 @@ def parameter_table(parameters: Sequence[dict[str, Any]], sizes: dict[str, int],
         rows.append(
             f"<tr><td>{cut_picture(shape, parts)}</td><th scope=row>{_breakable(str(one.get('name')))}</th>"
             f"<td>{f' {TIMES} '.join(f'{dim:,}' for dim in shape) or 'scalar'}</td><td>{_lies(spec, sizes)}</td>"
-            f"<td>{escape(str(one.get('dtype') or ''))}</td><td class=n>{size(whole)}</td><td class=n>{size(own)}</td></tr>"
+            f"<td>{escape(str(one.get('dtype') or ''))}</td>"
+            f"<td class=n>{size(whole)}</td><td class=n>{size(own)}</td></tr>"
         )
     if not rows:
         return ""
@@ -128,10 +131,11 @@ def parameter_table(parameters: Sequence[dict[str, Any]], sizes: dict[str, int],
             f"<tr class=rest><td></td><th scope=row>{count(left)} smaller ones</th><td></td><td></td><td></td>"
             f"<td class=n>{size(others)}</td><td class=n>{size(own)}</td></tr>"
         )
+    head = "<th></th><th>Parameter</th><th>Shape</th><th>Lies on</th><th>Type</th>"
+    head += "<th class=n>Whole</th><th class=n>Per device</th>"
     return (
-        '<div class="scroll"><table class="parameters"><thead><tr><th></th><th>Parameter</th><th>Shape</th><th>Lies on</th>'
-        f"<th>Type</th><th class=n>Whole</th><th class=n>Per device</th></tr></thead><tbody>{''.join(rows)}{rest}</tbody>"
-        "</table></div>"
+        f'<div class="scroll"><table class="parameters"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}{rest}</tbody></table></div>"
     )
 
 
@@ -156,7 +160,7 @@ def _breakable(name: str) -> str:
 
 
 def memory_bar(kinds: dict[str, float], capacity: float | None = None) -> str:
-    """Bytes per device by kind of tensor, as one bar, with a line per kind; the room left where the capacity is known."""
+    """Bytes per device by kind of tensor, as one bar and a line per kind; the room left where the capacity is known."""
     kinds = {kind: value for kind, value in kinds.items() if value > 0 and math.isfinite(value)}
     total = sum(kinds.values())
     if not total:
@@ -173,4 +177,5 @@ def memory_bar(kinds: dict[str, float], capacity: float | None = None) -> str:
     lines.append(f"<tr class=rest><th scope=row>Together</th><td class=n>{size(total)}</td><td class=n></td></tr>")
     if capacity:
         lines.append(f"<tr class=rest><th scope=row>Device</th><td class=n>{size(capacity)}</td><td class=n></td></tr>")
-    return f'<div class="bar" role="img" aria-label="memory per device">{"".join(parts)}</div><table>{"".join(lines)}</table>'
+    bar = f'<div class="bar" role="img" aria-label="memory per device">{"".join(parts)}</div>'
+    return f"{bar}<table>{''.join(lines)}</table>"

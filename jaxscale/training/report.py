@@ -1,7 +1,7 @@
 """report.html: a run on one page that needs nothing else, written from the files in the run's folder, without JAX.
 
-The page holds its style, its small script and its charts; it opens from disk or from a mail, wide or narrow, light or dark,
-and shows all it has without the script.
+The page holds its style, its small script and its charts; it opens from disk or from a mail, wide or narrow, light or
+dark, and shows all it has without the script.
 """
 
 import time
@@ -17,9 +17,9 @@ from jaxscale.training.metrics import Rows
 from jaxscale.training.pictures import memory_bar, mesh_picture, parameter_table
 from jaxscale.training.record import RunRecord
 from jaxscale.training.samples import Sample
-from jaxscale.training.sentences import mesh_sizes, plan_in_words
+from jaxscale.training.sentences import mesh_of, plan_in_words
 from jaxscale.training.storage import run_path
-from jaxscale.training.units import count, duration, field, number, rate, size
+from jaxscale.training.units import count, duration, field, number, rate, short, size
 
 FILE = "report.html"
 
@@ -68,18 +68,18 @@ def report_html(run: RunRecord) -> str:
         _header(run),
         _section("Training", _charts(run)),
         _section("How it was trained", _plan(run)),
-        _section("Memory and layout", _layout(run)),
         _section("Samples", _samples(run.samples)),
         _section("What happened", _events(run)),
         _section("Make it again", _reproduce(run)),
     ]
     written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    footer = f"<footer>Written {written} by jaxscale from the files in {escape(run.directory)}.</footer>"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>{escape(run.name)} · jaxscale</title><style>{style}</style></head><body><main>"
-        f"{''.join(sections)}<footer>Written {written} by jaxscale from the files in {escape(run.directory)}.</footer></main>"
-        f"<script>{script}</script></body></html>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(run.name)} · jaxscale</title><style>{style}</style></head>"
+        f"<body><main>{''.join(sections)}{footer}</main><script>{script}</script></body></html>\n"
     )
 
 
@@ -95,8 +95,9 @@ def _header(run: RunRecord) -> str:
     parts += [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start))] if start is not None else []
     status = run.status
     unread = "".join(f'<p class="warning">Could not be read: {escape(line)}</p>' for line in run.unread)
+    title = f'<h1>{escape(run.name)}</h1><span class="status {status}">{_STATUS[status]}</span>'
     return (
-        f'<header><div class="title"><h1>{escape(run.name)}</h1><span class="status {status}">{_STATUS[status]}</span></div>'
+        f'<header><div class="title">{title}</div>'
         f"<p>{escape(' · '.join(part for part in parts if part))}</p>{unread}</header>{_figures(run)}"
     )
 
@@ -157,17 +158,30 @@ def _charts(run: RunRecord) -> str:
     seconds = "step_seconds"
     small = [
         _one(train, "learning_rate", "Learning rate", color=3, from_zero=True),
-        _one(train, speed, "Throughput", unit="target tokens per second", color=1, text=count, from_zero=True)
-        or _one(train, seconds, "Step", color=1, text=duration, from_zero=True),
+        _one(
+            train,
+            speed,
+            "Throughput",
+            unit="target tokens per second",
+            color=1,
+            text=count,
+            ticks_text=short,
+            from_zero=True,
+        )
+        or _one(train, seconds, "Step", color=1, text=duration, ticks_text=duration, from_zero=True),
         _one(train, "grad_norm", "Gradient norm", color=4),
     ]
     if run.device_memory is not None:
-        small.append(_one(train, run.device_memory[0], "Device memory", color=5, text=size, from_zero=True))
+        small.append(
+            _one(train, run.device_memory[0], "Device memory", color=5, text=size, ticks_text=size, from_zero=True)
+        )
     if run.mfu is not None:
-        small.append(_one(train, "mfu", "Model FLOP utilization", color=7, text=lambda v: f"{v:.1%}", from_zero=True))
+        percent = "{:.1%}".format
+        mfu = _one(train, "mfu", "Model FLOP utilization", color=7, text=percent, ticks_text=percent, from_zero=True)
+        small.append(mfu)
     elif np.isfinite(train.column("flop_per_second")).any():
-        flop = _one(train, "flop_per_second", "Arithmetic", color=7, text=lambda v: rate(v, "FLOP/s"), from_zero=True)
-        small.append(flop)
+        how: dict[str, Any] = {"text": lambda v: rate(v, "FLOP/s"), "ticks_text": short, "from_zero": True}
+        small.append(_one(train, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **how))
     small = [f'<div class="sheet">{chart}</div>' for chart in small if chart]
     return (f'<div class="sheet">{main}</div>' if main else "") + (
         f'<div class="pair">{"".join(small)}</div>' if small else ""
@@ -184,34 +198,27 @@ def _one(rows: Rows, name: str, title: str, *, color: int, unit: str = "", **how
 
 
 def _plan(run: RunRecord) -> str:
+    """The plan in words beside the mesh and the memory, and under them how the biggest parameters lie."""
     words = plan_in_words(run.plan, run.layout, run.experiment)
-    sizes = mesh_sizes(run.layout.get("mesh") or run.plan.get("mesh"))
-    picture = ""
+    sizes = mesh_of(run.plan, run.layout)
+    stack = ""
     if run.layout.get("mesh") is not None or sizes:
-        devices = run.layout.get("devices") or 1
-        kind = run.layout.get("kind")
-        title = f"{devices} device{'s' * (devices != 1)}" + (f" ({kind})" if kind else "")
-        picture = f'<div class="sheet"><h3>Mesh: {escape(title)}</h3>{mesh_picture(sizes, int(devices))}</div>'
-    notes = "".join(f"<p class=warning>{escape(str(note))}</p>" for note in run.layout.get("notes") or [])
-    if words:
-        listed = "".join(f"<dt>{escape(topic)}</dt><dd>{escape(text)}</dd>" for topic, text in words)
-        listed = f'<div class="sheet"><h3>The plan</h3><dl class="words">{listed}</dl>{notes}</div>'
-    else:
-        listed = ""
-    if listed and picture:
-        return f'<div class="pair">{listed}{picture}</div>'
-    return listed + picture
-
-
-def _layout(run: RunRecord) -> str:
-    sizes = mesh_sizes(run.layout.get("mesh") or run.plan.get("mesh"))
+        devices = int(run.layout.get("devices") or 1)
+        kind = f" ({run.layout['kind']})" if run.layout.get("kind") else ""
+        title = f"Mesh: {devices:,} device{'s' * (devices != 1)}{kind}"
+        stack = f'<div class="sheet"><h3>{escape(title)}</h3>{mesh_picture(sizes, devices)}</div>'
     capacity = run.layout.get("capacity_bytes")
     bar = memory_bar(run.memory, float(capacity) if isinstance(capacity, int | float) else None)
-    bar = f'<div class="sheet"><h3>Bytes per device of the compiled step</h3>{bar}</div>' if bar else ""
+    if bar:
+        stack += f'<div class="sheet"><h3>Memory per device, of the compiled step</h3>{bar}</div>'
+    notes = "".join(f'<p class="warning">{escape(str(note))}</p>' for note in run.layout.get("notes") or [])
+    listed = "".join(f"<dt>{escape(topic)}</dt><dd>{escape(text)}</dd>" for topic, text in words)
+    listed = f'<div class="sheet"><h3>The plan</h3><dl class="words">{listed}</dl>{notes}</div>' if listed else ""
+    body = f'<div class="stack">{stack}</div>' if stack else ""
+    body = f'<div class="pair top">{listed}{body}</div>' if listed and body else listed + body
     parameters = run.layout.get("parameters")
     table = parameter_table(parameters, sizes) if isinstance(parameters, list) else ""
-    table = f'<div class="sheet"><h3>The biggest parameters</h3>{table}</div>' if table else ""
-    return bar + table
+    return body + (f'<div class="sheet"><h3>How the biggest parameters lie</h3>{table}</div>' if table else "")
 
 
 def _samples(samples: Iterable[Sample]) -> str:
@@ -265,7 +272,8 @@ def _events(run: RunRecord) -> str:
         f"<tr><td class=n>{where}</td><th scope=row>{escape(name)}</th><td>{escape(what)}</td></tr>"
         for where, name, what in listed[-_EVENTS:]
     )
-    table = f'<table class="facts"><thead><tr><th class=n>Step</th><th>Event</th><th></th></tr></thead><tbody>{cells}</tbody></table>'
+    head = "<thead><tr><th class=n>Step</th><th>Event</th><th></th></tr></thead>"
+    table = f'<table class="facts">{head}<tbody>{cells}</tbody></table>'
     left = f"The last {_EVENTS} of {len(listed)}" if len(listed) > _EVENTS else f"All {len(listed)}"
     return (
         f'<div class="sheet"><div class="lanes">{"".join(lanes)}</div><details{" open" if len(listed) < 13 else ""}>'
@@ -274,7 +282,7 @@ def _events(run: RunRecord) -> str:
 
 
 def _runs_of(rows: Rows) -> list[tuple[str, str, str]]:
-    """Events in order, three or more of one name after each other drawn together."""
+    """Events in order; more than three of one name after each other become one line."""
     listed: list[tuple[str, str, str]] = []
     index = 0
     while index < len(rows):

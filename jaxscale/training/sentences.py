@@ -53,6 +53,16 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
     return {str(axis): size for axis, size in mesh.items() if isinstance(size, int) and size > 1}
 
 
+def mesh_of(plan: dict[str, Any], layout: dict[str, Any]) -> dict[str, int]:
+    """Devices per axis of the mesh that ran: layout.json's, or the plan's where there is none.
+
+    Example:
+        >>> mesh_of({"mesh": "data:2"}, {"mesh": {"fsdp": 4}}), mesh_of({"mesh": "data:2"}, {})
+        ({'fsdp': 4}, {'data': 2})
+    """
+    return mesh_sizes(layout["mesh"] if layout.get("mesh") is not None else plan.get("mesh"))
+
+
 def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict[str, Any]) -> list[tuple[str, str]]:
     """What a plan does, as pairs of a topic and its sentences.
 
@@ -68,7 +78,7 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
         Batch | 64 rows, 16 for each of 4 parts.
         Memory: full | The backward pass keeps each block's input alone and recomputes the block.
     """
-    sizes = mesh_sizes(layout.get("mesh") or plan.get("mesh"))
+    sizes = mesh_of(plan, layout)
     words: list[tuple[str, str]] = []
     if plan or layout:
         words.append(("Mesh", _mesh(sizes, chosen="mesh" in plan and plan["mesh"] is None)))

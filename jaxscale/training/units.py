@@ -64,6 +64,19 @@ def rate(value: float, unit: str) -> str:
     return f"{_three(value)} {unit}"
 
 
+def short(value: float) -> str:
+    """A round number with a decimal prefix, for the ticks of an axis.
+
+    Example:
+        >>> short(20_000), short(2.5e9), short(0)
+        ('20 k', '2.5 G', '0')
+    """
+    for limit, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{_minus(f'{value / limit:.4g}')} {letter}"
+    return _minus(f"{value:.4g}")
+
+
 def duration(seconds: float) -> str:
     """A span of time.
 

@@ -1,0 +1,100 @@
+"""The end of a run in the terminal: the figures that are looked for first, and where to read on."""
+
+import io
+import shutil
+from typing import Any
+
+import numpy as np
+
+from jaxscale.training.record import RunRecord, Status
+from jaxscale.training.report import FILE
+from jaxscale.training.sentences import plan_in_words
+from jaxscale.training.storage import run_path
+from jaxscale.training.units import count, duration, number, rate, size
+
+_STATUS: dict[Status, tuple[str, str]] = {
+    "finished": ("finished", "green"),
+    "preempted": ("preempted; start it again to continue", "yellow"),
+    "diverged": ("diverged", "red"),
+    "running": ("running", "blue"),
+    "stopped": ("stopped without saying so; start it again to continue", "yellow"),
+    "empty": ("nothing measured yet", "dim"),
+}
+
+
+def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> str:
+    """A run in a few lines, for the terminal.
+
+    Args:
+        run_dir: the run's folder; of its files any may be missing.
+        color: with terminal colours.
+        width: columns; those of the terminal by default.
+
+    Returns:
+        The text, without a newline at its end.
+
+    Example:
+        >>> import tempfile
+        >>> print(summary(tempfile.mkdtemp(prefix="run-"), width=60).split("  ")[-1])
+        nothing measured yet
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    run = RunRecord.read(run_dir)
+    columns = width or min(100, shutil.get_terminal_size().columns)
+    screen = Console(
+        file=io.StringIO(),
+        width=columns,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        highlight=False,
+    )
+    word, style = _STATUS[run.status]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(Text(run.name, style="bold not dim"), Text(word, style=f"bold {style}"))
+    for name, text in _lines(run):
+        table.add_row(name, Text(text))
+    screen.print(table)
+    assert isinstance(screen.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in screen.file.getvalue().rstrip("\n").split("\n"))
+
+
+def _lines(run: RunRecord) -> list[tuple[str, str]]:
+    lines: list[tuple[str, str]] = []
+    train = run.rows("train")
+    if run.best is not None and run.final is not None:
+        step, loss = run.best
+        last = "" if run.final == run.best else f"; last {number(run.final[1])} at step {run.final[0]:,}"
+        lines.append(("held-out loss", f"{number(loss)} nats per target token at step {step:,}{last}"))
+    if train:
+        lines.append(("training loss", f"{number(train[-1].get('loss'))} at step {train[-1]['step']:,}"))
+        tokens = f", {count(run.tokens)} target tokens" if run.tokens is not None else ""
+        lines.append(("steps", f"{run.step:,}{f' of {run.steps:,}' if run.steps else ''}{tokens}"))
+    if run.seconds is not None and train:
+        compiled = run.events("compile").column("seconds")
+        compiled = compiled[np.isfinite(compiled)]
+        spent = f", {duration(float(compiled.sum()))} of it compiling" if compiled.size else ""
+        lines.append(("time", f"{duration(run.seconds)}{spent}"))
+    if run.tokens_per_second is not None:
+        flop = train.column("flop_per_second")
+        arithmetic = f", {rate(float(np.nanmedian(flop)), 'FLOP/s')}" if np.isfinite(flop).any() else ""
+        mfu = f", {run.mfu:.1%} MFU" if run.mfu is not None else ""
+        lines.append(("speed", f"{count(run.tokens_per_second)} target tokens per second{arithmetic}{mfu}"))
+    skipped = len(run.events("skipped"))
+    if skipped:
+        lines.append(("skipped", f"{skipped} step{'s' * (skipped > 1)}"))
+    memory = run.memory
+    if memory:
+        parts = ", ".join(f"{kind} {size(value)}" for kind, value in memory.items())
+        lines.append(("memory", f"{size(sum(memory.values()))} per device: {parts}"))
+    mesh = [words for topic, words in plan_in_words(run.plan, run.layout, run.experiment) if topic == "Mesh"]
+    if mesh:
+        lines.append(("mesh", mesh[0]))
+    if (run_path(run.directory) / FILE).exists():
+        lines.append(("report", str(run_path(run.directory) / FILE)))
+    lines += [("unread", line) for line in run.unread]
+    return lines
