@@ -1,13 +1,13 @@
 """Plan: how to train, as a value. Everything that changes speed and memory and should not change the result is here."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.values import check_types
+from jaxscale.values import check_types, from_json, read_json
 
 PLAN_VERSION = 1
 """Written to plan.json; a file of a newer version is refused by name."""
@@ -66,3 +66,21 @@ class Plan:
                 raise UserError(f"zero {self.zero} shards over the fsdp axis, and mesh {self.mesh} has none: add fsdp:N")
             if self.sequence_parallel and self.mesh.tensor == 1:
                 raise UserError(f"sequence_parallel shards over the tensor axis, and mesh {self.mesh} has none: add tensor:N")
+
+
+def read_plan(path: Any) -> Plan:
+    """The plan of a plan.json; fields that it lacks take their defaults.
+
+    Raises:
+        UserError: no such file, cut short, of a newer version, or with an unknown field or a wrong value.
+    """
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: got a {type(data).__name__}, expected a plan: an object of fields")
+    version = data.pop("version", PLAN_VERSION)
+    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= PLAN_VERSION:
+        raise UserError(
+            f"{path} is of plan version {version!r}, and this jaxscale reads up to {PLAN_VERSION}: "
+            "read it with the jaxscale that wrote it, or a newer one"
+        )
+    return from_json(Plan, data, str(path))

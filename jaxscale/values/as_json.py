@@ -7,7 +7,7 @@ import json
 import math
 import types
 from collections.abc import Callable, Mapping
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, TypeVar, get_args, get_origin
 
 from jaxscale.errors import UserError, near_miss
@@ -70,8 +70,8 @@ def has_code(data: Any) -> bool:
     return isinstance(data, list) and any(map(has_code, data))
 
 
-def read_json(path: Path) -> Any:
-    """What the JSON file at `path` holds.
+def read_json(path: Any) -> Any:
+    """What the JSON file at `path` (local, or in a bucket) holds.
 
     Raises:
         UserError: there is no such file, or it is not JSON (cut short, binary).

@@ -1,0 +1,69 @@
+"""What is decided before JAX starts its backend: which platform, how many virtual CPU devices, where compiled programs
+are kept.
+
+On a CPU one virtual device per core trains faster than one device with a pool of threads, and with libtpu installed but
+no TPU the first use of a backend would cost seconds. What the user has set in the environment is left as it is.
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd", "dxg")
+"""Device files under /dev of TPUs (accel, vfio), NVIDIA and AMD GPUs, and GPUs seen from WSL."""
+
+
+def has_accelerator(devices: Path = Path("/dev")) -> bool:
+    """Whether a TPU or GPU shows itself to the system; no backend is started for it."""
+    return any(next(devices.glob(pattern), None) is not None for pattern in ACCELERATORS)
+
+
+def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """CPU cores that this process may use: its affinity, or a container's quota where that is less."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = quota_file.read_text().split()
+        count = min(count, max(1, int(quota) // int(period)))  # "max" is no number: no quota
+    return count
+
+
+def start_backend() -> None:
+    """Choose the platform and the number of CPU devices, and switch the persistent compile cache on.
+
+    Call it before anything asks for devices; once a backend runs, its platform and devices stay as they are.
+    """
+    import jax
+
+    if not os.environ.get("JAX_PLATFORMS") and not jax.config.jax_platforms and not has_accelerator():
+        jax.config.update("jax_platforms", "cpu")
+    given = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if jax.config.jax_platforms == "cpu" and not given:
+        with contextlib.suppress(RuntimeError):  # the backend runs already
+            jax.config.update("jax_num_cpu_devices", cores())
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = cache_folder()
+        if folder is not None:
+            jax.config.update("jax_compilation_cache_dir", str(folder))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def cache_folder() -> Path | None:
+    """Folder of compiled programs, `$JAXSCALE_CACHE/compile` or `~/.cache/jaxscale/compile`.
+
+    Returns:
+        `None`, after a line that says so, where it cannot be written to.
+    """
+    base = os.environ.get("JAXSCALE_CACHE")
+    try:
+        folder = (Path(base) if base else Path.home() / ".cache" / "jaxscale") / "compile"
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        print(
+            f"compiled programs are not kept: {error}; set JAXSCALE_CACHE to a folder that can be written to",
+            file=sys.stderr,
+        )
+        return None
+    return folder

@@ -1,0 +1,99 @@
+"""What an experiment file shows without being run: whether it is one, and its variants. Nothing heavy is imported."""
+
+import ast
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxscale.errors import UserError, near_miss, unknown
+
+
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """What reading an experiment file shows, without running it.
+
+    Args:
+        path: the file, absolute.
+        text: what it holds.
+        summary: first line of its docstring.
+        variants: names of `VARIANTS`, with the first line of each function's docstring; `None` if not literal.
+    """
+
+    path: Path
+    text: str
+    summary: str
+    variants: dict[str, str] | None
+
+
+def outline(path: str | Path, variant: str | None = None) -> Outline:
+    """Read an experiment file and check all that can be known without running it.
+
+    Raises:
+        UserError: no such file, not Python, no `experiment()`, no such variant; with the near miss.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(_no_file(path))
+    try:
+        text = path.read_text("utf-8")
+        tree = ast.parse(text, str(path))
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is no experiment file: expected Python, got bytes that are not UTF-8 ({error})"
+        ) from None
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise UserError(f"{path}{line} is not Python: {error}") from None
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    names = {*functions, *(name for node in tree.body for name in _bound(node))}
+    if "experiment" not in names:
+        near = near_miss("experiment", names)
+        raise UserError(f"{path} has no experiment(): define a function of that name that returns an Experiment{near}")
+    variants = _variants(tree, functions)
+    if variant is not None and variants is not None and variant not in variants:
+        raise unknown(f"variant of {path}", variant, variants)
+    return Outline(path.absolute(), text, _first_line(ast.get_docstring(tree)), variants)
+
+
+def _no_file(path: Path) -> str:
+    """Says what lies near a path where nothing lies."""
+    if path.is_dir():
+        found = ", ".join(sorted(file.name for file in path.glob("*.py"))[:8])
+        return f"{path} is a folder: expected an experiment file" + (f", such as one of {found} there" if found else "")
+    near = [*path.parent.glob("*.py"), *Path("experiments").glob("*.py")]
+    known = {str(file): file for file in near}
+    by_stem = {file.stem: str(file) for file in near}
+    hint = near_miss(str(path), known) or near_miss(str(path.with_suffix(".py")), known)
+    if not hint and (stem := near_miss(path.stem, by_stem)):
+        hint = f"; did you mean {by_stem[stem.split(chr(39))[1]]!r}?"
+    listed = f"; there are {', '.join(sorted(known)[:8])}" if known and not hint else ""
+    return f"there is no file {path}: expected an experiment file{hint}{listed}"
+
+
+def _bound(node: ast.stmt) -> list[str]:
+    """Names that a top-level assignment or import binds."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _variants(tree: ast.Module, functions: Mapping[str, ast.FunctionDef]) -> dict[str, str] | None:
+    for node in tree.body:
+        if "VARIANTS" not in _bound(node):
+            continue
+        value = getattr(node, "value", None)
+        if not isinstance(value, ast.Dict):
+            return None
+        found = {}
+        for key, item in zip(value.keys, value.values, strict=True):
+            if not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
+                return None
+            function = functions.get(item.id) if isinstance(item, ast.Name) else None
+            found[key.value] = _first_line(ast.get_docstring(function)) if function else ""
+        return found
+    return {}
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().partition("\n")[0]
