@@ -158,22 +158,34 @@ class Decoder:
         if not (self.z_loss >= 0 and math.isfinite(self.z_loss)):
             raise UserError(f"z_loss: got {self.z_loss!r}, expected a weight >= 0 (1e-4 is usual)")
         if self.head_dim is None and self.embed % self.heads:
-            raise UserError(f"heads: got {self.heads}, expected a divisor of embed {self.embed}; change one, or give head_dim")
+            raise UserError(
+                f"heads: got {self.heads}, expected a divisor of embed {self.embed}; change one, or give head_dim"
+            )
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise UserError(f"kv_heads: got {self.kv_heads}, expected a divisor of heads {self.heads}")
         if self.positions == "rotary" and self.head_width % 2:
-            raise UserError(f"head_dim: got {self.head_width}, expected an even width: rotary positions turn pairs of dims")
+            raise UserError(
+                f"head_dim: got {self.head_width}, expected an even width: rotary positions turn pairs of dims"
+            )
         if self.rotary_scaling is not None and self.positions != "rotary":
-            raise UserError(f"rotary_scaling changes rotary positions, and positions is {self.positions!r}; leave one out")
+            raise UserError(
+                f"rotary_scaling changes rotary positions, and positions is {self.positions!r}; leave one out"
+            )
         if self.norm_plus_one and self.norm != "rms":
-            raise UserError(f"norm_plus_one is a way to store the gain of an RMSNorm, and norm is {self.norm!r}; leave one out")
+            raise UserError(
+                f"norm_plus_one is a way to store the gain of an RMSNorm, and norm is {self.norm!r}; leave one out"
+            )
         if not self.windows:
             raise UserError("windows: got (), expected one entry per layer of the pattern; (None,) sees all positions")
         for window in self.windows:
             if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-                raise UserError(f"windows: got {window!r} among {self.windows}, expected positions >= 1, or None for all")
+                raise UserError(
+                    f"windows: got {window!r} among {self.windows}, expected positions >= 1, or None for all"
+                )
         if len(self.windows) > self.layers:
-            raise UserError(f"windows: got {len(self.windows)} entries, expected at most one for each of {self.layers} layers")
+            raise UserError(
+                f"windows: got {len(self.windows)} entries, expected at most one for each of {self.layers} layers"
+            )
 
     @property
     def head_width(self) -> int:
@@ -201,7 +213,9 @@ class Decoder:
         mlp = (1 + inward) * self.embed * self.mlp_width
         mlp += (inward * self.mlp_width + self.embed) * self.mlp_bias
         block = attention + mlp + (4 if self.post_norms else 2) * norm
-        tables = self.vocab * self.embed * (1 if self.tied else 2) + self.context * self.embed * (self.positions == "learned")
+        tables = self.vocab * self.embed * (1 if self.tied else 2) + self.context * self.embed * (
+            self.positions == "learned"
+        )
         return self.layers * block + norm + tables
 
     def logical_sizes(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 
 from jaxscale.errors import UserError, near_miss, unknown
@@ -29,6 +30,8 @@ STACKED = ".layers."
 """Parameters below an attribute of this name (a `Stack`'s) have a leading dim of layers."""
 TRAINING_ONLY = ("dropout", "z_loss", "init_std", "scaled_init")
 """Fields that do not change what a model computes once it is trained: a file may say otherwise about them."""
+WRITTEN = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
+"""Types that `save` writes."""
 SHARD_BYTES = 5_000_000_000
 """Most bytes of one file that `save` writes, as transformers does by default."""
 
@@ -60,7 +63,7 @@ class Stacked:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Deferred:
+class Deferred:
     """An array that is put together when it is written."""
 
     shape: tuple[int, ...]
@@ -78,7 +81,7 @@ def read_config(folder: str | Path, **said: Any) -> tuple[Family, Any]:
 
     Args:
         folder: holds config.json, of transformers 4 or 5.
-        said: fields that the caller decides, whatever the file says of them (dropout, z_loss).
+        said: fields that the caller decides (dropout, z_loss).
 
     Raises:
         UserError: no file; an unknown architecture; a value that is wrong, or not supported, or not understood.
@@ -106,11 +109,7 @@ def _from_file(family: Family, file: ConfigFile, said: Mapping[str, Any]) -> Any
     for piece in family.pieces:
         fields |= piece.read(file)
     file.refuse_unseen()
-    fields |= {name: value for name, value in said.items() if value is not None}
-    if "dropout" in fields and fields["dropout"] is None:
-        rates = {key: value for key, value in file.values.items() if key.endswith(("pdrop", "dropout", "dropout_prob"))}
-        raise UserError(f"{file.path}: {rates}: one rate is supported for all; say which with dropout=RATE")
-    return family.value(**fields)
+    return family.value(**fields | said)
 
 
 def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
@@ -194,7 +193,9 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
     _check_names(folder, family, expected, tensors)
     for name, shape in expected.items():
         if tensors[name].shape != shape:
-            raise UserError(f"{folder}: tensor {name} has shape {tensors[name].shape}, and config.json asks for {shape}")
+            raise UserError(
+                f"{folder}: tensor {name} has shape {tensors[name].shape}, and config.json asks for {shape}"
+            )
         if not (tensors[name].dtype.name == "bfloat16" or np.issubdtype(tensors[name].dtype, np.floating)):
             raise UserError(f"{folder}: tensor {name} has dtype {tensors[name].dtype}, expected floating point numbers")
     params: dict[str, Any] = {}
@@ -270,11 +271,15 @@ def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
 
 def _comparable(model: Any) -> dict[str, Any]:
     """Fields of a model that decide what it computes, with what `None` implies put in."""
-    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in TRAINING_ONLY}
+    fields = {
+        field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in TRAINING_ONLY
+    }
     resolved = {"kv_heads": "kv_count", "head_dim": "head_width", "mlp": "mlp_width"}
     fields |= {name: getattr(model, implied) for name, implied in resolved.items() if hasattr(model, implied)}
     if "windows" in fields:
-        fields["windows"] = tuple(fields["windows"][layer % len(fields["windows"])] for layer in range(fields["layers"]))
+        fields["windows"] = tuple(
+            fields["windows"][layer % len(fields["windows"])] for layer in range(fields["layers"])
+        )
         fields["attention_scale"] = round(fields["attention_scale"] or fields["head_dim"] ** -0.5, 12)
     return fields
 
@@ -289,25 +294,70 @@ def describe(model: Any) -> tuple[Family, dict[str, Any], Any]:
     for family in FAMILIES.values():
         if not isinstance(model, family.value):
             continue
-        config = {"architectures": [family.architecture], "model_type": family.model_type}
+        config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+        config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else transformers puts its own
         for piece in family.pieces:
             config |= piece.write(model)
         wanted = _comparable(model)
         try:
-            back = _from_file(family, ConfigFile(Path("config.json"), config), {"dropout": 0.0})
+            back = _from_file(family, ConfigFile(Path("config.json"), config), {})
         except UserError:
             continue
         found = _comparable(back)
         differences[family.architecture] = [
-            name for name in wanted if found[name] != wanted[name] and found[name] != family.zeros.get(name, wanted[name])
+            name
+            for name in wanted
+            if found[name] != wanted[name] and found[name] != family.zeros.get(name, wanted[name])
         ]
         if not differences[family.architecture]:
             return family, config, back
     if not differences:
-        raise UserError(f"no architecture of transformers is known for {type(model).__name__}: {', '.join(FAMILIES)} are")
+        raise UserError(
+            f"no architecture of transformers is known for {type(model).__name__}: {', '.join(FAMILIES)} are"
+        )
     nearest = min(differences, key=lambda name: len(differences[name]))
     lacking = ", ".join(f"{name}={getattr(model, name)!r}" for name in differences[nearest])
     raise UserError(f"no known architecture of transformers has this model; the nearest, {nearest}, has no {lacking}")
+
+
+def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: np.dtype) -> dict[str, Deferred]:
+    """Parameters of `model` under their names, each put together when it is asked for.
+
+    Args:
+        family: whose names.
+        model: a value of ours that the family expresses.
+        params: nested or flat; see `save`. Biases that are not there are zeros.
+        dtype: type of what is put together.
+    """
+    shapes = _shapes(model)
+    leaves = dict(_flat(params))
+
+    def parameter(path: str, layer: int | None, shape: tuple[int, ...]) -> np.ndarray:
+        one = path if layer is None else path.replace(STACKED, f"{STACKED}{layer}.", 1)
+        if one in leaves:
+            leaf = np.asarray(leaves[one])
+        elif path in leaves:
+            leaf = np.asarray(leaves[path][layer])
+        else:
+            assert path.endswith(".bias"), f"no parameter {path}"
+            return np.zeros(shape, dtype)  # widened: `Family.zeros`
+        leaf = leaf[tuple(slice(size) for size in shape)]  # without the padding of the vocabulary
+        assert leaf.shape == shape, f"parameter {path}: got shape {leaf.shape}, the model has {shape}"
+        return leaf.astype(dtype)
+
+    def tensor(rule: Rule, layer: int | None) -> Deferred:
+        def make() -> np.ndarray:
+            parts = [parameter(path, layer, shape) for path, shape in zip(rule.ours, _one(rule, shapes), strict=True)]
+            return _join(parts, rule, _ordered_shape(rule, shapes, model))
+
+        return Deferred(_their_shape(rule, shapes, model), dtype, make)
+
+    tensors: dict[str, Deferred] = {}
+    for rule in _rules(family, shapes):
+        layers = _layers(rule, shapes)
+        for layer in range(layers or 1):
+            tensors[rule.theirs.replace("{layer}", str(layer))] = tensor(rule, None if layers is None else layer)
+    return tensors
 
 
 def save(
@@ -333,43 +383,16 @@ def save(
     Raises:
         UserError: a model that no known architecture expresses; a folder that holds one already.
     """
-    types = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": safetensors_folder.DTYPES["BF16"]}
-    if dtype not in types:
-        raise unknown("dtype", dtype, types)
+    if dtype not in WRITTEN:
+        raise unknown("dtype", dtype, WRITTEN)
     family, config, target = describe(model)
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or (folder / "config.json").exists() or any(folder.glob("*.safetensors"))):
+    if folder.exists() and (
+        not folder.is_dir() or (folder / "config.json").exists() or any(folder.glob("*.safetensors"))
+    ):
         raise UserError(f"{folder}: holds a model already, or is no folder; give a new one")
-    shapes = _shapes(target)
-    rules = _rules(family, shapes)
-    leaves = dict(_flat(params))
-
-    def parameter(path: str, layer: int | None, shape: tuple[int, ...]) -> np.ndarray:
-        one = path if layer is None else path.replace(STACKED, f"{STACKED}{layer}.", 1)
-        if one in leaves:
-            leaf = np.asarray(leaves[one])
-        elif path in leaves:
-            leaf = np.asarray(leaves[path][layer])
-        else:
-            assert path.endswith(".bias"), f"no parameter {path}"
-            return np.zeros(shape, types[dtype])  # widened: `Family.zeros`
-        whole = leaf[tuple(slice(size) for size in shape)]  # without the padding of the vocabulary
-        assert whole.shape == shape, f"parameter {path}: got shape {leaf.shape}, the model has {shape}"
-        return whole.astype(types[dtype])
-
-    def tensor(rule: Rule, layer: int | None) -> _Deferred:
-        def make() -> np.ndarray:
-            parts = [parameter(path, layer, shape) for path, shape in zip(rule.ours, _one(rule, shapes), strict=True)]
-            return _join(parts, rule, _ordered_shape(rule, shapes, target))
-
-        return _Deferred(_their_shape(rule, shapes, target), types[dtype], make)
-
-    tensors: dict[str, _Deferred] = {}
-    for rule in rules:
-        layers = _layers(rule, shapes)
-        for layer in range(layers or 1):
-            tensors[rule.theirs.replace("{layer}", str(layer))] = tensor(rule, None if layers is None else layer)
     folder.mkdir(parents=True, exist_ok=True)
+    tensors = their_tensors(family, target, params, WRITTEN[dtype])
     safetensors_folder.write(folder, tensors, shard_bytes=shard_bytes)
     if tokenizer is not None:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
@@ -386,7 +409,7 @@ class Pretrained:
 
     Args:
         folder: holds config.json and safetensors.
-        dropout: rate to train with; `None` takes the file's.
+        dropout: rate to train with, as in `Decoder`; the file's rates are not taken.
         z_loss: as in `Decoder`.
 
     Raises:
@@ -394,8 +417,8 @@ class Pretrained:
     """
 
     folder: str
-    dropout: float | None = None
-    z_loss: float | None = None
+    dropout: float = 0.0
+    z_loss: float = 0.0
 
     def __post_init__(self) -> None:
         _ = self.model

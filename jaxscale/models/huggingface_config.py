@@ -74,7 +74,9 @@ class ConfigFile:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; expected one that holds config.json and model.safetensors")
         if not path.is_file():
-            raise UserError(f"{path}: no such file; expected the config.json that transformers saves beside the weights")
+            raise UserError(
+                f"{path}: no such file; expected the config.json that transformers saves beside the weights"
+            )
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -231,7 +233,9 @@ class Rope:
         if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers):
             raise file.error(key, "a number for each of rope_theta, " + ", ".join(ROPE_KEYS))
         if set(rope) != expected:
-            raise file.error(key, f"the keys {', '.join(sorted(expected)) or '(none)'} for rope_type {kind}, got {sorted(rope)}")
+            raise file.error(
+                key, f"the keys {', '.join(sorted(expected)) or '(none)'} for rope_type {kind}, got {sorted(rope)}"
+            )
         stretch = Llama3Scaling(**{ROPE_KEYS[name]: value for name, value in rope.items()}) if rope else None
         return {"rotary_base": float(base), "rotary_scaling": stretch}
 
@@ -316,16 +320,21 @@ class QueryScale:
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """The rates of dropout: one for all of ours. A file whose rates differ needs `dropout` said by whoever loads it."""
+    """Rates of dropout: a choice of whoever trains, so the file's are not taken; `Pretrained.dropout` says the rate.
 
-    theirs: tuple[str, ...]
-    default: float = 0.0
+    Args:
+        attention: keys of the rate of attention's weights, which our models do not drop.
+        residual: keys of the rates after the embedding and the layers, as ours.
+    """
+
+    attention: tuple[str, ...]
+    residual: tuple[str, ...] = ()
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """Our field `dropout`; `None` where the rates differ."""
-        rates = {file.get(key, self.default, float) for key in self.theirs}
-        return {"dropout": rates.pop() if len(rates) == 1 else None}
+        """Nothing."""
+        file.seen.update(self.attention, self.residual)
+        return {}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Their keys, all alike."""
-        return dict.fromkeys(self.theirs, model.dropout)
+        """Their keys."""
+        return dict.fromkeys(self.attention, 0.0) | dict.fromkeys(self.residual, model.dropout)

@@ -78,9 +78,9 @@ def _norm(theirs: str, ours: str) -> tuple[Rule, ...]:
 _LLAMA_LAYER = "model.layers.{layer}."
 _LLAMA_RULES = (
     Rule("model.embed_tokens.weight", ("embedding.weight",)),
-    *_linear(_LLAMA_LAYER + "self_attn.q_proj", "blocks.layers.attention.query"),
-    *_linear(_LLAMA_LAYER + "self_attn.k_proj", "blocks.layers.attention.key"),
-    *_linear(_LLAMA_LAYER + "self_attn.v_proj", "blocks.layers.attention.value"),
+    *_linear(_LLAMA_LAYER + "self_attn.q_proj", "blocks.layers.attention.q"),
+    *_linear(_LLAMA_LAYER + "self_attn.k_proj", "blocks.layers.attention.k"),
+    *_linear(_LLAMA_LAYER + "self_attn.v_proj", "blocks.layers.attention.v"),
     *_linear(_LLAMA_LAYER + "self_attn.o_proj", "blocks.layers.attention.out"),
     *_linear(_LLAMA_LAYER + "mlp.gate_proj", "blocks.layers.mlp.gate"),
     *_linear(_LLAMA_LAYER + "mlp.up_proj", "blocks.layers.mlp.up"),
@@ -99,7 +99,7 @@ _LLAMA_KEYS = (
     Key("num_attention_heads", "heads"),
     Key("attention_bias", "attention_bias", bool, False),
     Key("initializer_range", "init_std", float, 0.02),
-    Dropout(("attention_dropout",)),
+    Dropout(attention=("attention_dropout",)),
     Rope(),
 )
 
@@ -141,8 +141,8 @@ QWEN3 = Family(
     rules=(
         *_LLAMA_RULES,
         *_norm(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm"),
-        *_norm(_LLAMA_LAYER + "self_attn.q_norm", "blocks.layers.attention.query_norm"),
-        *_norm(_LLAMA_LAYER + "self_attn.k_norm", "blocks.layers.attention.key_norm"),
+        *_norm(_LLAMA_LAYER + "self_attn.q_norm", "blocks.layers.attention.q_norm"),
+        *_norm(_LLAMA_LAYER + "self_attn.k_norm", "blocks.layers.attention.k_norm"),
     ),
     prefix="model.",
     ignored=("rotary_emb.inv_freq",),
@@ -195,7 +195,7 @@ GPT2 = Family(
         Key("initializer_range", "init_std", float, 0.02),
         Key("tie_word_embeddings", "tied", bool, True),
         Activation("activation_function", gated=False, prefer="gelu_new"),
-        Dropout(("embd_pdrop", "attn_pdrop", "resid_pdrop"), default=0.1),
+        Dropout(attention=("attn_pdrop",), residual=("embd_pdrop", "resid_pdrop")),
         Only("scale_attn_weights", (True,)),
         Only("scale_attn_by_inverse_layer_idx", (False,)),
         Only("add_cross_attention", (False,)),
@@ -204,7 +204,7 @@ GPT2 = Family(
         Rule("transformer.wte.weight", ("embedding.weight",)),
         Rule("transformer.wpe.weight", ("positions.weight",)),
         *_norm(_GPT2_LAYER + "ln_1", "blocks.layers.attention_norm"),
-        *_conv1d(_GPT2_LAYER + "attn.c_attn", *(f"blocks.layers.attention.{name}" for name in ("query", "key", "value"))),
+        *_conv1d(_GPT2_LAYER + "attn.c_attn", *(f"blocks.layers.attention.{name}" for name in "qkv")),
         *_conv1d(_GPT2_LAYER + "attn.c_proj", "blocks.layers.attention.out"),
         *_norm(_GPT2_LAYER + "ln_2", "blocks.layers.mlp_norm"),
         *_conv1d(_GPT2_LAYER + "mlp.c_fc", "blocks.layers.mlp.up"),

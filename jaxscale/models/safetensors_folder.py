@@ -80,7 +80,9 @@ def _shard_of_each(index: Path) -> dict[str, str]:
     try:
         shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{index}: expected JSON with a weight_map, and it is not ({error}); copy the file again") from error
+        raise UserError(
+            f"{index}: expected JSON with a weight_map, and it is not ({error}); copy the file again"
+        ) from error
     if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
         raise UserError(f"{index}: expected a weight_map of tensor names to file names; copy the file again")
     for name, shard in shards.items():
@@ -97,11 +99,15 @@ def _read_shards(folder: Path, shards: Mapping[str, str]) -> dict[str, np.ndarra
         if shard not in files:
             files[shard] = _read_file(folder / shard)
         if name not in files[shard]:
-            raise UserError(f"{folder / shard}: the index says that tensor {name} lies here, and it does not; copy both again")
+            raise UserError(
+                f"{folder / shard}: the index says that tensor {name} lies here, and it does not; copy both again"
+            )
     for shard, tensors in files.items():
         for name in tensors:
             if shards.get(name) != shard:
-                raise UserError(f"{folder / shard}: tensor {name} is not in {INDEX}; the two belong to different models")
+                raise UserError(
+                    f"{folder / shard}: tensor {name} is not in {INDEX}; the two belong to different models"
+                )
     return {name: files[shard][name] for name, shard in shards.items()}
 
 
@@ -120,21 +126,33 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         except (ValueError, AttributeError) as error:
             raise UserError(f"{path}: its header is no JSON object ({error}); copy the file again") from error
-    body = np.memmap(path, np.uint8, "r", offset=8 + header_bytes) if file_bytes > 8 + header_bytes else np.empty(0, np.uint8)
+    body = (
+        np.memmap(path, np.uint8, "r", offset=8 + header_bytes)
+        if file_bytes > 8 + header_bytes
+        else np.empty(0, np.uint8)
+    )
     return {name: _view(path, name, entry, body) for name, entry in entries.items()}
 
 
 def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
     """The tensor `name` of a file, as a view of the file's bytes."""
     try:
-        dtype_name, shape, (start, stop) = entry["dtype"], tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
+        dtype_name, shape, (start, stop) = (
+            entry["dtype"],
+            tuple(map(int, entry["shape"])),
+            map(int, entry["data_offsets"]),
+        )
     except (TypeError, KeyError, ValueError) as error:
         raise UserError(f"{path}: tensor {name}: expected dtype, shape and data_offsets, got {entry!r}") from error
     if dtype_name not in DTYPES:
-        raise UserError(f"{path}: tensor {name} has dtype {dtype_name}, expected one of {', '.join(DTYPES)}; convert it first")
+        raise UserError(
+            f"{path}: tensor {name} has dtype {dtype_name}, expected one of {', '.join(DTYPES)}; convert it first"
+        )
     expected = math.prod(shape) * DTYPES[dtype_name].itemsize
     if not 0 <= start <= stop or stop - start != expected:
-        raise UserError(f"{path}: tensor {name} of shape {shape} has bytes {start} to {stop}, expected {expected} of them")
+        raise UserError(
+            f"{path}: tensor {name} of shape {shape} has bytes {start} to {stop}, expected {expected} of them"
+        )
     if stop > body.size:
         raise UserError(
             f"{path}: tensor {name} ends at byte {stop:,} of the data, which has {body.size:,}: the file is cut short; copy it again"

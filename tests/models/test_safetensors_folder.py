@@ -70,7 +70,10 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
     ("entry", "message"),
     [
         ({"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}, "tensor x has dtype F4, expected one of F64"),
-        ({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}, "tensor x of shape .3,. has bytes 0 to 8, expected 12"),
+        (
+            {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]},
+            "tensor x of shape .3,. has bytes 0 to 8, expected 12",
+        ),
         ({"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}, "tensor x of shape .2,. has bytes 8 to 0"),
         ({"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}, "tensor x ends at byte 16 of the data, which has 8"),
         ({"dtype": "F32", "shape": "two"}, "tensor x: expected dtype, shape and data_offsets"),
@@ -105,7 +108,9 @@ def change(folder, edit):
 
 def test_an_absent_shard_is_named(sharded):
     (sharded / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(UserError, match=r"tensor model\.layers\.0\S+ lies in model-00002-of-00003\.safetensors, which is not"):
+    with pytest.raises(
+        UserError, match=r"tensor model\.layers\.0\S+ lies in model-00002-of-00003\.safetensors, which is not"
+    ):
         safetensors_folder.read(sharded)
 
 
@@ -114,13 +119,17 @@ def test_an_index_and_shards_that_disagree_are_refused(sharded):
     with pytest.raises(UserError, match=r"the index says that tensor model\.norm\.weight lies here, and it does not"):
         safetensors_folder.read(sharded)
     change(sharded, lambda index: index["weight_map"].pop("model.norm.weight"))
-    with pytest.raises(UserError, match=r"model-00003\S+ tensor model\.norm\.weight is not in model\.safetensors\.index"):
+    with pytest.raises(
+        UserError, match=r"model-00003\S+ tensor model\.norm\.weight is not in model\.safetensors\.index"
+    ):
         safetensors_folder.read(sharded)
 
 
 def test_an_index_that_points_outside_or_is_no_index_is_refused(sharded):
     change(sharded, lambda index: index["weight_map"].update({"model.norm.weight": "../model.safetensors"}))
-    with pytest.raises(UserError, match=r"model\.norm\.weight lies in '\.\./model\.safetensors', expected a file of the same"):
+    with pytest.raises(
+        UserError, match=r"model\.norm\.weight lies in '\.\./model\.safetensors', expected a file of the same"
+    ):
         safetensors_folder.read(sharded)
     change(sharded, lambda index: index.update(weight_map=[1]))
     with pytest.raises(UserError, match="expected a weight_map of tensor names to file names"):

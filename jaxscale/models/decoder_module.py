@@ -1,0 +1,228 @@
+"""The module of a `Decoder`: embedding, a stack of blocks, norm, head. It reads as code for one device; a plan's layout, remat
+and precision reach it through `layers`, `constrain` and the context.
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.blocks import Context, Loss
+from jaxscale.errors import UserError
+from jaxscale.layers.attention import Attention
+from jaxscale.layers.cache import KVCache
+from jaxscale.layers.dropout import Dropout
+from jaxscale.layers.embedding import Embedding, PositionTable
+from jaxscale.layers.loss import cross_entropy, logits
+from jaxscale.layers.mlp import MLP
+from jaxscale.layers.norm import LayerNorm, RMSNorm
+from jaxscale.layers.rotary import Rotary, RotaryScaling
+from jaxscale.layers.stack import Stack
+from jaxscale.models.decoder import Decoder
+from jaxscale.sharding.place import constrain
+from jaxscale.typing import Array, Batch, Float, Int
+
+
+def make_norm(config: Decoder) -> RMSNorm | LayerNorm:
+    """A norm over the residual stream."""
+    if config.norm == "rms":
+        return RMSNorm(config.embed, eps=config.norm_eps, plus_one=config.norm_plus_one)
+    return LayerNorm(config.embed, eps=config.norm_eps, bias=config.norm == "layer")
+
+
+def make_attention(config: Decoder, inits: dict[str, Any], rngs: nnx.Rngs) -> Attention:
+    """The attention of a block."""
+    scaling = config.rotary_scaling and RotaryScaling(**vars(config.rotary_scaling))
+    rotary = Rotary(config.head_width, config.rotary_base, scaling) if config.positions == "rotary" else None
+    return Attention(
+        config.embed,
+        config.heads,
+        config.kv_count,
+        config.head_width,
+        rotary=rotary,
+        bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        qk_norm=config.norm_eps if config.qk_norm else None,
+        soft_cap=config.attention_soft_cap,
+        scale=config.attention_scale,
+        dropout=config.dropout,
+        rngs=rngs,
+        **inits,
+    )
+
+
+class Block(nnx.Module):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`; Gemma-2 norms what is added, too."""
+
+    def __init__(self, config: Decoder, rngs: nnx.Rngs):
+        out_std = config.init_std / math.sqrt(2 * config.layers) if config.scaled_init else config.init_std
+        inits = {"init": nnx.initializers.normal(config.init_std), "out_init": nnx.initializers.normal(out_std)}
+        self.attention_norm = make_norm(config)
+        self.attention = make_attention(config, inits, rngs)
+        self.attention_post_norm = make_norm(config) if config.post_norms else None
+        self.mlp_norm = make_norm(config)
+        self.mlp = MLP(
+            config.embed,
+            config.mlp_width,
+            kind=config.mlp_kind,
+            bias=config.mlp_bias,
+            dropout=config.dropout,
+            rngs=rngs,
+            **inits,
+        )
+        self.mlp_post_norm = make_norm(config) if config.post_norms else None
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Int[Array, "#B T"] | None = None,
+        segments: Int[Array, "#B T"] | None = None,
+        window: int | None = None,
+        cache: KVCache | None = None,
+        context: Context = Context(),
+    ) -> Any:
+        """The residual stream after this block; with a cache, `(stream, cache)`."""
+        told = {"positions": positions, "segments": segments, "window": window, "context": context}
+        y = self.attention(self.attention_norm(x), cache=cache, **told)
+        y, cache = (y, None) if cache is None else y
+        y = y if self.attention_post_norm is None else self.attention_post_norm(y)
+        x = constrain(x + y, "batch", "seq", "embed")
+        y = self.mlp(self.mlp_norm(x), context=context)
+        y = y if self.mlp_post_norm is None else self.mlp_post_norm(y)
+        x = constrain(x + y, "batch", "seq", "embed")
+        return x if cache is None else (x, cache)
+
+
+class DecoderModule(nnx.Module):
+    """Tokens to logits of the next token.
+
+    Args:
+        config: what to build.
+        vocab_multiple: rows of the embedding and the head are padded to a multiple of this.
+
+    Example:
+        >>> tiny = Decoder(vocab=5, context=8, layers=2, embed=8, heads=2)
+        >>> module = tiny.build(nnx.Rngs(0), vocab_multiple=4)
+        >>> tokens = jnp.array([[1, 2, 3]])
+        >>> module(tokens).shape, module.embedding.weight.shape
+        ((1, 3, 8), (8, 8))
+        >>> first, cache = module(tokens[:, :2], cache=tiny.init_cache(1, 8, jnp.float32))
+        >>> last, cache = module(tokens[:, 2:], cache=cache)
+        >>> bool(jnp.allclose(last[:, 0], module(tokens)[:, 2], atol=1e-5))
+        True
+    """
+
+    def __init__(self, config: Decoder, *, vocab_multiple: int = 1, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(config.init_std)
+        table = {"vocab_multiple": vocab_multiple, "init": init, "rngs": rngs}
+        self.config = config
+        self.embedding = Embedding(config.vocab, config.embed, **table)
+        learned = config.positions == "learned"
+        self.positions = PositionTable(config.context, config.embed, init=init, rngs=rngs) if learned else None
+        self.dropout = Dropout(config.dropout, site="embedding")
+        self.blocks = Stack(lambda rngs: Block(config, rngs), config.layers, rngs=rngs)
+        self.norm = make_norm(config)
+        self.head = None if config.tied else Embedding(config.vocab, config.embed, **table)
+
+    def embed(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "#B T"] | None = None,
+        cache: KVCache | None = None,
+        context: Context = Context(),
+    ) -> Float[Array, "B T D"]:
+        """What enters the first block."""
+        x = self.embedding.lookup(tokens, context.dtype)
+        if self.config.embedding_scale:
+            x = x * jnp.asarray(math.sqrt(self.config.embed), x.dtype)
+        if self.positions is not None:
+            x = x + self._table(self.positions, tokens.shape[1], positions, cache).astype(x.dtype)
+        return constrain(self.dropout(x, context), "batch", "seq", "embed")
+
+    def _table(self, table: PositionTable, length: int, positions: Any, cache: KVCache | None) -> Any:
+        """Rows of the learned positions, (1 or B, T, D)."""
+        if length > self.config.context:
+            raise UserError(
+                f"a sequence of {length} tokens, and the model has {self.config.context} learned positions: cut it"
+            )
+        if positions is None and cache is None:
+            return table.weight[:length][None, :, :]
+        if positions is None:
+            assert cache is not None
+            positions = cache.length[0] + jnp.arange(length)[None, :]
+        return table.lookup(positions)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "#B T"] | None = None,
+        segments: Int[Array, "#B T"] | None = None,
+        cache: KVCache | None = None,
+        context: Context = Context(),
+    ) -> Any:
+        """The normed residual stream after the last block, (B, T, D); with a cache, `(stream, cache)`."""
+        x = self.embed(tokens, positions=positions, cache=cache, context=context)
+        told = {"positions": positions, "segments": segments, "context": context}
+        told["cycle"] = [{"window": window} for window in self.config.windows]
+        if cache is None:
+            return self.norm(self.blocks(x, **told))
+        x, cache = self.blocks(x, per_layer={"cache": cache}, outputs=True, **told)
+        return self.norm(x), cache
+
+    @property
+    def table(self) -> Array:
+        """Rows of the output projection, (padded V, D): the head's, or the embedding's."""
+        return (self.embedding if self.head is None else self.head).weight[...]
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Scores of the next token, float32; minus infinity in the columns that pad the vocabulary."""
+        scores = logits(hidden, self.table, vocab=self.config.vocab, soft_cap=self.config.final_soft_cap)
+        return constrain(scores, "batch", "inner_seq", "vocab")
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "#B T"] | None = None,
+        segments: Int[Array, "#B T"] | None = None,
+        cache: KVCache | None = None,
+        context: Context = Context(),
+    ) -> Any:
+        """Logits of the token after each, (B, T, padded V); with a cache, `(logits, cache)`.
+
+        Args:
+            tokens: their numbers.
+            positions: in their documents; the index in the row by default, or the cache's next ones.
+            segments: which document of the row each belongs to, from 1; 0 is padding.
+            cache: what came before (`Decoder.init_cache`).
+            context: key, compute dtype, implementations.
+        """
+        told = {"positions": positions, "segments": segments, "cache": cache, "context": context}
+        if cache is None:
+            return self.logits(self.hidden(tokens, **told))
+        hidden, cache = self.hidden(tokens, **told)
+        return self.logits(hidden), cache
+
+
+def decoder_loss(module: DecoderModule, batch: Batch, context: Context) -> Loss:
+    """Sums of the cross-entropy of a batch: see `Decoder.loss`."""
+    told = {"positions": batch.get("positions"), "segments": batch.get("segments"), "context": context}
+    return cross_entropy(
+        module.hidden(batch["tokens"], **told),
+        module.table,
+        batch["targets"],
+        batch.get("weights"),
+        vocab=module.config.vocab,
+        chunk=context.loss_chunk,
+        z_loss=module.config.z_loss,
+        soft_cap=module.config.final_soft_cap,
+    )
+
+
+def init_cache(config: Decoder, batch: int, length: int, dtype: Any) -> KVCache:
+    """An empty cache of all layers: see `Decoder.init_cache`."""
+    return KVCache.empty(batch, length, config.kv_count, config.head_width, dtype, layers=config.layers)

@@ -1,0 +1,70 @@
+"""Decoder as a value: what is refused, what is implied, that it needs neither JAX nor Flax."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxscale.errors import UserError
+from jaxscale.models.decoder import Decoder, Llama3Scaling
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab": 0}, "vocab: got 0, expected a whole number >= 1$"),
+        ({"layers": -1}, "layers: got -1"),
+        ({"kv_heads": 0}, "kv_heads: got 0, expected a whole number >= 1, or none"),
+        ({"heads": 5}, "heads: got 5, expected a divisor of embed 768; change one, or give head_dim"),
+        ({"kv_heads": 5}, "kv_heads: got 5, expected a divisor of heads 12"),
+        ({"embed": 15, "heads": 5}, "head_dim: got 3, expected an even width: rotary"),
+        ({"head_dim": 7}, "head_dim: got 7, expected an even width"),
+        ({"norm": "rsm"}, "unknown norm 'rsm': expected one of layer, layer_no_bias, rms; did you mean 'rms'"),
+        ({"mlp_kind": "swigul"}, "unknown mlp_kind 'swigul'.*did you mean 'swiglu'"),
+        ({"positions": "rotery"}, "did you mean 'rotary'"),
+        ({"norm_eps": 0.0}, "norm_eps: got 0.0, expected a number > 0"),
+        ({"rotary_base": float("nan")}, "rotary_base: got nan"),
+        ({"final_soft_cap": -1.0}, "final_soft_cap: got -1.0"),
+        ({"attention_scale": float("inf")}, "attention_scale: got inf"),
+        ({"dropout": 1.0}, "dropout: got 1.0, expected a rate"),
+        ({"dropout": float("nan")}, "dropout: got nan"),
+        ({"z_loss": -1e-4}, "z_loss: got -0.0001, expected a weight >= 0"),
+        ({"windows": ()}, r"windows: got \(\), expected one entry"),
+        ({"windows": (0,)}, "windows: got 0 among"),
+        ({"windows": (4,) * 13}, "windows: got 13 entries, expected at most one for each of 12 layers"),
+        ({"positions": "learned", "rotary_scaling": Llama3Scaling()}, "rotary_scaling changes rotary positions"),
+        ({"norm": "layer", "norm_plus_one": True}, "norm_plus_one is a way to store the gain of an RMSNorm"),
+    ],
+)
+def test_a_field_out_of_range_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        Decoder(**({"vocab": 8} | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"factor": 0.0}, "rotary_scaling.factor: got 0.0"),
+        ({"original_context": 0}, "rotary_scaling.original_context: got 0"),
+        ({"low_freq_factor": 4.0}, "expected the first to be the greater"),
+    ],
+)
+def test_a_scaling_out_of_range_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        Llama3Scaling(**fields)
+
+
+def test_a_mistyped_field_is_answered_without_jax():
+    code = """
+import sys
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.huggingface import read_config
+try:
+    Decoder(vocab=8, norm="rsm")
+except ValueError as error:
+    print(error)
+assert not {"jax", "flax"} & set(sys.modules), "imported"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "did you mean 'rms'" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
