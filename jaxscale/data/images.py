@@ -89,9 +89,10 @@ class Images:
 
     def _arrays(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
         try:
-            with np.load(BytesIO(content), allow_pickle=False) as file:
-                if not hasattr(file, "files"):
-                    raise UserError(f"{self.path} holds one array: expected an .npz file of images and labels")
+            loaded = np.load(BytesIO(content), allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                raise UserError(f"{self.path} holds one array: expected an .npz file of images and labels")
+            with loaded as file:
                 for key in (self.images, self.labels):
                     if key not in file.files:
                         raise UserError(

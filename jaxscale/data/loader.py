@@ -22,6 +22,8 @@ Arrays = dict[str, np.ndarray]
 
 _AHEAD = 4
 """Batches read ahead of the training step."""
+_ENDLESS = 2**52
+"""Rows of "endless" data: a length that floats hold exactly, for Grain computes with it in floats."""
 
 
 class Rows(Protocol):
@@ -82,9 +84,10 @@ class Opened:
         orders = []
         for number, part in enumerate(self.parts):
             length = len(part)
-            order = grain.MapDataset.range(length).seed(derive(self.seed, "order", number)).shuffle().repeat(None)
+            order = grain.MapDataset.range(length).seed(derive(self.seed, "order", number)).shuffle()
             # the part of a row, and its epoch, travel inside its number
-            orders.append(order.map_with_index(_numbered(number, len(self.parts), length)))
+            order = order.repeat(_ENDLESS // length).map_with_index(_numbered(number, len(self.parts), length))
+            orders.append(order)
         rows = orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, self.weights)
         own = rows.batch(self.batch // self.processes)[self.process :: self.processes]
         return own.map(self._read)

@@ -74,19 +74,18 @@ def _kinds(counts: list[int], capacity: int) -> list[tuple[int, tuple[int, ...]]
     for length in range(capacity, 0, -1):
         left = counts[length]
         while left:
-            room = next((room for room in range(length, capacity) if open_rows[room]), None)
-            if room is None:  # new rows, as full of this length as they get
-                each = capacity // length
-                for count, copies in ((left // each, each), (int(left % each > 0), left % each)):
-                    if count:
-                        open_rows[capacity - copies * length].append((count, (length,) * copies))
-                break
-            count, kind = open_rows[room].pop()
-            taken = min(count, left)
-            if count > taken:
-                open_rows[room].append((count - taken, kind))
-            open_rows[room - length].append((taken, (*kind, length)))
-            left -= taken
+            room = next((room for room in range(length, capacity) if open_rows[room]), capacity)
+            each = room // length  # a row that took one piece is the fullest, so it takes the next as well
+            count, kind = open_rows[room].pop() if room < capacity else (-(-left // each), ())
+            full = min(count, left // each)
+            count, left = count - full, left - full * each
+            if full:
+                open_rows[room - each * length].append((full, kind + (length,) * each))
+            if count and left:  # what is left is less than a row takes
+                open_rows[room - left * length].append((1, kind + (length,) * left))
+                count, left = count - 1, 0
+            if count:
+                open_rows[room].append((count, kind))
     return [row for rows in open_rows for row in rows]
 
 

@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, SupportsInt, runtime_checkable
 
 import numpy as np
 
@@ -38,6 +38,7 @@ class Piece(NamedTuple):
     ids: np.ndarray
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the data and the trainer ask of a tokenizer."""
 
@@ -53,7 +54,7 @@ class Tokenizer(Protocol):
         """Ids of a text, int32."""
         ...
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of ids."""
         ...
 
@@ -93,7 +94,7 @@ class Bytes:
         """Ids of a text, int32."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of ids; bytes that are no UTF-8, such as half a character, become U+FFFD."""
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
 
@@ -158,7 +159,7 @@ class Characters:
             )
         return ids
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of ids; an id beyond the alphabet (a padded vocabulary) becomes U+FFFD."""
         return "".join(self.alphabet[i] if 0 <= i < self.size else "\ufffd" for i in map(int, ids))
 
@@ -209,7 +210,7 @@ class Subwords:
         """Ids of a text, int32."""
         return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of ids, special tokens spelled out; ids beyond the vocabulary are left out."""
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 

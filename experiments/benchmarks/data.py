@@ -1,0 +1,109 @@
+"""How fast batches come, and how long it takes to get to the first.
+
+    python experiments/benchmarks/data.py [--tiny]
+
+Tokens per second are of one core (the process is pinned to it, the thread that reads ahead included), context 64, batch 12;
+their bar is 20 times what the default experiment trains on. Encoding is timed against the tokenizer's own `encode_batch`
+of the same documents, turn by turn in one run on all cores; ours includes reading, checking, hashing and writing the cache.
+"""
+
+import argparse
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from figures import Figure, show
+
+from jaxscale.data import Mixture, Text
+from jaxscale.data.pack import best_fit
+
+DATA = Path(__file__).parents[1] / "data"
+SHAKESPEARE = DATA / "shakespeare.txt"
+TOKENIZER = DATA / "tokenizer_8k.json"
+CONTEXT, BATCH = 64, 12
+DEFAULT_EXPERIMENT = 23_000
+"""Tokens per second that the default experiment trains on, on the two cores these bars were set for."""
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    """Wall-clock seconds of one call."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def tokens_per_second(data: Text | Mixture, batches: int, repeats: int) -> float:
+    """Target positions per second handed out by a running iterator, on one core: the median of several runs."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with data.open(BATCH, 0).train() as train:  # its thread starts now, and inherits the core
+            next(train)
+            rates = []
+            for _ in range(repeats):
+                spent = seconds(lambda: [None for _ in itertools.islice(train, batches)])
+                rates.append(batches * BATCH * CONTEXT / spent)
+    finally:
+        os.sched_setaffinity(0, cores)
+    return statistics.median(rates)
+
+
+def encoding(folder: Path, size: int, repeats: int) -> tuple[float, float]:
+    """Seconds to build the cache over those of plain `encode_batch`, the median of pairs; and seconds to open it again."""
+    text = SHAKESPEARE.read_text()
+    text = (text * (size // len(text) + 1))[:size]
+    path = folder / "big.txt"
+    path.write_text(text)
+    plain = tokenizers.Tokenizer.from_file(str(TOKENIZER))
+    data = Text(path, TOKENIZER, CONTEXT, layout="packed", separator="\n\n")
+    documents = [document for document in text.split("\n\n") if document]
+    ratios = []
+    for turn in range(repeats):
+        os.environ["JAXSCALE_CACHE"] = str(folder / f"cache{turn}")
+        ours = seconds(lambda: data.open(BATCH, 0))
+        theirs = seconds(lambda: plain.encode_batch(documents, add_special_tokens=False))
+        ratios.append(ours / theirs)
+    return statistics.median(ratios), seconds(lambda: data.open(BATCH, 0))
+
+
+def main() -> None:
+    """Measure and show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it works; its figures mean nothing")
+    tiny = parser.parse_args().tiny
+    batches, repeats, size, pieces = (20, 1, 100_000, 1_000) if tiny else (2_000, 5, 20_000_000, 1_000_000)
+
+    windows = Text(SHAKESPEARE, "char", CONTEXT)
+    packed = Text(SHAKESPEARE, "byte", CONTEXT, layout="packed", separator="\n\n")
+    mixture = Mixture((Text(SHAKESPEARE), Text(TOKENIZER)), (3.0, 1.0))
+    lengths = np.random.default_rng(0).integers(1, 2049, pieces)
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["JAXSCALE_CACHE"] = name
+        bar = 20 * DEFAULT_EXPERIMENT
+        rates = [
+            Figure(f"{what}_tokens_per_second", tokens_per_second(data, batches, repeats), "tokens/s", bar, ">=")
+            for what, data in (("windows", windows), ("packed", packed), ("mixture", mixture))
+        ]
+        ratio, opening = encoding(Path(name), size, min(repeats, 3))
+        fill = lengths.sum() / ((len(best_fit(lengths, 2048).rows) - 1) * 2048)
+        show(
+            [
+                *rates,
+                Figure("bpe_over_encode_batch", ratio, "x", 1.1),
+                Figure("open_cached_seconds", opening, "s"),
+                Figure("pack_a_million_seconds", seconds(lambda: best_fit(lengths, 2048)), "s"),
+                Figure("pack_a_million_filled", float(fill), "share of slots"),
+            ],
+            f"Data: {len(os.sched_getaffinity(0))} cores, {size / 1e6:g} MB of text" + (", tiny" if tiny else ""),
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""How every benchmark shows what it measured: a table for people, one line of JSON for programs."""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One measured number.
+
+    Args:
+        name: names it in the JSON, such as "windows_tokens_per_second".
+        value: what was measured.
+        unit: of the value: "s", "tokens/s", "x" for a ratio.
+        bar: what it should reach; `None` where it is only told.
+        compare: how value and bar must stand to each other.
+
+    Example:
+        >>> Figure("ratio", 1.02, "x", 1.03).holds, Figure("speed", 10.0, "tokens/s", 20.0, ">=").holds
+        (True, False)
+    """
+
+    name: str
+    value: float
+    unit: str
+    bar: float | None = None
+    compare: Literal["<=", ">="] = "<="
+
+    @property
+    def holds(self) -> bool:
+        """Whether the bar is reached; a figure without one always holds."""
+        if self.bar is None:
+            return True
+        return self.value <= self.bar if self.compare == "<=" else self.value >= self.bar
+
+
+def show(figures: Iterable[Figure], title: str) -> bool:
+    """Print the table and, as the last line, the JSON object `{name: {value, unit, bar, holds}}`.
+
+    Returns:
+        Whether every figure reaches its bar.
+    """
+    figures = list(figures)
+    cells = [("figure", "value", "unit", "bar", "")]
+    for figure in figures:
+        bar = "" if figure.bar is None else f"{figure.compare} {_short(figure.bar)}"
+        verdict = "" if figure.bar is None else "holds" if figure.holds else "FAILS"
+        cells.append((figure.name, _short(figure.value), figure.unit, bar, verdict))
+    widths = [max(len(row[column]) for row in cells) for column in range(5)]
+    print(f"\n{title}\n")
+    for number, (name, value, *others) in enumerate(cells):
+        columns = (name.ljust(widths[0]), value.rjust(widths[1]), *map(str.ljust, others, widths[2:]))
+        print("  " + "  ".join(columns).rstrip())
+        if number == 0:
+            print("  " + "  ".join("-" * width for width in widths[:4]))
+    print()
+    told = {f.name: {"value": f.value, "unit": f.unit, "bar": f.bar, "holds": f.holds} for f in figures}
+    print(json.dumps(told), flush=True)
+    return all(figure.holds for figure in figures)
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"

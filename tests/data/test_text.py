@@ -1,0 +1,193 @@
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxscale.data import Mixture, Text, tokenizer
+from jaxscale.errors import UserError
+
+SHAKESPEARE = pathlib.Path(__file__).parents[2] / "experiments" / "data" / "shakespeare.txt"
+
+
+def test_values_are_hashable_json_able_and_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = Text(pathlib.Path("a.txt"), tokenizer=pathlib.Path("t.json"))
+    assert text == Text(str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "t.json"))
+    assert hash(text) == hash(Text(text.path, tokenizer=text.tokenizer))
+    assert json.loads(json.dumps([text.path, text.tokenizer])) == [str(tmp_path / "a.txt"), str(tmp_path / "t.json")]
+    assert Text(("a.txt", "gs://b/*.txt")).paths == (str(tmp_path / "a.txt"), "gs://b/*.txt")
+
+
+def test_the_values_import_neither_jax_nor_grain():
+    program = (
+        "import sys, jaxscale.data as d\n"
+        "d.Mixture((d.Text('a'), d.Text('b')), (1., 2.)); d.Images('c')\n"
+        "assert not {'jax', 'grain', 'tokenizers', 'rich'} & set(sys.modules), sorted(sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_the_default_experiments_split_and_targets_are_the_peers():
+    """The lines of nanogpt_cpu.py that make its data, beside ours."""
+    text = SHAKESPEARE.read_text(encoding="utf-8")
+    chars = sorted(set(text))
+    ix = {c: i for i, c in enumerate(chars)}
+    data = np.array([ix[c] for c in text])
+    n = int(0.9 * len(data))
+    va = data[n:]
+    w = va[: (len(va) - 1) // 64 * 64 + 1]
+
+    opened = Text(SHAKESPEARE, tokenizer="char", context=64).open(12, 0)
+    assert opened.tokenizer.size == len(chars)
+    batches = list(opened.evaluation())
+    kept = np.concatenate([batch["weights"] for batch in batches]).astype(bool)
+    assert (kept.all(1) | ~kept.any(1)).all()
+    rows = kept.all(1)
+    np.testing.assert_array_equal(np.concatenate([b["tokens"] for b in batches])[rows], w[:-1].reshape(-1, 64))
+    np.testing.assert_array_equal(np.concatenate([b["targets"] for b in batches])[rows], w[1:].reshape(-1, 64))
+    np.testing.assert_array_equal(opened.parts[0].tokens.ids, data[:n])
+    with opened.train() as train:
+        batch = next(train)
+    assert opened.tokenizer.decode(batch["tokens"][0]) in text[:n]
+    again = tokenizer.from_json(opened.tokenizer.to_json())
+    assert again.decode(batch["targets"][0]) in text[:n]
+
+
+def test_packed_documents_end_with_a_target_and_begin_without_one(tmp_path, subwords):
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n".join(["the cat", "the hat sat", "on the mat"] * 5))
+    text = Text(path, str(subwords), context=32, layout="packed", separator="\n\n", ending="<|eos|>", held_out=0.2)
+    opened = text.open(1, 0)
+    (end,) = opened.tokenizer.encode("<|eos|>")
+    seen = 0
+    with opened.train() as batches:
+        for batch in itertools.islice(batches, opened.facts["rows"]):
+            for segment in range(1, batch["segments"].max() + 1):
+                inside = batch["segments"] == segment
+                assert batch["targets"][inside][-1] == end
+                assert end not in batch["tokens"][inside]
+                document = opened.tokenizer.decode([batch["tokens"][inside][0], *batch["targets"][inside][:-1]])
+                assert document in path.read_text().split("\n\n")
+                seen += 1
+    assert seen == 12
+
+
+def test_a_prompt_alone_has_the_ids_it_was_trained_with(tmp_path, subwords):
+    path = tmp_path / "a.txt"
+    path.write_text("the ha" + "t sat on the mat")  # "hat" is one token where the marker does not cut it
+    opened = Text(path, str(subwords), context=4, held_out=0.0, prompt_end="ha").open(1, 0)
+    prompt = opened.tokenizer.encode("the ha")
+    np.testing.assert_array_equal(opened.parts[0].tokens.ids[: len(prompt)], prompt)
+    assert opened.parts[0].tokens.learned.tolist() == [False] * len(prompt) + [True] * (
+        len(opened.parts[0].tokens.ids) - len(prompt)
+    )
+
+
+def test_a_mixture_of_characters_knows_those_of_all_parts(tmp_path):
+    for name in ("abc", "cde"):
+        (tmp_path / f"{name}.txt").write_text(name * 20)
+    mixture = Mixture(tuple(Text(tmp_path / f"{n}.txt", "char", context=4) for n in ("abc", "cde")), (1.0, 1.0))
+    opened = mixture.open(2, 0)
+    assert opened.tokenizer.alphabet == "abcde"
+    (batch,) = opened.evaluation()
+    assert [opened.tokenizer.decode(row) for row in batch["targets"]] == ["bcab", "decd"]
+
+
+def test_facts_are_json_able_and_count(corpus):
+    facts = Text(corpus, context=16, layout="packed", separator="<>").open(4, 0).facts
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["documents"] == 60
+    assert facts["targets"] == facts["tokens"] - 54
+    assert facts["held_out_targets"] == facts["held_out_tokens"] - 6
+    assert 0.9 < facts["filled"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"path": ()}, "path: got no path"),
+        ({"tokenizer": "chr"}, "unknown tokenizer 'chr': expected byte, char .*did you mean 'char'"),
+        ({"context": 0}, "context: got 0, expected a whole number"),
+        ({"context": True}, "context: got True"),
+        ({"layout": "package"}, "unknown layout 'package': .*did you mean 'packed'"),
+        ({"held_out": 1.0}, "held_out: got 1.0"),
+        ({"held_out": -0.1}, "held_out: got -0.1"),
+        ({"held_out": float("nan")}, "held_out: got nan"),
+        ({"separator": ""}, "separator: got an empty text"),
+        ({"prompt_end": ""}, "prompt_end: got an empty text"),
+    ],
+)
+def test_a_wrong_value_cannot_be_made(wrong, message):
+    made = object.__new__(Text)  # past the tests' own check of annotations, which users do not have
+    for name, value in {"path": "a.txt", **_defaults(), **wrong}.items():
+        object.__setattr__(made, name, value)
+    with pytest.raises(UserError, match=message):
+        made.__post_init__()
+
+
+def _defaults():
+    import dataclasses
+
+    return {field.name: field.default for field in dataclasses.fields(Text) if field.name != "path"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "weights", "message"),
+    [
+        ((), (), "0 parts has 0 weights"),
+        ((Text("a"),), (1.0, 2.0), "1 parts has 2 weights"),
+        ((Text("a"), Text("b")), (1.0, 0.0), "weights: got 0.0, expected a positive"),
+        ((Text("a"), Text("b")), (1.0, float("inf")), "weights: got inf"),
+        ((Text("a"), Text("b", context=8)), (1.0, 1.0), "have context 64 and 8: expected the same"),
+        ((Text("a"), Text("b", layout="packed")), (1.0, 1.0), "have layout packed and windows"),
+        ((Text("a"), Text("b", "char")), (1.0, 1.0), "have tokenizer byte and char"),
+    ],
+)
+def test_a_wrong_mixture_cannot_be_made(parts, weights, message):
+    with pytest.raises(UserError, match=message):
+        Mixture(parts, weights)
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        ({"batch": 0}, "a batch of 0 rows"),
+        ({"batch": 3, "processes": 2}, "a batch of 3 rows does not divide over 2 processes: give a multiple of 2"),
+        ({"batch": 2, "processes": 4}, "a batch of 2 rows does not divide over 4"),
+        ({"batch": 4, "process": 2, "processes": 2}, "process 2 of 2: expected an index from 0 to 1"),
+    ],
+)
+def test_a_share_that_does_not_divide_is_refused_before_files_are_read(share, message):
+    with pytest.raises(UserError, match=message):
+        Text("nowhere.txt").open(seed=0, **share)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (b"short", {"context": 64}, "training part .* has 4 tokens in 1 documents, too few .* context of at most 3"),
+        (b"x" * 300, {"context": 64}, "held-out part .* has 30 tokens .* needs 65"),
+        (b"one document", {"layout": "packed"}, "training part .* 0 documents.* separator that stands between them"),
+        (b"a|b|c|d", {"layout": "packed", "separator": "|"}, "no target to learn: expected documents of two tokens"),
+        (b"", {}, "is empty"),
+        (b"\0", {}, "is binary: NUL byte at offset 0"),
+        (b"caf\xe9", {"tokenizer": "char"}, "not UTF-8: byte 0xe9 at offset 3"),
+    ],
+)
+def test_a_text_that_cannot_be_trained_on_is_refused(tmp_path, content, options, message):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        Text(path, **options).open(2, 0)
+
+
+def test_a_missing_file_and_tokenizer_are_named(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 100)
+    with pytest.raises(UserError, match=r"no such file: .*b.txt; did you mean 'a.txt'"):
+        Text(tmp_path / "b.txt").open(2, 0)
+    with pytest.raises(UserError, match=r"no such file: .*tokeniser.json"):
+        Text(tmp_path / "a.txt", tokenizer=tmp_path / "tokeniser.json").open(2, 0)

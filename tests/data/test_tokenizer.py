@@ -1,0 +1,111 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxscale.data import tokenizer
+from jaxscale.data.tokenizer import Bytes, Characters, Subwords
+from jaxscale.errors import UserError
+
+
+@given(st.text())
+def test_bytes_round_trip_any_text(text):
+    ids = Bytes().encode(text)
+    assert ids.tolist() == list(text.encode())
+    assert Bytes().decode(ids) == text
+
+
+@given(st.text(min_size=1))
+def test_characters_are_numbered_as_nanogpt_does(text):
+    known = Characters.of([text])
+    number = {character: i for i, character in enumerate(sorted(set(text)))}
+    assert known.encode(text).tolist() == [number[character] for character in text]
+    assert known.decode(known.encode(text)) == text
+    assert known.size == len(number)
+
+
+@pytest.mark.parametrize("stranger", ["z", "!", "\U0001f600"])
+def test_an_unknown_character_is_named(stranger):
+    with pytest.raises(UserError, match="unknown to this alphabet of 3") as caught:
+        Characters("abc").encode("ab" + stranger)
+    assert repr(stranger) in str(caught.value)
+
+
+def test_subwords_equal_the_library_without_its_truncation_and_padding(subwords):
+    from tokenizers import Tokenizer
+
+    text = "the cat that sat on the mat <|eos|> with Zoë " * 5
+    plain = Tokenizer.from_file(str(subwords))
+    assert len(plain.encode(text).ids) == 8  # the file truncates
+    plain.no_truncation()
+    plain.no_padding()
+    ours = tokenizer.load(str(subwords))
+    assert ours.encode(text).tolist() == plain.encode(text).ids
+    assert ours.decode(ours.encode(text)) == text
+    assert ours.size == plain.get_vocab_size()
+    assert ours.encode("<|eos|>").tolist() == [plain.token_to_id("<|eos|>")]
+
+
+def joined(found, texts):
+    ids = [[np.zeros(0, np.int32)] for _ in texts]
+    characters = [0] * len(texts)
+    order = []
+    for piece in found:
+        ids[piece.text].append(piece.ids)
+        characters[piece.text] += piece.characters
+        order.append(piece.text)
+    assert order == sorted(order)
+    assert characters == list(map(len, texts))
+    return [np.concatenate(parts).tolist() for parts in ids]
+
+
+def test_long_texts_are_cut_without_changing_their_ids(subwords):
+    """Paragraphs, runs of newlines, spaces after newlines: everything that a cut in the wrong place would change."""
+    ours = tokenizer.load(str(subwords))
+    line = "the cat sat\n\n on the\n \nmat.\n\n\nand the hat\nthat\n  the mat\n"
+    texts = [line * 3000, "", "a", line * 700]
+    pieces = list(ours.encode_all(texts))
+    assert len(pieces) > len(texts), "nothing was cut, so nothing was tested"
+    assert joined(pieces, texts) == [ours.encode(text).tolist() for text in texts]
+
+
+def test_a_tokenizer_that_sees_across_newlines_gets_the_text_whole():
+    """Metaspace puts a mark before every text it is given: pieces would have marks the text has not."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocab = {piece: i for i, piece in enumerate(["▁", "a", "b", "\n", "▁a", "?"])}
+    model = Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="?"))
+    model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    ours = Subwords(model.to_str())
+    text = "ab\na b\n" * 6000
+    pieces = list(ours.encode_all([text]))
+    assert len(pieces) == 1
+    assert pieces[0].ids.tolist() == ours.encode(text).tolist()
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "subword"])
+def test_json_carries_a_tokenizer(kind, subwords):
+    made = {"byte": Bytes(), "char": Characters("abé"), "subword": tokenizer.load(str(subwords))}[kind]
+    again = tokenizer.from_json(json.loads(json.dumps(made.to_json())))
+    assert again == made
+    assert again.encode("abé").tolist() == made.encode("abé").tolist()
+    assert tokenizer.fingerprint(again) == tokenizer.fingerprint(made)
+
+
+def test_ids_beyond_the_alphabet_decode_to_the_replacement_character():
+    assert Characters("ab").decode([0, 7, 1]) == "a\ufffdb"
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"model": {"type": "None"}}'])
+def test_a_broken_file_is_named(tmp_path, content):
+    path = tmp_path / "broken.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"broken.json: not a tokenizer of the tokenizers library"):
+        tokenizer.load(str(path))
+
+
+def test_an_alphabet_out_of_order_cannot_be_made():
+    with pytest.raises(UserError, match="sorted characters"):
+        Characters("ba")
