@@ -236,7 +236,7 @@ def _mark_labels(marks: Sequence[Mark], across: Callable[[float], float]) -> str
             joined.append((where, [mark.label]))
     side = {True: "rule before", False: "rule"}
     return "".join(
-        f'<span class="{side[where > 0.6]}" style="left:{where:.2%}">{escape(", ".join(names))}</span>'
+        f'<span class="{side[where > 0.7]}" style="left:{where:.2%}">{escape(", ".join(names))}</span>'
         for where, names in joined
     )
 

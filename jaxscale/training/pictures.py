@@ -105,7 +105,7 @@ def cut_picture(shape: Sequence[int], parts: Sequence[int]) -> str:
     return f'<svg class="cut" width="{box[0]}" height="{box[1]}" aria-hidden="true">{pile}{front}</svg>'
 
 
-def parameter_table(parameters: Sequence[dict[str, Any]], sizes: dict[str, int], most: int = 12) -> str:
+def parameter_table(parameters: Sequence[Any], sizes: dict[str, int], most: int = 12) -> str:
     """The biggest parameters: shape, how they lie on the mesh, bytes whole and per device."""
     known = [one for one in parameters if isinstance(one, dict) and isinstance(one.get("shape"), list | tuple)]
     known.sort(key=lambda one: (-float(one.get("bytes") or 0), str(one.get("name"))))

@@ -25,8 +25,11 @@ for (const figure of document.querySelectorAll("figure.chart")) {
       line.append(dot, curve.label, value);
       tip.append(line);
     }
-    for (const [where, label] of told.marks) {
-      if (Math.abs(where - step) <= reach / 2) { const line = document.createElement("span"); line.textContent = label; tip.append(line); }
+    const near = told.marks.filter(([where]) => Math.abs(where - step) <= reach / 2).map(([, label]) => label);
+    if (near.length) {
+      const line = document.createElement("span");
+      line.textContent = [...new Set(near)].join(", ");
+      tip.append(line);
     }
     plot.classList.add("on");
     cursor.style.left = 100 * across + "%";

@@ -56,9 +56,15 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row(Text(run.name, style="bold not dim"), Text(word, style=f"bold {style}"))
-    for name, text in _lines(run):
+    lines = _lines(run)
+    for name, text in lines:
         table.add_row(name, Text(text))
     screen.print(table)
+    report = run_path(run_dir) / FILE
+    if report.exists():
+        # a path is for copying: it is never broken
+        indent = max(len(name) for name in [run.name, "report", *(name for name, _ in lines)]) + 2
+        screen.print(Text.assemble(("report".ljust(indent), "dim"), str(report)), soft_wrap=True)
     assert isinstance(screen.file, io.StringIO)
     return "\n".join(line.rstrip() for line in screen.file.getvalue().rstrip("\n").split("\n"))
 
@@ -94,7 +100,5 @@ def _lines(run: RunRecord) -> list[tuple[str, str]]:
     mesh = [words for topic, words in plan_in_words(run.plan, run.layout, run.experiment) if topic == "Mesh"]
     if mesh:
         lines.append(("mesh", mesh[0]))
-    if (run_path(run.directory) / FILE).exists():
-        lines.append(("report", str(run_path(run.directory) / FILE)))
     lines += [("unread", line) for line in run.unread]
     return lines
