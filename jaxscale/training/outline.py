@@ -2,10 +2,10 @@
 
 import ast
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from jaxscale.errors import UserError, near_miss, unknown
+from jaxscale.errors import UserError, near_miss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,15 @@ def outline(path: str | Path, variant: str | None = None) -> Outline:
         raise UserError(f"{path} has no experiment(): define a function of that name that returns an Experiment{near}")
     variants = _variants(tree, functions)
     if variant is not None and variants is not None and variant not in variants:
-        raise unknown(f"variant of {path}", variant, variants)
+        raise no_variant(path, variant, variants)
     return Outline(path.absolute(), text, _first_line(ast.get_docstring(tree)), variants)
+
+
+def no_variant(path: object, variant: str, known: Iterable[str]) -> UserError:
+    """The error for a variant that the file does not have."""
+    names = list(known)
+    listed = f"there are {', '.join(names)}" if names else "it has no VARIANTS; leave the name out"
+    return UserError(f"{path} has no variant {variant!r}: {listed}{near_miss(variant, names)}")
 
 
 def _no_file(path: Path) -> str:

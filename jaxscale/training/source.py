@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import jaxscale
 from jaxscale import values
-from jaxscale.errors import UserError, unknown
-from jaxscale.training.outline import outline
+from jaxscale.errors import UserError
+from jaxscale.training.outline import no_variant, outline
 from jaxscale.training.storage import run_path
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _call(text: str, shown: Any, origin: Path, variant: str | None) -> "Experime
         if variant is not None:
             known = getattr(module, "VARIANTS", {})
             if variant not in known:
-                raise unknown(f"variant of {shown}", variant, known)
+                raise no_variant(shown, variant, known)
             function, step = known[variant], f"the variant {variant}"
         if not callable(function):
             raise UserError(f"{shown}: {step} is a {type(function).__name__}, expected a function that takes nothing")

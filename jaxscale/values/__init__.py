@@ -9,6 +9,7 @@ dataclasses, and classes with a text form: a `parse` classmethod and a `__str__`
 generic dataclasses.
 """
 
+from jaxscale.values.annotations import describe, field_types, is_record
 from jaxscale.values.as_json import from_json, has_code, read_json, to_json
 from jaxscale.values.as_text import override, parse, paths
 from jaxscale.values.check import check_types
@@ -18,9 +19,12 @@ __all__ = [
     "ABSENT",
     "Difference",
     "check_types",
+    "describe",
     "difference",
+    "field_types",
     "from_json",
     "has_code",
+    "is_record",
     "override",
     "parse",
     "paths",

@@ -12,7 +12,7 @@ from jaxscale.errors import UserError, near_miss
 
 
 @functools.cache
-def hints_of(cls: type) -> dict[str, Any]:
+def field_types(cls: type) -> dict[str, Any]:
     """Declared type of each field that `__init__` takes."""
     if not dataclasses.is_dataclass(cls):
         return {}
@@ -75,19 +75,19 @@ _WORDS: dict[Any, str] = {
 }
 
 
-def words(hint: Any) -> str:
+def describe(hint: Any) -> str:
     """The type as a message says it."""
     if hint in _WORDS:
         return _WORDS[hint]
     if get_origin(hint) is Literal:
         return " or ".join(map(str, get_args(hint)))
     if len(members(hint)) > 1:
-        return ", or ".join(map(words, members(hint)))
+        return ", or ".join(map(describe, members(hint)))
     if isinstance(hint, type) and issubclass(hint, PurePath):
         return "a path"
     origin = get_origin(hint) or hint
     if origin in (tuple, list):
-        items = ", ".join("..." if item is Ellipsis else words(item) for item in get_args(hint))
+        items = ", ".join("..." if item is Ellipsis else describe(item) for item in get_args(hint))
         return f"a list ({items})" if items else "a list"
     if origin in (dict, Mapping):
         return "a table"
@@ -106,7 +106,7 @@ def wrong(path: str, given: Any, hint: Any, near: str = "") -> UserError:
         shown = text if len(text) <= 60 else f"{text[:57]}..."
         if not isinstance(given, bool | int | float | str | types.NoneType):
             shown += f" ({type(given).__name__})"
-    return UserError(f"{path or 'value'}: got {shown}, expected {words(hint)}{near}")
+    return UserError(f"{path or 'value'}: got {shown}, expected {describe(hint)}{near}")
 
 
 def literal_near(word: Any, hint: Any) -> str:

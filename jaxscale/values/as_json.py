@@ -13,15 +13,15 @@ from typing import Any, TypeVar, get_args, get_origin
 from jaxscale.errors import UserError, near_miss
 from jaxscale.values.annotations import (
     accepts_none,
+    describe,
+    field_types,
     has_text_form,
-    hints_of,
     is_record,
     item_hints,
     literal_near,
     located,
     members,
     names_its_class,
-    words,
     wrong,
 )
 from jaxscale.values.check import check
@@ -96,7 +96,7 @@ def _dump(value: Any, hint: Any) -> Any:
     if has_text_form(type(value)) and not names_its_class(hint):
         return str(value)
     if dataclasses.is_dataclass(value):
-        fields = {name: _dump(getattr(value, name), inner) for name, inner in hints_of(type(value)).items()}
+        fields = {name: _dump(getattr(value, name), inner) for name, inner in field_types(type(value)).items()}
         return {_TYPE: _code_name(type(value)), **fields} if names_its_class(hint) else fields
     if isinstance(value, tuple | list):
         single = [member for member in members(hint) if (get_origin(member) or member) in (tuple, list)]
@@ -158,7 +158,7 @@ def load(data: Any, hint: Any, path: str) -> Any:
 
 
 def _load_record(data: Any, cls: type, path: str) -> Any:
-    hints = hints_of(cls)
+    hints = field_types(cls)
     if not isinstance(data, dict):
         raise wrong(path, data, cls)
     for name in data:
@@ -206,7 +206,7 @@ def first_that_accepts(read: Callable[[Any], Any], hint: Any, path: str, given: 
                 return read(some[0])
             except UserError as error:
                 text = str(error)
-                start, middle, end = text.partition(f", expected {words(some[0])}")
+                start, middle, end = text.partition(f", expected {describe(some[0])}")
                 raise UserError(f"{start}{middle}, or none{end}" if middle else text) from None
     for member in some:
         try:

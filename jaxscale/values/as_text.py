@@ -11,14 +11,14 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from jaxscale.errors import UserError, near_miss
 from jaxscale.values.annotations import (
     accepts_none,
+    describe,
+    field_types,
     has_text_form,
-    hints_of,
     is_record,
     item_hints,
     literal_near,
     located,
     members,
-    words,
     wrong,
 )
 from jaxscale.values.as_json import first_that_accepts, load, parse_form
@@ -65,7 +65,7 @@ def override(value: T, changes: Mapping[str, str]) -> T:
 
 def paths(value: Any, prefix: str = "") -> Iterator[str]:
     """The dotted path of every field that `override` takes, in the order they are declared."""
-    for name, hint in hints_of(type(value)).items():
+    for name, hint in field_types(type(value)).items():
         inner, path = getattr(value, name), f"{prefix}{name}"
         if is_record(inner):
             yield from paths(inner, f"{path}.")
@@ -108,7 +108,7 @@ def parse(text: str, hint: Any, path: str) -> Any:
         except json.JSONDecodeError as error:
             raise UserError(f"{path}: got {text!r}, which is not JSON: {error}") from None
     if origin in (tuple, list):
-        pieces = [piece.strip() for piece in text.split(",")] if text.strip() else []
+        pieces = [] if text.strip() in ("", "()") else [piece.strip() for piece in text.split(",")]
         hints = item_hints(hint, len(pieces))
         if len(hints) != len(pieces):
             raise wrong(path, text, hint)
@@ -118,7 +118,7 @@ def parse(text: str, hint: Any, path: str) -> Any:
     if hint is Any:
         return text
     raise UserError(
-        f"{path}: got {text!r}; {words(hint)} has no text form: set it in the experiment file, or give JSON"
+        f"{path}: got {text!r}; {describe(hint)} has no text form: set it in the experiment file, or give JSON"
     )
 
 
@@ -143,7 +143,7 @@ def _find(value: Any, path: str, given: str) -> None:
     inner = value
     parts = path.split(".")
     for index, part in enumerate(parts):
-        known = hints_of(type(inner)) if is_record(inner) else {}
+        known = field_types(type(inner)) if is_record(inner) else {}
         if part not in known:
             if index and inner is None:
                 raise UserError(f"{given}: {'.'.join(parts[:index])} is none here, so nothing inside it can be set")
@@ -174,7 +174,7 @@ def _narrowed(hint: Any, value: Any) -> Any:
 
 
 def _replace(value: Any, changes: Mapping[str, Any], path: str) -> Any:
-    hints = hints_of(type(value))
+    hints = field_types(type(value))
     new = {}
     for name, change in changes.items():
         inner = f"{path}.{name}" if path else name

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from jaxscale.errors import UserError
-from jaxscale.values.annotations import hints_of, is_record, item_hints, literal_near, members, wrong
+from jaxscale.values.annotations import field_types, is_record, item_hints, literal_near, members, wrong
 
 
 def check_types(value: Any) -> None:
@@ -28,7 +28,7 @@ def check_types(value: Any) -> None:
         Traceback (most recent call last):
         jaxscale.errors.UserError: width: got 'wide', expected a whole number
     """
-    for name, hint in hints_of(type(value)).items():
+    for name, hint in field_types(type(value)).items():
         given = getattr(value, name)
         check(given, hint, name)
         if type(given) is int and float in members(hint) and int not in members(hint):
@@ -76,7 +76,7 @@ def check(value: Any, hint: Any, path: str) -> None:
     elif isinstance(origin, type):
         right = isinstance(value, origin)
         if right and is_record(value):
-            for name, inner in hints_of(type(value)).items():
+            for name, inner in field_types(type(value)).items():
                 check(getattr(value, name), inner, f"{path}.{name}")
     if not right:
         raise wrong(path, value, hint, literal_near(value, hint))

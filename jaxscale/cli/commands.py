@@ -1,0 +1,276 @@
+"""The subcommands, each a frozen dataclass of its own flags with a `run`. Nothing heavy is imported until it runs.
+
+Field metadata is for the help: `metavar`, and `default` where the words differ from the value. The fields named in
+`positional` are given by place. A new subcommand is a class here and a line in `COMMANDS`.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from jaxscale.errors import UserError
+
+
+def _shown(metavar: str, default: str | None = None) -> dict[str, str]:
+    return {"metavar": metavar} | ({} if default is None else {"default": default})
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Train an experiment, or continue it from its newest checkpoint.
+
+    Any field of the experiment can be set by its path, such as
+
+        --model.embed 256 --plan.zero 3 --plan.mesh fsdp:4
+
+    They are listed, with their defaults, by
+
+        jaxscale train FILE --help
+
+    Exit codes: 0 done, 2 a mistake in what was asked, 4 the loss diverged,
+    75 interrupted and saved, anything else a crash.
+
+    Args:
+        file: Python file that defines experiment(), such as experiments/shakespeare.py.
+        variant: one of the file's VARIANTS.
+        out: run directory; gs:// and s3:// too.
+        plan_file: take the plan from this plan.json.
+        resume: auto continues the run in the directory; never sets it aside and starts anew.
+        log_every: steps per line of the log.
+        profile: steps to trace: 10:13 traces 10, 11 and 12.
+        steps: updates.
+        batch: rows of the global batch.
+        seed: of parameters, data order, dropout and samples.
+        name: names the run's folder.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("file", "variant")
+    of_experiment: ClassVar[tuple[str, ...]] = ("steps", "batch", "seed", "name")
+    """Flags that are fields of the experiment."""
+    takes_fields: ClassVar[bool] = True
+
+    file: str = dataclasses.field(metadata=_shown("FILE"))
+    variant: str | None = dataclasses.field(default=None, metadata=_shown("[VARIANT]", ""))
+    out: str | None = dataclasses.field(default=None, metadata=_shown("DIR", "runs/NAME"))
+    plan_file: str | None = dataclasses.field(default=None, metadata=_shown("PLAN.JSON", "the experiment's plan"))
+    resume: Literal["auto", "never"] = "auto"
+    log_every: int = 1
+    profile: str | None = dataclasses.field(default=None, metadata=_shown("FIRST:LAST", "no steps"))
+    steps: int | None = dataclasses.field(default=None, metadata=_shown("INT", "the experiment's"))
+    batch: int | None = dataclasses.field(default=None, metadata=_shown("INT", "the experiment's"))
+    seed: int | None = dataclasses.field(default=None, metadata=_shown("INT", "the experiment's"))
+    name: str | None = dataclasses.field(default=None, metadata=_shown("NAME", "the experiment's"))
+
+    def check(self) -> None:
+        """What can be known without importing JAX."""
+        from jaxscale.step.plan import read_plan
+        from jaxscale.training.outline import outline
+
+        outline(self.file, self.variant)
+        if self.plan_file is not None:
+            read_plan(Path(self.plan_file))
+        if self.log_every < 1:
+            raise UserError(f"--log-every: got {self.log_every}, expected a whole number >= 1")
+
+    def load(self, fields: Mapping[str, str]) -> Any:
+        """The experiment and its source, with the fields set on the command line."""
+        from jaxscale.step.plan import read_plan
+        from jaxscale.training.source import load
+
+        own = {name: str(getattr(self, name)) for name in self.of_experiment if getattr(self, name) is not None}
+        plan = None if self.plan_file is None else read_plan(Path(self.plan_file))
+        return load(self.file, self.variant, {**own, **fields}, plan)
+
+    def run(self, fields: Mapping[str, str]) -> None:
+        """Train."""
+        from jaxscale.training.backend import start_backend
+
+        experiment, source = self.load(fields)
+        start_backend()
+        from jaxscale.training.loop import train
+
+        out = self.out or str(Path("runs") / "-".join(filter(None, (experiment.name, self.variant))))
+        train(
+            experiment,
+            out=out,
+            resume=self.resume,
+            log_every=self.log_every,
+            profile=self.profile,
+            source=source,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Continue a prompt with the model of a run.
+
+    Args:
+        run_dir: directory of a run.
+        prompt: text to continue.
+        tokens: how many tokens to add.
+        temperature: logits are divided by it; 0 takes the most likely token.
+        seed: of the draws.
+        best: take the checkpoint with the least held-out loss, not the newest.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("run_dir",)
+
+    run_dir: str = dataclasses.field(metadata=_shown("RUN_DIR"))
+    prompt: str = dataclasses.field(default="\n", metadata=_shown("TEXT", "a new line"))
+    tokens: int = 200
+    temperature: float = 0.8
+    seed: int = 0
+    best: bool = False
+
+    def check(self) -> None:
+        """What can be known without importing JAX."""
+        check_run(self.run_dir)
+        if self.tokens < 1:
+            raise UserError(f"--tokens: got {self.tokens}, expected a whole number >= 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"--temperature: got {self.temperature}, expected a number >= 0; 0 is greedy")
+
+    def run(self) -> None:
+        """Generate."""
+        from jaxscale.training.backend import start_backend
+
+        start_backend()
+        from jaxscale.training.generate import generate
+
+        text = generate(
+            self.run_dir, self.prompt, self.tokens, temperature=self.temperature, seed=self.seed, best=self.best
+        )
+        print(f"{self.prompt}{text}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate:
+    """Measure the held-out loss of a run's newest checkpoint.
+
+    Args:
+        run_dir: directory of a run.
+        best: take the checkpoint with the least held-out loss, not the newest.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("run_dir",)
+
+    run_dir: str = dataclasses.field(metadata=_shown("RUN_DIR"))
+    best: bool = False
+
+    def check(self) -> None:
+        """What can be known without importing JAX."""
+        check_run(self.run_dir)
+
+    def run(self) -> None:
+        """Evaluate."""
+        from jaxscale.training.backend import start_backend
+
+        start_backend()
+        from jaxscale.training.evaluate import evaluate
+
+        for name, value in evaluate(self.run_dir, best=self.best).items():
+            print(f"{name:10} {value:.6g}" if isinstance(value, float) else f"{name:10} {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Write the model of a run as a Hugging Face folder.
+
+    Args:
+        run_dir: directory of a run.
+        folder: folder to make.
+        best: take the checkpoint with the least held-out loss, not the newest.
+        dtype: type of the weights in the files.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("run_dir", "folder")
+
+    run_dir: str = dataclasses.field(metadata=_shown("RUN_DIR"))
+    folder: str = dataclasses.field(metadata=_shown("DIR"))
+    best: bool = False
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+    def check(self) -> None:
+        """What can be known without importing JAX."""
+        check_run(self.run_dir)
+        if Path(self.folder).is_file():
+            raise UserError(f"{self.folder} is a file: expected a folder to make")
+
+    def run(self) -> None:
+        """Export."""
+        from jaxscale.training.backend import start_backend
+
+        start_backend()
+        from jaxscale.training.export import export
+
+        print(export(self.run_dir, self.folder, best=self.best, dtype=self.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Write a run's report.html again, from the run's files alone.
+
+    Args:
+        run_dir: directory of a run.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("run_dir",)
+
+    run_dir: str = dataclasses.field(metadata=_shown("RUN_DIR"))
+
+    def check(self) -> None:
+        """What can be known without importing JAX."""
+        check_run(self.run_dir)
+
+    def run(self) -> None:
+        """Write the report."""
+        from jaxscale.training.report import write_report
+
+        print(write_report(self.run_dir))
+
+
+@dataclasses.dataclass(frozen=True)
+class Doctor:
+    """Show versions, devices, memory, disk, and what is optional and missing."""
+
+    positional: ClassVar[tuple[str, ...]] = ()
+
+    def check(self) -> None:
+        """Nothing can be wrong."""
+
+    def run(self) -> None:
+        """Show them."""
+        from jaxscale.training.backend import start_backend
+
+        start_backend()
+        from jaxscale.training.doctor import doctor
+
+        shown = doctor()
+        if shown is not None:
+            print(shown, file=sys.stdout)
+
+
+Command = Train | Generate | Evaluate | Export | Report | Doctor
+COMMANDS: dict[str, type[Command]] = {
+    "train": Train,
+    "generate": Generate,
+    "evaluate": Evaluate,
+    "export": Export,
+    "report": Report,
+    "doctor": Doctor,
+}
+
+
+def check_run(run_dir: str) -> None:
+    """Refuse a directory that is no run, with the nearest one that is."""
+    from jaxscale.errors import near_miss
+
+    path = Path(run_dir)
+    if "://" in run_dir or (path / "experiment.json").is_file():
+        return
+    runs = [str(file.parent) for base in {path.parent, Path("runs")} for file in base.glob("*/experiment.json")]
+    what = "holds no run (no experiment.json)" if path.exists() else "does not exist"
+    listed = f"; there are {', '.join(sorted(runs)[:8])}" if runs else "; make one with: jaxscale train FILE"
+    raise UserError(f"run directory {run_dir} {what}{near_miss(run_dir, runs) or listed}")

@@ -1,0 +1,75 @@
+"""From the words of the command line to an exit code.
+
+0 done; 2 the user's mistake, told in one message; 4 the loss diverged; 75 interrupted and saved; 130 interrupted before
+there was anything to save. Anything else is a crash, with its traceback.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+
+from jaxscale.cli import arguments
+from jaxscale.cli.commands import COMMANDS, Train
+from jaxscale.errors import Diverged, Preempted, UserError
+
+MISTAKE, DIVERGED, PREEMPTED, INTERRUPTED = 2, 4, 75, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and give back the exit code."""
+    plain = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # the line of code is no news to a user
+    try:
+        _run(arguments.read(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        _say(error)
+        return MISTAKE
+    except Diverged as error:
+        _say(error)
+        return DIVERGED
+    except Preempted as error:
+        _say(error)
+        return PREEMPTED
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
+    except SystemExit as exit:  # help was shown
+        return exit.code if isinstance(exit.code, int) else 0
+    finally:
+        warnings.formatwarning = plain
+    return 0
+
+
+def _run(given: arguments.Arguments) -> None:
+    if given.help:
+        _help(given)
+        return
+    assert given.command is not None
+    from jaxscale.cli.usage import parse
+
+    command = parse(given.command, given.own)
+    command.check()
+    if isinstance(command, Train):
+        command.run(given.fields)
+    else:
+        command.run()
+
+
+def _help(given: arguments.Arguments) -> None:
+    from jaxscale.cli import usage
+
+    if given.command is None:
+        return usage.show_all()
+    places = [word for word in given.own if not word.startswith("-")]
+    if COMMANDS[given.command] is Train and places:
+        from jaxscale.training.outline import outline
+
+        train = Train(*places[:2])
+        seen = outline(train.file, train.variant)
+        experiment, _ = train.load(given.fields)
+        return usage.show(given.command, experiment, seen.variants)
+    return usage.show(given.command)
+
+
+def _say(message: object) -> None:
+    print(f"jaxscale: {message}", file=sys.stderr)

@@ -1,0 +1,160 @@
+"""The subcommands' dataclasses handed to tyro, which parses what `arguments.py` let pass and writes the help.
+
+For `train FILE --help` the experiment's own fields join the subcommand's flags: dataclasses made after the values that
+the file gave, each leaf shown with its type and its default.
+"""
+
+import collections.abc
+import dataclasses
+import re
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from jaxscale import values
+from jaxscale.cli.commands import COMMANDS, Command
+
+_MARKERS = (tyro.conf.FlagCreatePairsOff,)
+
+
+def parse(name: str, words: Sequence[str]) -> Command:
+    """The subcommand that the words spell."""
+    return tyro.cli(_typed(COMMANDS[name]), prog=f"jaxscale {name}", args=words, config=_MARKERS)
+
+
+def show_all() -> None:
+    """Print the help of the whole."""
+    width = max(map(len, COMMANDS))
+    lines = ["usage: jaxscale COMMAND ...", "", "Train models on JAX: your model, your platform, every technique.", ""]
+    lines += [f"  {name:{width}}  {_summary(cls)}" for name, cls in COMMANDS.items()]
+    lines += ["", "  jaxscale COMMAND --help shows a command's flags and their defaults.", "", "First steps:"]
+    lines += ["  jaxscale train experiments/shakespeare.py --steps 200"]
+    lines += ['  jaxscale generate runs/shakespeare --prompt "ROMEO:"']
+    print("\n".join(lines))
+
+
+def show(name: str, experiment: Any = None, variants: dict[str, str] | None = None) -> None:
+    """Print the help of a subcommand; with an experiment, its fields too."""
+    cls = COMMANDS[name]
+    made = _typed(cls, experiment)
+    if variants:
+        width = max(map(len, variants))
+        listed = [f"  {variant:{width}}  {summary}".rstrip() for variant, summary in variants.items()]
+        print("\n".join(["", "variants of this file:", *listed]))
+    # Never returns: tyro prints and exits with 0.
+    tyro.cli(made, prog=f"jaxscale {name}", args=["--help"], config=_MARKERS)
+
+
+def _summary(cls: type) -> str:
+    return (cls.__doc__ or "").partition("\n")[0]
+
+
+def _typed(cls: type[Command], experiment: Any = None) -> type[Any]:
+    """The dataclass as tyro wants it: places, names of values and help in the annotations."""
+    hints, told = typing.get_type_hints(cls), field_help(cls)
+    own = getattr(cls, "of_experiment", ())
+    fields: list[Any] = []
+    for field in dataclasses.fields(cls):
+        if experiment is not None and field.name in own:
+            continue
+        hint = Annotated[hints[field.name], _argument(field, told.get(field.name, ""))]
+        if field.name in cls.positional:
+            hint = tyro.conf.Positional[hint]
+        default = {} if field.default is dataclasses.MISSING else {"default": field.default}
+        fields.append((field.name, hint, dataclasses.field(**default)))
+    if experiment is not None:
+        fields += _fields(experiment)
+    base = cls if experiment is None else object
+    made = dataclasses.make_dataclass(cls.__name__, fields, bases=(base,), frozen=True)
+    made.__doc__ = (cls.__doc__ or "").partition("\n\n    Args:")[0]
+    return made
+
+
+def _argument(field: dataclasses.Field[Any], told: str) -> Any:
+    shown = field.metadata.get("default")
+    hint = {} if shown is None else {"help_behavior_hint": f"(default: {shown})" if shown else "(optional)"}
+    if "metavar" in field.metadata:
+        hint["metavar"] = field.metadata["metavar"]
+    return tyro.conf.arg(help=told, **hint)
+
+
+def _fields(value: Any) -> list[Any]:
+    """A field for each of a value's, dataclasses nested, whose leaves are text."""
+    cls = type(value)
+    told, made = field_help(cls), []
+    hints = values.field_types(cls)
+    for name, hint in hints.items():
+        inner = getattr(value, name)
+        if values.is_record(inner):
+            nested = dataclasses.make_dataclass(type(inner).__name__, _fields(inner), frozen=True)
+            nested.__doc__ = _plain(_summary(type(inner)) or told.get(name, ""))
+            made.append((name, nested, dataclasses.field(default_factory=nested)))
+        elif not _is_code(hint):
+            argument = tyro.conf.arg(
+                metavar=_metavar(hint), help=_plain(told.get(name, "")), help_behavior_hint=f"(default: {spell(inner)})"
+            )
+            made.append((name, Annotated[str, argument], dataclasses.field(default=spell(inner))))
+    return made
+
+
+def _is_code(hint: Any) -> bool:
+    """Whether only an experiment file can set such a field."""
+    members = (hint, *typing.get_args(hint))
+    return any((typing.get_origin(member) or member) in (type, collections.abc.Callable) for member in members)
+
+
+def _plain(text: str) -> str:
+    """A docstring's words as help: `None` is spelled none on the command line."""
+    return text.replace("`None`", "none").replace("`", "")
+
+
+def spell(value: Any) -> str:
+    """A value as the command line takes it.
+
+    Example:
+        >>> spell(None), spell(True), spell(("a", "b")), spell(0.5)
+        ('none', 'true', 'a, b', '0.5')
+    """
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return ", ".join(map(spell, value)) or "()"
+    return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)
+
+
+def _metavar(hint: Any) -> str:
+    """The type in capitals, or the literals."""
+    if typing.get_origin(hint) is typing.Literal:
+        return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
+    inner = [member for member in typing.get_args(hint) if member is not type(None)]
+    if type(None) in typing.get_args(hint):
+        return "|".join([*map(_metavar, inner), "none"])
+    origin = typing.get_origin(hint) or hint
+    if origin in (tuple, list):
+        return f"{_metavar(inner[0])},..." if inner else "LIST"
+    words = {int: "INT", float: "FLOAT", str: "TEXT", bool: "true|false", Any: "VALUE", Path: "PATH"}
+    return words.get(origin, getattr(origin, "__name__", "VALUE"))
+
+
+def field_help(cls: type) -> dict[str, str]:
+    """What the "Args:" of a class's docstring say of each field.
+
+    Example:
+        >>> from jaxscale.sharding.mesh import MeshSpec
+        >>> field_help(MeshSpec)["pipe"]
+        'pipeline stages.'
+    """
+    body = re.search(r"\n\s*Args:\n(.*?)(\n\s*\n\s*\w+:\n|\Z)", cls.__doc__ or "", re.S)
+    told: dict[str, str] = {}
+    name = ""
+    for line in body[1].splitlines() if body else ():
+        start = re.match(r"\s{4,8}(\w+): (.*)", line)
+        if start and not line.startswith(" " * 9):
+            name = start[1]
+            told[name] = start[2].strip()
+        elif name and line.strip():
+            told[name] += " " + line.strip()
+    return told
