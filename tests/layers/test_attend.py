@@ -84,27 +84,32 @@ def _gradients(function, arguments):
 
     def loss(*arguments):
         out = function(*arguments).astype(jnp.float32)
-        return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)), out
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*arguments)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*arguments)
 
 
-@pytest.mark.parametrize("implementation", ["plain", "chunked"])
+def _close(found, expected, tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), found, expected)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_values_are_the_definition(case, implementation):
+def test_values_are_the_definition_and_chunked_gradients_the_plain_ones(case):
+    """And a query that sees no key gives zeros, in value and in gradient."""
     arguments = _draw()
-    found = _jitted(arguments, **CASES[case], implementation=implementation, chunk=4)
-    np.testing.assert_allclose(found, _brute(*arguments, **CASES[case]), rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_chunked_gradients_are_the_plain_ones(case):
-    plain, chunked = (
-        _gradients(lambda *x, name=name: attend(*x, **CASES[case], implementation=name, chunk=4), _draw())
-        for name in ("plain", "chunked")
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), plain, chunked)
-    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(plain))
+    expected = _brute(*arguments, **CASES[case])
+    blind = np.all(expected == 0, axis=(2, 3))
+    assert blind.any() == (case in ("segments", "bidirectional_segments", "packed", "blind"))
+    found = {}
+    for name in ("plain", "chunked"):
+        (_, out), found[name] = _gradients(
+            lambda *x, name=name: attend(*x, **CASES[case], implementation=name, chunk=4), arguments
+        )
+        np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+        assert not np.asarray(out)[blind].any()
+        assert not np.asarray(found[name][0])[blind].any()
+    _close(found["chunked"], found["plain"], 2e-5)
+    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(found))
 
 
 @pytest.mark.parametrize("implementation", ["plain", "chunked"])
@@ -123,24 +128,11 @@ def test_gradients_are_the_slope_of_the_definition(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["plain", "chunked"])
-@pytest.mark.parametrize("case", ["blind", "segments"])
-def test_a_query_that_sees_no_key_gives_zeros_and_zero_gradient(case, implementation):
-    arguments = _draw()
-    blind = np.all(_brute(*arguments, **CASES[case]) == 0, axis=(2, 3))
-    assert blind.any()
-    found = _jitted(arguments, **CASES[case], implementation=implementation, chunk=4)
-    assert not np.asarray(found)[blind].any()
-    _, gradients = _gradients(lambda *x: attend(*x, **CASES[case], implementation=implementation, chunk=4), arguments)
-    assert not np.asarray(gradients[0])[blind].any()
-
-
-@pytest.mark.parametrize("implementation", ["plain", "chunked"])
-@pytest.mark.parametrize(("queries", "keys"), [(3, 11), (11, 3), (1, 7)])
-def test_unequal_lengths(queries, keys, implementation):
+@pytest.mark.parametrize(("queries", "keys", "settings"), [(3, 11, {"causal": False}), (11, 3, {"window": 2})])
+def test_unequal_lengths(queries, keys, settings, implementation):
     arguments = _draw(queries, keys)
-    for settings in ({"causal": False}, {"window": 2}):
-        found = _jitted(arguments, **settings, implementation=implementation, chunk=4)
-        np.testing.assert_allclose(found, _brute(*arguments, **settings), rtol=2e-5, atol=2e-5)
+    found = _jitted(arguments, **settings, implementation=implementation, chunk=4)
+    np.testing.assert_allclose(found, _brute(*arguments, **settings), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("implementation", ["plain", "chunked"])
@@ -195,7 +187,7 @@ def test_a_sharded_batch_gives_the_same(implementation):
         rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None, "tensor"))
         placed = [jax.device_put(x, rows) for x in arguments]
         found = _gradients(lambda *x: attend(*x, implementation=implementation, chunk=4), placed)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), expected, found)
+    _close(found, expected, 2e-5)
 
 
 # Splash, in interpret mode: a TPU's kernel run step by step.
@@ -221,7 +213,7 @@ def test_splash_is_the_definition(case):
     arguments = _draw(LONG, LONG, width=16)
     expected = _gradients(lambda *x: attend(*x, **SPLASH[case], implementation="plain"), arguments)
     found = _gradients(lambda *x: _splash(*x, **SPLASH[case]), arguments)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), found, expected)
+    _close(found, expected, 2e-4)
 
 
 @pytest.mark.parametrize("mesh", ["data:2,sequence:2,tensor:2", "tensor:4"])
@@ -231,7 +223,7 @@ def test_splash_on_a_mesh(mesh):
     expected = _gradients(lambda *x: attend(*x, **settings, implementation="plain"), arguments)
     with layout(MeshSpec.parse(mesh).build(), AxisRules()):
         found = _gradients(lambda *x: _splash(*x, **settings), arguments)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), found, expected)
+    _close(found, expected, 2e-4)
 
 
 def test_splash_lowers_for_a_tpu():
