@@ -1,0 +1,324 @@
+"""`jaxscale doctor`: what this machine and this installation have, what is missing, and what to do about it.
+
+`examine` looks, `diagnose` judges: a pure function of what was seen, so that machines which are not here are tested
+too. Nothing is downloaded, written or compiled. It leaves out speed: a benchmark measures that.
+"""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform as python_platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxscale.platforms.platform import Platform
+from jaxscale.training.units import rate, size
+
+State = Literal["ok", "note", "missing"]
+MARKS: Mapping[State, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("·", "yellow"), "missing": ("✗", "bold red")}
+REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+PLUGINS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
+# extra: packages it brings, and what they are for
+OPTIONAL: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "notebook": (("ipykernel", "matplotlib", "nbclient"), "plots and notebooks"),
+    "remote": (("fsspec", "gcsfs", "s3fs"), "data and runs on gs:// and s3://"),
+}
+# jax/_src/hardware_utils.py: PCI vendor of Google, and its device numbers that are TPUs (others are network cards)
+_GOOGLE = "0x1ae0"
+_TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+# jax/_src/hardware_utils.py: of the driver, of containers, of WSL2
+_NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
+_LITTLE_DISK = 5 * 10**9  # bytes: a checkpoint of a 0.3 B model with AdamW's moments takes 3.6e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One thing that was looked at.
+
+    Args:
+        what: its name.
+        value: what was found.
+        state: "ok"; "note" is good to know; "missing" stops a run, or leaves the machine's accelerator idle.
+        to_do: what to do about it.
+    """
+
+    what: str
+    value: str
+    state: State = "ok"
+    to_do: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Rows that belong together, under a title."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the doctor found.
+
+    Args:
+        sections: in the order to print them.
+    """
+
+    sections: tuple[Section, ...]
+
+    @property
+    def status(self) -> int:
+        """The exit status: 0 when a run can start and uses the machine, 1 when a row says "missing"."""
+        return int(any(row.state == "missing" for section in self.sections for row in section.rows))
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.table import Table
+        from rich.text import Text
+
+        for section in self.sections:
+            yield Text(section.title, style="bold")
+            table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+            table.add_column(width=1)
+            table.add_column(min_width=18, no_wrap=True)
+            table.add_column(overflow="fold")
+            for row in section.rows:
+                mark, style = MARKS[row.state]
+                value = Text(row.value)
+                if row.to_do:
+                    value.append(f"\n{row.to_do}", style="italic")
+                table.add_row(Text(mark, style=style), row.what, value)
+            yield table
+            yield Text()
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=shutil.get_terminal_size((100, 24)).columns, color_system=None)
+        with console.capture() as captured:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What `examine` saw.
+
+    Args:
+        python: version of Python.
+        versions: installed packages among those that matter, by name.
+        platform: what JAX runs on; None where it found no device.
+        failure: what JAX said where it found none.
+        processes: JAX processes of this run.
+        nvidia: an NVIDIA GPU shows itself to the system.
+        tpu: a TPU shows itself to the system.
+        jax_platforms: the platforms JAX was told to use; empty where nothing was said.
+        cores: CPU cores.
+        host_memory: bytes of main memory; None if unknown.
+        disks: free bytes at each place, by (what it is, path).
+        cache: folder of compiled programs; None where they are not kept.
+        modules: optional packages that can be imported.
+    """
+
+    python: str
+    versions: Mapping[str, str]
+    platform: Platform | None
+    failure: str = ""
+    processes: int = 1
+    nvidia: bool = False
+    tpu: bool = False
+    jax_platforms: str = ""
+    cores: int = 1
+    host_memory: int | None = None
+    disks: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    cache: str | None = None
+    modules: frozenset[str] = frozenset()
+
+
+def doctor() -> Report:
+    """Look at this machine and this installation.
+
+    Returns:
+        The report; print it, and exit with its `status`.
+
+    Example:
+        >>> [section.title for section in doctor().sections]
+        ['versions', 'devices', 'memory', 'disk', 'optional']
+    """
+    return diagnose(examine())
+
+
+def examine() -> Machine:
+    """What is here. Starts JAX's backend."""
+    from jaxscale.platforms.detect import detect, host_memory
+    from jaxscale.training.backend import cores
+
+    found, failure, processes, asked, cache = None, "", 1, os.environ.get("JAX_PLATFORMS", ""), None
+    try:
+        import jax
+
+        asked, cache = jax.config.jax_platforms or "", jax.config.jax_compilation_cache_dir
+        found, processes = detect(), jax.process_count()
+    except (ImportError, RuntimeError) as error:
+        failure = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    places = {"working directory": Path.cwd(), "temporary files": Path(tempfile.gettempdir())}
+    if cache is not None and Path(cache).exists():
+        places["compile cache"] = Path(cache)
+    optional = [package for packages, _ in OPTIONAL.values() for package in packages]
+    return Machine(
+        python=python_platform.python_version(),
+        versions={name: text for name in ("jaxscale", *REQUIRED, *PLUGINS) if (text := _version(name))},
+        platform=found,
+        failure=failure,
+        processes=processes,
+        nvidia=any(Path(path).exists() for path in _NVIDIA),
+        tpu=sees_tpu(),
+        jax_platforms=asked,
+        cores=cores(),
+        host_memory=host_memory(),
+        disks={(what, str(path)): shutil.disk_usage(path).free for what, path in places.items()},
+        cache=cache,
+        modules=frozenset(name for name in optional if importlib.util.find_spec(name) is not None),
+    )
+
+
+def sees_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """Whether a TPU is on the PCI bus."""
+    for vendor in devices.glob("*/vendor"):
+        try:
+            if vendor.read_text().strip() == _GOOGLE and (vendor.parent / "device").read_text().strip() in _TPUS:
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def diagnose(machine: Machine) -> Report:
+    """Judge what was seen. A pure function."""
+    return Report(
+        (
+            Section("versions", tuple(_versions(machine))),
+            Section("devices", tuple(_devices(machine))),
+            Section("memory", tuple(_memory(machine))),
+            Section("disk", tuple(_disk(machine))),
+            Section("optional", tuple(_optional(machine))),
+        )
+    )
+
+
+def _versions(machine: Machine) -> Iterator[Row]:
+    yield Row("python", machine.python)
+    for name in ("jaxscale", *REQUIRED):
+        text = machine.versions.get(name)
+        if text is not None:
+            yield Row(name, text)
+        elif name != "jaxscale":
+            yield Row(name, "not installed", "missing", f"pip install {name}")
+    jax, jaxlib = (machine.versions.get(name) for name in ("jax", "jaxlib"))
+    if jax and jaxlib and _release(jax) != _release(jaxlib):
+        yield Row(
+            "jax and jaxlib", f"{jax} and {jaxlib} differ", "note", f"pip install 'jaxlib=={jax}' keeps them alike"
+        )
+    for name in PLUGINS[1:]:
+        text = machine.versions.get(name)
+        if text and jax and _release(text) != _release(jax):
+            yield Row(name, f"{text} beside jax {jax}", "missing", f"pip install '{name}=={jax}'")
+
+
+def _devices(machine: Machine) -> Iterator[Row]:
+    found = machine.platform
+    if found is None:
+        yield Row("devices", f"none: {machine.failure}", "missing", "unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu")
+    else:
+        yield from _chip(found)
+        if machine.processes > 1:
+            yield Row("processes", str(machine.processes))
+        if found.chip.kind == "cpu" and found.chips < machine.cores:
+            yield Row(
+                "cores",
+                f"{machine.cores}, and {found.chips} device(s)",
+                "note",
+                "runs take one device per core by themselves",
+            )
+    kind = None if found is None else found.chip.kind
+    told = f" (JAX is told to use {machine.jax_platforms!r})" if machine.jax_platforms else ""
+    for name, seen, extra, mine in (
+        ("gpu", machine.nvidia, "cuda", ("jax-cuda13-plugin", "jax-cuda12-plugin")),
+        ("tpu", machine.tpu, "tpu", ("libtpu",)),
+    ):
+        installed = [f"{plugin} {machine.versions[plugin]}" for plugin in mine if plugin in machine.versions]
+        if seen and kind != name and not installed:
+            words = f"a {name.upper()} is here, and the installed jaxlib cannot use it"
+            yield Row(f"{name} support", words, "missing", f"pip install 'jaxscale[{extra}]'")
+        elif seen and kind != name:
+            words = f"a {name.upper()} is here, and JAX does not use it{told}"
+            to_do = "unset JAX_PLATFORMS" if told else f"look at its driver, then pip install -U 'jaxscale[{extra}]'"
+            yield Row(f"{name} support", words, "missing", to_do)
+        elif installed and not seen and kind != name:
+            words = f"{', '.join(installed)}, and no {name.upper()} is here: good for compiling ahead of time"
+            yield Row(f"{name} support", words, "note", "set JAX_PLATFORMS=cpu in programs of your own")
+        elif installed:
+            yield Row(f"{name} support", ", ".join(installed))
+
+
+def _chip(found: Platform) -> Iterator[Row]:
+    chip = found.chip
+    yield Row("devices", f"{found.devices} x {chip.device_kinds[0]} ({found})")
+    peak = found.chip.peak("bfloat16") or found.chip.peak("float16")
+    if peak is not None:
+        kind = "bfloat16" if chip.peak("bfloat16") else "float16"
+        yield Row("peak", f"{rate(peak, 'FLOP/s')} {kind} per chip, from {chip.source[0]}")
+    elif chip.kind != "cpu":
+        words = f"unknown for {chip.device_kinds[0]!r}: runs train, and report no mfu"
+        yield Row("peak", words, "note", f"add a row to jaxscale/platforms/{chip.kind}.py, with its source")
+    if chip.kind == "gpu" and chip.peak("bfloat16") is None and peak is not None:
+        yield Row(
+            "bfloat16", "this chip has no fast bfloat16", "note", "prefer float32: precision bfloat16 will be slow"
+        )
+
+
+def _memory(machine: Machine) -> Iterator[Row]:
+    if machine.host_memory is not None:
+        yield Row("host", size(machine.host_memory))
+    found = machine.platform
+    if found is not None and found.chip.kind != "cpu" and found.device_memory is not None:
+        row = Row("device", f"{size(found.device_memory)} usable on each of {found.devices}")
+        if found.chip.kind == "gpu":
+            to_do = "JAX takes 75 % of it; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 for more"
+            row = dataclasses.replace(row, state="note", to_do=to_do)
+        yield row
+
+
+def _disk(machine: Machine) -> Iterator[Row]:
+    for (what, path), free in machine.disks.items():
+        little = free < _LITTLE_DISK
+        to_do = "checkpoints and caches may not fit: free some, or give --out another disk" if little else ""
+        yield Row(what, f"{size(free)} free at {path}", "note" if little else "ok", to_do)
+    if machine.cache is None:
+        words = "off: every run compiles anew"
+        yield Row("compile cache", words, "note", "set JAXSCALE_CACHE or JAX_COMPILATION_CACHE_DIR to a folder")
+
+
+def _optional(machine: Machine) -> Iterator[Row]:
+    for extra, (packages, purpose) in OPTIONAL.items():
+        lacking = [name for name in packages if name not in machine.modules]
+        if lacking:
+            words = f"{', '.join(lacking)} not installed: {purpose}"
+            yield Row(extra, words, "note", f"pip install 'jaxscale[{extra}]'")
+        else:
+            yield Row(extra, f"{', '.join(packages)}: {purpose}")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> tuple[str, ...]:
+    """The first three numbers: jax 0.12.0.1 goes with jaxlib 0.12.0."""
+    return tuple(version.split("."))[:3]
