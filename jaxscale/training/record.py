@@ -5,6 +5,8 @@ Every file may be missing or of an older form: a report of a run that broke earl
 
 import dataclasses
 import json
+import math
+import shlex
 import time
 from typing import Any, Literal
 
@@ -181,27 +183,35 @@ class RunRecord:
         return None
 
     @property
+    def parameters(self) -> int | None:
+        """How many numbers are trained."""
+        told = [row["parameters"] for row in self.events("predicted") if isinstance(row.get("parameters"), int)]
+        if told:
+            return told[-1]
+        listed = self.layout.get("parameters")
+        shapes = [one.get("shape") for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        return sum(math.prod(shape) for shape in shapes if isinstance(shape, list)) or None
+
+    @property
+    def path(self) -> str:
+        """The experiment file as seen from where the run was started, if that is known; empty for none."""
+        return next((str(self.source[key]) for key in ("relative", "path", "file") if self.source.get(key)), "")
+
+    @property
     def command(self) -> str | None:
         """The command that makes this run again."""
         if self.source.get("command"):
             return str(self.source["command"])
-        path = self.source.get("path") or self.source.get("file")
-        if not path:
+        if not self.path:
             return None
-        words = [str(path), str(self.source.get("variant") or ""), *map(str, _overrides(self.source.get("overrides")))]
-        return "jaxscale train " + " ".join(_quote(word) for word in words if word)
+        words = [self.path, str(self.source.get("variant") or ""), *map(str, _overrides(self.source.get("overrides")))]
+        return "jaxscale train " + " ".join(shlex.quote(word) for word in words if word)
 
 
 def _overrides(given: Any) -> list[str]:
     if isinstance(given, dict):
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]
     return [str(word) for word in given] if isinstance(given, list | tuple) else []
-
-
-def _quote(word: str) -> str:
-    import shlex
-
-    return shlex.quote(word)
 
 
 def _read_json(path: Any, unread: list[str]) -> dict[str, Any]:

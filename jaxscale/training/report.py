@@ -89,7 +89,7 @@ def _section(title: str, body: str) -> str:
 
 def _header(run: RunRecord) -> str:
     start = next((row["time"] for row in run.metrics if isinstance(row.get("time"), int | float)), None)
-    parts = [str(run.source.get("path") or run.source.get("file") or "")]
+    parts = [run.path]
     parts += [f"variant {run.source['variant']}"] if run.source.get("variant") else []
     parts += [f"seed {run.experiment['seed']}"] if "seed" in run.experiment else []
     parts += [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start))] if start is not None else []
@@ -124,9 +124,8 @@ def _figures(run: RunRecord) -> str:
     if run.tokens_per_second is not None:
         note = f"{run.mfu:.1%} MFU" if run.mfu is not None else ""
         shown.append(("Tokens per second", count(run.tokens_per_second), note))
-    parameters = run.layout.get("parameter_count")
-    if isinstance(parameters, int):
-        shown.append(("Parameters", count(parameters), ""))
+    if run.parameters is not None:
+        shown.append(("Parameters", count(run.parameters), ""))
     if not shown:
         return ""
     cells = (
@@ -211,7 +210,11 @@ def _plan(run: RunRecord) -> str:
     bar = memory_bar(run.memory, float(capacity) if isinstance(capacity, int | float) else None)
     if bar:
         stack += f'<div class="sheet"><h3>Memory per device, of the compiled step</h3>{bar}</div>'
-    notes = "".join(f'<p class="warning">{escape(str(note))}</p>' for note in run.layout.get("notes") or [])
+    whole = run.layout.get("unsplit")
+    notes = ""
+    if isinstance(whole, list) and whole:
+        shown = ", ".join(map(str, whole[:8])) + (f" and {len(whole) - 8} more" if len(whole) > 8 else "")
+        notes = f'<p class="warning">Whole on every device, since no dim divides: {escape(shown)}</p>'
     listed = "".join(f"<dt>{escape(topic)}</dt><dd>{escape(text)}</dd>" for topic, text in words)
     listed = f'<div class="sheet"><h3>The plan</h3><dl class="words">{listed}</dl>{notes}</div>' if listed else ""
     body = f'<div class="stack">{stack}</div>' if stack else ""
@@ -305,7 +308,7 @@ def _details(row: dict[str, Any]) -> str:
         if name in ("step", "kind", "time", "name") or value is None:
             continue
         for part, item in value.items() if isinstance(value, dict) else [("", value)]:
-            word = name if name not in ("seconds", "bytes", "flop", "reason", "path", "memory") else ""
+            word = name if name not in ("seconds", "bytes", "flop", "reason", "path", "by", "memory") else ""
             word = f"{word.removesuffix('_seconds').removesuffix('_bytes').removesuffix('_flop')} {part}"
             bytes_of = f"{name}_bytes" if name == "memory" else name
             told.append(f"{word.replace('_', ' ').strip()} {field(bytes_of, item)}".strip())

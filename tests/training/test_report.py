@@ -43,7 +43,7 @@ def make_run(folder, steps=2000, *, finished=True, resumed=True, mesh=None, skip
             "argument_bytes": 9_400_000,
             "temp_bytes": 3_100_000,
         },
-        {"step": 0, "kind": "event", "name": "predicted", "step_seconds": 0.03, "temp_bytes": 3_000_000},
+        {"step": 0, "kind": "event", "name": "predicted", "parameters": 786_944, "parameters_bytes": 845_000},
     ]
     for step in range(1, steps + 1):
         loss = 1.45 + 2.75 * math.exp(-step / (steps / 8)) + 0.06 * float(random.normal())
@@ -95,8 +95,9 @@ def make_run(folder, steps=2000, *, finished=True, resumed=True, mesh=None, skip
     layout = {"mesh": mesh, "devices": math.prod(mesh.values()), "kind": "cpu", "parameters": parameters}
     layout |= {"memory": {"parameters": 845_000, "optimizer state": 1_690_000, "activations and gradients": 3_100_000}}
     layout["memory"]["batch"] = 12_288
-    layout["parameter_count"] = sum(math.prod(one["shape"]) for one in parameters)
-    source = {"path": "experiments/shakespeare.py", "variant": "tiny", "overrides": ["--plan.zero", "3"], "seed": 0}
+    layout["unsplit"] = ["blocks.norm.gain"]
+    source = {"name": "shakespeare", "path": "/home/x/experiments/shakespeare.py", "variant": "tiny", "seed": 0}
+    source |= {"relative": "experiments/shakespeare.py", "file": "shakespeare.py", "overrides": {"plan.zero": "3"}}
     source |= {"sha256": "9f" * 32, "versions": {"python": "3.11.7", "jax": "0.10.2", "flax": "0.12.8"}}
     for name, value in (("experiment", experiment), ("plan", plan), ("layout", layout)):
         (folder / f"{name}.json").write_text(json.dumps(value))
@@ -167,6 +168,8 @@ def test_the_page_shows_the_figures_of_the_run(tmp_path):
         "Mesh: 8 devices (cpu)",
         "Optimizer state1.61 MiB",
         "dim 1 on fsdp",
+        "Whole on every device, since no dim divides: blocks.norm.gain",
+        "Parameters787 k",
         "jaxscale train experiments/shakespeare.py tiny --plan.zero 3",
         "0.10.2",
         "How ill white hairs become a fool & <jester>!",
