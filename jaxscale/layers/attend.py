@@ -50,7 +50,8 @@ def attend(
         q, k, v: queries, keys, values. Scores and softmax are float32 whatever their type.
         causal: a query sees no key of a later position.
         q_positions, kv_positions: the index in the row by default.
-        q_segments, kv_segments: a query sees keys of its own segment; segment 0 is padding, which sees and is seen by none.
+        q_segments, kv_segments: a query sees keys of its own segment; segment 0 is padding, which sees and is seen by
+            none.
         window: a query sees keys with 0 <= q_position - kv_position < window.
         soft_cap: the scores' bound c.
         scale: of the scores; 1 / sqrt(H) by default.

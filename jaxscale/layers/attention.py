@@ -1,5 +1,5 @@
-"""Attention: the layer around `attend`, with its projections, rotary positions, q/k norms and cache (Vaswani et al. 2017;
-grouped key heads, Ainslie et al. 2023).
+"""Attention: the layer around `attend`, with its projections, rotary positions, q/k norms and cache (Vaswani et al.
+2017; grouped key heads, Ainslie et al. 2023).
 """
 
 from typing import Any
@@ -99,8 +99,8 @@ class Attention(nnx.Module):
 
         Args:
             x: input.
-            positions: of the tokens, for the rotary angles; the index in the row by default. Tokens of a segment must lie in
-                the order of their positions.
+            positions: of the tokens, for the rotary angles; the index in the row by default. Tokens of a segment must
+                lie in the order of their positions.
             segments: tokens see their own segment only; 0 is padding.
             context: of the forward pass; its `attention` names the implementation.
             causal: tokens see no later ones.

@@ -1,8 +1,8 @@
 """Attention by JAX's splash kernel, on TPU: `jax.experimental.pallas.ops.tpu.splash_attention`.
 
 Mosaic kernels are not partitioned by the compiler, so under a layout the kernel runs in a `shard_map`: batch, heads and
-query positions as the rules shard them, keys and values whole along the sequence. Queries and keys must be as many, and be
-ordered by their index. A width of heads that is no multiple of 128 is padded with zeros.
+query positions as the rules shard them, keys and values whole along the sequence. Queries and keys must be as many, and
+be ordered by their index. A width of heads that is no multiple of 128 is padded with zeros.
 """
 
 import functools

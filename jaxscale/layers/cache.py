@@ -13,8 +13,9 @@ from jax import lax
 class KVCache:
     """The slots of one attention layer, B rows of S. A `Stack`'s caches are one cache whose leaves have a leading L.
 
-    Rows may differ in position: prompts of unequal lengths, padded left or right, take as many slots each, and padded ones
-    are not `valid`. Appending beyond S overwrites the last slots without a word: whoever generates makes room first.
+    Rows may differ in position: prompts of unequal lengths, padded left or right, take as many slots each, and padded
+    ones are not `valid`. Appending beyond S overwrites the last slots without a word: whoever generates makes room
+    first.
 
     Args:
         k, v: float (B, S, K, H).
@@ -31,7 +32,14 @@ class KVCache:
 
     @classmethod
     def empty(
-        cls, batch: int, length: int, kv_heads: int, head_dim: int, dtype: Any = jnp.float32, *, layers: int | None = None
+        cls,
+        batch: int,
+        length: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: Any = jnp.float32,
+        *,
+        layers: int | None = None,
     ) -> "KVCache":
         """A cache with nothing in it; for all layers of a `Stack` at once where `layers` is given.
 

@@ -1,5 +1,5 @@
-"""Dropout (Srivastava et al. 2014) whose mask is a pure function of seed, step, layer, site and example: the same on every
-mesh, in any number of microbatches, scanned or unrolled.
+"""Dropout (Srivastava et al. 2014) whose mask is a pure function of seed, step, layer, site and example: the same on
+every mesh, in any number of microbatches, scanned or unrolled.
 """
 
 import jax.numpy as jnp

@@ -1,5 +1,5 @@
-"""Embedding and PositionTable: rows of a table by token and by position. The table of an Embedding is (vocab, embed), which
-is also the layout of an output head: a tied head is `embedding.weight`, an untied one another `Embedding`.
+"""Embedding and PositionTable: rows of a table by token and by position. The table of an Embedding is (vocab, embed),
+which is also the layout of an output head: a tied head is `embedding.weight`, an untied one another `Embedding`.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ class Embedding(nnx.Module):
     Args:
         vocab: number of tokens.
         size: width of a row.
-        vocab_multiple: rows are padded to a multiple of this, so that a mesh axis divides them. The random values of the
-            real rows do not depend on it.
+        vocab_multiple: rows are padded to a multiple of this, so that a mesh axis divides them. The random values of
+            the real rows do not depend on it.
         init: initializer of the real rows; normal with standard deviation 0.02 by default.
 
     Example:
@@ -37,7 +37,7 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(jnp.pad(rows, ((0, -vocab % vocab_multiple), (0, 0))), out_sharding=("vocab", "embed"))
 
     def lookup(self, tokens: Int[Array, "*B"], dtype: Any = None) -> Float[Array, "*B D"]:
-        """The rows of `tokens`, in `dtype` (the parameters' own by default). The gradient is summed in the parameters' type."""
+        """The rows of `tokens`, in `dtype` (the parameters' own by default); gradients add up in the latter."""
         rows = jnp.take(self.weight[...], tokens, axis=0, mode="clip")
         return rows if dtype is None else rows.astype(dtype)
 

@@ -1,9 +1,9 @@
 """Linear, and the matrix product under it, which keeps gradients in the type of the parameter.
 
-Mixed precision needs no setting here: `matmul` computes in the type of `x` and hands the gradient of `w` back in the type
-of `w`. With float32 parameters and bfloat16 activations the gradient leaves the product's float32 accumulator unrounded, so
-what is reduced across devices is float32; with bfloat16 parameters it is bfloat16. Where the types agree, the product is
-the plain one and autodiff does the rest.
+Mixed precision needs no setting here: `matmul` computes in the type of `x` and hands the gradient of `w` back in the
+type of `w`. With float32 parameters and bfloat16 activations the gradient leaves the product's float32 accumulator
+unrounded, so what is reduced across devices is float32; with bfloat16 parameters it is bfloat16. Where the types agree,
+the product is the plain one and autodiff does the rest.
 """
 
 import functools

@@ -1,8 +1,9 @@
 """Cross-entropy of a vocabulary, which need not hold all logits.
 
-With `chunk` the loss is scored some positions at a time, and their part of the gradients is computed there and then, so that
-logits are neither kept nor computed twice (as in Liger's fused linear cross-entropy, Hsu et al. 2024). Under a layout every
-shard of the batch and of the sequence adds up its own gradient of the head, which crosses devices once, at the end.
+With `chunk` the loss is scored some positions at a time, and their part of the gradients is computed there and then, so
+that logits are neither kept nor computed twice (as in Liger's fused linear cross-entropy, Hsu et al. 2024). Under a
+layout every shard of the batch and of the sequence adds up its own gradient of the head, which crosses devices once, at
+the end.
 """
 
 import functools
@@ -87,8 +88,8 @@ def cross_entropy(
 ) -> Loss:
     """Weighted sums of `logsumexp(z) - z[target]` over targets, with `z = hidden @ head.T` in float32.
 
-    `penalty` sums `weight * z_loss * logsumexp(z)^2` (PaLM, Chowdhery et al. 2022). Differentiate `total + penalty`: with a
-    chunk and a z-loss, `total` alone carries the gradient of both.
+    `penalty` sums `weight * z_loss * logsumexp(z)^2` (PaLM, Chowdhery et al. 2022). Differentiate `total + penalty`:
+    with a chunk and a z-loss, `total` alone carries the gradient of both.
 
     Args:
         hidden: last hidden states.
@@ -96,8 +97,8 @@ def cross_entropy(
         targets: tokens to predict.
         weights: of the targets; all ones by default.
         vocab: number of tokens.
-        chunk: positions of a row scored at a time (on every device, where the sequence is sharded); `None` scores all at
-            once. It need not divide the sequence.
+        chunk: positions of a row scored at a time (on every device, where the sequence is sharded); `None` scores all
+            at once. It need not divide the sequence.
         z_loss: factor of the penalty.
         soft_cap: bound of the logits.
 
@@ -213,7 +214,8 @@ def _chunked_forward(
     chunks = tuple(_split(x, shards, chunk) for x in (hidden, targets, weights))
     d_head = constrain(jnp.zeros((*shards, *head.shape), jnp.float32), "batch", "inner_seq", "vocab", None)
     (trained, penalty, d_head), by_chunk = lax.scan(step, (jnp.zeros(()), jnp.zeros(()), d_head), chunks)
-    d_hidden, d_weights = (_join(x, *targets.shape, shards) for x in by_chunk)
+    batch, length = targets.shape
+    d_hidden, d_weights = (_join(x, batch, length, shards) for x in by_chunk)
     return (trained, penalty), (d_hidden, jnp.sum(d_head, (0, 1)).astype(head.dtype), d_weights)
 
 

@@ -14,7 +14,9 @@ from jaxscale.layers.linear import Initializer, Linear
 from jaxscale.sharding.place import constrain
 from jaxscale.typing import Array, Float
 
-Kind = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared", "silu"]
+Kind = Literal[
+    "swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared", "silu"
+]
 
 
 class _Form(NamedTuple):

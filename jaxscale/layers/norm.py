@@ -1,5 +1,5 @@
-"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), over the last dim. Statistics and the gain are applied
-in float32; the result has the type of the input.
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), over the last dim. Statistics and the gain are
+applied in float32; the result has the type of the input.
 """
 
 import jax

@@ -15,7 +15,7 @@ from jaxscale.typing import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class RotaryScaling:
-    """Llama 3.1's stretch of the context: slow frequencies are divided by `factor`, fast ones kept, the rest interpolated.
+    """Llama 3.1's stretch of the context: slow frequencies are divided by `factor`, fast ones kept, others in between.
 
     Args:
         factor: by which slow frequencies are divided.
@@ -83,7 +83,7 @@ class Rotary:
 
     def __post_init__(self) -> None:
         if self.head_dim < 2 or self.head_dim % 2:
-            raise UserError(f"rotary positions turn pairs of dims: got head_dim {self.head_dim}, expected an even number")
+            raise UserError(f"rotary positions turn pairs of dims: got head_dim {self.head_dim}, expected it even")
         if not self.base > 0:
             raise UserError(f"rotary base: got {self.base!r}, expected more than 0")
 

@@ -1,7 +1,8 @@
 """Stack and Chain: the sequence of blocks of a model, alike and unlike.
 
-Every block is called through `blocks.wrap`, which is how remat, offload and pipelines reach a model from outside. A block's
-arrays enter the wrapped function as arguments, never by closure, and what it mutates (running statistics) leaves as results.
+Every block is called through `blocks.wrap`, which is how remat, offload and pipelines reach a model from outside. A
+block's arrays enter the wrapped function as arguments, never by closure, and what it mutates (running statistics)
+leaves as results.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,9 +49,9 @@ def _run(graphdef: Any, params: Any, rest: Any, call: Callable[[Any], Any]) -> t
 class Stack(nnx.Module):
     """Alike blocks in sequence, their parameters stacked along a leading dim with the logical axis "layers".
 
-    The block is called as `block(x, *shared, context=context.at_layer(i), **per_layer_i, **cycle_i, **shared_by_name)` and
-    returns the new `x`, of the shape and type of the old. Parameters live under the attribute `layers`: the leaf `layers/w`
-    of shape (L, ...) holds what `layers/i/w` would in a `Chain` (`unstack`).
+    The block is called as `block(x, *shared, context=context.at_layer(i), **per_layer_i, **cycle_i, **shared_by_name)`
+    and returns the new `x`, of the shape and type of the old. Parameters live under the attribute `layers`: the leaf
+    `layers/w` of shape (L, ...) holds what `layers/i/w` would in a `Chain` (`unstack`).
 
     Args:
         make: the block from random streams.
@@ -185,9 +186,10 @@ class Chain(nnx.Module):
             inside = context.at_layer(index)
 
             def run(params: Any, rest: Any, x: Any, graphdef: Any = graphdef, inside: Context = inside) -> Any:
-                return _run(
-                    graphdef, params, rest, lambda block: block(x, *shared, context=inside, **shared_by_name)
-                )
+                def call(module: Any) -> Any:
+                    return module(x, *shared, context=inside, **shared_by_name)
+
+                return _run(graphdef, params, rest, call)
 
             x, left = blocks.wrap(run, rolled=False)(params, rest, x)
             if rest:

@@ -44,7 +44,7 @@ class Visibility:
         return not self.trivial and not (indexed and (queries <= keys or self.window is None))
 
     def mask(self, q_index: Int[Array, "T"], kv_index: Int[Array, "S"]) -> Bool[Array, "_ T S"]:
-        """What the queries and keys at these indices of their rows see; the leading dim is B, or 1 for all rows alike."""
+        """Which keys, at these indices of their rows, the queries at theirs see; dim 0 is B, or 1 if rows are alike."""
         q_positions, kv_positions = _at(self.q_positions, q_index), _at(self.kv_positions, kv_index)
         distance = q_positions[:, :, None] - kv_positions[:, None, :]
         seen = jnp.ones_like(distance, dtype=bool)
@@ -59,7 +59,7 @@ class Visibility:
 
 
 def _at(values: Any, index: Any) -> Any:
-    """`values[:, index]`; the index itself where there are none."""
+    """`values[:, index]`; the index itself where there are none. An index as long as the row is the whole row."""
     if values is None:
         return index[None, :]
     return jnp.asarray(values) if values.shape[1] == index.shape[0] else jnp.take(values, index, axis=1, mode="clip")

@@ -204,7 +204,13 @@ SPLASH = {
 
 def _splash(q, k, v, *, soft_cap=None, scale=None, **given):
     return attend_splash(
-        q, k, v, Visibility(**given), scale=q.shape[-1] ** -0.5 if scale is None else scale, soft_cap=soft_cap, interpret=True
+        q,
+        k,
+        v,
+        Visibility(**given),
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        soft_cap=soft_cap,
+        interpret=True,
     )
 
 

@@ -33,7 +33,9 @@ def test_product_of_one_type_compiles_to_the_plain_one():
     x, w = _draw(4, 16, 32), _draw(32, 64, seed=1)
 
     def facts(product):
-        compiled = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.tanh(product(x, w))), argnums=(0, 1))).lower(x, w).compile()
+        compiled = (
+            jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.tanh(product(x, w))), argnums=(0, 1))).lower(x, w).compile()
+        )
         return compiled.cost_analysis()["flops"], compiled.memory_analysis().temp_size_in_bytes
 
     assert facts(matmul) == facts(lambda x, w: x @ w)

@@ -54,9 +54,9 @@ SETTINGS = {"plain": {}, "z": {"z_loss": 0.1}, "cap": {"soft_cap": 2.0, "z_loss"
 def test_sums_are_the_formulas(case, chunk, weighted):
     hidden, head, targets, weights = _draw()
     weights = weights if weighted else None
-    found = jax.jit(
-        lambda *x: cross_entropy(*x, vocab=VOCAB, chunk=chunk, **SETTINGS[case])
-    )(hidden, head, targets, weights)
+    found = jax.jit(lambda *x: cross_entropy(*x, vocab=VOCAB, chunk=chunk, **SETTINGS[case]))(
+        hidden, head, targets, weights
+    )
     np.testing.assert_allclose(found, _by_hand(hidden, head, targets, weights, **SETTINGS[case]), rtol=1e-6)
 
 
@@ -82,7 +82,9 @@ def test_a_target_that_does_not_count_may_be_any_number():
     hidden, head, targets, weights = _draw()
     weights = weights.at[0, 3].set(0.0)
     for chunk in (None, 3):
-        score = jax.jit(lambda targets, chunk=chunk: cross_entropy(hidden, head, targets, weights, vocab=VOCAB, chunk=chunk))
+        score = jax.jit(
+            lambda targets, chunk=chunk: cross_entropy(hidden, head, targets, weights, vocab=VOCAB, chunk=chunk)
+        )
         np.testing.assert_array_equal(score(targets.at[0, 3].set(1)), score(targets.at[0, 3].set(-100)))
 
 
@@ -155,7 +157,9 @@ def test_the_head_gradient_crosses_devices_once_outside_the_scan():
     assert found[0].startswith("ENTRY")
 
 
-@pytest.mark.parametrize(("settings", "message"), [({"vocab": 20}, "16 rows"), ({"vocab": 13, "chunk": 0}, "at least 1")])
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"vocab": 20}, "16 rows"), ({"vocab": 13, "chunk": 0}, "at least 1")]
+)
 def test_refused(settings, message):
     with pytest.raises(UserError, match=message):
         cross_entropy(*_draw(), **settings)
