@@ -28,7 +28,7 @@ def experiment() -> Experiment:
             heads=4,
             embed=128,
             norm="layer_no_bias",
-            activation="gelu",
+            mlp_kind="gelu",
             positions="learned",
             tied=True,
         ),

@@ -1,9 +1,9 @@
 """Decoder: a decoder-only transformer as a value, able to be a Llama, a GPT-2, a Qwen3 or a Gemma-2 by its fields.
 
-Each field is one independent choice; the papers that made it: Llama (arXiv:2302.13971, 2407.21783), GPT-2 (Radford et al.,
-2019), Qwen3 (2505.09388), Gemma 2 (2408.00118). Left out: experts, cross-attention, and variants of attention that share or
-compress keys beyond groups of heads. The module that a Decoder builds is in `decoder_module.py`; this file imports neither JAX nor
-Flax, so that a mistyped field is answered at once.
+Each field is one independent choice; the papers that made it: Llama (arXiv:2302.13971, 2407.21783), GPT-2 (Radford et
+al., 2019), Qwen3 (arXiv:2505.09388), Gemma 2 (arXiv:2408.00118). Left out: experts, cross-attention, attention that
+shares or compresses keys beyond groups of heads, dropout of attention's weights. The module that a Decoder builds is in
+`decoder_module.py`; this file imports neither JAX nor Flax, so that a mistyped field is answered at once.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ POSITIVE = ("norm_eps", "rotary_base", "attention_soft_cap", "final_soft_cap", "
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's change of the rotary frequencies for a longer context: slow ones are divided by `factor`, fast ones kept.
+    """Llama 3.1's change of the rotary frequencies for a longer context: slow ones are divided, fast ones kept.
 
     Args:
         factor: by how much the context grew.
@@ -55,8 +55,8 @@ class Llama3Scaling:
                 raise UserError(f"rotary_scaling.{name}: got {getattr(self, name)!r}, expected a number > 0")
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
-                f"rotary_scaling: got high_freq_factor {self.high_freq_factor} and low_freq_factor {self.low_freq_factor}, "
-                "expected the first to be the greater; swap them"
+                f"rotary_scaling: got low_freq_factor {self.low_freq_factor} and high_freq_factor "
+                f"{self.high_freq_factor}, expected the second to be the greater; swap them"
             )
 
 
@@ -77,8 +77,8 @@ class Decoder:
         norm_plus_one: gains are stored less one, as Gemma does.
         norm_eps: added to the variance.
         post_norms: a norm after attention and after mlp too, before each joins the residual stream (Gemma-2).
-        mlp_kind: "swiglu", "geglu", "geglu_tanh" and "reglu" are f(x W_gate) * (x W_up) with f the SiLU, the GELU, its tanh
-            form, the ReLU; "silu", "gelu", "gelu_tanh", "relu" and "relu_squared" are f(x W_up).
+        mlp_kind: "swiglu", "geglu", "geglu_tanh" and "reglu" are f(x W_gate) * (x W_up) with f the SiLU, the GELU, its
+            tanh form, the ReLU; "silu", "gelu", "gelu_tanh", "relu" and "relu_squared" are f(x W_up).
         positions: "rotary", "learned" (a table added to the embeddings), or "none".
         rotary_base: wavelengths of the rotary embedding grow up to 2 pi times this.
         rotary_scaling: Llama 3.1's change of the rotary frequencies; `None` for none.
@@ -88,7 +88,8 @@ class Decoder:
         qk_norm: RMSNorm on each head of queries and keys (Qwen3).
         attention_soft_cap: attention scores s become cap * tanh(s / cap); `None` leaves them.
         final_soft_cap: the same for the logits.
-        windows: most recent positions that attention sees, repeated over the layers; `None` sees all: (4096, None) alternates.
+        windows: most recent positions that attention sees, repeated over the layers; `None` sees all: (4096, None)
+            alternates.
         embedding_scale: embeddings are multiplied by sqrt(embed) (Gemma).
         attention_scale: of the scores; `None` is 1 / sqrt(head_dim).
         dropout: rate, after the embedding and where attention and mlp join the residual stream.
@@ -233,7 +234,8 @@ class Decoder:
 
         Args:
             module: what `build` gave, or a copy with other parameters.
-            batch: int32 `tokens` and `targets` [B, T]; where there are any, `positions`, `segments` and float32 `weights`.
+            batch: int32 `tokens` and `targets` [B, T]; where there are any, `positions`, `segments` and float32
+                `weights`.
             context: key, compute dtype, implementations.
         """
         from jaxscale.models.decoder_module import decoder_loss

@@ -1,5 +1,7 @@
-"""The module of a `Decoder`: embedding, a stack of blocks, norm, head. It reads as code for one device; a plan's layout, remat
-and precision reach it through `layers`, `constrain` and the context.
+"""The module of a `Decoder`: embedding, a stack of blocks, norm, head.
+
+It reads as code for one device; a plan's layout, remat and precision reach it through `layers`, `constrain` and the
+context.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""config.json of transformers, versions 4 and 5, in the fields of our models: pieces that read a few keys and write them back.
+"""config.json of transformers 4 and 5 in the fields of our models: pieces that read some keys and write them.
 
-A family (`huggingface_families.py`) is a list of such pieces. What a file says and no piece understands is refused by name,
-unless it is empty or stands in `HARMLESS`: a key that nobody looked at may change the mathematics.
+A family (`huggingface_families.py`) is a list of such pieces. What a file says and no piece understands is refused by
+name, unless it is empty or stands in `HARMLESS`: a key that nobody looked at may change the mathematics.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ REQUIRED: Any = object()
 
 HARMLESS = frozenset(
     """architectures model_type transformers_version torch_dtype dtype use_cache _name_or_path auto_map tokenizer_class
-    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id id2label label2id problem_type
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id label2id problem_type
     finetuning_task task_specific_params prefix return_dict output_hidden_states output_attentions torchscript
     chunk_size_feed_forward do_sample max_length min_length temperature top_k top_p repetition_penalty num_beams
     cache_implementation _attn_implementation _attn_implementation_autoset attn_implementation is_llama_config
     transformers.js_config unsloth_version unsloth_fixed keys_to_ignore_at_inference n_ctx gradient_checkpointing
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj initializer_factor
-    reorder_and_upcast_attn""".split()
+    reorder_and_upcast_attn encoder_stride pooler_act pooler_output_size""".split()
 )
 """Keys that change nothing about the network as trained here: bookkeeping, generation, runtimes."""
 
@@ -39,6 +39,7 @@ ROPE_KEYS = {
 ACTIVATIONS = {
     "silu": ("silu", "swiglu"),
     "swish": ("silu", "swiglu"),
+    "quick_gelu": ("quick_gelu", "no gated form"),
     "gelu_pytorch_tanh": ("gelu_tanh", "geglu_tanh"),
     "gelu_new": ("gelu_tanh", "geglu_tanh"),
     "gelu": ("gelu", "geglu"),
@@ -209,7 +210,7 @@ class Activation:
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary frequencies: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4. Both forms are written."""
+    """Rotary frequencies: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4; both are written."""
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         """Our `rotary_base` and `rotary_scaling`."""
@@ -338,3 +339,21 @@ class Dropout:
     def write(self, model: Any) -> dict[str, Any]:
         """Their keys."""
         return dict.fromkeys(self.attention, 0.0) | dict.fromkeys(self.residual, model.dropout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """Number of classes: entries of `id2label`. Their names are not kept."""
+
+    ours: str
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        """Our field."""
+        return {self.ours: len(file.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"}, dict))}
+
+    def write(self, model: Any) -> dict[str, Any]:
+        """Their keys, with names that number the classes."""
+        names = [f"LABEL_{number}" for number in range(getattr(model, self.ours))]
+        return {"id2label": {str(number): name for number, name in enumerate(names)}} | {
+            "label2id": {name: number for number, name in enumerate(names)}
+        }

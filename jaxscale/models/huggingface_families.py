@@ -1,15 +1,16 @@
 """What Hugging Face's architectures are in our terms: one table per family, of config keys and of tensor names.
 
-Sources: the files that transformers 4.57.6 and 5.23.0 write, and their `configuration_*.py` for the defaults of absent keys. A new
-family is a new entry of `FAMILIES`: which of our fields it settles, which keys say the rest, which tensor is which
-parameter. `huggingface.py` runs the tables in both directions.
+Sources: the files that transformers 4.57.6 and 5.23.0 write, and their `configuration_*.py` for the defaults of absent
+keys. A new family is a new entry of `FAMILIES`: which of our fields it settles, which keys say the rest, which tensor
+is which parameter. `huggingface_tensors.py` runs the tables in both directions.
 """
 
 import dataclasses
 from typing import Any
 
 from jaxscale.models.decoder import Decoder
-from jaxscale.models.huggingface_config import Activation, Dropout, Key, Only, Piece, QueryScale, Rope, Windows
+from jaxscale.models.huggingface_config import Activation, Dropout, Key, Labels, Only, Piece, QueryScale, Rope, Windows
+from jaxscale.models.vit import ViT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Rule:
         theirs: the tensor's name, `{layer}` where there is one per layer.
         ours: paths of parameters; several are joined along the last dim, once dims are in our order.
         order: their dims in our order: (1, 0) for torch's (out, in) matrices; `None` as they are.
-        shape: their shape in our order where ours is another of the same size; a word is a field of the model.
+        shape: their shape in our order where ours is another of the same size; a word is a field of the model, -1 what
+            is left.
     """
 
     theirs: str
@@ -43,7 +45,7 @@ class Family:
         prefix: start of most names, absent in files that were saved from the model without its head.
         ignored: endings of tensors that hold no parameters.
         copies: tensors that may repeat another one (a head tied to the embedding).
-        zeros: our fields that may be widened on writing, for what they add is zero: a model without biases fits in one with.
+        zeros: our fields that may be widened on writing, for what they add is zero: no biases are biases of zero.
     """
 
     architecture: str
@@ -218,4 +220,49 @@ GPT2 = Family(
     zeros={"norm": "layer", "attention_bias": True, "mlp_bias": True},
 )
 
-FAMILIES = {family.architecture: family for family in (LLAMA, QWEN3, GEMMA2, GPT2)}
+_VIT_LAYER = "vit.encoder.layer.{layer}."
+VIT = Family(
+    architecture="ViTForImageClassification",
+    model_type="vit",
+    value=ViT,
+    settles={"pooling": "token"},
+    pieces=(
+        Labels("classes"),
+        Key("image_size", "image"),
+        Key("patch_size", "patch"),
+        Key("num_channels", "channels"),
+        Key("num_hidden_layers", "layers"),
+        Key("hidden_size", "embed"),
+        Key("num_attention_heads", "heads"),
+        Key("intermediate_size", "mlp", resolved="mlp_width"),
+        Key("layer_norm_eps", "norm_eps", float, 1e-12),
+        Key("qkv_bias", "attention_bias", bool, True),
+        Key("initializer_range", "init_std", float, 0.02),
+        Activation("hidden_act", gated=False),
+        Dropout(attention=("attention_probs_dropout_prob",), residual=("hidden_dropout_prob",)),
+    ),
+    rules=(
+        Rule("vit.embeddings.cls_token", ("token",), shape=(1, 1, "embed")),
+        Rule("vit.embeddings.position_embeddings", ("positions.weight",), shape=(1, -1, "embed")),
+        Rule(
+            "vit.embeddings.patch_embeddings.projection.weight",
+            ("patches.weight",),
+            order=(2, 3, 1, 0),
+            shape=("patch", "patch", "channels", "embed"),
+        ),
+        Rule("vit.embeddings.patch_embeddings.projection.bias", ("patches.bias",)),
+        *_norm(_VIT_LAYER + "layernorm_before", "blocks.layers.attention_norm"),
+        *_linear(_VIT_LAYER + "attention.attention.query", "blocks.layers.attention.q"),
+        *_linear(_VIT_LAYER + "attention.attention.key", "blocks.layers.attention.k"),
+        *_linear(_VIT_LAYER + "attention.attention.value", "blocks.layers.attention.v"),
+        *_linear(_VIT_LAYER + "attention.output.dense", "blocks.layers.attention.out"),
+        *_norm(_VIT_LAYER + "layernorm_after", "blocks.layers.mlp_norm"),
+        *_linear(_VIT_LAYER + "intermediate.dense", "blocks.layers.mlp.up"),
+        *_linear(_VIT_LAYER + "output.dense", "blocks.layers.mlp.down"),
+        *_norm("vit.layernorm", "norm"),
+        *_linear("classifier", "head"),
+    ),
+    prefix="vit.",
+)
+
+FAMILIES = {family.architecture: family for family in (LLAMA, QWEN3, GEMMA2, GPT2, VIT)}

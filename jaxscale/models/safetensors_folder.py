@@ -1,9 +1,9 @@
 """A folder of safetensors files as named, memory-mapped arrays: one file, or shards under an index.
 
-The format (https://huggingface.co/docs/safetensors, "Format"): eight bytes that hold the length of a JSON header, the header
-(name -> dtype, shape, byte range), then the bytes. Reading maps the file, so that nothing is copied until it is used, and
-checks every range first, so that a file cut short is found by name before anything is traced. This module knows names and
-bytes; what the names mean is said in `huggingface_names.py`. It imports no JAX.
+The format (https://huggingface.co/docs/safetensors, "Format"): eight bytes that hold the length of a JSON header, the
+header (name -> dtype, shape, byte range), then the bytes. Reading maps the file, so that nothing is copied until it is
+used, and checks every range first, so that a file cut short is found by name before anything is traced. This module
+knows names and bytes; what the names mean is said in `huggingface_families.py`. It imports no JAX.
 """
 
 import contextlib
@@ -62,8 +62,8 @@ def read(folder: Path) -> dict[str, np.ndarray]:
         folder: holds `model.safetensors`, or `model.safetensors.index.json` and the shards it names.
 
     Raises:
-        UserError: nothing to read; an index or header that is no JSON; an absent shard; a tensor that its shard lacks, that
-            the index lacks, whose bytes are not those of its shape, or that ends beyond its file.
+        UserError: nothing to read; an index or header that is no JSON; an absent shard; a tensor that its shard lacks,
+            that the index lacks, whose bytes are not those of its shape, or that ends beyond its file.
     """
     if (folder / SINGLE).is_file():
         return _read_file(folder / SINGLE)
@@ -118,8 +118,8 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
         header_bytes = int.from_bytes(start, "little")
         if len(start) < 8 or header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
             raise UserError(
-                f"{path}: its header should take {header_bytes:,} bytes, and the file has {file_bytes:,}: it is cut short, or "
-                "no safetensors file (a Git LFS pointer, perhaps); copy it again"
+                f"{path}: its header should take {header_bytes:,} bytes, and the file has {file_bytes:,}: it is cut "
+                "short, or no safetensors file (a Git LFS pointer, perhaps); copy it again"
             )
         try:
             header = json.loads(file.read(header_bytes))
@@ -155,7 +155,8 @@ def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
         )
     if stop > body.size:
         raise UserError(
-            f"{path}: tensor {name} ends at byte {stop:,} of the data, which has {body.size:,}: the file is cut short; copy it again"
+            f"{path}: tensor {name} ends at byte {stop:,} of the data, which has {body.size:,}: the file is cut short; "
+            "copy it again"
         )
     return body[start:stop].view(DTYPES[dtype_name]).reshape(shape)
 

@@ -1,7 +1,7 @@
-"""Decoder against the references: Llama, GPT-2, Qwen3 and Gemma-2 as transformers computes them, in float32 at full precision.
+"""Decoder against the references: Llama, GPT-2, Qwen3 and Gemma-2 as transformers computes them, in full float32.
 
-One battery for all families, with few compiled programs of each: a train step, and one forward pass over plain, padded and
-packed rows.
+One battery for all families, with few compiled programs of each: a train step, and one forward pass over plain, padded
+and packed rows.
 """
 
 import dataclasses
@@ -15,8 +15,6 @@ import pytest
 from flax import nnx
 
 from jaxscale.blocks import Context
-from jaxscale.errors import UserError
-from jaxscale.models.decoder import Decoder
 from jaxscale.models.huggingface import load, read_config, their_tensors
 from tests.models.goldens import DECODERS, GOLDEN, golden
 
@@ -102,7 +100,7 @@ def test_every_hidden_state(name):
     for layer in range(1, t.model.layers):
         cut = dataclasses.replace(t.model, layers=layer, windows=t.model.windows[:layer])
         params = {**t.params, "blocks": jax.tree.map(lambda leaf, layer=layer: leaf[:layer], t.params["blocks"])}
-        blocks = nnx.merge(nnx.graphdef(cut.build(nnx.Rngs(0))), params).blocks
+        blocks = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda cut=cut: cut.build(nnx.Rngs(0)))), params).blocks
         x = blocks(module.embed(t.batch["tokens"]), cycle=[{"window": window} for window in cut.windows])
         close(x, t.arrays[f"hidden_states/{layer}"][:, :-1])
     close(t.rows[:2], t.arrays[f"hidden_states/{t.model.layers}"])
@@ -168,7 +166,7 @@ def test_ten_steps_of_adamw(name, run, clip):
     close(losses, wanted["losses"])
     close(norms, wanted["grad_norms"], rtol=1e-5)
     for name, norm in wanted["param_norm_after_1_step"].items():
-        # a bias of keys shifts all scores of a query alike: its gradient is rounding error, which Adam's first step makes lr
+        # a bias of keys shifts all scores of a query alike: its gradient is rounding error, and Adam's step is the rate
         close(np.linalg.norm(after[name]), norm, atol=1e-4 if name.endswith("c_attn.bias") else 1e-5, rtol=1e-6)
     if run == "adamw":
         one = {

@@ -47,22 +47,68 @@ def test_what_is_written_can_be_read_as_either_version(tmp_path, name, version):
 def test_fields_of_each_family():
     """What each architecture is, from its paper and transformers' modeling file, not from the tables."""
     assert read_config(GOLDEN / "gemma2")[1] == Decoder(
-        vocab=256, context=64, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128, norm_plus_one=True, norm_eps=1e-6,
-        post_norms=True, mlp_kind="geglu_tanh", tied=True, attention_soft_cap=50.0, final_soft_cap=30.0, windows=(6, None),
-        embedding_scale=True, attention_scale=0.25, scaled_init=False,
-    )  # fmt: skip
+        vocab=256,
+        context=64,
+        layers=2,
+        embed=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        mlp=128,
+        norm_plus_one=True,
+        norm_eps=1e-6,
+        post_norms=True,
+        mlp_kind="geglu_tanh",
+        tied=True,
+        attention_soft_cap=50.0,
+        final_soft_cap=30.0,
+        windows=(6, None),
+        embedding_scale=True,
+        attention_scale=0.25,
+        scaled_init=False,
+    )
     assert read_config(GOLDEN / "gpt2")[1] == Decoder(
-        vocab=256, context=64, layers=2, embed=64, heads=4, mlp=128, norm="layer", mlp_kind="gelu_tanh", positions="learned",
-        tied=True, attention_bias=True, mlp_bias=True,
-    )  # fmt: skip
+        vocab=256,
+        context=64,
+        layers=2,
+        embed=64,
+        heads=4,
+        mlp=128,
+        norm="layer",
+        mlp_kind="gelu_tanh",
+        positions="learned",
+        tied=True,
+        attention_bias=True,
+        mlp_bias=True,
+    )
     assert read_config(GOLDEN / "llama31_rope_tied")[1] == Decoder(
-        vocab=256, context=64, layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128, tied=True, rotary_base=500_000.0,
-        rotary_scaling=Llama3Scaling(8.0, 1.0, 4.0, 16), scaled_init=False,
-    )  # fmt: skip
+        vocab=256,
+        context=64,
+        layers=2,
+        embed=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        mlp=128,
+        tied=True,
+        rotary_base=500_000.0,
+        rotary_scaling=Llama3Scaling(8.0, 1.0, 4.0, 16),
+        scaled_init=False,
+    )
     assert read_config(GOLDEN / "qwen3")[1] == Decoder(
-        vocab=256, context=64, layers=2, embed=64, heads=4, kv_heads=2, head_dim=32, mlp=128, norm_eps=1e-6, tied=True,
-        qk_norm=True, scaled_init=False,
-    )  # fmt: skip
+        vocab=256,
+        context=64,
+        layers=2,
+        embed=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        mlp=128,
+        norm_eps=1e-6,
+        tied=True,
+        qk_norm=True,
+        scaled_init=False,
+    )
 
 
 def test_defaults_of_absent_keys_are_those_of_transformers(tmp_path):
@@ -97,8 +143,16 @@ def test_patterns():
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        ("llama", {"architectures": ["LlamaForCausaLM"]}, "unknown architecture 'LlamaForCausaLM'.*did you mean 'LlamaForCausalLM'"),
-        ("llama", {"architectures": ["MambaForCausalLM"]}, "unknown architecture 'MambaForCausalLM': expected one of .*GPT2"),
+        (
+            "llama",
+            {"architectures": ["LlamaForCausaLM"]},
+            "unknown architecture 'LlamaForCausaLM'.*did you mean 'LlamaForCausalLM'",
+        ),
+        (
+            "llama",
+            {"architectures": ["MambaForCausalLM"]},
+            "unknown architecture 'MambaForCausalLM': expected one of .*GPT2",
+        ),
         ("llama", {"architectures": ..., "model_type": ...}, r"unknown architecture '\(none\)'"),
         ("llama", {"hidden_size": ...}, "hidden_size is missing"),
         ("llama", {"hidden_size": "64"}, "hidden_size: got '64', expected a whole number"),
@@ -110,22 +164,50 @@ def test_patterns():
         ("llama", {"pretraining_tp": 2}, "pretraining_tp: got 2, expected 1: nothing else is supported"),
         ("llama", {"attention_multiplier": 0.5}, "attention_multiplier: 0.5 is not understood"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: quantized weights are not supported"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters: .*got 'yarn': other types"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "the keys factor, high_freq_factor, low_freq"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_parameters: .*got 'yarn': other types",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}},
+            "the keys factor, high_freq_factor, low_freq",
+        ),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "turning a part of each head is not supported"),
-        ("llama", {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}}, "one set of frequencies for all layers"),
+        (
+            "llama",
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}},
+            "one set of frequencies for all layers",
+        ),
         ("llama", {"rope_parameters": {"rope_theta": "big"}}, "rope_parameters: .*a number for each of rope_theta"),
         ("llama", {"rope_parameters": [10000.0]}, "rope_parameters: got .*expected a JSON object"),
-        ("gemma2", {"layer_types": ["sliding_attention", "chunked_attention"]}, "layer_types: .*expected full_attention or"),
+        (
+            "gemma2",
+            {"layer_types": ["sliding_attention", "chunked_attention"]},
+            "layer_types: .*expected full_attention or",
+        ),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types: .*for each of 2 layers"),
         ("gemma2", {"layer_types": 3}, "layer_types: got 3, expected a list"),
         ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar: got -1, expected a number > 0"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got True, expected None or False"),
-        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "sliding_window: got None, expected a number of positions"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: got True, expected False"),
+        (
+            "gemma2",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention: got True, expected None or False",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["sliding_attention"] * 2},
+            "sliding_window: got None, expected a number of positions",
+        ),
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx: got True, expected False",
+        ),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention: got True"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_supported_is_refused_by_name(tmp_path, config, changes, message):
     with pytest.raises(UserError, match=message) as caught:
         read_config(write(tmp_path, f"{config}/config.json", **changes))
