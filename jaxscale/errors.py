@@ -29,7 +29,9 @@ def near_miss(word: str, known: Iterable[str]) -> str:
         >>> near_miss("zzz", ["train"])
         ''
     """
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    names = list(known)
+    swapped = [name for name in names if sorted(name) == sorted(word)]  # short words fall below the cutoff
+    found = difflib.get_close_matches(word, names, n=1, cutoff=0.6) or swapped
     return f"; did you mean {found[0]!r}?" if found else ""
 
 

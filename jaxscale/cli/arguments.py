@@ -51,6 +51,7 @@ def read(argv: Sequence[str]) -> Arguments:
     cls = COMMANDS[name]
     hints = typing.get_type_hints(cls)
     flags = {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.name not in cls.positional}
+    takes_fields = getattr(cls, "takes_fields", False)
     own: list[str] = []
     placed: list[str] = []
     given: set[str] = set()
@@ -70,9 +71,10 @@ def read(argv: Sequence[str]) -> Arguments:
         else:
             flag, equals, text = word[2:].partition("=")
             path = flag.replace("-", "_")
-            dotted = "." in path and getattr(cls, "takes_fields", False)
+            dotted = takes_fields and "." in path
             if path not in flags and not dotted:
-                raise UserError(f"unknown flag '--{flag}' of {name}{_near_flag('--' + flag, flags)}")
+                paths = "; fields of the experiment are set by path, such as --model.embed 256" if takes_fields else ""
+                raise UserError(f"unknown flag '--{flag}' of {name}{_near_flag('--' + flag, flags)}{paths}")
             if path in given:
                 raise UserError(f"--{flag} is given twice: give it once")
             given.add(path)

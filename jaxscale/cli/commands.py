@@ -21,13 +21,8 @@ def _shown(metavar: str, default: str | None = None) -> dict[str, str]:
 class Train:
     """Train an experiment, or continue it from its newest checkpoint.
 
-    Any field of the experiment can be set by its path, such as
-
-        --model.embed 256 --plan.zero 3 --plan.mesh fsdp:4
-
-    They are listed, with their defaults, by
-
-        jaxscale train FILE --help
+    Fields of the experiment are set by path: --model.embed 256 --plan.zero 3
+    (jaxscale train FILE --help lists them, with their defaults).
 
     Exit codes: 0 done, 2 a mistake in what was asked, 4 the loss diverged,
     75 interrupted and saved, anything else a crash.
@@ -182,7 +177,7 @@ class Export:
         run_dir: directory of a run.
         folder: folder to make.
         best: take the checkpoint with the least held-out loss, not the newest.
-        dtype: type of the weights in the files.
+        dtype: type of the weights in the files: float32, bfloat16 or float16.
     """
 
     positional: ClassVar[tuple[str, ...]] = ("run_dir", "folder")
@@ -190,7 +185,7 @@ class Export:
     run_dir: str = dataclasses.field(metadata=_shown("RUN_DIR"))
     folder: str = dataclasses.field(metadata=_shown("DIR"))
     best: bool = False
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = dataclasses.field(default="float32", metadata=_shown("TYPE"))
 
     def check(self) -> None:
         """What can be known without importing JAX."""
@@ -233,7 +228,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """Show versions, devices, memory, disk, and what is optional and missing."""
+    """Show versions, devices, memory, disk, and what is missing."""
 
     positional: ClassVar[tuple[str, ...]] = ()
 

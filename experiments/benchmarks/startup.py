@@ -1,0 +1,96 @@
+"""How long a user waits before anything trains: importing the package, and being told of a mistake.
+
+    python experiments/benchmarks/startup.py          # 7 rounds
+    python experiments/benchmarks/startup.py --tiny   # 2 rounds
+
+Each figure is a median over rounds of whole processes, started in turn so that a busy machine spoils all alike. A
+mistake in a subcommand, file, variant or own flag is timed from the start of the process; one in a field or value
+beyond a process that imports the same experiment file alone. That the first kind imports no JAX is asserted.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from figures import Figure, show
+
+EXPERIMENT = Path(__file__).resolve().parents[1] / "shakespeare.py"
+
+EARLY = {
+    "typo in subcommand": (["tarin", str(EXPERIMENT)], "did you mean 'train'?"),
+    "typo in file": (["train", str(EXPERIMENT.with_name("shakespear.py"))], "did you mean"),
+    "typo in variant": (["train", "VARIANTS", "tyni"], "did you mean 'tiny'?"),
+    "typo in own flag": (["train", str(EXPERIMENT), "--lgo-every", "3"], "did you mean '--log-every'?"),
+    "typo in literal": (["train", str(EXPERIMENT), "--resume", "nevr"], "did you mean 'never'?"),
+}
+LATE = {
+    "typo in field": (["train", str(EXPERIMENT), "--plan.zeor", "3"], "did you mean 'plan.zero'?"),
+    "typo in value": (["train", str(EXPERIMENT), "--plan.precision", "bfloat"], "did you mean 'bfloat16'?"),
+}
+WITHOUT_JAX = """
+import sys
+from jaxscale.cli import main
+code = main(sys.argv[1:])
+heavy = sorted({"jax", "flax", "optax", "numpy"} & set(sys.modules))
+assert not heavy, f"imported {heavy} to answer a mistake"
+sys.exit(code)
+"""
+
+
+def seconds(*words: str, code: int = 0, says: str = "") -> float:
+    """Wall seconds of one Python process; its exit code and words are checked."""
+    start = time.perf_counter()
+    ended = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    taken = time.perf_counter() - start
+    assert ended.returncode == code, f"{words}: exit code {ended.returncode}\n{ended.stderr}"
+    assert says in ended.stderr, f"{words}: expected {says!r} in\n{ended.stderr}"
+    assert "Traceback" not in ended.stderr, ended.stderr
+    return taken
+
+
+def main() -> None:
+    """Measure and show."""
+    rounds = 2 if "--tiny" in sys.argv[1:] else 7
+    with tempfile.TemporaryDirectory() as folder:
+        variants = Path(folder) / "variants.py"
+        variants.write_text("def experiment(): ...\ndef tiny(): ...\nVARIANTS = {'tiny': tiny}\n")
+        early = {
+            name: ([str(variants) if word == "VARIANTS" else word for word in words], says)
+            for name, (words, says) in EARLY.items()
+        }
+        for words, says in early.values():
+            seconds("-c", WITHOUT_JAX, *words, code=2, says=says)
+        runs: dict[str, tuple[list[str], int, str]] = {
+            "import jax": (["-c", "import jax"], 0, ""),
+            "import jaxscale and jax": (["-c", "import jaxscale, jax; jaxscale.Experiment, jaxscale.Plan"], 0, ""),
+            "import the experiment": (
+                ["-c", f"from jaxscale.training.source import load; load({str(EXPERIMENT)!r})"],
+                0,
+                "",
+            ),
+        }
+        for name, (words, says) in {**early, **LATE}.items():
+            runs[name] = (["-m", "jaxscale", *words], 2, says)
+        taken: dict[str, list[float]] = {name: [] for name in runs}
+        for number in range(rounds + 1):
+            for name, (words, code, says) in runs.items():
+                one = seconds(*words, code=code, says=says)
+                if number:  # the first round fills the caches of files and bytecode
+                    taken[name].append(one)
+    median = {name: statistics.median(column) for name, column in taken.items()}
+    import_cost = median["import jaxscale and jax"] - median["import jax"]
+    found = [
+        Figure("import jax", median["import jax"], "s"),
+        Figure("import jaxscale beyond import jax", import_cost, "s", 1.0),
+        *(Figure(name, median[name], "s", 0.5) for name in early),
+        Figure("import the experiment", median["import the experiment"], "s"),
+        *(Figure(f"{name} beyond it", median[name] - median["import the experiment"], "s", 0.5) for name in LATE),
+    ]
+    show(found, f"Startup, median of {rounds} rounds")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Every mistake that the words alone show, and what is read from right ones."""
+
+import contextlib
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxscale.cli.arguments import Arguments, read, synopsis
+from jaxscale.cli.commands import COMMANDS, Train
+from jaxscale.errors import UserError
+from jaxscale.step.experiment import Experiment
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("tarin a.py", "unknown subcommand 'tarin'"),
+        ("tarin a.py", "did you mean 'train'?"),
+        ("--steps 3", "unknown subcommand '--steps'"),
+        ("train a.py --lgo-every 3", "unknown flag '--lgo-every' of train; did you mean '--log-every'?"),
+        ("train a.py --zzz", "unknown flag '--zzz' of train; there are --out, --plan-file"),
+        ("train a.py -s 3", "unknown flag '-s'"),
+        ("train a.py --resume nevr", "--resume: got 'nevr', expected auto or never; did you mean 'never'?"),
+        ("train a.py --steps many", "--steps: got 'many', expected a whole number, or none"),
+        ("train a.py --steps 1.5", "--steps: got '1.5', expected a whole number"),
+        ("train a.py --steps", "--steps lacks its value: expected a whole number"),
+        ("train a.py --steps --out b", "--steps lacks its value"),
+        ("train a.py --model.embed", "--model.embed lacks its value"),
+        ("train a.py --steps 3 --steps 4", "--steps is given twice"),
+        ("train a.py --model.embed 3 --model.embed=4", "--model.embed is given twice"),
+        ("train", "train lacks its FILE: jaxscale train FILE [VARIANT] [flags]"),
+        ("train a.py tiny more", "train does not take 'more'"),
+        ("train a.py -- b", "'--' stands alone"),
+        ("generate", "generate lacks its RUN_DIR"),
+        ("generate runs/a --prmopt x", "did you mean '--prompt'?"),
+        ("generate runs/a --model.embed 3", "unknown flag '--model.embed' of generate"),
+        ("generate runs/a --temperature hot", "--temperature: got 'hot', expected a number"),
+        ("generate runs/a --tokens 1e400", "--tokens: got '1e400', expected a whole number"),
+        ("evaluate runs/a --best=yes", "--best takes no value"),
+        ("export runs/a", "export lacks its FOLDER: jaxscale export RUN_DIR DIR [flags]"),
+        ("export runs/a b --dtype float", "did you mean 'float32'?"),
+        ("doctor who", "doctor does not take 'who'"),
+    ],
+)
+def test_mistakes(words, message):
+    with pytest.raises(UserError) as error:
+        read(words.split())
+    assert message in str(error.value)
+
+
+def test_right_words():
+    assert read([]) == read(["--help"]) == Arguments(None, help=True)
+    assert read(["train", "--help"]) == Arguments("train", help=True)
+    assert read(["train", "a.py", "tiny", "--log_every=2", "--plan.loss-chunk", "-1"]) == Arguments(
+        "train", ("a.py", "tiny", "--log_every", "2"), {"plan.loss_chunk": "-1"}
+    )
+    assert read(["generate", "r", "--prompt", "-", "--best"]).own == ("r", "--prompt=-", "--best")
+
+
+def test_every_plain_field_of_an_experiment_is_a_flag_of_train():
+    """Else `--FIELD` would be called unknown before the experiment is there to ask."""
+    plain = {field.name for field in dataclasses.fields(Experiment) if field.type in (int, str, float, bool)}
+    assert plain == set(Train.of_experiment)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_synopsis_names_every_place(name):
+    assert len(synopsis(name).split()) == 3 + len(COMMANDS[name].positional)
+
+
+@given(
+    st.lists(st.sampled_from([*COMMANDS, "--steps", "3", "--help", "--", "-", "", "--=", "--x.y", "a=b"]) | st.text())
+)
+@settings(deadline=None)
+def test_any_words_are_read_or_refused(words):
+    with contextlib.suppress(UserError):
+        assert isinstance(read(words), Arguments)

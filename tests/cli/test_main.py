@@ -1,0 +1,188 @@
+"""The command line as a user meets it: exit code, one message, no traceback."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxscale.cli import main
+from jaxscale.errors import Diverged, Preempted
+from jaxscale.step.plan import Plan
+
+
+def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *messages: str) -> None:
+    """The words are a mistake, told on stderr alone."""
+    assert main(words.split() if isinstance(words, str) else words) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("jaxscale: ")
+    assert "Traceback" not in shown.err
+    for message in messages:
+        assert message in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("tarin experiments/toy.py", "did you mean 'train'?"),
+        ("train experiments/tyo.py", "there is no file experiments/tyo.py"),
+        ("train experiments/tyo.py", "did you mean 'experiments/toy.py'?"),
+        ("train experiments/toy", "did you mean 'experiments/toy.py'?"),
+        ("train toy.py", "did you mean 'experiments/toy.py'?"),
+        ("train experiments", "experiments is a folder: expected an experiment file, such as one of toy.py"),
+        ("train nowhere/near.py", "there are experiments/toy.py"),
+        (
+            "train experiments/toy.py wdie",
+            "experiments/toy.py has no variant 'wdie': there are wide; did you mean 'wide'?",
+        ),
+        ("train experiments/toy.py --stpes 3", "unknown flag '--stpes' of train; did you mean '--steps'?"),
+        ("train experiments/toy.py --resume nver", "did you mean 'never'?"),
+        ("train experiments/toy.py --log-every 0", "--log-every: got 0, expected a whole number >= 1"),
+        ("train experiments/toy.py --plan-file paln.json", "there is no file paln.json"),
+        ("train experiments/toy.py --model.embd 16", "unknown field 'model.embd'; did you mean 'model.embed'?"),
+        ("train experiments/toy.py --modle.embed 16", "did you mean 'model.embed'?"),
+        ("train experiments/toy.py --model.embed wide", "model.embed: got 'wide', expected a whole number"),
+        ("train experiments/toy.py --model.embed 9", "model.embed: got 9, expected a multiple of 8"),
+        ("train experiments/toy.py --model.kind fanci", "did you mean 'fancy'?"),
+        ("train experiments/toy.py --plan.zero 7", "plan.zero: got '7', expected 0 or 1 or 2 or 3"),
+        ("train experiments/toy.py --plan.mesh fsdb:2", "did you mean 'fsdp'?"),
+        ("train experiments/toy.py --plan.memory ful", "did you mean 'full'?"),
+        ("train experiments/toy.py --plan.zero 3 --plan.mesh data:2", "has none: add fsdp:N"),
+        ("train experiments/toy.py --steps 0", "steps: got 0, expected a whole number >= 1"),
+        ("train experiments/toy.py --batch -1", "batch: got -1, expected a whole number >= 1"),
+        ("train experiments/toy.py --model other", "fields of the experiment are set by path, such as --model.embed"),
+        ("train experiments/toy.py --plan.rules none", "plan.rules has fields of its own: set one of plan.rules.batch"),
+        ("train experiments/toy.py --optimizer.learning-rate fast", "optimizer.learning_rate: got 'fast'"),
+        ("generate runs/none", "run directory runs/none does not exist; make one with: jaxscale train FILE"),
+        ("generate experiments", "run directory experiments holds no run"),
+        ("evaluate runs/none", "does not exist"),
+        ("export runs/none out", "does not exist"),
+        ("report runs/none", "does not exist"),
+    ],
+)
+def test_mistakes(toy: Path, capsys, words, message):
+    refused(capsys, words, message)
+
+
+def test_a_run_that_is_near_is_named(toy: Path, capsys):
+    Path("runs/shakespeare").mkdir(parents=True)
+    Path("runs/shakespeare/experiment.json").write_text("{}")
+    refused(capsys, "report runs/shakspeare", "did you mean 'runs/shakespeare'?")
+    refused(capsys, "generate runs/shakespeare --tokens 0", "--tokens: got 0")
+    refused(capsys, "generate runs/shakespeare --temperature -1", "--temperature: got -1.0, expected a number >= 0")
+    Path("taken").touch()
+    refused(capsys, "export runs/shakespeare taken", "taken is a file")
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("", ["has no experiment()"]),
+        ("def experimnt(): ...", ["has no experiment()", "did you mean 'experimnt'?"]),
+        ("def experiment(:", ["experiments/toy.py, line 1 is not Python"]),
+        ("import nothing_like_it\ndef experiment(): ...", ["toy.py, line 1: importing it raised ModuleNotFoundError"]),
+        ("def experiment():\n    return 1 / 0\n", ["line 2: experiment() raised ZeroDivisionError", "return 1 / 0"]),
+        ("def experiment():\n    return 3\n", ["experiment() returned a int, expected an Experiment"]),
+        ("experiment = 3\n", ["experiment() is a int, expected a function"]),
+        ("def experiment(size):\n    return 3\n", ["experiment() raised TypeError"]),
+        (
+            "from jaxscale import Experiment\n\ndef experiment():\n    return Experiment('a', model=3, data=None)\n",
+            ["toy.py, line 4: model: got 3, expected a Model"],
+        ),
+        (
+            "from jaxscale import Plan\n\ndef experiment():\n    return Plan(zero=9)\n",
+            ["toy.py, line 4: zero: got 9, expected 0 or 1 or 2 or 3"],
+        ),
+    ],
+)
+def test_files_that_are_no_experiment(toy: Path, capsys, text, messages):
+    toy.write_text(text)
+    refused(capsys, ["train", str(toy)], *messages)
+
+
+def test_a_file_of_bytes(toy: Path, capsys):
+    toy.write_bytes(b"\xff\xfe\x00")
+    refused(capsys, ["train", str(toy)], "bytes that are not UTF-8")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"version": 1, "zeor": 3}', "plan.json: unknown field 'zeor'"),
+        ('{"version": 99}', "plan.json is of plan version 99, and this jaxscale reads up to 1"),
+        ('{"version": 1, "ze', "plan.json is not JSON"),
+        ("[]", "plan.json: got a list, expected a plan"),
+        ('{"version": 1, "microbatches": 0}', "microbatches: got 0"),
+    ],
+)
+def test_plan_files_that_are_none(toy: Path, capsys, content, message):
+    Path("plan.json").write_text(content)
+    refused(capsys, f"train {toy} --plan-file plan.json", message)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Calls of `train`, which does nothing; what it should raise may be put in front."""
+    import jaxscale.training.backend
+    import jaxscale.training.loop
+
+    calls: list = []
+
+    def train(experiment, **options):
+        if calls and isinstance(calls[0], BaseException):
+            raise calls[0]
+        calls.append((experiment, options))
+
+    monkeypatch.setattr(jaxscale.training.loop, "train", train)
+    monkeypatch.setattr(jaxscale.training.backend, "start_backend", lambda: None)
+    return calls
+
+
+def test_train_gets_what_was_asked(toy: Path, trained: list):
+    Path("plan.json").write_text(json.dumps({"version": 1, "zero": 1, "microbatches": 2}))
+    words = "wide --plan-file plan.json --plan.zero 3 --model.kind fancy --steps 7 --seed 5 --log-every 2 --profile 1:2"
+    assert main(["train", str(toy), *words.split()]) == 0
+    ((experiment, options),) = trained
+    assert (experiment.model.embed, experiment.model.kind) == (16, "fancy")
+    assert (experiment.steps, experiment.seed, experiment.batch) == (7, 5, 8)
+    assert experiment.plan == Plan(zero=3, microbatches=2)
+    source = options.pop("source")
+    assert options == {"out": "runs/toy-wide", "resume": "auto", "log_every": 2, "profile": "1:2"}
+    assert source.overrides == {"steps": "7", "seed": "5", "model.kind": "fancy", "plan.zero": "3"}
+    assert (source.variant, source.seed, source.plan["zero"]) == ("wide", 5, 1)
+
+
+def test_out_and_defaults(toy: Path, trained: list):
+    assert main(["train", str(toy), "--out", "gs://bucket/x", "--name", "other"]) == 0
+    assert main(["train", str(toy), "--name", "other"]) == 0
+    assert [options["out"] for _, options in trained] == ["gs://bucket/x", "runs/other"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(Diverged("the loss is gone"), 4), (Preempted("saved at step 3"), 75), (KeyboardInterrupt(), 130)],
+)
+def test_exit_codes(toy: Path, trained: list, capsys, error, code):
+    trained.append(error)
+    assert main(["train", str(toy)]) == code
+    assert capsys.readouterr().err == f"jaxscale: {str(error) or 'interrupted'}\n"
+
+
+def test_a_crash_keeps_its_traceback(toy: Path, trained: list):
+    trained.append(RuntimeError("ours"))
+    with pytest.raises(RuntimeError, match="ours"):
+        main(["train", str(toy)])
+
+
+def test_as_a_process_without_jax(toy: Path):
+    code = (
+        "import sys; from jaxscale.cli import main; c = main(sys.argv[1:]); sys.exit(9 if 'jax' in sys.modules else c)"
+    )
+    for words in (["tarin"], ["train", "tyo.py"], ["train", str(toy), "wdie"], ["train", str(toy), "--resume", "nver"]):
+        ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+        assert (ended.returncode, "did you mean" in ended.stderr, ended.stdout) == (2, True, ""), ended.stderr
+    ended = subprocess.run([sys.executable, "-m", "jaxscale", "tarin"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
