@@ -1,7 +1,7 @@
 """Convolutions and batch norm (Ioffe and Szegedy 2015) of images in the layout (batch, height, width, channels).
 
-Mixed precision is as in `linear.py`: a convolution computes in the type of its input, and the gradient of the kernel has
-the type of the kernel. Left out: grouped and transposed convolutions.
+Mixed precision is as in `linear.py`: a convolution computes in the type of its input, and the gradient of the kernel
+has the type of the kernel. Left out: grouped and transposed convolutions.
 """
 
 import functools
@@ -54,10 +54,8 @@ def _mixed_backward(strides: Any, pads: Any, residuals: Any, dy: Any) -> Any:
     (dx,) = jax.linear_transpose(lambda x: _convolve(x, w, strides, pads), x)(dy)
     # low padding as before; high padding so that the output has the size of the kernel, rows that no stride reaches cut
     dw_pads = [
-        (low, window - 1 + (out - 1) * stride + 1 - size - low)
-        for (low, _), window, out, stride, size in zip(
-            pads, w.shape[:2], dy.shape[1:3], strides, x.shape[1:3], strict=True
-        )
+        (pads[dim][0], w.shape[dim] + (dy.shape[1 + dim] - 1) * strides[dim] - x.shape[1 + dim] - pads[dim][0])
+        for dim in range(2)
     ]
     dw = jax.lax.conv_general_dilated(
         x, dy, (1, 1), dw_pads, rhs_dilation=strides, dimension_numbers=_TO_KERNEL, preferred_element_type=w.dtype
@@ -145,8 +143,8 @@ class BatchNorm(nnx.Module):
 
     In training (the context has a key) the statistics are those of the **microbatch**, over the rows of all devices; so
     unlike every other layer its result depends on the number of microbatches, though not on the mesh. The running
-    statistics move towards them, `running <- momentum * running + (1 - momentum) * batch`, once per microbatch, with the
-    biased variance as in Flax (PyTorch's is the unbiased one). Evaluation uses the running statistics.
+    statistics move towards them, `running <- momentum * running + (1 - momentum) * batch`, once per microbatch, with
+    the biased variance as in Flax (PyTorch's is the unbiased one). Evaluation uses the running statistics.
 
     Args:
         size: channels.

@@ -4,10 +4,13 @@ Label smoothing follows Szegedy et al. 2016 (arXiv:1512.00567), section 7: the t
 of every class, the label's own included.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from jaxscale.blocks import Loss
+from jaxscale.blocks import Context, Loss
 from jaxscale.errors import UserError
 from jaxscale.typing import Array, Batch, Float, Int
 
@@ -63,3 +66,18 @@ def weighted_sum(losses: Float[Array, "B ..."], batch: Batch) -> Loss:
 def correct(logits: Float[Array, "*rows V"], labels: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
     """1.0 where the label has the largest logit, else 0.0."""
     return (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
+
+
+def image_loss(module: Callable[..., Any], batch: Batch, context: Context, smoothing: float) -> Loss:
+    """Sums of the cross-entropy of `module(batch["images"])` and `batch["labels"]`."""
+    logits = module(jnp.asarray(batch["images"]), context=context)
+    return weighted_sum(cross_entropy(logits, jnp.asarray(batch["labels"]), smoothing), batch)
+
+
+def image_accuracy(
+    module: Callable[..., Any], batch: Batch, context: Context
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Sum of the weights of the rows whose label has the largest logit, and of all rows."""
+    logits = module(jnp.asarray(batch["images"]), context=context)
+    right = weighted_sum(correct(logits, jnp.asarray(batch["labels"])), batch)
+    return right.total, right.weight

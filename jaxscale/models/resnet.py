@@ -1,0 +1,101 @@
+"""ResNet: a residual convolutional network as a value (He et al. 2016, arXiv:1512.03385), for small images or large.
+
+Strides lie in the 3x3 convolution of a bottleneck (torchvision's "v1.5"), and the last norm of each block starts at zero
+(Goyal et al. 2017, arXiv:1706.02677). Left out: wide and grouped variants, squeeze and excitation, stochastic depth. The
+module that a ResNet builds is in `resnet_module.py`; this file imports neither JAX nor Flax.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from jaxscale.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from jaxscale.blocks import Context, Loss
+    from jaxscale.models.resnet_module import ResNetModule
+    from jaxscale.typing import Batch
+
+Stem = Literal["small", "imagenet"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ResNet:
+    """A residual network that tells classes of images: ResNet-18 by default; (3, 4, 6, 3) and bottlenecks give ResNet-50.
+
+    Args:
+        classes: number of classes.
+        channels: of an image.
+        stages: blocks per stage; each stage after the first halves height and width, and doubles the width.
+        width: channels of the first stage, inside a bottleneck; the stage gives out 4 times as many with bottlenecks.
+        bottleneck: blocks of three convolutions (1x1, 3x3, 1x1), else of two (3x3).
+        stem: "small" is one 3x3 convolution; "imagenet" a 7x7 of stride 2 and a max pooling of stride 2.
+        momentum: what stays of the running statistics of batch norms, per microbatch.
+        smoothing: share of the target spread over all classes (label smoothing).
+
+    Raises:
+        UserError: a field out of range.
+
+    Example:
+        >>> ResNet(classes=10, channels=1, stages=(1, 1), width=16, stem="small").features
+        32
+        >>> ResNet(stages=(3, 4, 6, 3), bottleneck=True).features
+        2048
+    """
+
+    classes: int = 1000
+    channels: int = 3
+    stages: tuple[int, ...] = (2, 2, 2, 2)
+    width: int = 64
+    bottleneck: bool = False
+    stem: Stem = "imagenet"
+    momentum: float = 0.9
+    smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        counts = {"classes": self.classes, "channels": self.channels, "width": self.width}
+        counts |= {f"stages[{stage}]": blocks for stage, blocks in enumerate(self.stages)}
+        for name, value in counts.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name}: got {value!r}, expected a whole number >= 1")
+        if not self.stages:
+            raise UserError("stages: got (), expected the number of blocks of each stage, such as (2, 2, 2, 2)")
+        if self.stem not in get_args(Stem):
+            raise unknown("stem", str(self.stem), get_args(Stem))
+        for name in ("momentum", "smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name}: got {getattr(self, name)!r}, expected at least 0 and less than 1")
+
+    @property
+    def features(self) -> int:
+        """Channels of the last stage, which the classifier reads."""
+        return self.width * 2 ** (len(self.stages) - 1) * (4 if self.bottleneck else 1)
+
+    def logical_sizes(self) -> dict[str, int]:
+        """Size of each logical axis that a mesh axis must divide; every stage's channels are multiples of the first's."""
+        return {"channels": self.width}
+
+    def build(self, rngs: "nnx.Rngs", *, vocab_multiple: int = 1) -> "ResNetModule":
+        """The NNX module. There is no vocabulary to pad."""
+        from jaxscale.models.resnet_module import ResNetModule
+
+        return ResNetModule(self, rngs=rngs)
+
+    def loss(self, module: "ResNetModule", batch: "Batch", context: "Context") -> "Loss":
+        """Sums of the cross-entropy of a batch; in training, the running statistics of `module` move.
+
+        Args:
+            module: what `build` gave, or a copy with other parameters.
+            batch: float `images` [B, height, width, channels], int `labels` [B]; float `weights` [B] where rows differ.
+            context: key, compute dtype.
+        """
+        from jaxscale.models.classify import image_loss
+
+        return image_loss(module, batch, context, self.smoothing)
+
+    def accuracy(self, module: "ResNetModule", batch: "Batch", context: "Context") -> tuple[Any, Any]:
+        """Sum of the weights of the rows that are told right, and of all rows."""
+        from jaxscale.models.classify import image_accuracy
+
+        return image_accuracy(module, batch, context)

@@ -1,0 +1,134 @@
+"""The module of a `ResNet`: a stem, a `Chain` of residual blocks, a classifier."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.blocks import Context
+from jaxscale.errors import UserError
+from jaxscale.layers.conv import BatchNorm, Conv, max_pool
+from jaxscale.layers.linear import Linear
+from jaxscale.layers.stack import Chain
+from jaxscale.models.resnet import ResNet
+from jaxscale.typing import Array, Float
+
+
+class ConvNorm(nnx.Module):
+    """A convolution, then a batch norm. Padding is the same on both sides, as in torchvision.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        window: height and width of the kernel.
+        stride: step between output positions.
+        momentum: of the batch norm.
+        gain: initial gain of the batch norm.
+        rngs: random streams; `params` is drawn from.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        window: int,
+        stride: int = 1,
+        momentum: float,
+        gain: float = 1.0,
+        rngs: nnx.Rngs,
+    ):
+        self.conv = Conv(in_channels, out_channels, window=window, stride=stride, padding=window // 2, rngs=rngs)
+        self.norm = BatchNorm(out_channels, momentum=momentum, gain=gain)
+
+    def __call__(self, x: Float[Array, "B I J C"], *, context: Context = Context()) -> Float[Array, "B P Q O"]:
+        """`norm(conv(x))`."""
+        return self.norm(self.conv(x), context=context)
+
+
+class ResidualBlock(nnx.Module):
+    """`relu(shortcut(x) + branch(x))`; the shortcut is a 1x1 convolution where shapes differ, else `x`.
+
+    Args:
+        in_channels: channels of the input.
+        width: channels inside; a bottleneck gives out 4 times as many.
+        stride: of the block.
+        bottleneck: three convolutions in the branch, else two.
+        momentum: of the batch norms.
+        rngs: random streams; `params` is drawn from.
+    """
+
+    def __init__(self, in_channels: int, width: int, *, stride: int, bottleneck: bool, momentum: float, rngs: nnx.Rngs):
+        def conv(inward: int, outward: int, window: int, stride: int = 1, gain: float = 1.0) -> ConvNorm:
+            return ConvNorm(inward, outward, window=window, stride=stride, momentum=momentum, gain=gain, rngs=rngs)
+
+        if bottleneck:
+            outward = 4 * width
+            branch = [conv(in_channels, width, 1), conv(width, width, 3, stride), conv(width, outward, 1, gain=0.0)]
+        else:
+            outward = width
+            branch = [conv(in_channels, width, 3, stride), conv(width, width, 3, gain=0.0)]
+        self.branch = nnx.List(branch)
+        same = in_channels == outward and stride == 1
+        self.shortcut = None if same else conv(in_channels, outward, 1, stride)
+
+    def __call__(self, x: Float[Array, "B I J C"], *, context: Context = Context()) -> Float[Array, "B P Q O"]:
+        """The features after the block."""
+        y = x
+        for index, layer in enumerate(self.branch):
+            y = layer(jax.nn.relu(y) if index else y, context=context)
+        return jax.nn.relu(y + (x if self.shortcut is None else self.shortcut(x, context=context)))
+
+
+class ResNetModule(nnx.Module):
+    """Images to logits.
+
+    Args:
+        config: the model.
+        rngs: random streams; `params` is drawn from.
+    """
+
+    def __init__(self, config: ResNet, *, rngs: nnx.Rngs):
+        self.config = config
+        window, stride = (7, 2) if config.stem == "imagenet" else (3, 1)
+        self.stem = ConvNorm(
+            config.channels, config.width, window=window, stride=stride, momentum=config.momentum, rngs=rngs
+        )
+        blocks, channels = [], config.width
+        for stage, count in enumerate(config.stages):
+            width = config.width * 2**stage
+            for index in range(count):
+                stride = 2 if stage and not index else 1
+                blocks.append(
+                    ResidualBlock(
+                        channels,
+                        width,
+                        stride=stride,
+                        bottleneck=config.bottleneck,
+                        momentum=config.momentum,
+                        rngs=rngs,
+                    )
+                )
+                channels = width * (4 if config.bottleneck else 1)
+        self.blocks = Chain(blocks)
+        # zeros: the first loss is log(classes), whatever the features
+        zeros = nnx.initializers.zeros_init()
+        self.head = Linear(channels, config.classes, axes=("channels", None), bias=True, init=zeros, rngs=rngs)
+
+    def __call__(self, images: Float[Array, "B I J C"], *, context: Context = Context()) -> Float[Array, "B V"]:
+        """Logits of the classes.
+
+        Args:
+            images: pixels, scaled as the model is used to.
+            context: of the forward pass.
+        """
+        if images.shape[-1] != self.config.channels:
+            raise UserError(
+                f"images: got shape {images.shape}, expected (B, height, width, {self.config.channels}): "
+                "set channels of the ResNet to the data's"
+            )
+        dtype = self.head.weight[...].dtype if context.dtype is None else jnp.dtype(context.dtype)
+        x = jax.nn.relu(self.stem(images.astype(dtype), context=context))
+        if self.config.stem == "imagenet":
+            x = max_pool(x, window=3, stride=2, padding=1)
+        x = self.blocks(x, context=context)
+        return self.head(x.astype(jnp.float32).mean((1, 2)).astype(dtype))

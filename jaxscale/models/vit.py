@@ -1,0 +1,132 @@
+"""ViT: a vision transformer as a value (Dosovitskiy et al. 2021, arXiv:2010.11929), able to be a Hugging Face
+`ViTForImageClassification` by its fields.
+
+Pre-norm blocks over patches of an image and learned positions. Left out: distillation tokens, relative positions,
+images of another size than the model's. The module that a ViT builds is in `vit_module.py`; this file imports neither
+JAX nor Flax.
+"""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from jaxscale.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from jaxscale.blocks import Context, Loss
+    from jaxscale.models.vit_module import ViTModule
+    from jaxscale.typing import Batch
+
+MlpKind = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
+Pooling = Literal["token", "mean"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ViT:
+    """A vision transformer that tells classes of images.
+
+    Args:
+        classes: number of classes.
+        image: height and width of an image, in pixels.
+        patch: height and width of a patch, in pixels.
+        channels: of an image.
+        layers: blocks.
+        embed: width of the residual stream.
+        heads: attention heads.
+        mlp: hidden width of the feed-forward layers; `None` is 4 * embed.
+        mlp_kind: their activation: "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
+        pooling: what the classifier reads: "token", a learned token before the patches, or "mean" of the patches.
+        attention_bias: biases of queries, keys and values; all other projections have biases.
+        norm_eps: added to the variance by LayerNorms.
+        dropout: rate, after the positions and where attention and mlp join the residual stream.
+        smoothing: share of the target spread over all classes (label smoothing).
+        init_std: standard deviation of the initial weights.
+
+    Raises:
+        UserError: a field out of range, or two that do not go together.
+
+    Example:
+        >>> ViT(classes=10, image=28, patch=7, channels=1, layers=2, embed=64, heads=4).patches
+        16
+        >>> ViT(image=30, patch=16)
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: patch: got 16, expected a divisor of image 30
+    """
+
+    classes: int = 1000
+    image: int = 224
+    patch: int = 16
+    channels: int = 3
+    layers: int = 12
+    embed: int = 768
+    heads: int = 12
+    mlp: int | None = None
+    mlp_kind: MlpKind = "gelu"
+    pooling: Pooling = "token"
+    attention_bias: bool = True
+    norm_eps: float = 1e-6
+    dropout: float = 0.0
+    smoothing: float = 0.0
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("classes", "image", "patch", "channels", "layers", "embed", "heads", "mlp"):
+            value = getattr(self, name)
+            if value is None and name == "mlp":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name}: got {value!r}, expected a whole number >= 1")
+        if self.image % self.patch:
+            raise UserError(f"patch: got {self.patch}, expected a divisor of image {self.image}")
+        if self.embed % self.heads:
+            raise UserError(f"heads: got {self.heads}, expected a divisor of embed {self.embed}")
+        for name, kinds in (("mlp_kind", MlpKind), ("pooling", Pooling)):
+            if getattr(self, name) not in get_args(kinds):
+                raise unknown(name, str(getattr(self, name)), get_args(kinds))
+        for name in ("dropout", "smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name}: got {getattr(self, name)!r}, expected at least 0 and less than 1")
+        for name in ("norm_eps", "init_std"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise UserError(f"{name}: got {value!r}, expected a number > 0")
+
+    @property
+    def patches(self) -> int:
+        """Patches of an image."""
+        return (self.image // self.patch) ** 2
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of a feed-forward layer, given or implied."""
+        return self.mlp or 4 * self.embed
+
+    def logical_sizes(self) -> dict[str, int]:
+        """Size of each logical axis that a mesh axis must divide."""
+        return {"heads": self.heads, "kv_heads": self.heads, "mlp": self.mlp_width, "embed": self.embed}
+
+    def build(self, rngs: "nnx.Rngs", *, vocab_multiple: int = 1) -> "ViTModule":
+        """The NNX module. There is no vocabulary to pad."""
+        from jaxscale.models.vit_module import ViTModule
+
+        return ViTModule(self, rngs=rngs)
+
+    def loss(self, module: "ViTModule", batch: "Batch", context: "Context") -> "Loss":
+        """Sums of the cross-entropy of a batch.
+
+        Args:
+            module: what `build` gave, or a copy with other parameters.
+            batch: float `images` [B, image, image, channels], int `labels` [B]; float `weights` [B] where rows differ.
+            context: key, compute dtype, implementation of attention.
+        """
+        from jaxscale.models.classify import image_loss
+
+        return image_loss(module, batch, context, self.smoothing)
+
+    def accuracy(self, module: "ViTModule", batch: "Batch", context: "Context") -> tuple[Any, Any]:
+        """Sum of the weights of the rows that are told right, and of all rows."""
+        from jaxscale.models.classify import image_accuracy
+
+        return image_accuracy(module, batch, context)

@@ -1,0 +1,111 @@
+"""The module of a `ViT`: patches and positions, a `Stack` of blocks, a classifier."""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.blocks import Context
+from jaxscale.errors import UserError
+from jaxscale.layers.attention import Attention
+from jaxscale.layers.dropout import Dropout
+from jaxscale.layers.embedding import PositionTable
+from jaxscale.layers.linear import Linear
+from jaxscale.layers.mlp import MLP
+from jaxscale.layers.norm import LayerNorm
+from jaxscale.layers.stack import Stack
+from jaxscale.models.vit import ViT
+from jaxscale.sharding.place import constrain
+from jaxscale.typing import Array, Float
+
+
+class ViTBlock(nnx.Module):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, config: ViT, *, rngs: nnx.Rngs):
+        init = nnx.initializers.truncated_normal(config.init_std)
+        head_dim = config.embed // config.heads
+        self.attention_norm = LayerNorm(config.embed, eps=config.norm_eps, rngs=rngs)
+        self.attention = Attention(
+            config.embed,
+            config.heads,
+            config.heads,
+            head_dim,
+            bias=config.attention_bias,
+            out_bias=True,
+            dropout=config.dropout,
+            init=init,
+            out_init=init,
+            rngs=rngs,
+        )
+        self.mlp_norm = LayerNorm(config.embed, eps=config.norm_eps, rngs=rngs)
+        self.mlp = MLP(
+            config.embed,
+            config.mlp_width,
+            kind=config.mlp_kind,
+            bias=True,
+            dropout=config.dropout,
+            init=init,
+            out_init=init,
+            rngs=rngs,
+        )
+
+    def __call__(self, x: Float[Array, "B T D"], *, context: Context = Context()) -> Float[Array, "B T D"]:
+        """The residual stream after the block."""
+        x = x + self.attention(self.attention_norm(x), context=context, causal=False)
+        x = x + self.mlp(self.mlp_norm(x), context=context)
+        return constrain(x, "batch", "seq", "embed")
+
+
+class ViTModule(nnx.Module):
+    """Images to logits.
+
+    Args:
+        config: the model.
+        rngs: random streams; `params` is drawn from.
+    """
+
+    def __init__(self, config: ViT, *, rngs: nnx.Rngs):
+        init = nnx.initializers.truncated_normal(config.init_std)
+        self.config = config
+        pixels = config.patch * config.patch * config.channels
+        self.patches = Linear(pixels, config.embed, axes=(None, "embed"), bias=True, init=init, rngs=rngs)
+        token = init(rngs.params(), (config.embed,), jnp.float32) if config.pooling == "token" else None
+        self.token = None if token is None else nnx.Param(token, out_sharding=("embed",))
+        length = config.patches if token is None else config.patches + 1
+        self.positions = PositionTable(length, config.embed, init=init, rngs=rngs)
+        self.dropout = Dropout(config.dropout, site="positions")
+        self.blocks = Stack(lambda rngs: ViTBlock(config, rngs=rngs), config.layers, rngs=rngs)
+        self.norm = LayerNorm(config.embed, eps=config.norm_eps, rngs=rngs)
+        # zeros: the first loss is log(classes), whatever the features
+        zeros = nnx.initializers.zeros_init()
+        self.head = Linear(config.embed, config.classes, axes=("embed", None), bias=True, init=zeros, rngs=rngs)
+
+    def embed(self, images: Float[Array, "B I I C"], *, context: Context = Context()) -> Float[Array, "B T D"]:
+        """The patches of images, row by row, projected, behind the token if there is one, with positions added."""
+        side, patch = self.config.image, self.config.patch
+        if images.shape[1:] != (side, side, self.config.channels):
+            raise UserError(
+                f"images: got shape {images.shape}, expected (B, {side}, {side}, {self.config.channels}): "
+                "set image and channels of the ViT to the data's"
+            )
+        dtype = self.patches.weight[...].dtype if context.dtype is None else context.dtype
+        batch, across = images.shape[0], side // patch
+        x = images.astype(dtype).reshape(batch, across, patch, across, patch, self.config.channels)
+        x = x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, across * across, -1)
+        x = self.patches(x)
+        if self.token is not None:
+            token = jnp.broadcast_to(self.token[...].astype(x.dtype).reshape(1, 1, -1), (batch, 1, x.shape[-1]))
+            x = jnp.concatenate([token, x], axis=1)
+        x = x + self.positions.lookup(jnp.arange(x.shape[1])[None, :], x.dtype)
+        return constrain(self.dropout(x, context), "batch", "seq", "embed")
+
+    def __call__(self, images: Float[Array, "B I I C"], *, context: Context = Context()) -> Float[Array, "B V"]:
+        """Logits of the classes.
+
+        Args:
+            images: pixels, scaled as the model is used to.
+            context: of the forward pass.
+        """
+        x = self.blocks(self.embed(images, context=context), context=context)
+        if self.token is not None:
+            return self.head(self.norm(x[:, 0]))
+        return self.head(self.norm(x).mean(1))
