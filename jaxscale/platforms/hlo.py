@@ -199,7 +199,7 @@ def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tu
     """The axes along which a source and its target differ."""
     moved = set()
     for source, target in pairs:
-        for axis, size in reversed(sizes.items()):
+        for axis, size in reversed(list(sizes.items())):
             (source, a), (target, b) = divmod(source, size), divmod(target, size)
             if a != b:
                 moved.add(axis)

@@ -170,7 +170,7 @@ class Platform:
         Raises:
             UserError: a word that is none of the known ones, or a topology that does not exist.
         """
-        match = re.fullmatch(r"\s*(local|tpu|gpu|cpu)\b\s*(.*?)\s*", text.lower())
+        match = re.fullmatch(r"\s*(local|tpu|gpu|cpu)\b\s*(.*?)\s*", text.lower(), re.DOTALL)
         if match is None:
             raise _unknown_platform(text)
         kind, rest = match.groups()
@@ -223,7 +223,7 @@ def _unknown_platform(text: str) -> UserError:
 
 def _count(text: str, tail: str) -> int:
     """The number behind "x" or ":", 1 where there is none."""
-    match = re.fullmatch(r"\s*[x:]\s*([1-9]\d*)", tail)
+    match = re.fullmatch(r"\s*[x:]\s*([1-9][0-9]{0,6})", tail)
     if tail and match is None:
         raise UserError(f"platform {text!r}: got {tail.strip()!r}, expected a count such as 'x 8'")
     return int(match[1]) if match else 1
@@ -233,7 +233,9 @@ def _parse_gpu(text: str, rest: str) -> Platform:
     from jaxscale.platforms.gpu import ALIASES, GPUS
 
     known = {chip.name: chip for chip in GPUS}
-    name, tail = re.fullmatch(r"([\w-]*?)(\s*[x:]\s*\d+|[^\w-].*)?", rest).groups(default="")  # matches any text
+    match = re.fullmatch(r"([\w-]*?)(\s*[x:]\s*[0-9]+|[^\w-].*)?", rest, re.DOTALL)
+    assert match is not None, "matches any text"
+    name, tail = match.groups(default="")
     name = ALIASES.get(name, name)
     if name not in known:
         raise unknown("gpu", name, [*known, *ALIASES])
@@ -244,12 +246,14 @@ def _parse_tpu(text: str, rest: str) -> Platform:
     from jaxscale.platforms.tpu import ALIASES, TPUS, check_topology, topologies
 
     known = {chip.name: chip for chip in TPUS}
-    name, shape, tail = re.fullmatch(r"([^\s:]*)(?:\s*:\s*(\S*))?(.*)", rest).groups(default="")  # matches any text
+    match = re.fullmatch(r"([^\s:]*)(?:\s*:\s*(\S*))?(.*)", rest, re.DOTALL)
+    assert match is not None, "matches any text"
+    name, shape, tail = match.groups(default="")
     name = ALIASES.get(name, name)
     if name not in known:
         raise unknown("tpu", name, [*known, *ALIASES])
-    if not re.fullmatch(r"\d+(x\d+)+", shape):
-        slices = [size for size in topologies(name) if shape.isdigit() and math.prod(size) == int(shape)]
+    if not re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4})+", shape):
+        slices = [size for size in topologies(name) if str(math.prod(size)) == shape]
         meant = " or ".join(f"tpu {name}:{_shape_text(size)}" for size in slices or topologies(name)[2:3])
         raise UserError(f"platform {text!r}: got {shape!r} for the topology, expected chips along each axis: {meant}")
     topology = tuple(map(int, shape.split("x")))

@@ -160,7 +160,8 @@ def examine() -> Machine:
     try:
         import jax
 
-        asked, cache = jax.config.jax_platforms or "", jax.config.jax_compilation_cache_dir
+        config: Any = jax.config
+        asked, cache = config.jax_platforms or "", config.jax_compilation_cache_dir
         found, processes = detect(), jax.process_count()
     except (ImportError, RuntimeError) as error:
         failure = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -350,7 +350,7 @@ def _device_time(device: str, lines: list[list[_Event]]) -> DeviceTime:
 
 def _self_times(line: list[_Event]) -> Iterator[tuple[_Event, float]]:
     """Events of one line, which nest, with the nanoseconds that are not of an event inside."""
-    inside: collections.Counter[int] = collections.Counter()
+    inside: dict[int, float] = collections.defaultdict(float)
     ordered = sorted(line, key=lambda event: (event.start, -event.end))
     open_: list[int] = []
     for i, event in enumerate(ordered):

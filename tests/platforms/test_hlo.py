@@ -95,6 +95,24 @@ def test_gathered_weights_in_a_scan_count_once_a_layer():
     assert all(one.in_loop and one.trips_known for one in found)
 
 
+def test_bytes_of_unrolled_layers_add_up_however_the_compiler_combines_them():
+    mesh, layers, whole = make_mesh({"data": 2, "fsdp": 4}), 6, 32 * 32 * 4
+
+    def loss(x, *weights):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return (x**2).sum()
+
+    arguments = [((64, 32), P(("data", "fsdp"))), *[((32, 32), P("fsdp"))] * layers]
+    gradient = jax.grad(loss, argnums=tuple(range(1, layers + 1)))
+    total = collections.Counter()
+    for one in collectives(compiled(gradient, mesh, arguments, (P("fsdp"),) * layers), mesh):
+        total[one.kind, one.axes] += one.bytes * one.count
+    assert total["reduce-scatter", ("fsdp",)] == layers * whole
+    assert total["all-reduce", ("data",)] == layers * whole // 4
+    assert total["all-gather", ("fsdp",)] >= layers * whole
+
+
 def test_tensor_parallel_layer_is_one_all_reduce_each_way():
     mesh = make_mesh({"data": 2, "tensor": 4})
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxscale.errors import UserError
@@ -79,7 +79,12 @@ def test_refusals_say_what_to_do(text, says):
     assert says in str(error.value)
 
 
-@given(st.text(alphabet="tpugcloa v5eh10x:-48\n", max_size=20))
+WORDS = st.sampled_from(["tpu", "gpu", "cpu", " ", "v5e", "v5p", "h100", ":", "x", "4x4", "2x2x2", "0", "8", "\n", "²"])
+
+
+@given(st.lists(WORDS, max_size=7).map("".join) | st.text(max_size=20) | st.integers().map("cpu x {}".format))
+@example("gpu h100 x " + "9" * 5000)
+@example("tpu v5e:" + "4x" * 500 + "4")
 def test_any_text_parses_or_is_the_users_mistake(text):
     if text.strip() == "local":
         return
