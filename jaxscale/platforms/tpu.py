@@ -13,7 +13,7 @@ from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Chip, GiB, Link
 
 _BOOK = "How to Scale Your Model (jax-ml/scaling-book), tpus.md, tables of chips and interconnect"
-_PROBE = "ahead-of-time compilation with libtpu 0.0.51: 'exceeds available HBM' of CompileTimeHbmOom"
+_PROBE = "ahead-of-time compilation by libtpu: 'exceeds available HBM' of its CompileTimeHbmOom"
 _JAX = "jax/_src/pallas/mosaic/tpu_info.py"
 
 
