@@ -114,6 +114,7 @@ def line_chart(
     unit: str = "",
     text: Callable[[float], str] = number,
     ticks_text: Callable[[float], str] | None = None,
+    ticks_base: float = 1.0,
     from_zero: bool = False,
     marks: Sequence[Mark] = (),
     tall: bool = False,
@@ -129,6 +130,7 @@ def line_chart(
         unit: of the values, after the title.
         text: a value as text, for the read-out.
         ticks_text: a tick as text; its digits by default.
+        ticks_base: ticks are round multiples of it.
         from_zero: the axis begins at 0.
         marks: rules across the chart.
         tall: a chart that takes the page's width.
@@ -164,9 +166,13 @@ def line_chart(
     marks = [mark for mark in marks if left <= mark.step <= right][:_MARKS]
     rules = "".join(f'<path class="mark" d="M{across(m.step) * _UNITS:.1f} 0V{_UNITS:.0f}"/>' for m in marks)
     curves = "".join(_curve(one, across, down) for one in series)
-    heights = _log_ticks(low, high) if logarithmic else [(v, down(v)) for v in ticks(low, high, 5 if tall else 4)]
+    if logarithmic:
+        heights = _log_ticks(low, high)
+    else:
+        round_ones = ticks(low / ticks_base, high / ticks_base, 5 if tall else 4)
+        heights = [(v * ticks_base, down(v * ticks_base)) for v in round_ones]
     grid = "".join(f'<path class="grid" d="M0 {y * _UNITS:.1f}H{_UNITS:.0f}"/>' for _, y in heights)
-    say = ticks_text or _digits([v for v, _ in heights])
+    say = ticks_text or ("{:g}".format if logarithmic else _digits([v for v, _ in heights]))
     labels = "".join(f'<span class="y" style="top:{y:.2%}">{escape(say(v))}</span>' for v, y in heights)
     whole = short if right >= 1e6 else "{:,.0f}".format
     widths = [s for s in ticks(left, right, 4) if s == int(s)]

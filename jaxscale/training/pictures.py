@@ -20,7 +20,7 @@ _KIND_COLORS = (
     ("batch", 5),
     ("output", 6),
 )
-_CUT = 40.0
+_CUT = 44.0
 """Longest side of a parameter's picture, in pixels."""
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -90,8 +90,8 @@ def cut_picture(shape: Sequence[int], parts: Sequence[int]) -> str:
     """
     dims = list(zip(shape, parts, strict=True)) or [(1, 1)]
     rows, columns = (dims[-2], dims[-1]) if len(dims) > 1 else ((1, 1), dims[-1])
-    wide = _CUT if rows[0] <= columns[0] else max(10.0, _CUT * columns[0] / rows[0])
-    tall = 10.0 if len(dims) == 1 else min(_CUT, max(10.0, wide * rows[0] / max(1, columns[0])))
+    wide = _CUT if rows[0] <= columns[0] else max(16.0, _CUT * columns[0] / rows[0])
+    tall = 10.0 if len(dims) == 1 else min(_CUT, max(16.0, wide * rows[0] / max(1, columns[0])))
     x, y = wide / max(1, columns[1]), tall / max(1, rows[1])
     lines = "".join(f"M{x * i:.1f} 0V{tall:.1f}" for i in range(1, min(columns[1], 16)))
     lines += "".join(f"M0 {y * i:.1f}H{wide:.1f}" for i in range(1, min(rows[1], 16)))
@@ -159,6 +159,10 @@ def _breakable(name: str) -> str:
     return escape(name).replace(".", ".<wbr>").replace("/", "/<wbr>").replace("_", "_<wbr>")
 
 
+def _share(part: float) -> str:
+    return f"{part:.0%}" if part >= 0.005 else "&lt;1%"
+
+
 def memory_bar(kinds: dict[str, float], capacity: float | None = None) -> str:
     """Bytes per device by kind of tensor, as one bar and a line per kind; the room left where the capacity is known."""
     kinds = {kind: value for kind, value in kinds.items() if value > 0 and math.isfinite(value)}
@@ -172,7 +176,7 @@ def memory_bar(kinds: dict[str, float], capacity: float | None = None) -> str:
         parts.append(f'<i class="c{color}" style="width:{value / full:.3%}" title="{escape(kind)}: {size(value)}"></i>')
         lines.append(
             f'<tr><th scope=row><span class="key"><i class="c{color}"></i>{escape(kind.capitalize())}</span></th>'
-            f"<td class=n>{size(value)}</td><td class=n>{value / total:.0%}</td></tr>"
+            f"<td class=n>{size(value)}</td><td class=n>{_share(value / total)}</td></tr>"
         )
     lines.append(f"<tr class=rest><th scope=row>Together</th><td class=n>{size(total)}</td><td class=n></td></tr>")
     if capacity:

@@ -4,6 +4,7 @@ The page holds its style, its small script and its charts; it opens from disk or
 dark, and shows all it has without the script.
 """
 
+import math
 import time
 from collections.abc import Iterable
 from html import escape
@@ -19,7 +20,7 @@ from jaxscale.training.record import RunRecord
 from jaxscale.training.samples import Sample
 from jaxscale.training.sentences import mesh_of, plan_in_words
 from jaxscale.training.storage import run_path
-from jaxscale.training.units import count, duration, field, number, rate, short, size
+from jaxscale.training.units import count, duration, field, number, rate, round_size, short, size
 
 FILE = "report.html"
 
@@ -171,15 +172,15 @@ def _charts(run: RunRecord) -> str:
         _one(train, "grad_norm", "Gradient norm", color=4),
     ]
     if run.device_memory is not None:
-        small.append(
-            _one(train, run.device_memory[0], "Device memory", color=5, text=size, ticks_text=size, from_zero=True)
-        )
+        name, column = run.device_memory
+        base = 1024.0 ** math.floor(math.log(max(float(np.nanmax(column)), 1.0), 1024))
+        how: dict[str, Any] = {"text": size, "ticks_text": round_size, "ticks_base": base, "from_zero": True}
+        small.append(_one(train, name, "Device memory", color=5, **how))
     if run.mfu is not None:
-        percent = "{:.1%}".format
-        mfu = _one(train, "mfu", "Model FLOP utilization", color=7, text=percent, ticks_text=percent, from_zero=True)
-        small.append(mfu)
+        how = {"text": "{:.1%}".format, "ticks_text": "{:.0%}".format, "from_zero": True}
+        small.append(_one(train, "mfu", "Model FLOP utilization", color=7, **how))
     elif np.isfinite(train.column("flop_per_second")).any():
-        how: dict[str, Any] = {"text": lambda v: rate(v, "FLOP/s"), "ticks_text": short, "from_zero": True}
+        how = {"text": lambda v: rate(v, "FLOP/s"), "ticks_text": short, "from_zero": True}
         small.append(_one(train, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **how))
     small = [f'<div class="sheet">{chart}</div>' for chart in small if chart]
     return (f'<div class="sheet">{main}</div>' if main else "") + (

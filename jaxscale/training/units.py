@@ -51,6 +51,19 @@ def size(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def round_size(value: float) -> str:
+    """A round number of bytes, for the ticks of an axis.
+
+    Example:
+        >>> round_size(20 * 2**30), round_size(0)
+        ('20 GiB', '0')
+    """
+    for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if abs(value) >= 1024**power:
+            return f"{value / 1024**power:.4g} {unit}"
+    return f"{value:.0f} B" if value else "0"
+
+
 def rate(value: float, unit: str) -> str:
     """A rate with a decimal prefix.
 
