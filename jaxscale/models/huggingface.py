@@ -151,8 +151,8 @@ def save(
     Args:
         folder: made if need be; must not hold a model yet.
         model: a value of ours, such as a `Decoder`.
-        params: its parameters as `load` gives them, or flat by path ("blocks.layers.0.mlp.up.weight", one array a layer);
-            the vocabulary may be padded.
+        params: its parameters as `load` gives them, or flat by path with one array a layer
+            ("blocks.layers.0.mlp.up.weight"); the vocabulary may be padded.
         dtype: type to write: "float32", "bfloat16" or "float16".
         tokenizer: a tokenizer.json to put beside the weights.
         shard_bytes: most bytes of one file.

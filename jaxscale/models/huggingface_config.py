@@ -18,14 +18,62 @@ REQUIRED: Any = object()
 """Default of a key that has to be there."""
 
 HARMLESS = frozenset(
-    """architectures model_type transformers_version torch_dtype dtype use_cache _name_or_path auto_map tokenizer_class
-    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id label2id problem_type
-    finetuning_task task_specific_params prefix return_dict output_hidden_states output_attentions torchscript
-    chunk_size_feed_forward do_sample max_length min_length temperature top_k top_p repetition_penalty num_beams
-    cache_implementation _attn_implementation _attn_implementation_autoset attn_implementation is_llama_config
-    transformers.js_config unsloth_version unsloth_fixed keys_to_ignore_at_inference n_ctx gradient_checkpointing
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj initializer_factor
-    reorder_and_upcast_attn encoder_stride pooler_act pooler_output_size""".split()
+    {
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "_name_or_path",
+        "auto_map",
+        "tokenizer_class",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "label2id",
+        "problem_type",
+        "finetuning_task",
+        "task_specific_params",
+        "prefix",
+        "return_dict",
+        "output_hidden_states",
+        "output_attentions",
+        "torchscript",
+        "chunk_size_feed_forward",
+        "do_sample",
+        "max_length",
+        "min_length",
+        "temperature",
+        "top_k",
+        "top_p",
+        "repetition_penalty",
+        "num_beams",
+        "cache_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "attn_implementation",
+        "is_llama_config",
+        "transformers.js_config",
+        "unsloth_version",
+        "unsloth_fixed",
+        "keys_to_ignore_at_inference",
+        "n_ctx",
+        "gradient_checkpointing",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "initializer_factor",
+        "reorder_and_upcast_attn",
+        "encoder_stride",
+        "pooler_act",
+        "pooler_output_size",
+    }
 )
 """Keys that change nothing about the network as trained here: bookkeeping, generation, runtimes."""
 
@@ -210,7 +258,7 @@ class Activation:
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary frequencies: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4; both are written."""
+    """Rotary frequencies: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4."""
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         """Our `rotary_base` and `rotary_scaling`."""
@@ -241,7 +289,7 @@ class Rope:
         return {"rotary_base": float(base), "rotary_scaling": stretch}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Both forms."""
+        """Both forms, so that either version reads them."""
         stretch = model.rotary_scaling
         scaling = None
         if stretch is not None:

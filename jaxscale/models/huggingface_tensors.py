@@ -168,8 +168,8 @@ def _check_names(folder: Path, family: Family, expected: Mapping[str, Any], tens
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise UserError(
-            f"{folder}: tensor {missing[0]} is missing{_and_more(missing)}; {family.architecture} with this config.json "
-            f"has {len(expected)} tensors, and there are {len(tensors)}"
+            f"{folder}: tensor {missing[0]} is missing{_and_more(missing)}; {family.architecture} with this "
+            f"config.json has {len(expected)} tensors, and there are {len(tensors)}"
             f"{near_miss(missing[0], set(tensors) - set(expected))}"
         )
     extra = [name for name in tensors if name not in expected and not name.endswith(family.ignored or ("\0",))]
