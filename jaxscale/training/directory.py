@@ -1,10 +1,10 @@
 """The run directory: who may write to it, and whether it belongs to this experiment.
 
-    experiment.json plan.json     what runs, and how: enough to rebuild the step
-    source/                       the experiment file and what was changed on the command line
-    metrics.jsonl tensorboard/    what was measured
-    checkpoints/ samples.txt report.html
-    lock                          the process that writes here; released by the system when it ends, however it ends
+experiment.json plan.json     what runs, and how: enough to rebuild the step
+source/                       the experiment file and what was changed on the command line
+metrics.jsonl tensorboard/    what was measured
+checkpoints/ samples.txt report.html
+lock                          the process that writes here; released by the system when it ends, however it ends
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""Text from a trained model: a KV cache, one compiled program that decodes a whole window in a scan, prompts of any lengths.
+"""Text from a trained model: a KV cache, one compiled program that decodes a window in a scan, prompts of any lengths.
 
-A window is as many positions as the model has, or fewer where that is enough. When it is full and more is wanted, its newer
-half becomes the prompt of the next window: every token is drawn from at least half a window of text before it, and the model
-never sees a position that it was not trained on.
+A window is as many positions as the model has, or fewer where that is enough. When it is full and more is wanted, its
+newer half becomes the prompt of the next window: every token is drawn from at least half a window of text before it,
+and the model never sees a position that it was not trained on.
 """
 
 import functools
@@ -49,7 +49,9 @@ def generate(
     model = restored.experiment.model
     tokenizer = restored.tokenizer()
     if not can_generate(model, tokenizer):
-        raise UserError(f"{type(model).__name__} with this data does not generate text: that takes a KV cache and a tokenizer")
+        raise UserError(
+            f"{type(model).__name__} with this data does not generate text: that takes a KV cache and a tokenizer"
+        )
     prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt)
     module = restored.step.module(restored.state)
     texts = continuations(module, model, tokenizer, prompts, tokens=tokens, temperature=temperature, seed=seed)
@@ -150,7 +152,9 @@ def decode(
         drawn = _window(
             graphdef, state, model, window, lengths, offsets, keys, float(temperature), prefill, choices or model.vocab
         )
-        texts = [np.concatenate([text, row[length - 1 :]]) for text, row, length in zip(texts, drawn, lengths, strict=True)]
+        texts = [
+            np.concatenate([text, row[length - 1 :]]) for text, row, length in zip(texts, drawn, lengths, strict=True)
+        ]
     return [text[start : start + tokens] for text, start in zip(texts, starts, strict=True)]
 
 
@@ -174,8 +178,16 @@ def _program() -> Any:
 
     @functools.partial(jax.jit, static_argnums=(0, 2, 8, 9))
     def window(
-        graphdef: Any, state: Any, model: Any, given: Any, lengths: Any, offsets: Any, keys: Any, temperature: Any,
-        prefill: int, choices: int,
+        graphdef: Any,
+        state: Any,
+        model: Any,
+        given: Any,
+        lengths: Any,
+        offsets: Any,
+        keys: Any,
+        temperature: Any,
+        prefill: int,
+        choices: int,
     ) -> Any:
         """Row i, place t: the token that follows place t; given where t + 1 < lengths[i], else drawn."""
         module = nnx.merge(graphdef, state, copy=True)

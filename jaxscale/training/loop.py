@@ -1,28 +1,31 @@
 """train: a run from an Experiment to its last step, with its log, evaluations, samples, checkpoints and report.
 
 The loop is the same for every plan: take a batch, dispatch a step, look at what came of the one before. What must
-survive a kill is written in an order that a restart can rely on: the line of a step is in the log before its state is in
-a checkpoint, and a checkpoint holds the state of the data beside that of the model, so that what follows is the same to
-the last bit.
+survive a kill is written in an order that a restart can rely on: the line of a step is in the log before its state is
+in a checkpoint, and a checkpoint holds the state of the data beside that of the model, so that what follows is the same
+to the last bit.
 """
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxscale.errors import Diverged, Preempted, UserError
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.training import directory as place
+from jaxscale.training.backend import start_backend
 from jaxscale.training.checkpoint import Checkpoints, Description
 from jaxscale.training.display import Display
 from jaxscale.training.evaluate import Evaluator
+from jaxscale.training.meter import Meter, peak_of
 from jaxscale.training.metrics import MetricsLog
 from jaxscale.training.restore import write_tokenizer
 from jaxscale.training.run import Run
 from jaxscale.training.signals import Agreement, Stop
+from jaxscale.training.source import Source, versions
 from jaxscale.training.storage import run_path
 
 
@@ -35,7 +38,7 @@ def train(
     resume: Literal["auto", "never"] = "auto",
     log_every: int = 1,
     profile: str | None = None,
-    source: Any = None,
+    source: Source | None = None,
     quiet: bool = False,
     devices: Sequence[Any] | None = None,
 ) -> Run:
@@ -49,7 +52,7 @@ def train(
         resume: "auto" continues a run that is there; "never" renames its directory and starts anew.
         log_every: steps per line of the log; the tokens and seconds of a line are of all of them.
         profile: steps to trace, as "10:13" (the three from 10 to 12).
-        source: where the experiment came from (`training.source.Source`), so that commands can rebuild it.
+        source: where the experiment came from, so that commands can rebuild it.
         quiet: print nothing.
         devices: to run on; all by default.
 
@@ -69,6 +72,7 @@ def train(
     if log_every < 1:
         raise UserError(f"log_every: got {log_every!r}, expected a whole number >= 1")
     traced = _profile(profile)
+    start_backend()
     plan = experiment.plan if plan is None else plan
     folder = run_path(place.default_directory(experiment) if out is None else out)
     display = Display(experiment.steps, quiet=quiet, name=experiment.name)
@@ -137,8 +141,8 @@ class _Training:
     def _write_values(self) -> None:
         place.write_values(self.folder, self.experiment, self.step.plan)
         write_tokenizer(self.folder, self.data.tokenizer)
-        if self.source is not None:
-            self.source.write(self.folder)
+        source = self.source or Source(name=self.experiment.name, seed=self.experiment.seed)
+        source.write(self.folder)
         self.log = MetricsLog(self.folder)
 
     def _finished_before(self, step: int) -> Run:
@@ -202,8 +206,8 @@ class _Training:
         self.evaluator = Evaluator(self.step, self.data, one_at_a_time=self.one_at_a_time)
         begun = self.saved_at = time.monotonic()
         pending: tuple[int, Any, Any] | None = None
-        self._resume_clock()
-        with Stop() as stop:
+        self.meter.resume()
+        with Stop() as stop, _closing(batches):
             try:
                 while self.n < self.experiment.steps:
                     if self.profile is not None:
@@ -214,16 +218,15 @@ class _Training:
                     if self.n < self.experiment.steps:
                         batch = self.step.place(next(batches))
                         self.data_state = batches.get_state()
-                    question = self.agreement.ask(bool(stop.requested), self._clock_says_save())
                     if self.one_at_a_time:
                         self._settle(self.n, metrics)
-                        told_to_stop, save_now = self.agreement.answer(question)
+                        told_to_stop, save_now = self.agreement.answer(self._ask(stop))
                     else:
-                        before, pending = pending, (self.n, metrics, question)
+                        before, pending = pending, (self.n, metrics, self._ask(stop))
                         told_to_stop, save_now = self._settle_pending(before)
                     if self.profile is not None and self.profile.ends(self.n):
                         self.profile.after(self.n, self.folder, state, self.event, self.say)
-                        self._resume_clock()
+                        self.meter.resume()
                     last = self.n == self.experiment.steps
                     if last or told_to_stop or save_now or self._due():
                         if pending is not None:
@@ -253,19 +256,16 @@ class _Training:
             self.say(line)
         facts = self.step.compile(batch)
         self.event("compile", **dataclasses.asdict(facts))
-        self.flop = int(self.step.model_flop(batch))
+        flop = int(self.step.model_flop(batch))
         memory = self.step.memory(batch)
         lasting = {f"{kind.replace(' ', '_')}_bytes": size for kind, size in memory.items()}
-        self.event("predicted", model_flop=self.flop, parameters=self.step.parameters, **lasting)
+        self.event("predicted", model_flop=flop, parameters=self.step.parameters, **lasting)
         if _first():
             kinds = {**memory, "gradients and activations": facts.temp_bytes}
             with place.writing(self.folder):
                 place.write_json(self.folder / "layout.json", {**self.step.layout.table(), "memory": kinds})
-        from jaxscale.platforms.detect import detect
-
-        platform = detect(list(self.step.mesh.devices.flat))
-        peak = platform.chip.peak(self.step.plan.precision) if self.step.plan.matmul == "default" else None
-        self.peak = peak * platform.chips * platform.slices if peak else None
+        device = None if self.one_at_a_time else self.step.mesh.local_devices[0]
+        self.meter = Meter(flop, peak_of(self.step), device)
         self.say(f"{self.step.parameters:,} parameters, compiled in {facts.seconds:.1f} s")
 
     def _settle_pending(self, pending: tuple[int, Any, Any] | None) -> tuple[bool, bool]:
@@ -277,12 +277,8 @@ class _Training:
     def _settle(self, n: int, metrics: Mapping[str, Any]) -> None:
         """Wait for what step `n` measured, and log it."""
         found = {name: value.item() for name, value in jax_get(dict(metrics)).items()}
-        now = time.perf_counter()
-        self._seconds += now - self._since
-        self._since = now
         self.tokens += (tokens := round(found["weight"]))
-        self._tokens += tokens
-        self._steps += 1
+        self.meter.add(tokens)
         if found["skipped"] > self.skipped:
             self.skipped = found["skipped"]
             self.event("skipped", n, loss=found["loss"], grad_norm=found["grad_norm"], skipped=self.skipped)
@@ -292,42 +288,19 @@ class _Training:
             self._diverged(n, found)
 
     def _log_step(self, n: int, found: Mapping[str, float]) -> None:
-        seconds = self._seconds / self._steps
-        row = {
-            "loss": found["loss"],
-            "grad_norm": found["grad_norm"],
-            "learning_rate": found["learning_rate"],
-            "tokens": self.tokens,
-            "step_seconds": seconds,
-            "tokens_per_second": self._tokens / self._seconds,
-            "flop_per_second": self.flop / seconds,
-        }
-        if self.peak:
-            row["mfu"] = row["flop_per_second"] / self.peak
-        row |= self._device_memory()
-        self._seconds, self._steps, self._tokens = 0.0, 0, 0
+        row = {name: found[name] for name in ("loss", "grad_norm", "learning_rate")}
+        row |= {"tokens": self.tokens, **self.meter.row()}
         if self.log is not None:
             with place.writing(self.folder):
                 self.log.train(n, **row)
         self.display.show(n, row)
 
-    def _device_memory(self) -> dict[str, int]:
-        if self.one_at_a_time:
-            return {}
-        told = self.step.mesh.local_devices[0].memory_stats() or {}
-        names = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
-        return {ours: told[theirs] for ours, theirs in names.items() if theirs in told}
-
-    def _resume_clock(self) -> None:
-        """Forget the time since the last step: it went into something else."""
-        self._since = time.perf_counter()
-        self._seconds, self._steps, self._tokens = 0.0, 0, 0
-
     # -- between the steps ---------------------------------------------------------------------------------------------
 
-    def _clock_says_save(self) -> bool:
+    def _ask(self, stop: Stop) -> Any:
         minutes = self.experiment.checkpoint.minutes
-        return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        return self.agreement.ask(bool(stop.requested), late)
 
     def _due(self) -> bool:
         wanted = (self.experiment.evaluation.every, self.experiment.samples.every, self.experiment.checkpoint.every)
@@ -344,7 +317,7 @@ class _Training:
             self._sample(state)
         if last or stopping or save_now or _every(self.n, checkpoint.every) or (better and checkpoint.best):
             self._save(state, data_state, wait=last or stopping)
-        self._resume_clock()
+        self.meter.resume()
 
     def _evaluate(self, state: Any) -> bool:
         found = self.evaluator(state, self.experiment.evaluation.batches)
@@ -468,22 +441,17 @@ def check_data(experiment: Experiment, opened: Any) -> None:
         )
     length = getattr(experiment.data, "context", None)
     if context is not None and length is not None and length > context:
-        raise UserError(f"data.context is {length}, and model.context is {context} positions: set data.context to {context}")
+        raise UserError(
+            f"data.context is {length}, and model.context is {context} positions: set data.context to {context}"
+        )
 
 
 def _profile(text: str | None) -> Any:
     if text is None:
         return None
-    from jaxscale.training.profile import ProfileRange
+    from jaxscale.training.profile import Profiler, ProfileRange
 
-    return ProfileRange.parse(text)
-
-
-def versions() -> dict[str, str]:
-    """Of the libraries that decide what a step computes."""
-    from importlib.metadata import version
-
-    return {name: version(name) for name in ("jaxscale", "jax", "flax", "optax", "orbax-checkpoint")}
+    return Profiler(ProfileRange.parse(text))
 
 
 def jax_get(tree: Any) -> Any:
@@ -491,6 +459,15 @@ def jax_get(tree: Any) -> Any:
     import jax
 
     return jax.device_get(tree)
+
+
+@contextlib.contextmanager
+def _closing(batches: Any) -> Iterator[None]:
+    """Ends the threads that read ahead, where the data has some."""
+    try:
+        yield
+    finally:
+        getattr(batches, "close", lambda: None)()
 
 
 def _every(step: int, every: int) -> bool:

@@ -124,4 +124,3 @@ def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
         experiment = dataclasses.replace(experiment, batch=count)
         step = build(experiment, dataclasses.replace(plan, mesh=MeshSpec(fsdp=count), zero=3), devices=devices)
     return step
-

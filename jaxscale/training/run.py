@@ -136,9 +136,7 @@ class Run:
         if not can_generate(model, tokenizer):
             raise UserError(f"{type(model).__name__} with this data does not generate text")
         prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt)
-        texts = continuations(
-            self.module, model, tokenizer, prompts, tokens=tokens, temperature=temperature, seed=seed
-        )
+        texts = continuations(self.module, model, tokenizer, prompts, tokens=tokens, temperature=temperature, seed=seed)
         return texts[0] if isinstance(prompt, str) else texts
 
     def _restore(self) -> None:
@@ -174,7 +172,9 @@ class Run:
         try:
             from matplotlib.figure import Figure
         except ImportError:
-            raise UserError("plot needs matplotlib: pip install 'jaxscale[notebook]'; report.html shows the same") from None
+            raise UserError(
+                "plot needs matplotlib: pip install 'jaxscale[notebook]'; report.html shows the same"
+            ) from None
         rows, held_out = self.metrics, self.evaluations
         figure = Figure(figsize=(10, 6), layout="constrained")
         panels = {

@@ -55,8 +55,8 @@ class Stop:
 class Agreement:
     """The same answers on every process: does any of them want to stop; does the first one's clock want a save.
 
-    The question is a tiny program on the devices, asked after a step is dispatched and answered when its metrics come, so
-    that no device waits for it.
+    The question is a tiny program on the devices, asked after a step is dispatched and answered when its metrics come,
+    so that no device waits for it.
 
     Args:
         mesh: the mesh of the run.

@@ -1,0 +1,65 @@
+"""A run killed with SIGKILL at random moments, during saves too, ends as if nothing had happened: bit for bit."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxscale.training.metrics import read_metrics
+
+EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens")
+
+
+def last_lines(run: Path) -> dict[int, dict]:
+    """The last line of each step, read without jaxscale."""
+    found = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)  # a torn line would raise
+        if row["kind"] == "train":
+            found[row["step"]] = {name: row[name] for name in EXACT}
+    return found
+
+
+def description(run: Path, step: int) -> dict:
+    file = run / "checkpoints" / f"{step:08d}" / "_CHECKPOINT_METADATA"
+    return json.loads(file.read_text())["custom_metadata"]["jaxscale"]
+
+
+def kill_and_compare(folder: Path, steps: int, kills: int, seed: int) -> None:
+    (folder / "text.txt").write_text("".join(f"line {i * i % 97} of the text. " for i in range(300)))
+    program = Path(__file__).with_name("killing.py")
+    done = subprocess.run(
+        [sys.executable, program, folder, str(steps), str(kills), str(seed)],
+        env={"PATH": "/usr/bin:/bin", "JAXSCALE_CACHE": str(folder / "cache"), "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    died, during_save = map(int, re.findall(r"killed (\d+) during_save (\d+)", done.stdout)[0])
+    assert died == kills
+    assert during_save >= 1
+    whole, killed = folder / "whole", folder / "killed"
+    assert last_lines(killed) == last_lines(whole)
+    assert list(last_lines(whole)) == list(range(1, steps + 1))
+    resumed = [row["step"] for row in read_metrics(killed, "event") if row["name"] == "resume"]
+    assert len(resumed) == kills
+    assert resumed == sorted(set(resumed)), "each time from a newer checkpoint"
+    # parameters, optimizer state and the next batch, by the checksums and the state of the data
+    assert description(killed, steps)["arrays"] == description(whole, steps)["arrays"]
+    assert description(killed, steps)["data"] == description(whole, steps)["data"]
+    counted = [[{name: row[name] for name in EXACT} for row in read_metrics(run, "train")] for run in (whole, killed)]
+    assert counted[0] == counted[1]
+    assert [p.name for p in (killed / "checkpoints").iterdir() if "tmp" in p.name] == []
+
+
+def test_three_kills(tmp_path):
+    kill_and_compare(tmp_path, steps=80, kills=3, seed=0)
+
+
+@pytest.mark.slow
+def test_twenty_kills(tmp_path):
+    kill_and_compare(tmp_path, steps=420, kills=20, seed=1)
