@@ -24,6 +24,7 @@ from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
 from jaxscale.memory.apply import wrapper
 from jaxscale.sharding import place
+from jaxscale.step.canonical import Canonical
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
 from jaxscale.step.layout import Layout, check_model, local_bytes, resolve_mesh, vocab_multiple
@@ -189,6 +190,22 @@ class TrainStep:
         )()
         return TrainState(step, params, optimizer, rest, watch)
 
+    @functools.cached_property
+    def _canonical(self) -> Canonical:
+        return Canonical(self)
+
+    def canonical_abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and placements of the canonical form of this step's states: what to restore into."""
+        return self._canonical.abstract()
+
+    def to_canonical(self, state: TrainState) -> dict[str, Array]:
+        """The state as a flat dict of arrays that no mesh, ZeRO stage or stacking shows in: what a checkpoint holds."""
+        return self._canonical.take_apart(state)
+
+    def from_canonical(self, arrays: Mapping[str, Array]) -> TrainState:
+        """The state of a canonical form, placed as `canonical_abstract` says. The arrays are donated."""
+        return self._canonical.put_together(dict(arrays))
+
     def module(self, state: TrainState) -> Any:
         """The user's module with the parameters of a state, for generation, export, or a look inside."""
         return self.functional.module(state.params, state.rest)
@@ -322,7 +339,7 @@ class TrainStep:
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, gradients, rest = self._gradients(state, batch)
         mean = loss.total / jnp.maximum(loss.weight, 1.0)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         good, watch = state.watch.judge(mean, norm, self.experiment.guard)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)

@@ -48,7 +48,7 @@ class Functional:
         abstract = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple))
         graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
         names: dict[str, Names] = {}
-        for path, variable in params.flat_state():
+        for path, variable in nnx.to_flat_state(params):
             logical = variable.get_metadata().get("out_sharding")
             if logical is not None:
                 if len(logical) != len(variable.shape):

@@ -1,0 +1,129 @@
+"""What jaxscale costs over the same model and step written by hand in plain JAX.
+
+    python experiments/benchmarks/overhead.py [--tiny]
+
+Three figures on one device, for the default experiment against `plain_loop.py`: time per step (medians of interleaved
+steps, an identical second copy of the hand-written program as control), FLOP and temporary bytes of the compiled programs.
+One figure on the host: what a step of the training loop, batches, placement, log and all, adds to the bare jitted call, for
+a model of 200 parameters arrays.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import plain_loop
+from figures import Figure, show
+
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.build import build
+from jaxscale.step.plan import Plan
+from jaxscale.training.source import load
+
+EXPERIMENTS = Path(__file__).resolve().parent.parent
+
+
+def timed(run: Callable[[], Any]) -> float:
+    """Seconds until the result of `run` is there."""
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
+
+
+class HandWritten:
+    """The hand-written loop, compiled, with its state."""
+
+    def __init__(self, devices: list[Any], batch: dict[str, np.ndarray]) -> None:
+        start, step, rows = plain_loop.make_step(devices)
+        self.state, self.batch = start(), jax.device_put(batch, rows)
+        self.compiled = step.lower(self.state, self.batch).compile()
+
+    def __call__(self) -> Any:
+        self.state, metrics = self.compiled(self.state, self.batch)
+        return metrics
+
+
+class Ours:
+    """jaxscale's step of the default experiment, compiled, with its state."""
+
+    def __init__(self, plan: Plan, batch: dict[str, np.ndarray]) -> None:
+        experiment, _ = load(EXPERIMENTS / "shakespeare.py")
+        self.step = build(experiment, plan)
+        self.step.compile(batch)
+        self.compiled = self.step.step_fn.lower(self.step.layout.abstract, self.step.abstract_batch(batch)).compile()
+        self.state, self.batch = self.step.init(), self.step.place(batch)
+
+    def __call__(self) -> Any:
+        self.state, metrics = self.step.run(self.state, self.batch)
+        return metrics
+
+
+def step_figures(steps: int) -> list[Figure]:
+    """Time, FLOP and temporary bytes on one device."""
+    shape = (plain_loop.BATCH, plain_loop.CONTEXT)
+    rng = np.random.default_rng(0)
+    batch = {k: rng.integers(0, plain_loop.VOCAB, shape, dtype=np.int32) for k in ("tokens", "targets")}
+    device = jax.devices()[:1]
+    plain, control, ours = HandWritten(device, batch), HandWritten(device, batch), Ours(Plan(mesh=MeshSpec()), batch)
+    seconds: dict[str, list[float]] = {"plain": [], "control": [], "ours": []}
+    for i in range(steps + 5):
+        for name, run in (("plain", plain), ("ours", ours), ("control", control)):
+            taken = timed(run)
+            if i >= 5:
+                seconds[name].append(taken)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    flop = [p.compiled.cost_analysis()["flops"] for p in (ours, plain)]
+    temp = [p.compiled.memory_analysis().temp_size_in_bytes for p in (ours, plain)]
+    return [
+        Figure("time per step / hand-written", median["ours"] / median["plain"], "x", 1.03, "<="),
+        Figure("control: hand-written / itself", median["control"] / median["plain"], "x", None),
+        Figure("compiled FLOP / hand-written", flop[0] / flop[1], "x", 1.005, "<="),
+        Figure("temporary bytes / hand-written", temp[0] / temp[1], "x", 1.005, "<="),
+    ]
+
+
+def host_figures(steps: int) -> list[Figure]:
+    """Milliseconds that the training loop adds to the bare jitted call, with 200 parameter arrays."""
+    import dataclasses
+
+    from many_leaves import many_leaves
+
+    from jaxscale.training.loop import train
+
+    experiment = dataclasses.replace(many_leaves(leaves=200), steps=steps)
+    with tempfile.TemporaryDirectory() as folder:
+        run = train(experiment, out=Path(folder) / "run", quiet=True)
+        looped = statistics.median(row["step_seconds"] for row in run.metrics if row["kind"] == "train" and row["step"] > 5)
+    step = build(experiment)
+    opened = experiment.data.open(experiment.batch, experiment.seed)
+    batch = next(iter(opened.train()))
+    step.compile(batch)
+    state, placed, bare = step.init(), step.place(batch), []
+    for _ in range(steps):
+        start = time.perf_counter()
+        state, metrics = step.run(state, placed)
+        jax.block_until_ready(metrics)
+        bare.append(time.perf_counter() - start)
+    return [Figure("host work per step, 200 arrays", 1e3 * (looped - statistics.median(bare[5:])), "ms", 1.0, "<=")]
+
+
+def main() -> None:
+    """Print the table; exit with 1 if a bar does not hold at full size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="few steps: shows that it works, not the figures")
+    tiny = parser.parse_args().tiny
+    jax.config.update("jax_platforms", "cpu")
+    figures = step_figures(6 if tiny else 80) + host_figures(12 if tiny else 200)
+    show(figures, "Overhead of jaxscale over plain JAX")
+    if not tiny and not all(f.holds is not False for f in figures):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
