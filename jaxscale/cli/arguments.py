@@ -5,6 +5,7 @@ answered here, with its near miss. What passes is handed to tyro (`usage.py`) fo
 import dataclasses
 import typing
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jaxscale import values
 from jaxscale.cli.commands import COMMANDS, Command
@@ -22,12 +23,14 @@ class Arguments:
         own: words for the subcommand itself.
         fields: fields of the experiment to set: text by dotted path.
         help: help is asked for.
+        early: the subcommand's fields as read here, so that it can check them before tyro is imported.
     """
 
     command: str | None
     own: tuple[str, ...] = ()
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     help: bool = False
+    early: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
 def read(argv: Sequence[str]) -> Arguments:
@@ -38,7 +41,7 @@ def read(argv: Sequence[str]) -> Arguments:
 
     Example:
         >>> read(["train", "a.py", "--steps", "5", "--model.embed=256"])
-        Arguments(command='train', own=('a.py', '--steps', '5'), fields={'model.embed': '256'}, help=False)
+        Arguments(command='train', own=('a.py', '--steps=5'), fields={'model.embed': '256'}, help=False)
         >>> read(["tarin"])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         jaxscale.errors.UserError: unknown subcommand 'tarin': expected one of doctor, ...; did you mean 'train'?
@@ -54,7 +57,7 @@ def read(argv: Sequence[str]) -> Arguments:
     takes_fields = getattr(cls, "takes_fields", False)
     own: list[str] = []
     placed: list[str] = []
-    given: set[str] = set()
+    early: dict[str, Any] = {}
     fields: dict[str, str] = {}
     asked = False
     words = list(rest)
@@ -75,13 +78,13 @@ def read(argv: Sequence[str]) -> Arguments:
             if path not in flags and not dotted:
                 paths = "; fields of the experiment are set by path, such as --model.embed 256" if takes_fields else ""
                 raise UserError(f"unknown flag '--{flag}' of {name}{_near_flag('--' + flag, flags)}{paths}")
-            if path in given:
+            if path in early or path in fields:
                 raise UserError(f"--{flag} is given twice: give it once")
-            given.add(path)
             if not dotted and flags[path] is bool:
                 if equals:
                     raise UserError(f"--{flag} takes no value: give it, or leave it out")
                 own.append(f"--{flag}")
+                early[path] = True
                 continue
             if not equals:
                 if not words or (words[0].startswith("--") and len(words[0]) > 2):
@@ -91,11 +94,12 @@ def read(argv: Sequence[str]) -> Arguments:
             if dotted:
                 fields[path] = text
             else:
-                values.parse(text, flags[path], f"--{flag}")
-                own += [f"--{flag}={text}"] if text.startswith("-") else [f"--{flag}", text]
+                early[path] = values.parse(text, flags[path], f"--{flag}")
+                own.append(f"--{flag}={early[path]}")
     if not asked:
         _check_places(name, cls, placed)
-    return Arguments(name, (*placed, *own), fields, asked)
+    early |= dict(zip(cls.positional, placed, strict=False))
+    return Arguments(name, (*placed, *own), fields, asked, early)
 
 
 def _check_places(name: str, cls: type[Command], placed: Sequence[str]) -> None:

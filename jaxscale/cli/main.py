@@ -45,10 +45,10 @@ def _run(given: arguments.Arguments) -> None:
         _help(given)
         return
     assert given.command is not None
+    COMMANDS[given.command](**given.early).check()
     from jaxscale.cli.usage import parse
 
     command = parse(given.command, given.own)
-    command.check()
     if isinstance(command, Train):
         command.run(given.fields)
     else:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jaxscale.cli.arguments import Arguments, read, synopsis
 from jaxscale.cli.commands import COMMANDS, Train
+from jaxscale.cli.usage import parse
 from jaxscale.errors import UserError
 from jaxscale.step.experiment import Experiment
 
@@ -54,7 +55,7 @@ def test_right_words():
     assert read([]) == read(["--help"]) == Arguments(None, help=True)
     assert read(["train", "--help"]) == Arguments("train", help=True)
     assert read(["train", "a.py", "tiny", "--log_every=2", "--plan.loss-chunk", "-1"]) == Arguments(
-        "train", ("a.py", "tiny", "--log_every", "2"), {"plan.loss_chunk": "-1"}
+        "train", ("a.py", "tiny", "--log_every=2"), {"plan.loss_chunk": "-1"}
     )
     assert read(["generate", "r", "--prompt", "-", "--best"]).own == ("r", "--prompt=-", "--best")
 
@@ -63,6 +64,25 @@ def test_every_plain_field_of_an_experiment_is_a_flag_of_train():
     """Else `--FIELD` would be called unknown before the experiment is there to ask."""
     plain = {field.name for field in dataclasses.fields(Experiment) if field.type in (int, str, float, bool)}
     assert plain == set(Train.of_experiment)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train a.py",
+        "train a.py tiny --out=b --resume never --log-every 1e1 --steps 3 --plan-file p.json --profile 1:2 --name n",
+        "generate r --prompt -x --tokens 3 --temperature 1 --seed -1 --best",
+        "generate r --prompt=none",
+        "evaluate r --best",
+        "export r d --dtype bfloat16",
+        "doctor",
+    ],
+)
+def test_tyro_reads_the_same(words):
+    given = read(words.split())
+    command = parse(given.command, given.own)
+    for name, value in given.early.items():
+        assert getattr(command, name) == value
 
 
 @pytest.mark.parametrize("name", COMMANDS)
