@@ -36,7 +36,8 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """`x` normalised over its last dim, in the type of `x`."""
         wide = x.astype(jnp.float32)
-        y = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
+        # not jnp.square, whose derivative keeps 2 * wide beside wide
+        y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
         gain = _over_rows(self.weight[...], x)
         return (y * (1 + gain if self.plus_one else gain)).astype(x.dtype)
 
@@ -64,7 +65,7 @@ class LayerNorm(nnx.Module):
         """`x` normalised over its last dim, in the type of `x`."""
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, -1, keepdims=True)
-        y = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
+        y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
         y = y * _over_rows(self.weight[...], x)
         if self.bias is not None:
             y = y + _over_rows(self.bias[...], x)
