@@ -1,14 +1,15 @@
 """ResNet: a residual convolutional network as a value (He et al. 2016, arXiv:1512.03385), for small images or large.
 
-Strides lie in the 3x3 convolution of a bottleneck (torchvision's "v1.5"), and the last norm of each block starts at zero
-(Goyal et al. 2017, arXiv:1706.02677). Left out: wide and grouped variants, squeeze and excitation, stochastic depth. The
-module that a ResNet builds is in `resnet_module.py`; this file imports neither JAX nor Flax.
+Strides lie in the 3x3 convolution of a bottleneck (torchvision's "v1.5"), and the last norm of each block starts at
+zero (Goyal et al. 2017, arXiv:1706.02677). Left out: wide and grouped variants, squeeze and excitation, stochastic
+depth. The module that a ResNet builds is in `resnet_module.py`; this file imports neither JAX nor Flax.
 """
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxscale.errors import UserError, unknown
+from jaxscale.values import check_types
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -22,7 +23,7 @@ Stem = Literal["small", "imagenet"]
 
 @dataclasses.dataclass(frozen=True)
 class ResNet:
-    """A residual network that tells classes of images: ResNet-18 by default; (3, 4, 6, 3) and bottlenecks give ResNet-50.
+    """A residual network that tells classes of images: ResNet-18 by default, ResNet-50 by (3, 4, 6, 3) and bottlenecks.
 
     Args:
         classes: number of classes.
@@ -54,6 +55,7 @@ class ResNet:
     smoothing: float = 0.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         counts = {"classes": self.classes, "channels": self.channels, "width": self.width}
         counts |= {f"stages[{stage}]": blocks for stage, blocks in enumerate(self.stages)}
         for name, value in counts.items():
@@ -73,7 +75,7 @@ class ResNet:
         return self.width * 2 ** (len(self.stages) - 1) * (4 if self.bottleneck else 1)
 
     def logical_sizes(self) -> dict[str, int]:
-        """Size of each logical axis that a mesh axis must divide; every stage's channels are multiples of the first's."""
+        """Size of each logical axis that a mesh axis must divide; the channels of every stage are multiples of it."""
         return {"channels": self.width}
 
     def build(self, rngs: "nnx.Rngs", *, vocab_multiple: int = 1) -> "ResNetModule":

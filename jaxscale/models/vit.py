@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxscale.errors import UserError, unknown
+from jaxscale.values import check_types
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -72,6 +73,7 @@ class ViT:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("classes", "image", "patch", "channels", "layers", "embed", "heads", "mlp"):
             value = getattr(self, name)
             if value is None and name == "mlp":
