@@ -40,7 +40,7 @@ def unknown(kind: str, word: str, known: Iterable[str]) -> UserError:
 
     Example:
         >>> unknown("variant", "tny", ["tiny", "long"])
-        UserError("unknown variant 'tny': expected one of tiny, long; did you mean 'tiny'?")
+        UserError("unknown variant 'tny': expected one of long, tiny; did you mean 'tiny'?")
     """
     names = sorted(known)
     return UserError(f"unknown {kind} {word!r}: expected one of {', '.join(names) or '(none)'}{near_miss(word, names)}")

@@ -60,11 +60,10 @@ def _help(given: arguments.Arguments) -> None:
 
     if given.command is None:
         return usage.show_all()
-    places = [word for word in given.own if not word.startswith("-")]
-    if COMMANDS[given.command] is Train and places:
+    if COMMANDS[given.command] is Train and "file" in given.early:
         from jaxscale.training.outline import outline
 
-        train = Train(*places[:2])
+        train = Train(**given.early)
         seen = outline(train.file, train.variant)
         experiment, _ = train.load(given.fields)
         return usage.show(given.command, experiment, seen.variants)

@@ -75,10 +75,8 @@ def _typed(cls: type[Command], experiment: Any = None) -> type[Any]:
 
 def _argument(field: dataclasses.Field[Any], told: str) -> Any:
     shown = field.metadata.get("default")
-    hint = {} if shown is None else {"help_behavior_hint": f"(default: {shown})" if shown else "(optional)"}
-    if "metavar" in field.metadata:
-        hint["metavar"] = field.metadata["metavar"]
-    return tyro.conf.arg(help=told, **hint)
+    hint = None if shown is None else f"(default: {shown})" if shown else "(optional)"
+    return tyro.conf.arg(help=told, metavar=field.metadata.get("metavar"), help_behavior_hint=hint)
 
 
 def _fields(value: Any) -> list[Any]:

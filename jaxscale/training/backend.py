@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd", "dxg")
 """Device files under /dev of TPUs (accel, vfio), NVIDIA and AMD GPUs, and GPUs seen from WSL."""
@@ -36,17 +37,18 @@ def start_backend() -> None:
     """
     import jax
 
-    if not os.environ.get("JAX_PLATFORMS") and not jax.config.jax_platforms and not has_accelerator():
-        jax.config.update("jax_platforms", "cpu")
+    config: Any = jax.config
+    if not os.environ.get("JAX_PLATFORMS") and not config.jax_platforms and not has_accelerator():
+        config.update("jax_platforms", "cpu")
     given = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if jax.config.jax_platforms == "cpu" and not given:
+    if config.jax_platforms == "cpu" and not given:
         with contextlib.suppress(RuntimeError):  # the backend runs already
-            jax.config.update("jax_num_cpu_devices", cores())
-    if jax.config.jax_compilation_cache_dir is None:
+            config.update("jax_num_cpu_devices", cores())
+    if config.jax_compilation_cache_dir is None:
         folder = cache_folder()
         if folder is not None:
-            jax.config.update("jax_compilation_cache_dir", str(folder))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+            config.update("jax_compilation_cache_dir", str(folder))
+            config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def cache_folder() -> Path | None:

@@ -39,9 +39,14 @@ def to_json(value: Any) -> Any:
     """The value as what `json.dumps` takes: dicts, lists, text, numbers.
 
     Example:
+        >>> import dataclasses
         >>> from jaxscale.sharding.mesh import MeshSpec
-        >>> to_json((MeshSpec(fsdp=4), Path("a/b"), 0.5))
-        ['fsdp:4', 'a/b', 0.5]
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Layout:
+        ...     mesh: MeshSpec | None = None
+        ...     ratio: float = 0.5
+        >>> to_json(Layout(MeshSpec(fsdp=4)))
+        {'mesh': 'fsdp:4', 'ratio': 0.5}
     """
     return _dump(value, type(value))
 
@@ -106,8 +111,9 @@ def _dump(value: Any, hint: Any) -> Any:
     if isinstance(value, Mapping):
         inner = ([get_args(member)[1] for member in members(hint) if len(get_args(member)) == 2] or [Any])[0]
         return {str(key): _dump(item, inner) for key, item in value.items()}
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return value.item()
+    scalar: Any = value
+    if getattr(scalar, "shape", None) == ():
+        return scalar.item()
     return {"object": _code_name(type(value))}
 
 
@@ -132,7 +138,7 @@ def load(data: Any, hint: Any, path: str) -> Any:
     if len(members(hint)) > 1:
         return first_that_accepts(lambda member: load(data, member, path), hint, path, data)
     origin = get_origin(hint) or hint
-    if hint is float and data in ("inf", "-inf"):
+    if hint is float and isinstance(data, str) and data in ("inf", "-inf"):
         return float(data)
     if isinstance(data, str):
         if isinstance(hint, type) and issubclass(hint, PurePath):
@@ -154,7 +160,8 @@ def load(data: Any, hint: Any, path: str) -> Any:
     if hint is Any:
         return tuple(load(item, Any, path) for item in data) if isinstance(data, list) else data
     check(data, hint, path)
-    return float(data) if hint is float else data
+    plain: Any = data
+    return float(plain) if hint is float else plain
 
 
 def _load_record(data: Any, cls: type, path: str) -> Any:

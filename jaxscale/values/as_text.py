@@ -140,7 +140,7 @@ def _number(text: str, hint: type, path: str) -> int | float:
 
 def _find(value: Any, path: str, given: str) -> None:
     """Check that the dotted path leads to a field that text can set."""
-    inner = value
+    inner, hint = value, Any
     parts = path.split(".")
     for index, part in enumerate(parts):
         known = field_types(type(inner)) if is_record(inner) else {}
