@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxscale.data import documents, source, tokenizer
 from jaxscale.data.documents import Recipe
-from jaxscale.data.tokenizer import Tokenizer
+from jaxscale.data.tokenizer import Encoded, Tokenizer
 from jaxscale.errors import UserError
 
 _VERSION = 1
@@ -150,12 +150,16 @@ def _encode(draft: pathlib.Path, files: list[str], vocabulary: Tokenizer, recipe
                 labels.append((split, begins, learned))
                 yield text
 
-        done = -1
-        for piece in vocabulary.encode_all(labelled()):
-            split, begins, learned = labels[piece.text]
-            splits[split].add(piece.ids, learned, begins and piece.text != done)
-            done = piece.text
-            advance(piece.characters)
+        last = -1
+        for encoded in vocabulary.encode_all(labelled()):
+            split, begins, learned = np.array(labels[encoded.texts[0] : encoded.texts[-1] + 1])[
+                encoded.texts - encoded.texts[0]
+            ].T
+            continued = np.diff(encoded.texts, prepend=last) == 0  # a later part of the same text
+            for number, target in enumerate(splits):
+                target.add(encoded, split == number, learned, begins * ~continued)
+            last = encoded.texts[-1]
+            advance(encoded.characters)
     facts.update(dtype=dtype.name, masked=recipe.prompt_end is not None, vocabulary=vocabulary.size)
     for name, split in zip(SPLITS, splits, strict=True):
         facts[name] = {"tokens": split.tokens, "documents": len(split.starts)}
@@ -173,13 +177,15 @@ class _Split:
         self._ids = (draft / f"{name}.ids").open("wb")
         self._learned = (draft / f"{name}.learned").open("wb") if masked else None
 
-    def add(self, ids: np.ndarray, learned: bool, begins: bool) -> None:
-        if begins:
-            self.starts.append(self.tokens)
-        self._ids.write(ids.astype(self._dtype).tobytes())
+    def add(self, encoded: Encoded, mine: np.ndarray, learned: np.ndarray, begins: np.ndarray) -> None:
+        """Append those parts that are mine."""
+        lengths = encoded.lengths[mine]
+        self._ids.write(encoded.ids[np.repeat(mine, encoded.lengths)].astype(self._dtype).tobytes())
         if self._learned is not None:
-            self._learned.write(bytes([learned]) * len(ids))
-        self.tokens += len(ids)
+            self._learned.write(np.repeat(learned[mine].astype(np.bool_), lengths).tobytes())
+        before = self.tokens + np.cumsum(lengths) - lengths
+        self.starts += before[begins[mine].astype(np.bool_)].tolist()
+        self.tokens += int(lengths.sum())
 
     def __enter__(self) -> "_Split":
         return self

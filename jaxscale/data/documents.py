@@ -40,7 +40,11 @@ class Recipe:
     def parts(self, document: str) -> Iterator[tuple[str, bool]]:
         """What is encoded by itself, and whether it is learned: a prompt gets the ids it has when it stands alone."""
         if self.prompt_end is None:
-            yield from ((self.beginning, True), (document, True), (self.ending, True))
+            if self.beginning:
+                yield self.beginning, True
+            yield document, True
+            if self.ending:
+                yield self.ending, True
             return
         at = document.find(self.prompt_end)
         answer = len(document) if at < 0 else at + len(self.prompt_end)

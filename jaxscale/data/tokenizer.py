@@ -22,20 +22,30 @@ from jaxscale.errors import UserError, unknown
 KINDS = ("byte", "char")
 """The tokenizers that need no file."""
 
-_CHUNK = 16_384
-"""Characters that one call of a subword tokenizer gets: many per core and group, so that no core waits for the last."""
-_GROUP = 64 * _CHUNK
+_CHUNK = 1024
+"""Characters that one call of a subword tokenizer gets of a long text: its time per character grows with longer ones."""
+_GROUP = 1_000_000
 """Characters encoded between two movements of the progress bar."""
 _CUT = re.compile(r"\S\n(?=\S)")
 """Where a long text is cut: after a newline alone between two other characters, where usual pre-tokenizers cut too."""
+_PROVED = 16
+"""Cuts that are proved to leave the ids as they are before all others are trusted."""
 
 
-class Piece(NamedTuple):
-    """Ids of a part, `characters` long, of text number `text`. The pieces of a text follow one another."""
+class Encoded(NamedTuple):
+    """Ids of some texts, or of parts of them; the parts of a text follow one another.
 
-    text: int
-    characters: int
+    Args:
+        ids: int32, of all parts, one after another.
+        lengths: [parts] int64, ids of each part.
+        texts: [parts] int64, the number of the text each is of.
+        characters: in all parts.
+    """
+
     ids: np.ndarray
+    lengths: np.ndarray
+    texts: np.ndarray
+    characters: int
 
 
 @runtime_checkable
@@ -58,7 +68,7 @@ class Tokenizer(Protocol):
         """The text of ids."""
         ...
 
-    def encode_all(self, texts: Iterable[str]) -> Iterator[Piece]:
+    def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
         """Ids of many texts, in order, on all cores where that pays."""
         ...
 
@@ -98,9 +108,9 @@ class Bytes:
         """The text of ids; bytes that are no UTF-8, such as half a character, become U+FFFD."""
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
 
-    def encode_all(self, texts: Iterable[str]) -> Iterator[Piece]:
+    def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
         """Ids of many texts, in order."""
-        return (Piece(number, len(text), self.encode(text)) for number, text in enumerate(texts))
+        return _one_by_one(self, texts)
 
     def to_json(self) -> str:
         """Text from which `from_json` makes an equal tokenizer."""
@@ -163,9 +173,9 @@ class Characters:
         """The text of ids; an id beyond the alphabet (a padded vocabulary) becomes U+FFFD."""
         return "".join(self.alphabet[i] if 0 <= i < self.size else "\ufffd" for i in map(int, ids))
 
-    def encode_all(self, texts: Iterable[str]) -> Iterator[Piece]:
+    def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
         """Ids of many texts, in order."""
-        return (Piece(number, len(text), self.encode(text)) for number, text in enumerate(texts))
+        return _one_by_one(self, texts)
 
     def to_json(self) -> str:
         """Text from which `from_json` makes an equal tokenizer."""
@@ -214,39 +224,52 @@ class Subwords:
         """The text of ids, special tokens spelled out; ids beyond the vocabulary are left out."""
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def encode_all(self, texts: Iterable[str]) -> Iterator[Piece]:
+    def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
         """Ids of many texts, in order, by every core: long texts are cut where it does not change their ids."""
-        pieces = ((number, piece) for number, text in enumerate(texts) for piece in self._cut(text))
-        for group in _grouped(pieces):
-            encoded = self._model.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
-            for (number, piece), ids in zip(group, encoded, strict=True):
-                yield Piece(number, len(piece), np.array(ids.ids, np.int32))
+        for group in _grouped(self._parts(texts)):
+            parts = [part for _, part in group]
+            ids = [encoding.ids for encoding in self._model.encode_batch(parts, add_special_tokens=False)]
+            lengths = np.array([len(part) for part in ids], np.int64)
+            flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(lengths.sum()))
+            yield Encoded(flat, lengths, np.array([number for number, _ in group], np.int64), sum(map(len, parts)))
 
-    def _cut(self, text: str) -> list[str]:
-        """The text in pieces whose ids, one after another, are those of the text; whole where the first cuts say no."""
-        if len(text) <= 2 * _CHUNK:
-            return [text]
-        cuts = [0]
-        while cut := _CUT.search(text, cuts[-1] + _CHUNK):
-            cuts.append(cut.end())
-        around = 256
-        for cut in cuts[1:9]:
-            left, right = text[cut - around : cut], text[cut : cut + around]
-            if not np.array_equal(self.encode(left + right), np.concatenate([self.encode(left), self.encode(right)])):
-                return [text]
-        return [text[start:stop] for start, stop in itertools.pairwise([*cuts, len(text)])]
+    def _parts(self, texts: Iterable[str]) -> Iterator[tuple[int, str]]:
+        """The texts, long ones cut, unless one of the first cuts is seen to change the ids."""
+        unproved: float = _PROVED
+        for number, text in enumerate(texts):
+            start = 0
+            while len(text) - start > 2 * _CHUNK and (cut := _CUT.search(text, start + _CHUNK)):
+                if unproved > 0:
+                    unproved = unproved - 1 if self._indifferent(text, cut.end()) else float("-inf")
+                if unproved < 0:
+                    break
+                yield number, text[start : cut.end()]
+                start = cut.end()
+            yield number, text[start:]
+
+    def _indifferent(self, text: str, cut: int) -> bool:
+        left, right = text[max(cut - 256, 0) : cut], text[cut : cut + 256]
+        return np.array_equal(self.encode(left + right), np.concatenate([self.encode(left), self.encode(right)]))
 
     def to_json(self) -> str:
         """Text from which `from_json` makes an equal tokenizer."""
         return json.dumps({"kind": self.kind, "definition": self.definition})
 
 
-def _grouped(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+def _one_by_one(tokenizer: "Bytes | Characters", texts: Iterable[str]) -> Iterator[Encoded]:
+    for group in _grouped(enumerate(texts)):
+        ids = [tokenizer.encode(text) for _, text in group]
+        lengths = np.array([len(part) for part in ids], np.int64)
+        numbers = np.array([number for number, _ in group], np.int64)
+        yield Encoded(np.concatenate(ids), lengths, numbers, sum(len(text) for _, text in group))
+
+
+def _grouped(parts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
     group: list[tuple[int, str]] = []
     held = 0
-    for piece in pieces:
-        group.append(piece)
-        held += len(piece[1])
+    for part in parts:
+        group.append(part)
+        held += len(part[1])
         if held >= _GROUP:
             yield group
             group, held = [], 0

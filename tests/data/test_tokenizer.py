@@ -48,27 +48,26 @@ def test_subwords_equal_the_library_without_its_truncation_and_padding(subwords)
     assert ours.encode("<|eos|>").tolist() == [plain.token_to_id("<|eos|>")]
 
 
-def joined(found, texts):
-    ids = [[np.zeros(0, np.int32)] for _ in texts]
-    characters = [0] * len(texts)
+def joined(groups, texts):
+    ids = [[] for _ in texts]
     order = []
-    for piece in found:
-        ids[piece.text].append(piece.ids)
-        characters[piece.text] += piece.characters
-        order.append(piece.text)
+    for group in groups:
+        for number, part in zip(group.texts, np.split(group.ids, np.cumsum(group.lengths)[:-1]), strict=True):
+            ids[number] += part.tolist()
+            order.append(number)
     assert order == sorted(order)
-    assert characters == list(map(len, texts))
-    return [np.concatenate(parts).tolist() for parts in ids]
+    assert sum(group.characters for group in groups) == sum(map(len, texts))
+    return ids
 
 
 def test_long_texts_are_cut_without_changing_their_ids(subwords):
     """Paragraphs, runs of newlines, spaces after newlines: everything that a cut in the wrong place would change."""
     ours = tokenizer.load(str(subwords))
     line = "the cat sat\n\n on the\n \nmat.\n\n\nand the hat\nthat\n  the mat\n"
-    texts = [line * 3000, "", "a", line * 700]
-    pieces = list(ours.encode_all(texts))
-    assert len(pieces) > len(texts), "nothing was cut, so nothing was tested"
-    assert joined(pieces, texts) == [ours.encode(text).tolist() for text in texts]
+    texts = [line * 20_000, "", "a", line * 700]
+    groups = list(ours.encode_all(texts))
+    assert sum(len(group.texts) for group in groups) > 100, "nothing was cut, so nothing was tested"
+    assert joined(groups, texts) == [ours.encode(text).tolist() for text in texts]
 
 
 def test_a_tokenizer_that_sees_across_newlines_gets_the_text_whole():
@@ -79,10 +78,16 @@ def test_a_tokenizer_that_sees_across_newlines_gets_the_text_whole():
     model = Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="?"))
     model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     ours = Subwords(model.to_str())
-    text = "ab\na b\n" * 6000
-    pieces = list(ours.encode_all([text]))
-    assert len(pieces) == 1
-    assert pieces[0].ids.tolist() == ours.encode(text).tolist()
+    text = "ab\na b\n" * 2000
+    (group,) = ours.encode_all([text, "a"])
+    assert group.texts.tolist() == [0, 1]
+    assert joined([group], [text, "a"]) == [ours.encode(text).tolist(), ours.encode("a").tolist()]
+
+
+@pytest.mark.parametrize("known", [Bytes(), Characters("abé")])
+def test_many_short_texts_keep_their_own_ids(known):
+    texts = ["ab", "", "éa", "b"]
+    assert joined(list(known.encode_all(texts)), texts) == [known.encode(text).tolist() for text in texts]
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "subword"])
