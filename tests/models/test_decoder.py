@@ -15,6 +15,8 @@ import pytest
 from flax import nnx
 
 from jaxscale.blocks import Context
+from jaxscale.errors import UserError
+from jaxscale.models.decoder import Decoder
 from jaxscale.models.huggingface import load, read_config, their_tensors
 from tests.models.goldens import DECODERS, GOLDEN, golden
 
@@ -175,3 +177,78 @@ def test_ten_steps_of_adamw(name, run, clip):
         assert len(one) == (4 if t.name == "llama" else 0)
         for name, array in one.items():
             close(after[name], array)
+
+
+def test_loss_of_padded_vocabulary_chunks_and_weights_is_the_same():
+    """Rows padded to 300, the loss in chunks, weights of ones, positions and segments said: nothing changes."""
+    t = trained("gemma2")
+    wanted, gradient = t.step(t.params)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: t.model.build(nnx.Rngs(0), vocab_multiple=100)))
+    table = t.params["embedding"]["weight"]
+    params = {**t.params, "embedding": {"weight": jnp.pad(table, ((0, 44), (0, 0)))}}
+    ones = jnp.ones_like(t.batch["tokens"])
+    batch = {
+        **t.batch,
+        "weights": ones.astype(jnp.float32),
+        "segments": ones,
+        "positions": jnp.arange(15)[None, :] * ones,
+    }
+
+    @jax.jit
+    @jax.value_and_grad
+    def step(params):
+        loss = t.model.loss(nnx.merge(graphdef, params), batch, Context(loss_chunk=4))
+        return loss.total / loss.weight
+
+    found, found_gradient = step(params)
+    close(found, wanted, 1e-6)
+    rows = found_gradient["embedding"]["weight"]
+    assert not np.asarray(rows[256:]).any()
+    close(rows[:256], gradient["embedding"]["weight"], 1e-6)
+    logits = nnx.merge(graphdef, params)(t.batch["tokens"])
+    assert np.isneginf(logits[:, :, 256:]).all()
+
+
+def test_weights_of_zero_take_targets_out():
+    """The loss of the last 5 targets alone, by weights, is that of the reference's logits there."""
+    t = trained("llama")
+    weights = jnp.arange(15)[None, :] >= jnp.full((2, 1), 10)
+    batch = {**t.batch, "weights": weights.astype(jnp.float32)}
+    loss = t.model.loss(t.module(t.params), batch, Context())
+    scores = jax.nn.log_softmax(t.arrays["logits"][:, :-1])
+    nats = -jnp.take_along_axis(scores, t.batch["targets"][:, :, None], -1)[:, 10:]
+    assert float(loss.weight) == 10
+    close(loss.total, nats.sum(), 1e-4)
+
+
+def test_dropout_is_drawn_where_there_is_a_key():
+    t = trained("llama")
+    model = dataclasses.replace(t.model, dropout=0.5)
+    module = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))), t.params)
+    told = {"positions": None, "segments": None}
+    plain = module.hidden(t.batch["tokens"], context=Context(), **told)
+    close(plain, t.rows[:2, :-1])
+    drawn = [module.hidden(t.batch["tokens"], context=Context(key=jax.random.key(seed)), **told) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    assert np.abs(drawn[0] - drawn[2]).max() > 0.1
+    assert np.abs(drawn[0] - plain).max() > 0.1
+
+
+def test_initial_weights_have_the_said_spread():
+    """GPT-2's: 0.02, and 0.02 / sqrt(2 layers) into the residual stream."""
+    model = Decoder(vocab=300, context=64, layers=8, embed=128, heads=4, mlp=256)
+    module = jax.jit(lambda: model.build(nnx.Rngs(0)))()
+    spread = lambda param: float(np.std(param[...]))  # noqa: E731
+    block = module.blocks.layers
+    for param in (module.embedding.weight, module.head.weight, block.attention.q.weight, block.mlp.gate.weight):
+        assert abs(spread(param) - 0.02) < 0.0005
+    for param in (block.attention.out.weight, block.mlp.down.weight):
+        assert abs(spread(param) - 0.02 / 4) < 0.0002
+    assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(module, nnx.Param))) == model.parameters
+
+
+def test_a_sequence_beyond_learned_positions_is_refused():
+    model = Decoder(vocab=5, context=4, layers=1, embed=8, heads=2, positions="learned")
+    module = model.build(nnx.Rngs(0))
+    with pytest.raises(UserError, match="a sequence of 5 tokens, and the model has 4 learned positions"):
+        module(jnp.zeros((1, 5), jnp.int32))

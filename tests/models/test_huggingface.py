@@ -70,6 +70,16 @@ def test_logits_of_a_bf16_folder_are_near():
     assert 1e-4 < np.abs(logits - arrays["logits"]).max() < 0.05
 
 
+def test_vit_from_its_folder_is_the_reference():
+    model, params = load(GOLDEN / "vit")
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))
+    arrays = golden("vit")[0]
+    images = jnp.asarray(arrays["pixel_values"].transpose(0, 2, 3, 1))
+    with jax.default_matmul_precision("highest"):
+        logits = jax.jit(lambda params: nnx.merge(graphdef, params)(images))(jax.tree.map(jnp.asarray, params))
+    np.testing.assert_allclose(logits, arrays["logits"], atol=1e-5)
+
+
 def test_names_and_order_of_dims_by_hand():
     """The engine against three tensors placed by hand, transposed, split and reshaped."""
     llama, their_llama = load(GOLDEN / "llama")[1], tensors(GOLDEN / "llama")
