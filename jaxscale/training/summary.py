@@ -95,7 +95,8 @@ def _lines(run: RunRecord) -> list[tuple[str, str]]:
         lines.append(("skipped", f"{skipped} step{'s' * (skipped > 1)}"))
     memory = run.memory
     if memory:
-        parts = ", ".join(f"{kind} {size(value)}" for kind, value in memory.items())
+        seen = {kind: value for kind, value in memory.items() if value >= 0.005 * sum(memory.values())}
+        parts = ", ".join(f"{kind} {size(value)}" for kind, value in seen.items())
         lines.append(("memory", f"{size(sum(memory.values()))} per device: {parts}"))
     mesh = [words for topic, words in plan_in_words(run.plan, run.layout, run.experiment) if topic == "Mesh"]
     if mesh:
