@@ -4,9 +4,11 @@
 |---|---|
 | decoder, decoder_module | `Decoder`: Llama, GPT-2, Qwen3, Gemma-2 by its fields |
 | vit, vit_module | `ViT` |
+| resnet, resnet_module | `ResNet` |
+| classify | what image classifiers share: cross-entropy, accuracy |
 | huggingface | `load`, `save`, `Pretrained`: folders of transformers |
 | huggingface_config, huggingface_families, huggingface_tensors, safetensors_folder | what `huggingface` is made of |
-| foreign, foreign_blocks | models that are not ours: plain Flax NNX, Linen through the bridge |
+| foreign, foreign_blocks | `ForeignModel`, `linen_model`: models that are not ours, plain Flax NNX or Linen |
 
 Names below load where they are first used; a value imports neither JAX nor Flax.
 """
@@ -15,18 +17,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _WHERE = {
+    "CrossEntropy": "jaxscale.models.foreign",
     "Decoder": "jaxscale.models.decoder",
+    "ForeignModel": "jaxscale.models.foreign",
     "Llama3Scaling": "jaxscale.models.decoder",
     "Pretrained": "jaxscale.models.huggingface",
+    "ResNet": "jaxscale.models.resnet",
     "ViT": "jaxscale.models.vit",
+    "classification": "jaxscale.models.foreign",
+    "language_model": "jaxscale.models.foreign",
+    "linen_model": "jaxscale.models.foreign",
 }
 
 if TYPE_CHECKING:
     from jaxscale.models.decoder import Decoder, Llama3Scaling
+    from jaxscale.models.foreign import CrossEntropy, ForeignModel, classification, language_model, linen_model
     from jaxscale.models.huggingface import Pretrained
+    from jaxscale.models.resnet import ResNet
     from jaxscale.models.vit import ViT
 
-__all__ = ["Decoder", "Llama3Scaling", "Pretrained", "ViT"]
+__all__ = [
+    "CrossEntropy",
+    "Decoder",
+    "ForeignModel",
+    "Llama3Scaling",
+    "Pretrained",
+    "ResNet",
+    "ViT",
+    "classification",
+    "language_model",
+    "linen_model",
+]
 
 
 def __getattr__(name: str) -> Any:
