@@ -8,9 +8,10 @@ shares or compresses keys beyond groups of heads, dropout of attention's weights
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from jaxscale.errors import UserError, unknown
+from jaxscale.errors import UserError
+from jaxscale.values import check_types
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -21,11 +22,6 @@ if TYPE_CHECKING:
 
 MlpKind = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "relu", "relu_squared", "silu"]
 GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "reglu"})
-CHOICES: dict[str, tuple[str, ...]] = {
-    "norm": ("rms", "layer", "layer_no_bias"),
-    "mlp_kind": get_args(MlpKind),
-    "positions": ("rotary", "learned", "none"),
-}
 COUNTS = ("vocab", "context", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
 POSITIVE = ("norm_eps", "rotary_base", "attention_soft_cap", "final_soft_cap", "attention_scale", "init_std")
 
@@ -50,6 +46,7 @@ class Llama3Scaling:
     original_context: int = 8192
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("factor", "low_freq_factor", "high_freq_factor", "original_context"):
             if not getattr(self, name) > 0:
                 raise UserError(f"rotary_scaling.{name}: got {getattr(self, name)!r}, expected a number > 0")
@@ -140,16 +137,11 @@ class Decoder:
     scaled_init: bool = True
 
     def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise unknown(name, str(getattr(self, name)), known)
+        check_types(self)
         for name in COUNTS:
             value = getattr(self, name)
-            optional = name in ("kv_heads", "head_dim", "mlp")
-            if value is None and optional:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name}: got {value!r}, expected a whole number >= 1{', or none' if optional else ''}")
+            if value is not None and value < 1:
+                raise UserError(f"{name}: got {value}, expected a whole number >= 1")
         for name in POSITIVE:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
@@ -179,7 +171,7 @@ class Decoder:
         if not self.windows:
             raise UserError("windows: got (), expected one entry per layer of the pattern; (None,) sees all positions")
         for window in self.windows:
-            if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+            if window is not None and window < 1:
                 raise UserError(
                     f"windows: got {window!r} among {self.windows}, expected positions >= 1, or None for all"
                 )

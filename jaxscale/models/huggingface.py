@@ -20,6 +20,7 @@ from jaxscale.models import safetensors_folder
 from jaxscale.models.huggingface_config import ConfigFile
 from jaxscale.models.huggingface_families import FAMILIES, Family
 from jaxscale.models.huggingface_tensors import flat, nested, open_params, their_tensors
+from jaxscale.values import check_types
 
 if TYPE_CHECKING:
     from jaxscale.blocks import Context, Loss
@@ -66,7 +67,7 @@ def _from_file(family: Family, file: ConfigFile, said: Mapping[str, Any]) -> Any
     for piece in family.pieces:
         fields |= piece.read(file)
     file.refuse_unseen()
-    return family.value(**fields | said)
+    return family.value(**{**fields, **said})
 
 
 def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
@@ -198,6 +199,7 @@ class Pretrained:
     z_loss: float = 0.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         _ = self.model
 
     @functools.cached_property
