@@ -12,7 +12,6 @@ import dataclasses
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from flax import linen, nnx
 
 from jaxscale import Experiment
@@ -79,10 +78,10 @@ def experiment() -> Experiment:
     )
 
 
-def linen_variant(experiment: Experiment) -> Experiment:
-    """The Linen network; an example of its input gives the shapes of its parameters."""
-    model = linen_model(LinenNet(), jnp.zeros((1, 8, 8, 1)), score=classification())
-    return dataclasses.replace(experiment, model=model)
+def in_linen() -> Experiment:
+    """The Linen network; the shape of its input gives those of its parameters."""
+    model = linen_model(LinenNet(), jax.ShapeDtypeStruct((1, 8, 8, 1), "float32"), score=classification())
+    return dataclasses.replace(experiment(), model=model)
 
 
-VARIANTS = {"linen": linen_variant}
+VARIANTS = {"linen": in_linen}

@@ -210,17 +210,18 @@ def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
 
     Args:
         module: the Linen module. Its `__call__` may take a `train` argument (`TRAINING_ARGUMENTS`).
-        inputs: arrays such as one call takes, or their `jax.ShapeDtypeStruct`; their values do not matter.
+        inputs: shapes and types of the arrays that one call takes, as `jax.ShapeDtypeStruct`; NumPy arrays will do, while
+            JAX's, in an experiment file, would start the backend before the plan can say how many devices it has.
         score: as in `ForeignModel`.
 
     Example:
         >>> import jax
         >>> from flax import linen
-        >>> model = linen_model(linen.Dense(3), jax.numpy.ones((1, 2)), score=classification())
+        >>> model = linen_model(linen.Dense(3), jax.ShapeDtypeStruct((1, 2), "float32"), score=classification())
         >>> model.build(nnx.Rngs(0)).kernel.shape
         (2, 3)
     """
-    shapes = tuple(jax.ShapeDtypeStruct(jnp.shape(array), jnp.result_type(array)) for array in inputs)
+    shapes = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in inputs)
     return ForeignModel(FromLinen(module, shapes), score)
 
 

@@ -144,7 +144,10 @@ _NONE = ""
 
 def _plain(name: str, leaf: Any) -> Part:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return Part((name,), None, tuple(leaf.shape), key=str(jax.random.key_impl(leaf)))
+        # the leaf is abstract, and only a key can tell its implementation: ask a traced one
+        found: list[Any] = []
+        jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
+        return Part((name,), None, tuple(leaf.shape), key=str(found[0]))
     return Part((name,), None, tuple(leaf.shape))
 
 
