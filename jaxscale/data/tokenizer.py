@@ -23,7 +23,7 @@ KINDS = ("byte", "char")
 """The tokenizers that need no file."""
 
 _CHUNK = 1024
-"""Characters that one call of a subword tokenizer gets of a long text: its time per character grows with longer ones."""
+"""Characters that one call of a subword tokenizer gets of a long text; longer ones cost more per character."""
 _GROUP = 1_000_000
 """Characters encoded between two movements of the progress bar."""
 _CUT = re.compile(r"\S\n(?=\S)")

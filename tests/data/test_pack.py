@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -43,7 +45,7 @@ def test_split_makes_every_token_but_the_first_a_target_once(sizes, context):
     first, length = split(starts, context)
     assert length.tolist() == [] or (length.min() >= 1 and length.max() <= context)
     targets = [t for f, n in zip(first, length, strict=True) for t in range(f + 1, f + n + 1)]
-    expected = [t for a, b in zip(starts[:-1], starts[1:], strict=True) for t in range(a + 1, b)]
+    expected = [t for a, b in itertools.pairwise(starts) for t in range(a + 1, b)]
     assert targets == expected
 
 
@@ -85,7 +87,7 @@ def test_no_document_leaks_and_no_target_is_lost(context):
 
 
 def test_prompts_weigh_nothing_and_pieces_of_nothing_but_prompt_are_left_out():
-    # document 0: 4 prompt tokens, 3 answered; document 1: prompt alone; document 2: 12 tokens, the answer in its second piece
+    # documents: 4 tokens of prompt, 3 of answer; a prompt alone; 12 tokens, with the answer in the second piece
     learned = [0, 0, 0, 0, 1, 1, 1] + [0, 0, 0] + [0] * 10 + [1, 1]
     packed = Packed(made([7, 3, 12], learned), 8)
     batch = packed.read(np.arange(len(packed)))
