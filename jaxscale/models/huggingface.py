@@ -7,6 +7,7 @@ by the tables of `huggingface_families.py`. Left out: pickled weights, quantized
 import dataclasses
 import functools
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -186,7 +187,7 @@ class Pretrained:
     Training starts from `initial_params` instead of random ones; everything else is the wrapped `model`'s.
 
     Args:
-        folder: holds config.json and safetensors.
+        folder: holds config.json and safetensors; kept as an absolute path.
         dropout: rate to train with, as in `Decoder`; the file's rates are not taken.
         z_loss: as in `Decoder`.
 
@@ -200,6 +201,7 @@ class Pretrained:
 
     def __post_init__(self) -> None:
         check_types(self)
+        object.__setattr__(self, "folder", os.path.abspath(os.path.expanduser(self.folder)))
         _ = self.model
 
     @functools.cached_property

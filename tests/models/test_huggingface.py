@@ -283,6 +283,11 @@ def test_pretrained_is_the_wrapped_model():
     assert hash(pretrained) == hash(Pretrained(str(GOLDEN / "qwen3"), dropout=0.1, z_loss=1e-4))
 
 
+def test_a_relative_folder_is_the_same_from_anywhere(monkeypatch):
+    monkeypatch.chdir(GOLDEN)
+    assert Pretrained("llama") == Pretrained(str(GOLDEN / "llama"))
+
+
 def test_a_folder_that_is_none_is_refused_when_the_value_is_made(tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         Pretrained(str(tmp_path / "absent"))
