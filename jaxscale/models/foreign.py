@@ -210,8 +210,8 @@ def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
 
     Args:
         module: the Linen module. Its `__call__` may take a `train` argument (`TRAINING_ARGUMENTS`).
-        inputs: shapes and types of the arrays that one call takes, as `jax.ShapeDtypeStruct`; NumPy arrays will do, while
-            JAX's, in an experiment file, would start the backend before the plan can say how many devices it has.
+        inputs: shapes and types of the arrays that one call takes, as `jax.ShapeDtypeStruct`; NumPy arrays will do,
+            while JAX's in an experiment file would start the backend before the plan says how many devices it has.
         score: as in `ForeignModel`.
 
     Example:

@@ -6,9 +6,9 @@ depth. The module that a ResNet builds is in `resnet_module.py`; this file impor
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from jaxscale.errors import UserError, unknown
+from jaxscale.errors import UserError
 from jaxscale.values import check_types
 
 if TYPE_CHECKING:
@@ -63,8 +63,6 @@ class ResNet:
                 raise UserError(f"{name}: got {value!r}, expected a whole number >= 1")
         if not self.stages:
             raise UserError("stages: got (), expected the number of blocks of each stage, such as (2, 2, 2, 2)")
-        if self.stem not in get_args(Stem):
-            raise unknown("stem", str(self.stem), get_args(Stem))
         for name in ("momentum", "smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name}: got {getattr(self, name)!r}, expected at least 0 and less than 1")

@@ -8,9 +8,9 @@ JAX nor Flax.
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from jaxscale.errors import UserError, unknown
+from jaxscale.errors import UserError
 from jaxscale.values import check_types
 
 if TYPE_CHECKING:
@@ -84,9 +84,6 @@ class ViT:
             raise UserError(f"patch: got {self.patch}, expected a divisor of image {self.image}")
         if self.embed % self.heads:
             raise UserError(f"heads: got {self.heads}, expected a divisor of embed {self.embed}")
-        for name, kinds in (("mlp_kind", MlpKind), ("pooling", Pooling)):
-            if getattr(self, name) not in get_args(kinds):
-                raise unknown(name, str(getattr(self, name)), get_args(kinds))
         for name in ("dropout", "smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name}: got {getattr(self, name)!r}, expected at least 0 and less than 1")

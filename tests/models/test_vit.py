@@ -219,7 +219,7 @@ def test_every_parameter_names_its_axes():
         ({"layers": 0}, "layers: got 0"),
         ({"mlp": 2.5}, "mlp: got 2.5"),
         ({"mlp_kind": "gellu"}, "did you mean 'gelu'"),
-        ({"pooling": "cls"}, "expected one of mean, token"),
+        ({"pooling": "cls"}, "got 'cls', expected token or mean"),
         ({"dropout": 1.0}, "dropout: got 1.0"),
         ({"norm_eps": 0.0}, "norm_eps: got 0.0"),
     ],
