@@ -75,7 +75,7 @@ def train(
     start_backend()
     plan = experiment.plan if plan is None else plan
     folder = run_path(place.default_directory(experiment) if out is None else out)
-    display = Display(experiment.steps, quiet=quiet, name=experiment.name)
+    display = Display(experiment.steps, quiet=quiet or not _first(), name=experiment.name)
     return _Training(experiment, plan, folder, resume, log_every, traced, source, display, devices).run()
 
 
@@ -422,8 +422,7 @@ class _Training:
 
     def say(self, text: str) -> None:
         """Show a line."""
-        if _first():
-            self.display.say(text)
+        self.display.say(text)
 
 
 def check_data(experiment: Experiment, opened: Any) -> None:

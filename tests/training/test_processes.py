@@ -1,0 +1,73 @@
+"""Two processes over gloo train as one does: same losses, one log, one stop, one checkpoint."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxscale.training.metrics import read_metrics
+
+PROGRAM = Path(__file__).with_name("process.py")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def start(folder, port, index, stop_at):
+    return subprocess.Popen(
+        [sys.executable, PROGRAM, folder, str(port), str(index), str(stop_at)],
+        env={"PATH": "/usr/bin:/bin", "JAXSCALE_CACHE": str(folder / "cache"), "HOME": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def together(folder, stop_at):
+    """Output of both processes; the second one alone gets the signal."""
+    port = free_port()
+    processes = [start(folder, port, index, stop_at if index else 0) for index in range(2)]
+    outputs = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=240)
+            assert process.returncode == 0, err[-3000:]
+            outputs.append(out)
+    finally:
+        for process in processes:
+            process.kill()
+    return outputs
+
+
+@pytest.mark.slow
+def test_two_processes_train_stop_and_continue_as_one(tmp_path):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 60)
+    alone = start(tmp_path, 0, 0, 0)
+    _, err = alone.communicate(timeout=240)
+    assert alone.returncode == 0, err[-3000:]
+    first, second = together(tmp_path, stop_at=7)
+    assert "PREEMPTED" in first
+    assert "after step 7" in first
+    assert "after step 7" in second
+    said = [line for line in second.splitlines() if not line.startswith("[Gloo]")]
+    assert len(said) == 1, "the second process says nothing else"
+    first, second = together(tmp_path, stop_at=0)
+    assert "DONE 12" in first
+    assert "DONE 12" in second
+    found, expected = (read_metrics(tmp_path / name, "train") for name in ("run", "alone"))
+    assert found.column("step").tolist() == list(range(1, 13))
+    assert found.column("tokens").tolist() == expected.column("tokens").tolist()
+    np.testing.assert_allclose(found.column("loss"), expected.column("loss"), rtol=1e-5)
+    np.testing.assert_allclose(found.column("grad_norm"), expected.column("grad_norm"), rtol=1e-4)
+    held_out = [read_metrics(tmp_path / name, "eval").column("loss") for name in ("run", "alone")]
+    np.testing.assert_allclose(*held_out, rtol=1e-5)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert sum(json.loads(line)["kind"] == "train" for line in lines) == 12, "one process writes"
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()]

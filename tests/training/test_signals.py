@@ -1,0 +1,78 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from jaxscale.training.signals import Stop
+
+WAITS = """
+import time
+from jaxscale.training.signals import Stop
+with Stop() as stop:
+    print("ready", flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    print(stop.requested, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", Stop.SIGNALS)
+def test_the_first_signal_is_noted_and_the_handlers_come_back(number):
+    before = [signal.getsignal(n) for n in Stop.SIGNALS]
+    with Stop() as stop:
+        assert stop.requested == ""
+        os.kill(os.getpid(), number)
+        assert stop.requested == number.name
+    assert [signal.getsignal(n) for n in Stop.SIGNALS] == before
+
+
+@pytest.mark.parametrize(("first", "second"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT")])
+def test_a_second_signal_ends_at_once(first, second):
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.Signals[first])
+        assert process.stdout.readline() == f"{first}\n"
+        process.send_signal(signal.Signals[second])
+        assert process.wait(30) == -signal.Signals[second]
+
+
+NOTEBOOK = """
+import sys, time
+from jaxscale.training.signals import Stop
+sys.modules["ipykernel"] = sys
+try:
+    with Stop() as stop:
+        print("ready", flush=True)
+        while not stop.requested:
+            time.sleep(0.01)
+        print(stop.requested, flush=True)
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("left", flush=True)
+"""
+
+
+def test_in_a_notebook_a_second_interrupt_leaves_the_kernel_alive():
+    with subprocess.Popen([sys.executable, "-c", NOTEBOOK], stdout=subprocess.PIPE, text=True) as process:
+        for expected in ("ready\n", "SIGINT\n"):
+            assert process.stdout.readline() == expected
+            process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "left\n"
+        assert process.wait(30) == 0
+
+
+def test_another_thread_sets_no_handler():
+    found = []
+
+    def run():
+        with Stop() as stop:
+            found.append(stop.requested)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [""]
