@@ -5,6 +5,7 @@ A tokenizer is a value: `to_json` and `from_json` carry it to wherever a run is 
 ever added, cut or padded by a tokenizer here: a file's own truncation, padding and template are switched off.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
@@ -24,7 +25,7 @@ KINDS = ("byte", "char")
 
 _CHUNK = 1024
 """Characters that one call of a subword tokenizer gets of a long text; longer ones cost more per character."""
-_GROUP = 1_000_000
+_GROUP = 2_000_000
 """Characters encoded between two movements of the progress bar."""
 _CUT = re.compile(r"\S\n(?=\S)")
 """Where a long text is cut: after a newline alone between two other characters, where usual pre-tokenizers cut too."""
@@ -226,12 +227,15 @@ class Subwords:
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
         """Ids of many texts, in order, by every core: long texts are cut where it does not change their ids."""
-        for group in _grouped(self._parts(texts)):
-            parts = [part for _, part in group]
-            ids = [encoding.ids for encoding in self._model.encode_batch(parts, add_special_tokens=False)]
-            lengths = np.array([len(part) for part in ids], np.int64)
-            flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(lengths.sum()))
-            yield Encoded(flat, lengths, np.array([number for number, _ in group], np.int64), sum(map(len, parts)))
+        # the next group is encoded while this one's ids are taken out, which only one core can do
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="encode") as ahead:
+            waiting: list[tuple[list[tuple[int, str]], concurrent.futures.Future[Any]]] = []
+            for group in itertools.chain(_grouped(self._parts(texts)), [None]):
+                if group:
+                    parts = [part for _, part in group]
+                    waiting.append((group, ahead.submit(self._model.encode_batch, parts, add_special_tokens=False)))
+                if waiting and (len(waiting) == 2 or not group):
+                    yield _encoded(*waiting.pop(0))
 
     def _parts(self, texts: Iterable[str]) -> Iterator[tuple[int, str]]:
         """The texts, long ones cut, unless one of the first cuts is seen to change the ids."""
@@ -254,6 +258,14 @@ class Subwords:
     def to_json(self) -> str:
         """Text from which `from_json` makes an equal tokenizer."""
         return json.dumps({"kind": self.kind, "definition": self.definition})
+
+
+def _encoded(group: list[tuple[int, str]], encoding: "concurrent.futures.Future[Any]") -> Encoded:
+    ids = [part.ids for part in encoding.result()]
+    lengths = np.array([len(part) for part in ids], np.int64)
+    flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(lengths.sum()))
+    numbers = np.array([number for number, _ in group], np.int64)
+    return Encoded(flat, lengths, numbers, sum(len(part) for _, part in group))
 
 
 def _one_by_one(tokenizer: "Bytes | Characters", texts: Iterable[str]) -> Iterator[Encoded]:
