@@ -16,7 +16,7 @@ from jaxscale.layers.dropout import Dropout
 from jaxscale.layers.linear import Initializer, Linear
 from jaxscale.layers.norm import RMSNorm
 from jaxscale.layers.rotary import Rotary
-from jaxscale.sharding.place import constrain
+from jaxscale.sharding.place import constrain, move
 from jaxscale.typing import Array, Float, Int
 
 __all__ = ["Attention", "attend"]
@@ -113,6 +113,8 @@ class Attention(nnx.Module):
             if window != "own":
                 raise UserError(f"attention: got window {window!r}, expected a whole number, None, or 'own'")
             window = self.window
+        # one gather of a sequence-sharded stream for the three projections, one scatter of what they give back
+        x = move(x, ("batch", "seq", "embed"), ("batch", "inner_seq", "embed"))
         q = checkpoint_name(self.q(x), "attention_q").reshape(batch, length, self.heads, self.head_dim)
         k = checkpoint_name(self.k(x), "attention_k").reshape(batch, length, self.kv_heads, self.head_dim)
         v = checkpoint_name(self.v(x), "attention_v").reshape(batch, length, self.kv_heads, self.head_dim)
@@ -145,6 +147,6 @@ class Attention(nnx.Module):
         v = constrain(v, "batch", "kv_seq", "kv_heads", "head_dim")
         y = attend(q, k, v, **settings)
         y = constrain(y, "batch", "inner_seq", "heads", "head_dim")
-        y = self.out(y.reshape(batch, length, self.heads * self.head_dim))
+        y = constrain(self.out(y.reshape(batch, length, self.heads * self.head_dim)), "batch", "seq", "embed")
         y = self.dropout(y, context)
         return y if cache is None else (y, cache)

@@ -11,7 +11,7 @@ from jaxscale.blocks import Context
 from jaxscale.errors import unknown
 from jaxscale.layers.dropout import Dropout
 from jaxscale.layers.linear import Initializer, Linear
-from jaxscale.sharding.place import constrain
+from jaxscale.sharding.place import constrain, move
 from jaxscale.typing import Array, Float
 
 Kind = Literal[
@@ -92,10 +92,11 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], *, context: Context = Context()) -> Float[Array, "B T D"]:
         """The layer's output, without the residual."""
         activation = _FORMS[self.kind].activation
+        x = move(x, ("batch", "seq", "embed"), ("batch", "inner_seq", "embed"))
         up = constrain(checkpoint_name(self.up(x), "mlp_up"), "batch", "inner_seq", "mlp")
         if self.gate is None:
             hidden = activation(up)
         else:
             gate = constrain(checkpoint_name(self.gate(x), "mlp_gate"), "batch", "inner_seq", "mlp")
             hidden = activation(gate) * up
-        return self.dropout(self.down(hidden), context)
+        return self.dropout(constrain(self.down(hidden), "batch", "seq", "embed"), context)

@@ -6,6 +6,7 @@ is the identity, so that the same model file runs on one device, in a notebook, 
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -72,3 +73,33 @@ def constrain(x: Array, *names: str | None) -> Array:
         return x
     mesh, rules = found
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(x.shape, names, mesh, rules)))
+
+
+def move(x: Array, source: tuple[str | None, ...], target: tuple[str | None, ...]) -> Array:
+    """`x` moved from one placement to another; its gradient moves back.
+
+    A constraint alone holds the gradient to `target` too: partial sums would be reduced whole, and cut afterwards, where
+    this lets them be scattered as they are summed.
+
+    Args:
+        x: an activation.
+        source: the logical axis of each dim where `x` comes from.
+        target: the logical axis of each dim where it goes.
+    """
+    found = _layout.get()
+    if found is None or found[0].size == 1:
+        return x
+    if spec(x.shape, source, *found) == spec(x.shape, target, *found):
+        return constrain(x, *target)
+    return _moved(source, target, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _moved(source: tuple[str | None, ...], target: tuple[str | None, ...], x: Array) -> Array:
+    return constrain(x, *target)
+
+
+_moved.defvjp(
+    lambda source, target, x: (constrain(x, *target), None),
+    lambda source, target, _, gradient: (constrain(gradient, *source),),
+)

@@ -410,7 +410,7 @@ def _microbatches(x: Array, *, parts: int, shards: int) -> Array:
     return split.swapaxes(0, 1).reshape(parts, x.shape[0] // parts, *x.shape[1:])
 
 
-def _place_host_array(array: np.ndarray, abstract: jax.ShapeDtypeStruct) -> Array:
+def _place_host_array(array: Any, abstract: jax.ShapeDtypeStruct) -> Array:
     """A host array put on the devices shard by shard; dims that are padded in the model get zeros."""
     if array.shape != abstract.shape:
         array = np.pad(array, [(0, want - have) for have, want in zip(array.shape, abstract.shape, strict=True)])

@@ -1,0 +1,73 @@
+"""The README's table of what crosses the wires is what the compiled programs hold."""
+
+import collections
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxscale.models.decoder import Decoder
+from jaxscale.platforms.hlo import collectives
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.build import build
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
+
+README = Path(__file__).parents[2] / "README.md"
+EXPERIMENT = Experiment(
+    name="collectives", model=Decoder(vocab=64, context=16, layers=3, embed=32, heads=4, mlp=48), data=None, batch=8
+)
+BATCH = {name: np.zeros((8, 16), np.int32) for name in ("tokens", "targets")}
+
+
+def in_blocks(jitted, step):
+    """How many collectives of each kind and axes one block runs: those in the loops over layers."""
+    text = jitted.lower(step.layout.abstract, step.abstract_batch(BATCH)).compile().as_text()
+    found = collections.Counter()
+    for c in collectives(text, step.mesh):
+        if c.in_loop:
+            found[f"{c.kind} {'+'.join(c.axes or ('?',))}"] += 1
+    return found
+
+
+def words(counter):
+    return ", ".join(f"{n} {kind}" for kind, n in sorted(counter.items())) or "none"
+
+
+def rows():
+    """(options, forward, backward) of each row of the README's table."""
+    section = README.read_text().split("## What crosses the wires")[1].split("\n## ")[0]
+    return [tuple(cell.strip().strip("`") for cell in line.split("|")[1:4]) for line in section.splitlines() if "--plan" in line]
+
+
+def plan_of(options):
+    fields = dict(re.findall(r"--plan\.([\w-]+) (\S+)", options))
+    return Plan(
+        mesh=MeshSpec.parse(fields["mesh"]),
+        zero=int(fields.get("zero", 0)),
+        sequence_parallel="sequence-parallel" in options,
+    )
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
+def test_the_table_is_what_the_programs_hold(row):
+    options, forward, backward = row
+    step = build(EXPERIMENT, plan_of(options))
+    ahead = in_blocks(step.evaluate_fn, step)
+    both = in_blocks(step.step_fn, step)
+    assert (words(ahead), words(both - ahead)) == (forward, backward)
+
+
+def test_the_table_has_every_layout_and_zero_1_is_not_zero_2():
+    table = {row[0]: row[1:] for row in rows()}
+    assert len(table) == 8
+    one, two = (next(cells for options, cells in table.items() if f"zero {z}" in options) for z in (1, 2))
+    assert one != two
+
+
+if __name__ == "__main__":
+    for options, *_ in rows():
+        step = build(EXPERIMENT, plan_of(options))
+        ahead = in_blocks(step.evaluate_fn, step)
+        print(f"| `{options}` | {words(ahead)} | {words(in_blocks(step.step_fn, step) - ahead)} |")
