@@ -258,7 +258,7 @@ class Checkpoints:
         if not (path / _COMMITTED).exists():
             raise DamagedError(f"{path} has no {_COMMITTED}: it was not written to its end, or is incomplete")
         try:
-            metadata = ocp.metadata(path).custom_metadata
+            metadata: Any = ocp.metadata(path).custom_metadata
             content, digest = metadata["jaxscale"], metadata["sha256"]
         except Exception as problem:
             raise DamagedError(f"its description cannot be read: {_first_line(problem)}") from problem
@@ -374,7 +374,7 @@ def _digest(content: Any) -> str:
 def _is_key(dtype: Any) -> bool:
     import jax
 
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _first_line(problem: BaseException) -> str:

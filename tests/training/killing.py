@@ -15,14 +15,10 @@ os.environ |= {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false",
 }
 
-import flax.nnx
-import grain
-import jax
-import optax
-from orbax.checkpoint import v1
+import importlib
 
-import jaxscale.models.decoder_module
-import jaxscale.training.report
+import jax
+
 from jaxscale.data.text import Text
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
@@ -30,6 +26,9 @@ from jaxscale.step.experiment import Checkpointing, Evaluation, Experiment, Samp
 from jaxscale.training.loop import train
 
 EVERY = 7
+
+for slow in ("grain", "orbax.checkpoint", "jaxscale.models.decoder_module", "jaxscale.training.report"):
+    importlib.import_module(slow)
 
 
 def experiment(folder: Path, steps: int) -> Experiment:
@@ -74,7 +73,8 @@ def saving(out: Path) -> bool:
 def newest(out: Path) -> int:
     """Step of the newest checkpoint that was saved to its end."""
     folder = out / "checkpoints"
-    return max((int(item.name) for item in folder.iterdir() if item.name.isdigit()), default=0) if folder.exists() else 0
+    names = [item.name for item in folder.iterdir()] if folder.exists() else []
+    return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""One process of a run of several, over gloo on CPUs; run by test_processes.py: process.py FOLDER PORT INDEX STOP_AT."""
+"""One process of a run of several, over gloo on CPUs, for test_processes.py: process.py FOLDER PORT INDEX STOP_AT."""
 
 import os
 import signal
