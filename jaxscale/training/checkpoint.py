@@ -156,8 +156,14 @@ class Checkpoints:
         Raises:
             UserError: the save failed.
         """
-        if self._running is None or not self._running[1]._thread_runner.done():
+        if self._running is None:
             return None
+        try:
+            self._running[1].result(timeout=0)
+        except TimeoutError:
+            return None
+        except Exception:
+            pass  # `wait` meets it again, and explains it
         return self.wait()
 
     def wait(self) -> Description | None:

@@ -309,3 +309,28 @@ def test_runs_outside_the_main_thread(toy, tmp_path):
     thread.start()
     thread.join()
     assert found[0].step == 2
+
+
+def test_steps_in_flight_change_nothing(toy, tmp_path, monkeypatch):
+    """On accelerators a step is dispatched before the last one has been looked at. One device has no collectives."""
+    from jaxscale.training.loop import _Training
+
+    experiment = toy(plan=Plan(mesh=MeshSpec()), evaluation=Evaluation(every=4, batches=2))
+    train(experiment, out=tmp_path / "waits", quiet=True)
+    prepare = _Training._prepare
+
+    def in_flight(self):
+        prepare(self)
+        self.one_at_a_time = False
+
+    monkeypatch.setattr(_Training, "_prepare", in_flight)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Preempted, match="after step 8, and saved"):
+            train(experiment, out=tmp_path / "run", quiet=True)
+    assert len(exact(tmp_path / "run")) == 8
+    train(experiment, out=tmp_path / "run", quiet=True)
+    assert exact(tmp_path / "run") == exact(tmp_path / "waits")
+    held_out = [read_metrics(tmp_path / name, "eval").column("loss").tolist() for name in ("run", "waits")]
+    assert held_out[0] == held_out[1]
+    same_checkpoint(tmp_path / "run", tmp_path / "waits", 12)
