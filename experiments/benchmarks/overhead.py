@@ -99,7 +99,9 @@ def host_figures(steps: int) -> list[Figure]:
     experiment = dataclasses.replace(many_leaves(leaves=200), steps=steps)
     with tempfile.TemporaryDirectory() as folder:
         run = train(experiment, out=Path(folder) / "run", quiet=True)
-        looped = statistics.median(row["step_seconds"] for row in run.metrics if row["kind"] == "train" and row["step"] > 5)
+        looped = statistics.median(
+            row["step_seconds"] for row in run.metrics if row["kind"] == "train" and row["step"] > 5
+        )
     step = build(experiment)
     opened = experiment.data.open(experiment.batch, experiment.seed)
     batch = next(iter(opened.train()))

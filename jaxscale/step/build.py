@@ -85,11 +85,11 @@ class TrainStep:
         self.optimizer = optimizer
         self.mesh_said = mesh_said
         state, rows, whole = layout.state, layout.batch, NamedSharding(layout.mesh, PartitionSpec())
-        self.step_fn = jax.jit(
-            self._step, donate_argnums=0, in_shardings=(state, rows), out_shardings=(state, whole)
-        )
+        self.step_fn = jax.jit(self._step, donate_argnums=0, in_shardings=(state, rows), out_shardings=(state, whole))
         self.gradients_fn = jax.jit(
-            lambda state, batch: self._gradients(state, batch)[1], in_shardings=(state, rows), out_shardings=layout.gradients
+            lambda state, batch: self._gradients(state, batch)[1],
+            in_shardings=(state, rows),
+            out_shardings=layout.gradients,
         )
         self.evaluate_fn = jax.jit(self._evaluate, in_shardings=(state, rows), out_shardings=whole)
         self._executable: Any = None
@@ -166,7 +166,9 @@ class TrainStep:
     def abstract_batch(self, batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of a global batch (of arrays or of shapes), with their sharding."""
         return {
-            k: jax.ShapeDtypeStruct(np.shape(v) if not hasattr(v, "shape") else v.shape, v.dtype, sharding=self.layout.batch)
+            k: jax.ShapeDtypeStruct(
+                np.shape(v) if not hasattr(v, "shape") else v.shape, v.dtype, sharding=self.layout.batch
+            )
             for k, v in batch.items()
         }
 
@@ -174,9 +176,7 @@ class TrainStep:
 
     def init(self) -> TrainState:
         """The state before the first step. Every leaf is created already sharded, never whole on one device."""
-        params, rest = jax.jit(
-            self.functional.create, out_shardings=(self.layout.masters, self.layout.state.rest)
-        )()
+        params, rest = jax.jit(self.functional.create, out_shardings=(self.layout.masters, self.layout.state.rest))()
         load = getattr(self.experiment.model, "initial_params", None)
         if load is not None:
             params = jax.tree.map(_place_host_array, load(), self.layout.abstract.params)
@@ -292,9 +292,13 @@ class TrainStep:
         return jax.tree.map(copy, params, self.layout.masters, self.layout.computes)
 
     def _loss(self, params: Params, rest: Params, batch: Batch, context: Context) -> tuple[Array, tuple[Loss, Params]]:
+        """What is differentiated: the mean of a whole batch, but the sum of a microbatch, whose mean waits for the others."""
         module = self.functional.module(params, rest)
         loss = self.experiment.model.loss(module, batch, context)
-        return loss.total + loss.penalty, (Loss(loss.total, loss.weight), self.functional.rest_of(module))
+        objective = loss.total + loss.penalty
+        if self.plan.microbatches == 1:
+            objective = objective / jnp.maximum(jax.lax.stop_gradient(loss.weight), 1.0)
+        return objective, (Loss(loss.total, loss.weight), self.functional.rest_of(module))
 
     def _place_gradients(self, gradients: Params) -> Params:
         return jax.tree.map(
@@ -317,22 +321,22 @@ class TrainStep:
                 return loss, self._place_gradients(gradients), rest
 
             if self.plan.microbatches == 1:
-                loss, gradients, rest = of(state.rest, batch, examples)
-            else:
-                split = functools.partial(_microbatches, parts=self.plan.microbatches, shards=self.layout.plan.mesh.batch_shards)
+                return of(state.rest, batch, examples)
+            assert self.plan.mesh is not None
+            split = functools.partial(_microbatches, parts=self.plan.microbatches, shards=self.plan.mesh.batch_shards)
 
-                def add(carry: Any, part: Any) -> tuple[Any, None]:
-                    loss, gradients, rest = of(carry[2], *part)
-                    return (*jax.tree.map(jnp.add, (carry[0], carry[1]), (loss, gradients)), rest), None
+            def add(carry: Any, part: Any) -> tuple[Any, None]:
+                loss, gradients, rest = of(carry[2], *part)
+                return (*jax.tree.map(jnp.add, (carry[0], carry[1]), (loss, gradients)), rest), None
 
-                zeros = jax.tree.map(
-                    lambda p, s: jax.lax.with_sharding_constraint(jnp.zeros(p.shape, jnp.float32), s),
-                    state.params,
-                    self.layout.gradients,
-                )
-                start = (Loss(jnp.zeros(()), jnp.zeros(())), zeros, state.rest)
-                parts = (jax.tree.map(split, dict(batch)), split(examples))
-                (loss, gradients, rest), _ = jax.lax.scan(add, start, parts)
+            zeros = jax.tree.map(
+                lambda p, s: jax.lax.with_sharding_constraint(jnp.zeros(p.shape, jnp.float32), s),
+                state.params,
+                self.layout.gradients,
+            )
+            start = (Loss(jnp.zeros(()), jnp.zeros(())), zeros, state.rest)
+            parts = (jax.tree.map(split, dict(batch)), split(examples))
+            (loss, gradients, rest), _ = jax.lax.scan(add, start, parts)
             scale = 1.0 / jnp.maximum(loss.weight, 1.0)
             return loss, jax.tree.map(lambda g: g * scale, gradients), rest
 
@@ -370,9 +374,7 @@ class TrainStep:
             return loss
 
 
-def build(
-    experiment: Experiment, plan: Plan | None = None, *, devices: Sequence[Any] | None = None
-) -> TrainStep:
+def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence[Any] | None = None) -> TrainStep:
     """The train step of an experiment under a plan. Everything is checked; nothing is compiled or allocated yet.
 
     Args:

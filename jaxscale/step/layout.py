@@ -88,9 +88,13 @@ def check_model(plan: Plan, model: Any) -> None:
             )
     foreign = getattr(model, "foreign", False)
     if foreign and plan.precision != "float32" and plan.reduce == "float32":
-        raise UserError("reduce: float32 under bfloat16 needs jaxscale layers; this model reduces in bfloat16 (leave it out)")
+        raise UserError(
+            "reduce: float32 under bfloat16 needs jaxscale layers; this model reduces in bfloat16 (leave it out)"
+        )
     if foreign and plan.loss_chunk is not None:
-        raise UserError("loss_chunk: this model computes its own loss, which can't be chunked from outside; leave it out")
+        raise UserError(
+            "loss_chunk: this model computes its own loss, which can't be chunked from outside; leave it out"
+        )
     length = getattr(model, "context", None)
     if length is not None:
         ways = math.prod(sizes[axis] for axis in rules.seq)
@@ -158,9 +162,7 @@ class Layout:
             watch=jax.tree.map(lambda _: whole, watch),
         )
         placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
-        return cls(
-            plan, mesh, rules, placements, tree("master"), tree("gradient"), tree("compute"), shardings, placed
-        )
+        return cls(plan, mesh, rules, placements, tree("master"), tree("gradient"), tree("compute"), shardings, placed)
 
     @property
     def batch(self) -> NamedSharding:

@@ -60,12 +60,18 @@ class Plan:
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise UserError(f"loss_chunk: got {self.loss_chunk!r}, expected a whole number >= 1, or none")
         if self.reduce == "bfloat16" and self.precision == "float32":
-            raise UserError("reduce: bfloat16 needs precision bfloat16: what is computed in float32 is reduced in float32")
+            raise UserError(
+                "reduce: bfloat16 needs precision bfloat16: what is computed in float32 is reduced in float32"
+            )
         if self.mesh is not None:
             if self.zero and self.mesh.fsdp == 1 and self.mesh.devices > 1:
-                raise UserError(f"zero {self.zero} shards over the fsdp axis, and mesh {self.mesh} has none: add fsdp:N")
+                raise UserError(
+                    f"zero {self.zero} shards over the fsdp axis, and mesh {self.mesh} has none: add fsdp:N"
+                )
             if self.sequence_parallel and self.mesh.tensor == 1:
-                raise UserError(f"sequence_parallel shards over the tensor axis, and mesh {self.mesh} has none: add tensor:N")
+                raise UserError(
+                    f"sequence_parallel shards over the tensor axis, and mesh {self.mesh} has none: add tensor:N"
+                )
 
 
 def read_plan(path: Any) -> Plan:
