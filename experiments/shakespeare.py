@@ -39,5 +39,3 @@ def experiment() -> Experiment:
         evaluation=Evaluation(every=500),
         samples=Samples(every=500, prompts=("\n",), tokens=300, temperature=0.8),
     )
-
-

@@ -1,8 +1,8 @@
 """How a model shows its blocks, and what a plan may do to them from outside.
 
-A model is *embed, a sequence of blocks, head*. `layers.Stack` and `layers.Chain` call each block through `wrap`, and the
-train step decides, with `wrapping`, what that means: rematerialization now, offload and pipeline stages later. The model
-file never names a technique.
+A model is *embed, a sequence of blocks, head*. `layers.Stack` and `layers.Chain` call each block through `wrap`, and
+the train step decides, with `wrapping`, what that means: rematerialization now, offload and pipeline stages later. The
+model file never names a technique.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Context:
         return dataclasses.replace(self, key=jax.random.fold_in(self.key, layer))
 
     def keys(self, site: str, rows: int) -> Key:
-        """One key per row for the random choice named `site`: a function of seed, step, layer, site and example alone."""
+        """One key per row for the random choice named `site`: a function of seed, step, layer, site, example alone."""
         if self.key is None:
             raise ValueError("a deterministic context has no keys: give Context(key=...)")
         examples = jnp.arange(rows) if self.examples is None else self.examples
@@ -92,9 +92,8 @@ class _Treatment(NamedTuple):
     unroll: int
 
 
-_treatment: contextvars.ContextVar[_Treatment] = contextvars.ContextVar(
-    "blocks", default=_Treatment(lambda block, rolled: block, 1)
-)
+_PLAIN = _Treatment(lambda block, rolled: block, 1)
+_treatment: contextvars.ContextVar[_Treatment] = contextvars.ContextVar("blocks", default=_PLAIN)
 
 
 @contextlib.contextmanager
@@ -122,5 +121,5 @@ def unroll() -> int:
 
 
 def dropout_mask(context: Context, site: str, shape: tuple[int, ...], keep: float) -> Shaped[Array, "..."]:
-    """Boolean mask of `shape`, whose first dim is the batch; row i depends on seed, step, layer, site and example only."""
+    """Boolean mask of `shape`, whose first dim is the batch; row i depends on seed, step, layer, site, example."""
     return jax.vmap(lambda key: jax.random.bernoulli(key, keep, shape[1:]))(context.keys(site, shape[0]))

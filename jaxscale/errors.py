@@ -1,7 +1,7 @@
 """What a user can get wrong, said so that the message alone mends it.
 
-Every message names what was given, what was expected, and what to do. This module knows no JAX: a typo is answered before
-JAX is imported.
+Every message names what was given, what was expected, and what to do. This module knows no JAX: a typo is answered
+before JAX is imported.
 """
 
 import difflib

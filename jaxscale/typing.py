@@ -9,8 +9,8 @@
 | K | key and value heads | L | layers |
 | H | head_dim | C | channels of an image |
 
-`jaxtyping` reads them from annotations such as `Float[Array, "B T D"]`; the tests check annotations at run time, users pay
-nothing.
+`jaxtyping` reads them from annotations such as `Float[Array, "B T D"]`; the tests check annotations at run time, users
+pay nothing.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
 Key: TypeAlias = jax.Array
 """A typed PRNG key, from `jax.random.key`."""
 Batch: TypeAlias = Mapping[str, Any]
-"""Named arrays whose first dim is the batch: `tokens`, `targets`, `weights`, `segments`, `positions`; `images`, `labels`."""
+"""Arrays whose first dim is the batch: `tokens`, `targets`, `weights`, `segments`, `positions`; `images`, `labels`."""
 Params: TypeAlias = Mapping[str, Any]
 """Nested dict of arrays: the trained leaves of a model, by attribute name."""
 

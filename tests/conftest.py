@@ -18,6 +18,6 @@ from jaxtyping import install_import_hook
 
 _hook = install_import_hook(["jaxscale", "pallas_kernels"], "typecheck.check")
 
-import jax
+import jax  # noqa: E402 (after the environment and the hook above, which it reads)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")

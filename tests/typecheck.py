@@ -1,6 +1,7 @@
 """The run-time check of annotations that the tests switch on.
 
-Constructors of values are left out: what a user gives them is checked by the values themselves, whose errors are tested.
+Constructors of values are left out: what a user gives them is checked by the values themselves, whose errors are
+tested.
 """
 
 from collections.abc import Callable
@@ -15,5 +16,3 @@ def check(function: Callable[..., Any]) -> Callable[..., Any]:
     if function.__qualname__.endswith("__init__"):
         return function
     return _beartype(function)
-
-

@@ -1,4 +1,4 @@
-"""The default experiment's model and step written by hand: pure functions, optax, one jit. What jaxscale is measured against.
+"""The default experiment's model and step by hand: pure functions, optax, one jit. What jaxscale is measured against.
 
 Same model, same clip, same skip of non-finite steps, same norm and loss as `experiments/shakespeare.py`; nothing else.
 """

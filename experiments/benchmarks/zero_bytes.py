@@ -2,10 +2,10 @@
 
     python experiments/benchmarks/zero_bytes.py [--tiny]
 
-Mixed-precision Adam keeps float32 master weights and two float32 moments between steps: 12 bytes a parameter, 12/n once they
-are sharded; in float32 the weights stay whole at stages 1 and 2: 4 + 8/n. Gradients, the output of the compiled gradient
-function, are whole at stages 0 and 1 and 1/n at 2 and 3. What is temporary within a step (gradients, the gathered copy,
-activations) falls from stage to stage; it is the only row that theory gives no number for here.
+Mixed-precision Adam keeps float32 master weights and two float32 moments between steps: 12 bytes a parameter, 12/n once
+they are sharded; in float32 the weights stay whole at stages 1 and 2: 4 + 8/n. Gradients, the output of the compiled
+gradient function, are whole at stages 0 and 1 and 1/n at 2 and 3. What is temporary within a step (gradients, the
+gathered copy, activations) falls from stage to stage; it is the only row that theory gives no number for here.
 """
 
 import argparse
@@ -53,6 +53,7 @@ def measure(model: Model, precision: str, zero: int, n: int, rows: int = 8) -> B
     batch = {name: np.zeros((rows, length), np.int32) for name in ("tokens", "targets")}
     compiled = step.compile(batch)
     gradients = step.gradients_fn.lower(step.layout.abstract, step.abstract_batch(batch)).compile().memory_analysis()
+    assert gradients is not None, "XLA:CPU tells it"
     fixed = local_bytes(step.abstract_batch(batch))
     return Bytes(
         arguments=(compiled.argument_bytes - fixed) / step.parameters,
@@ -68,8 +69,8 @@ def main() -> None:
     tiny = parser.parse_args().tiny
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    sizes = {"layers": 2, "embed": 64} if tiny else {"layers": 4, "embed": 256}
-    model = Decoder(vocab=512, context=32, heads=8, **sizes)
+    layers, embed = (2, 64) if tiny else (4, 256)
+    model = Decoder(vocab=512, context=32, heads=8, layers=layers, embed=embed)
     figures: list[Figure] = []
     for precision in ("bfloat16", "float32"):
         for n in (4,) if tiny else (2, 4, 8):

@@ -80,7 +80,7 @@ def train_tokenizer(text: Path, path: Path) -> None:
 def save_digits(path: Path) -> None:
     """The 1797 digits of scikit-learn."""
     import numpy as np
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports] (only this script wants it)
 
     digits = load_digits()
     np.savez_compressed(path, x=digits.images.astype(np.uint8), y=digits.target.astype(np.uint8))

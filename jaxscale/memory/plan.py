@@ -13,8 +13,8 @@ class MemoryPlan:
     """Rematerialization of every block, by its text form.
 
     Args:
-        remat: "none" keeps every residual; "dots" keeps the results of matrix products and recomputes what lies between;
-            "full" keeps each block's input alone and recomputes the block.
+        remat: "none" keeps every residual; "dots" keeps the results of matrix products and recomputes what lies
+            between; "full" keeps each block's input alone and recomputes the block.
 
     Example:
         >>> str(MemoryPlan.parse("full"))

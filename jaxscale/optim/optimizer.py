@@ -18,9 +18,9 @@ Schedule = Literal["cosine", "linear", "constant"]
 class Optimizer:
     r"""An optimizer, its learning-rate schedule, gradient clipping and weight decay.
 
-    The learning rate of update n (from 0) is ``learning_rate * (n + 1) / (warmup + 1)`` for ``n < warmup``, then falls from
-    ``learning_rate`` to ``final_learning_rate`` along the schedule until the last step. Gradients are first clipped to
-    global norm ``clip``.
+    The learning rate of update n (from 0) is ``learning_rate * (n + 1) / (warmup + 1)`` for ``n < warmup``, then falls
+    from ``learning_rate`` to ``final_learning_rate`` along the schedule until the last step. Gradients are first
+    clipped to global norm ``clip``.
 
     Args:
         name: the update rule.
@@ -68,7 +68,9 @@ class Optimizer:
                 raise UserError(f"optimizer.{field}: got {getattr(self, field)!r}, expected 0 or more")
         for field in ("b1", "b2"):
             if not 0 <= getattr(self, field) < 1:
-                raise UserError(f"optimizer.{field}: got {getattr(self, field)!r}, expected a number from 0 up to, not including, 1")
+                raise UserError(
+                    f"optimizer.{field}: got {getattr(self, field)!r}, expected a number from 0 up to, not including, 1"
+                )
 
     def schedule_fn(self, steps: int) -> Callable[[Any], Any]:
         """Learning rate as an optax schedule: a function of the number of updates made."""

@@ -10,7 +10,7 @@ from typing import Any
 from jaxscale.errors import UserError, unknown
 
 AXES = ("replica", "data", "pipe", "fsdp", "expert", "sequence", "tensor")
-"""Mesh axes from the slowest link to the fastest: replicas lie across slices, tensor parallelism needs the nearest chips."""
+"""Mesh axes from the slowest link to the fastest: replicas lie across slices, tensor shards on the nearest chips."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """constrain: where an activation lives, said in logical axes, in one place.
 
-The train step opens a `layout`; inside it `constrain(x, "batch", "seq", "embed")` is a sharding constraint, and outside it
-is the identity, so that the same model file runs on one device, in a notebook, on a pod.
+The train step opens a `layout`; inside it `constrain(x, "batch", "seq", "embed")` is a sharding constraint, and outside
+it is the identity, so that the same model file runs on one device, in a notebook, on a pod.
 """
 
 import contextlib
@@ -41,7 +41,9 @@ def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Mesh, rules: A
     sizes a plan relies on are checked before anything is traced).
     """
     if len(names) != len(shape):
-        raise ValueError(f"got {len(names)} logical axes {tuple(names)} for an array of shape {tuple(shape)}: name each dim")
+        raise ValueError(
+            f"got {len(names)} logical axes {tuple(names)} for an array of shape {tuple(shape)}: name each dim"
+        )
     used: set[str] = set()
     entries: list[tuple[str, ...] | None] = []
     for size, name in zip(shape, names, strict=True):
@@ -78,8 +80,8 @@ def constrain(x: Array, *names: str | None) -> Array:
 def move(x: Array, source: tuple[str | None, ...], target: tuple[str | None, ...]) -> Array:
     """`x` moved from one placement to another; its gradient moves back.
 
-    A constraint alone holds the gradient to `target` too: partial sums would be reduced whole, and cut afterwards, where
-    this lets them be scattered as they are summed.
+    A constraint alone holds the gradient to `target` too: partial sums would be reduced whole, and cut afterwards,
+    where this lets them be scattered as they are summed.
 
     Args:
         x: an activation.

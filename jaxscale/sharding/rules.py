@@ -1,8 +1,9 @@
-"""AxisRules: which mesh axes each logical axis lies on. One field per logical axis, so a strategy is a `replace` and a typo
-is an error.
+"""AxisRules: which mesh axes each logical axis lies on.
 
-Parameters and activations share the names. ZeRO's sharding of parameters over "fsdp" is not a rule of an axis: `zero.py`
-finds a dim of each parameter that divides.
+One field per logical axis, so a strategy is a `replace` and a typo is an error.
+
+Parameters and activations share the names. ZeRO's sharding of parameters over "fsdp" is not a rule of an axis:
+`zero.py` finds a dim of each parameter that divides.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""ZeRO as placement rules: which dim of each parameter is split over the fsdp axis, and where each tensor of a step lives.
+"""ZeRO as placement rules: which dim of each parameter lies over the fsdp axis, and where each tensor of a step lives.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054.
 

@@ -41,7 +41,7 @@ def start_backend() -> None:
     if not os.environ.get("JAX_PLATFORMS") and not config.jax_platforms and not has_accelerator():
         config.update("jax_platforms", "cpu")
     # -1 is JAX's own default; the environment's JAX_NUM_CPU_DEVICES shows here too
-    given = jax.config.jax_num_cpu_devices != -1 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    given = config.jax_num_cpu_devices != -1 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if config.jax_platforms == "cpu" and not given:
         with contextlib.suppress(RuntimeError):  # the backend runs already
             config.update("jax_num_cpu_devices", cores())

@@ -33,7 +33,10 @@ def test_the_other_schedules(schedule):
             optax.adamw(1e-3, 0.9, 0.95, weight_decay=0.1, mask=MASK),
         ),
         (Optimizer(decay="all", schedule="constant", clip=None), optax.adamw(1e-3, 0.9, 0.95, weight_decay=0.1)),
-        (Optimizer(name="lion", schedule="constant", clip=None), optax.lion(1e-3, 0.9, 0.95, weight_decay=0.1, mask=MASK)),
+        (
+            Optimizer(name="lion", schedule="constant", clip=None),
+            optax.lion(1e-3, 0.9, 0.95, weight_decay=0.1, mask=MASK),
+        ),
         (Optimizer(name="sgd", weight_decay=0, schedule="constant", clip=None), optax.sgd(1e-3)),
         (
             Optimizer(name="sgd", weight_decay=0, momentum=0.9, schedule="constant", clip=0.1),

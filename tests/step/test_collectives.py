@@ -38,7 +38,11 @@ def words(counter):
 def rows():
     """(options, forward, backward) of each row of the README's table."""
     section = README.read_text().split("## What crosses the wires")[1].split("\n## ")[0]
-    return [tuple(cell.strip().strip("`") for cell in line.split("|")[1:4]) for line in section.splitlines() if "--plan" in line]
+    return [
+        tuple(cell.strip().strip("`") for cell in line.split("|")[1:4])
+        for line in section.splitlines()
+        if "--plan" in line
+    ]
 
 
 def plan_of(options):

@@ -84,7 +84,9 @@ def trajectory(experiment, plan, batch):
 
 @pytest.fixture(scope="module")
 def plain():
-    return {kind: trajectory(an_experiment(), SINGLE, make()) for kind, make in (("windows", windows), ("packed", packed))}
+    return {
+        kind: trajectory(an_experiment(), SINGLE, make()) for kind, make in (("windows", windows), ("packed", packed))
+    }
 
 
 def layout(mesh, **fields):
