@@ -13,6 +13,9 @@ from jaxscale.typing import Array, Float
 UNSEEN = -1e30
 """Score of a key that is not seen: finite, so that a query that sees none gives no NaN."""
 
+_SINGLE = ("btnh,bsnh->bnts", "bnts,bsnh->btnh")
+_GROUPED = ("btkgh,bskh->bkgts", "bkgts,bskh->btkgh")
+
 
 def scale_exactly(q: Any, scale: float) -> tuple[Any, float]:
     """`q` scaled, and what is left to scale the scores by: a narrow `q` is scaled only where that rounds nothing."""
@@ -33,17 +36,22 @@ def attend_plain(
     """`softmax(cap(scale * q k^T)) v` over the visible keys; zeros for a query that sees none."""
     batch, queries, heads, width = q.shape
     keys, groups = k.shape[1:3]
-    q, left = scale_exactly(q.reshape(batch, queries, groups, heads // groups, width), scale)
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+    # a dim of one head per group would cost XLA:CPU a transposed copy of all scores
+    grouped = heads != groups
+    per_head = (groups, heads // groups) if grouped else (heads,)
+    to_scores, to_values = _GROUPED if grouped else _SINGLE
+    q, left = scale_exactly(q.reshape(batch, queries, *per_head, width), scale)
+    scores = jnp.einsum(to_scores, q, k, preferred_element_type=jnp.float32)
     scores = scores if left == 1.0 else scores * left
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     if visibility.trivial:
         chances = jax.nn.softmax(scores, -1)
     else:
-        seen = visibility.mask(jnp.arange(queries), jnp.arange(keys))[:, None, None, :, :]
+        seen = visibility.mask(jnp.arange(queries), jnp.arange(keys))
+        seen = jnp.expand_dims(seen, (1, 2) if grouped else 1)
         chances = jax.nn.softmax(jnp.where(seen, scores, UNSEEN), -1)
         if visibility.may_be_blind(queries, keys):
             chances = jnp.where(jnp.any(seen, -1, keepdims=True), chances, 0.0)
-    out = jnp.einsum("bkgts,bskh->btkgh", chances.astype(v.dtype), v)
+    out = jnp.einsum(to_values, chances.astype(v.dtype), v)
     return checkpoint_name(out.reshape(batch, queries, heads, width), "attention_out")
