@@ -1,6 +1,6 @@
 """Every example in a docstring runs, and prints what it says.
 
-Docstrings are found in the source, not on the objects: doctest passes over functions that the run-time check has wrapped.
+Docstrings are found in the source, not on the objects: doctest passes over functions that the run-time check wraps.
 """
 
 import ast
