@@ -1,4 +1,4 @@
-"""The wheel, built and unpacked far from the repository, holds both packages, whole, and runs without the source tree."""
+"""The wheel, built and unpacked far from the repository: both packages, whole, that run without the source tree."""
 
 import subprocess
 import sys
