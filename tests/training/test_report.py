@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxscale.step.plan import Plan
 from jaxscale.training.charts import Series, line_chart, smooth, thin, ticks
 from jaxscale.training.metrics import FILE, encode
 from jaxscale.training.pictures import mesh_picture, parameter_table
@@ -19,6 +20,7 @@ from jaxscale.training.report import write_report
 from jaxscale.training.samples import append_sample
 from jaxscale.training.sentences import plan_in_words
 from jaxscale.training.summary import summary
+from jaxscale.values import to_json
 
 TEXT = """ what say you to my suit?
 
@@ -396,9 +398,7 @@ def test_the_plan_in_words_names_what_it_does_not_know():
 
 
 def test_the_words_know_every_field_of_a_plan():
-    step_plan = pytest.importorskip("jaxscale.step.plan")
-    values = pytest.importorskip("jaxscale.values")
-    written = values.to_json(step_plan.Plan())
+    written = to_json(Plan())
     assert "Also" not in dict(plan_in_words(written, {}, {"batch": 8}))
 
 
