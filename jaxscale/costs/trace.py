@@ -105,8 +105,8 @@ def _jaxpr_flop(jaxpr: Any, used: Sequence[bool] | None = None) -> Flop:
 
 def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
     name, params = eqn.primitive.name, eqn.params
-    if name in _FORMULAS:
-        return Flop({name: _FORMULAS[name](eqn)})
+    if name in FORMULAS:
+        return Flop({name: FORMULAS[name](eqn)})
     if name == "pallas_call":
         return _kernel_flop(eqn)
     if name == "scan":
@@ -189,9 +189,10 @@ def _kernel_flop(eqn: Any) -> Flop:
     return Flop({"pallas_call": _jaxpr_flop(eqn.params["jaxpr"]).total * steps})
 
 
-_FORMULAS: Mapping[str, Callable[[Any], int]] = {
+FORMULAS: Mapping[str, Callable[[Any], int]] = {
     "dot_general": _dot_flop,
     "ragged_dot_general": _ragged_dot_flop,
     "scaled_matmul": _scaled_matmul_flop,
     "conv_general_dilated": _conv_flop,
 }
+"""FLOP of an equation of each primitive that is a matrix product or a convolution."""

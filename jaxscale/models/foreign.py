@@ -11,7 +11,7 @@ import functools
 import inspect
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -95,8 +95,8 @@ class ForeignModel:
     """An NNX module as a model value, with nothing of ours inside.
 
     Training switches the module as `module.train()` does, and passes True for a `train` argument of its `__call__` (see
-    `TRAINING_ARGUMENTS`); evaluation does the opposite. Batch statistics are those of the microbatch, over all devices.
-    Dropout follows from seed, step and microbatch; for the same number of microbatches it does not depend on the mesh.
+    `TRAINING_ARGUMENTS`); evaluation does the opposite. Batch statistics are those of the microbatch, over all devices,
+    and dropout follows from seed, step and microbatch: both depend on the number of microbatches, and not on the mesh.
 
     Args:
         make: builds the module from `nnx.Rngs`; it has the streams "params" and "dropout".
@@ -117,6 +117,9 @@ class ForeignModel:
     make: Callable[[nnx.Rngs], nnx.Module]
     score: Score
     blocks: tuple[str, ...] | None = None
+
+    foreign: ClassVar[bool] = True
+    """Its layers are not ours: what a plan asks of layers alone is refused by name."""
 
     def build(self, rngs: nnx.Rngs, *, vocab_multiple: int = 1) -> nnx.Module:
         """The user's module. Its vocabulary stays as it is: a dim that a mesh axis does not divide stays whole."""

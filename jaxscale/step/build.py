@@ -3,8 +3,8 @@
     (TrainState, batch) -> (TrainState, metrics)
 
 Loss and gradients are means over all targets of the global batch, whatever the mesh, the packing and the number of
-microbatches: every part gives sums, which are divided once. ZeRO is expressed by sharding constraints in Auto mode, in the
-form that XLA turns into the collectives one expects (`sharding/zero.py` has the table).
+microbatches: every part gives sums, which are divided once. ZeRO is expressed by sharding constraints in Auto mode, in
+the form that XLA turns into the collectives one expects (`sharding/zero.py` has the table).
 """
 
 import contextlib
@@ -152,7 +152,7 @@ class TrainStep:
         """(index, count): this process feeds part `index` of `count` equal, contiguous parts of the rows of a batch."""
         rows = self.experiment.batch if batch is None else batch
         mine = self.layout.batch.addressable_devices_indices_map((rows,)).values()
-        spans = sorted((s[0].start or 0, rows if s[0].stop is None else s[0].stop) for s in mine)
+        spans = sorted((s[0].start or 0, rows if s[0].stop is None else s[0].stop) for s in mine if s is not None)
         start, stop = spans[0][0], max(span[1] for span in spans)
         assert sum(b - a for a, b in set(spans)) == stop - start, "the rows of a process are contiguous"
         return start // (stop - start), rows // (stop - start)
@@ -203,7 +203,7 @@ class TrainStep:
         return self._canonical.take_apart(state)
 
     def from_canonical(self, arrays: Mapping[str, Array]) -> TrainState:
-        """The state of a canonical form, placed as `canonical_abstract` says. The arrays are donated."""
+        """The state of a canonical form, placed as `canonical_abstract` says. The arrays are given away with it."""
         return self._canonical.put_together(dict(arrays))
 
     def module(self, state: TrainState) -> Any:
@@ -214,15 +214,17 @@ class TrainStep:
 
     def compile(self, batch: Batch) -> Compiled:
         """Compile the step for batches like `batch` (global shapes), and check that every request took effect."""
-        from jaxscale.step.check import check_compiled
+        from jaxscale.step.check import check_compiled, check_traced
 
         start = time.perf_counter()
-        lowered = self.step_fn.lower(self.layout.abstract, self.abstract_batch(batch))
-        executable = lowered.compile()
+        traced = self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))
+        check_traced(self, traced.jaxpr, batch)
+        executable = traced.lower().compile()
         seconds = time.perf_counter() - start
         check_compiled(self, executable)
         self._executable = executable
         memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
+        assert memory is not None, "CPU, GPU and TPU all tell it"
         return Compiled(
             seconds=seconds,
             argument_bytes=memory.argument_size_in_bytes,
@@ -240,8 +242,8 @@ class TrainStep:
             batch: device arrays, from `place`.
 
         Returns:
-            The next state, and scalars: `loss` (nats per target), `grad_norm` before clipping, `learning_rate`, `weight`
-            (targets), `skipped` (steps so far that were not applied), `skipped_in_row`.
+            The next state, and scalars: `loss` (nats per target), `grad_norm` before clipping, `learning_rate`,
+            `weight` (targets), `skipped` (steps so far that were not applied), `skipped_in_row`.
         """
         return (self._executable or self.step_fn)(state, batch)
 
@@ -292,7 +294,7 @@ class TrainStep:
         return jax.tree.map(copy, params, self.layout.masters, self.layout.computes)
 
     def _loss(self, params: Params, rest: Params, batch: Batch, context: Context) -> tuple[Array, tuple[Loss, Params]]:
-        """What is differentiated: the mean of a whole batch, but the sum of a microbatch, whose mean waits for the others."""
+        """What is differentiated: the mean of a batch, or the sum of a microbatch, whose mean waits for the others."""
         module = self.functional.module(params, rest)
         loss = self.experiment.model.loss(module, batch, context)
         objective = loss.total + loss.penalty
@@ -322,8 +324,7 @@ class TrainStep:
 
             if self.plan.microbatches == 1:
                 return of(state.rest, batch, examples)
-            assert self.plan.mesh is not None
-            split = functools.partial(_microbatches, parts=self.plan.microbatches, shards=self.plan.mesh.batch_shards)
+            split = functools.partial(_microbatches, parts=self.plan.microbatches)
 
             def add(carry: Any, part: Any) -> tuple[Any, None]:
                 loss, gradients, rest = of(carry[2], *part)
@@ -396,6 +397,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     optimizer = experiment.optimizer.build(experiment.steps, mask)
     layout = Layout.of(functional, optimizer, plan, plan.mesh.build(devices))
     layout.check_axes_used(experiment.model)
+    layout.check_zero_used(optimizer)
     return TrainStep(experiment, plan, functional, layout, optimizer, said)
 
 
@@ -406,10 +408,9 @@ def decays(names: tuple[str | None, ...] | None, shape: tuple[int, ...]) -> bool
     return sum(name != "layers" for name in names) > 1 and "norm" not in names
 
 
-def _microbatches(x: Array, *, parts: int, shards: int) -> Array:
-    """(B, ...) to (parts, B / parts, ...), each part taking rows of every shard, so that no row changes its device."""
-    split = x.reshape(shards, parts, x.shape[0] // (shards * parts), *x.shape[1:])
-    return split.swapaxes(0, 1).reshape(parts, x.shape[0] // parts, *x.shape[1:])
+def _microbatches(x: Array, *, parts: int) -> Array:
+    """(B, ...) to (parts, B / parts, ...): every parts-th row, so that no row changes its device, on any mesh."""
+    return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
 
 
 def _place_host_array(array: Any, abstract: jax.ShapeDtypeStruct) -> Array:

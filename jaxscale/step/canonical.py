@@ -1,17 +1,18 @@
 """The canonical form of a train state: what a checkpoint holds, whatever the mesh, ZeRO stage or memory plan.
 
-A flat dict of arrays by name. Stacked parameters are one array per layer (`.../layers/3/...`), the padding of a vocabulary is
-cut off, generators are their plain key data. Optimizer state that has its parameter's shape is treated as the parameter is.
+A flat dict of arrays by name. Stacked parameters are one array per layer (`.../layers/3/...`), the padding of a
+vocabulary is cut off, generators are their plain key data. Optimizer state that has its parameter's shape is treated as
+the parameter is.
 """
 
 import dataclasses
 import functools
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.step.functional import Functional
@@ -45,7 +46,7 @@ class Part:
 
 
 class Canonical:
-    """The maps between a step's train state and its canonical form. Both are compiled once.
+    """The maps between a step's train state and its canonical form, compiled once.
 
     Args:
         step: whose state, with its placements.
@@ -63,7 +64,6 @@ class Canonical:
             for name in part.names
         }
         self.take_apart = jax.jit(self._take_apart, out_shardings=self.shardings)
-        self.put_together = jax.jit(self._put_together, out_shardings=step.layout.state, donate_argnums=0)
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and placements of the canonical form, to restore into."""
@@ -83,20 +83,38 @@ class Canonical:
                     arrays[name] = jax.lax.index_in_dim(whole, i, part.stacked, keepdims=False)
         return arrays
 
-    def _put_together(self, arrays: dict[str, Array]) -> TrainState:
+    def put_together(self, arrays: Mapping[str, Array]) -> TrainState:
+        """The train state of a canonical form, which is given away.
+
+        Arrays that are stacked or padded are deleted leaf by leaf, so that little more than one state lives at a time;
+        the others become part of the state.
+        """
         leaves = []
         for leaf, part in zip(self._leaves, self._parts, strict=True):
-            if part.key:
-                leaves.append(jax.random.wrap_key_data(arrays[part.names[0]], impl=part.key))
+            given = [arrays[name] for name in part.names]
+            alike = given[0].shape == leaf.shape and given[0].dtype == leaf.dtype
+            if alike and part.key is None and part.stacked is None:
+                leaves.append(jax.device_put(given[0], leaf.sharding))
                 continue
-            if part.stacked is None:
-                whole = arrays[part.names[0]]
-            else:
-                whole = jnp.stack([arrays[name] for name in part.names], part.stacked)
-            padding = [(0, want - have) for have, want in zip(whole.shape, leaf.shape, strict=True)]
-            whole = jnp.pad(whole, padding) if any(p for _, p in padding) else whole
-            leaves.append(whole.astype(leaf.dtype))
+            leaves.append(_joined(part.stacked, part.key, leaf.shape, leaf.dtype, leaf.sharding)(given))
+            for array in given:
+                if isinstance(array, jax.Array):
+                    array.delete()
         return jax.tree.unflatten(self._treedef, leaves)
+
+
+@functools.lru_cache(maxsize=1024)
+def _joined(dim: int | None, key: str | None, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
+    """A compiled function from a leaf's arrays to the leaf; leaves of one shape and placement share it."""
+
+    def join(arrays: list[Array]) -> Array:
+        if key:
+            return jax.random.wrap_key_data(arrays[0], impl=key)
+        whole = arrays[0] if dim is None else jnp.stack(arrays, dim)
+        padding = [(0, want - have) for have, want in zip(whole.shape, shape, strict=True)]
+        return (jnp.pad(whole, padding) if any(p for _, p in padding) else whole).astype(dtype)
+
+    return jax.jit(join, out_shardings=sharding)
 
 
 def _parts(step: "TrainStep") -> TrainState:
@@ -118,18 +136,10 @@ def _parts(step: "TrainStep") -> TrainState:
         dim = axes.index("layers")
         return Part(tuple(layer_name(full, i) for i in range(leaf.shape[dim])), dim, shapes[name])
 
-    names = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), functional.params)
-    owners = optax.tree.map_params(
-        step.optimizer,
-        lambda leaf, param, name: name if leaf.shape == param.shape else _NONE,
-        abstract.optimizer,
-        abstract.params,
-        names,
-        transform_non_params=lambda _: _NONE,
-    )
+    owners = jax.tree.unflatten(jax.tree.structure(abstract.optimizer), step.layout.owners(step.optimizer))
     by_path = jax.tree_util.tree_map_with_path
     return TrainState(
-        step=_plain("step", abstract.step),
+        step=by_path(lambda _, leaf: _plain("step", leaf), abstract.step),
         params=by_path(lambda path, leaf: of_param(PARAMS, path, path_name(path), leaf), abstract.params),
         optimizer=by_path(
             lambda path, leaf, owner: of_param("optimizer", path, owner or None, leaf), abstract.optimizer, owners
@@ -137,9 +147,6 @@ def _parts(step: "TrainStep") -> TrainState:
         rest=by_path(lambda path, leaf: _plain(f"{REST}/{path_name(path)}", leaf), abstract.rest),
         watch=by_path(lambda path, leaf: _plain(f"watch/{path_name(path)}", leaf), abstract.watch),
     )
-
-
-_NONE = ""
 
 
 def _plain(name: str, leaf: Any) -> Part:

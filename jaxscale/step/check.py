@@ -1,7 +1,28 @@
-"""What a compiled step must show: a request that took no effect is an error, not a surprise."""
+"""What a traced and a compiled step must show: a request that took no effect is an error, not a surprise.
 
-import re
+The traced program tells what the model made of the plan (rematerialized blocks, the type of its matrix products,
+whether it reads a setting at all), before anything is compiled. The compiled one tells what the compiler made of it
+(where the state lies, what is sent between devices and in which type). It leaves out what no program shows: speed.
+"""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxscale.blocks import Context
+from jaxscale.costs.trace import FORMULAS
+from jaxscale.errors import UserError
+from jaxscale.memory.apply import POLICIES
+from jaxscale.platforms.hlo import Collective, collectives
+from jaxscale.step.layout import BATCH_AXES
+from jaxscale.step.plan import Plan
+from jaxscale.trees import named_leaves
+from jaxscale.typing import Batch
 
 if TYPE_CHECKING:
     from jaxscale.step.build import TrainStep
@@ -11,23 +32,164 @@ class NoEffect(AssertionError):
     """The compiled program does not do what the plan asked for: a defect of jaxscale or of the compiler."""
 
 
+def check_traced(step: "TrainStep", jaxpr: Any, batch: Batch) -> None:
+    """Compare the traced step with its plan.
+
+    Args:
+        step: with its plan and model.
+        jaxpr: of the whole step.
+        batch: arrays or shapes, to trace the loss once more where a setting may be one that the model does not read.
+
+    Raises:
+        UserError: the model does not take up what the plan asks for.
+    """
+    plan = step.plan
+    equations = list(_equations(jaxpr, 1))
+    if plan.memory.remat != "none" and not any(
+        eqn.params.get("policy") is POLICIES[plan.memory.remat] and eqn.params.get("differentiated", True)
+        for eqn, _ in equations
+    ):
+        raise UserError(
+            f"memory {plan.memory}: nothing is recomputed, for this model shows no blocks; build it of layers.Stack or "
+            "layers.Chain, bring it as a ForeignModel, or leave memory out"
+        )
+    if plan.unroll > 1 and not any(eqn.primitive.name == "scan" and eqn.params["unroll"] > 1 for eqn, _ in equations):
+        raise UserError(
+            f"unroll {plan.unroll}: no scan over layers of this model runs more than one iteration's layers at a time; "
+            "leave it out"
+        )
+    if plan.precision == "bfloat16":
+        share = _narrow_share(equations)
+        if share < 0.5:
+            raise UserError(
+                f"precision bfloat16: {1 - share:.0%} of the FLOP of this model's matrix products are not in bfloat16; "
+                "it turns activations or weights into float32 by itself: leave that to the plan, or ask for float32"
+            )
+    if plan.loss_chunk is not None and not _reads(step, batch, "loss_chunk", 1, None):
+        raise UserError(f"loss_chunk {plan.loss_chunk}: this model's loss is not one over positions; leave it out")
+    if plan.attention in ("plain", "chunked") and not _reads(step, batch, "attention", "plain", "chunked"):
+        raise UserError(f"attention {plan.attention}: this model has no attention of ours; leave it out")
+
+
 def check_compiled(step: "TrainStep", executable: Any) -> None:
     """Compare the compiled step with its plan.
 
     Raises:
-        NoEffect: ZeRO left the optimizer's state whole, or bfloat16 was asked for and nothing computes in it.
+        NoEffect: ZeRO left state whole or gradients unscattered, or gradients are reduced in another type.
     """
     plan, mesh = step.plan, step.mesh
-    if plan.zero and mesh.shape["fsdp"] > 1:
-        expected = sum(s.spec == e.spec for s, e in zip(*_state_shardings(step, executable), strict=True))
-        if expected != len(_state_shardings(step, executable)[0]):
-            raise NoEffect(f"zero {plan.zero}: the compiled step does not keep the optimizer state sharded as placed")
-    if plan.precision == "bfloat16" and not re.search(r"bf16\[", executable.as_text()):
-        raise NoEffect("precision bfloat16: nothing in the compiled step is of this type")
+    check_state(step, executable.output_shardings[0])
+    scatters = plan.zero > 1 and mesh.shape["fsdp"] > 1
+    if scatters or (plan.precision == "bfloat16" and math.prod(mesh.shape[axis] for axis in BATCH_AXES) > 1):
+        try:
+            found = collectives(executable.as_text(), mesh)
+        except (AssertionError, LookupError, ValueError) as error:
+            # a spelling that nobody has met must not stop a run
+            warnings.warn(
+                f"what the compiled step sends is not checked: its text could not be read: {error!r}", stacklevel=2
+            )
+            return
+        check_wires(plan, mesh.devices.flat[0].platform, found, scatters)
 
 
-def _state_shardings(step: "TrainStep", executable: Any) -> tuple[list[Any], list[Any]]:
-    import jax
+def check_state(step: "TrainStep", shardings: Any) -> None:
+    """Compare where the compiled step leaves its state with the placement of each parameter.
 
-    after, _ = executable.output_shardings
-    return jax.tree.leaves(after.optimizer), jax.tree.leaves(step.layout.state.optimizer)
+    Args:
+        step: with its layout.
+        shardings: a `TrainState` of the compiled step's shardings.
+
+    Raises:
+        NoEffect: a tensor is in bigger parts than ZeRO's stage says.
+    """
+    layout = step.layout
+    if not step.plan.zero or step.mesh.shape["fsdp"] == 1:
+        return
+    shapes = {name: leaf.shape for name, leaf in named_leaves(layout.abstract.params).items()}
+    tensors = [
+        (f"optimizer state of {name}", name, layout.placements[name].state, sharding)
+        for name, sharding in zip(layout.owners(step.optimizer), jax.tree.leaves(shardings.optimizer), strict=True)
+        if name
+    ]
+    tensors += [
+        (f"parameter {name}", name, layout.placements[name].master, sharding)
+        for name, sharding in named_leaves(shardings.params).items()
+    ]
+    for what, name, spec, found in tensors:
+        expected = NamedSharding(step.mesh, spec).shard_shape(shapes[name])
+        part = found.shard_shape(shapes[name])
+        if part != expected:
+            raise NoEffect(
+                f"zero {step.plan.zero}: the compiled step keeps the {what} in parts of {part}, "
+                f"and {expected} was asked for"
+            )
+
+
+def check_wires(plan: Plan, platform: str, found: Sequence[Collective], scatters: bool) -> None:
+    """Compare what a compiled step sends with its plan.
+
+    Args:
+        plan: what was asked for.
+        platform: kind of its devices: "cpu", "gpu" or "tpu".
+        found: its collectives.
+        scatters: ZeRO 2 or 3 over more than one device.
+
+    Raises:
+        NoEffect: no gradient is scattered over fsdp, or gradients are reduced in another type than asked for.
+    """
+    if scatters:
+        kinds = {"reduce-scatter"}
+        # a TPU computes the product of a sharded weight around a ring
+        kinds |= {"collective-permute", "all-to-all"} if platform == "tpu" and plan.zero == 3 else set()
+        if not any(c.kind in kinds and (c.axes is None or "fsdp" in c.axes) for c in found):
+            raise NoEffect(f"zero {plan.zero}: the compiled step scatters no gradient over fsdp")
+    if plan.precision == "bfloat16" and platform != "cpu":  # XLA:CPU reduces nothing in less than float32
+        sums = {"bf16": 0, "f32": 0}
+        for c in found:
+            if c.kind in ("all-reduce", "reduce-scatter") and c.axes is not None and set(c.axes) & set(BATCH_AXES):
+                sums[c.dtype] = sums.get(c.dtype, 0) + c.bytes * c.count
+        wanted, other = ("f32", "bf16") if plan.reduce == "float32" else ("bf16", "f32")
+        if sums[other] > sums[wanted]:
+            raise NoEffect(
+                f"reduce {plan.reduce or plan.precision}: of what the compiled step reduces over the data axes, "
+                f"{sums[other]} bytes are {other} and {sums[wanted]} bytes {wanted}"
+            )
+
+
+def _equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
+    """Every equation of a jaxpr and of those inside it, with how often it runs."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn, times
+        inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from _equations(inner, inside)
+
+
+def _narrow_share(equations: Sequence[tuple[Any, int]]) -> float:
+    """Share of the FLOP of matrix products and convolutions whose operands are both narrower than float32."""
+    narrow, total = 0, 0
+    for eqn, times in equations:
+        formula = FORMULAS.get(eqn.primitive.name)
+        if formula is not None:
+            flop = times * formula(eqn)
+            total += flop
+            narrow += flop if all(v.aval.dtype.itemsize < 4 for v in eqn.invars[:2]) else 0
+    return narrow / total if total else 1.0
+
+
+def _reads(step: "TrainStep", batch: Batch, field: str, one: Any, other: Any) -> bool:
+    """Whether the loss, traced with two values of a field of its context, gives two programs."""
+    abstract = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
+    functional = step.functional
+
+    def program(value: Any) -> str:
+        context = dataclasses.replace(Context(), **{field: value})
+
+        def loss(params: Any, rest: Any, batch: Batch) -> Any:
+            return tuple(step.experiment.model.loss(functional.module(params, rest), batch, context))
+
+        return str(jax.make_jaxpr(loss)(functional.params, functional.rest, abstract))
+
+    return program(one) != program(other)

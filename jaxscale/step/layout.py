@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -24,8 +25,8 @@ BATCH_AXES = ("replica", "data", "fsdp")
 def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, str]:
     """The plan with its mesh settled, and a sentence that says how.
 
-    Without a mesh a run takes the most devices that divide the rows of a microbatch: along "fsdp" if ZeRO shards, else along
-    "data".
+    Without a mesh a run takes the most devices that divide the rows of a microbatch: along "fsdp" if ZeRO shards, else
+    along "data".
 
     Args:
         plan: as the user wrote it.
@@ -35,6 +36,10 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
     Raises:
         UserError: the batch does not divide, or the mesh takes more devices than there are.
     """
+    if plan.attention == "splash" and devices[0].platform != "tpu":
+        raise UserError(
+            f"attention: splash is a TPU kernel, and this runs on {devices[0].platform}: take auto, or chunked"
+        )
     if batch % plan.microbatches:
         raise UserError(
             f"batch {batch} does not divide into {plan.microbatches} microbatches: "
@@ -82,19 +87,24 @@ def check_model(plan: Plan, model: Any) -> None:
         axes = rules.axes(name)
         ways = math.prod(sizes[axis] for axis in axes)
         if name != "vocab" and size % ways:
+            over = " x ".join(f"{axis}:{sizes[axis]}" for axis in axes if sizes[axis] > 1)
             raise UserError(
-                f"{name}: {size} of them over {' x '.join(f'{a}:{sizes[a]}' for a in axes if sizes[a] > 1)}, which does not "
-                f"divide; change the mesh or the model, or keep {name} whole with --plan.rules.{name.replace('_', '-')} none"
+                f"{name}: {size} of them over {over}, which does not divide; change the mesh or the model, "
+                f"or keep {name} whole with --plan.rules.{name.replace('_', '-')} none"
             )
-    foreign = getattr(model, "foreign", False)
-    if foreign and plan.precision != "float32" and plan.reduce == "float32":
-        raise UserError(
-            "reduce: float32 under bfloat16 needs jaxscale layers; this model reduces in bfloat16 (leave it out)"
-        )
-    if foreign and plan.loss_chunk is not None:
-        raise UserError(
-            "loss_chunk: this model computes its own loss, which can't be chunked from outside; leave it out"
-        )
+    if getattr(model, "foreign", False):
+        if plan.reduce == "float32" and plan.precision != "float32":
+            raise UserError(
+                "reduce: float32 under bfloat16 needs jaxscale layers; this model reduces in bfloat16 (leave it out)"
+            )
+        if plan.loss_chunk is not None:
+            raise UserError(
+                "loss_chunk: this model computes its own loss, which can't be chunked from outside; leave it out"
+            )
+        if plan.attention != "auto":
+            raise UserError(f"attention: {plan.attention} is ours, and this model brings its own layers; leave it out")
+        if plan.unroll > 1:
+            raise UserError(f"unroll {plan.unroll}: this model runs its own layers, without our scan; leave it out")
     length = getattr(model, "context", None)
     if length is not None:
         ways = math.prod(sizes[axis] for axis in rules.seq)
@@ -152,10 +162,10 @@ class Layout:
             transform_non_params=lambda _: whole,
         )
         watch = jax.eval_shape(Watch.start)
-        step = jax.ShapeDtypeStruct((), "int32")
+        step = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
         abstract = TrainState(step, functional.params, opt, functional.rest, watch)
         shardings = TrainState(
-            step=whole,
+            step=jax.tree.map(lambda _: whole, step),
             params=tree("master"),
             optimizer=opt_shardings,
             rest=jax.tree.map(lambda _: whole, functional.rest),
@@ -180,6 +190,36 @@ class Layout:
                     f"mesh {self.plan.mesh}: no parameter or activation of this model lies on {axis}; "
                     f"its {count} devices would repeat the same work. Use data or fsdp instead"
                 )
+
+    def check_zero_used(self, optimizer: optax.GradientTransformation) -> None:
+        """Refuse a ZeRO stage that splits nothing: a request without effect."""
+        if not self.plan.zero or self.mesh.shape["fsdp"] == 1:
+            return
+        stage, count = self.plan.zero, self.mesh.shape["fsdp"]
+        if len(self.unsplit()) == len(self.placements):
+            raise UserError(
+                f"zero {stage}: no parameter has a dim that divides by fsdp:{count}, so nothing would be split; "
+                "take fewer devices along fsdp, or zero 0"
+            )
+        if stage == 1 and self.plan.precision == "float32" and not any(self.owners(optimizer)):
+            raise UserError(
+                "zero 1 splits the optimizer's state, and this optimizer keeps none of its parameters' shapes: "
+                "take zero 2 or 3, or zero 0"
+            )
+
+    def owners(self, optimizer: optax.GradientTransformation) -> list[str]:
+        """For each leaf of the optimizer's state, the parameter whose shape and place it shares; "" for none."""
+        params = self.abstract.params
+        names = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), params)
+        owners = optax.tree.map_params(
+            optimizer,
+            lambda leaf, param, name: name if leaf.shape == param.shape else "",
+            self.abstract.optimizer,
+            params,
+            names,
+            transform_non_params=lambda _: "",
+        )
+        return jax.tree.leaves(owners)
 
     def unsplit(self) -> list[str]:
         """Parameters that ZeRO was asked to split and could not: no dim divides."""
