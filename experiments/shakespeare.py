@@ -7,7 +7,7 @@
 
 from pathlib import Path
 
-from jaxscale import Experiment
+from jaxscale import Experiment, Plan
 from jaxscale.data import Text
 from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
@@ -38,4 +38,5 @@ def experiment() -> Experiment:
         batch=12,
         evaluation=Evaluation(every=500),
         samples=Samples(every=500, prompts=("\n",), tokens=300, temperature=0.8),
+        plan=Plan(unroll=4),  # so few and small layers run a third faster on a CPU when they are not a loop
     )

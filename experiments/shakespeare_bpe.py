@@ -2,8 +2,8 @@
 
     jaxscale train experiments/shakespeare_bpe.py
 
-A vocabulary of 8,192, rows of 128 tokens in which each token sees its own speech alone, a Llama of 4 layers and 192 wide,
-1,000 steps of AdamW. The loss is in nats per token: a token is 3.4 characters.
+A vocabulary of 8,192, rows of 128 tokens in which each token sees its own speech alone, a Llama of 4 layers and 192
+wide, 1,000 steps of AdamW. The loss is in nats per token: a token is 3.4 characters.
 """
 
 from pathlib import Path

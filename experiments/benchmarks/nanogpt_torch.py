@@ -2,8 +2,8 @@
 
     python experiments/benchmarks/nanogpt_torch.py [--text FILE] [--steps 2000] [--seed 1337]      needs torch
 
-4 layers, 4 heads, 128 wide, context 64, batch 12, dropout 0; AdamW 1e-3 to 1e-4 (cosine, warm-up 100), betas 0.9 and 0.99,
-weight decay 0.1 on matrices, clip 1. Its last line is one JSON object. It uses nothing of jaxscale.
+4 layers, 4 heads, 128 wide, context 64, batch 12, dropout 0; AdamW 1e-3 to 1e-4 (cosine, warm-up 100), betas 0.9 and
+0.99, weight decay 0.1 on matrices, clip 1. Its last line is one JSON object. It uses nothing of jaxscale.
 """
 
 import argparse
