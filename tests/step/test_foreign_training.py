@@ -188,7 +188,7 @@ def test_dropout_is_reproducible_and_does_not_depend_on_the_mesh():
 
 
 def test_bfloat16_stays_near_float32():
-    numbers, statistics, step, state = trajectory(linen_net(), layout("fsdp:4", zero=2, precision="bfloat16"))
+    numbers, statistics, _, state = trajectory(linen_net(), layout("fsdp:4", zero=2, precision="bfloat16"))
     expected = plain(linen_net)
     np.testing.assert_allclose(numbers, expected[0], rtol=5e-2)
     assert np.abs(numbers / expected[0] - 1).max() > 1e-6, "bfloat16 had no effect"
