@@ -2,6 +2,8 @@
 
 import os
 
+import hypothesis
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -21,3 +23,7 @@ _hook = install_import_hook(["jaxscale", "pallas_kernels"], "typecheck.check")
 import jax  # noqa: E402 (after the environment and the hook above, which it reads)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# compiling takes as long as it takes, and a machine may be busy
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxscale import values
@@ -108,7 +108,6 @@ jobs = st.fixed_dictionaries(
 
 
 @given(jobs)
-@settings(deadline=None)
 def test_json_round_trip(drawn: dict[str, Any]):
     job = Job(**drawn)
     text = json.dumps(to_json(job), allow_nan=False)
@@ -116,7 +115,6 @@ def test_json_round_trip(drawn: dict[str, Any]):
 
 
 @given(plans)
-@settings(deadline=None)
 def test_missing_fields_take_their_defaults(plan: Plan):
     data = to_json(plan)
     for name in list(data):
@@ -139,7 +137,6 @@ def leaves(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 @given(jobs)
-@settings(deadline=None)
 def test_paths_are_every_leaf_and_every_optional_record(drawn: dict[str, Any]):
     job = Job(**drawn)
     optional = {"model.rope"} | ({"either.rope"} if isinstance(job.either, Net) else set())
@@ -152,7 +149,6 @@ def spelled(value: Any) -> str:
 
 
 @given(jobs, jobs, st.data())
-@settings(deadline=None)
 def test_override_by_text_equals_replace_by_value(drawn: dict[str, Any], others: dict[str, Any], data: st.DataObject):
     """What is set by path and text is what a hand-written `dataclasses.replace` with another value's fields gives."""
     job, other = Job(**drawn), Job(**others)
@@ -168,7 +164,6 @@ def test_override_by_text_equals_replace_by_value(drawn: dict[str, Any], others:
 
 
 @given(plans)
-@settings(deadline=None)
 def test_every_field_of_a_plan_has_a_text(plan: Plan):
     base = Plan()
     changes = {path: spelled(item) for path, item in leaves(plan).items()}
@@ -234,14 +229,12 @@ def test_nothing_inside_none():
 
 
 @given(st.dictionaries(st.text(max_size=12), st.text(max_size=12), min_size=1, max_size=3))
-@settings(deadline=None)
 def test_no_override_gives_anything_but_a_value_or_a_user_error(changes):
     with contextlib.suppress(UserError):
         assert isinstance(override(Job("a", Net()), changes), Job)
 
 
 @given(st.sampled_from(sorted(leaves(Job("a", Net())))), st.text(max_size=12))
-@settings(deadline=None)
 def test_no_text_gives_anything_but_a_value_or_a_user_error(path, text):
     with contextlib.suppress(UserError):
         assert isinstance(override(Job("a", Net()), {path: text}), Job)
@@ -328,7 +321,6 @@ def test_int_passes_for_float():
 
 
 @given(jobs, jobs)
-@settings(deadline=None)
 def test_difference_is_empty_only_for_equals_and_names_what_differs(drawn: dict[str, Any], others: dict[str, Any]):
     a, b = Job(**drawn), Job(**others)
     found = difference(to_json(a), to_json(b))

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxscale.cli.arguments import Arguments, read, synopsis
@@ -93,7 +93,6 @@ def test_synopsis_names_every_place(name):
 @given(
     st.lists(st.sampled_from([*COMMANDS, "--steps", "3", "--help", "--", "-", "", "--=", "--x.y", "a=b"]) | st.text())
 )
-@settings(deadline=None)
 def test_any_words_are_read_or_refused(words):
     with contextlib.suppress(UserError):
         assert isinstance(read(words), Arguments)
