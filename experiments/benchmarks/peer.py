@@ -2,10 +2,10 @@
 
     python experiments/benchmarks/peer.py [--tiny] [--seeds 3] [--torch PYTHON]
 
-Tokens per second are medians over steps, on two virtual CPU devices, one per core: jaxscale's from the run's own metrics,
-the hand-written loop's with its own batches, in turns in one process. PyTorch runs in turns too, by an interpreter that
-has it (`--torch`; this one by default; left out where it is missing). `--seeds N` trains the whole recipe N times for the
-held-out loss in nats per character.
+Tokens per second are medians over steps, on two virtual CPU devices, one per core: jaxscale's from the run's own
+metrics, the hand-written loop's with its own batches, in turns in one process. PyTorch runs in turns too, by an
+interpreter that has it (`--torch`; this one by default; left out where it is missing). `--seeds N` trains the whole
+recipe N times for the held-out loss in nats per character.
 """
 
 import argparse

@@ -7,8 +7,8 @@
 Each figure is a median over rounds of whole processes, started in turn so that a busy machine spoils all alike. A
 mistake in a subcommand, file, variant or own flag is timed from the start of the process; one in a field or value
 beyond a process that imports the same experiment file alone. That the first kind imports no JAX is asserted.
-`--install` clones the repository into an empty folder, runs `make train` there, and waits for the first step in its log;
-the installer's cache of downloaded packages is warm from its second run on.
+`--install` clones the repository into an empty folder, runs `make train` there, and waits for the first step in its
+log; the installer's cache of downloaded packages is warm from its second run on.
 """
 
 import argparse
