@@ -30,6 +30,10 @@ def module_of(config=SMALL):
     return module
 
 
+def run(module, images, **context):
+    return jax.jit(lambda images: module(images, context=Context(**context)))(images)
+
+
 def pure(config, module):
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
 
@@ -91,8 +95,8 @@ def hugging_face():
 def test_logits_are_hugging_faces(hugging_face):
     _, module, batch, arrays, _ = hugging_face
     with jax.default_matmul_precision("highest"):
-        np.testing.assert_allclose(module.embed(batch["images"]), arrays["hidden_states/0"], atol=1e-5)
-        np.testing.assert_allclose(module(batch["images"]), arrays["logits"], atol=1e-5)
+        np.testing.assert_allclose(jax.jit(module.embed)(batch["images"]), arrays["hidden_states/0"], atol=1e-5)
+        np.testing.assert_allclose(run(module, batch["images"]), arrays["logits"], atol=1e-5)
 
 
 def test_ten_steps_of_adamw_are_hugging_faces(hugging_face):
@@ -107,7 +111,7 @@ def test_ten_steps_of_adamw_are_hugging_faces(hugging_face):
         updates, state = transformation.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss, optax.tree.norm(grads)
 
-    state = transformation.init(params)
+    state = jax.jit(transformation.init)(params)
     losses, norms = [], []
     for _ in range(10):
         params, state, loss, norm = step(params, state)
@@ -121,7 +125,7 @@ def test_a_patch_meets_its_position_alone():
     """What enters the blocks at a position depends on the pixels of its patch, and on no others."""
     module = module_of()
     image = batch_for()["images"][:1]
-    touched = jax.jacobian(lambda image: module.embed(image)[0].sum(-1))(image)[:, 0]  # (positions, 8, 8, 2)
+    touched = jax.jit(jax.jacobian(lambda image: module.embed(image)[0].sum(-1)))(image)[:, 0]  # (positions, 8, 8, 2)
     assert not np.any(touched[0])  # the class token
     for position in range(4):
         row, column = divmod(position, 2)
@@ -136,24 +140,28 @@ def test_mean_pooling_reads_the_mean_of_the_normed_patches():
     assert module.token is None
     assert module.positions.weight.shape == (4, 16)
     images = batch_for(config)["images"]
-    x = module.blocks(module.embed(images))
-    np.testing.assert_allclose(module(images), module.head(module.norm(x).mean(1)), atol=1e-6)
+    expected = jax.jit(lambda images: module.head(module.norm(module.blocks(module.embed(images))).mean(1)))(images)
+    np.testing.assert_allclose(run(module, images), expected, atol=1e-6)
     # without a token, every patch looks alike to the rest: with equal positions, their order does not matter
     module.positions.weight[...] = jnp.zeros((4, 16))
     swapped = jnp.concatenate([images[:, 4:], images[:, :4]], axis=1)
-    np.testing.assert_allclose(module(images), module(swapped), atol=1e-5)
+    np.testing.assert_allclose(run(module, images), run(module, swapped), atol=1e-5)
 
 
 def test_the_first_loss_is_that_of_a_uniform_guess_and_weights_count():
     module = SMALL.build(nnx.Rngs(0))
     batch = batch_for()
-    loss = SMALL.loss(module, batch, Context())
+    loss = jax.jit(lambda batch: SMALL.loss(module, batch, Context()))(batch)
     np.testing.assert_allclose(loss.total / loss.weight, np.log(5), rtol=1e-6)
     module = module_of()
     weights = np.array([1, 0, 2, 0], np.float32)
-    loss = SMALL.loss(module, batch | {"weights": weights}, Context())
-    right, weight = SMALL.accuracy(module, batch | {"weights": weights}, Context())
-    logits = module(batch["images"])
+
+    @jax.jit
+    def everything(batch):
+        loss = SMALL.loss(module, batch, Context())
+        return loss, SMALL.accuracy(module, batch, Context()), module(batch["images"])
+
+    loss, (right, weight), logits = everything(batch | {"weights": weights})
     each = -np.asarray(jax.nn.log_softmax(logits))[np.arange(4), batch["labels"]]
     np.testing.assert_allclose(loss.total, (each * weights).sum(), rtol=1e-5)
     assert float(loss.weight) == float(weight) == 3
@@ -163,32 +171,30 @@ def test_the_first_loss_is_that_of_a_uniform_guess_and_weights_count():
 def test_dropout_and_smoothing_act_in_their_places():
     config = ViT(classes=5, image=8, patch=4, channels=2, layers=1, embed=16, heads=2, dropout=0.5, smoothing=0.3)
     module, batch = module_of(config), batch_for(config)
+    total = jax.jit(lambda config, batch, context: config.loss(module, batch, context).total, static_argnums=0)
     key = jax.random.key(0)
-    quiet, trained = config.loss(module, batch, Context()).total, config.loss(module, batch, Context(key=key)).total
-    assert quiet == config.loss(module, batch, Context()).total
+    quiet, trained = total(config, batch, Context()), total(config, batch, Context(key=key))
+    assert quiet == total(config, batch, Context())
     assert not np.isclose(quiet, trained)
     # a row's masks are its own: alone in a microbatch, it gives what it gave among the others
-    alone = {name: array[2:3] for name, array in batch.items()}
     each = [
-        config.loss(
-            module, {n: a[i : i + 1] for n, a in batch.items()}, Context(key=key, examples=jnp.array([i]))
-        ).total
+        total(config, {n: a[i : i + 1] for n, a in batch.items()}, Context(key=key, examples=jnp.array([i])))
         for i in range(4)
     ]
     np.testing.assert_allclose(sum(each), trained, rtol=1e-5)
-    plain = ViT(**{**vars(config), "smoothing": 0.0}).loss(module, alone, Context()).total
-    uniform = -jax.nn.log_softmax(module(alone["images"])).mean()
-    smoothed = config.loss(module, alone, Context()).total
-    np.testing.assert_allclose(smoothed, 0.7 * plain + 0.3 * uniform, rtol=1e-5)
+    alone = {name: array[2:3] for name, array in batch.items()}
+    plain = total(ViT(**{**vars(config), "smoothing": 0.0}), alone, Context())
+    uniform = -jax.nn.log_softmax(run(module, alone["images"])).mean()
+    np.testing.assert_allclose(total(config, alone, Context()), 0.7 * plain + 0.3 * uniform, rtol=1e-5)
 
 
 def test_remat_of_the_blocks_keeps_the_gradients():
     module, batch = module_of(), batch_for()
     params, total = pure(SMALL, module)
     context = Context(key=jax.random.key(0))
-    plain = jax.grad(total)(params, batch, context)
+    plain = jax.jit(lambda p: jax.grad(total)(p, batch, context))(params)
     with blocks.wrapping(lambda block, rolled: jax.checkpoint(block, prevent_cse=not rolled)):
-        treated = jax.grad(total)(params, batch, context)
+        treated = jax.jit(lambda p: jax.grad(total)(p, batch, context))(params)
         text = str(jax.make_jaxpr(lambda p: total(p, batch, context))(params))
     assert text.count("checkpoint[") + text.count("remat2[") + text.count("remat[") == 1  # one block, scanned
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), plain, treated)
@@ -197,9 +203,10 @@ def test_remat_of_the_blocks_keeps_the_gradients():
 def test_bfloat16_stays_near_and_gives_float32_gradients():
     module, batch = module_of(), batch_for()
     params, total = pure(SMALL, module)
-    exact = total(params, batch, Context(key=jax.random.key(0)))
-    loss, grads = jax.value_and_grad(total)(params, batch, Context(key=jax.random.key(0), dtype="bfloat16"))
-    assert module(batch["images"], context=Context(dtype="bfloat16")).dtype == jnp.bfloat16
+    exact = jax.jit(total)(params, batch, Context(key=jax.random.key(0)))
+    narrow = Context(key=jax.random.key(0), dtype="bfloat16")
+    loss, grads = jax.jit(lambda p: jax.value_and_grad(total)(p, batch, narrow))(params)
+    assert jax.eval_shape(lambda: module(batch["images"], context=narrow)).dtype == jnp.bfloat16
     assert {g.dtype.name for g in jax.tree.leaves(grads)} == {"float32"}
     np.testing.assert_allclose(loss, exact, rtol=0.02)
 
