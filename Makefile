@@ -37,13 +37,17 @@ lint: $(TEST)
 
 setup: $(TRAIN)
 
+# the stamps of what was there before go: a checkout of old requirements installs them again
 $(TRAIN):
 	$(call install,train)
+	rm -f $(VENV)/.train-* $(VENV)/.test-*
 	touch $@
 
+# what the tests need holds what training needs, in the same versions
 $(TEST):
 	$(call install,test)
-	touch $@
+	rm -f $(VENV)/.train-* $(VENV)/.test-*
+	touch $(TRAIN) $@
 
 define install
 	test -x $(PY) || $(if $(UV),$(UV) venv -q --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV),$(PYTHON) -m venv $(VENV))
