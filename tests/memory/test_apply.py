@@ -37,7 +37,7 @@ def chain():
 
 
 def gradient_of(module, keep, unroll=1):
-    """The gradient of a scalar of the module's output, as a function of its parameters, under a plan; and parameters."""
+    """Gradient of a scalar of the module's output as a function of its parameters, under a plan; and parameters."""
     graphdef, params = nnx.split(module)
 
     def loss(params, x):

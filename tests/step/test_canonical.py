@@ -161,8 +161,8 @@ MOVES = {
     "decoder": ({"mesh": "data:2"}, {"mesh": "fsdp:2,tensor:4", "zero": 3}),
     "foreign": ({"model": foreign(), "mesh": "fsdp:4", "zero": 3}, {"model": foreign(), "mesh": "data:2"}),
     "factored": (
-        {"mesh": "fsdp:4", "zero": 2, "optimizer": Optimizer(custom=factored)},
-        {"mesh": "1", "optimizer": Optimizer(custom=factored)},
+        {"model": foreign(), "mesh": "fsdp:4", "zero": 2, "optimizer": Optimizer(custom=factored)},
+        {"model": foreign(), "mesh": "1", "optimizer": Optimizer(custom=factored)},
     ),
 }
 
