@@ -126,6 +126,8 @@ class Generate:
             raise UserError(f"--tokens: got {self.tokens}, expected a whole number >= 1")
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"--temperature: got {self.temperature}, expected a number >= 0; 0 is greedy")
+        if not -(2**31) <= self.seed < 2**31:
+            raise UserError(f"--seed: got {self.seed}, expected a whole number from -2**31 up to, not including, 2**31")
 
     def run(self) -> None:
         """Generate."""
@@ -192,6 +194,8 @@ class Export:
         check_run(self.run_dir)
         if Path(self.folder).is_file():
             raise UserError(f"{self.folder} is a file: expected a folder to make")
+        if (Path(self.folder) / "experiment.json").exists():
+            raise UserError(f"{self.folder} is the directory of a run: give a folder to make beside it")
 
     def run(self) -> None:
         """Export."""

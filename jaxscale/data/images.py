@@ -13,6 +13,7 @@ from jaxscale.data import source
 from jaxscale.data.loader import Opened
 from jaxscale.data.text import check_share
 from jaxscale.errors import UserError, near_miss
+from jaxscale.values import check_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Images:
     labels: str = "y"
 
     def __post_init__(self) -> None:
+        check_types(self)
         object.__setattr__(self, "path", source.absolute(os.fspath(self.path)))
         if not 0 <= self.held_out < 1:
             raise UserError(f"held_out: got {self.held_out!r}, expected a share of the images, 0 <= held_out < 1")

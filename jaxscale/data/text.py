@@ -5,7 +5,7 @@ import functools
 import hashlib
 import os
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jaxscale.data import source, tokenizer
 from jaxscale.data.cache import Corpus, open_corpus
@@ -15,7 +15,8 @@ from jaxscale.data.pack import Packed
 from jaxscale.data.shuffle import derive
 from jaxscale.data.tokenizer import Bytes, Characters, Tokenizer
 from jaxscale.data.windows import Windows
-from jaxscale.errors import UserError, near_miss, unknown
+from jaxscale.errors import UserError, near_miss
+from jaxscale.values import check_types
 
 Layout = Literal["windows", "packed"]
 
@@ -58,6 +59,7 @@ class Text:
     prompt_end: str | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         if isinstance(self.path, str | os.PathLike):
             object.__setattr__(self, "path", source.absolute(self.path))
         else:
@@ -65,10 +67,8 @@ class Text:
         if not self.path:
             raise UserError("path: got no path, expected at least one text file or glob")
         object.__setattr__(self, "tokenizer", _named(os.fspath(self.tokenizer)))
-        if not isinstance(self.context, int) or isinstance(self.context, bool) or self.context < 1:
+        if self.context < 1:
             raise UserError(f"context: got {self.context!r}, expected a whole number of tokens >= 1")
-        if self.layout not in get_args(Layout):
-            raise unknown("layout", str(self.layout), get_args(Layout))
         if not 0 <= self.held_out < 1:
             raise UserError(f"held_out: got {self.held_out!r}, expected a share of the text, 0 <= held_out < 1")
         for name in ("separator", "prompt_end"):
@@ -121,6 +121,7 @@ class Mixture:
     weights: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not self.parts or len(self.parts) != len(self.weights):
             raise UserError(
                 f"a mixture of {len(self.parts)} parts has {len(self.weights)} weights: expected one for each part"

@@ -4,6 +4,7 @@ The update rules are optax's own. `custom` takes any other optax transformation.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -25,14 +26,14 @@ class Optimizer:
     Args:
         name: the update rule.
         learning_rate: its peak.
-        final_learning_rate: at the last step; `None` is a tenth of the peak.
+        final_learning_rate: at the end; `None` is a tenth of the peak.
         warmup: updates of linear warm-up.
         schedule: how the rate falls after the warm-up.
         b1: decay of the first moment (adamw, lion).
         b2: decay of the second moment (adamw, lion).
         eps: added to the root of the second moment (adamw).
         momentum: of sgd; 0 keeps no state.
-        weight_decay: decoupled, times the learning rate.
+        weight_decay: decoupled: every update takes this times the learning rate off a weight.
         decay: what is decayed: "matrices" spares norms, biases and other vectors; "all" spares nothing.
         clip: global norm that gradients are clipped to; `None` never clips.
         custom: a function of the schedule (step to learning rate) that returns any optax transformation; replaces
@@ -59,13 +60,14 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for field in ("learning_rate", "final_learning_rate", "clip"):
+        for field in ("learning_rate", "clip"):
             value = getattr(self, field)
-            if value is not None and not value > 0:
+            if value is not None and not (value > 0 and math.isfinite(value)):
                 raise UserError(f"optimizer.{field}: got {value!r}, expected a number above 0")
-        for field in ("warmup", "weight_decay", "momentum"):
-            if not getattr(self, field) >= 0:
-                raise UserError(f"optimizer.{field}: got {getattr(self, field)!r}, expected 0 or more")
+        for field in ("final_learning_rate", "warmup", "weight_decay", "momentum", "eps"):
+            value = getattr(self, field)
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise UserError(f"optimizer.{field}: got {value!r}, expected 0 or more")
         for field in ("b1", "b2"):
             if not 0 <= getattr(self, field) < 1:
                 raise UserError(
@@ -112,8 +114,35 @@ class Optimizer:
         elif self.name == "lion":
             rule = optax.lion(rate, self.b1, self.b2, weight_decay=self.weight_decay, mask=mask)
         elif self.name == "adafactor":
-            rule = optax.adafactor(rate, weight_decay_rate=self.weight_decay or None, weight_decay_mask=mask)
+            rule = optax.chain(optax.adafactor(rate), decoupled_decay(rate, self.weight_decay, mask))
         else:
-            decay = optax.add_decayed_weights(self.weight_decay, mask) if self.weight_decay else optax.identity()
-            rule = optax.chain(decay, optax.sgd(rate, momentum=self.momentum or None))
+            sgd = optax.sgd(rate, momentum=self.momentum or None)
+            rule = optax.chain(sgd, decoupled_decay(rate, self.weight_decay, mask))
         return rule if self.clip is None else optax.chain(optax.clip_by_global_norm(self.clip), rule)
+
+
+def decoupled_decay(rate: Callable[[Any], Any], decay: float, mask: Any) -> Any:
+    """Weight decay behind an update rule: takes `rate * decay` of each weight off its update.
+
+    Args:
+        rate: learning rate by the number of updates made.
+        decay: share of a weight, in units of the learning rate.
+        mask: tree of bools like the parameters; `None` decays all.
+    """
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    if not decay:
+        return optax.identity()
+
+    def init(params: Any) -> Any:
+        return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32))
+
+    def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        share = decay * rate(state.count)
+        chosen = jax.tree.map(lambda _: True, params) if mask is None else mask
+        after = jax.tree.map(lambda u, p, on: u - share * p if on else u, updates, params, chosen)
+        return after, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
+
+    return optax.GradientTransformation(init, update)

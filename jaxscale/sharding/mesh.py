@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxscale.errors import UserError, unknown
+from jaxscale.values import check_types
 
 AXES = ("replica", "data", "pipe", "fsdp", "expert", "sequence", "tensor")
 """Mesh axes from the slowest link to the fastest: replicas lie across slices, tensor shards on the nearest chips."""
@@ -42,8 +43,9 @@ class MeshSpec:
     tensor: int = 1
 
     def __post_init__(self) -> None:
+        check_types(self)
         for axis, count in self.sizes.items():
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            if count < 1:
                 raise UserError(f"mesh axis {axis}: got {count!r}, expected a whole number of devices >= 1")
 
     @property

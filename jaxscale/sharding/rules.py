@@ -8,7 +8,7 @@ Parameters and activations share the names. ZeRO's sharding of parameters over "
 
 import dataclasses
 
-from jaxscale.errors import unknown
+from jaxscale.errors import UserError, unknown
 from jaxscale.sharding.mesh import AXES
 from jaxscale.values import check_types
 
@@ -65,6 +65,9 @@ class AxisRules:
             for axis in getattr(self, field.name):
                 if axis not in AXES:
                     raise unknown(f"mesh axis for {field.name}", axis, AXES)
+            axes = getattr(self, field.name)
+            if len(set(axes)) < len(axes):
+                raise UserError(f"{field.name}: got {', '.join(axes)}: an axis of the mesh lies along a dim once")
 
     def axes(self, name: str | None) -> Axes:
         """Mesh axes of the logical axis `name`; a dim without a name is whole."""

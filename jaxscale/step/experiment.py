@@ -1,6 +1,7 @@
 """Experiment: what to run, as a value. What belongs to speed and memory alone is its Plan."""
 
 import dataclasses
+import math
 from typing import Any
 
 from jaxscale.blocks import Model
@@ -8,6 +9,16 @@ from jaxscale.errors import UserError
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.step.plan import Plan
 from jaxscale.values import check_types
+
+
+def _at_least(value: Any, path: str, **least: int) -> None:
+    """Refuse numbers below what they must be, and infinite ones; a field that is `None` passes."""
+    for name, bound in least.items():
+        given = getattr(value, name)
+        if given is None or (given >= bound and math.isfinite(given)):
+            continue
+        number = "whole number" if isinstance(given, int) else "number"
+        raise UserError(f"{f'{path}.' if path else ''}{name}: got {given!r}, expected a {number} >= {bound}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +35,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         check_types(self)
+        _at_least(self, "evaluation", every=0, batches=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +44,7 @@ class Samples:
 
     Args:
         every: steps between samples; 0 samples at the end only.
-        prompts: a sample is drawn for each.
+        prompts: a sample is drawn for each; without any, none is.
         tokens: tokens per sample.
         temperature: 0 is greedy.
     """
@@ -44,6 +56,12 @@ class Samples:
 
     def __post_init__(self) -> None:
         check_types(self)
+        _at_least(self, "samples", every=0, tokens=1, temperature=0)
+        for prompt in self.prompts:
+            if not prompt:
+                raise UserError(
+                    "samples.prompts: got '', expected text to continue, such as a line break; () draws no samples"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +82,7 @@ class Checkpointing:
 
     def __post_init__(self) -> None:
         check_types(self)
+        _at_least(self, "checkpoint", every=0, minutes=0, keep=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +101,7 @@ class Guard:
 
     def __post_init__(self) -> None:
         check_types(self)
+        _at_least(self, "guard", spike=0, warmup=0, patience=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +133,9 @@ class Experiment:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("steps", "batch"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name}: got {value!r}, expected a whole number >= 1")
+        _at_least(self, "", steps=1, batch=1, seed=0)
+        for name in ("steps", "batch", "seed"):  # they are int32 on the devices
+            if getattr(self, name) >= 2**31:
+                raise UserError(f"{name}: got {getattr(self, name)}, expected a whole number below 2**31")
+        if not self.name or self.name in (".", "..") or any(sign in self.name for sign in "/\\\0"):
+            raise UserError(f"name: got {self.name!r}, expected the name of a folder: some text without / and \\")

@@ -83,6 +83,14 @@ def check_model(plan: Plan, model: Any) -> None:
     """Refuse a plan whose axes do not divide the model, before anything is traced."""
     assert plan.mesh is not None
     rules, sizes = effective_rules(plan), plan.mesh.sizes
+    if set(rules.batch) != set(BATCH_AXES):
+        raise UserError(
+            f"rules.batch: got {', '.join(rules.batch) or 'none'}, expected {', '.join(BATCH_AXES)}: rows of a batch "
+            "lie over all of them; change the mesh instead"
+        )
+    layers = getattr(model, "layers", None)
+    if isinstance(layers, int) and plan.unroll > layers:
+        raise UserError(f"unroll {plan.unroll}: the model has {layers} layers; expected at most as many")
     for name, size in model.logical_sizes().items():
         axes = rules.axes(name)
         ways = math.prod(sizes[axis] for axis in axes)

@@ -6,10 +6,15 @@ dtype and two checksums. A folder counts once Orbax has committed it; what a kil
 and what does not verify is passed over for the one before. Nothing is ever saved over a checkpoint that exists.
 """
 
+import contextlib
 import dataclasses
+import gc
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxscale.errors import UserError
@@ -207,11 +212,7 @@ class Checkpoints:
         steps = self.steps() if step is None else [step]
         damaged: dict[int, str] = {}
         for candidate in reversed(steps):
-            problem, result = "", None
-            try:
-                result = self._restore(candidate, abstract)
-            except DamagedError as caught:
-                problem = str(caught)
+            result, problem = self._attempt(candidate, abstract)
             if not _all_agree(result is not None):
                 problem = problem or "another process could not read it"
                 damaged[candidate] = problem
@@ -228,6 +229,17 @@ class Checkpoints:
             f"no checkpoint in {self.folder} can be used ({reasons}): restore one from a copy, "
             "or start again in another directory (--out), or with --resume never"
         )
+
+    def _attempt(self, step: int, abstract: Mapping[str, Any]) -> tuple[Restored | None, str]:
+        """The checkpoint of a step, or why it is damaged."""
+        with _quietly():
+            try:
+                return self._restore(step, abstract), ""
+            except DamagedError as caught:
+                problem = str(caught)
+            gc.collect()  # reads that were abandoned end here, and not when they would be heard
+            logging.getLogger("asyncio").addFilter(_retrieved)  # those of other threads end later
+            return None, problem
 
     def _restore(self, step: int, abstract: Mapping[str, Any]) -> Restored:
         import jax
@@ -250,7 +262,7 @@ class Checkpoints:
         except Exception as problem:
             if "RESOURCE_EXHAUSTED" in str(problem):
                 raise
-            raise DamagedError(_first_line(problem)) from problem
+            raise DamagedError("its arrays cannot be read: a file is cut short, missing or changed") from problem
         wrong = [name for name in abstract if list(sums[name]) != entries[name][2:]]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -264,7 +276,8 @@ class Checkpoints:
         if not (path / _COMMITTED).exists():
             raise DamagedError(f"{path} has no {_COMMITTED}: it was not written to its end, or is incomplete")
         try:
-            metadata: Any = ocp.metadata(path).custom_metadata
+            with _quietly():
+                metadata: Any = ocp.metadata(path).custom_metadata
             content, digest = metadata["jaxscale"], metadata["sha256"]
         except Exception as problem:
             raise DamagedError(f"its description cannot be read: {_first_line(problem)}") from problem
@@ -333,6 +346,38 @@ class _explained:  # noqa: N801
             f"cannot write checkpoints to {folder}: {_first_line(problem)}; {left}: "
             "free space, or make the folder writable, and start the run again"
         ) from problem
+
+
+def _nothing(*told: Any) -> None:
+    """Say nothing of what was told."""
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Orbax logs every array that it cannot read, and abandons the reads of the others, whose tracebacks Python prints:
+    one message of ours is enough.
+    """
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    hooks = sys.unraisablehook, sys.excepthook
+    for logger in loggers:
+        logger.addFilter(_drop)
+    sys.unraisablehook = sys.excepthook = _nothing
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that were never awaited
+            yield
+    finally:
+        sys.unraisablehook, sys.excepthook = hooks
+        for logger in loggers:
+            logger.removeFilter(_drop)
+
+
+def _drop(record: Any) -> bool:
+    return False
+
+
+def _retrieved(record: Any) -> bool:
+    return "never retrieved" not in record.getMessage()
 
 
 def _path(folder: Any) -> Any:

@@ -83,12 +83,15 @@ def check_same_experiment(directory: Any, experiment: Experiment) -> bool:
     """Whether the directory holds a run already; it must be of the same experiment.
 
     Raises:
-        UserError: the run there differs in more than `MAY_CHANGE`.
+        UserError: the run there differs in more than `MAY_CHANGE`, or its experiment.json is damaged.
     """
     path = run_path(directory) / EXPERIMENT
     if not path.exists():
         return False
-    there = values.read_json(path)
+    try:
+        there = values.read_json(path)
+    except UserError as error:
+        raise UserError(f"{error}; restore it from a copy, or give another directory (--out)") from error
     here = json.loads(json.dumps(values.to_json(experiment)))
     found = [d for d in values.difference(here, there) if d.path.split(".")[0] not in MAY_CHANGE]
     if found:

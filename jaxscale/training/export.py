@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxscale.errors import UserError
+from jaxscale.training.directory import EXPERIMENT
 
 
 def export(
@@ -23,6 +24,8 @@ def export(
     Raises:
         UserError: no run or checkpoint there, or a model that no architecture of transformers expresses.
     """
+    if (Path(folder) / EXPERIMENT).exists():
+        raise UserError(f"{folder} is the directory of a run: give a folder to make beside it")
     from jaxscale.models import huggingface
     from jaxscale.training.restore import read_tokenizer, restore_parameters
 

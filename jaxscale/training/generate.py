@@ -44,7 +44,7 @@ def generate(
     """
     from jaxscale.training.restore import restore_parameters
 
-    check(tokens, temperature)
+    check(tokens, temperature, seed)
     restored = restore_parameters(run, best=best)
     model = restored.experiment.model
     tokenizer = restored.tokenizer()
@@ -58,7 +58,7 @@ def generate(
     return texts[0] if isinstance(prompt, str) else texts
 
 
-def check(tokens: int, temperature: float) -> None:
+def check(tokens: int, temperature: float, seed: int = 0) -> None:
     """Refuse settings that make no text.
 
     Raises:
@@ -68,6 +68,8 @@ def check(tokens: int, temperature: float) -> None:
         raise UserError(f"tokens: got {tokens!r}, expected a whole number >= 1")
     if not (temperature >= 0 and temperature < float("inf")):
         raise UserError(f"temperature: got {temperature!r}, expected 0 (the most likely token) or more")
+    if not -(2**31) <= seed < 2**31:
+        raise UserError(f"seed: got {seed!r}, expected a whole number from -2**31 up to, not including, 2**31")
 
 
 def can_generate(model: Any, tokenizer: Any) -> bool:

@@ -17,6 +17,7 @@ from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.training import directory as place
 from jaxscale.training.backend import start_backend
+from jaxscale.training.check_data import check_data
 from jaxscale.training.checkpoint import Checkpoints, Description
 from jaxscale.training.display import Display
 from jaxscale.training.evaluate import Evaluator
@@ -423,26 +424,6 @@ class _Training:
     def say(self, text: str) -> None:
         """Show a line."""
         self.display.say(text)
-
-
-def check_data(experiment: Experiment, opened: Any) -> None:
-    """Refuse data that the model cannot take.
-
-    Raises:
-        UserError: tokens beyond the vocabulary, or sequences longer than the model's positions.
-    """
-    tokenizer = getattr(opened, "tokenizer", None)
-    vocab, context = (getattr(experiment.model, name, None) for name in ("vocab", "context"))
-    if tokenizer is not None and vocab is not None and tokenizer.size > vocab:
-        raise UserError(
-            f"the tokenizer has {tokenizer.size} tokens, and model.vocab is {vocab}: "
-            f"set model.vocab to {tokenizer.size} or more"
-        )
-    length = getattr(experiment.data, "context", None)
-    if context is not None and length is not None and length > context:
-        raise UserError(
-            f"data.context is {length}, and model.context is {context} positions: set data.context to {context}"
-        )
 
 
 def _profile(text: str | None) -> Any:

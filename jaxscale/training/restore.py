@@ -41,13 +41,23 @@ class Trained:
 
 
 def read_tokenizer(directory: Any) -> Any:
-    """The tokenizer that a run left in its directory, or `None` where its data is not text."""
+    """The tokenizer that a run left in its directory, or `None` where its data is not text.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     path = run_path(directory) / TOKENIZER
     if not path.exists():
         return None
     from jaxscale.data.tokenizer import from_json
 
-    return from_json(path.read_text(encoding="utf-8"))
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except (LookupError, TypeError, ValueError) as error:  # UserError among them
+        raise UserError(
+            f"{path} is not the tokenizer of a run ({error}): restore it from a copy, or train some steps more, "
+            "which writes it anew"
+        ) from error
 
 
 def write_tokenizer(directory: Any, tokenizer: Any) -> None:
@@ -111,7 +121,8 @@ def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
     from jaxscale.step.plan import Plan
 
     ran = experiment.plan
-    plan = Plan(precision=ran.precision, matmul=ran.matmul, loss_chunk=ran.loss_chunk, attention=ran.attention)
+    attention = "auto" if devices[0].platform != "tpu" and ran.attention == "splash" else ran.attention
+    plan = Plan(precision=ran.precision, matmul=ran.matmul, loss_chunk=ran.loss_chunk, attention=attention)
     # plain descent keeps no state beside the parameters
     plain = Optimizer(name="sgd", clip=None, weight_decay=0.0)
     experiment = dataclasses.replace(experiment, optimizer=plain, plan=plan)

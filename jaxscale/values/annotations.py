@@ -120,5 +120,6 @@ def located(error: UserError, path: str, names: Sequence[str]) -> UserError:
     text = str(error)
     if not path:
         return error
+    text = text.removeprefix(f"{path.rpartition('.')[2]}.")  # some say it themselves
     first = text.split(":")[0].split(" ")[0]
     return UserError(f"{path}.{text}" if first in names else f"{path}: {text}")

@@ -1,0 +1,50 @@
+"""Whether data and model go together: what can be known of a batch before one is read."""
+
+from typing import Any
+
+from jaxscale.errors import UserError
+from jaxscale.step.experiment import Experiment
+
+
+def check_data(experiment: Experiment, opened: Any) -> None:
+    """Refuse data that the model cannot take.
+
+    Raises:
+        UserError: tokens beyond the vocabulary, prompts of samples that the tokenizer does not know, labels beyond
+            the classes, images of another shape, or sequences longer than the model's positions.
+    """
+    tokenizer = getattr(opened, "tokenizer", None)
+    vocab, context = (getattr(experiment.model, name, None) for name in ("vocab", "context"))
+    if tokenizer is not None and vocab is not None and tokenizer.size > vocab:
+        raise UserError(
+            f"the tokenizer has {tokenizer.size} tokens, and model.vocab is {vocab}: "
+            f"set model.vocab to {tokenizer.size} or more"
+        )
+    if tokenizer is not None:
+        for prompt in experiment.samples.prompts:
+            try:
+                known = len(tokenizer.encode(prompt)) > 0
+            except UserError as error:
+                raise UserError(f"samples.prompts: {prompt!r}: {error}") from None
+            if not known:
+                raise UserError(f"samples.prompts: {prompt!r} has no token: give text to continue, or no prompt")
+    facts, classes = getattr(opened, "facts", {}), getattr(experiment.model, "classes", None)
+    if classes is not None and facts.get("classes", 0) > classes:
+        raise UserError(
+            f"the data has {facts['classes']} classes, and model.classes is {classes}: set it to {facts['classes']}"
+        )
+    shape, wanted = facts.get("shape"), _image_shape(experiment.model)
+    if shape is not None and any(b not in (None, a) for a, b in zip(shape, wanted, strict=True)):
+        given, expected = (" x ".join("any" if n is None else str(n) for n in sizes) for sizes in (shape, wanted))
+        raise UserError(f"the images are {given}, and the model takes {expected}: set its image and channels")
+    length = getattr(experiment.data, "context", None)
+    if context is not None and length is not None and length > context:
+        raise UserError(
+            f"data.context is {length}, and model.context is {context} positions: set data.context to {context}"
+        )
+
+
+def _image_shape(model: Any) -> tuple[int | None, int | None, int | None]:
+    """Height, width and channels that a model takes; `None` where it takes any."""
+    side = getattr(model, "image", None)
+    return side, side, getattr(model, "channels", None)
