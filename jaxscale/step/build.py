@@ -148,20 +148,36 @@ class TrainStep:
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
-    def data_shard(self, batch: int | None = None) -> tuple[int, int]:
-        """(index, count): this process feeds part `index` of `count` equal, contiguous parts of the rows of a batch."""
-        rows = self.experiment.batch if batch is None else batch
+    def data_shard(self) -> tuple[int, int]:
+        """(index, count): this process feeds part `index` of `count` equal parts of the rows of a batch.
+
+        Where the devices of a process hold rows that do not lie together (a torus orders devices by their links, not by
+        their hosts), it reads the whole batch, (0, 1), and puts its own rows on its devices.
+        """
+        return self._data_shard
+
+    @functools.cached_property
+    def _data_shard(self) -> tuple[int, int]:
+        rows = self.experiment.batch
         mine = self.layout.batch.addressable_devices_indices_map((rows,)).values()
-        spans = sorted((s[0].start or 0, rows if s[0].stop is None else s[0].stop) for s in mine if s is not None)
-        start, stop = spans[0][0], max(span[1] for span in spans)
-        assert sum(b - a for a, b in set(spans)) == stop - start, "the rows of a process are contiguous"
-        return start // (stop - start), rows // (stop - start)
+        return equal_part({span(part, rows) for part in mine if part is not None}, rows)
 
     def place(self, batch: Batch) -> dict[str, Array]:
         """This process's rows of a batch, put on the devices as their part of the global batch."""
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), self.layout.batch)
-        return {k: jax.make_array_from_process_local_data(self.layout.batch, np.asarray(v)) for k, v in batch.items()}
+        index, count = self._data_shard
+
+        def spread(mine: np.ndarray) -> Array:
+            rows, first = count * len(mine), index * len(mine)
+
+            def part(where: Any) -> np.ndarray:
+                start, stop = span(where, rows)
+                return mine[start - first : stop - first]
+
+            return jax.make_array_from_callback((rows, *mine.shape[1:]), self.layout.batch, part)
+
+        return {name: spread(np.asarray(mine)) for name, mine in batch.items()}
 
     def abstract_batch(self, batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of a global batch (of arrays or of shapes), with their sharding."""
@@ -299,7 +315,7 @@ class TrainStep:
         loss = self.experiment.model.loss(module, batch, context)
         objective = loss.total + loss.penalty
         if self.plan.microbatches == 1:
-            objective = objective / jnp.maximum(jax.lax.stop_gradient(loss.weight), 1.0)
+            objective = objective / _positive(jax.lax.stop_gradient(loss.weight))
         return objective, (Loss(loss.total, loss.weight), self.functional.rest_of(module))
 
     def _place_gradients(self, gradients: Params) -> Params:
@@ -338,12 +354,12 @@ class TrainStep:
             start = (Loss(jnp.zeros(()), jnp.zeros(())), zeros, state.rest)
             parts = (jax.tree.map(split, dict(batch)), split(examples))
             (loss, gradients, rest), _ = jax.lax.scan(add, start, parts)
-            scale = 1.0 / jnp.maximum(loss.weight, 1.0)
+            scale = 1.0 / _positive(loss.weight)
             return loss, jax.tree.map(lambda g: g * scale, gradients), rest
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, gradients, rest = self._gradients(state, batch)
-        mean = loss.total / jnp.maximum(loss.weight, 1.0)
+        mean = loss.total / _positive(loss.weight)
         norm = optax.tree.norm(gradients)
         good, watch = state.watch.judge(mean, norm, self.experiment.guard)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
@@ -406,6 +422,29 @@ def decays(names: tuple[str | None, ...] | None, shape: tuple[int, ...]) -> bool
     if names is None:
         return len(shape) > 1
     return sum(name != "layers" for name in names) > 1 and "norm" not in names
+
+
+def _positive(weight: Float[Array, ""]) -> Float[Array, ""]:
+    """A sum of weights to divide by: a batch without targets has a loss of zero and no gradient."""
+    return jnp.where(weight > 0, weight, 1.0)
+
+
+def span(where: Sequence[slice], rows: int) -> tuple[int, int]:
+    """First row, and the one behind the last, of a part of an array of `rows`."""
+    return where[0].start or 0, rows if where[0].stop is None else where[0].stop
+
+
+def equal_part(spans: set[tuple[int, int]], rows: int) -> tuple[int, int]:
+    """(index, count) of the one of `count` equal parts of `rows` that the spans make up; (0, 1) if they make up none.
+
+    Example:
+        >>> equal_part({(4, 6), (6, 8)}, 8), equal_part({(0, 2), (4, 6)}, 8)
+        ((1, 2), (0, 1))
+    """
+    start, stop = min(a for a, _ in spans), max(b for _, b in spans)
+    size = stop - start
+    together = sum(b - a for a, b in spans) == size
+    return (start // size, rows // size) if together and rows % size == 0 and start % size == 0 else (0, 1)
 
 
 def _microbatches(x: Array, *, parts: int) -> Array:

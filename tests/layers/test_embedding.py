@@ -31,3 +31,16 @@ def test_position_table():
     table = PositionTable(4, 2, rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(table.lookup(jnp.array([[2, 0]]))[0], table.weight[...][np.array([2, 0])])
     assert table.weight.out_sharding == ("position", "embed")
+
+
+def test_gradients_of_a_bfloat16_table_add_up_in_float32():
+    embedding = Embedding(4, 2, rngs=nnx.Rngs(0))
+    tokens = jnp.zeros((1, 4096), jnp.int32)
+
+    def total(weight):
+        graph, _ = nnx.split(embedding)
+        return nnx.merge(graph, {"weight": weight}).lookup(tokens).astype(jnp.float32).sum()
+
+    gradient = jax.grad(total)(embedding.weight[...].astype(jnp.bfloat16))
+    assert gradient.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(gradient.astype(jnp.float32), [[4096.0, 4096.0]] + [[0.0, 0.0]] * 3)

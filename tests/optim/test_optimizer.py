@@ -59,6 +59,24 @@ def test_updates_equal_optax(value, reference):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, expected)
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor"])
+def test_weight_decay_takes_its_share_of_the_learning_rate_off_and_no_more(name):
+    rate, decay = 1e-2, 0.5
+    decayed, plain = (
+        Optimizer(name=name, learning_rate=rate, weight_decay=d, momentum=0.9, schedule="constant", clip=None)
+        for d in (decay, 0.0)
+    )
+    found = []
+    for value in (decayed, plain):
+        rule = value.build(10, MASK)
+        state = rule.init(PARAMS)
+        for _ in range(2):  # the second update sees what the first left in moments and momentum
+            updates, state = rule.update(GRADS, state, PARAMS)
+        found.append(updates)
+    np.testing.assert_allclose(found[0]["w"] - found[1]["w"], -rate * decay * PARAMS["w"], rtol=1e-4)
+    np.testing.assert_array_equal(found[0]["norm"], found[1]["norm"])
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
