@@ -371,6 +371,9 @@ class _Training:
             best=self.best,
             versions=versions(),
         )
+        if self.log is not None:
+            with place.writing(self.folder):
+                self.log.flush()  # in a bucket lines wait, and those up to here must come before the checkpoint
         self.checkpoints.save(self.step.to_canonical(state), description)
         self.saved_at = time.monotonic()
         if wait and (done := self.checkpoints.wait()) is not None:

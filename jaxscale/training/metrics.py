@@ -101,7 +101,8 @@ class MetricsLog:
         return row
 
     def flush(self) -> None:
-        """Writes out the TensorBoard events that wait; the lines never wait."""
+        """Writes out the lines that wait, as in a bucket they do, and the TensorBoard events."""
+        self._lines.flush()
         if self._board is not None:
             self._board.flush()
 

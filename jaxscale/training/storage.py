@@ -1,8 +1,9 @@
 """Where a run's files lie: a local folder, or a bucket (gs://, s3://) through etils.epath.
 
 Objects in a bucket cannot be appended to. `open_append` is the one place that knows: for a bucket it keeps the file in
-memory and uploads the whole of it every `UPLOAD_SECONDS` and on close, so a run that is killed loses at most that much
-of its log. It leaves out locking: one process writes a run's log.
+memory and uploads the whole of it every `UPLOAD_SECONDS`, on `flush` and on close: a run flushes its log before it saves
+a checkpoint, so one that is killed loses no line that it does not write again. It leaves out locking: one process
+writes a run's log.
 """
 
 import contextlib
@@ -54,6 +55,9 @@ class LocalAppender:
             while data:
                 data = data[self._file.write(data) :]
 
+    def flush(self) -> None:
+        """Nothing waits here."""
+
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
@@ -74,17 +78,18 @@ class RemoteAppender:
             self._tried = time.monotonic()
             # a bucket out of reach for a moment should not end the run: the next upload has it all, or close raises
             with contextlib.suppress(OSError):
-                self._upload()
+                self.flush()
 
-    def _upload(self) -> None:
+    def flush(self) -> None:
+        """Uploads what is not there yet."""
         if self._stored < len(self._data):
             with _naming(self.path):
                 self.path.write_bytes(bytes(self._data))
-            self._stored = len(self._data)
+            self._stored, self._tried = len(self._data), time.monotonic()
 
     def close(self) -> None:
         """Uploads what is left."""
-        self._upload()
+        self.flush()
 
 
 Appender = LocalAppender | RemoteAppender

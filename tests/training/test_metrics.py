@@ -275,6 +275,9 @@ def test_a_run_in_a_bucket_uploads_now_and_then_and_appends_after_a_restart(buck
     assert len((bucket / "run" / FILE).read_bytes().splitlines()) == 2
     monkeypatch.setattr(storage, "UPLOAD_SECONDS", 1e9)
     log.train(3, loss=3.0)
+    assert len((bucket / "run" / FILE).read_bytes().splitlines()) == 2
+    log.flush()
+    assert len((bucket / "run" / FILE).read_bytes().splitlines()) == 3
     log.close()
     with MetricsLog("gs://bucket/run") as log:
         log.train(4, loss=4.0)
