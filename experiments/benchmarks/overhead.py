@@ -27,6 +27,7 @@ from jaxscale.step.plan import Plan
 from jaxscale.training.source import load
 
 EXPERIMENTS = Path(__file__).resolve().parent.parent
+UNROLL = load(EXPERIMENTS / "shakespeare.py")[0].plan.unroll
 
 
 def timed(run: Callable[[], Any]) -> float:
@@ -40,7 +41,7 @@ class HandWritten:
     """The hand-written loop, compiled, with its state."""
 
     def __init__(self, devices: list[Any], batch: dict[str, np.ndarray]) -> None:
-        start, step, rows = plain_loop.make_step(devices)
+        start, step, rows = plain_loop.make_step(devices, UNROLL)
         self.state, self.batch = start(), jax.device_put(batch, rows)
         self.compiled = step.lower(self.state, self.batch).compile()
 
@@ -72,7 +73,8 @@ def step_figures(steps: int) -> list[Figure]:
     rng = np.random.default_rng(0)
     batch = {k: rng.integers(0, plain_loop.VOCAB, shape, dtype=np.int32) for k in ("tokens", "targets")}
     device = jax.devices()[:1]
-    plain, control, ours = HandWritten(device, batch), HandWritten(device, batch), Ours(Plan(mesh=MeshSpec()), batch)
+    plain, control = HandWritten(device, batch), HandWritten(device, batch)
+    ours = Ours(Plan(mesh=MeshSpec(), unroll=UNROLL), batch)
     seconds: dict[str, list[float]] = {"plain": [], "control": [], "ours": []}
     programs = [("plain", plain), ("ours", ours), ("control", control)]
     for i in range(steps + 5):

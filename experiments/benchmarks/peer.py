@@ -52,7 +52,7 @@ def by_hand(steps: int) -> list[float]:
     index = np.zeros(256, np.int32)
     index[np.unique(text)] = np.arange(len(np.unique(text)))
     data, rng = index[text], np.random.default_rng(0)
-    start, step, rows = plain_loop.make_step(jax.devices())
+    start, step, rows = plain_loop.make_step(jax.devices(), load(RECIPE)[0].plan.unroll)
     state, rates = start(), []
 
     def draw() -> dict[str, Any]:

@@ -84,7 +84,7 @@ def main() -> None:
             for before, after in ((1, 2), (2, 3)):
                 ratio = temporary[after] / temporary[before]
                 figures.append(
-                    Figure(f"{precision} n={n}: temporary, zero {after} / zero {before}", ratio, "x", 1.0, "<=")
+                    Figure(f"{precision} n={n}: temporary, zero {after} / zero {before}", ratio, "x", 0.99, "<=")
                 )
     show(figures, "ZeRO: bytes per device and parameter")
     if not all(math.isfinite(f.value) and f.holds for f in figures):

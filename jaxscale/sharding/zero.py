@@ -15,7 +15,7 @@ HSDP is the same rules on a mesh that has a data or replica axis too: split insi
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -105,11 +105,3 @@ def placement(
         gradient=shard if stage > 1 else whole,
         compute=shard if stage == 3 else whole,
     )
-
-
-def whole_parameters(specs: dict[str, PartitionSpec]) -> list[str]:
-    """Names of the parameters that ZeRO could not split."""
-    return [name for name, spec in specs.items() if ZERO_AXIS not in placed_axes(spec)]
-
-
-__all__: list[Any] = ["ZERO_AXIS", "Placement", "Stage", "placed_axes", "placement", "split", "whole_parameters"]
