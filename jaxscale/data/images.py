@@ -35,7 +35,7 @@ class Images:
         0.2
     """
 
-    path: str | Path
+    path: str | Path = dataclasses.field(metadata={"place": "content"})
     held_out: float = 0.2
     scale: float = 255.0
     images: str = "x"

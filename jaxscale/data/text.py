@@ -48,8 +48,8 @@ class Text:
         jaxscale.errors.UserError: held_out: got 1.5, expected a share of the text, 0 <= held_out < 1
     """
 
-    path: str | Path | tuple[str | Path, ...]
-    tokenizer: str | Path = "byte"
+    path: str | Path | tuple[str | Path, ...] = dataclasses.field(metadata={"place": "content"})
+    tokenizer: str | Path = dataclasses.field(default="byte", metadata={"place": "content"})
     context: int = 64
     layout: Layout = "windows"
     held_out: float = 0.1

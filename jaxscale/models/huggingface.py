@@ -195,7 +195,7 @@ class Pretrained:
         UserError: what is wrong with config.json. The weights are checked by `initial_params`.
     """
 
-    folder: str
+    folder: str = dataclasses.field(metadata={"place": "name"})
     dropout: float = 0.0
     z_loss: float = 0.0
 

@@ -79,28 +79,32 @@ def writing(directory: Any) -> Iterator[None]:
         ) from problem
 
 
-def check_same_experiment(directory: Any, experiment: Experiment) -> bool:
-    """Whether the directory holds a run already; it must be of the same experiment.
+def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, Any] | None:
+    """The experiment.json of the run that the directory holds, which must be of the same experiment.
+
+    Fields that have come since with a default, and where files lie, make no difference (`values.changes`).
+
+    Returns:
+        `None` where the directory holds no run.
 
     Raises:
         UserError: the run there differs in more than `MAY_CHANGE`, or its experiment.json is damaged.
     """
     path = run_path(directory) / EXPERIMENT
     if not path.exists():
-        return False
+        return None
     try:
         there = values.read_json(path)
     except UserError as error:
         raise UserError(f"{error}; restore it from a copy, or give another directory (--out)") from error
-    here = json.loads(json.dumps(values.to_json(experiment)))
-    found = [d for d in values.difference(here, there) if d.path.split(".")[0] not in MAY_CHANGE]
+    found = [d for d in values.changes(experiment, there) if d.path.split(".")[0] not in MAY_CHANGE]
     if found:
         shown = "; ".join(map(str, found[:8])) + (f"; and {len(found) - 8} more" if len(found) > 8 else "")
         raise UserError(
             f"{run_path(directory)} holds a run of another experiment: {shown}. A run that is continued may change "
             f"{', '.join(MAY_CHANGE)}; give this one another directory (--out)"
         )
-    return True
+    return there
 
 
 def set_aside(directory: Any) -> Path | None:

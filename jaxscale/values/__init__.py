@@ -14,10 +14,12 @@ from jaxscale.values.as_json import from_json, has_code, read_json, to_json
 from jaxscale.values.as_text import override, parse, paths
 from jaxscale.values.check import check_types
 from jaxscale.values.difference import ABSENT, Difference, difference
+from jaxscale.values.earlier import changes
 
 __all__ = [
     "ABSENT",
     "Difference",
+    "changes",
     "check_types",
     "describe",
     "difference",

@@ -5,8 +5,9 @@ import functools
 import importlib
 import json
 import math
+import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -118,12 +119,39 @@ def _dump(value: Any, hint: Any) -> Any:
 
 
 def _code_name(code: Any) -> str:
+    """Module and name of a function, class or object: the same whenever its file is run again.
+
+    Example:
+        >>> _code_name(functools.partial(json.dumps, default=len, indent=2))
+        'json:dumps(default=builtins:len, indent=2)'
+    """
     if isinstance(code, functools.partial):
-        arguments = [*map(repr, code.args), *(f"{name}={value!r}" for name, value in code.keywords.items())]
-        return f"{_code_name(code.func)}({', '.join(arguments)})"
-    if not hasattr(code, "__qualname__"):
-        code = type(code)
-    return f"{code.__module__}:{code.__qualname__}"
+        return f"{_code_name(code.func)}({', '.join(_arguments(code.args, code.keywords))})"
+    name = getattr(code, "__qualname__", None) or getattr(code, "__name__", None)
+    if not isinstance(name, str):
+        return _code_name(type(code))
+    return f"{getattr(code, '__module__', None) or type(code).__module__}:{name}"
+
+
+def _arguments(some: Iterable[Any], named: Mapping[str, Any]) -> list[str]:
+    return [*map(_argument, some), *(f"{name}={_argument(value)}" for name, value in named.items())]
+
+
+def _argument(value: Any) -> str:
+    """An argument as a text without addresses in memory."""
+    if isinstance(value, type | functools.partial) or (callable(value) and not is_record(value)):
+        return _code_name(value)
+    if is_record(value):
+        fields = {name: getattr(value, name) for name in field_types(type(value))}
+        return f"{_code_name(type(value))}({', '.join(_arguments((), fields))})"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_argument, value))}]"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_argument, value)))}}}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_argument(item)}' for key, item in value.items())}}}"
+    text = repr(value)
+    return _code_name(type(value)) if re.search(r" at 0x[0-9a-fA-F]+", text) else text
 
 
 def load(data: Any, hint: Any, path: str) -> Any:
