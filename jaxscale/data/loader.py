@@ -175,6 +175,11 @@ class Batches(Iterator[Arrays]):
 class Evaluation:
     """The held-out rows, each once, in batches of one shape: the last is filled up with rows that weigh 0.
 
+    The rows come in a fixed order in which the first N batches, for every N, are spread evenly over all rows: packed
+    rows lie in the order of their packing, the longest documents first, and parts one after another, so that the first
+    rows as they lie would be no fair sample. Place k holds the row whose rank is that of frac(k phi) among all places,
+    phi the golden section.
+
     Args:
         parts: the held-out rows.
         batch: rows of the global batch.
@@ -187,6 +192,10 @@ class Evaluation:
     process: int
     processes: int
 
+    @functools.cached_property
+    def _order(self) -> np.ndarray:
+        return spread(sum(map(len, self.parts)))
+
     def __len__(self) -> int:
         return -(-sum(map(len, self.parts)) // self.batch)
 
@@ -196,7 +205,9 @@ class Evaluation:
             start = number * self.batch + self.process * own
             yield self._read(np.arange(start, start + own))
 
-    def _read(self, rows: np.ndarray) -> Arrays:
+    def _read(self, places: np.ndarray) -> Arrays:
+        count = len(self._order)
+        rows = np.where(places < count, self._order[np.minimum(places, count - 1)], count)
         batch: Arrays = {}
         before = 0
         for part in self.parts:
@@ -207,3 +218,25 @@ class Evaluation:
                 batch.setdefault(name, np.zeros((len(rows), *values.shape[1:]), values.dtype))[here] = values
             before += len(part)
         return batch
+
+
+def spread(count: int) -> np.ndarray:
+    """An order of the numbers below `count` in which the first few, however many, lie evenly among all.
+
+    Args:
+        count: whole number.
+
+    Returns:
+        [count] int64, each number once.
+
+    Example:
+        >>> spread(5)
+        array([0, 3, 1, 4, 2])
+
+    References:
+        Kuipers, Niederreiter 1974, "Uniform Distribution of Sequences", chapter 2: multiples of the golden section.
+    """
+    places = np.arange(count) * ((5**0.5 - 1) / 2) % 1
+    order = np.empty(count, np.int64)
+    order[np.argsort(places, kind="stable")] = np.arange(count)
+    return order

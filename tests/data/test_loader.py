@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxscale.data import Images, Mixture, Text
+from jaxscale.data.loader import spread
 from jaxscale.errors import UserError
 
 KINDS = ("windows", "packed", "prompts", "mixture", "mixture_packed", "images")
@@ -94,6 +95,37 @@ def test_evaluation_is_repeatable_of_one_shape_and_weighs_its_targets_once(data)
         for name in left:
             np.testing.assert_array_equal(left[name], right[name])
     assert 0 < sum(batch["weights"].sum() for batch in once) <= opened.facts["held_out_targets"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 55, 1000, 4096, 5040])
+def test_evaluation_takes_every_row_once_and_any_number_of_the_first_evenly(count):
+    order = spread(count)
+    assert sorted(order) == list(range(count))
+    for taken in (5, 20, 100):
+        if count < 4 * taken:
+            continue
+        gaps = np.diff(np.sort(order[:taken]), append=order[:taken].min() + count)
+        assert gaps.max() <= 2.5 * count / taken, "a stretch of rows is missed"
+
+
+def test_a_few_batches_hold_documents_of_all_lengths(tmp_path):
+    """Packed rows lie in the order of their packing; what is learnt of a long document is not what a short one says."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(3, 64, 2000)
+    path = tmp_path / "a.txt"
+    path.write_text("<>".join("x" * length for length in lengths))
+    opened = Text(path, context=64, layout="packed", separator="<>", held_out=0.5).open(8, 0)
+
+    def mean(batches):
+        sizes = np.concatenate([np.bincount(row[row > 0])[1:] for batch in batches for row in batch["segments"]])
+        return np.average(sizes, weights=sizes), sizes.min(), sizes.max()
+
+    everything = list(opened.evaluation())
+    found = mean(everything[:6])
+    assert len(everything) > 40
+    np.testing.assert_allclose(found[0], mean(everything)[0], rtol=0.1)
+    assert found[1] < 8
+    assert found[2] > 56
 
 
 def test_nothing_held_out_is_an_empty_evaluation(corpus):
