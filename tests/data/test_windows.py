@@ -32,20 +32,27 @@ def test_offsets_differ_between_epochs_and_seeds():
     assert offsets[0] != [offsets[1][0], *offsets[0][:-1]]
 
 
-@pytest.mark.parametrize("length", [65, 128, 129, 130, 1000])
-def test_evaluation_covers_the_peers_targets(length):
-    """nanogpt_cpu: w = va[: (len(va) - 1) // T * T + 1]; x = w[:-1], y = w[1:], in rows of T."""
+@pytest.mark.parametrize("length", [65, 66, 128, 129, 130, 1000])
+def test_evaluation_covers_the_peers_targets_and_the_rest(length):
+    """nanogpt_cpu: w = va[: (len(va) - 1) // T * T + 1]; x = w[:-1], y = w[1:], in rows of T, and what that drops."""
     context = 64
     va = np.arange(length)
     w = va[: (len(va) - 1) // context * context + 1]
     rows = Windows(counting(length), context, None)
     batch = rows.read(np.arange(len(rows)))
-    np.testing.assert_array_equal(batch["tokens"], w[:-1].reshape(-1, context))
-    np.testing.assert_array_equal(batch["targets"], w[1:].reshape(-1, context))
+    full = (batch["weights"] == 1).all(1)
+    np.testing.assert_array_equal(batch["tokens"][full], w[:-1].reshape(-1, context))
+    np.testing.assert_array_equal(batch["targets"][full], w[1:].reshape(-1, context))
+    counted = batch["weights"] > 0
+    np.testing.assert_array_equal(batch["targets"][counted], va[1:])
+    np.testing.assert_array_equal(batch["tokens"][counted], va[:-1])
+    assert rows.targets == length - 1
 
 
 def test_weights_belong_to_targets():
     learned = np.zeros(100, bool)
     learned[30:] = True
-    batch = Windows(counting(100, learned), 10, None).read(np.arange(9))
+    rows = Windows(counting(96, learned[:96]), 10, None)
+    batch = rows.read(np.arange(len(rows)))
     np.testing.assert_array_equal(batch["weights"], (batch["targets"] >= 30).astype(np.float32))
+    assert batch["weights"].sum() == 66
