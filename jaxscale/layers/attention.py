@@ -21,6 +21,9 @@ from jaxscale.typing import Array, Float, Int
 
 __all__ = ["Attention", "attend"]
 
+_KEYS = ("batch", "kv_seq", "kv_heads", "head_dim")
+_KEYS_ALONG_QUERIES = ("batch", "inner_seq", "kv_heads", "head_dim")
+
 
 class Attention(nnx.Module):
     """Self-attention: `out(attend(q(x), k(x), v(x)))`.
@@ -143,8 +146,8 @@ class Attention(nnx.Module):
             settings |= {"q_segments": valid.astype(jnp.int32), "kv_segments": cache.valid.astype(jnp.int32)}
             if context.attention == "splash":
                 settings["implementation"] = "auto"  # the kernel knows no cache, and a plan that names it still samples
-        k = constrain(k, "batch", "kv_seq", "kv_heads", "head_dim")
-        v = constrain(v, "batch", "kv_seq", "kv_heads", "head_dim")
+        # under a sharded sequence, one gather of keys and values, and one scatter of their gradients
+        k, v = (move(x, _KEYS_ALONG_QUERIES, _KEYS) for x in (k, v))
         y = attend(q, k, v, **settings)
         y = constrain(y, "batch", "inner_seq", "heads", "head_dim")
         y = constrain(self.out(y.reshape(batch, length, self.heads * self.head_dim)), "batch", "seq", "embed")

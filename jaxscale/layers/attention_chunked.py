@@ -3,30 +3,41 @@ FlashAttention's backward pass (Dao et al. 2022), which recomputes the scores ch
 
 Memory grows with T + S. Chunks that no query may see by the order of indices (causal, window) are skipped at run time;
 segments do not skip chunks, since a skip must be the same for all rows of a sharded batch.
+
+Under a layout that shards the sequence every device loops over its own queries and all keys, which are gathered once;
+their gradient is reduced and scattered once, in float32. The loops are manual over those mesh axes alone, so a device
+skips what its own queries cannot see; other axes (batch, heads) stay the compiler's. Left out: an order of positions
+that evens causal work out (the device of the last positions sees most keys), and rings of keys.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxscale.layers.attention_plain import UNSEEN, scale_exactly
 from jaxscale.layers.visibility import Visibility
+from jaxscale.sharding.place import constrain, current, spec
 from jaxscale.typing import Array, Float
 
 
 class _Sizes(NamedTuple):
-    """Chunk widths and true lengths: what is static in a call."""
+    """Chunk widths, true lengths and placement: what is static in a call."""
 
     q_chunk: int
     kv_chunk: int
-    queries: int
+    queries: int  # of one shard
     keys: int
     scale: float
     soft_cap: float | None
+    mesh: Mesh | None  # None where the queries are not sharded
+    axes: tuple[str, ...]
+    shards: int
 
 
 def attend_chunked(
@@ -50,12 +61,22 @@ def attend_chunked(
     """
     batch, queries, heads, width = q.shape
     keys, groups = k.shape[1:3]
-    q_chunk, kv_chunk = min(chunk, queries), min(chunk, keys)
+    mesh, axes, shards = _query_axes(batch, queries)
     q, left = scale_exactly(q, scale)
-    sizes = _Sizes(q_chunk, kv_chunk, queries, keys, left, soft_cap)
-    q = _chunks(q.reshape(batch, queries, groups, heads // groups, width), q_chunk)
-    out = _attend(sizes, q, _chunks(k, kv_chunk), _chunks(v, kv_chunk), visibility)
-    return _whole(out, queries).reshape(batch, queries, heads, width)
+    own = queries // shards
+    sizes = _Sizes(min(chunk, own), min(chunk, keys), own, keys, left, soft_cap, mesh, axes, shards)
+    q = q.reshape(batch, queries, groups, heads // groups, width)
+    return _attend(sizes, q, k, v, visibility).reshape(batch, queries, heads, width)
+
+
+def _query_axes(batch: int, queries: int) -> tuple[Mesh | None, tuple[str, ...], int]:
+    """The mesh and those of its axes that shard query positions, and into how many parts."""
+    found = current()
+    partition = () if found is None else spec((batch, queries), ("batch", "inner_seq"), *found)
+    if found is None or len(partition) < 2:
+        return None, (), 1
+    axes = (partition[1],) if isinstance(partition[1], str) else tuple(partition[1])
+    return found[0], axes, math.prod(found[0].shape[axis] for axis in axes)
 
 
 def _chunks(x: Any, width: int) -> Any:
@@ -72,9 +93,9 @@ def _whole(chunks: Any, length: int) -> Any:
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
-def _mask(sizes: _Sizes, visibility: Visibility, i: Any, j: Any) -> Any:
-    """What chunk i of the queries sees of chunk j of the keys: (B or 1, 1, 1, q_chunk, kv_chunk)."""
-    q_index = i * sizes.q_chunk + jnp.arange(sizes.q_chunk)
+def _mask(sizes: _Sizes, visibility: Visibility, q_first: Any, j: Any) -> Any:
+    """What the queries from index `q_first` on see of chunk j of the keys: (B or 1, 1, 1, q_chunk, kv_chunk)."""
+    q_index = q_first + jnp.arange(sizes.q_chunk)
     kv_index = j * sizes.kv_chunk + jnp.arange(sizes.kv_chunk)
     seen = visibility.mask(q_index, kv_index)
     if sizes.keys % sizes.kv_chunk:
@@ -82,12 +103,12 @@ def _mask(sizes: _Sizes, visibility: Visibility, i: Any, j: Any) -> Any:
     return seen[:, None, None, :, :]
 
 
-def _reachable(sizes: _Sizes, visibility: Visibility, i: Any, j: Any) -> Any:
-    """Whether indices alone let chunk i of the queries see anything of chunk j; `True` where they cannot tell."""
+def _reachable(sizes: _Sizes, visibility: Visibility, q_first: Any, j: Any) -> Any:
+    """Whether indices alone let the queries see anything of chunk j; `True` where they cannot tell."""
     if not visibility.ordered_by_index:
         return True
     reachable = True
-    q_first, kv_first = i * sizes.q_chunk, j * sizes.kv_chunk
+    kv_first = j * sizes.kv_chunk
     if visibility.causal:
         reachable = kv_first <= q_first + sizes.q_chunk - 1
     if visibility.window is not None:
@@ -102,11 +123,17 @@ def _scores(sizes: _Sizes, q: Any, k: Any) -> Any:
     return scores if sizes.soft_cap is None else sizes.soft_cap * jnp.tanh(scores / sizes.soft_cap)
 
 
-def _forward(sizes: _Sizes, q: Any, k: Any, v: Any, visibility: Visibility) -> tuple[Any, Any]:
-    """Outputs in chunks, and the log-sum-exp of every query's scores (chunks, B, K, G, q_chunk)."""
+def _firsts(sizes: _Sizes, starts: Any) -> Any:
+    """Index of the first query of every chunk of the shard whose queries start at `starts`, (1,)."""
+    return starts + jnp.arange(-(-sizes.queries // sizes.q_chunk)) * sizes.q_chunk
+
+
+def _forward(sizes: _Sizes, starts: Any, q: Any, k: Any, v: Any, visibility: Visibility) -> tuple[Any, Any]:
+    """Outputs of a shard's queries, and the log-sum-exp of their scores (B, T, K, G)."""
+    k, v = _chunks(k, sizes.kv_chunk), _chunks(v, sizes.kv_chunk)
 
     def one(_: Any, chunk: Any) -> tuple[Any, Any]:
-        i, q_i = chunk
+        first, q_i = chunk
         row = (q_i.shape[0], *q_i.shape[2:4], q_i.shape[1])
 
         def step(carry: Any, chunk: Any) -> tuple[Any, Any]:
@@ -114,7 +141,7 @@ def _forward(sizes: _Sizes, q: Any, k: Any, v: Any, visibility: Visibility) -> t
 
             def add(carry: Any) -> Any:
                 top, total, out = carry
-                seen = _mask(sizes, visibility, i, j)
+                seen = _mask(sizes, visibility, first, j)
                 scores = jnp.where(seen, _scores(sizes, q_i, k_j), UNSEEN)
                 new_top = jnp.maximum(top, jnp.max(scores, -1))
                 weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
@@ -124,7 +151,7 @@ def _forward(sizes: _Sizes, q: Any, k: Any, v: Any, visibility: Visibility) -> t
                 )
                 return new_top, total * fade + jnp.sum(weights, -1), out * fade[..., None] + added
 
-            return _when(_reachable(sizes, visibility, i, j), add, carry), None
+            return _when(_reachable(sizes, visibility, first, j), add, carry), None
 
         start = (
             jnp.full(row, UNSEEN, jnp.float32),
@@ -135,31 +162,25 @@ def _forward(sizes: _Sizes, q: Any, k: Any, v: Any, visibility: Visibility) -> t
         blind = total == 0.0
         total = jnp.where(blind, 1.0, total)
         out = jnp.einsum("bkgth->btkgh", out / total[..., None]).astype(q.dtype)
-        return None, (out, top + jnp.log(total))
+        return None, (out, jnp.einsum("bkgt->btkg", top + jnp.log(total)))
 
-    return lax.scan(one, None, (jnp.arange(q.shape[0]), q))[1]
+    _, found = lax.scan(one, None, (_firsts(sizes, starts), _chunks(q, sizes.q_chunk)))
+    return _whole(found[0], sizes.queries), _whole(found[1], sizes.queries)
 
 
 def _when(reachable: Any, function: Any, operand: Any) -> Any:
     return function(operand) if reachable is True else lax.cond(reachable, function, lambda same: same, operand)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(sizes: _Sizes, q: Any, k: Any, v: Any, visibility: Visibility) -> Any:
-    return _forward(sizes, q, k, v, visibility)[0]
-
-
-def _attend_forward(sizes: _Sizes, q: Any, k: Any, v: Any, visibility: Visibility) -> tuple[Any, Any]:
-    out, row_sums = _forward(sizes, q, k, v, visibility)
-    out, row_sums = checkpoint_name(out, "attention_out"), checkpoint_name(row_sums, "attention_lse")
-    return out, (q, k, v, visibility, out, row_sums)
-
-
-def _attend_backward(sizes: _Sizes, residuals: Any, d_out: Any) -> Any:
-    q, k, v, visibility, out, row_sums = residuals
+def _backward(
+    sizes: _Sizes, starts: Any, q: Any, d_out: Any, out: Any, row_sums: Any, k: Any, v: Any, visibility: Visibility
+) -> tuple[Any, Any, Any]:
+    """Gradients of a shard's queries, and its part (1, B, S, K, H) of the sums for keys and values, float32."""
+    k, v = _chunks(k, sizes.kv_chunk), _chunks(v, sizes.kv_chunk)
 
     def one(carry: Any, chunk: Any) -> tuple[Any, Any]:
-        i, q_i, d_out_i, out_i, row_sums_i = chunk
+        first, q_i, d_out_i, out_i, row_sums_i = chunk
+        row_sums_i = jnp.einsum("btkg->bkgt", row_sums_i)
         inner = jnp.einsum("btkgh,btkgh->bkgt", d_out_i, out_i, preferred_element_type=jnp.float32)
 
         def step(dq_i: Any, chunk: Any) -> tuple[Any, Any]:
@@ -168,7 +189,7 @@ def _attend_backward(sizes: _Sizes, residuals: Any, d_out: Any) -> Any:
             def add(carry: Any) -> Any:
                 dq_i, dk_j, dv_j = carry
                 scores = _scores(sizes, q_i, k_j)
-                seen = _mask(sizes, visibility, i, j)
+                seen = _mask(sizes, visibility, first, j)
                 weights = jnp.where(seen, jnp.exp(scores - row_sums_i[..., None]), 0.0)
                 d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out_i, v_j, preferred_element_type=jnp.float32)
                 d_scores = weights * (d_weights - inner[..., None])
@@ -182,7 +203,7 @@ def _attend_backward(sizes: _Sizes, residuals: Any, d_out: Any) -> Any:
                     dv_j + jnp.einsum("bkgts,btkgh->bskh", narrow, d_out_i, preferred_element_type=jnp.float32),
                 )
 
-            dq_i, dk_j, dv_j = _when(_reachable(sizes, visibility, i, j), add, (dq_i, dk_j, dv_j))
+            dq_i, dk_j, dv_j = _when(_reachable(sizes, visibility, first, j), add, (dq_i, dk_j, dv_j))
             return dq_i, (dk_j, dv_j)
 
         start = jnp.zeros(q_i.shape, jnp.float32)
@@ -190,8 +211,58 @@ def _attend_backward(sizes: _Sizes, residuals: Any, d_out: Any) -> Any:
         return carry, dq_i.astype(q.dtype)
 
     start = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
-    (dk, dv), dq = lax.scan(one, start, (jnp.arange(q.shape[0]), q, d_out, out, row_sums))
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+    rows = (_chunks(x, sizes.q_chunk) for x in (q, d_out, out, row_sums))
+    (dk, dv), dq = lax.scan(one, start, (_firsts(sizes, starts), *rows))
+    return _whole(dq, sizes.queries), _whole(dk, sizes.keys)[None], _whole(dv, sizes.keys)[None]
+
+
+def _on_shards(sizes: _Sizes, function: Any, by_query: Any, whole: Any, dims: tuple[int, ...]) -> Any:
+    """`function(sizes, starts, *by_query, *whole)` on every shard of the queries.
+
+    Args:
+        sizes: of the call.
+        function: `_forward` or `_backward`.
+        by_query: arrays (B, T, ...), of which a shard gets its own queries.
+        whole: what every shard gets whole.
+        dims: of every result, the dim along which the shards lie.
+    """
+    function = functools.partial(function, sizes)
+    starts = jnp.arange(sizes.shards) * sizes.queries
+    if sizes.mesh is None:
+        return function(starts, *by_query, *whole)
+    by_dim = PartitionSpec(sizes.axes), PartitionSpec(None, sizes.axes)
+    sharded = jax.shard_map(
+        function,
+        mesh=sizes.mesh,
+        axis_names=frozenset(sizes.axes),
+        in_specs=(by_dim[0], *(by_dim[1],) * len(by_query), *(PartitionSpec(),) * len(whole)),
+        out_specs=tuple(by_dim[dim] for dim in dims),
+        check_vma=False,
+    )
+    return sharded(starts, *by_query, *whole)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(sizes: _Sizes, q: Any, k: Any, v: Any, visibility: Visibility) -> Any:
+    return _on_shards(sizes, _forward, (q,), (k, v, visibility), (1, 1))[0]
+
+
+def _attend_forward(sizes: _Sizes, q: Any, k: Any, v: Any, visibility: Visibility) -> tuple[Any, Any]:
+    out, row_sums = _on_shards(sizes, _forward, (q,), (k, v, visibility), (1, 1))
+    out, row_sums = checkpoint_name(out, "attention_out"), checkpoint_name(row_sums, "attention_lse")
+    return out, (q, k, v, visibility, out, row_sums)
+
+
+def _attend_backward(sizes: _Sizes, residuals: Any, d_out: Any) -> Any:
+    q, k, v, visibility, out, row_sums = residuals
+    by_query, whole = (q, d_out, out, row_sums), (k, v, visibility)
+    dq, dk, dv = _on_shards(sizes, _backward, by_query, whole, (1, 0, 0))
+    return dq, _summed(dk, k.dtype), _summed(dv, v.dtype), None
+
+
+def _summed(parts: Any, dtype: Any) -> Any:
+    """The sum of the shards' parts (shards, B, S, K, H), each position where its queries are: a reduce-scatter."""
+    return constrain(jnp.sum(parts, 0), "batch", "inner_seq", "kv_heads", "head_dim").astype(dtype)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

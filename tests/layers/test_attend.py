@@ -1,17 +1,21 @@
 """Every implementation of attention against a loop over queries and keys, in float64."""
 
+import collections
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
 from jaxscale.layers.attend import attend
 from jaxscale.layers.attention_splash import attend_splash
 from jaxscale.layers.visibility import Visibility
+from jaxscale.platforms.hlo import _Program, collectives
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import layout
 from jaxscale.sharding.rules import AxisRules
@@ -79,14 +83,21 @@ def _jitted(arguments, **settings):
     return jax.jit(lambda *x: attend(*x, **settings))(*arguments)
 
 
-def _gradients(function, arguments):
-    """Of a loss that weighs every output differently."""
+def _gradient(function):
+    """Of a loss that weighs every output differently; and the outputs."""
 
     def loss(*arguments):
         out = function(*arguments).astype(jnp.float32)
-        return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)), out
+        strides = np.cumprod((1, *out.shape[:0:-1]), dtype=np.float32)[::-1]
+        # the index in `out.ravel()`, which a device computes for its own part
+        index = sum(jax.lax.broadcasted_iota(jnp.float32, out.shape, dim) * strides[dim] for dim in range(out.ndim))
+        return jnp.sum(out * jnp.cos(index)), out
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*arguments)
+    return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+
+
+def _gradients(function, arguments):
+    return jax.jit(_gradient(function))(*arguments)
 
 
 def _close(found, expected, tolerance):
@@ -178,22 +189,68 @@ def test_chunks_out_of_reach_are_not_computed():
     )
 
 
-@pytest.mark.parametrize("implementation", ["plain", "chunked"])
-def test_a_sharded_batch_gives_the_same(implementation):
-    arguments = _draw(batch=8)
-    mesh, rules = MeshSpec.parse("data:2,sequence:2,tensor:2").build(), AxisRules()
-    expected = _gradients(lambda *x: attend(*x, implementation=implementation, chunk=4), arguments)
-    with layout(mesh, rules):
-        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None, "tensor"))
+LONG = 256
+DOCUMENTS = jnp.array([[1] * 100 + [2] * 130 + [0] * 26, [1] * 256])
+PACKED = {"q_segments": DOCUMENTS, "kv_segments": DOCUMENTS, "window": 70, "soft_cap": 2.0, "scale": 0.7}
+MESHES = [("sequence:4", 32, PACKED), ("data:2,sequence:2,tensor:2", 40, {}), ("data:2,tensor:2", 64, PACKED)]
+
+
+def _dot_flop(text):
+    """FLOP of the matrix products that one device runs, loops counted, every branch taken."""
+    program, total = _Program(text), 0
+    for computation in program.computations.values():
+        for op in computation.instructions.values():
+            if op.opcode == "dot":
+                shapes = [_shape(computation.instructions[name].type) for name in op.operands]
+                contracted = re.search(r"lhs_contracting_dims=\{(\d+)\}", op.attributes)[1]
+                total += 2 * math.prod(_shape(op.type)) * shapes[0][int(contracted)] * program.runs(computation.name)[0]
+    return total
+
+
+def _shape(kind):
+    return [int(size) for size in re.search(r"\[([\d,]*)\]", kind)[1].split(",")]
+
+
+@pytest.mark.parametrize(("mesh", "chunk", "settings"), MESHES)
+def test_a_device_attends_from_its_own_queries_alone(mesh, chunk, settings):
+    """Same values and gradients; 1/devices of the products; keys gathered once, their gradients scattered once."""
+    arguments = q, k, _ = _draw(LONG, LONG, heads=8)
+    expected = _gradients(lambda *x: attend(*x, **settings, implementation="plain"), arguments)
+    mesh = MeshSpec.parse(mesh).build()
+    with layout(mesh, AxisRules()):
+        rows = NamedSharding(mesh, PartitionSpec("data", "sequence", "tensor"))
         placed = [jax.device_put(x, rows) for x in arguments]
-        found = _gradients(lambda *x: attend(*x, implementation=implementation, chunk=4), placed)
-    _close(found, expected, 2e-5)
+        step = _gradient(lambda *x: attend(*x, **settings, implementation="chunked", chunk=chunk))
+        step = jax.jit(step).lower(*placed).compile()
+    _close(step(*placed), expected, 2e-5)
+    text, parts = step.as_text(), mesh.size // mesh.shape["sequence"]
+    sent = collections.defaultdict(int)
+    for one in collectives(text, mesh):
+        if one.bytes > 4:  # but for the sum that the test's loss is
+            assert (one.axes, one.in_loop, one.count) == (("sequence",), False, 1)
+            sent[one.kind] += one.bytes
+    if mesh.shape["sequence"] == 1:
+        assert not sent
+        return
+    keys_and_values = 2 * k.nbytes // parts
+    assert sent == {"all-gather": keys_and_values, "reduce-scatter": keys_and_values}
+    if LONG // mesh.shape["sequence"] % chunk == 0:
+        assert _dot_flop(text) == 7 * 2 * q.size * LONG / mesh.size  # 2 products forward, 5 backward
+    biggest = max(math.prod(_shape(array)) for array in re.findall(r"f32\[\d[\d,]*\]", text))
+    assert biggest < q.size // parts
+
+
+def test_a_device_skips_the_keys_that_its_own_queries_cannot_see():
+    q, k, v = _draw(16, 16)
+    poisoned = k.at[:, 8:].set(jnp.nan)
+    with layout(MeshSpec.parse("sequence:4").build(), AxisRules()):
+        found = _jitted((q, poisoned, v), implementation="chunked", chunk=4)
+    np.testing.assert_allclose(found[:, :8], _brute(q[:, :8], k[:, :8], v[:, :8]), rtol=2e-5, atol=2e-5)
+    assert np.isnan(found[:, 8:]).all()
 
 
 # Splash, in interpret mode: a TPU's kernel run step by step.
 
-LONG = 256
-DOCUMENTS = jnp.array([[1] * 100 + [2] * 130 + [0] * 26, [1] * 256])
 SPLASH = {
     "causal": {},
     "bidirectional": {"causal": False},
