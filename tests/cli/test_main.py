@@ -52,6 +52,13 @@ def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *message
         ("train experiments/toy.py --plan.zero 3 --plan.mesh data:2", "has none: add fsdp:N"),
         ("train experiments/toy.py --steps 0", "steps: got 0, expected a whole number >= 1"),
         ("train experiments/toy.py --batch -1", "batch: got -1, expected a whole number >= 1"),
+        ("train experiments/toy.py --seed -1", "seed: got -1, expected a whole number >= 0"),
+        ("train experiments/toy.py --evaluation.every -1", "evaluation.every: got -1"),
+        ("train experiments/toy.py --checkpoint.keep 0", "checkpoint.keep: got 0, expected a whole number >= 1"),
+        ("train experiments/toy.py --samples.temperature -1", "samples.temperature: got -1.0, expected a number >= 0"),
+        ("train experiments/toy.py --samples.prompts ,a", "samples.prompts: got ''"),
+        ("train experiments/toy.py --guard.patience 0", "guard.patience: got 0"),
+        ("train experiments/toy.py --optimizer.eps -1", "jaxscale: optimizer.eps: got -1.0, expected 0 or more"),
         ("train experiments/toy.py --model other", "fields of the experiment are set by path, such as --model.embed"),
         ("train experiments/toy.py --plan.rules none", "plan.rules has fields of its own: set one of plan.rules.batch"),
         ("train experiments/toy.py --optimizer.learning-rate fast", "optimizer.learning_rate: got 'fast'"),
@@ -72,6 +79,8 @@ def test_a_run_that_is_near_is_named(toy: Path, capsys):
     refused(capsys, "report runs/shakspeare", "did you mean 'runs/shakespeare'?")
     refused(capsys, "generate runs/shakespeare --tokens 0", "--tokens: got 0")
     refused(capsys, "generate runs/shakespeare --temperature -1", "--temperature: got -1.0, expected a number >= 0")
+    refused(capsys, "generate runs/shakespeare --seed 1e12", "--seed: got 1000000000000")
+    refused(capsys, "export runs/shakespeare runs/shakespeare", "is the directory of a run")
     Path("taken").touch()
     refused(capsys, "export runs/shakespeare taken", "taken is a file")
 
