@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxscale.errors import UserError
+from jaxscale.training.processes import is_first, of_first, on_all, wait_for_all
 from jaxscale.training.storage import is_remote, run_path
 
 FORMAT = 1
@@ -86,10 +87,10 @@ class Checkpoints:
         self._known: dict[int, Description] = {}
         if write:
             with _explained(self):
-                if _first_process():
+                if is_first():
                     self.folder.mkdir(parents=True, exist_ok=True)
                     self._clean()
-                _together("checkpoints are clean")
+                wait_for_all("checkpoints are clean")
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, the oldest first."""
@@ -183,7 +184,7 @@ class Checkpoints:
         with _explained(self):
             response.result()
             self._known[description.step] = description
-            if _first_process():
+            if is_first():
                 self._prune()
         return description
 
@@ -209,16 +210,14 @@ class Checkpoints:
         Raises:
             UserError: there are checkpoints and none verifies, or one is of a newer version or of another model.
         """
-        steps = self.steps() if step is None else [step]
+        steps = of_first(self.steps()) if step is None else [step]
         damaged: dict[int, str] = {}
         for candidate in reversed(steps):
             result, problem = self._attempt(candidate, abstract)
-            if not _all_agree(result is not None):
-                problem = problem or "another process could not read it"
+            if result is None:
                 damaged[candidate] = problem
                 say(f"checkpoint of step {candidate} is damaged and passed over: {problem}")
                 continue
-            assert result is not None
             if set_aside:
                 self._set_aside(damaged)
             return dataclasses.replace(result, damaged=damaged)
@@ -242,32 +241,42 @@ class Checkpoints:
             return None, problem
 
     def _restore(self, step: int, abstract: Mapping[str, Any]) -> Restored:
+        """In stages, each of which every process has passed before any begins the next: those to come are collective,
+        and a process that failed would be waited for without end.
+        """
+        from jaxscale.training.checksum import checksums
+
+        content = on_all(lambda: self._matching(step, abstract), DamagedError)
+        arrays = on_all(lambda: self._load(step, content["arrays"], abstract), DamagedError)
+        sums = checksums(arrays)  # equal on all processes
+        wrong = [name for name in abstract if list(sums[name]) != content["arrays"][name][2:]]
+        if wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise DamagedError(f"the checksum of array {wrong[0]!r}{more} does not match its content")
+        return Restored(_description(content), _cast(arrays, abstract), {})
+
+    def _matching(self, step: int, abstract: Mapping[str, Any]) -> dict[str, Any]:
+        content = self._read(step)
+        _same_arrays(content["arrays"], abstract, self._at(step))
+        return content
+
+    def _load(self, step: int, entries: Mapping[str, Any], abstract: Mapping[str, Any]) -> dict[str, Any]:
         import jax
         from orbax.checkpoint import v1 as ocp
 
-        from jaxscale.training.checksum import checksums
-
-        content = self._read(step)
-        entries = content["arrays"]
-        _same_arrays(entries, abstract, self._at(step))
         wanted: dict[str, Any] = dict.fromkeys(entries, ocp.PLACEHOLDER)
         for name, leaf in abstract.items():
             # read in the dtype it was saved in: the checksum is of that
             dtype = leaf.dtype if _is_key(leaf.dtype) else entries[name][1]
             wanted[name] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
         try:
-            loaded = ocp.load(self._at(step), wanted)
-            arrays = {name: loaded[name] for name in abstract}
-            sums = checksums(arrays)
+            with _alone():
+                loaded = ocp.load(self._at(step), wanted)
+            return jax.block_until_ready({name: loaded[name] for name in abstract})
         except Exception as problem:
             if "RESOURCE_EXHAUSTED" in str(problem):
                 raise
             raise DamagedError("its arrays cannot be read: a file is cut short, missing or changed") from problem
-        wrong = [name for name in abstract if list(sums[name]) != entries[name][2:]]
-        if wrong:
-            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            raise DamagedError(f"the checksum of array {wrong[0]!r}{more} does not match its content")
-        return Restored(_description(content), _cast(arrays, abstract), {})
 
     def _read(self, step: int) -> dict[str, Any]:
         from orbax.checkpoint import v1 as ocp
@@ -276,7 +285,7 @@ class Checkpoints:
         if not (path / _COMMITTED).exists():
             raise DamagedError(f"{path} has no {_COMMITTED}: it was not written to its end, or is incomplete")
         try:
-            with _quietly():
+            with _quietly(), _alone():
                 metadata: Any = ocp.metadata(path).custom_metadata
             content, digest = metadata["jaxscale"], metadata["sha256"]
         except Exception as problem:
@@ -309,14 +318,14 @@ class Checkpoints:
                 item.rmtree(missing_ok=True)
 
     def _set_aside(self, damaged: Mapping[int, str]) -> None:
-        if damaged and _first_process():
+        if damaged and is_first():
             for step in damaged:
                 aside = self.folder / f"{self._at(step).name}.damaged"
                 if aside.exists():
                     aside.rmtree()
                 self._at(step).rename(aside)
         if damaged:
-            _together("damaged checkpoints are aside")
+            wait_for_all("damaged checkpoints are aside")
 
     def _at(self, step: int) -> Any:
         return self.folder / f"{step:08d}"
@@ -370,6 +379,21 @@ def _quietly() -> Iterator[None]:
         sys.unraisablehook, sys.excepthook = hooks
         for logger in loggers:
             logger.removeFilter(_drop)
+
+
+def _alone() -> Any:
+    """What is read within is read by this process without a word to the others: `on_all` speaks for them.
+
+    Orbax has the processes meet in the middle of a load, and those that come there wait for one that failed.
+    """
+    import jax
+    from orbax.checkpoint import v1 as ocp
+
+    me = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
+    )
+    return ocp.Context(multiprocessing_options=options)
 
 
 def _drop(record: Any) -> bool:
@@ -431,29 +455,3 @@ def _is_key(dtype: Any) -> bool:
 def _first_line(problem: BaseException) -> str:
     text = str(problem).strip()
     return f"{type(problem).__name__}: {text.splitlines()[0][:300]}" if text else type(problem).__name__
-
-
-def _first_process() -> bool:
-    import jax
-
-    return jax.process_index() == 0
-
-
-def _together(what: str) -> None:
-    import jax
-
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(what)
-
-
-def _all_agree(mine: bool) -> bool:
-    import jax
-
-    if jax.process_count() == 1:
-        return mine
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    return bool(np.all(multihost_utils.process_allgather(np.asarray(mine))))

@@ -12,6 +12,7 @@ import pytest
 from jaxscale.training.metrics import read_metrics
 
 PROGRAM = Path(__file__).with_name("process.py")
+RESTORING = Path(__file__).with_name("restoring.py")
 
 
 def free_port():
@@ -20,9 +21,9 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start(folder, port, index, stop_at):
+def start(program, folder, *arguments):
     return subprocess.Popen(
-        [sys.executable, PROGRAM, folder, str(port), str(index), str(stop_at)],
+        [sys.executable, program, folder, *map(str, arguments)],
         env={"PATH": "/usr/bin:/bin", "JAXSCALE_CACHE": str(folder / "cache"), "HOME": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -30,10 +31,8 @@ def start(folder, port, index, stop_at):
     )
 
 
-def together(folder, stop_at):
-    """Output of both processes; the second one alone gets the signal."""
-    port = free_port()
-    processes = [start(folder, port, index, stop_at if index else 0) for index in range(2)]
+def together(*processes):
+    """Outputs of processes that run at the same time."""
     outputs = []
     try:
         for process in processes:
@@ -46,19 +45,25 @@ def together(folder, stop_at):
     return outputs
 
 
+def trained(folder, stop_at):
+    """Both processes train; the second one alone gets the signal."""
+    port = free_port()
+    return together(*(start(PROGRAM, folder, port, index, stop_at if index else 0) for index in range(2)))
+
+
 @pytest.mark.slow
 def test_two_processes_train_stop_and_continue_as_one(tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 60)
-    alone = start(tmp_path, 0, 0, 0)
+    alone = start(PROGRAM, tmp_path, 0, 0, 0)
     _, err = alone.communicate(timeout=240)
     assert alone.returncode == 0, err[-3000:]
-    first, second = together(tmp_path, stop_at=7)
+    first, second = trained(tmp_path, stop_at=7)
     assert "PREEMPTED" in first
     assert "after step 7" in first
     assert "after step 7" in second
     said = [line for line in second.splitlines() if not line.startswith("[Gloo]")]
     assert len(said) == 1, "the second process says nothing else"
-    first, second = together(tmp_path, stop_at=0)
+    first, second = trained(tmp_path, stop_at=0)
     assert "DONE 12" in first
     assert "DONE 12" in second
     found, expected = (read_metrics(tmp_path / name, "train") for name in ("run", "alone"))
@@ -71,3 +76,14 @@ def test_two_processes_train_stop_and_continue_as_one(tmp_path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert sum(json.loads(line)["kind"] == "train" for line in lines) == 12, "one process writes"
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()]
+
+
+@pytest.mark.slow
+def test_what_one_process_cannot_read_all_pass_over(tmp_path):
+    """A checkpoint, a description and arrays hidden from one process: none of them waits for the other for ever."""
+    port = free_port()
+    first, second = together(*(start(RESTORING, tmp_path, port, index) for index in range(2)))
+    assert "RESTORED 1 1.0 [2, 3, 4]" in first
+    assert "RESTORED 1 1.0 [2, 3, 4]" in second
+    assert first.count("another process could not read it") == 3
+    assert "another process" not in second
