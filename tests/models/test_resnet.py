@@ -144,8 +144,9 @@ def test_remat_of_each_block_keeps_gradients_and_statistics():
 def test_bfloat16_stays_near_and_gives_float32_gradients_and_statistics():
     params, f = pure(TINY, module_of())
     batch, key = batch_for(rows=16), jax.random.key(0)
-    exact, _ = f(params, batch, Context(key=key))
-    (loss, stats), grads = jax.value_and_grad(f, has_aux=True)(params, batch, Context(key=key, dtype="bfloat16"))
+    exact, _ = jax.jit(f)(params, batch, Context(key=key))
+    narrow = Context(key=key, dtype="bfloat16")
+    (loss, stats), grads = jax.jit(lambda p: jax.value_and_grad(f, has_aux=True)(p, batch, narrow))(params)
     assert {leaf.dtype.name for leaf in jax.tree.leaves((stats, grads))} == {"float32"}
     np.testing.assert_allclose(loss, exact, rtol=0.03)
 
