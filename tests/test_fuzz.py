@@ -324,8 +324,6 @@ COMBINATIONS: list[dict[str, dict[str, Any]]] = [
     {"mesh": {"data": 2}, "rules": {"batch": ("tensor",)}},
     {"mesh": {"fsdp": 2}, "plan": {"zero": 1, "precision": "float32"}, "optimizer": {"name": "sgd", "momentum": 0.0}},
     {"plan": {"precision": "float32", "reduce": "bfloat16"}},
-    {"plan": {"unroll": 2}, "model": {"layers": 1, "windows": (None,)}},
-    {"plan": {"unroll": 3}, "model": {"layers": 2, "windows": (None,)}},
     {"model": {"embed": 8, "heads": 3, "head_dim": None}},
     {"model": {"heads": 4, "kv_heads": 3}},
     {"model": {"heads": 2, "head_dim": 3, "positions": "rotary"}},

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -92,6 +92,7 @@ class TrainStep:
             out_shardings=layout.gradients,
         )
         self.evaluate_fn = jax.jit(self._evaluate, in_shardings=(state, rows), out_shardings=whole)
+        self.accuracy_fn = jax.jit(self._accuracy, in_shardings=(state, rows), out_shardings=whole)
         self._executable: Any = None
 
     # -- facts ---------------------------------------------------------------------------------------------------------
@@ -264,8 +265,16 @@ class TrainStep:
         return (self._executable or self.step_fn)(state, batch)
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Array]) -> Loss:
-        """Sums of the loss of a batch, without dropout."""
+        """Sums of the loss of a batch, without dropout, microbatch by microbatch as in training."""
         return self.evaluate_fn(state, batch)
+
+    def accuracy(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[Array, Array] | None:
+        """Correct targets of a batch, and all, computed as the loss is but in a forward pass of its own.
+
+        Returns:
+            Two sums; `None` where the model cannot tell.
+        """
+        return None if getattr(self.experiment.model, "accuracy", None) is None else self.accuracy_fn(state, batch)
 
     # -- the step itself -----------------------------------------------------------------------------------------------
 
@@ -385,10 +394,27 @@ class TrainStep:
         return after, metrics
 
     def _evaluate(self, state: TrainState, batch: Batch) -> Loss:
+        def of(module: Any, part: Batch) -> Loss:
+            loss = self.experiment.model.loss(module, part, self._context(None))
+            return Loss(loss.total, loss.weight)
+
+        return self._sums(of, state, batch)
+
+    def _accuracy(self, state: TrainState, batch: Batch) -> tuple[Array, Array]:
+        return self._sums(lambda m, part: self.experiment.model.accuracy(m, part, self._context(None)), state, batch)
+
+    def _sums(self, of: Callable[[Any, Batch], Any], state: TrainState, batch: Batch) -> Any:
+        """What `of` gives for the module and each microbatch, added up: no more activations than training has."""
         with self._tracing():
             params = self._compute_params(state.params)
-            _, (loss, _) = self._loss(params, state.rest, batch, self._context(None))
-            return loss
+
+            def part(batch: Batch) -> Any:
+                return of(self.functional.module(params, state.rest), batch)
+
+            if self.plan.microbatches == 1:
+                return part(batch)
+            split = functools.partial(_microbatches, parts=self.plan.microbatches)
+            return jax.tree.map(lambda x: x.sum(0), jax.lax.map(part, jax.tree.map(split, dict(batch))))
 
 
 def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence[Any] | None = None) -> TrainStep:
@@ -405,6 +431,10 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     plan = experiment.plan if plan is None else plan
     plan, said = resolve_mesh(plan, experiment.batch, list(jax.devices() if devices is None else devices))
     assert plan.mesh is not None
+    layers = getattr(experiment.model, "layers", None)
+    if isinstance(layers, int) and plan.unroll > layers:
+        said += f"; unroll {plan.unroll}: the model has {layers} layers, all run in one iteration"
+        plan = dataclasses.replace(plan, unroll=layers)
     check_model(plan, experiment.model)
     functional = Functional.of(experiment.model, experiment.seed, vocab_multiple(plan))
     mask = jax.tree_util.tree_map_with_path(

@@ -88,9 +88,6 @@ def check_model(plan: Plan, model: Any) -> None:
             f"rules.batch: got {', '.join(rules.batch) or 'none'}, expected {', '.join(BATCH_AXES)}: rows of a batch "
             "lie over all of them; change the mesh instead"
         )
-    layers = getattr(model, "layers", None)
-    if isinstance(layers, int) and plan.unroll > layers:
-        raise UserError(f"unroll {plan.unroll}: the model has {layers} layers; expected at most as many")
     for name, size in model.logical_sizes().items():
         axes = rules.axes(name)
         ways = math.prod(sizes[axis] for axis in axes)
