@@ -22,13 +22,6 @@ class Evaluator:
 
         self._step, self._data = step, data
         self._in_flight = 1 if one_at_a_time else _IN_FLIGHT
-        accuracy = getattr(step.experiment.model, "accuracy", None)
-        self._accuracy: Any = None
-        if callable(accuracy):
-            from jaxscale.blocks import Context
-
-            dtype = None if step.plan.precision == "float32" else step.plan.precision
-            self._accuracy = jax.jit(lambda state, batch: accuracy(step.module(state), batch, Context(dtype=dtype)))
 
     def __call__(self, state: Any, batches: int | None = None) -> dict[str, float] | None:
         """Held-out loss, and accuracy where the model tells it.
@@ -50,8 +43,8 @@ class Evaluator:
             loss = self._step.evaluate(state, placed)
             if self._in_flight == 1:
                 jax.block_until_ready(loss)
-            right = self._accuracy(state, placed) if self._accuracy is not None else None
-            found.append((loss.total, loss.weight, right))
+            # a second forward pass: losses may come in chunks that never hold the logits whole
+            found.append((loss.total, loss.weight, self._step.accuracy(state, placed)))
             if len(found) >= self._in_flight:
                 jax.block_until_ready(found[-self._in_flight])
         if not found:
@@ -61,7 +54,7 @@ class Evaluator:
         if weight == 0:
             return None
         result = {"loss": sum(float(row[0]) for row in rows) / weight, "targets": weight}
-        if self._accuracy is not None:
+        if rows[0][2] is not None:
             result["accuracy"] = sum(float(row[2][0]) for row in rows) / sum(float(row[2][1]) for row in rows)
         return result
 
@@ -84,7 +77,8 @@ def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dic
 
     trained = restore_parameters(run, best=best, split=True)
     experiment = trained.experiment
-    opened = experiment.data.open(experiment.batch, experiment.seed)
+    process, processes = trained.step.data_shard()
+    opened = experiment.data.open(experiment.batch, experiment.seed, process=process, processes=processes)
     platform = trained.step.mesh.devices.flat[0].platform
     found = Evaluator(trained.step, opened, one_at_a_time=platform == "cpu")(trained.state, batches)
     if found is None:

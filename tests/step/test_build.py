@@ -119,6 +119,42 @@ def test_microbatches_take_rows_where_they_are():
     assert not re.search(r" all-to-all\(| collective-permute\(", compiled.as_text())
 
 
+def test_evaluation_goes_by_microbatches():
+    """The same sums, and with fewer activations at a time: what trains by microbatches can be evaluated."""
+    wide = {**SIZES, "mlp": 4096}
+    whole, parts = make(Decoder(**wide), "data:2"), make(Decoder(**wide), "data:2", microbatches=4)
+    weights = np.ones((ROWS, LENGTH), np.float32)
+    weights[1, :3] = 0
+    batch = whole.place(text() | {"weights": weights})
+    state = whole.init()
+    one, other = whole.evaluate(state, batch), parts.evaluate(state, batch)
+    assert one.weight == other.weight == ROWS * LENGTH - 3
+    np.testing.assert_allclose(one.total, other.total, rtol=1e-6)
+
+    def temp(step):
+        return step.evaluate_fn.lower(state, batch).compile().memory_analysis().temp_size_in_bytes
+
+    assert temp(parts) < temp(whole) / 2
+    assert whole.accuracy(state, batch) is None
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_accuracy_is_computed_as_the_loss_is(microbatches):
+    model = ForeignModel(Net, classification())
+    step = make(model, "data:2", microbatches=microbatches, precision="bfloat16", matmul="highest")
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(ROWS, 4)).astype(np.float32)
+    batch = {"images": images, "labels": (np.arange(ROWS) % 3).astype(np.int32)}
+    state = step.init()
+    module = step.module(state)
+    module.eval()
+    expected = (np.asarray(module(jnp.asarray(images))).argmax(-1) == batch["labels"]).sum()
+    right, targets = step.accuracy(state, step.place(batch))
+    assert targets == ROWS
+    assert abs(float(right) - expected) <= 1, "one may turn where numbers are rounded to bfloat16"
+    assert "HIGHEST" in step.accuracy_fn.lower(state, step.place(batch)).as_text(), "matmul, as asked for"
+
+
 def test_metrics_and_the_rate_of_the_schedule():
     step = make(Decoder(**SIZES), "data:2")
     weights = np.ones((ROWS, LENGTH), np.float32)
