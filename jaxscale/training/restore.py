@@ -80,7 +80,8 @@ def restore_parameters(
         directory: the run directory.
         experiment: what was trained; rebuilt from the directory by default.
         best: take the checkpoint with the least held-out loss.
-        split: spread the batch over all devices, for evaluation; else one device has everything, if it fits there.
+        split: spread batch and parameters (ZeRO 3) over the devices, for evaluation, in the run's microbatches; else
+            one device has everything, if it fits there.
         devices: all local ones by default.
 
     Raises:
@@ -127,7 +128,11 @@ def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
     plain = Optimizer(name="sgd", clip=None, weight_decay=0.0)
     experiment = dataclasses.replace(experiment, optimizer=plain, plan=plan)
     if split:
-        return build(experiment, devices=devices)
+        plan = dataclasses.replace(plan, microbatches=ran.microbatches)
+        try:  # what was trained in parts may not fit whole
+            return build(experiment, dataclasses.replace(plan, zero=3), devices=devices)
+        except UserError:  # no dim divides
+            return build(experiment, plan, devices=devices)
     step = build(experiment, dataclasses.replace(plan, mesh=MeshSpec()), devices=devices[:1])
     room = (devices[0].memory_stats() or {}).get("bytes_limit") if devices[0].platform != "cpu" else None
     if len(devices) > 1 and room and 4 * step.parameters > 0.6 * room:

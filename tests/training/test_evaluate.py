@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -5,8 +6,11 @@ from flax import nnx
 
 from jaxscale.blocks import Context
 from jaxscale.errors import UserError
-from jaxscale.training.evaluate import evaluate
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.plan import Plan
+from jaxscale.training.evaluate import Evaluator, evaluate
 from jaxscale.training.loop import train
+from jaxscale.training.restore import restore_parameters
 from jaxscale.training.run import Run
 
 
@@ -23,6 +27,29 @@ def test_the_held_out_loss_is_the_mean_over_all_targets(toy, whole):
     np.testing.assert_allclose(found["loss"], total / weight, rtol=1e-5)
     assert evaluate(whole, batches=2)["loss"] == pytest.approx(run.held_out_loss, rel=1e-5)
     assert evaluate(whole, best=True)["step"] == 12
+
+
+def test_evaluation_holds_the_parameters_in_parts(toy, whole):
+    trained = restore_parameters(whole, split=True)
+    assert trained.step.plan.zero == 3
+    assert trained.step.mesh.shape["fsdp"] == 4, "the rows of the batch"
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(trained.state.params))
+    assert held < 1.1 * sum(x.nbytes for x in jax.tree.leaves(trained.state.params)) / 4
+
+
+def test_evaluation_of_a_model_that_does_not_split(toy, tmp_path):
+    from jaxscale.models.foreign import ForeignModel, language_model
+
+    def make(rngs):
+        return nnx.Sequential(nnx.Embed(255, 7, rngs=rngs), nnx.Linear(7, 255, rngs=rngs))
+
+    experiment = toy(model=ForeignModel(make, language_model()), plan=Plan(mesh=MeshSpec(data=2), microbatches=2))
+    run = train(experiment, steps=2, out=tmp_path / "run", quiet=True)
+    trained = restore_parameters(tmp_path / "run", experiment=experiment, split=True)
+    assert trained.step.plan.zero == 0
+    assert trained.step.mesh.size == trained.step.plan.microbatches == 2
+    found = Evaluator(trained.step, experiment.data.open(4, 0), one_at_a_time=True)(trained.state, 2)
+    assert found["loss"] == pytest.approx(run.held_out_loss, rel=1e-5)
 
 
 def test_accuracy_where_the_model_tells_it(toy, tmp_path):
