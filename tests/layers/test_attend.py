@@ -279,13 +279,15 @@ def test_splash_is_the_definition(case):
     _close(found, expected, 2e-4)
 
 
-@pytest.mark.parametrize("mesh", ["data:2,sequence:2,tensor:2", "tensor:4"])
-def test_splash_on_a_mesh(mesh):
+@pytest.mark.parametrize(
+    ("mesh", "case"), [("data:2,sequence:2,tensor:2", "segments_cap"), ("tensor:4", "causal"), ("sequence:2", "window")]
+)
+def test_splash_on_a_mesh(mesh, case):
+    """Masks are of the queries' places in the whole sequence, not in a device's part of it."""
     arguments = _draw(LONG, LONG, width=16)
-    settings = {"q_segments": DOCUMENTS, "kv_segments": DOCUMENTS}
-    expected = _gradients(lambda *x: attend(*x, **settings, implementation="plain"), arguments)
+    expected = _gradients(lambda *x: attend(*x, **SPLASH[case], implementation="plain"), arguments)
     with layout(MeshSpec.parse(mesh).build(), AxisRules()):
-        found = _gradients(lambda *x: _splash(*x, **settings), arguments)
+        found = _gradients(lambda *x: _splash(*x, **SPLASH[case]), arguments)
     _close(found, expected, 2e-4)
 
 

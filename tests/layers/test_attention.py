@@ -1,3 +1,4 @@
+import collections
 import dataclasses
 
 import jax
@@ -5,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Context
 from jaxscale.errors import UserError
@@ -13,6 +15,10 @@ from jaxscale.layers.attention import Attention
 from jaxscale.layers.cache import KVCache
 from jaxscale.layers.rotary import Rotary
 from jaxscale.layers.stack import Stack
+from jaxscale.platforms.hlo import collectives
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.sharding.place import layout
+from jaxscale.sharding.rules import AxisRules
 
 SIZES = {"embed": 12, "heads": 4, "kv_heads": 2, "head_dim": 6}
 
@@ -83,6 +89,22 @@ def test_named_residuals_are_found_by_remat():
         text = str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss)))(layer, x))
         for name in names | {"attention_q", "attention_k", "attention_v"}:
             assert f"name={name}" in text
+
+
+def test_keys_cross_a_sharded_sequence_once():
+    """And their gradients are scattered as they are summed: neither is gathered again."""
+    layer, mesh = _layer(), MeshSpec.parse("sequence:4").build()
+    x = jax.device_put(_x(length=16), NamedSharding(mesh, PartitionSpec(None, "sequence")))
+    for how in ("plain", "chunked"):
+        context = Context(attention=how)
+        with layout(mesh, AxisRules()):
+            step = jax.jit(jax.grad(lambda x, context=context: jnp.sum(jnp.square(layer(x, context=context)))))
+            found = collectives(step.lower(x).compile().as_text(), mesh)
+        sent = collections.defaultdict(int)
+        for one in found:
+            sent[one.kind] += one.bytes
+        keys_and_values = 2 * 2 * 16 * 2 * 6 * 4  # each (2, 16, 2, 6) in float32
+        assert sent == {"all-gather": keys_and_values, "reduce-scatter": keys_and_values}
 
 
 @pytest.mark.parametrize(("how", "settings"), [("auto", {}), ("chunked", {"window": 3}), ("splash", {})])
