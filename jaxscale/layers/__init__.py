@@ -5,7 +5,7 @@
 | linear | `matmul`, `Linear` |
 | norm | `RMSNorm`, `LayerNorm` |
 | embedding | `Embedding`, `PositionTable` |
-| rotary | `Rotary`, `RotaryScaling`, `LinearScaling` |
+| rotary | `Rotary` |
 | attention | `Attention`, and `attend`, one definition with three implementations |
 | cache | `KVCache` |
 | mlp | `MLP` |

@@ -1,10 +1,10 @@
 """Rotary position embedding (Su et al. 2021), halves convention: dim i is paired with dim i + H/2, as in Hugging Face's
-Llama (the paper pairs neighbours; weights of one convention are a permutation of the other's). Llama 3's scaling of the
-frequencies, and linear scaling; YaRN and dynamic scaling are left out.
+Llama (the paper pairs neighbours; weights of one convention are a permutation of the other's). Frequencies may be
+scaled by any function of them, such as `models.Llama3Scaling`; scaling by the length of the input is left out.
 """
 
 import dataclasses
-import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,61 +14,14 @@ from jaxscale.typing import Array, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)
-class RotaryScaling:
-    """Llama 3.1's stretch of the context: slow frequencies are divided by `factor`, fast ones kept, others in between.
-
-    Args:
-        factor: by which slow frequencies are divided.
-        low_freq_factor: wavelengths longer than original_context / low_freq_factor are slow.
-        high_freq_factor: wavelengths shorter than original_context / high_freq_factor are fast.
-        original_context: positions the model was first trained on.
-
-    References:
-        transformers, modeling_rope_utils.py, `_compute_llama3_parameters`.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
-
-    def __post_init__(self) -> None:
-        if not (self.factor > 0 and 0 < self.low_freq_factor < self.high_freq_factor and self.original_context > 0):
-            raise UserError(
-                f"{self}: expected factor > 0, 0 < low_freq_factor < high_freq_factor and original_context > 0"
-            )
-
-    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
-        """The scaled frequencies, radians per position."""
-        turns = self.original_context * frequencies / (2 * math.pi)
-        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        smooth = np.clip(smooth, 0.0, 1.0)
-        return smooth * frequencies + (1 - smooth) * frequencies / self.factor
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearScaling:
-    """Position interpolation (Chen et al. 2023): every frequency is divided by `factor`."""
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        if not self.factor > 0:
-            raise UserError(f"linear rotary scaling: got factor {self.factor!r}, expected more than 0")
-
-    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
-        """The scaled frequencies, radians per position."""
-        return frequencies / self.factor
-
-
-@dataclasses.dataclass(frozen=True)
 class Rotary:
     """Rotation of pairs of dims by angles proportional to the position.
 
     Args:
         head_dim: width of a head, even.
         base: wavelengths run from 2 pi to 2 pi * base.
-        scaling: how the frequencies are stretched; `None` leaves them.
+        scaling: from frequencies, float64 (head_dim / 2,) in radians per position, to those in their place; `None`
+            leaves them.
 
     Example:
         >>> x = jnp.ones((1, 2, 1, 4))
@@ -79,7 +32,7 @@ class Rotary:
 
     head_dim: int
     base: float = 10000.0
-    scaling: RotaryScaling | LinearScaling | None = None
+    scaling: Callable[[np.ndarray], np.ndarray] | None = None
 
     def __post_init__(self) -> None:
         if self.head_dim < 2 or self.head_dim % 2:

@@ -14,6 +14,7 @@ from jaxscale.errors import UserError
 from jaxscale.values import check_types
 
 if TYPE_CHECKING:
+    import numpy as np
     from flax import nnx
 
     from jaxscale.blocks import Context, Loss
@@ -37,7 +38,8 @@ class Llama3Scaling:
         original_context: positions the model was first trained with.
 
     References:
-        "The Llama 3 Herd of Models", arXiv:2407.21783; `rope_type: llama3` of transformers.
+        "The Llama 3 Herd of Models", arXiv:2407.21783; transformers, modeling_rope_utils.py,
+        `_compute_llama3_parameters`.
     """
 
     factor: float = 8.0
@@ -55,6 +57,13 @@ class Llama3Scaling:
                 f"rotary_scaling: got low_freq_factor {self.low_freq_factor} and high_freq_factor "
                 f"{self.high_freq_factor}, expected the second to be the greater; swap them"
             )
+
+    def __call__(self, frequencies: "np.ndarray") -> "np.ndarray":
+        """The frequencies in place of these, in radians per position."""
+        turns = self.original_context * frequencies / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clip(0.0, 1.0)
+        return kept * frequencies + (1 - kept) * frequencies / self.factor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from jaxscale.layers.embedding import Embedding, PositionTable
 from jaxscale.layers.loss import cross_entropy, logits
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.norm import LayerNorm, RMSNorm
-from jaxscale.layers.rotary import Rotary, RotaryScaling
+from jaxscale.layers.rotary import Rotary
 from jaxscale.layers.stack import Stack
 from jaxscale.models.decoder import Decoder
 from jaxscale.sharding.place import constrain
@@ -35,8 +35,9 @@ def make_norm(config: Decoder) -> RMSNorm | LayerNorm:
 
 def make_attention(config: Decoder, inits: dict[str, Any], rngs: nnx.Rngs) -> Attention:
     """The attention of a block."""
-    scaling = config.rotary_scaling and RotaryScaling(**vars(config.rotary_scaling))
-    rotary = Rotary(config.head_width, config.rotary_base, scaling) if config.positions == "rotary" else None
+    rotary = None
+    if config.positions == "rotary":
+        rotary = Rotary(config.head_width, config.rotary_base, config.rotary_scaling)
     return Attention(
         config.embed,
         config.heads,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxscale.errors import UserError
-from jaxscale.layers.rotary import LinearScaling, Rotary, RotaryScaling
+from jaxscale.layers.rotary import Rotary
 
 
 def _turn(x, position, frequencies):
@@ -35,26 +35,9 @@ def test_scores_depend_on_the_distance_alone():
     assert abs(score(3, 1) - score(3, 2)) > 1e-3
 
 
-def test_llama3_scaling_is_the_published_rule():
-    scaling = RotaryScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
-    plain, scaled = Rotary(128, 5e5).frequencies, Rotary(128, 5e5, scaling).frequencies
-    for frequency, found in zip(plain.astype(np.float64), scaled, strict=True):
-        wavelength = 2 * np.pi / frequency
-        if wavelength < 8192 / 4:
-            expected = frequency
-        elif wavelength > 8192 / 1:
-            expected = frequency / 8
-        else:
-            smooth = (8192 / wavelength - 1) / (4 - 1)
-            expected = (1 - smooth) * frequency / 8 + smooth * frequency
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert (plain == scaled).any()
-    assert np.isclose(plain / 8, scaled).any()
-
-
-def test_linear_scaling_stretches_positions():
+def test_scaled_frequencies_stretch_positions():
     x = jax.random.normal(jax.random.key(0), (1, 2, 1, 4))
-    stretched = Rotary(4, scaling=LinearScaling(4.0)).apply(x, jnp.array([[4, 40]]))
+    stretched = Rotary(4, scaling=lambda frequencies: frequencies / 4).apply(x, jnp.array([[4, 40]]))
     np.testing.assert_allclose(stretched, Rotary(4).apply(x, jnp.array([[1, 10]])), rtol=1e-5, atol=1e-6)
 
 
@@ -65,15 +48,7 @@ def test_narrow_inputs_are_turned_in_float32():
     np.testing.assert_array_equal(Rotary(4).apply(x, positions), expected)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Rotary(7),
-        lambda: Rotary(8, base=-1.0),
-        lambda: LinearScaling(0.0),
-        lambda: RotaryScaling(low_freq_factor=4.0, high_freq_factor=1.0),
-    ],
-)
-def test_refused(make):
+@pytest.mark.parametrize("fields", [{"head_dim": 7}, {"head_dim": 8, "base": -1.0}])
+def test_refused(fields):
     with pytest.raises(UserError, match="expected"):
-        make()
+        Rotary(**fields)

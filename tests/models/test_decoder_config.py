@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from jaxscale.errors import UserError
@@ -54,6 +55,24 @@ def test_a_field_out_of_range_is_refused(fields, message):
 def test_a_scaling_out_of_range_is_refused(fields, message):
     with pytest.raises(UserError, match=message):
         Llama3Scaling(**fields)
+
+
+def test_llama3_scaling_is_the_published_rule():
+    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
+    plain = 5e5 ** -np.linspace(0, 1, 64, endpoint=False)
+    scaled = scaling(plain)
+    for frequency, found in zip(plain, scaled, strict=True):
+        wavelength = 2 * np.pi / frequency
+        if wavelength < 8192 / 4:
+            expected = frequency
+        elif wavelength > 8192 / 1:
+            expected = frequency / 8
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            expected = (1 - smooth) * frequency / 8 + smooth * frequency
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert (plain == scaled).any()
+    assert (plain / 8 == scaled).any()
 
 
 def test_a_mistyped_field_is_answered_without_jax():
