@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxscale.errors import UserError
+from jaxscale.training.mirror import COMMITTED, Upload, is_mirrored, local_copy, staging
 from jaxscale.training.processes import is_first, of_first, on_all, wait_for_all
 from jaxscale.training.storage import is_remote, run_path
 
 FORMAT = 1
 """Version of the form of checkpoints. A newer one is refused by name."""
 
-_COMMITTED = "commit_success.txt"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
@@ -74,7 +74,7 @@ class Checkpoints:
     """The checkpoints of one run. Every process of a run makes one and calls it at the same steps.
 
     Args:
-        folder: where they are, local or gs:// or s3://.
+        folder: where they are, local or gs:// or, of one process alone, s3://.
         keep: how many of the newest to keep.
         best: keep the one with the least held-out loss too.
         write: clean up what a killed run left; readers of a run that may still be going leave it alone.
@@ -86,6 +86,7 @@ class Checkpoints:
         self._running: tuple[Description, Any] | None = None
         self._known: dict[int, Description] = {}
         if write:
+            _reachable(self.folder)
             with _explained(self):
                 if is_first():
                     self.folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +98,7 @@ class Checkpoints:
         if not self.folder.is_dir():
             return []
         found = (item for item in self.folder.iterdir() if item.name.isdigit() and not item.name.endswith(_UNFINISHED))
-        return sorted(int(item.name) for item in found if not is_remote(item) or (item / _COMMITTED).exists())
+        return sorted(int(item.name) for item in found if not is_remote(item) or (item / COMMITTED).exists())
 
     def describe(self, step: int) -> Description:
         """What the checkpoint of a step says of itself.
@@ -148,10 +149,10 @@ class Checkpoints:
         content = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(description), "arrays": entries}))
         with _explained(self):
             metadata = {"jaxscale": content, "sha256": _digest(content)}
-            self._running = (
-                description,
-                ocp.save_async(self._at(description.step), dict(arrays), custom_metadata=metadata),
-            )
+            there = self._at(description.step)
+            at = staging(there) if is_mirrored(there) else there
+            running: Any = ocp.save_async(at, dict(arrays), custom_metadata=metadata)
+            self._running = (description, Upload(running, at, there) if at is not there else running)
         if wait:
             self.wait()
         return True
@@ -270,8 +271,8 @@ class Checkpoints:
             dtype = leaf.dtype if _is_key(leaf.dtype) else entries[name][1]
             wanted[name] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
         try:
-            with _alone():
-                loaded = ocp.load(self._at(step), wanted)
+            with _alone(), local_copy(self._at(step)) as path:
+                loaded = ocp.load(path, wanted)
             return jax.block_until_ready({name: loaded[name] for name in abstract})
         except Exception as problem:
             if "RESOURCE_EXHAUSTED" in str(problem):
@@ -282,11 +283,11 @@ class Checkpoints:
         from orbax.checkpoint import v1 as ocp
 
         path = self._at(step)
-        if not (path / _COMMITTED).exists():
-            raise DamagedError(f"{path} has no {_COMMITTED}: it was not written to its end, or is incomplete")
+        if not (path / COMMITTED).exists():
+            raise DamagedError(f"{path} has no {COMMITTED}: it was not written to its end, or is incomplete")
         try:
-            with _quietly(), _alone():
-                metadata: Any = ocp.metadata(path).custom_metadata
+            with _quietly(), _alone(), local_copy(path, arrays=False) as here:
+                metadata: Any = ocp.metadata(here).custom_metadata
             content, digest = metadata["jaxscale"], metadata["sha256"]
         except Exception as problem:
             raise DamagedError(f"its description cannot be read: {_first_line(problem)}") from problem
@@ -310,10 +311,10 @@ class Checkpoints:
                 self._known.pop(step, None)
 
     def _clean(self) -> None:
-        for item in self.folder.iterdir():
+        for item in self.folder.iterdir() if self.folder.is_dir() else ():  # no folder without an object, in a bucket
             dead = _UNFINISHED in item.name
             if is_remote(item) and item.name.isdigit():  # written in place there, and committed by a file
-                dead = not (item / _COMMITTED).exists()
+                dead = not (item / COMMITTED).exists()
             if dead and item.is_dir():
                 item.rmtree(missing_ok=True)
 
@@ -368,8 +369,9 @@ def _quietly() -> Iterator[None]:
     """
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     hooks = sys.unraisablehook, sys.excepthook
+    drop = lambda record: False  # noqa: E731 - one of its own each time, for the filters of two may be nested
     for logger in loggers:
-        logger.addFilter(_drop)
+        logger.addFilter(drop)
     sys.unraisablehook = sys.excepthook = _nothing
     try:
         with warnings.catch_warnings():
@@ -378,7 +380,7 @@ def _quietly() -> Iterator[None]:
     finally:
         sys.unraisablehook, sys.excepthook = hooks
         for logger in loggers:
-            logger.removeFilter(_drop)
+            logger.removeFilter(drop)
 
 
 def _alone() -> Any:
@@ -389,19 +391,25 @@ def _alone() -> Any:
     import jax
     from orbax.checkpoint import v1 as ocp
 
-    me = jax.process_index()
-    options = ocp.options.MultiprocessingOptions(
-        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
-    )
-    return ocp.Context(multiprocessing_options=options)
-
-
-def _drop(record: Any) -> bool:
-    return False
+    context, me = ocp.Context(), jax.process_index()
+    context.multiprocessing.primary_host = me
+    context.multiprocessing.active_processes = {me}
+    context.multiprocessing.barrier_sync_key_prefix = f"process_{me}"
+    return context
 
 
 def _retrieved(record: Any) -> bool:
     return "never retrieved" not in record.getMessage()
+
+
+def _reachable(folder: Any) -> None:
+    import jax
+
+    if is_mirrored(folder) and jax.process_count() > 1:
+        raise UserError(
+            f"{folder}: {jax.process_count()} processes cannot save there together: "
+            "give a directory in a gs:// bucket, or on a disk that all of them share (--out)"
+        )
 
 
 def _path(folder: Any) -> Any:

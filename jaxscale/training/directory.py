@@ -107,7 +107,7 @@ def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, A
     return there
 
 
-def set_aside(directory: Any) -> Path | None:
+def set_aside(directory: Any) -> Any:
     """Rename a directory that holds a run to the first free of NAME.1, NAME.2, ...; gives back where it went."""
     path = run_path(directory)
     if not (path / EXPERIMENT).exists():

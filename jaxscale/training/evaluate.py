@@ -18,8 +18,6 @@ class Evaluator:
     """
 
     def __init__(self, step: Any, data: Any, *, one_at_a_time: bool) -> None:
-        import jax
-
         self._step, self._data = step, data
         self._in_flight = 1 if one_at_a_time else _IN_FLIGHT
 

@@ -1,9 +1,16 @@
 """Where a run's files lie: a local folder, or a bucket (gs://, s3://) through etils.epath.
 
 Objects in a bucket cannot be appended to. `open_append` is the one place that knows: for a bucket it keeps the file in
-memory and uploads the whole of it every `UPLOAD_SECONDS`, on `flush` and on close: a run flushes its log before it saves
-a checkpoint, so one that is killed loses no line that it does not write again. It leaves out locking: one process
+memory and uploads the whole of it every `UPLOAD_SECONDS`, on `flush` and on close. A run flushes its log before it
+saves a checkpoint, so one that is killed loses no line that it does not write again. It leaves out locking: one process
 writes a run's log.
+
+What is proven (tests/training/test_storage.py): a run in a bucket trains, is stopped, continues past a damaged
+checkpoint, generates, is evaluated, and makes way for a new one. Its checkpoints go to gs:// through TensorStore's own
+driver, over HTTP to a server on the same machine that speaks its part of Google's JSON API; to s3:// by way of a local
+folder (`mirror`). All else goes through epath to an fsspec file system that has an object store's manners: there is no
+folder without an object in it. What is not: gcsfs and s3fs themselves, the buckets of Google and Amazon, their
+credentials, errors and speed, and several processes in one bucket.
 """
 
 import contextlib
