@@ -57,7 +57,7 @@ def attend_chunked(
         visibility: which keys a query sees.
         scale: of the scores.
         soft_cap: of the scores.
-        chunk: queries and keys per chunk; the lengths need not be multiples.
+        chunk: queries (of a device) and keys per chunk; the lengths need not be multiples.
     """
     batch, queries, heads, width = q.shape
     keys, groups = k.shape[1:3]
@@ -66,7 +66,8 @@ def attend_chunked(
     own = queries // shards
     sizes = _Sizes(min(chunk, own), min(chunk, keys), own, keys, left, soft_cap, mesh, axes, shards)
     q = q.reshape(batch, queries, groups, heads // groups, width)
-    return _attend(sizes, q, k, v, visibility).reshape(batch, queries, heads, width)
+    out: Any = _attend(sizes, q, k, v, visibility)
+    return out.reshape(batch, queries, heads, width)
 
 
 def _query_axes(batch: int, queries: int) -> tuple[Mesh | None, tuple[str, ...], int]:
