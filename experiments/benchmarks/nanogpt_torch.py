@@ -12,6 +12,8 @@ import math
 import time
 from pathlib import Path
 
+# torch is no dependency: it is measured where it happens to be
+# pyright: reportMissingImports=false
 import torch
 from torch import nn
 from torch.nn import functional

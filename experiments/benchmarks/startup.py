@@ -86,8 +86,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.install:
         bar = {"uv": 60.0, "pip": 150.0}[args.install]
-        taken = to_first_step(args.install)
-        holds = show([Figure(f"make train to the first step, {args.install}", taken, "s", bar)], "A new clone")
+        waited = to_first_step(args.install)
+        holds = show([Figure(f"make train to the first step, {args.install}", waited, "s", bar)], "A new clone")
         raise SystemExit(0 if holds else 1)
     rounds = 2 if args.tiny else 7
     with tempfile.TemporaryDirectory() as folder:

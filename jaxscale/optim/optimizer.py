@@ -139,7 +139,7 @@ def decoupled_decay(rate: Callable[[Any], Any], decay: float, mask: Any) -> Any:
     def init(params: Any) -> Any:
         return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32))
 
-    def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         share = decay * rate(state.count)
         chosen = jax.tree.map(lambda _: True, params) if mask is None else mask
         after = jax.tree.map(lambda u, p, on: u - share * p if on else u, updates, params, chosen)

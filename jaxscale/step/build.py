@@ -401,7 +401,8 @@ class TrainStep:
         return self._sums(of, state, batch)
 
     def _accuracy(self, state: TrainState, batch: Batch) -> tuple[Array, Array]:
-        return self._sums(lambda m, part: self.experiment.model.accuracy(m, part, self._context(None)), state, batch)
+        model: Any = self.experiment.model  # of the models, classifiers alone have it
+        return self._sums(lambda module, part: model.accuracy(module, part, self._context(None)), state, batch)
 
     def _sums(self, of: Callable[[Any, Batch], Any], state: TrainState, batch: Batch) -> Any:
         """What `of` gives for the module and each microbatch, added up: no more activations than training has."""
@@ -430,11 +431,11 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     """
     plan = experiment.plan if plan is None else plan
     plan, said = resolve_mesh(plan, experiment.batch, list(jax.devices() if devices is None else devices))
-    assert plan.mesh is not None
     layers = getattr(experiment.model, "layers", None)
     if isinstance(layers, int) and plan.unroll > layers:
         said += f"; unroll {plan.unroll}: the model has {layers} layers, all run in one iteration"
         plan = dataclasses.replace(plan, unroll=layers)
+    assert plan.mesh is not None
     check_model(plan, experiment.model)
     functional = Functional.of(experiment.model, experiment.seed, vocab_multiple(plan))
     mask = jax.tree_util.tree_map_with_path(
