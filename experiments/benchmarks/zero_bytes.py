@@ -5,7 +5,12 @@
 Mixed-precision Adam keeps float32 master weights and two float32 moments between steps: 12 bytes a parameter, 12/n once
 they are sharded; in float32 the weights stay whole at stages 1 and 2: 4 + 8/n. Gradients, the output of the compiled
 gradient function, are whole at stages 0 and 1 and 1/n at 2 and 3. What is temporary within a step (gradients, the
-gathered copy, activations) falls from stage to stage; it is the only row that theory gives no number for here.
+gathered copy, activations) falls from stage to stage, and is the only row that theory gives no number for here; in
+float32 it falls from 1 to 2 alone, since stage 3 gathers weights that stage 2 has as arguments, and the sum falls.
+
+Measured on XLA:CPU, 8 virtual devices, JAX 0.10.2 (of compiled programs, so the same on any machine): arguments and
+gradients equal theory to 0.1 %. Temporary bytes at n = 2, 4, 8: bfloat16 zero 2 / zero 1 0.92, 0.85, 0.80 and zero 3 /
+zero 2 0.84, 0.67, 0.54; float32 zero 2 / zero 1 0.81, 0.64, 0.52 and zero 3 / zero 2 1.01, 1.00, 1.00.
 """
 
 import argparse
@@ -74,18 +79,21 @@ def main() -> None:
     figures: list[Figure] = []
     for precision in ("bfloat16", "float32"):
         for n in (4,) if tiny else (2, 4, 8):
-            temporary = []
+            compiled: list[Bytes] = []
             for zero in STAGES:
                 found, (arguments, gradients) = measure(model, precision, zero, n), theory(precision, zero, n)
                 name = f"{precision} zero {zero} n={n}"
                 figures.append(_near(f"{name}: arguments", found.arguments, arguments))
                 figures.append(_near(f"{name}: gradients", found.gradients, gradients))
-                temporary.append(found.temporary)
+                compiled.append(found)
             for before, after in ((1, 2), (2, 3)):
-                ratio = temporary[after] / temporary[before]
-                figures.append(
-                    Figure(f"{precision} n={n}: temporary, zero {after} / zero {before}", ratio, "x", 0.99, "<=")
-                )
+                name, now, then = f"zero {after} / zero {before}", compiled[after], compiled[before]
+                # in float32 stage 2 computes with its arguments, stage 3 with what it gathers: only the sum falls
+                bar = 0.99 if precision == "bfloat16" or after == 2 else None
+                ratio = now.temporary / then.temporary
+                figures.append(Figure(f"{precision} n={n}: temporary, {name}", ratio, "x", bar))
+                ratio = (now.arguments + now.temporary) / (then.arguments + then.temporary)
+                figures.append(Figure(f"{precision} n={n}: arguments + temporary, {name}", ratio, "x", 0.999))
     show(figures, "ZeRO: bytes per device and parameter")
     if not all(math.isfinite(f.value) and f.holds for f in figures):
         raise SystemExit(1)
