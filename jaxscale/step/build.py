@@ -215,6 +215,11 @@ class TrainStep:
         """Shapes, dtypes and placements of the canonical form of this step's states: what to restore into."""
         return self._canonical.abstract()
 
+    @property
+    def canonical_copy_bytes(self) -> int:
+        """Bytes per device that the canonical form takes beside the state it is made of."""
+        return self._canonical.copy_bytes
+
     def to_canonical(self, state: TrainState) -> dict[str, Array]:
         """The state as a flat dict of arrays that no mesh, ZeRO stage or stacking shows in: what a checkpoint holds."""
         return self._canonical.take_apart(state)

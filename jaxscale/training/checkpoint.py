@@ -332,6 +332,23 @@ class Checkpoints:
         return self.folder / f"{step:08d}"
 
 
+def lacking_room(lasting: int, copy: int, device: Any) -> str | None:
+    """What to say where a save needs more memory than a device has; `None` where it fits, or nobody can tell.
+
+    Args:
+        lasting: bytes per device that live between steps.
+        copy: bytes per device of the copy of the state that a save makes.
+        device: one of those of the run.
+    """
+    room = (device.memory_stats() or {}).get("bytes_limit") if device is not None else None
+    if not room or lasting + copy <= room:
+        return None
+    return (
+        f"a checkpoint copies the state on the device before it goes to the host: {(lasting + copy) / 1e9:.1f} GB in "
+        f"all, and the device has {room / 1e9:.1f} GB: saving will fail; shard the state over more devices (fsdp, zero 3)"
+    )
+
+
 class _explained:  # noqa: N801
     """Turns what goes wrong with the disk into an error that names the folder and what is left."""
 

@@ -18,7 +18,7 @@ from jaxscale.step.plan import Plan
 from jaxscale.training import directory as place
 from jaxscale.training.backend import start_backend
 from jaxscale.training.check_data import check_data
-from jaxscale.training.checkpoint import Checkpoints, Description
+from jaxscale.training.checkpoint import Checkpoints, Description, lacking_room
 from jaxscale.training.display import Display
 from jaxscale.training.evaluate import Evaluator
 from jaxscale.training.meter import Meter, peak_of
@@ -260,6 +260,8 @@ class _Training:
         flop = int(self.step.model_flop(batch))
         memory = self.step.memory(batch)
         lasting = {f"{kind.replace(' ', '_')}_bytes": size for kind, size in memory.items()}
+        copy = self.step.canonical_copy_bytes
+        lasting["checkpoint_copy_bytes"] = copy
         self.event("predicted", model_flop=flop, parameters=self.step.parameters, **lasting)
         if _first():
             kinds = {**memory, "gradients and activations": facts.temp_bytes}
@@ -267,6 +269,8 @@ class _Training:
                 place.write_json(self.folder / "layout.json", {**self.step.layout.table(), "memory": kinds})
         device = None if self.one_at_a_time else self.step.mesh.local_devices[0]
         self.meter = Meter(flop, peak_of(self.step), device)
+        if (lacking := lacking_room(sum(memory.values()), copy, device)) is not None:
+            self.say(lacking)
         self.say(f"{self.step.parameters:,} parameters, compiled in {facts.seconds:.1f} s")
 
     def _settle_pending(self, pending: tuple[int, Any, Any] | None) -> tuple[bool, bool]:

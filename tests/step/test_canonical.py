@@ -192,6 +192,15 @@ def test_a_state_moves_between_layouts_bit_by_bit_and_training_goes_on(name):
     assert bits(saved) == kept, "a saved array shares memory with a state that was given away"
 
 
+@pytest.mark.parametrize("fields", [{"mesh": "data:2"}, {"mesh": "fsdp:2,tensor:4", "zero": 3}, {"mesh": "tensor:4"}])
+def test_the_copy_takes_the_bytes_that_were_told(fields):
+    step = make(**fields)
+    compiled = step._canonical.take_apart.lower(step.layout.abstract).compile().memory_analysis()
+    addresses = 8 * len(step.canonical_abstract())
+    assert step.canonical_copy_bytes == compiled.output_size_in_bytes - addresses
+    assert compiled.alias_size_in_bytes == 0, "the state stays"
+
+
 def test_padding_of_the_vocabulary_comes_back_as_zeros():
     step = make(mesh="tensor:4", optimizer=Optimizer(name="sgd", weight_decay=0.0))
     arrays = {n: jnp.ones(a.shape, a.dtype) for n, a in step.canonical_abstract().items()}

@@ -267,3 +267,15 @@ def test_the_description_is_plain_json(tmp_path):
     content = json.loads(file.read_text())["custom_metadata"]["jaxscale"]
     assert content["format"] == 1
     assert content["arrays"]["params/embed/weight"][:2] == [[64, 32], "float32"]
+
+
+def test_a_copy_that_does_not_fit_is_told():
+    class Small:
+        def memory_stats(self):
+            return {"bytes_limit": 10_000_000_000}
+
+    assert module.lacking_room(6_000_000_000, 4_000_000_000, Small()) is None
+    told = module.lacking_room(6_000_000_000, 5_000_000_000, Small())
+    assert "11.0 GB in all, and the device has 10.0 GB" in told
+    assert module.lacking_room(6_000_000_000, 5_000_000_000, jax.devices()[0]) is None, "a CPU does not tell"
+    assert module.lacking_room(6_000_000_000, 5_000_000_000, None) is None
