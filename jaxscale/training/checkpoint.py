@@ -345,7 +345,7 @@ def lacking_room(lasting: int, copy: int, device: Any) -> str | None:
         return None
     return (
         f"a checkpoint copies the state on the device before it goes to the host: {(lasting + copy) / 1e9:.1f} GB in "
-        f"all, and the device has {room / 1e9:.1f} GB: saving will fail; shard the state over more devices (fsdp, zero 3)"
+        f"all, and the device has {room / 1e9:.1f} GB: saving will fail; shard the state over more of them (zero 3)"
     )
 
 
