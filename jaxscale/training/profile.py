@@ -63,6 +63,16 @@ class ProfileRange:
         first = int(match[1])
         return cls(first, first + 1 if match[2] is None else int(match[2]))
 
+    def within(self, steps: int) -> "ProfileRange":
+        """This range, if a run of so many steps comes to it.
+
+        Raises:
+            UserError: it begins beyond the last step.
+        """
+        if self.first > steps:
+            raise UserError(f"profile {self}: the run has {steps} steps, expected FIRST from 1 to {steps}")
+        return self
+
     def __str__(self) -> str:
         return f"{self.first}:{self.stop}"
 
@@ -164,8 +174,8 @@ class Summary:
 class Profiler:
     """Traces a range of steps of a training loop, and writes the summary beside the trace.
 
-    The loop calls `before` every step and, where `ends` says so, `after` it. A step that is still running when the
-    trace starts shows in it.
+    The loop calls `before` every step and, where `ends` says so or the run stops inside the range, `after` it; and
+    `close` however it ends. A step that is still running when the trace starts shows in it.
 
     Args:
         steps: the steps to trace; where a run is resumed inside the range, the rest of it.
@@ -176,6 +186,15 @@ class Profiler:
         self._started_at: int | None = None
         self._folder = Path()
 
+    @property
+    def running(self) -> bool:
+        """Whether a trace has been started, and not stopped."""
+        return self._started_at is not None
+
+    def missed(self, step: int) -> bool:
+        """Whether the whole range lies behind a run that continues after `step`."""
+        return self.steps.stop <= step + 1
+
     def before(self, step: int, folder: Any) -> None:
         """Start tracing if `step`, which comes next, is the first of the range.
 
@@ -183,7 +202,7 @@ class Profiler:
             step: number of the step that comes next.
             folder: the run's folder; the trace goes into its subfolder "profile".
         """
-        if self._started_at is not None or not self.steps.first <= step < self.steps.stop:
+        if self.running or not self.steps.first <= step < self.steps.stop:
             return
         import jax
 
@@ -195,7 +214,7 @@ class Profiler:
 
     def ends(self, step: int) -> bool:
         """Whether a trace is running and `step`, which was just dispatched, is the last of the range."""
-        return self._started_at is not None and step >= self.steps.stop - 1
+        return self.running and step >= self.steps.stop - 1
 
     def after(
         self,
@@ -222,8 +241,9 @@ class Profiler:
         if self._started_at is None:
             return None
         jax.block_until_ready(state)
+        first, self._started_at = self._started_at, None
         jax.profiler.stop_trace()
-        found = summary_of(self._folder, steps=step + 1 - self._started_at)
+        found = summary_of(self._folder, steps=step + 1 - first)
         if jax.process_index() == 0:
             (self._folder / SUMMARY).write_text(f"{found}\n")
         if is_remote(folder):
@@ -233,11 +253,20 @@ class Profiler:
         if event is not None and dearest is not None:
             shares: dict[str, float] = {kind: round(dearest.share(kind), 4) for kind in KINDS}
             shares["busy"] = round(dearest.busy_share, 4)
-            event("profile", steps=f"{self._started_at}:{step + 1}", file=f"{FOLDER}/{SUMMARY}", **shares)
+            event("profile", steps=f"{first}:{step + 1}", file=f"{FOLDER}/{SUMMARY}", **shares)
         if say is not None:
             say(str(found))
-        self._started_at = None
         return found
+
+    def close(self) -> None:
+        """Stop a trace that a failed step has left running, without a summary: JAX runs one trace at a time."""
+        if self.running:
+            import jax
+
+            self._started_at = None
+            jax.profiler.stop_trace()
+            if self._folder.name != FOLDER:  # what was to be uploaded
+                shutil.rmtree(self._folder)
 
 
 def summary_of(folder: Any, steps: int | None = None) -> Summary:

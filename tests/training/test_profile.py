@@ -22,6 +22,17 @@ def test_bad_ranges(text):
         ProfileRange.parse(text)
 
 
+def test_a_range_beyond_the_run_is_refused():
+    assert ProfileRange(12, 20).within(12) == ProfileRange(12, 20)
+    with pytest.raises(UserError, match=r"profile 13:14: the run has 12 steps, expected FIRST from 1 to 12"):
+        ProfileRange(13, 14).within(12)
+
+
+def test_a_range_behind_the_run_is_missed():
+    profiler = Profiler(ProfileRange(10, 13))
+    assert [profiler.missed(step) for step in (9, 11, 12, 13)] == [False, False, True, True]
+
+
 def train_steps(profiler: Profiler, folder, first: int, last: int):
     """A loop of steps with one product and one all-reduce on two devices; what `after` returned, and what it told."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
