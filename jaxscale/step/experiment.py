@@ -27,7 +27,7 @@ class Evaluation:
 
     Args:
         every: steps between evaluations; 0 evaluates at the end only.
-        batches: held-out batches per evaluation; `None` takes the whole split.
+        batches: held-out batches per evaluation, spread evenly over the split; `None` takes all of it.
     """
 
     every: int = 250
@@ -92,7 +92,7 @@ class Guard:
     Args:
         spike: skip a step whose gradient norm exceeds this many times its running mean; 0 never skips for it.
         warmup: steps before the running mean is trusted.
-        patience: skipped steps in a row after which the run stops, with exit code 4.
+        patience: steps skipped in a row that stop the run, with exit code 4.
     """
 
     spike: float = 20.0

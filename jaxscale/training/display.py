@@ -17,6 +17,8 @@ class Display:
         steps: updates of the run.
         quiet: show nothing at all.
         name: of the run.
+
+    `live` says whether lines may move and be coloured: in a terminal or a notebook.
     """
 
     def __init__(self, steps: int, *, quiet: bool, name: str) -> None:
@@ -24,8 +26,8 @@ class Display:
         self._progress: Any = None
         self._task: Any = None
         self._notebook = "ipykernel" in sys.modules
-        self._live = self._notebook or sys.stdout.isatty()
-        self._every = _LIVE_SECONDS if self._live else _FILE_SECONDS
+        self.live = self._notebook or sys.stdout.isatty()
+        self._every = _LIVE_SECONDS if self.live else _FILE_SECONDS
         self._last = 0.0
         self._open_line = False
 
@@ -56,7 +58,7 @@ class Display:
             left = _clock((self._steps - step) * row.get("step_seconds", 0.0))
             print(f"\rstep {step}/{self._steps}  {text}  {left} left ", end="", flush=True)
             self._open_line = True
-        elif self._live:
+        elif self.live:
             self._start().update(self._task, completed=step, text=text)
         else:
             print(f"step {step}/{self._steps}  {text}", flush=True)

@@ -6,12 +6,13 @@ and the model never sees a position that it was not trained on.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxscale.errors import UserError
+from jaxscale.step.experiment import Experiment
 
 _PREFILL = 16
 """Prompts shorter than this are fed one token at a time; of longer ones the greatest power of two at once."""
@@ -106,6 +107,29 @@ def continuations(
         encoded.append(ids)
     drawn = decode(module, model, encoded, tokens=tokens, temperature=temperature, seed=seed, choices=tokenizer.size)
     return [tokenizer.decode(row) for row in drawn]
+
+
+def draw_samples(experiment: Experiment, tokenizer: Any, module: Callable[[], Any]) -> list[tuple[str, str]]:
+    """The samples that an experiment asks for while it trains: prompt and continuation of each.
+
+    Args:
+        experiment: its model, seed and `samples`.
+        tokenizer: of its data.
+        module: makes the model's module with its parameters; called only where there is something to draw.
+    """
+    wanted = experiment.samples
+    if not wanted.prompts or not can_generate(experiment.model, tokenizer):
+        return []
+    texts = continuations(
+        module(),
+        experiment.model,
+        tokenizer,
+        wanted.prompts,
+        tokens=wanted.tokens,
+        temperature=wanted.temperature,
+        seed=experiment.seed,
+    )
+    return list(zip(wanted.prompts, texts, strict=True))
 
 
 def decode(

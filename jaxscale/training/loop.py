@@ -23,7 +23,10 @@ from jaxscale.training.display import Display
 from jaxscale.training.evaluate import Evaluator
 from jaxscale.training.meter import Meter, peak_of
 from jaxscale.training.metrics import MetricsLog
+from jaxscale.training.processes import is_first, wait_for_all
+from jaxscale.training.profile import Profiler, ProfileRange
 from jaxscale.training.restore import write_tokenizer
+from jaxscale.training.resume import Earlier
 from jaxscale.training.run import Run
 from jaxscale.training.signals import Agreement, Stop
 from jaxscale.training.source import Source, versions
@@ -48,9 +51,11 @@ def train(
     Args:
         experiment: what to train.
         plan: how; the experiment's own by default.
-        steps: updates, instead of the experiment's.
+        steps: updates, instead of the experiment's. The schedule ends with them: a run that is continued with other
+            steps goes on at another learning rate, which it says and logs.
         out: the run directory, local or gs:// or s3://; `runs/NAME` by default.
-        resume: "auto" continues a run that is there; "never" renames its directory and starts anew.
+        resume: "auto" continues a run that is there, whose experiment may differ in steps, evaluation, samples,
+            checkpoint and plan; "never" renames its directory and starts anew.
         log_every: steps per line of the log; the tokens and seconds of a line are of all of them.
         profile: steps to trace, as "10:13" (the three from 10 to 12).
         source: where the experiment came from, so that commands can rebuild it.
@@ -63,7 +68,8 @@ def train(
     Raises:
         UserError: something given does not fit, before anything is traced; or the disk failed, and older checkpoints
             are intact.
-        Preempted: told to stop, and saved.
+        Preempted: told to stop, and saved; or told before the first step, and what was saved before is intact.
+        KeyboardInterrupt: told to stop before the first step of a run that has saved nothing.
         Diverged: steps kept being skipped; names the last good checkpoint.
     """
     if steps is not None:
@@ -72,11 +78,11 @@ def train(
         raise UserError(f"resume: got {resume!r}, expected auto or never")
     if log_every < 1:
         raise UserError(f"log_every: got {log_every!r}, expected a whole number >= 1")
-    traced = _profile(profile)
+    traced = None if profile is None else Profiler(ProfileRange.parse(profile).within(experiment.steps))
     start_backend()
     plan = experiment.plan if plan is None else plan
     folder = run_path(place.default_directory(experiment) if out is None else out)
-    display = Display(experiment.steps, quiet=quiet or not _first(), name=experiment.name)
+    display = Display(experiment.steps, quiet=quiet or not is_first(), name=experiment.name)
     return _Training(experiment, plan, folder, resume, log_every, traced, source, display, devices).run()
 
 
@@ -90,8 +96,8 @@ class _Training:
         folder: Any,
         resume: str,
         log_every: int,
-        profile: Any,
-        source: Any,
+        profile: Profiler | None,
+        source: Source | None,
         display: Display,
         devices: Sequence[Any] | None,
     ) -> None:
@@ -104,6 +110,7 @@ class _Training:
         self.best: float | None = None
         self.held_out: float | None = None
         self.log: MetricsLog | None = None
+        self.earlier: Earlier | None = None
 
     # -- before the first step -----------------------------------------------------------------------------------------
 
@@ -111,47 +118,54 @@ class _Training:
         """Everything from the checks to the result."""
         known = (self.folder / place.EXPERIMENT).exists()
         if known and self.resume == "never":
-            if _first():
+            if is_first():
                 with place.claimed(self.folder):
                     self.say(f"the run that was in {self.folder} is now {place.set_aside(self.folder)}")
             known = False
-        _together("the directory is set")
+        wait_for_all("the directory is set")
         if not known:
             self._prepare()  # a mistake leaves no directory behind
-        with place.claimed(self.folder) if _first() else contextlib.nullcontext():
+        with place.claimed(self.folder) if is_first() else contextlib.nullcontext():
             checkpoint = self.experiment.checkpoint
-            if place.check_same_experiment(self.folder, self.experiment):
+            self.earlier = Earlier.read(self.folder, self.experiment)
+            if self.earlier is not None:
                 last = Checkpoints(self.folder / place.CHECKPOINTS, write=False).steps()
                 if last and last[-1] >= self.experiment.steps:
                     return self._finished_before(last[-1])
-            _together("the directory is checked")
+            wait_for_all("the directory is checked")
             if known:
                 self._prepare()
+            if self.earlier is None:
+                self._write_values()
             with place.writing(self.folder):
-                if _first():
-                    self._write_values()
+                self.log = MetricsLog(self.folder) if is_first() else None
             self.checkpoints = Checkpoints(self.folder / place.CHECKPOINTS, keep=checkpoint.keep, best=checkpoint.best)
             try:
                 return self._train()
             finally:
                 self.display.close()
+                if self.profile is not None:
+                    self.profile.close()
                 if self.log is not None:
                     with contextlib.suppress(OSError):
                         self.log.close()
 
     def _write_values(self) -> None:
-        place.write_values(self.folder, self.experiment, self.step.plan)
-        write_tokenizer(self.folder, self.data.tokenizer)
-        source = self.source or Source(name=self.experiment.name, seed=self.experiment.seed)
-        source.write(self.folder)
-        self.log = MetricsLog(self.folder)
+        """Those of a run that is continued stay until its state is restored and its data are known to be the same."""
+        if not is_first():
+            return
+        with place.writing(self.folder):
+            place.write_values(self.folder, self.experiment, self.step.plan)
+            write_tokenizer(self.folder, self.data.tokenizer)
+            source = self.source or Source(name=self.experiment.name, seed=self.experiment.seed)
+            source.write(self.folder)
 
     def _finished_before(self, step: int) -> Run:
         result = Run(self.folder, self.experiment, self.plan, devices=self.devices)
-        self.say(f"{self.folder} has finished: {result.summary()}")
-        self.say(f"nothing is left to do: raise steps beyond {step} to train on, or give another directory (--out)")
-        if _first() and not (self.folder / "report.html").exists():
+        if is_first() and not (self.folder / "report.html").exists():
             self._report()
+        self._conclude()
+        self.say(f"nothing is left to do: raise steps beyond {step} to train on, or give another directory (--out)")
         return result
 
     def _prepare(self) -> None:
@@ -191,66 +205,84 @@ class _Training:
         state = self.step.from_canonical(restored.arrays)
         self.skipped = int(jax_get(state.watch.skipped))
         damaged = {str(at): why for at, why in restored.damaged.items()}
-        self.event("resume", tokens=self.tokens, **({"damaged": damaged} if damaged else {}))
+        fields: dict[str, Any] = {"damaged": damaged} if damaged else {}
         self.say(f"continuing {self.folder} after step {self.n}")
+        assert self.earlier is not None
+        for line, more in self.earlier.changes(self.experiment, self.source, self.n):
+            self.say(line)
+            fields |= more
+        self.event("resume", tokens=self.tokens, **fields)
+        if self.profile is not None and self.profile.missed(self.n):
+            self.say(f"profile {self.profile.steps}: the run goes on after step {self.n}, and these are not traced")
         return state
 
     # -- the steps -----------------------------------------------------------------------------------------------------
 
     def _train(self) -> Run:
-        state = self._start()
-        batches = self.data.train(self.data_state)
-        batch = self.step.place(next(batches))
-        self.data_state = batches.get_state()
-        self._compile(batch)
-        self.agreement = Agreement(self.step.mesh)
-        self.evaluator = Evaluator(self.step, self.data, one_at_a_time=self.one_at_a_time)
-        begun = self.saved_at = time.monotonic()
-        pending: tuple[int, Any, Any] | None = None
-        self.meter.resume()
-        with Stop() as stop, _closing(batches):
-            try:
-                while self.n < self.experiment.steps:
-                    if self.profile is not None:
-                        self.profile.before(self.n + 1, self.folder)
-                    state, metrics = self.step.run(state, batch)
-                    self.n += 1
-                    saved_data_state = self.data_state
-                    if self.n < self.experiment.steps:
-                        batch = self.step.place(next(batches))
-                        self.data_state = batches.get_state()
-                    if self.one_at_a_time:
-                        self._settle(self.n, metrics)
-                        told_to_stop, save_now = self.agreement.answer(self._ask(stop))
-                    else:
-                        before, pending = pending, (self.n, metrics, self._ask(stop))
-                        told_to_stop, save_now = self._settle_pending(before)
-                    if self.profile is not None and self.profile.ends(self.n):
-                        self.profile.after(self.n, self.folder, state, self.event, self.say)
-                        self.meter.resume()
-                    last = self.n == self.experiment.steps
-                    if last or told_to_stop or save_now or self._due():
-                        if pending is not None:
-                            more = self._settle_pending(pending)
-                            told_to_stop, pending = told_to_stop or more[0], None
-                        self._pause(state, saved_data_state, stopping=told_to_stop and not last, save_now=save_now)
-                        if told_to_stop and not last:
-                            self._preempted(stop.requested)
-                    if (done := self.checkpoints.poll()) is not None:
-                        self._checkpoint_done(done)
-            except (UserError, Preempted):
-                raise
-            except Exception:
-                # a step or a batch failed: what is being saved may still become the checkpoint to restart from
-                with contextlib.suppress(Exception):
-                    self.checkpoints.wait()
-                raise
+        with Stop() as stop:
+            state = self._start()
+            self.agreement = Agreement(self.step.mesh)
+            self._stop_before_the_first_step(stop)  # compiling takes longer than a platform waits
+            batches = self.data.train(self.data_state)
+            with _closing(batches):
+                batch = self.step.place(next(batches))
+                self.data_state = batches.get_state()
+                if self.earlier is not None:
+                    self._write_values()
+                self._compile(batch)
+                self._stop_before_the_first_step(stop)
+                begun = time.monotonic()
+                try:
+                    state = self._steps(state, batches, batch, stop)
+                except (UserError, Preempted):
+                    raise
+                except Exception:
+                    # a step or a batch failed: what is being saved may still become the checkpoint to restart from
+                    with contextlib.suppress(Exception):
+                        self.checkpoints.wait()
+                    raise
         self.event("finished", loss=self.held_out, best=self.best, seconds=time.monotonic() - begun)
         self._report()
         live = {"train_step": self.step, "state": state, "data": self.data}
-        run = Run(self.folder, self.experiment, self.plan, devices=self.devices, **live)
-        self.say(f"done: {run.summary()}")
-        return run
+        self._conclude()
+        return Run(self.folder, self.experiment, self.plan, devices=self.devices, **live)
+
+    def _steps(self, state: Any, batches: Any, batch: Any, stop: Stop) -> Any:
+        """From the state and the batch of the first step to the state after the last."""
+        self.evaluator = Evaluator(self.step, self.data, one_at_a_time=self.one_at_a_time)
+        self.saved_at = time.monotonic()
+        pending: tuple[int, Any, Any] | None = None
+        self.meter.resume()
+        while self.n < self.experiment.steps:
+            if self.profile is not None:
+                self.profile.before(self.n + 1, self.folder)
+            state, metrics = self.step.run(state, batch)
+            self.n += 1
+            saved_data_state = self.data_state
+            if self.n < self.experiment.steps:
+                batch = self.step.place(next(batches))
+                self.data_state = batches.get_state()
+            if self.one_at_a_time:
+                self._settle(self.n, metrics)
+                told_to_stop, save_now = self.agreement.answer(self._ask(stop))
+            else:
+                before, pending = pending, (self.n, metrics, self._ask(stop))
+                told_to_stop, save_now = self._settle_pending(before)
+            last = self.n == self.experiment.steps
+            pausing = last or told_to_stop or save_now or self._due()
+            if pausing and pending is not None:
+                more = self._settle_pending(pending)
+                told_to_stop, pending = told_to_stop or more[0], None
+            if self.profile is not None and (last or told_to_stop or self.profile.ends(self.n)):
+                self.profile.after(self.n, self.folder, state, self.event, self.say)
+                self.meter.resume()
+            if pausing:
+                self._pause(state, saved_data_state, stopping=told_to_stop and not last, save_now=save_now)
+                if told_to_stop and not last:
+                    self._preempted(stop.requested)
+            if (done := self.checkpoints.poll()) is not None:
+                self._checkpoint_done(done)
+        return state
 
     def _compile(self, batch: Mapping[str, Any]) -> None:
         for line in self.step.describe():
@@ -263,7 +295,7 @@ class _Training:
         copy = self.step.canonical_copy_bytes
         lasting["checkpoint_copy_bytes"] = copy
         self.event("predicted", model_flop=flop, parameters=self.step.parameters, **lasting)
-        if _first():
+        if is_first():
             kinds = {**memory, "gradients and activations": facts.temp_bytes}
             with place.writing(self.folder):
                 place.write_json(self.folder / "layout.json", {**self.step.layout.table(), "memory": kinds})
@@ -289,7 +321,7 @@ class _Training:
             self.event("skipped", n, loss=found["loss"], grad_norm=found["grad_norm"], skipped=self.skipped)
         if n % self.log_every == 0 or n == self.experiment.steps:
             self._log_step(n, found)
-        if found["skipped_in_row"] > self.experiment.guard.patience:
+        if found["skipped_in_row"] >= self.experiment.guard.patience:
             self._diverged(n, found)
 
     def _log_step(self, n: int, found: Mapping[str, float]) -> None:
@@ -340,24 +372,11 @@ class _Training:
         return better
 
     def _sample(self, state: Any) -> None:
-        from jaxscale.training.generate import can_generate, continuations
-
-        wanted = self.experiment.samples
-        if not wanted.prompts or wanted.tokens < 1 or not can_generate(self.experiment.model, self.data.tokenizer):
-            return
+        from jaxscale.training.generate import draw_samples
         from jaxscale.training.samples import append_sample
 
-        texts = continuations(
-            self.step.module(state),
-            self.experiment.model,
-            self.data.tokenizer,
-            wanted.prompts,
-            tokens=wanted.tokens,
-            temperature=wanted.temperature,
-            seed=self.experiment.seed,
-        )
-        for prompt, text in zip(wanted.prompts, texts, strict=True):
-            if _first():
+        for prompt, text in draw_samples(self.experiment, self.data.tokenizer, lambda: self.step.module(state)):
+            if is_first():
                 with place.writing(self.folder):
                     append_sample(self.folder, self.n, prompt, text)
             self.say(f"--- step {self.n}\n{prompt}{text}\n---")
@@ -388,6 +407,29 @@ class _Training:
 
     # -- ways to end ---------------------------------------------------------------------------------------------------
 
+    def _stop_before_the_first_step(self, stop: Stop) -> None:
+        """Stop if any process was told to: there is nothing to save."""
+        told_to_stop, _ = self.agreement.answer(self.agreement.ask(bool(stop.requested), False))
+        if not told_to_stop:
+            return
+        by = stop.requested or "a signal to another process"
+        self.event("preempted", by=by)
+        self._report()
+        if self.n:
+            raise Preempted(
+                f"stopped by {by} before step {self.n + 1}; the checkpoint of step {self.n} is intact: start the run "
+                "again to continue it"
+            )
+        raise KeyboardInterrupt(f"stopped by {by} before the first step: nothing is lost, start the run again")
+
+    def _conclude(self) -> None:
+        """Show the figures of a run that has ended."""
+        from jaxscale.training.summary import summary
+
+        self.display.close()
+        if is_first():
+            self.say(summary(self.folder, color=self.display.live))
+
     def _preempted(self, by: str) -> None:
         by = by or "a signal to another process"
         self.event("preempted", by=by)
@@ -410,7 +452,7 @@ class _Training:
         )
 
     def _report(self) -> None:
-        if not _first():
+        if not is_first():
             return
         from jaxscale.training.report import write_report
 
@@ -433,14 +475,6 @@ class _Training:
         self.display.say(text)
 
 
-def _profile(text: str | None) -> Any:
-    if text is None:
-        return None
-    from jaxscale.training.profile import Profiler, ProfileRange
-
-    return Profiler(ProfileRange.parse(text))
-
-
 def jax_get(tree: Any) -> Any:
     """The arrays of a tree on the host."""
     import jax
@@ -459,18 +493,3 @@ def _closing(batches: Any) -> Iterator[None]:
 
 def _every(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _first() -> bool:
-    import jax
-
-    return jax.process_index() == 0
-
-
-def _together(what: str) -> None:
-    import jax
-
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(what)

@@ -104,7 +104,7 @@ class RunRecord:
         for row in reversed(self.metrics):
             if row["kind"] == "event" and row.get("name") in ("finished", "preempted", "diverged"):
                 return row["name"]
-            if row["kind"] == "event" and row.get("name") == "resume":
+            if row["kind"] == "event" and row.get("name") in ("resume", "compile"):
                 break
         if self.steps is not None and self.rows("train") and self.step >= self.steps:
             return "finished"

@@ -10,7 +10,6 @@ from jaxscale.step.plan import Plan
 from jaxscale.training import directory as place
 from jaxscale.training.metrics import Rows, read_metrics
 from jaxscale.training.storage import run_path
-from jaxscale.training.units import count, duration, number
 
 
 class Run:
@@ -154,18 +153,10 @@ class Run:
     # -- for people ----------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """The run in a line."""
-        rows, held_out = self.metrics, self.evaluations
-        if not rows:
-            return "no step yet"
-        last = rows[-1]
-        text = f"step {last['step']}, loss {number(last['loss'])}"
-        if held_out:
-            best = min(held_out, key=lambda row: row["loss"])
-            text += f", held-out loss {number(held_out[-1]['loss'])}"
-            text += f" (best {number(best['loss'])} at step {best['step']})" if best is not held_out[-1] else ""
-        seconds = sum(row.get("step_seconds", 0.0) for row in rows)
-        return text + f", {count(last['tokens'])} tokens, {duration(seconds)} of steps"
+        """The figures that are looked for first, in a few lines: see `training.summary.summary`."""
+        from jaxscale.training.summary import summary
+
+        return summary(self.dir)
 
     def plot(self) -> Any:
         """Loss and held-out loss, learning rate, gradient norm and tokens per second, as a matplotlib figure."""
@@ -193,9 +184,7 @@ class Run:
         return figure
 
     def __repr__(self) -> str:
-        return f"Run({str(self.dir)!r}: {self.summary()})"
+        return f"Run({str(self.dir)!r}, step {self.step})"
 
     def _repr_html_(self) -> str:
-        report = self.dir / "report.html"
-        link = f' &middot; <a href="{escape(str(report))}">report</a>' if report.exists() else ""
-        return f"<b>{escape(self.dir.name)}</b> &middot; {escape(self.summary())}{link}"
+        return f"<pre>{escape(self.summary())}</pre>"

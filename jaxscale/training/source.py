@@ -71,6 +71,11 @@ class Source:
         """Name of the copy."""
         return None if self.path is None else Path(self.path).name
 
+    @property
+    def module(self) -> str | None:
+        """Name of the module that the text runs as."""
+        return None if self.path is None else _module(Path(self.path))
+
     def write(self, run_dir: Any) -> None:
         """Write `source/` of a run directory: the copy of the file, and source.json."""
         folder = run_path(run_dir) / FOLDER
@@ -107,6 +112,16 @@ class Source:
                 f"{str(digest)[:12]}): put it back, or train anew from the changed file"
             )
         return source
+
+
+def written_sha256(run_dir: Any) -> str | None:
+    """Hash of the experiment file in source.json of a run; `None` where that has none, or cannot be read."""
+    try:
+        facts = values.read_json(run_path(run_dir) / FOLDER / FACTS)
+    except UserError:
+        return None
+    found = facts.get("sha256") if isinstance(facts, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def versions() -> dict[str, str]:
@@ -209,11 +224,15 @@ def _apply(experiment: "Experiment", plan: "Plan | None", overrides: Mapping[str
     return values.override(experiment, overrides) if overrides else experiment
 
 
+def _module(origin: Path) -> str:
+    return f"experiment.{origin.stem}"
+
+
 def _call(text: str, shown: Any, origin: Path, variant: str | None) -> "Experiment":
     """Run the text as the module at `origin` and call its function; `shown` is the file that messages name."""
     from jaxscale.step.experiment import Experiment
 
-    module = types.ModuleType(f"experiment.{origin.stem}")
+    module = types.ModuleType(_module(origin))
     module.__file__ = str(origin)
     # dataclasses and pickles look their module up by name
     sys.modules[module.__name__] = module

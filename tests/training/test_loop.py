@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -87,8 +88,9 @@ def test_a_finished_run_says_so_and_trains_no_more(toy, whole, capsys):
     before = (whole / "metrics.jsonl").read_bytes()
     run = train(toy(), out=whole)
     said = capsys.readouterr().out
-    assert "has finished: step 12" in said
-    assert "nothing is left to do" in said
+    assert re.search(r"toy +finished\n", said)
+    assert re.search(r"steps +12 of 12, 768 target tokens\n", said)
+    assert "nothing is left to do: raise steps beyond 12" in said
     assert (whole / "metrics.jsonl").read_bytes() == before
     assert int(run.state.step) == run.step == 12
 
@@ -195,23 +197,111 @@ def same_checkpoint(a, b, step):
 
 
 def test_divergence_stops_the_run_and_names_the_last_good_checkpoint(toy, tmp_path, monkeypatch):
+    spoil(monkeypatch, range(6, 12))
+    with pytest.raises(Diverged, match=r"4 steps in a row were skipped up to step 10 .*checkpoints/00000005"):
+        train(toy(guard=Guard(patience=4)), out=tmp_path / "run", quiet=True)
+    assert [row["step"] for row in events(tmp_path / "run", "skipped")] == [7, 8, 9, 10]
+    assert events(tmp_path / "run", "diverged")[0]["checkpoint"] == 5
+    assert steps_saved(tmp_path / "run")[-1] == 5
+
+
+def test_fewer_bad_steps_in_a_row_than_the_patience_stop_nothing(toy, tmp_path, monkeypatch):
+    spoil(monkeypatch, [1, 2, 3, 6, 7, 8])
+    assert train(toy(guard=Guard(patience=4)), out=tmp_path / "run", quiet=True).step == 12
+    assert [row["step"] for row in events(tmp_path / "run", "skipped")] == [2, 3, 4, 7, 8, 9]
+
+
+def spoil(monkeypatch, steps):
+    """Parameters that are not numbers after so many steps; a step on them is skipped, and keeps those it was given."""
     from jaxscale.step.build import TrainStep
 
     real = TrainStep.run
 
-    def spoilt(self, state, batch):
-        if int(state.step) >= 6:
-            bad = jax.tree.map(lambda p: p * jnp.float32("nan"), state.params)
-            after, metrics = real(self, dataclasses.replace(state, params=bad), batch)
-            return after, metrics
-        return real(self, state, batch)
+    def run(self, state, batch):
+        if int(state.step) not in steps:
+            return real(self, state, batch)
+        good = jax.tree.map(jnp.copy, state.params)
+        bad = jax.tree.map(lambda p: p * jnp.float32("nan"), state.params)
+        after, metrics = real(self, dataclasses.replace(state, params=bad), batch)
+        return dataclasses.replace(after, params=good), metrics
 
-    monkeypatch.setattr(TrainStep, "run", spoilt)
-    with pytest.raises(Diverged, match=r"4 steps in a row were skipped up to step 10 .*checkpoints/00000005"):
-        train(toy(guard=Guard(patience=3)), out=tmp_path / "run", quiet=True)
-    assert [row["step"] for row in events(tmp_path / "run", "skipped")] == [7, 8, 9, 10]
-    assert events(tmp_path / "run", "diverged")[0]["checkpoint"] == 5
-    assert steps_saved(tmp_path / "run")[-1] == 5
+    monkeypatch.setattr(TrainStep, "run", run)
+
+
+@pytest.mark.parametrize("when", ["init", "compile"])
+def test_a_signal_before_the_first_step_of_a_new_run_loses_nothing(toy, tmp_path, whole, monkeypatch, when):
+    compiled = signal_within(monkeypatch, when)
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM before the first step: nothing is lost"):
+        train(toy(), out=tmp_path / "run", quiet=True)
+    assert len(compiled) == (when == "compile"), "what comes after the signal is not begun"
+    monkeypatch.undo()
+    assert events(tmp_path / "run", "preempted")[0]["step"] == 0
+    assert steps_saved(tmp_path / "run") == []
+    train(toy(), out=tmp_path / "run", quiet=True)
+    assert exact(tmp_path / "run") == exact(whole)
+
+
+@pytest.mark.parametrize("when", ["from_canonical", "compile"])
+def test_a_signal_before_the_first_step_of_a_continued_run_loses_nothing(toy, whole, monkeypatch, when):
+    before = exact(whole)
+    drop_checkpoint(whole, 12)
+    compiled = signal_within(monkeypatch, when)
+    with pytest.raises(Preempted, match="stopped by SIGTERM before step 11; the checkpoint of step 10 is intact"):
+        train(toy(), out=whole, quiet=True)
+    assert len(compiled) == (when == "compile")
+    monkeypatch.undo()
+    train(toy(), out=whole, quiet=True)
+    assert exact(whole) == before
+    assert [row["step"] for row in events(whole, "preempted")] == [10]
+
+
+def signal_within(monkeypatch, name):
+    """SIGTERM while a method of the train step runs; the compilations that were begun."""
+    from jaxscale.step.build import TrainStep
+
+    compiled, compile_, real = [], TrainStep.compile, getattr(TrainStep, name)
+
+    def told(self, *arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return (counted if name == "compile" else real)(self, *arguments)
+
+    def counted(self, *arguments):
+        compiled.append(arguments)
+        return compile_(self, *arguments)
+
+    monkeypatch.setattr(TrainStep, "compile", counted)
+    monkeypatch.setattr(TrainStep, name, told)
+    return compiled
+
+
+def test_a_profile_of_steps_that_never_come_is_refused(toy, tmp_path):
+    with pytest.raises(UserError, match=r"profile 13:15: the run has 12 steps, expected FIRST from 1 to 12"):
+        train(toy(), out=tmp_path / "run", profile="13:15", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_profile_of_steps_that_lie_behind_is_said(toy, whole, capsys):
+    drop_checkpoint(whole, 12)
+    train(toy(), out=whole, profile="8:11")
+    assert "profile 8:11: the run goes on after step 10, and these are not traced" in capsys.readouterr().out
+    assert not (whole / "profile").exists()
+
+
+def test_a_trace_ends_with_its_run(toy, tmp_path, monkeypatch):
+    train(toy(), out=tmp_path / "whole", profile="11:20", quiet=True)
+    assert events(tmp_path / "whole", "profile")[0]["steps"] == "11:13"
+    assert "2 step(s) traced" in (tmp_path / "whole" / "profile" / "summary.txt").read_text()
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Preempted):
+            train(toy(), out=tmp_path / "stopped", profile="3:8", quiet=True)
+    assert events(tmp_path / "stopped", "profile")[0]["steps"] == "3:5"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(toy(), out=tmp_path / "failed", profile="2:8", quiet=True)
+    train(toy(), out=tmp_path / "failed", profile="2:3", quiet=True)
+    assert events(tmp_path / "failed", "profile")[0]["steps"] == "2:3"
 
 
 def test_the_best_checkpoint_is_kept(toy, tmp_path):

@@ -293,6 +293,7 @@ def row(kind, step, **fields):
         ([("event", {"name": "diverged"})], "diverged"),
         ([("event", {"name": "preempted"}), ("event", {"name": "resume"})], "stopped"),
         ([("event", {"name": "preempted"}), ("event", {"name": "resume"}), ("train", {"time": None})], "running"),
+        ([("event", {"name": "preempted"}), ("event", {"name": "compile"}), ("train", {"time": None})], "running"),
         ([("event", {"name": "checkpoint"})], "stopped"),
     ],
 )
