@@ -25,17 +25,19 @@ class Train:
     (jaxscale train FILE --help lists them, with their defaults).
 
     Exit codes: 0 done, 2 a mistake in what was asked, 4 the loss diverged,
-    75 interrupted and saved, anything else a crash.
+    75 interrupted and saved, 130 interrupted with nothing to save, else a crash.
 
     Args:
         file: Python file that defines experiment(), such as experiments/shakespeare.py.
         variant: one of the file's VARIANTS.
         out: run directory; gs:// and s3:// too.
         plan_file: take the plan from this plan.json.
-        resume: auto continues the run in the directory; never sets it aside and starts anew.
+        resume: auto continues the run in the directory, which may change steps, evaluation, samples, checkpoint
+            and plan; never sets it aside and starts anew.
         log_every: steps per line of the log.
         profile: steps to trace: 10:13 traces 10, 11 and 12.
-        steps: updates.
+        steps: updates. The learning rate falls until the last one: a run that is continued with other steps goes on
+            at another rate, and says so.
         batch: rows of the global batch.
         seed: of parameters, data order, dropout and samples.
         name: names the run's folder.
@@ -68,6 +70,10 @@ class Train:
             read_plan(Path(self.plan_file))
         if self.log_every < 1:
             raise UserError(f"--log-every: got {self.log_every}, expected a whole number >= 1")
+        if self.profile is not None:
+            from jaxscale.training.profile import ProfileRange
+
+            ProfileRange.parse(self.profile)
 
     def load(self, fields: Mapping[str, str]) -> Any:
         """The experiment and its source, with the fields set on the command line."""
@@ -226,29 +232,36 @@ class Report:
     def run(self) -> None:
         """Write the report."""
         from jaxscale.training.report import write_report
+        from jaxscale.training.summary import summary
 
-        print(write_report(self.run_dir))
+        write_report(self.run_dir)
+        print(summary(self.run_dir, color=sys.stdout.isatty()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """Show versions, devices, memory, disk, and what is missing."""
+    """Show versions, devices, memory, disk, and what is missing.
+
+    Exits with 1 where something is missing that a run needs, else with 0.
+    """
 
     positional: ClassVar[tuple[str, ...]] = ()
 
     def check(self) -> None:
         """Nothing can be wrong."""
 
-    def run(self) -> None:
-        """Show them."""
+    def run(self) -> int:
+        """Show them; gives back the exit code."""
         from jaxscale.training.backend import start_backend
 
         start_backend()
+        from rich.console import Console
+
         from jaxscale.training.doctor import doctor
 
-        shown = doctor()
-        if shown is not None:
-            print(shown, file=sys.stdout)
+        report = doctor()
+        Console().print(report)
+        return report.status
 
 
 Command = Train | Generate | Evaluate | Export | Report | Doctor

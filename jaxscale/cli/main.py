@@ -1,7 +1,7 @@
 """From the words of the command line to an exit code.
 
-0 done; 2 the user's mistake, told in one message; 4 the loss diverged; 75 interrupted and saved; 130 interrupted before
-there was anything to save. Anything else is a crash, with its traceback.
+0 done; 1 the doctor found something missing; 2 the user's mistake, told in one message; 4 the loss diverged; 75
+interrupted and saved; 130 interrupted before there was anything to save. Anything else is a crash, with its traceback.
 """
 
 import sys
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # the line of code is no news to a user
     try:
-        _run(arguments.read(sys.argv[1:] if argv is None else argv))
+        return _run(arguments.read(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         _say(error)
         return MISTAKE
@@ -30,29 +30,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Preempted as error:
         _say(error)
         return PREEMPTED
-    except KeyboardInterrupt:
-        _say("interrupted")
+    except KeyboardInterrupt as error:
+        _say(str(error) or "interrupted")
         return INTERRUPTED
     except SystemExit as exit:  # help was shown
         return exit.code if isinstance(exit.code, int) else 0
     finally:
         warnings.formatwarning = plain
-    return 0
 
 
-def _run(given: arguments.Arguments) -> None:
+def _run(given: arguments.Arguments) -> int:
     if given.help:
         _help(given)
-        return
+        return 0
     assert given.command is not None
     COMMANDS[given.command](**given.early).check()
     from jaxscale.cli.usage import parse
 
     command = parse(given.command, given.own)
-    if isinstance(command, Train):
-        command.run(given.fields)
-    else:
-        command.run()
+    code = command.run(given.fields) if isinstance(command, Train) else command.run()
+    return code or 0
 
 
 def _help(given: arguments.Arguments) -> None:

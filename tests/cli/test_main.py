@@ -1,6 +1,7 @@
 """The command line as a user meets it: exit code, one message, no traceback."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,8 @@ def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *message
         ("train experiments/toy.py --resume nver", "did you mean 'never'?"),
         ("train experiments/toy.py --log-every 0", "--log-every: got 0, expected a whole number >= 1"),
         ("train experiments/toy.py --plan-file paln.json", "there is no file paln.json"),
+        ("train experiments/toy.py --profile 10-13", "profile '10-13': expected FIRST:STOP, such as 10:13"),
+        ("train experiments/toy.py --profile 13:10", "profile 13:10: expected FIRST:STOP with 1 <= FIRST < STOP"),
         ("train experiments/toy.py --model.embd 16", "unknown field 'model.embd'; did you mean 'model.embed'?"),
         ("train experiments/toy.py --modle.embed 16", "did you mean 'model.embed'?"),
         ("train experiments/toy.py --model.embed wide", "model.embed: got 'wide', expected a whole number"),
@@ -171,7 +174,12 @@ def test_out_and_defaults(toy: Path, trained: list):
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(Diverged("the loss is gone"), 4), (Preempted("saved at step 3"), 75), (KeyboardInterrupt(), 130)],
+    [
+        (Diverged("the loss is gone"), 4),
+        (Preempted("saved at step 3"), 75),
+        (KeyboardInterrupt(), 130),
+        (KeyboardInterrupt("stopped by SIGTERM before the first step"), 130),
+    ],
 )
 def test_exit_codes(toy: Path, trained: list, capsys, error, code):
     trained.append(error)
@@ -192,6 +200,69 @@ def test_as_a_process_without_jax(toy: Path):
     for words in (["tarin"], ["train", "tyo.py"], ["train", str(toy), "wdie"], ["train", str(toy), "--resume", "nver"]):
         ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
         assert (ended.returncode, "did you mean" in ended.stderr, ended.stdout) == (2, True, ""), ended.stderr
+    words = ["train", str(toy), "--profile", "x"]
+    ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
     ended = subprocess.run([sys.executable, "-m", "jaxscale", "tarin"], capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("state", "code"), [("ok", 0), ("note", 0), ("missing", 1)])
+def test_the_doctor_exits_with_what_it_found(trained: list, monkeypatch, capsys, state, code):
+    import jaxscale.training.doctor
+    from jaxscale.training.doctor import Report, Row, Section
+
+    found = Report((Section("devices", (Row("gpu support", "a GPU is here", state, "pip install it"),)),))
+    monkeypatch.setattr(jaxscale.training.doctor, "doctor", lambda: found)
+    assert main(["doctor"]) == code
+    assert "a GPU is here" in capsys.readouterr().out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["doctor"]) == code
+    assert "\x1b[" in capsys.readouterr().out
+
+
+REAL = """
+from pathlib import Path
+
+from jaxscale import Experiment
+from jaxscale.data import Text
+from jaxscale.models import Decoder
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.plan import Plan
+
+TEXT = Path(__file__).parent / "text.txt"
+
+
+def experiment():
+    return Experiment(
+        name="real",
+        model=Decoder(vocab=256, context=8, layers=1, embed=8, heads=2, mlp=8),
+        data=Text(TEXT, context=8),
+        steps=2,
+        batch=2,
+        plan=Plan(mesh=MeshSpec()),
+    )
+"""
+
+
+def test_a_finished_run_started_again_shows_its_result_and_exits_with_0(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path / "cache"))
+    Path("text.txt").write_text("the cat sat on the mat. " * 40)
+    Path("real.py").write_text(REAL)
+    assert main(["train", "real.py", "--samples.prompts", "()"]) == 0
+    first = capsys.readouterr().out
+    assert main(["train", "real.py", "--samples.prompts", "()", "--profile", "2"]) == 0
+    again = capsys.readouterr().out
+    assert main(["report", "runs/real"]) == 0
+    reported = capsys.readouterr().out
+    for shown in (first, again, reported):
+        assert re.search(r"^real +finished$", shown, re.MULTILINE)
+        assert re.search(r"^steps +2 of 2, 32 target tokens$", shown, re.MULTILINE)
+        assert re.search(r"^report +runs/real/report\.html$", shown, re.MULTILINE)
+    assert "\nnothing is left to do: raise steps beyond 2 to train on" in again
+    assert "compiled" in first
+    assert "compiled" not in again
+    assert main(["train", "real.py", "--profile", "3:4"]) == 2
+    assert "profile 3:4: the run has 2 steps" in capsys.readouterr().err
