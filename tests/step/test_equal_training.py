@@ -101,6 +101,11 @@ LAYOUTS = {
     "tensor": ("windows", layout("tensor:4")),
     "tensor, sequence-sharded norms": ("packed", layout("data:2,tensor:4", sequence_parallel=True)),
     "context parallel": ("packed", layout("data:2,sequence:4")),
+    "context parallel, chunked": (
+        "packed",
+        layout("sequence:4", attention="chunked", memory=MemoryPlan("full")),
+    ),
+    "zero 3 x context x tensor": ("packed", layout("fsdp:2,sequence:2,tensor:2", zero=3, attention="chunked")),
     "HSDP": ("packed", layout("replica:2,fsdp:4", zero=3)),
     "zero 3 x tensor": ("windows", layout("fsdp:2,tensor:4", zero=3)),
     "HSDP x tensor": ("windows", layout("data:2,fsdp:2,tensor:2", zero=3)),
