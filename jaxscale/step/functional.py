@@ -1,4 +1,4 @@
-"""A model as pure functions of nested dicts: what jit, grad, optax and checkpoints want, while users keep their modules.
+"""A model as pure functions of nested dicts: what jit, grad, optax and checkpoints want; users keep their modules.
 
 The graph definition of the NNX module is closed over; parameters are one nested dict, all other state another.
 """
@@ -53,8 +53,8 @@ class Functional:
             if logical is not None:
                 if len(logical) != len(variable.shape):
                     raise UserError(
-                        f"parameter {'/'.join(map(str, path))}: got {len(logical)} axis names {tuple(logical)} for shape "
-                        f"{tuple(variable.shape)}; name each dim (a stacked one is named 'layers')"
+                        f"parameter {'/'.join(map(str, path))}: got {len(logical)} axis names {tuple(logical)} "
+                        f"for shape {tuple(variable.shape)}; name each dim (a stacked one is named 'layers')"
                     )
                 names["/".join(map(str, path))] = tuple(logical)
         masters = jax.eval_shape(_float32, nnx.to_pure_dict(params))
