@@ -7,8 +7,10 @@ from pathlib import Path
 import optax
 import pytest
 
-from jaxscale.data.text import Text
+from jaxscale.data.images import Images
+from jaxscale.data.text import Mixture, Text
 from jaxscale.errors import UserError
+from jaxscale.models.huggingface import Pretrained
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.step.experiment import Guard
 from jaxscale.training.loop import train
@@ -16,6 +18,7 @@ from jaxscale.training.metrics import read_metrics
 from jaxscale.training.resume import Earlier
 from jaxscale.training.run import Run
 from jaxscale.training.source import Source, load
+from jaxscale.values import changes, to_json
 
 
 def resumed(run):
@@ -141,3 +144,18 @@ def test_moved_files_are_the_same_and_others_are_not(toy, whole, tmp_path):
     assert Run.open(whole).step == 13
     with pytest.raises(UserError, match=r"another experiment: data\.tokenizer \(char here, byte there\)"):
         train(toy(data=Text(moved.path, tokenizer="char", context=16)), out=whole, quiet=True)
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "gpt2"
+
+
+def test_which_fields_are_places(tmp_path):
+    for name in ("a/gpt2", "b/gpt2", "b/other"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_bytes((GOLDEN / "config.json").read_bytes())
+    first, moved, other = (Pretrained(str(tmp_path / name)) for name in ("a/gpt2", "b/gpt2", "b/other"))
+    assert changes(moved, to_json(first)) == []
+    assert [found.path for found in changes(other, to_json(first))] == ["folder"], "no hash tells the weights"
+    assert changes(Images(tmp_path / "a.npz"), to_json(Images("b.npz"))) == []
+    mixed = [Mixture((Text(f"{at}/a.txt"), Text((f"{at}/b.txt", f"{at}/c.txt"))), (1.0, 2.0)) for at in "xy"]
+    assert changes(mixed[0], to_json(mixed[1])) == []
