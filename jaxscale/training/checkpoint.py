@@ -151,7 +151,7 @@ class Checkpoints:
             metadata = {"jaxscale": content, "sha256": _digest(content)}
             there = self._at(description.step)
             at = staging(there) if is_mirrored(there) else there
-            running: Any = ocp.save_async(at, dict(arrays), custom_metadata=metadata)
+            running: Any = ocp.save_async(str(at), dict(arrays), custom_metadata=metadata)
             self._running = (description, Upload(running, at, there) if at is not there else running)
         if wait:
             self.wait()
