@@ -40,8 +40,9 @@ class Upload:
 
     def __init__(self, saving: Any, local: Path, there: Any) -> None:
         self._saving, self._local, self._there = saving, local, there
-        with contextlib.closing(_Thread()) as thread:
-            self._done = thread.submit(self._run)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._done = thread.submit(self._run)
+        thread.shutdown(wait=False)  # it takes nothing more; what was submitted goes on
 
     def _run(self) -> None:
         try:
@@ -59,15 +60,6 @@ class Upload:
             TimeoutError: it goes on.
         """
         self._done.result(timeout)
-
-
-class _Thread(ThreadPoolExecutor):
-    def __init__(self) -> None:
-        super().__init__(max_workers=1, thread_name_prefix="upload")
-
-    def close(self) -> None:
-        """Take nothing more; what was submitted goes on."""
-        self.shutdown(wait=False)
 
 
 def staging(path: Any) -> Path:

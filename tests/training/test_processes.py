@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxscale.errors import UserError
+from jaxscale.training import processes
 from jaxscale.training.metrics import read_metrics
 
 PROGRAM = Path(__file__).with_name("process.py")
@@ -87,3 +89,35 @@ def test_what_one_process_cannot_read_all_pass_over(tmp_path):
     assert "RESTORED 1 1.0 [2, 3, 4]" in second
     assert first.count("another process could not read it") == 3
     assert "another process" not in second
+
+
+def other_process(monkeypatch, grade):
+    """As if another process had succeeded (0), failed mildly (1) or gravely (2)."""
+    monkeypatch.setattr(processes, "_greatest", lambda mine: max(mine, grade))
+
+
+def failing(problem):
+    raise problem
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "expected", "message"),
+    [
+        (None, 1, LookupError, "another process could not read it"),
+        (None, 2, UserError, "another process failed"),
+        (LookupError("here"), 0, LookupError, "here"),
+        (LookupError("here"), 1, LookupError, "here"),
+        (LookupError("here"), 2, UserError, "another process failed"),
+        (OSError("grave"), 0, OSError, "grave"),
+        (OSError("grave"), 1, OSError, "grave"),
+    ],
+)
+def test_processes_go_on_together_or_not_at_all(monkeypatch, mine, other, expected, message):
+    other_process(monkeypatch, other)
+    with pytest.raises(expected, match=message):
+        processes.on_all(lambda: 3 if mine is None else failing(mine), LookupError)
+
+
+def test_all_went_well(monkeypatch):
+    other_process(monkeypatch, 0)
+    assert processes.on_all(lambda: 3, LookupError) == 3

@@ -13,7 +13,7 @@ from etils.epath import backend
 
 from jaxscale.errors import Preempted, UserError
 from jaxscale.step.build import TrainStep
-from jaxscale.training import checkpoint, loop
+from jaxscale.training import checkpoint, loop, mirror
 from jaxscale.training.evaluate import evaluate
 from jaxscale.training.metrics import FILE, read_metrics
 from jaxscale.training.run import Run
@@ -53,6 +53,24 @@ def test_checkpoints_in_a_bucket(buckets, scheme):
     x = jnp.zeros(100, jnp.int32)
     restored = again.restore({"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)})
     np.testing.assert_array_equal(restored.arrays["x"], 2)
+    assert not list(Path(tempfile.gettempdir()).glob("jaxscale-checkpoint-*"))
+
+
+def test_an_upload_that_breaks_off_is_no_checkpoint(buckets, monkeypatch):
+    checkpoints = checkpoint.Checkpoints("s3://bucket-s3/broken")
+    checkpoints.save({"x": jnp.zeros(3)}, checkpoint.Description(1, 1, None, "toy"), wait=True)
+    real, count = mirror._copy, iter(range(99))
+
+    def copy(source, target):
+        if next(count) == 3:
+            raise ConnectionError("the line is dead")
+        real(source, target)
+
+    monkeypatch.setattr(mirror, "_copy", copy)
+    checkpoints.save({"x": jnp.zeros(3)}, checkpoint.Description(2, 2, None, "toy"))
+    with pytest.raises(UserError, match="the line is dead; the checkpoint of step 1 is intact"):
+        checkpoints.wait()
+    assert checkpoints.steps() == [1]
     assert not list(Path(tempfile.gettempdir()).glob("jaxscale-checkpoint-*"))
 
 
