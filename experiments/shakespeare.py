@@ -2,7 +2,8 @@
 
     jaxscale train experiments/shakespeare.py
 
-4 layers, 4 heads, 128 wide, context 64, batch 12, 2,000 steps of AdamW. Fourteen plays, 1.7 MB.
+4 layers, 4 heads, 128 wide, context 64, batch 12, 2,000 steps of AdamW. Fourteen plays, 1.7 MB. On two cores, one
+virtual device each: held-out loss 1.924, 1.930 and 1.925 nats per character (seeds 0, 1, 2).
 """
 
 from pathlib import Path

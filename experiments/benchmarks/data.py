@@ -6,6 +6,9 @@ Tokens per second are of one core's time (the process is pinned to it, and the C
 that other processes do not), context 64, batch 12; their bar is 20 times what the default experiment trains on.
 Encoding is timed against the tokenizer's own `encode_batch` of the paragraphs, turn by turn in one run on all cores;
 ours includes reading, checking, hashing and writing the cache.
+
+Measured on 2 cores: windows 4.4 million tokens/s, packed 3.9, mixture 3.1; encoding 20 MB for windows 0.94x, for packed
+rows, document by document, 1.29x (bar 1.1, missed); opening a cached text 0.03 s.
 """
 
 import argparse
