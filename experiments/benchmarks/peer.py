@@ -102,6 +102,8 @@ def main() -> None:
             found = torch_rate(python, steps) if python else None
             if found is not None:
                 rates["torch"].append(found["tokens_per_second"])
+            told = ", ".join(f"{name} {values[-1]:,.0f}" for name, values in rates.items() if values)
+            print(f"turn {turn + 1}, tokens/s: {told}", flush=True)
         speed = {name: statistics.median(values) for name, values in rates.items() if values}
         figures.append(Figure("tokens per second, jaxscale", speed["ours"], "tokens/s"))
         figures.append(Figure("tokens per second, hand-written JAX", speed["hand"], "tokens/s"))

@@ -98,7 +98,7 @@ def make_run(folder, steps=2000, *, finished=True, resumed=True, mesh=None, skip
     layout |= {"memory": {"parameters": 845_000, "optimizer state": 1_690_000, "activations and gradients": 3_100_000}}
     layout["memory"]["batch"] = 12_288
     layout["unsplit"] = ["blocks.norm.gain"]
-    source = {"name": "shakespeare", "path": "/home/x/experiments/shakespeare.py", "variant": "tiny", "seed": 0}
+    source = {"name": "shakespeare", "path": "/elsewhere/experiments/shakespeare.py", "variant": "tiny", "seed": 0}
     source |= {"relative": "experiments/shakespeare.py", "file": "shakespeare.py", "overrides": {"plan.zero": "3"}}
     source |= {"sha256": "9f" * 32, "versions": {"python": "3.11.7", "jax": "0.10.2", "flax": "0.12.8"}}
     for name, value in (("experiment", experiment), ("plan", plan), ("layout", layout)):
