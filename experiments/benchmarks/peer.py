@@ -7,10 +7,10 @@ metrics, the hand-written loop's with its own batches, in turns in one process. 
 interpreter that has it (`--torch`; this one by default; left out where it is missing). `--seeds N` trains the whole
 recipe N times for the held-out loss in nats per character.
 
-Measured on 2 cores, JAX 0.10.2: held-out loss of seeds 0, 1, 2: 1.924, 1.930, 1.925 (bar 1.95). The speeds of two
-virtual devices are not settled: in the one whole run of this benchmark both JAX loops made 15,200 tokens/s (median of
-the ratios 0.93), while the hand-written one alone, in a process of its own, made 25,300 to 26,700 in six processes of
-eight and 17,200 to 17,900 in the other two; PyTorch 2.13 made 24,300. Neither bar on speed is shown to hold yet.
+Measured on 2 cores, JAX 0.10.2: held-out loss of seeds 0, 1, 2: 1.924, 1.930, 1.925 (bar 1.95). The bars on speed do
+not hold: jaxscale made 15,200 to 17,800 tokens/s. The hand-written loop made 24,500 in a first turn and 16,100 in the
+second, in the same process behind a training of ours (ratio of a whole benchmark 0.93), and 25,000 in processes of its
+own: what a training leaves behind in the process slows both. PyTorch 2.13 made 22,500 to 25,400.
 """
 
 import argparse
