@@ -7,10 +7,10 @@ metrics, the hand-written loop's with its own batches, in turns in one process. 
 interpreter that has it (`--torch`; this one by default; left out where it is missing). `--seeds N` trains the whole
 recipe N times for the held-out loss in nats per character.
 
-Measured on 2 cores, JAX 0.10.2: held-out loss of seeds 0, 1, 2: 1.924, 1.930, 1.925 (bar 1.95). The bars on speed do
-not hold: jaxscale made 15,200 to 17,800 tokens/s. The hand-written loop made 24,500 in a first turn and 16,100 in the
-second, in the same process behind a training of ours (ratio of a whole benchmark 0.93), and 25,000 in processes of its
-own: what a training leaves behind in the process slows both. PyTorch 2.13 made 22,500 to 25,400.
+Measured on 2 cores, JAX 0.10.2: held-out loss of seeds 0, 1, 2: 1.924, 1.930, 1.925 (bar 1.95). One turn of speed:
+jaxscale 24,000 tokens/s, the hand-written loop 24,700 behind it in the same process, 25,000 to 26,700 in processes of
+its own; PyTorch 2.13, in earlier runs, 22,500 to 25,400. Whole runs of this benchmark, before freed memory was kept
+(`training/backend.py`), gave 0.93x and 0.62x; none was made since, so neither bar on speed is shown to hold.
 """
 
 import argparse
