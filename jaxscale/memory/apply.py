@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from jaxscale.blocks import BlockFunction, Wrapper
-from jaxscale.memory.plan import Keep, MemoryPlan
+from jaxscale.memory.plan import MemoryPlan
 
 
 def keep_dots(primitive: Any, *inputs: Any, **params: Any) -> Any:
@@ -19,14 +19,14 @@ def keep_nothing(primitive: Any, *inputs: Any, **params: Any) -> bool:
 
 
 # functions of our own, so that a traced program tells blocks that a plan wrapped from a checkpoint of the user's
-POLICIES: dict[Keep, Any] = {"dots": keep_dots, "full": keep_nothing}
+POLICIES: dict[str, Any] = {"dots": keep_dots, "full": keep_nothing}
 
 
 def wrapper(plan: MemoryPlan) -> Wrapper:
     """What `blocks.wrapping` needs to run every block under the plan."""
-    if plan.remat == "none":
+    if plan.rule == "none":
         return lambda block, rolled: block
-    policy = POLICIES[plan.remat]
+    policy = POLICIES[plan.rule]
 
     def checkpointed(block: BlockFunction, rolled: bool) -> BlockFunction:
         # inside a rolled scan XLA can't undo the recomputation, and the barriers of prevent_cse only cost

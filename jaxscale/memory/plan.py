@@ -1,36 +1,157 @@
-"""MemoryPlan: what the backward pass keeps of each block's forward pass."""
+"""MemoryPlan: what the backward pass keeps of the forward pass, as a request with a short text form.
+
+A request says how to choose ("the optimal save set of 136 MiB"); what it comes to for one model, block by block, is a
+`Decision` (`memory/decision.py`).
+"""
 
 import dataclasses
 from typing import Literal, cast, get_args
 
-from jaxscale.errors import unknown
+from jaxscale.errors import UserError, unknown
+from jaxscale.values import check_types
+from jaxscale.values.byte_sizes import bytes_text, parse_bytes
 
-Keep = Literal["none", "dots", "full"]
+Rule = Literal[
+    "none", "dots", "full", "jax", "sqrt", "periodic", "revolve", "chain", "save", "greedy", "dtr_static", "offload",
+    "fit", "file",
+]  # fmt: skip
+Selector = Literal["pofo", "vdnn", "tflms", "autoswap", "swapadvisor", "capuchin"]
+Objective = Literal["flop", "seconds"]
+
+FORMS = {
+    "none": "none",
+    "dots": "dots",
+    "full": "full",
+    "jax": "jax:POLICY",
+    "sqrt": "sqrt",
+    "periodic": "periodic:K",
+    "revolve": "revolve:SLOTS",
+    "chain": "chain:BYTES",
+    "save": "save:BYTES[:flop|seconds]",
+    "greedy": "greedy:BYTES",
+    "dtr_static": "dtr_static:BYTES",
+    "offload": "offload:SELECTOR:BYTES",
+    "fit": "fit",
+    "file": "file:PATH",
+}
+"""The text form of each rule."""
+
+POLICIES = (
+    "everything_saveable",
+    "nothing_saveable",
+    "dots_saveable",
+    "checkpoint_dots",
+    "dots_with_no_batch_dims_saveable",
+    "checkpoint_dots_with_no_batch_dims",
+)
+"""JAX's own policies that need no argument (`jax.checkpoint_policies`)."""
+
+_BUDGETED = ("chain", "save", "greedy", "dtr_static", "offload")
+_COUNTED = ("periodic", "revolve")
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Rematerialization of every block, by its text form.
+    """How to choose what the backward pass keeps, by its text form.
+
+    | text form | keeps |
+    |---|---|
+    | `none` | every residual |
+    | `dots` | results of matrix products; what lies between is recomputed |
+    | `full` | each block's input |
+    | `jax:POLICY` | what a policy of `jax.checkpoint_policies` says, by name |
+    | `sqrt`, `periodic:K` | the input of every K-th block (K = sqrt of their number) |
+    | `revolve:SLOTS` | at most SLOTS block inputs: Griewank and Walther's optimum for alike blocks |
+    | `chain:BYTES` | Rotor's optimum for a chain of unlike blocks |
+    | `save:BYTES[:flop\\|seconds]` | the save set of each block that costs the least, by integer program |
+    | `greedy:BYTES`, `dtr_static:BYTES` | heuristics for the same |
+    | `offload:SELECTOR:BYTES` | BYTES on the device; what the selector says goes to host memory |
+    | `fit` | the cheapest of these that fits the device |
+    | `file:PATH` | a decision recorded earlier (memory.json of a run) |
 
     Args:
-        remat: "none" keeps every residual; "dots" keeps the results of matrix products and recomputes what lies
-            between; "full" keeps each block's input alone and recomputes the block.
+        rule: how to choose.
+        budget: bytes of kept activations per device and microbatch, of the whole model.
+        count: K of periodic, SLOTS of revolve.
+        selector: rule of offload.
+        objective: what `save` makes least: recomputed FLOP, or modelled seconds; `None` takes seconds on a chip whose
+            rates are known, else FLOP.
+        name: POLICY of jax, PATH of file.
 
     Example:
-        >>> str(MemoryPlan.parse("full"))
-        'full'
+        >>> plan = MemoryPlan.parse("save:136MiB")
+        >>> str(plan), plan.rule, plan.budget
+        ('save:136MiB', 'save', 142606336)
     """
 
-    remat: Keep = "none"
+    rule: Rule = "none"
+    budget: int | None = None
+    count: int | None = None
+    selector: Selector | None = None
+    objective: Objective | None = None
+    name: str | None = None
 
     def __post_init__(self) -> None:
-        if self.remat not in get_args(Keep):
-            raise unknown("memory plan", str(self.remat), get_args(Keep))
+        if self.rule not in get_args(Rule):
+            raise unknown("memory plan", str(self.rule), get_args(Rule))
+        check_types(self)
+        wanted = {
+            "budget": self.rule in _BUDGETED,
+            "count": self.rule in _COUNTED,
+            "selector": self.rule == "offload",
+            "name": self.rule in ("jax", "file"),
+        }
+        for field, needed in wanted.items():
+            if (getattr(self, field) is not None) != needed:
+                verb = "needs" if needed else "takes no"
+                raise UserError(f"memory plan {self.rule} {verb} {field}: write {FORMS[self.rule]}")
+        if self.objective is not None and self.rule != "save":
+            raise UserError(f"memory plan {self.rule} takes no objective: write {FORMS[self.rule]}")
+        if self.budget is not None and self.budget < 0:
+            raise UserError(f"memory plan {self.rule}: got a budget of {self.budget} bytes, expected 0 or more")
+        if self.count is not None and self.count < 1:
+            raise UserError(f"memory plan {self.rule}: got {self.count}, expected a whole number >= 1")
+        if self.rule == "jax" and self.name not in POLICIES:
+            raise unknown("policy of jax.checkpoint_policies", str(self.name), POLICIES)
 
     @classmethod
     def parse(cls, text: str) -> "MemoryPlan":
-        """The plan of its text form."""
-        return cls(cast(Keep, text.strip()))
+        """The plan of its text form.
+
+        Raises:
+            UserError: an unknown rule, selector, policy or unit, with the near miss; an argument missing or too many.
+        """
+        head, *rest = text.strip().split(":")
+        if head not in FORMS:
+            raise unknown("memory plan", head, get_args(Rule))
+        rule = cast(Rule, head)
+        if rule == "file":
+            return cls(rule, name=":".join(rest) or None)
+        fields = FORMS[rule].replace("[", "").replace("]", "").split(":")[1:]
+        optional = FORMS[rule].count("[")
+        if not len(fields) - optional <= len(rest) <= len(fields):
+            raise UserError(f"memory plan {text!r}: expected {FORMS[rule]}")
+        given = dict(zip(fields, rest, strict=False))
+        what = f"memory plan {rule}:"
+        count = given.get("K") or given.get("SLOTS")
+        if count is not None and not count.isdigit():
+            raise UserError(f"memory plan {text!r}: got {count!r}, expected a whole number: {FORMS[rule]}")
+        selector, objective = given.get("SELECTOR"), given.get("flop|seconds")
+        if selector is not None and selector not in get_args(Selector):
+            raise unknown("selector", selector, get_args(Selector))
+        if objective is not None and objective not in get_args(Objective):
+            raise unknown("objective", objective, get_args(Objective))
+        return cls(
+            rule,
+            budget=parse_bytes(given["BYTES"], what) if "BYTES" in given else None,
+            count=int(count) if count is not None else None,
+            selector=cast(Selector | None, selector),
+            objective=cast(Objective | None, objective),
+            name=given.get("POLICY"),
+        )
 
     def __str__(self) -> str:
-        return self.remat
+        parts = [self.rule, self.selector]
+        parts += [None if self.budget is None else bytes_text(self.budget)]
+        parts += [None if self.count is None else str(self.count), self.objective, self.name]
+        return ":".join(part for part in parts if part is not None)

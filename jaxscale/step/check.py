@@ -45,8 +45,8 @@ def check_traced(step: "TrainStep", jaxpr: Any, batch: Batch) -> None:
     """
     plan = step.plan
     equations = list(_equations(jaxpr, 1))
-    if plan.memory.remat != "none" and not any(
-        eqn.params.get("policy") is POLICIES[plan.memory.remat] and eqn.params.get("differentiated", True)
+    if plan.memory.rule != "none" and not any(
+        eqn.params.get("policy") is POLICIES[plan.memory.rule] and eqn.params.get("differentiated", True)
         for eqn, _ in equations
     ):
         raise UserError(

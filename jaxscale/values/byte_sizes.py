@@ -1,0 +1,64 @@
+"""Numbers of bytes as users write them, `1.5GiB` or `200MB`, and back without loss."""
+
+import re
+from decimal import Decimal
+
+from jaxscale.errors import UserError, near_miss
+
+UNITS = {
+    "B": 1,
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)},
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)},
+}
+"""Bytes of each unit: KiB is 1024 bytes, KB is 1000."""
+
+
+def parse_bytes(text: str, what: str = "bytes") -> int:
+    """The number of bytes that a text such as "1.5GiB" says.
+
+    Args:
+        text: a number and a unit; "0" alone needs no unit.
+        what: what it is for, to open the message of an error.
+
+    Raises:
+        UserError: no number, a unit that makes no sense, a negative number, or a fraction of a byte.
+
+    Example:
+        >>> parse_bytes("1.5GiB"), parse_bytes("200 MB"), parse_bytes("0")
+        (1610612736, 200000000, 0)
+        >>> parse_bytes("12Gb", "--limit")
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: --limit '12Gb': unknown unit 'Gb'; did you mean 'GB'? (B, KiB to PiB, KB to PB)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    if match is None:
+        raise UserError(f"{what} {text!r}: expected a number of bytes with its unit, such as 136MiB or 1.5GiB")
+    number, unit = Decimal(match[1]), match[2]
+    if not unit and number:
+        raise UserError(f"{what} {text!r}: a unit is missing; write {match[1]}GiB, {match[1]}MiB or {match[1]}B")
+    if unit and unit not in UNITS:
+        near = next((f"; did you mean {known!r}?" for known in UNITS if known.lower() == unit.lower()), None)
+        near = near or near_miss(unit, UNITS)
+        raise UserError(
+            f"{what} {text!r}: unknown unit {unit!r}{near} Units are B, KiB to PiB (1024) and KB to PB (1000)"
+        )
+    count = number * UNITS[unit or "B"]
+    if unit in ("", "B") and count != int(count):
+        raise UserError(f"{what} {text!r}: a fraction of a byte; write a whole number of bytes")
+    return int(count)
+
+
+def bytes_text(count: int) -> str:
+    """The shortest text that `parse_bytes` reads back as exactly this number.
+
+    Example:
+        >>> bytes_text(1610612736), bytes_text(200_000_000), bytes_text(1001), bytes_text(0)
+        ('1.5GiB', '200MB', '1001B', '0B')
+    """
+    exact = [f"{count}B"]
+    for unit, scale in UNITS.items():
+        if count >= scale > 1:
+            text = f"{(Decimal(count) / scale).normalize():f}"
+            if parse_bytes(text + unit) == count:
+                exact.append(text + unit)
+    return min(exact, key=len)
