@@ -39,9 +39,7 @@ def parse_bytes(text: str, what: str = "bytes") -> int:
     if unit and unit not in UNITS:
         near = next((f"; did you mean {known!r}?" for known in UNITS if known.lower() == unit.lower()), None)
         near = near or near_miss(unit, UNITS)
-        raise UserError(
-            f"{what} {text!r}: unknown unit {unit!r}{near} Units are B, KiB to PiB (1024) and KB to PB (1000)"
-        )
+        raise UserError(f"{what} {text!r}: unknown unit {unit!r}{near} (B, KiB to PiB, KB to PB)")
     count = number * UNITS[unit or "B"]
     if unit in ("", "B") and count != int(count):
         raise UserError(f"{what} {text!r}: a fraction of a byte; write a whole number of bytes")
