@@ -17,6 +17,18 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from jaxscale.platforms.hlo_program import (
+    ARRAY,
+    Computation,
+    Op,
+    Program,
+    array_bytes,
+    called,
+    elements,
+    integers,
+    split,
+)
+
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 Groups = frozenset[frozenset[int]]
 
@@ -32,12 +44,6 @@ _KINDS = {
 _MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "optimization-barrier", "pad"}
 _MOVES |= {"reshape", "transpose", "all-reduce-done", "async-done"}
 _CALLS = {"call", "fusion"}
-
-_COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+) = (.*)$")
-_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +96,7 @@ def collectives(text: str, mesh: Any) -> list[Collective]:
     sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
     devices = math.prod(sizes.values())
     axes_of = {groups_of(sizes, axes): axes for axes in _subsets(sizes)}
-    program = _Program(text)
+    program = Program(text)
     found = []
     for computation in program.computations.values():
         runs, in_loop, known = program.runs(computation.name)
@@ -142,11 +148,11 @@ def parse_groups(attributes: str, devices: int) -> Groups:
     if text.startswith("["):
         iota = re.match(r"\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)", text)
         assert iota is not None, f"replica groups in a spelling that is not known: {text[:80]}"
-        width = _integers(iota[1])[-1]
+        width = integers(iota[1])[-1]
         order = _iota(iota[2][2:])
         return frozenset(frozenset(order[i : i + width]) for i in range(0, len(order), width))
     lists = re.match(r"\{((?:\{[\d,\s]*\},?\s*)*)\}", text)
-    groups = [_integers(group) for group in re.findall(r"\{([\d,\s]*)\}", lists[1])] if lists else []
+    groups = [integers(group) for group in re.findall(r"\{([\d,\s]*)\}", lists[1])] if lists else []
     return frozenset(map(frozenset, groups)) if groups else frozenset([frozenset(range(devices))])
 
 
@@ -172,17 +178,13 @@ def _mesh_groups(text: str) -> Groups:
 def _iota(text: str) -> list[int]:
     """Device numbers of "[2,4]T(1,0)": 0, 1, ... in that shape, transposed, read row by row."""
     shape_text, _, permutation_text = text.partition("T")
-    shape = _integers(shape_text)
-    permutation = _integers(permutation_text) or list(range(len(shape)))
+    shape = integers(shape_text)
+    permutation = integers(permutation_text) or list(range(len(shape)))
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     ranges = (range(shape[axis]) for axis in permutation)
     return [
         sum(i * strides[axis] for i, axis in zip(at, permutation, strict=True)) for at in itertools.product(*ranges)
     ]
-
-
-def _integers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def _subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
@@ -206,129 +208,13 @@ def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tu
     return tuple(axis for axis in sizes if axis in moved)
 
 
-@dataclasses.dataclass
-class _Op:
-    name: str
-    type: str
-    opcode: str
-    operands: list[str]
-    attributes: str
-    is_root: bool
-
-
-@dataclasses.dataclass
-class _Computation:
-    name: str
-    is_entry: bool
-    instructions: dict[str, _Op]
-
-    def uses(self, name: str) -> list[tuple[_Op, int]]:
-        return [
-            (op, i) for op in self.instructions.values() for i, operand in enumerate(op.operands) if operand == name
-        ]
-
-    def parameter(self, number: int) -> str:
-        return next(
-            op.name for op in self.instructions.values() if (op.opcode, op.operands) == ("parameter", [str(number)])
-        )
-
-
-class _Program:
-    """A module's computations, and how often each runs."""
-
-    def __init__(self, text: str) -> None:
-        self.computations: dict[str, _Computation] = {}
-        self._runs: dict[str, tuple[int, bool, bool]] = {}
-        current = None
-        for line in text.splitlines():
-            if current is None:
-                if (match := _COMPUTATION.match(line)) and not line.startswith((" ", "HloModule")):
-                    current = _Computation(match[2], bool(match[1]), {})
-                    self.computations[match[2]] = current
-            elif line.startswith("}"):
-                current = None
-            elif match := _INSTRUCTION.match(line):
-                op = _instruction(match[2], match[3], bool(match[1]))
-                current.instructions[op.name] = op
-        self.callers: dict[str, list[tuple[_Computation, _Op]]] = {}
-        for computation in self.computations.values():
-            for op in computation.instructions.values():
-                for called in dict.fromkeys(_called(op.attributes)):
-                    self.callers.setdefault(called, []).append((computation, op))
-
-    def runs(self, name: str) -> tuple[int, bool, bool]:
-        """How often a computation runs, whether inside a loop, and whether every trip count is known."""
-        if name not in self._runs:
-            if self.computations[name].is_entry:
-                self._runs[name] = (1, False, True)
-                return self._runs[name]
-            total, looped, known = 0, False, True
-            for caller, op in self.callers.get(name, []):
-                count, in_loop, sure = self.runs(caller.name)
-                if op.opcode == "while":
-                    trips = self.trips(op)
-                    count, in_loop, sure = count * (trips or 1), True, sure and trips is not None
-                total, looped, known = total + count, looped or in_loop, known and sure
-            self._runs[name] = (total, looped, known)
-        return self._runs[name]
-
-    def trips(self, loop: _Op) -> int | None:
-        """Trips of a while loop: what the compiler noted, else the one bound that its condition compares with."""
-        noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
-        if noted:
-            return int(noted[1])
-        condition = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
-        reached, bounds, directions = [condition[1]] if condition else [], set(), set()
-        for name in reached:
-            for op in self.computations[name].instructions.values():
-                reached += [called for called in _called(op.attributes) if called not in reached]
-                if op.opcode == "constant" and re.match(r"[su]\d+\[\]", op.type):
-                    bounds.add(int(op.operands[0]))
-                if op.opcode == "compare":
-                    directions.add(re.search(r"direction=(\w+)", op.attributes)[1])  # type: ignore[index]
-        return bounds.pop() if len(bounds) == 1 and directions == {"LT"} else None
-
-    def scattered(self, computation: _Computation, name: str, index: int | None, members: int) -> bool:
-        """Whether every use of a value (element `index` of a tuple) takes 1/members of it."""
-        op = computation.instructions[name]
-        uses = computation.uses(name)
-        if op.is_root:
-            if computation.is_entry:
-                return False
-            for caller, call in self.callers.get(computation.name, []):
-                if call.opcode not in _CALLS or not self.scattered(caller, call.name, index, members):
-                    return False
-        elif not uses:
-            return False
-        return all(self._slices(computation, use, position, index, members) for use, position in uses)
-
-    def _slices(self, computation: _Computation, use: _Op, position: int, index: int | None, members: int) -> bool:
-        if use.opcode == "get-tuple-element":
-            mine = re.search(r"index=(\d+)", use.attributes)
-            other = mine is not None and index is not None and int(mine[1]) != index
-            return other or self.scattered(computation, use.name, None, members)
-        if use.opcode == "tuple":
-            return self.scattered(computation, use.name, position, members)
-        if use.opcode in _MOVES:
-            return self.scattered(computation, use.name, index, members)
-        if use.opcode == "dynamic-slice":
-            whole = computation.instructions[use.operands[0]]
-            return position == 0 and _elements(whole.type) == members * _elements(use.type)
-        if use.opcode in _CALLS:
-            inner = self.computations[_called(use.attributes)[0]]
-            return self.scattered(inner, inner.parameter(position), index, members)
-        return False
-
-
-def _parts(
-    program: _Program, computation: _Computation, op: _Op, kind: str, members: int
-) -> dict[tuple[Any, str], int]:
+def _parts(program: Program, computation: Computation, op: Op, kind: str, members: int) -> dict[tuple[Any, str], int]:
     """Bytes of each (kind, type) of a collective: one entry, unless a tuple mixes types or is sliced in part."""
-    leaves = _ARRAY.findall(op.type)
+    leaves = ARRAY.findall(op.type)
     if op.opcode.endswith("-start") and kind != "all-reduce":
         # the tuple of a start holds operands, results, and contexts of no interest
-        operands, results = ([_ARRAY.findall(part) for part in _split(op.type[1:-1])] + [[]])[:2]
-        leaves = max(operands, results, key=lambda arrays: sum(map(_size, arrays)))
+        operands, results = ([ARRAY.findall(part) for part in split(op.type[1:-1])] + [[]])[:2]
+        leaves = max(operands, results, key=lambda arrays: sum(map(array_bytes, arrays)))
     elif kind == "reduce-scatter":
         leaves = [(dtype, f"{shape},{members}" if shape else str(members)) for dtype, shape in leaves]
     parts: dict[tuple[Any, str], int] = {}
@@ -337,59 +223,42 @@ def _parts(
         if kind == "all-reduce":
             element = index if op.type.startswith("(") else None
             named = "all-reduce-scatter" in computation.name
-            if named or program.scattered(computation, op.name, element, members):
+            if named or _scattered(program, computation, op.name, element, members):
                 kind_ = "reduce-scatter"
-        parts[kind_, leaf[0]] = parts.get((kind_, leaf[0]), 0) + _size(leaf)
+        parts[kind_, leaf[0]] = parts.get((kind_, leaf[0]), 0) + array_bytes(leaf)
     return parts
 
 
-def _instruction(name: str, rest: str, is_root: bool) -> _Op:
-    """An instruction from what stands right of its "="."""
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    head = re.match(r"\s*([\w\-]+)\(", rest[end:])
-    assert head is not None, f"an instruction in a spelling that is not known: {rest[:80]}"
-    opening = end + head.end() - 1
-    closing = _closing(rest, opening)
-    operands = [part.split()[-1].lstrip("%") for part in _split(rest[opening + 1 : closing]) if part.strip()]
-    return _Op(name, rest[:end], head[1], operands, rest[closing + 1 :], is_root)
+def _scattered(program: Program, computation: Computation, name: str, index: int | None, members: int) -> bool:
+    """Whether every use of a value (element `index` of a tuple) takes 1/members of it."""
+    op = computation.instructions[name]
+    uses = computation.uses(name)
+    if op.is_root:
+        if computation.is_entry:
+            return False
+        for caller, call in program.callers.get(computation.name, []):
+            if call.opcode not in _CALLS or not _scattered(program, caller, call.name, index, members):
+                return False
+    elif not uses:
+        return False
+    return all(_slices(program, computation, use, position, index, members) for use, position in uses)
 
 
-def _closing(text: str, opening: int) -> int:
-    """Where the bracket at `opening` closes."""
-    depth = 0
-    for i in range(opening, len(text)):
-        depth += (text[i] in "([{") - (text[i] in ")]}")
-        if depth == 0:
-            return i
-    return len(text) - 1
-
-
-def _split(text: str) -> list[str]:
-    """Split at the commas outside brackets."""
-    parts, depth, start = [], 0, 0
-    for i, letter in enumerate(text):
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            parts.append(text[start:i])
-            start = i + 1
-    return [*parts, text[start:]]
-
-
-def _called(attributes: str) -> list[str]:
-    called = _CALLED.findall(attributes)
-    for branches in _BRANCHES.findall(attributes):
-        called += [name.strip().lstrip("%") for name in branches.split(",")]
-    return called
-
-
-def _elements(type_: str) -> int:
-    match = _ARRAY.search(type_)
-    return math.prod(_integers(match[2])) if match else 0
-
-
-def _size(array: tuple[str, str]) -> int:
-    """Bytes of ("bf16", "4,8"); types narrower than a byte are rounded up as a whole."""
-    dtype, shape = array
-    bits = re.match(r"[a-z]+(\d+)", dtype)
-    width = 8 if bits is None else int(bits[1])  # "pred" takes a byte
-    return math.ceil(math.prod(_integers(shape)) * width / 8)
+def _slices(
+    program: Program, computation: Computation, use: Op, position: int, index: int | None, members: int
+) -> bool:
+    if use.opcode == "get-tuple-element":
+        mine = re.search(r"index=(\d+)", use.attributes)
+        other = mine is not None and index is not None and int(mine[1]) != index
+        return other or _scattered(program, computation, use.name, None, members)
+    if use.opcode == "tuple":
+        return _scattered(program, computation, use.name, position, members)
+    if use.opcode in _MOVES:
+        return _scattered(program, computation, use.name, index, members)
+    if use.opcode == "dynamic-slice":
+        whole = computation.instructions[use.operands[0]]
+        return position == 0 and elements(whole.type) == members * elements(use.type)
+    if use.opcode in _CALLS:
+        inner = program.computations[called(use.attributes)[0]]
+        return _scattered(program, inner, inner.parameter(position), index, members)
+    return False
