@@ -1,9 +1,16 @@
-"""Linear, and the matrix product under it, which keeps gradients in the type of the parameter.
+"""Linear, and the matrix product under it, which has a backward pass of its own, for two reasons.
 
 Mixed precision needs no setting here: `matmul` computes in the type of `x` and hands the gradient of `w` back in the
 type of `w`. With float32 parameters and bfloat16 activations the gradient leaves the product's float32 accumulator
-unrounded, so what is reduced across devices is float32; with bfloat16 parameters it is bfloat16. Where the types agree,
-the product is the plain one and autodiff does the rest.
+unrounded, so what is reduced across devices is float32; with bfloat16 parameters it is bfloat16.
+
+The gradient of `w` is the product of two activations, of which one has to be transposed. Autodiff always takes that of
+the output; here it is the narrower one. XLA:CPU computes the elementwise work that leads to a transposed operand once
+more, element by element against the grain of memory: with the wide one, an MLP's, that was a quarter of a step of
+`experiments/shakespeare.py` (`experiments/benchmarks/peer.py`).
+
+Left out: forward-mode differentiation (`jax.jvp`, `jax.linearize`), which a function with a backward pass of its own
+does not have.
 """
 
 import functools
@@ -29,25 +36,29 @@ def _contract(x: Any, w: Any, dim: int, result: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _mixed(x: Any, w: Any, dim: int, result: Any) -> Any:
+def _product(x: Any, w: Any, dim: int, result: Any) -> Any:
     return _contract(x, w, dim, result)
 
 
-def _mixed_forward(x: Any, w: Any, dim: int, result: Any) -> Any:
+def _product_forward(x: Any, w: Any, dim: int, result: Any) -> Any:
     return _contract(x, w, dim, result), (x, w)
 
 
-def _mixed_backward(dim: int, result: Any, residuals: Any, dy: Any) -> Any:
+def _product_backward(dim: int, result: Any, residuals: Any, dy: Any) -> Any:
     x, w = residuals
     dy = dy.astype(x.dtype)
     dx = _contract(dy, w, 1 - dim, x.dtype)
     leading = tuple(range(x.ndim - 1))
-    first, second = (x, dy) if dim == 0 else (dy, x)
+    if x.dtype == w.dtype:
+        x_first = x.shape[-1] <= dy.shape[-1]
+    else:
+        x_first = dim == 0  # XLA:CPU has no product of narrow types whose wide result is transposed
+    first, second = (x, dy) if x_first else (dy, x)
     dw = jax.lax.dot_general(first, second, ((leading, leading), ((), ())), preferred_element_type=w.dtype)
-    return dx, dw.astype(w.dtype)
+    return dx, (dw if x_first == (dim == 0) else dw.T).astype(w.dtype)
 
 
-_mixed.defvjp(_mixed_forward, _mixed_backward)
+_product.defvjp(_product_forward, _product_backward)
 
 
 def matmul(
@@ -72,9 +83,7 @@ def matmul(
     """
     result = jnp.dtype(x.dtype if result is None else result)
     dim = 1 if transposed else 0
-    if x.dtype == w.dtype == result:
-        return _contract(x, w, dim, result)
-    return _mixed(x, w, dim, result)
+    return _product(x, w, dim, result)
 
 
 @jax.custom_vjp

@@ -29,16 +29,22 @@ def test_mixed_product_computes_in_the_type_of_x_and_keeps_the_gradient_of_w_unr
     np.testing.assert_allclose(dw, expected.T if transposed else expected, rtol=1e-5, atol=1e-5)
 
 
-def test_product_of_one_type_compiles_to_the_plain_one():
-    x, w = _draw(4, 16, 32), _draw(32, 64, seed=1)
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 64), (64, 32)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradient_of_the_weight_transposes_the_narrower_activation_alone(inputs, outputs, transposed):
+    x = _draw(4, 16, inputs)
+    w = _draw(outputs, inputs, seed=1) if transposed else _draw(inputs, outputs, seed=1)
 
-    def facts(product):
-        compiled = (
-            jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.tanh(product(x, w))), argnums=(0, 1))).lower(x, w).compile()
-        )
-        return compiled.cost_analysis()["flops"], compiled.memory_analysis().temp_size_in_bytes
+    def gradient(product):
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(product(x, w))))
 
-    assert facts(matmul) == facts(lambda x, w: x @ w)
+    ours = gradient(lambda x, w: matmul(x, w, transposed=transposed))
+    plain = gradient(lambda x, w: x @ (w.T if transposed else w))
+    np.testing.assert_allclose(ours(w), plain(w), rtol=1e-5, atol=1e-5)
+    products = [eqn for eqn in jax.make_jaxpr(ours)(w).eqns if eqn.primitive.name == "dot_general"]
+    assert products[-1].invars[0].aval.shape[-1] == 32
+    compiled = [jax.jit(f).lower(w).compile().cost_analysis()["flops"] for f in (ours, plain)]
+    assert compiled[0] <= compiled[1]
 
 
 def test_float32_result_of_narrow_operands_is_the_accumulator():
