@@ -89,6 +89,15 @@ def model_flop(fn: Callable[..., Any], *args: Any) -> int:
     return flop.total
 
 
+def equation_flop(eqn: Any) -> int:
+    """FLOP of the matrix products, convolutions and kernels of one equation of a jaxpr, all devices together.
+
+    Args:
+        eqn: of a jaxpr; all its outputs count as wanted.
+    """
+    return _eqn_flop(eqn, [True] * len(eqn.outvars)).total
+
+
 def _jaxpr_flop(jaxpr: Any, used: Sequence[bool] | None = None) -> Flop:
     """FLOP of a jaxpr, closed or open, of which the outputs `used` are wanted."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)

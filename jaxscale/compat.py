@@ -1,0 +1,54 @@
+"""What differs between the JAX versions that jaxscale runs on, and nowhere else: one small function each."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax._src import source_info_util
+from jax.experimental import compute_on as _compute_on
+
+
+def compute_on_host(function: Callable[..., Any], spaces: Any) -> Callable[..., Any]:
+    """`function`, run on the CPU of the device's host when called under `jit`.
+
+    Args:
+        function: of arrays that lie in host memory.
+        spaces: `jax.memory.Space` of each result, a tree (or a prefix of one) like them.
+
+    References:
+        `jax.experimental.compute_on`: `compute_on2` up to JAX 0.10, `compute_on` from 0.11.
+    """
+    run_on = getattr(_compute_on, "compute_on2", None) or _compute_on.compute_on
+    return run_on(function, compute_type="device_host", out_memory_spaces=spaces)
+
+
+def rebind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Run one equation of a jaxpr on values (tracers or arrays), under its own settings and with its own source.
+
+    Args:
+        eqn: of a jaxpr.
+        values: one per input.
+
+    Returns:
+        One value per output.
+
+    References:
+        `jax.core.eval_jaxpr`; before JAX 0.11 the functions that an equation holds come apart from its params.
+    """
+    found = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = ((), found) if isinstance(found, dict) else found
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+        made = eqn.primitive.bind(*functions, *values, **params)
+    return list(made) if eqn.primitive.multiple_results else [made]
+
+
+def source_line(eqn: Any) -> str:
+    """Where the user's code made an equation: "file.py:12 (function)"; empty where JAX does not know.
+
+    Args:
+        eqn: of a jaxpr.
+    """
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    if frame is None:
+        return ""
+    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line} ({frame.function_name})"

@@ -1,0 +1,49 @@
+"""Seconds of work on a chip, by roofline: as long as its FLOP take, or its bytes, whichever is longer.
+
+    seconds = max(FLOP / (peak * efficiency), bytes / bandwidth)
+
+A model for choosing what to recompute, not a forecast: kernels overlap, and what XLA fuses costs no traffic.
+
+References:
+    Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model".
+"""
+
+from jaxscale.platforms.platform import Chip
+
+EFFICIENCY = {
+    "v4": 0.70,  # fitted to the steps of 11 training runs that MaxText's README publishes
+    "v5e": 0.80,  # same
+    "v5p": 0.80,  # same
+}
+"""Share of the peak that the matrix products of a training step reach."""
+DEFAULT_EFFICIENCY = 0.6
+"""A guess for chips without a fit. For comparison: MaxText's 492 TFLOP/s on an H100 are half its peak, for whole steps."""
+
+
+def rate(chip: Chip | None, dtype: str) -> float | None:
+    """FLOP/s that matrix products of `dtype` reach on a chip; `None` where the chip's table does not tell.
+
+    Example:
+        >>> from jaxscale.platforms.platform import chips
+        >>> f"{rate(chips()['v5e'], 'bfloat16'):.4g}"
+        '1.576e+14'
+    """
+    if chip is None or chip.memory_bandwidth is None:
+        return None
+    peak = chip.peak(dtype) or chip.bfloat16
+    return None if peak is None else peak * EFFICIENCY.get(chip.name, DEFAULT_EFFICIENCY)
+
+
+def seconds(chip: Chip | None, flop: float, bytes_moved: float, dtype: str = "bfloat16") -> float:
+    """Seconds of one operation; 0 where nothing is known of the chip.
+
+    Args:
+        chip: the device.
+        flop: of its matrix products.
+        bytes_moved: between memory and chip.
+        dtype: of the operands of the products.
+    """
+    reached = rate(chip, dtype)
+    if reached is None or chip is None or chip.memory_bandwidth is None:
+        return 0.0
+    return max(flop / reached, bytes_moved / chip.memory_bandwidth)
