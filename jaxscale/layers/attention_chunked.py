@@ -129,8 +129,18 @@ def _firsts(sizes: _Sizes, starts: Any) -> Any:
     return starts + jnp.arange(-(-sizes.queries // sizes.q_chunk)) * sizes.q_chunk
 
 
+def _tied(starts: Any, q: Any) -> Any:
+    """Both, such that the masks seem to depend on the queries.
+
+    In a scan over layers JAX would move all that is alike in every layer out of the loop: the masks of all chunks, for
+    every row and head, which are as many numbers as the scores that chunks are to spare.
+    """
+    return lax.optimization_barrier((starts, q))
+
+
 def _forward(sizes: _Sizes, starts: Any, q: Any, k: Any, v: Any, visibility: Visibility) -> tuple[Any, Any]:
     """Outputs of a shard's queries, and the log-sum-exp of their scores (B, T, K, G)."""
+    starts, q = _tied(starts, q)
     k, v = _chunks(k, sizes.kv_chunk), _chunks(v, sizes.kv_chunk)
 
     def one(_: Any, chunk: Any) -> tuple[Any, Any]:
@@ -177,6 +187,7 @@ def _backward(
     sizes: _Sizes, starts: Any, q: Any, d_out: Any, out: Any, row_sums: Any, k: Any, v: Any, visibility: Visibility
 ) -> tuple[Any, Any, Any]:
     """Gradients of a shard's queries, and its part (1, B, S, K, H) of the sums for keys and values, float32."""
+    starts, q = _tied(starts, q)
     k, v = _chunks(k, sizes.kv_chunk), _chunks(v, sizes.kv_chunk)
 
     def one(carry: Any, chunk: Any) -> tuple[Any, Any]:
