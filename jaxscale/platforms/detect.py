@@ -6,10 +6,14 @@ An unknown chip is no error: it becomes a Chip without a peak, so a run on it tr
 import dataclasses
 import math
 import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from jaxscale.platforms.platform import Chip, Platform, chips
+
+DEVICE_FILES = {"tpu": ("accel[0-9]*", "vfio/[0-9]*"), "gpu": ("nvidia[0-9]*", "kfd", "dxg")}
+"""Device files under /dev of TPUs, and of NVIDIA and AMD GPUs and GPUs seen from WSL."""
 
 
 def detect(devices: Sequence[Any] | None = None) -> Platform:
@@ -58,6 +62,13 @@ def chip_of(device_kind: str, platform: str) -> Chip:
             return chip
     kind = platform if platform in ("tpu", "cpu") else "gpu"
     return Chip(device_kind, kind, (device_kind,), (f"unknown to jaxscale: JAX says {device_kind!r}",))
+
+
+def accelerators(devices: pathlib.Path = pathlib.Path("/dev")) -> frozenset[str]:
+    """The kinds of accelerators ("tpu", "gpu") that show themselves to the system; no backend is started for it."""
+    return frozenset(
+        kind for kind, patterns in DEVICE_FILES.items() if any(next(devices.glob(one), None) for one in patterns)
+    )
 
 
 def host_memory() -> int | None:

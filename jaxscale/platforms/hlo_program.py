@@ -116,7 +116,8 @@ def _instruction(name: str, rest: str, is_root: bool) -> Op:
     assert head is not None, f"an instruction in a spelling that is not known: {rest[:80]}"
     opening = end + head.end() - 1
     closing = _closing(rest, opening)
-    operands = [part.split()[-1].lstrip("%") for part in split(rest[opening + 1 : closing]) if part.strip()]
+    inside = re.sub(r"/\*index=\d+\*/", "", rest[opening + 1 : closing])
+    operands = [part.split()[-1].lstrip("%") for part in split(inside) if part.strip()]
     return Op(name, rest[:end], head[1], operands, rest[closing + 1 :], is_root)
 
 

@@ -12,13 +12,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd", "dxg")
-"""Device files under /dev of TPUs (accel, vfio), NVIDIA and AMD GPUs, and GPUs seen from WSL."""
+from jaxscale.platforms.detect import accelerators
 
 
 def has_accelerator(devices: Path = Path("/dev")) -> bool:
     """Whether a TPU or GPU shows itself to the system; no backend is started for it."""
-    return any(next(devices.glob(pattern), None) is not None for pattern in ACCELERATORS)
+    return bool(accelerators(devices))
 
 
 def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

@@ -1,0 +1,273 @@
+"""The judge: the platform's own compiler, asked about a program for a machine that need not be here.
+
+libtpu compiles for TPU v4, v5e, v5p, v6e and 7x, the CUDA plugin for A100, H100, H200 and B200, on any Linux machine
+without the device. Every compilation runs in a child process, for libtpu dies by a signal on some programs: a crash, a
+time-out or a machine out of memory becomes a report that says so, and the caller goes on. A program reaches the child
+as a *recipe*, a function that both processes can import. Reports are kept on disk, so that a question asked twice
+costs its tracing alone.
+
+Where the platform's devices are attached, they compile; else they are described. What a TPU's compiler says of memory
+is trusted from libtpu 0.0.51 on: 0.0.42 and 0.0.50, which `jax[tpu]` brings, report up to half too much.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxscale.errors import UserError, near_miss
+from jaxscale.platforms.detect import accelerators
+from jaxscale.platforms.gpu_target import target_config, topology_text
+from jaxscale.platforms.platform import Platform
+from jaxscale.platforms.report import CompileReport
+
+TIMEOUT = 3600.0
+"""Seconds that a compilation may take, unless the caller says otherwise."""
+
+_START = (
+    "import json,sys; sys.path[:] = json.loads(sys.argv[1]); from jaxscale.platforms.compile_child import main; main()"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A program to compile, as what another process can make: a function by its name, and arguments.
+
+    The function takes the platform's devices (as many as `Platform.devices`), then `args`, and returns what it wants
+    compiled: a `jax.stages.Lowered` or `jax.stages.Traced` whose arguments have shardings over these devices.
+
+    Args:
+        function: "module:name" of it.
+        args: further arguments; they must pickle.
+    """
+
+    function: str
+    args: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        module, colon, name = self.function.partition(":")
+        if not (module and colon and name):
+            raise UserError(f"recipe {self.function!r}: expected MODULE:FUNCTION, such as 'package.module:step'")
+
+    def __call__(self, devices: Sequence[Any]) -> Any:
+        """What is to be compiled, for these devices.
+
+        Raises:
+            UserError: the module or the function does not exist.
+        """
+        module, _, name = self.function.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            raise UserError(f"recipe {self.function!r}: there is no module {error.name!r} to import") from None
+        for part in name.split("."):
+            if not hasattr(found, part):
+                raise UserError(f"recipe {self.function!r}: {module} has no {name!r}{near_miss(name, vars(found))}")
+            found = getattr(found, part)
+        return found(devices, *self.args)
+
+
+class RecipeFailed(RuntimeError):
+    """The recipe raised an error in the child process; the message is its traceback."""
+
+
+def compile_report(
+    recipe: Callable[[Sequence[Any]], Any],
+    platform: Platform | str,
+    *,
+    options: Mapping[str, str | int | bool | float] | None = None,
+    explain: bool = False,
+    cache: bool = True,
+    timeout: float = TIMEOUT,
+) -> CompileReport:
+    """What the compiler of `platform` says about the program that a recipe makes.
+
+    Args:
+        recipe: a `Recipe`, or a function of the devices that pickles (one of a module, or a `functools.partial` of
+            one). It runs in another process, before which JAX has seen no device.
+        platform: a `Platform` or its text; "local" and "cpu x N" compile for N virtual CPU devices.
+        options: compiler options, `compile(compiler_options=...)`.
+        explain: also list who is alive at the peak, and the timeline.
+        cache: look the report up, and keep it, in `$JAXSCALE_CACHE/reports` (else `~/.cache/jaxscale/reports`).
+        timeout: seconds after which the child is stopped.
+
+    Returns:
+        The report. A program that does not fit, a compiler that dies and a time-out are reports too.
+
+    Raises:
+        UserError: the platform cannot be compiled for (its compiler is missing or not to be trusted, its insides are
+            unknown), the recipe cannot be sent to another process or makes no program for these devices, or the
+            compiler does not know an option.
+        RecipeFailed: the recipe raised an error.
+
+    Example:
+        >>> report = compile_report(Recipe("jaxscale.platforms.compile_child:example"), "cpu x 2", cache=False)
+        >>> report.argument_bytes, report.flop  # the half of a (256, 128) array and a whole (128, 64); their product
+        (98304, 2097152)
+    """
+    platform = Platform.parse(platform) if isinstance(platform, str) else platform
+    request = {
+        "recipe": _pickled(recipe),
+        "main": _main_file(recipe),
+        "platform": platform,
+        "options": dict(options or {}),
+        "explain": explain,
+        "cache": str(folder) if cache and (folder := _cache_folder()) is not None else None,
+        "device": _device(platform),
+    }
+    return _run(platform, pickle.dumps(request), request["device"]["environment"], timeout)
+
+
+def _run(platform: Platform, request: bytes, environment: Mapping[str, str], timeout: float) -> CompileReport:
+    with tempfile.TemporaryDirectory(prefix="jaxscale-compile-") as folder:
+        place = pathlib.Path(folder)
+        (place / "request").write_bytes(request)
+        paths = json.dumps([path or os.getcwd() for path in sys.path])
+        with (place / "log").open("wb") as log:
+            child = subprocess.Popen(
+                [sys.executable, "-c", _START, paths, folder],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=dict(environment),
+                start_new_session=True,
+            )
+            try:
+                code = child.wait(timeout)
+            except BaseException as error:
+                # the compiler may have children of its own (ptxas)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                return CompileReport(str(platform), crashed=f"not done in {timeout:g} s: give it a longer timeout")
+        try:
+            result = json.loads((place / "result").read_bytes())
+        except (FileNotFoundError, json.JSONDecodeError):
+            said = (place / "log").read_text("utf-8", "replace")
+            return CompileReport(str(platform), crashed=_death(code, said))
+        if "mistake" in result:
+            raise UserError(result["mistake"])
+        if "failed" in result:
+            raise RecipeFailed(f"the recipe failed while it made a program for {platform}:\n{result['failed']}")
+        return CompileReport.from_json(result["report"], "the compiler's child process")
+
+
+def _death(code: int, said: str) -> str:
+    """Why a child ended without a result."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    tail = "\n".join(lines[-8:])
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        why = "; this machine ran out of memory, most likely" if -code == signal.SIGKILL else ""
+        return f"the compiler died by {name}{why}" + (f"; its last words:\n{tail}" if tail else "")
+    return f"the compiler's process ended with {code}" + (f"; its last words:\n{tail}" if tail else "")
+
+
+def _pickled(recipe: Any) -> bytes:
+    try:
+        return pickle.dumps(recipe)
+    except Exception as error:  # what a value raises that does not pickle is its own affair
+        raise UserError(
+            f"recipe {recipe!r} cannot be sent to another process: {error}; expected a function of a module, a "
+            "functools.partial of one, or a Recipe, with arguments that pickle"
+        ) from None
+
+
+def _main_file(recipe: Any) -> str | None:
+    """File of the script that runs, where the recipe is a function of it: the child runs it again, as a module."""
+    while hasattr(recipe, "func"):
+        recipe = recipe.func
+    named = recipe.function.partition(":")[0] if isinstance(recipe, Recipe) else getattr(recipe, "__module__", None)
+    if named != "__main__":
+        return None
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is None:
+        raise UserError("a recipe defined in a notebook or at the prompt: put it in a module, another process runs it")
+    return os.path.abspath(path)
+
+
+def _cache_folder() -> pathlib.Path | None:
+    """Folder of reports; None where it cannot be written to."""
+    base = os.environ.get("JAXSCALE_CACHE")
+    try:
+        folder = (pathlib.Path(base) if base else pathlib.Path.home() / ".cache" / "jaxscale") / "reports"
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        return None
+    return folder
+
+
+def _device(platform: Platform) -> dict[str, Any]:
+    """What the child needs to get the platform's devices: how, with which arguments, under which environment."""
+    environment = dict(os.environ)
+    flags = environment.get("XLA_FLAGS", "").split()
+    environment["XLA_FLAGS"] = " ".join(flag for flag in flags if "host_platform_device_count" not in flag)
+    for name in ("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR", "JAX_COORDINATOR_ADDRESS"):
+        environment.pop(name, None)
+    kind = platform.chip.kind
+    attached = kind in accelerators()
+    if kind == "tpu":
+        version = _installed("libtpu")
+        if version is None and "TPU_LIBRARY_PATH" not in environment:
+            raise UserError(
+                f"{platform}: its compiler is missing here; install jaxscale[aot-tpu] (libtpu, 600 MB unpacked)"
+            )
+        if not attached:
+            # two processes may load libtpu where there is no chip to quarrel over; nobody answers its questions
+            environment |= {
+                "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+                "TPU_SKIP_MDS_QUERY": "1",
+                "TPU_WORKER_HOSTNAMES": "localhost",
+                "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+            }
+        environment["JAX_PLATFORMS"] = "tpu,cpu" if attached else "cpu"
+        name = "tpu7x" if platform.chip.name == "7x" else platform.chip.name
+        arguments: dict[str, Any] = {"topology_name": f"{name}:{'x'.join(map(str, platform.topology or ()))}"}
+        if platform.slices > 1:
+            arguments["num_slices"] = platform.slices
+        if platform.chip.name == "v4":
+            arguments["chip_config_name"] = "megacore"
+        return {"backend": "tpu", "arguments": arguments, "attached": attached, "environment": environment}
+    if kind == "gpu":
+        arguments = {"target_config": target_config(platform.chip), "topology": topology_text(platform)}
+        plugin = next((version for name in _PLUGINS if (version := _installed(name))), None)
+        if plugin is None:
+            raise UserError(
+                f"{platform}: its compiler is missing here; install jaxscale[aot-gpu] (the CUDA plugin, 400 MB)"
+            )
+        jaxlib = _installed("jaxlib")
+        if plugin != jaxlib:
+            raise UserError(
+                f"{platform}: the CUDA plugin is {plugin} and jaxlib {jaxlib}; install the plugin of the same version"
+            )
+        environment["JAX_PLATFORMS"] = "cuda,cpu" if attached else "cpu"
+        # a run may hold the card's memory already
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        return {"backend": "cuda", "arguments": arguments, "attached": attached, "environment": environment}
+    environment["JAX_PLATFORMS"] = "cpu"
+    return {"backend": "cpu", "arguments": {}, "attached": True, "environment": environment}
+
+
+_PLUGINS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

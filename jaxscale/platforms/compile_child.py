@@ -1,0 +1,198 @@
+"""What runs in the compiler's own process: a recipe becomes a program, the program a report.
+
+The parent (`platforms/compile.py`) has set the environment that JAX must find when it is first imported, and reads one
+file back: a report, a user's mistake, or the recipe's error. Without that file the process died.
+"""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import pathlib
+import pickle
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxscale.errors import UserError
+from jaxscale.platforms import report_cache
+from jaxscale.platforms.hlo import collectives
+from jaxscale.platforms.hlo_flop import program_flop
+from jaxscale.platforms.hlo_program import Program
+from jaxscale.platforms.live import Live, live_at_the_peak
+from jaxscale.platforms.platform import Platform
+from jaxscale.platforms.report import CompileReport, out_of_memory
+
+
+def main() -> None:
+    """Answer the request in the folder that the command line names."""
+    folder = pathlib.Path(sys.argv[2])
+    request = pickle.loads((folder / "request").read_bytes())
+    try:
+        result = {"report": answer(request).json()}
+    except UserError as error:
+        result = {"mistake": str(error)}
+    except Exception:  # the recipe is anybody's code
+        result = {"failed": traceback.format_exc()}
+    written = folder / "result.part"
+    written.write_text(json.dumps(result))
+    written.rename(folder / "result")
+
+
+def answer(request: Mapping[str, Any]) -> CompileReport:
+    """The report that a request asks for, from the cache or from the compiler."""
+    platform: Platform = request["platform"]
+    if request["main"] is not None:
+        _import_main(request["main"])
+    recipe = pickle.loads(request["recipe"])
+    devices, attached = _devices(platform, request["device"])
+    lowered = recipe(devices)
+    lowered = lowered.lower() if hasattr(lowered, "jaxpr") else lowered
+    if not hasattr(lowered, "compile"):
+        raise UserError(
+            f"a recipe must return a jax.stages.Lowered or Traced (jax.jit(f).lower(...)), got {type(lowered).__name__}"
+        )
+    versions = _versions(devices[0])
+    key = report_cache.key(lowered, platform, versions, request["options"], request["explain"], attached)
+    if request["cache"] is not None:
+        found = report_cache.find(pathlib.Path(request["cache"]), key)
+        if found is not None:
+            return found
+    facts = {"platform": str(platform), "versions": versions, "attached": attached, "key": key}
+    report = _compile(lowered, devices, facts, request["options"], request["explain"])
+    if request["cache"] is not None and report.crashed is None:
+        report_cache.keep(pathlib.Path(request["cache"]), report)
+    return report
+
+
+def example(devices: Sequence[Any]) -> Any:
+    """A recipe: a (256, 128) array, its rows over all devices, times a (128, 64) one."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    x = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=rows)
+    w = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=whole)
+    return jax.jit(jnp.dot).lower(x, w)
+
+
+def _import_main(path: str) -> None:
+    """Run the parent's script as a module, where pickles look for its functions."""
+    spec = importlib.util.spec_from_file_location("__mp_main__", path)
+    assert spec is not None, f"the parent ran {path}"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+    spec.loader.exec_module(module)
+
+
+def _devices(platform: Platform, device: Mapping[str, Any]) -> tuple[list[Any], bool]:
+    """The platform's devices, and whether they are attached; else they are described."""
+    import jax
+
+    config: Any = jax.config
+    config.update("jax_enable_compilation_cache", False)  # cannot be read for devices that are not there
+    if device["backend"] == "cpu":
+        config.update("jax_num_cpu_devices", platform.devices)
+        return jax.devices("cpu"), True
+    if device["attached"]:
+        with contextlib.suppress(RuntimeError):  # another process has them
+            found = jax.devices(device["backend"])
+            if found[0].device_kind in platform.chip.device_kinds and len(found) >= platform.devices:
+                return found[: platform.devices], True
+    from jax.experimental import topologies
+
+    described = topologies.get_topology_desc(platform=device["backend"], **device["arguments"])
+    return list(described.devices), False
+
+
+def _versions(device: Any) -> dict[str, str]:
+    packages = ["jax", "jaxlib", *(["libtpu"] if device.platform == "tpu" else [])]
+    return {package: importlib.metadata.version(package) for package in packages}
+
+
+def _compile(
+    lowered: Any, devices: Sequence[Any], facts: dict[str, Any], options: Mapping[str, Any], explain: bool
+) -> CompileReport:
+    import jax
+
+    with tempfile.TemporaryDirectory(prefix="jaxscale-dump-") as dump:
+        dumped = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True} if explain else {}
+        start = time.perf_counter()
+        try:
+            compiled = lowered.compile(compiler_options={**options, **dumped} or None)
+        except jax.errors.JaxRuntimeError as error:
+            facts["seconds"] = time.perf_counter() - start
+            return _refused(
+                str(error),
+                facts,
+                options,
+                live_at_the_peak(pathlib.Path(dump), devices[0].platform) if explain else None,
+            )
+        facts["seconds"] = time.perf_counter() - start
+        live = live_at_the_peak(pathlib.Path(dump), devices[0].platform) if explain else None
+    mesh = _mesh(compiled, devices)
+    text = compiled.as_text()
+    flop = program_flop(Program(text))
+    memory = compiled.memory_analysis()
+    names = ("argument", "output", "alias", "temp")
+    return CompileReport(
+        **facts,
+        **{f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names},
+        **{f"host_{name}_bytes": getattr(memory, f"host_{name}_size_in_bytes") for name in names},
+        flop=flop.total,
+        unknown_loops=flop.unknown_loops,
+        silent_kernels=flop.silent_kernels,
+        collectives=tuple(collectives(text, mesh)),
+        live=None if live is None else live.tensors,
+        timeline=None if live is None else live.timeline,
+    )
+
+
+def _refused(message: str, facts: dict[str, Any], options: Mapping[str, Any], live: Live | None) -> CompileReport:
+    """The report of a program that was not compiled."""
+    if unknown := re.search(r"No such compile option: '([^']*)'", message):
+        raise UserError(f"the compiler of {facts['platform']} knows no option {unknown[1]!r}; leave it out")
+    if options and "INVALID_ARGUMENT" in message and "option" in message:
+        raise UserError(f"the compiler of {facts['platform']} refuses an option: {message}")
+    if "ptxas" in message:
+        raise UserError(
+            f"{facts['platform']}: a kernel needs ptxas, which is not here; install jaxscale[aot-gpu]: {message}"
+        )
+    oom = out_of_memory(message)
+    if oom is None:
+        return CompileReport(**facts, crashed=f"the compiler gave up: {message.strip()}")
+    return CompileReport(
+        **facts,
+        oom=oom,
+        live=None if live is None else live.tensors,
+        timeline=None if live is None else live.timeline,
+    )
+
+
+def _mesh(compiled: Any, devices: Sequence[Any]) -> Any:
+    """The mesh that a program's arguments and results are laid out on.
+
+    Raises:
+        UserError: the program is for other devices than the recipe was given.
+    """
+    import jax
+    from jax.sharding import NamedSharding
+
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    given = set(devices)
+    used = {device for sharding in shardings for device in sharding.device_set}
+    if shardings and not used <= given:
+        kinds = ", ".join(sorted({device.device_kind for device in used - given}))
+        raise UserError(
+            f"the recipe made a program for other devices ({kinds}) than it was given ({devices[0].device_kind}): "
+            "give its arguments shardings over a mesh of the devices that it is called with"
+        )
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    return max(meshes, key=lambda mesh: mesh.size).shape if meshes else {}

@@ -1,0 +1,114 @@
+"""What XLA has to know of a GPU to compile for one that is not there: its target configuration, as text.
+
+The rows are what the driver reports of each card, as recorded in XLA's own specifications (openxla/xla,
+xla/backends/gpu/target_config/specs). Bandwidth is the chip table's. It leaves out autotuning, which needs the card:
+XLA takes its defaults instead, so times of such a program are not those of a tuned one; its memory is.
+"""
+
+import dataclasses
+
+from jaxscale.errors import UserError
+from jaxscale.platforms.platform import Chip, Platform
+
+_SPECS = "openxla/xla, xla/backends/gpu/target_config/specs"
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuTarget:
+    """Facts that XLA's GPU compiler asks for.
+
+    Args:
+        capability: CUDA compute capability (major, minor).
+        cores: streaming multiprocessors.
+        units: float32 units of one multiprocessor.
+        clock: GHz.
+        cache: bytes of L2.
+        shared: bytes of shared memory of one multiprocessor; a block may ask for 1 KiB less.
+        memory: bytes of device memory as the driver reports them.
+        source: where the numbers come from.
+    """
+
+    capability: tuple[int, int]
+    cores: int
+    units: int
+    clock: float
+    cache: int
+    shared: int
+    memory: int
+    source: str
+
+
+_A100 = GpuTarget((8, 0), 108, 64, 1.41, 41943040, 167936, 85100068864, f"{_SPECS}/a100_sxm_80.txtpb")
+_H100 = GpuTarget((9, 0), 132, 128, 1.98, 52428800, 233472, 84942979072, f"{_SPECS}/h100_sxm.txtpb")
+TARGETS = {
+    "a100-40": dataclasses.replace(_A100, memory=42331013120, source=f"{_SPECS}/a100_sxm_40.txtpb"),
+    "a100-80": _A100,
+    "a100-80-pcie": dataclasses.replace(_A100, clock=1.1105, memory=79050250240, source=f"{_SPECS}/a100_pcie_80.txtpb"),
+    "h100": _H100,
+    "h100-pcie": dataclasses.replace(_H100, cores=114, clock=1.755, source=f"{_SPECS}/h100_pcie.txtpb"),
+    "h200": dataclasses.replace(_H100, memory=151397597184, source=f"{_SPECS}/h200.txtpb"),
+    "b200": GpuTarget((10, 0), 148, 128, 1.965, 132644864, 233472, 191514411008, f"{_SPECS}/b200.txtpb"),
+}
+
+
+def target_config(chip: Chip) -> str:
+    """XLA's target configuration for a GPU, in the text form that `jax.experimental.topologies` takes.
+
+    Raises:
+        UserError: nothing is known about this GPU's insides.
+
+    Example:
+        >>> from jaxscale.platforms.gpu import H100
+        >>> "core_count: 132" in target_config(H100)
+        True
+    """
+    target = TARGETS.get(chip.name)
+    if target is None:
+        raise UserError(
+            f"programs cannot be compiled ahead of time for gpu {chip.name}: its insides are not in our table; "
+            f"expected one of {', '.join(TARGETS)}"
+        )
+    facts = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_core": target.shared,
+        "shared_memory_per_block_optin": target.shared - 1024,
+        "threads_per_core_limit": 2048,
+        "core_count": target.cores,
+        "fpus_per_core": target.units,
+        "block_dim_limit_x": 2147483647,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "memory_bandwidth": int(chip.memory_bandwidth or 0),
+        "l2_cache_size": target.cache,
+        "clock_rate_ghz": target.clock,
+        "device_memory_size": target.memory,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+    }
+    major, minor = target.capability
+    lines = "\n".join(f"  {name}: {value}" for name, value in facts.items())
+    return (
+        f"gpu_device_info {{\n{lines}\n  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
+        'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 8 }\nruntime_version { major: 13 }\n'
+        f'device_description_str: "{chip.device_kinds[0]}"\n'
+    )
+
+
+def topology_text(platform: Platform) -> str:
+    """SLICES x HOSTS x GPUS of each host, as the CUDA plugin wants it: "1x2x8" for 16 GPUs in hosts of 8.
+
+    Raises:
+        UserError: GPUs that do not fill their hosts.
+    """
+    per_host = platform.chip.chips_per_host or platform.chips
+    hosts, rest = divmod(platform.chips, per_host)
+    if hosts == 0:
+        return f"1x1x{platform.chips}"
+    if rest:
+        raise UserError(
+            f"{platform}: {platform.chips} GPUs do not fill hosts of {per_host}: "
+            f"expected at most {per_host}, or a multiple of it"
+        )
+    return f"1x{hosts}x{per_host}"

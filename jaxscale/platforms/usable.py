@@ -1,0 +1,49 @@
+"""The bytes of device memory that a program may take, per device: the limit to plan for where the user names none."""
+
+import os
+
+from jaxscale.errors import UserError
+from jaxscale.platforms.gpu_target import TARGETS
+from jaxscale.platforms.platform import Platform
+
+POOL = 0.75
+"""Share of a GPU's memory that JAX takes for arrays (JAX documentation, GPU memory allocation)."""
+
+
+def usable_bytes(platform: Platform) -> int | None:
+    """Bytes of device memory that a program may take on one device of a platform.
+
+    On a TPU what libtpu calls "available HBM"; on a GPU JAX's pool, 75 % of the memory unless
+    `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise; on a CPU an equal share of main memory. Where the devices are here
+    (`detect`) it is what their allocator grants.
+
+    Raises:
+        UserError: `XLA_PYTHON_CLIENT_MEM_FRACTION` is no number above 0.
+
+    Example:
+        >>> usable_bytes(Platform.parse("tpu v5e:4x4")) / 2**30
+        15.75
+    """
+    chip = platform.chip
+    if chip.kind == "cpu":
+        from jaxscale.platforms.detect import host_memory
+
+        memory = chip.memory or host_memory()
+        return None if memory is None else memory // platform.chips
+    if chip.kind == "gpu" and chip.usable_memory is None and chip.memory is not None:
+        # what the driver reports, a few per cent more than the datasheet says
+        memory = TARGETS[chip.name].memory if chip.name in TARGETS else chip.memory
+        return int(memory * _fraction())
+    return platform.device_memory
+
+
+def _fraction() -> float:
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    text = os.environ.get(name) or str(POOL)
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = 0.0
+    if not fraction > 0:
+        raise UserError(f"{name}={text!r}: expected a number above 0, such as 0.9; unset it for {POOL}")
+    return min(fraction, 1.0)
