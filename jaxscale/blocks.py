@@ -1,20 +1,22 @@
 """How a model shows its blocks, and what a plan may do to them from outside.
 
 A model is *embed, a sequence of blocks, head*. `layers.Stack` and `layers.Chain` call each block through `wrap`, and
-the train step decides, with `wrapping`, what that means: rematerialization now, offload and pipeline stages later. The
-model file never names a technique.
+the train step decides, with a `Treatment`, what that means: what of each block is kept, offloaded or computed again, in
+which groups and segments. The model file never names a technique.
 """
 
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
+from jaxscale.errors import UserError
 from jaxscale.typing import Array, Float, Int, Key, Shaped
 
 
@@ -85,28 +87,147 @@ class Model(Protocol):
 
 BlockFunction = Callable[..., Any]
 Wrapper = Callable[[BlockFunction, bool], BlockFunction]
+"""From a block and whether it is the body of a rolled scan to the block as it should run."""
 
 
-class _Treatment(NamedTuple):
-    wrapper: Wrapper
-    unroll: int
+class Call(NamedTuple):
+    """A block about to run, and what it is called with: `block(*before, x, *after)` gives `(x, left)`.
+
+    Args:
+        block: a pure function.
+        before: arguments in front of `x`: parameters, other state.
+        after: arguments behind `x`.
+    """
+
+    block: BlockFunction
+    before: tuple[Any, ...]
+    after: tuple[Any, ...] = ()
 
 
-_PLAIN = _Treatment(lambda block, rolled: block, 1)
-_treatment: contextvars.ContextVar[_Treatment] = contextvars.ContextVar("blocks", default=_PLAIN)
+Runner = Callable[[Sequence[Call], Any], tuple[Any, list[Any]]]
+"""How blocks run that are not scanned: from them and `x` to `x` after all, and what each of them left."""
+
+
+def one_after_another(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
+    """Blocks in sequence, each once.
+
+    Example:
+        >>> double = Call(lambda weight, x: (weight * x, "left"), (2,))
+        >>> one_after_another([double, double], 3)
+        (12, ['left', 'left'])
+    """
+    found = []
+    for block, before, after in calls:
+        x, left = block(*before, x, *after)
+        found.append(left)
+    return x, found
+
+
+def again(calls: Sequence[Call], x: Any, runner: Runner = one_after_another) -> tuple[Any, list[Any]]:
+    """Blocks in sequence of which the input of the first alone is kept: in the backward pass they run once more.
+
+    Args:
+        calls: the blocks.
+        x: what enters the first.
+        runner: how they run, both times.
+    """
+
+    def part(arguments: list[tuple[Any, Any]], x: Any) -> tuple[Any, list[Any]]:
+        return runner([Call(call.block, *own) for call, own in zip(calls, arguments, strict=True)], x)
+
+    return run_again(part, rolled=False)([(call.before, call.after) for call in calls], x)
+
+
+def as_it_is(block: BlockFunction, rolled: bool) -> BlockFunction:
+    """The wrapper that leaves a block alone."""
+    return block
+
+
+def keep_nothing(primitive: Any, *inputs: Any, **params: Any) -> bool:
+    """Policy of `jax.checkpoint`: nothing inside is kept. Ours, which tells our checkpoints from the user's."""
+    return False
+
+
+def run_again(function: Callable[..., Any], *, rolled: bool) -> Callable[..., Any]:
+    """A part of a model of which the inputs alone are kept, and which runs again in the backward pass.
+
+    Inside a rolled scan XLA cannot undo the recomputation, and the barriers of `prevent_cse` only cost; elsewhere it
+    would, without them.
+    """
+    return jax.checkpoint(function, policy=keep_nothing, prevent_cse=not rolled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Treatment:
+    """What a plan does to the blocks of a model while it is traced.
+
+    Args:
+        wrapper: every block `f` runs as `wrapper(f, rolled)`; `rolled` says that it is the body of a rolled `lax.scan`.
+        unroll: layers per iteration of a scan over layers.
+        segment: of a scanned stack only every so many blocks' input is kept: a scan over segments, each of which is a
+            scan over its blocks that runs again in the backward pass; a last, shorter one follows.
+        groups: neighbouring layers of a stack, as their number and their own wrapper, in order; they must add up to the
+            layers of the stack. Empty: `wrapper` for all.
+        sequence: how the blocks of a chain run, and those of a stack, which is then not scanned: nested checkpoints.
+
+    Example:
+        >>> Treatment(unroll=2).segment is None
+        True
+    """
+
+    wrapper: Wrapper = as_it_is
+    unroll: int = 1
+    segment: int | None = None
+    groups: tuple[tuple[int, Wrapper], ...] = ()
+    sequence: Runner | None = None
+
+    def __post_init__(self) -> None:
+        if self.segment is not None and self.segment < 1:
+            raise UserError(f"segment: got {self.segment}, expected a whole number of layers >= 1")
+        if any(layers < 1 for layers, _ in self.groups):
+            shown = ", ".join(str(layers) for layers, _ in self.groups)
+            raise UserError(f"groups of {shown} layers: expected at least one in each")
+
+    def runs(self, layers: int) -> list[tuple[int, int, Wrapper]]:
+        """First layer, the one behind the last, and wrapper of each group of a stack of so many layers.
+
+        Raises:
+            UserError: the groups are those of a stack of another depth.
+        """
+        if not self.groups:
+            return [(0, layers, self.wrapper)]
+        ends = list(itertools.accumulate(count for count, _ in self.groups))
+        if ends[-1] != layers:
+            shown = " + ".join(str(count) for count, _ in self.groups)
+            raise UserError(f"a plan of {shown} layers for a stack of {layers}: make the plan anew for this model")
+        return [(end - count, end, wrapper) for end, (count, wrapper) in zip(ends, self.groups, strict=True)]
+
+
+_PLAIN = Treatment()
+_treatment: contextvars.ContextVar[Treatment] = contextvars.ContextVar("blocks", default=_PLAIN)
 
 
 @contextlib.contextmanager
-def wrapping(wrapper: Wrapper, *, unroll: int = 1) -> Iterator[None]:
-    """While tracing inside, every block `f` runs as `wrapper(f, rolled)` and scans run `unroll` layers per iteration.
-
-    `rolled` says that the block is the body of a rolled `lax.scan`, where `jax.checkpoint` needs no `prevent_cse`.
-    """
-    token = _treatment.set(_Treatment(wrapper, unroll))
+def treating(treatment: Treatment) -> Iterator[None]:
+    """While tracing inside, blocks are treated so."""
+    token = _treatment.set(treatment)
     try:
         yield
     finally:
         _treatment.reset(token)
+
+
+def wrapping(wrapper: Wrapper, *, unroll: int = 1) -> contextlib.AbstractContextManager[None]:
+    """While tracing inside, every block `f` runs as `wrapper(f, rolled)` and scans run `unroll` layers per iteration.
+
+    `rolled` says that the block is the body of a rolled `lax.scan`, where `jax.checkpoint` needs no `prevent_cse`.
+    """
+    return treating(Treatment(wrapper, unroll))
+
+
+def treatment() -> Treatment:
+    """What is done to blocks under the plan in force."""
+    return _treatment.get()
 
 
 def wrap(block: BlockFunction, *, rolled: bool) -> BlockFunction:
@@ -115,9 +236,37 @@ def wrap(block: BlockFunction, *, rolled: bool) -> BlockFunction:
     return treatment.wrapper(block, rolled and treatment.unroll == 1)
 
 
+def run(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
+    """Unlike blocks in sequence as the plan in force wants them run: `x` after them, and what each left."""
+    return (_treatment.get().sequence or one_after_another)(calls, x)
+
+
 def unroll() -> int:
     """Layers per iteration of a scan over layers, under the plan in force."""
     return _treatment.get().unroll
+
+
+_grouping: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("grouping", default=())
+
+
+@contextlib.contextmanager
+def grouping(layers: tuple[int, ...]) -> Iterator[None]:
+    """While a model is built inside, a stack of `sum(layers)` blocks keeps its parameters as a stack for each group.
+
+    Layers that are treated unlike need their own stack: to cut one in two inside the step takes two copies of it. The
+    parameters are those of one stack, and so is the canonical form of a train state. `()` asks for one stack.
+    """
+    token = _grouping.set(tuple(layers))
+    try:
+        yield
+    finally:
+        _grouping.reset(token)
+
+
+def groups_of(layers: int) -> tuple[int, ...]:
+    """Layers in each group of a stack of so many blocks, as built now: `(layers,)` where no grouping is for it."""
+    groups = _grouping.get()
+    return groups if sum(groups) == layers and all(count > 0 for count in groups) else (layers,)
 
 
 def dropout_mask(context: Context, site: str, shape: tuple[int, ...], keep: float) -> Shaped[Array, "..."]:

@@ -5,6 +5,8 @@ block's arrays enter the wrapped function as arguments, never by closure, and wh
 leaves as results.
 """
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale import blocks
-from jaxscale.blocks import Context
+from jaxscale.blocks import BlockFunction, Call, Context, Wrapper
 from jaxscale.errors import UserError
 from jaxscale.typing import PyTree
 
@@ -51,12 +53,13 @@ class Stack(nnx.Module):
 
     The block is called as `block(x, *shared, context=context.at_layer(i), **per_layer_i, **cycle_i, **shared_by_name)`
     and returns the new `x`, of the shape and type of the old. Parameters live under the attribute `layers`: the leaf
-    `layers/w` of shape (L, ...) holds what `layers/i/w` would in a `Chain` (`unstack`).
+    `layers/w` of shape (L, ...) holds what `layers/i/w` would in a `Chain` (`unstack`). Built under
+    `blocks.grouping((25, 7))`, a stack of 32 blocks keeps the last seven under `layers_from_25`.
 
     Args:
         make: the block from random streams.
         layers: number of blocks.
-        rngs: random streams; block i's draws do not depend on the number of blocks.
+        rngs: random streams; block i's draws do not depend on the number of blocks, nor on groups.
         scan: compile one block and loop over it (`lax.scan`); else L blocks in sequence, same parameters, same result.
 
     Example:
@@ -67,12 +70,30 @@ class Stack(nnx.Module):
         ((1, 2, 4), (3, 4, 8))
     """
 
+    layers: Any
+
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], layers: int, *, rngs: nnx.Rngs, scan: bool = True):
         if layers < 1:
             raise UserError(f"a stack of {layers} blocks: expected at least 1")
         build = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: "layers"})
-        self.count, self.scan = layers, scan
-        self.layers = nnx.split_rngs(splits=layers)(build)(rngs)
+        self.count, self.scan, self.groups = layers, scan, blocks.groups_of(layers)
+
+        def built(rngs: nnx.Rngs) -> list[nnx.Module]:
+            if len(self.groups) == 1:
+                return [build(rngs)]
+            graphdef, state = nnx.split(rngs)
+            return [
+                build(nnx.merge(graphdef, jax.tree.map(lambda leaf, part=part: leaf[part], state)))
+                for part in self._spans()
+            ]
+
+        for part, module in zip(self._spans(), nnx.split_rngs(splits=layers)(built)(rngs), strict=True):
+            setattr(self, group_name(part.start), module)
+
+    def _spans(self) -> list[slice]:
+        """The layers of each group."""
+        ends = list(itertools.accumulate(self.groups))
+        return [slice(end - count, end) for end, count in zip(ends, self.groups, strict=True)]
 
     def __call__(
         self,
@@ -98,11 +119,13 @@ class Stack(nnx.Module):
         Returns:
             `x`, or `(x, outputs)` with leaves (L, ...).
         """
-        graphdef, params, rest = _states(self.layers)
-        scanned = self.scan and self.count >= len(cycle)
         per_layer = {} if per_layer is None else dict(per_layer)
+        treatment = blocks.treatment()
+        one_by_one = treatment.sequence is not None or not self.scan
+        runs = treatment.runs(self.count)
+        calls, found = [], []
 
-        def body(settings: Mapping[str, Any]) -> Callable[..., Any]:
+        def block(graphdef: Any, settings: Mapping[str, Any]) -> BlockFunction:
             def run(params: Any, rest: Any, x: Any, index: Any, per_layer: Any) -> Any:
                 def call(block: Any) -> Any:
                     inside = context.at_layer(index)
@@ -112,54 +135,151 @@ class Stack(nnx.Module):
                 x_next, output = result if outputs else (result, None)
                 return x_next, (left, output)
 
-            return blocks.wrap(run, rolled=scanned)
+            return run
 
-        bodies = [body(settings) for settings in cycle]
-        inputs = (params, rest, jnp.arange(self.count), per_layer)
-        if scanned:
-            x, (left, output) = _scan(bodies, x, inputs, self.count)
-        else:
-            results = []
-            for layer, (params_i, rest_i, _, per_layer_i) in enumerate(unstack(inputs, self.count)):
-                x, result = bodies[layer % len(bodies)](params_i, rest_i, x, layer, per_layer_i)
-                results.append(result)
-            left, output = restack(results)
-        if rest:
-            nnx.update(self.layers, left)
+        for part in self._spans():
+            module = getattr(self, group_name(part.start))
+            graphdef, params, rest = _states(module)
+
+            for start, stop, wrapper in runs:
+                start, stop = max(start, part.start), min(stop, part.stop)
+                if start >= stop:
+                    continue
+                own = slice(start - part.start, stop - part.start)
+                inputs = (
+                    *_cut((params, rest), own, part.stop - part.start),
+                    jnp.arange(start, stop),
+                    _cut(per_layer, slice(start, stop), self.count),
+                )
+                settings = [cycle[layer % len(cycle)] for layer in range(start, start + len(cycle))]
+                alike = _Alike([block(graphdef, one) for one in settings], wrapper, treatment.unroll, treatment.segment)
+                if one_by_one:
+                    calls += alike.calls(inputs, start, stop - start)
+                else:
+                    x, result = alike.scanned(x, inputs, start, stop - start)
+                    found.append(result)
+        if one_by_one and treatment.segment is not None and treatment.sequence is None:
+            for start in range(0, self.count, treatment.segment):
+                x, results = blocks.again(calls[start : start + treatment.segment], x)
+                found += [restack(results)]
+        elif one_by_one:
+            x, results = blocks.run(calls, x)
+            found = [restack(results)]
+        left, output = _joined(found)
+        for part in self._spans():
+            if left:
+                nnx.update(getattr(self, group_name(part.start)), _cut(left, part, self.count))
         return (x, output) if outputs else x
 
 
-def _scan(bodies: Sequence[Callable[..., Any]], x: Any, inputs: PyTree, layers: int) -> tuple[Any, PyTree]:
-    """Scan over layers, one cycle of bodies per iteration; the layers of a last, incomplete cycle follow one by one."""
-    period = len(bodies)
-    groups = layers // period
-    whole = groups * period
+def group_name(start: int) -> str:
+    """The attribute of a `Stack` that holds its layers from number `start` on.
 
-    def grouped(leaf: Any) -> Any:
-        return leaf if period == 1 else leaf[:whole].reshape(groups, period, *leaf.shape[1:])
+    Example:
+        >>> group_name(0), group_name(25)
+        ('layers', 'layers_from_25')
+    """
+    return f"layers_from_{start}" if start else "layers"
 
-    def step(x: Any, inputs: PyTree) -> tuple[Any, PyTree]:
-        results = []
-        for body, (params, rest, index, per_layer) in zip(
-            bodies, [inputs] if period == 1 else unstack(inputs, period), strict=True
-        ):
-            x, result = body(params, rest, x, index, per_layer)
-            results.append(result)
-        return x, results[0] if period == 1 else restack(results)
 
-    unroll = min(groups, max(1, blocks.unroll() // period))
-    x, found = jax.lax.scan(step, x, jax.tree.map(grouped, inputs), unroll=unroll)
-    if period == 1:
+def _cut(tree: PyTree, part: slice, layers: int) -> PyTree:
+    """Some layers of leaves (L, ...)."""
+    if (part.start, part.stop) == (0, layers):
+        return tree
+    return jax.tree.map(lambda leaf: leaf[part], tree)
+
+
+def _joined(trees: Sequence[PyTree]) -> PyTree:
+    """The inverse of `_cut`, over all parts."""
+    return trees[0] if len(trees) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Alike:
+    """Neighbouring layers that are treated alike.
+
+    Inputs are trees of leaves (n, ...): parameters, other state, the layers' numbers, what each layer is given.
+
+    Args:
+        cycle: the block of the first layer, of the second, ...; again from the start when all have run.
+        wrapper: of each block.
+        unroll: layers per iteration.
+        segment: layers that are kept by the input of the first alone; `None` for one level.
+    """
+
+    cycle: Sequence[BlockFunction]
+    wrapper: Wrapper
+    unroll: int
+    segment: int | None
+
+    def calls(self, inputs: PyTree, first: int, layers: int) -> list[Call]:
+        """The blocks one by one; the first is layer number `first` of the stack."""
+        wrapped = [self.wrapper(block, False) for block in self.cycle]
+        return [
+            Call(wrapped[layer % len(wrapped)], (params, rest), (first + layer, per_layer))
+            for layer, (params, rest, _, per_layer) in enumerate(unstack(inputs, layers))
+        ]
+
+    def scanned(self, x: Any, inputs: PyTree, first: int, layers: int) -> tuple[Any, PyTree]:
+        """`x` after the layers, and what they left; the layers of a last, incomplete cycle follow one by one."""
+        whole = layers - layers % len(self.cycle)
+        found = []
+        if whole:
+            loop = self._cycles if self.segment is None else self._segments
+            x, left = loop(x, _cut(inputs, slice(0, whole), layers), whole)
+            found.append(left)
+        if whole < layers:
+            last = self.calls(_cut(inputs, slice(whole, layers), layers), first + whole, layers - whole)
+            x, left = blocks.one_after_another(last, x)
+            found.append(restack(left))
+        return x, _joined(found)
+
+    def _cycles(self, x: Any, inputs: PyTree, layers: int, inside: bool = False) -> tuple[Any, PyTree]:
+        """A scan over whole cycles; `inside` says that it is the body of another loop."""
+        period = len(self.cycle)
+        count = layers // period
+        unroll = min(count, max(1, self.unroll // period))
+        # a loop of one iteration is no loop to XLA
+        rolled = (inside or count > 1) and self.unroll == 1
+        wrapped = [self.wrapper(block, rolled) for block in self.cycle]
+
+        def step(x: Any, inputs: PyTree) -> tuple[Any, PyTree]:
+            results = []
+            for block, one in zip(wrapped, [inputs] if period == 1 else unstack(inputs, period), strict=True):
+                x, result = block(*one[:2], x, *one[2:])
+                results.append(result)
+            return x, results[0] if period == 1 else restack(results)
+
+        x, found = jax.lax.scan(step, x, inputs if period == 1 else _folded(inputs, count), unroll=unroll)
+        return x, found if period == 1 else _unfolded(found)
+
+    def _segments(self, x: Any, inputs: PyTree, layers: int) -> tuple[Any, PyTree]:
+        """A scan over segments, each of which runs again in the backward pass; a shorter one follows."""
+        assert self.segment is not None
+        period = len(self.cycle)
+        size = min(layers, max(1, self.segment // period) * period)
+        count = layers // size
+        whole = count * size
+
+        def part(size: int, rolled: bool) -> Callable[..., Any]:
+            return blocks.run_again(lambda x, inputs: self._cycles(x, inputs, size, rolled), rolled=rolled)
+
+        x, found = jax.lax.scan(part(size, count > 1), x, _folded(_cut(inputs, slice(0, whole), layers), count))
+        found = _unfolded(found)
+        if whole < layers:
+            x, left = part(layers - whole, False)(x, _cut(inputs, slice(whole, layers), layers))
+            found = _joined([found, left])
         return x, found
-    found = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), found)
-    last = []
-    for layer in range(whole, layers):
-        params, rest, index, per_layer = jax.tree.map(lambda leaf, layer=layer: leaf[layer], inputs)
-        x, result = bodies[layer % period](params, rest, x, index, per_layer)
-        last.append(result)
-    if last:
-        found = jax.tree.map(lambda head, tail: jnp.concatenate([head, tail]), found, restack(last))
-    return x, found
+
+
+def _folded(tree: PyTree, count: int) -> PyTree:
+    """Leaves (n, ...) as (count, n / count, ...)."""
+    return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), tree)
+
+
+def _unfolded(tree: PyTree) -> PyTree:
+    """The inverse of `_folded`."""
+    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), tree)
 
 
 class Chain(nnx.Module):
@@ -181,17 +301,18 @@ class Chain(nnx.Module):
 
     def __call__(self, x: Any, *shared: Any, context: Context = Context(), **shared_by_name: Any) -> Any:
         """`x` after all blocks."""
-        for index, block in enumerate(self.layers):
+
+        def call(block: nnx.Module, inside: Context) -> Call:
             graphdef, params, rest = _states(block)
-            inside = context.at_layer(index)
 
-            def run(params: Any, rest: Any, x: Any, graphdef: Any = graphdef, inside: Context = inside) -> Any:
-                def call(module: Any) -> Any:
-                    return module(x, *shared, context=inside, **shared_by_name)
+            def run(params: Any, rest: Any, x: Any) -> Any:
+                return _run(graphdef, params, rest, lambda module: module(x, *shared, context=inside, **shared_by_name))
 
-                return _run(graphdef, params, rest, call)
+            return Call(blocks.wrap(run, rolled=False), (params, rest))
 
-            x, left = blocks.wrap(run, rolled=False)(params, rest, x)
-            if rest:
+        calls = [call(block, context.at_layer(index)) for index, block in enumerate(self.layers)]
+        x, found = blocks.run(calls, x)
+        for block, left in zip(self.layers, found, strict=True):
+            if left:
                 nnx.update(block, left)
         return x

@@ -190,7 +190,7 @@ def test_remat_in_a_chain_keeps_gradients():
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_compiled_cost_equals_a_scan_written_by_hand(remat):
+def test_compiled_cost_is_at_most_that_of_a_scan_written_by_hand(remat):
     size, x = 32, _x(4, 16, 32)
     stack = _stack(4, size=size)
     graphdef, state = nnx.split(stack)
@@ -217,7 +217,7 @@ def test_compiled_cost_equals_a_scan_written_by_hand(remat):
     with blocks.wrapping(wrapper):
         found = facts(ours)
     flop, temp_bytes = facts(by_hand)
-    np.testing.assert_allclose(found[0], flop, rtol=0.005)
+    assert 0.98 * flop < found[0] <= 1.005 * flop
     assert found[1] <= 1.005 * temp_bytes
 
 

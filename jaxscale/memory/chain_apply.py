@@ -1,0 +1,107 @@
+"""A plan of a chain put to work: nested `jax.checkpoint`, from outside the model.
+
+`Remat(nodes)` becomes a checkpoint that keeps its inputs alone, `Save(i, option)` the block as that option's wrapper
+wants it. The barriers of `prevent_cse` stay on: blocks that are not scanned are there twice in one program, and XLA
+would merge the second run with the first, and keep what the plan gave up.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxscale import blocks
+from jaxscale.blocks import Call, Treatment, Wrapper
+from jaxscale.errors import UserError
+from jaxscale.memory.chain import (
+    Nodes,
+    Save,
+    Stage,
+    check_nodes,
+    keep_all,
+    keep_inputs,
+    periodic,
+    revolve,
+    saves,
+    square_root,
+)
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.memory.rotor import rotor
+
+CHAIN_RULES = ("none", "full", "sqrt", "periodic", "revolve", "chain")
+"""Rules of a `MemoryPlan` that say what a chain keeps."""
+
+
+def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> Nodes:
+    """What a request comes to for a chain.
+
+    Args:
+        plan: by a rule of `CHAIN_RULES`.
+        stages: what each block costs; only `chain` reads more than their number.
+        input_bytes: of what enters the first block.
+
+    Raises:
+        UserError: the budget is below the least possible.
+
+    Example:
+        >>> chain_nodes(MemoryPlan.parse("periodic:1"), [Stage(1.0, 2.0, 8)] * 2, 8)
+        (Remat(nodes=(Save(stage=0, option=0),)), Save(stage=1, option=0))
+    """
+    count = len(stages)
+    match plan.rule:
+        case "none":
+            return keep_all(count)
+        case "full":
+            return keep_inputs(count)
+        case "sqrt":
+            return periodic(count, square_root(count))
+        case "periodic" if plan.count is not None:
+            return periodic(count, plan.count)
+        case "revolve" if plan.count is not None:
+            return revolve(count, plan.count)
+        case "chain" if plan.budget is not None:
+            return rotor(stages, input_bytes, plan.budget).nodes
+    raise UserError(f"memory plan {plan} is not one of a chain of blocks: take {', '.join(CHAIN_RULES)}")
+
+
+def chain_treatment(nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None = None) -> Treatment:
+    """How a plan of a chain treats the blocks of a model.
+
+    Args:
+        nodes: the plan.
+        options: of each stage the wrapper of each way to keep it; by default one, which keeps everything.
+
+    Example:
+        >>> from jaxscale.blocks import one_after_another
+        >>> block = Call(lambda weight, x: (weight * x, None), (2.0,))
+        >>> treatment = chain_treatment(revolve(3, 1))
+        >>> float(treatment.sequence([block] * 3, 1.0)[0])
+        8.0
+    """
+
+    def run(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
+        check_nodes(nodes, len(calls))
+        return _run(nodes, options, calls, x)
+
+    return Treatment(sequence=run)
+
+
+def _run(
+    nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None, calls: Sequence[Call], x: Any
+) -> tuple[Any, list[Any]]:
+    """Run the calls of these nodes, in order."""
+    found, done = [], 0
+    for node in nodes:
+        if isinstance(node, Save):
+            call = calls[done]
+            wrapper = blocks.as_it_is if options is None else options[node.stage][node.option]
+            x, left = wrapper(call.block, False)(*call.before, x, *call.after)
+            found.append(left)
+            done += 1
+        else:
+            count = sum(1 for _ in saves(node.nodes))
+            inner = node.nodes
+            x, left = blocks.again(
+                calls[done : done + count], x, lambda calls, x, inner=inner: _run(inner, options, calls, x)
+            )
+            found += left
+            done += count
+    return x, found
