@@ -309,12 +309,11 @@ class _Builder:
                 continue
             namer = step if step.primitive == "name" else named.get(number)
             if namer is None:
-                follower = next(
-                    (s for s in self.known.steps if s.primitive == "name" and s.inputs[0] == number), None
-                )
+                follower = next((s for s in self.known.steps if s.primitive == "name" and s.inputs[0] == number), None)
                 word = _word(follower) if follower else step.primitive
                 outputs.append(self._add(number, f"{word} (unnamed)", position, None, source))
             else:
+                source = self.values[inputs[0]].source if namer is step and inputs else source
                 outputs.append(self._add(number, _word(namer), position, namer.eqn.params["name"], source))
         flop = equation_flop(step.eqn)
         flop = -(-flop // self._split(step)) if flop else 0
@@ -370,5 +369,3 @@ def _policies(step: Step) -> frozenset[str]:
     if step.primitive == "dot_general" and not step.eqn.params["dimension_numbers"][1][0]:
         kept |= {"dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims"}
     return frozenset(kept)
-
-

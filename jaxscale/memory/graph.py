@@ -1,0 +1,382 @@
+"""The optimal save set of a block: what to keep, put on the host or recompute, at least cost under a byte budget.
+
+Checkmate's question (Jain et al. 2020, arXiv:1910.02653) for one block whose backward pass follows its whole forward
+pass, which leaves a small integer program. With k, o in {0, 1} per value (kept, on the host) and r per equation (run
+again in the backward pass):
+
+    least    sum_e cost_e r_e (+ seconds of copies that nothing hides)
+    where    k_v + o_v + r_producer(v) >= 1      for every value v that the backward pass reads
+             k_u + o_u + r_producer(u) >= r_e    for every value u that equation e reads
+             sum_v bytes_v k_v <= budget,  sum_v bytes_v o_v <= host budget
+
+and of the sets that cost the least, the smallest. r needs no integrality: where k and o are whole, the least r is. With
+a host budget the program is POFO's choice (Beaumont et al. 2021) for one block.
+
+Left out: when within the backward pass a value is made again (Checkmate's schedule): JAX recomputes a block as a whole,
+so what a block's own recomputation takes at once is the same for all save sets but what they keep.
+
+The solver is HiGHS, through scipy.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from jaxscale.costs.block import BlockGraph
+from jaxscale.errors import UserError, unknown
+from jaxscale.memory.decision import SaveSet
+
+Objective = Literal["flop", "seconds"]
+EVERYTHING = "*"
+"""In place of names: every residual, as without a plan."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """Host memory as a place for values of a block.
+
+    Args:
+        budget: bytes there, per device and microbatch of one block.
+        bandwidth: bytes/s between host and device, each way.
+        hidden_forward: seconds of the forward pass that copies to the host may run beside; by default the block's own.
+        hidden_backward: same of the backward pass, for copies from the host; by default twice the forward pass.
+        names: of the values that may go there; `None` for any.
+    """
+
+    budget: int
+    bandwidth: float
+    hidden_forward: float | None = None
+    hidden_backward: float | None = None
+    names: frozenset[str] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recompute:
+    """What the backward pass of a block runs again.
+
+    Args:
+        flop: of matrix products, convolutions and kernels.
+        seconds: by roofline; 0 where no chip is known.
+        equations: their indices.
+    """
+
+    flop: int
+    seconds: float
+    equations: frozenset[int]
+
+
+def recompute(graph: BlockGraph, kept: Iterable[int]) -> Recompute:
+    """What has to run again when the values of these indices are there: every equation that leads to a needed one.
+
+    Args:
+        graph: of the block.
+        kept: indices of values, on the device or on the host.
+    """
+    there = set(kept)
+    runs: set[int] = set()
+    wanted = [index for index in graph.needed if index not in there]
+    while wanted:
+        producer = graph.values[wanted.pop()].producer
+        if producer >= 0 and producer not in runs:
+            runs.add(producer)
+            wanted += [index for index in graph.equations[producer].inputs if index not in there]
+    equations = [graph.equations[index] for index in sorted(runs)]
+    return Recompute(sum(e.flop for e in equations), sum(e.seconds for e in equations), frozenset(runs))
+
+
+def exposed_seconds(graph: BlockGraph, host: Host | None, host_bytes: int, recomputed: float) -> float:
+    """Seconds of copies to and from the host that the block's own work does not hide."""
+    if host is None or not host_bytes:
+        return 0.0
+    copy = host_bytes / host.bandwidth
+    out, back = _hidden(graph, host)
+    return max(0.0, copy - out) + max(0.0, copy - back - recomputed)
+
+
+def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = (), host: Host | None = None) -> SaveSet:
+    """A save set of these names, with what it takes and costs.
+
+    Args:
+        graph: of the block.
+        keep: names of values kept on the device.
+        offload: names of values in host memory.
+        host: for the seconds of copies.
+
+    Raises:
+        UserError: a name that the block has not, or a value that cannot be kept by name.
+    """
+    keep, offload = tuple(keep), tuple(offload)
+    if keep == (EVERYTHING,):
+        return SaveSet(graph.fingerprint, keep, (), graph.needed_bytes, 0, 0, 0.0)
+    kept, moved = ([value_index(graph, name) for name in names] for names in (keep, offload))
+    again = recompute(graph, (*kept, *moved))
+    size, host_size = (sum(graph.values[index].bytes for index in indices) for indices in (kept, moved))
+    seconds = again.seconds + exposed_seconds(graph, host, host_size, again.seconds)
+    order = {graph.values[index].name: index for index in (*kept, *moved)}
+    by_order = [tuple(sorted(names, key=order.__getitem__)) for names in (keep, offload)]
+    return SaveSet(graph.fingerprint, by_order[0], by_order[1], size, host_size, again.flop, seconds)
+
+
+def value_index(graph: BlockGraph, name: str) -> int:
+    """Index of the value that can be kept under a name.
+
+    Raises:
+        UserError: there is none; the message names a near one.
+    """
+    index = graph.by_name.get(name)
+    if index is None or graph.values[index].mark is None:
+        known = [value.name for value in graph.values if value.mark is not None]
+        if index is None:
+            raise unknown(f"value of block {graph.fingerprint}", name, known)
+        raise UserError(
+            f"value {name!r} of block {graph.fingerprint} is within an operation with its own derivative, which does "
+            f"not name it: expected one of {', '.join(known[:8])}, ..."
+        )
+    return index
+
+
+def solve(
+    graph: BlockGraph,
+    budget: int,
+    *,
+    objective: Objective = "flop",
+    host: Host | None = None,
+    names: Iterable[str] | None = None,
+) -> SaveSet:
+    """The save set of a block that costs the least within a budget, and of those the smallest.
+
+    Args:
+        graph: of the block, with seconds (a chip) where `objective` is "seconds" or there is a `host`.
+        budget: bytes kept on the device, beside the block's inputs.
+        objective: what to make least: recomputed FLOP of matrix products, or modelled seconds.
+        host: a second place for values; asks for the objective "seconds".
+        names: of the values that may be kept on the device; any by default.
+
+    Raises:
+        UserError: a negative budget; seconds of a graph without a chip.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxscale.costs.block import block_graph
+        >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 8), (4, 8)])
+        >>> graph = block_graph(lambda w, x: jnp.tanh(x @ w) @ w, w, x)
+        >>> solve(graph, 0).flop, solve(graph, 128).flop, solve(graph, 128).keep
+        (512, 0, ('dot_general',))
+    """
+    return _Program(graph, objective, host, names).at(budget)
+
+
+def menu(
+    graph: BlockGraph, points: int | Sequence[int] = 23, *, objective: Objective = "flop", host: Host | None = None
+) -> tuple[SaveSet, ...]:
+    """The curve of cost against memory: optimal save sets from keeping nothing on.
+
+    Args:
+        graph: of the block.
+        points: how many budgets to solve for, always next in the middle of the gap that is widest in bytes and cost; or
+            the budgets, in bytes.
+        objective: as in `solve`.
+        host: as in `solve`.
+
+    Returns:
+        By rising bytes and falling cost. Budgets with one and the same optimum give one save set.
+    """
+    program = _Program(graph, objective, host, None)
+    if not isinstance(points, int):
+        found = {size.bytes: size for size in map(program.at, points)}
+        return tuple(found[size] for size in sorted(found))
+    found = [program.at(0), program.at(graph.needed_bytes)]
+    found = found[:1] if found[0].bytes == found[1].bytes else found
+    # between neighbours, from the lowest budget to the one behind the highest that was not tried yet
+    gaps = [(found[0], found[1], found[0].bytes + 1, found[1].bytes)] if len(found) > 1 else []
+    for _ in range(points - 2):
+        gaps = [gap for gap in gaps if gap[2] < gap[3]]
+        if not gaps:
+            break
+        low, high, start, stop = gap = max(gaps, key=lambda gap: (gap[3] - gap[2]) * program.saved(gap[0], gap[1]))
+        gaps.remove(gap)
+        budget = (start + stop) // 2
+        between = program.at(budget)
+        if between.bytes > low.bytes:
+            found.append(between)
+            gaps += [(low, between, start, between.bytes), (between, high, budget + 1, stop)]
+        else:
+            gaps.append((low, high, budget + 1, stop))
+    return tuple(sorted(found, key=lambda save: save.bytes))
+
+
+def _hidden(graph: BlockGraph, host: Host) -> tuple[float, float]:
+    forward = graph.seconds if host.hidden_forward is None else host.hidden_forward
+    return forward, 2 * graph.seconds if host.hidden_backward is None else host.hidden_backward
+
+
+class _Program:
+    """The integer program of a graph, built once for all budgets."""
+
+    def __init__(self, graph: BlockGraph, objective: Objective, host: Host | None, names: Iterable[str] | None):
+        if objective == "flop" and host is not None:
+            raise UserError(
+                "a save set solved for flop takes nothing to the host: copies cost seconds; ask for seconds"
+            )
+        if objective == "seconds" and graph.equations and not graph.seconds:
+            raise UserError("seconds of a block need a chip whose rates are known: give one, or solve for flop")
+        self.graph, self.objective, self.host = graph, objective, host
+        allowed = None if names is None else {value_index(graph, name) for name in names}
+        self.equations = sorted(recompute(graph, ()).equations)
+        # values of one name are kept together or not at all
+        self.groups: dict[str, list[int]] = {}
+        for index in self._candidates():
+            mark = graph.values[index].mark
+            assert mark is not None, "candidates have a name"
+            if allowed is None or index in allowed:
+                self.groups.setdefault(mark, []).append(index)
+        self.marks = list(self.groups)
+        self.size = {mark: sum(graph.values[i].bytes for i in self.groups[mark]) for mark in self.marks}
+        self._build()
+
+    def _cost(self, equation: int) -> float:
+        found = self.graph.equations[equation]
+        return found.flop if self.objective == "flop" else found.seconds
+
+    def _candidates(self) -> list[int]:
+        """Values worth keeping: not those that a smaller value, or the block's inputs alone, give at no cost."""
+        graph = self.graph
+        free = {index for index, value in enumerate(graph.values) if value.producer < 0}
+        found = []
+        for equation in self.equations:
+            step = graph.equations[equation]
+            costless = self._cost(equation) == 0
+            if costless and all(index in free for index in step.inputs):
+                free.update(step.outputs)
+                continue
+            for index in step.outputs:
+                value = graph.values[index]
+                source = graph.values[step.inputs[0]] if len(step.inputs) == 1 else None
+                beaten = costless and source is not None and source.mark is not None and source.bytes <= value.bytes
+                if value.mark is not None and not beaten:
+                    found.append(index)
+        return found
+
+    def _build(self) -> None:
+        import numpy as np
+        from scipy.sparse import csr_array
+
+        marks, graph, host = self.marks, self.graph, self.host
+        column = {("keep", mark): i for i, mark in enumerate(marks)}
+        if host is not None:
+            wanted = [
+                mark
+                for mark in marks
+                if host.names is None or any(graph.values[i].name in host.names for i in self.groups[mark])
+            ]
+            column |= {("host", mark): len(column) + i for i, mark in enumerate(wanted)}
+        self.whole = len(column)
+        column |= {("run", equation): len(column) + i for i, equation in enumerate(self.equations)}
+        if host is not None:
+            column |= {("out", ""): len(column), ("back", ""): len(column) + 1}
+        self.column = column
+        scale = max((self._cost(equation) for equation in self.equations), default=0.0) or 1.0
+        self.unit = max(self.size.values(), default=0) or 1
+        cost = np.zeros(len(column))
+        for equation in self.equations:
+            cost[column["run", equation]] = self._cost(equation) / scale
+        rows: list[dict[int, float]] = []
+        least: list[float] = []
+        mark_of = {index: mark for mark, indices in self.groups.items() for index in indices}
+
+        def there(index: int) -> dict[int, float]:
+            found = {column["run", graph.values[index].producer]: 1.0}
+            if index in mark_of:
+                places = [column.get((place, mark_of[index])) for place in ("keep", "host")]
+                found |= {place: 1.0 for place in places if place is not None}
+            return found
+
+        for index in graph.needed:
+            rows.append(there(index))
+            least.append(1.0)
+        for equation in self.equations:
+            for index in graph.equations[equation].inputs:
+                if graph.values[index].producer >= 0:
+                    rows.append({**there(index), column["run", equation]: -1.0})
+                    least.append(0.0)
+        if host is not None:
+            copies = {column["host", mark]: self.size[mark] for kind, mark in column if kind == "host"}
+            out, back = _hidden(graph, host)
+            cost[column["out", ""]] = cost[column["back", ""]] = 1.0
+            seconds = {place: -size / host.bandwidth / scale for place, size in copies.items()}
+            rows.append({**seconds, column["out", ""]: 1.0})
+            least.append(-out / scale)
+            again = {column["run", equation]: self._cost(equation) / scale for equation in self.equations}
+            rows.append({**seconds, **again, column["back", ""]: 1.0})
+            least.append(-back / scale)
+            rows.append({place: -size / self.unit for place, size in copies.items()})
+            least.append(-host.budget / self.unit)
+            for place, mark in ((place, mark) for (kind, mark), place in column.items() if kind == "host"):
+                rows.append({place: -1.0, column["keep", mark]: -1.0})
+                least.append(-1.0)
+        entries = [(row, place, value) for row, found in enumerate(rows) for place, value in found.items()]
+        data, where = [value for _, _, value in entries], ([r for r, _, _ in entries], [p for _, p, _ in entries])
+        self.matrix = csr_array((data, where), shape=(len(rows), len(column)))
+        self.least = np.array(least)
+        self.cost, self.scale = cost, scale
+        self.bytes = np.zeros(len(column))
+        for mark in marks:
+            self.bytes[column["keep", mark]] = self.size[mark] / self.unit
+
+    def at(self, budget: int) -> SaveSet:
+        """The optimum for a budget in bytes."""
+        if budget < 0:
+            raise UserError(f"save set: got a budget of {budget} bytes, expected 0 or more")
+        best = self._solve(self.cost, budget)
+        spent = float(self.cost @ best)
+        # of the sets that cost as little, the smallest
+        small = self._solve(self.bytes, budget, spent * (1 + 1e-9) + 1e-9)
+        found = min((self._set(best), self._set(small)), key=self._price)
+        everything = self.host is None and budget >= self.graph.needed_bytes and self._price(found)[0] > 0
+        return save_set(self.graph, (EVERYTHING,)) if everything else found
+
+    def _price(self, found: SaveSet) -> tuple[float, int]:
+        return (found.flop if self.objective == "flop" else found.seconds), found.bytes
+
+    def saved(self, small: SaveSet, large: SaveSet) -> float:
+        """Cost that the larger of two sets spares."""
+        return self._price(small)[0] - self._price(large)[0]
+
+    def _set(self, solution: Any) -> SaveSet:
+        chosen = {kind: [] for kind in ("keep", "host")}
+        for (kind, mark), place in self.column.items():
+            if kind in chosen and solution[place] > 0.5:
+                chosen[kind] += [self.graph.values[index].name for index in self.groups[str(mark)]]
+        return save_set(self.graph, chosen["keep"], chosen["host"], self.host)
+
+    def _solve(self, objective: Any, budget: int, spent: float = math.inf) -> Any:
+        import numpy as np
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        count = len(self.column)
+        if not self.whole or not count:
+            return np.ones(count)  # nothing to choose: all is run
+        upper = np.ones(count)
+        for key in (("out", ""), ("back", "")):
+            if key in self.column:
+                upper[self.column[key]] = np.inf
+        integral = np.zeros(count)
+        integral[: self.whole] = 1
+        room = float(budget)
+        while True:
+            rules = [LinearConstraint(self.matrix, self.least, np.inf)]
+            rules.append(LinearConstraint(self.bytes[None, :], -np.inf, room / self.unit))
+            if math.isfinite(spent):
+                rules.append(LinearConstraint(self.cost[None, :], -np.inf, spent))
+            found = milp(
+                objective, integrality=integral, bounds=Bounds(0, upper), constraints=rules, options={"mip_rel_gap": 0}
+            )
+            if found.x is None:
+                raise RuntimeError(
+                    f"the integer program of block {self.graph.fingerprint} has no answer: {found.message}"
+                )
+            kept = sum(self.size[mark] for mark in self.marks if found.x[self.column["keep", mark]] > 0.5)
+            if kept <= budget:
+                return found.x
+            room -= kept - budget  # the solver's tolerance let a little too much through
