@@ -66,6 +66,7 @@ class Program:
                     current = Computation(match[2], bool(match[1]), {})
                     self.computations[match[2]] = current
             elif line.startswith("}"):
+                _name_elements(current)
                 current = None
             elif match := _INSTRUCTION.match(line):
                 op = _instruction(match[2], match[3], bool(match[1]))
@@ -107,6 +108,19 @@ class Program:
                 if op.opcode == "compare":
                     directions.add(re.search(r"direction=(\w+)", op.attributes)[1])  # type: ignore[index]
         return bounds.pop() if len(bounds) == 1 and directions == {"LT"} else None
+
+
+def _name_elements(computation: Computation) -> None:
+    """Give each operand `tuple#2`, short for an element that no instruction takes out, an instruction."""
+    operands = [name for op in computation.instructions.values() for name in op.operands if "#" in name]
+    for name in dict.fromkeys(operands):
+        whole, *path = name.split("#")
+        for index in path:
+            type_ = split(computation.instructions[whole].type[1:-1])[int(index)].strip()
+            element = f"{whole}#{index}"
+            op = Op(element, type_, "get-tuple-element", [whole], f", index={index}", False)
+            computation.instructions.setdefault(element, op)
+            whole = element
 
 
 def _instruction(name: str, rest: str, is_root: bool) -> Op:

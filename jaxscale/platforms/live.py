@@ -300,35 +300,52 @@ class _Names:
             body = re.search(r"body=%?([\w.\-]+)", op.attributes)
             assert body is not None, "a loop has one"
             root = next(one for one in self.program.computations[body[1]].instructions.values() if one.is_root)
-            carried = self._source(root.name, index, through_stacks)
-            inside = carried in self.ops and self.ops[carried][1].opcode == "parameter"
+            handed_on = root.opcode == "tuple" and self._is_element(root.operands[index[0]], index[0])
             # what a loop only hands on comes from before it
-            return (op.operands[0], index) if inside else (root.name, index)
+            return (op.operands[0], index) if handed_on else (root.name, index)
         if op.opcode == "parameter" and not computation.is_entry:
-            callers = [(one, call) for one, call in self.program.callers.get(computation.name, [])]
-            if callers and callers[0][1].opcode == "while":
-                return callers[0][1].operands[0], index
-            return None
+            return self._argument(computation, op, index)
         plain = ("bitcast", "copy", "copy-start", "copy-done", "optimization-barrier", "opt-barrier", "reshape")
-        if op.opcode in plain or (op.opcode.endswith(("-done", "convert", "fusion")) and not self.op_name(op.name)):
-            return (op.operands[0], ()) if op.operands else None
-        if through_stacks and op.opcode == "fusion":
-            return self._stacked(op)
-        if through_stacks and op.opcode == "dynamic-update-slice":
+        unnamed = op.opcode.endswith(("-done", "convert", "fusion")) and not self.op_name(op.name)
+        if op.operands and (op.opcode in plain or unnamed):
+            return op.operands[0], ()
+        if not through_stacks:
+            return None
+        if op.opcode == "dynamic-update-slice":
             return op.operands[1], ()
-        return None
+        if op.opcode in ("async-done", "async-update"):
+            return op.operands[0], ()
+        return self._stacked(op) if op.opcode in ("fusion", "async-start", "call") else None
+
+    def _is_element(self, name: str, index: int) -> bool:
+        """Whether a value is an element of its computation's one parameter, taken out unchanged."""
+        if name not in self.ops:
+            return False
+        computation, op = self.ops[name]
+        while op.opcode in ("bitcast", "copy") and op.operands[0] in computation.instructions:
+            op = computation.instructions[op.operands[0]]
+        if op.opcode != "get-tuple-element" or not op.attributes.lstrip(", ").startswith(f"index={index}"):
+            return False
+        return computation.instructions[op.operands[0]].opcode == "parameter"
+
+    def _argument(self, computation: Computation, op: Op, index: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+        """What a computation's caller gives for a parameter; of a loop, what the iteration before leaves."""
+        call = next((call for _, call in self.program.callers.get(computation.name, [])), None)
+        if call is None or call.opcode not in ("while", "fusion", "call", "async-start"):
+            return None
+        return (call.name if call.opcode == "while" else call.operands[int(op.operands[0])]), index
 
     def _stacked(self, op: Op) -> tuple[str, tuple[int, ...]] | None:
-        """Of a fusion that writes a slice into a stack, where the slice comes from."""
+        """Of an operation that writes a slice into a stack, where the slice comes from."""
         inner = self.program.computations[called(op.attributes)[0]]
         root = next(one for one in inner.instructions.values() if one.is_root)
         while root.opcode in ("bitcast", "copy") and root.operands[0] in inner.instructions:
             root = inner.instructions[root.operands[0]]
+        if root.opcode == "fusion":
+            return self._stacked(root)
         if root.opcode != "dynamic-update-slice":
             return None
         part = inner.instructions[root.operands[1]]
         while part.opcode in ("bitcast", "copy", "reshape", "convert") and part.operands[0] in inner.instructions:
             part = inner.instructions[part.operands[0]]
-        if part.opcode == "parameter":
-            return op.operands[int(part.operands[0])], ()
-        return (part.name, ()) if self.op_name(part.name) else None
+        return part.name, ()
