@@ -17,7 +17,7 @@ def compute_on_host(function: Callable[..., Any], spaces: Any) -> Callable[..., 
     References:
         `jax.experimental.compute_on`: `compute_on2` up to JAX 0.10, `compute_on` from 0.11.
     """
-    run_on = getattr(_compute_on, "compute_on2", None) or _compute_on.compute_on
+    run_on: Any = getattr(_compute_on, "compute_on2", None) or _compute_on.compute_on
     return run_on(function, compute_type="device_host", out_memory_spaces=spaces)
 
 

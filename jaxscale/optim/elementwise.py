@@ -1,0 +1,79 @@
+"""Does an update rule treat each number by itself? Then it may be run on slices of the parameters, one by one.
+
+Read off the rule's own program: Adam, Lion and SGD pass, with schedules, masks and decay. A rule that sums over a
+tensor (LAMB's trust ratio, Adafactor's row means), or over all of them (clipping by the global norm), does not.
+"""
+
+from typing import Any
+
+import jax
+import optax
+
+from jaxscale.errors import UserError
+from jaxscale.typing import Params
+
+ELEMENTWISE = frozenset(
+    [
+        "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "div",
+        "eq", "erf", "erf_inv", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le",
+        "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
+        "optimization_barrier", "or", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n",
+        "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sqrt", "square",
+        "stop_gradient", "sub", "tan", "tanh", "xor",
+    ]
+)  # fmt: skip
+"""Primitives whose every result depends on the operands at its own place alone."""
+
+
+def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | None:
+    """The first operation of a rule's update that mixes elements, by its primitive's name; `None` if none does.
+
+    Args:
+        rule: any optax transformation.
+        params: parameters, or their shapes.
+
+    Example:
+        >>> params = {"w": jax.ShapeDtypeStruct((8, 4), "float32")}
+        >>> first_mixing(optax.adamw(1e-3), params), first_mixing(optax.lamb(1e-3), params)
+        (None, 'reduce_sum')
+    """
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
+    state = jax.eval_shape(rule.init, shapes)
+    return _mixing(jax.make_jaxpr(rule.update)(shapes, state, shapes))
+
+
+def check_elementwise(rule: optax.GradientTransformation, params: Params) -> None:
+    """Refuse a rule that can't be run slice by slice.
+
+    Raises:
+        UserError: its update mixes elements.
+    """
+    found = first_mixing(rule, params)
+    if found is not None:
+        raise UserError(
+            f"optimizer_state streamed: this optimizer's update mixes elements of a tensor ({found}), so it can't be "
+            "run slice by slice; take adamw, lion or sgd, or optimizer_state host, or keep the state on the device"
+        )
+
+
+def _mixing(jaxpr: Any) -> str | None:
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if all(_size(v) <= 1 for v in (*eqn.invars, *eqn.outvars)) or eqn.primitive.name in ELEMENTWISE:
+            continue
+        inner = [
+            value
+            for param in eqn.params.values()
+            for value in (param if isinstance(param, tuple | list) else (param,))
+            if hasattr(getattr(value, "jaxpr", value), "eqns")
+        ]
+        if inner and eqn.primitive.name not in ("scan", "while"):
+            found = next((name for name in map(_mixing, inner) if name is not None), None)
+            if found is not None:
+                return found
+        elif any(_size(v) > 1 for v in eqn.invars):
+            return eqn.primitive.name
+    return None
+
+
+def _size(variable: Any) -> int:
+    return getattr(variable.aval, "size", 1)

@@ -1,0 +1,207 @@
+"""An optimizer's state in host memory, and the update that reaches it there.
+
+Two ways to apply an optax rule, of one signature, that never hold more of the state on the device than a slice:
+
+* `streamed`: slices of state and weights come to the device, are updated there, and go back (ZeRO-Infinity, Rajbhandari
+  et al. 2021, arXiv 2104.07857, without its NVMe; L2L, Pudipeddi et al. 2020, arXiv 2002.05645). For rules that treat
+  each number by itself.
+* `on_host`: gradients go to the host, whose CPU updates state and weights (ZeRO-Offload, Ren et al. 2021, arXiv
+  2101.06840, without its one step of delay). For any rule.
+
+`plainly` is the same without offload. All three are told whether the step is good, since a `where` over old and new
+state afterwards would need both whole on the device, and the norm that gradients are clipped by.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxscale.compat import compute_on_host
+from jaxscale.optim.elementwise import check_elementwise
+from jaxscale.optim.slices import SLICE_BYTES, Cut, cut, sweep
+from jaxscale.sharding.memory_space import on_host as lies_on_host
+from jaxscale.sharding.memory_space import to_device, to_host
+from jaxscale.typing import Array, Float, Params
+
+Advance = Callable[[Params, Any, Params, Any, Any], tuple[Params, Any]]
+"""One step of an optimizer, `(gradients, state, params, norm, good) -> (params, state)`, each leaf where it was.
+
+Gradients, state and parameters may lie in device or host memory; `norm` is the global norm of the gradients, and where
+`good` is false, state and parameters are given back as they were.
+"""
+
+
+def plainly(optimizer: optax.GradientTransformation) -> Advance:
+    """Apply an optax transformation to whole trees on the device.
+
+    Args:
+        optimizer: clipping and all.
+    """
+
+    def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
+        updates, after = optimizer.update(gradients, state, params)
+        return _where(good, (optax.apply_updates(params, updates), after), (params, state))
+
+    return advance
+
+
+def streamed(
+    rule: optax.GradientTransformation, params: Params, *, clip: float | None = None, slice_bytes: int = SLICE_BYTES
+) -> Advance:
+    """Apply a rule slice by slice, on the device, to state (and weights, and gradients) that may lie on the host.
+
+    Args:
+        rule: an optax transformation that treats each number by itself.
+        params: shapes of the parameters, with the sharding of the optimizer's state where there is a mesh.
+        clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
+        slice_bytes: of one tensor on each device, at most, where it can be cut so small.
+
+    Raises:
+        UserError: the rule mixes elements.
+
+    Example:
+        >>> params = {"w": jnp.ones((4, 2))}
+        >>> rule = optax.sgd(0.5)
+        >>> advance = streamed(rule, params, slice_bytes=8)
+        >>> after, _ = jax.jit(advance)(params, rule.init(params), params, jnp.ones(()), jnp.array(True))
+        >>> after["w"].shape, float(after["w"][3, 1])
+        ((4, 2), 0.5)
+    """
+    check_elementwise(rule, params)
+    treedef = jax.tree.structure(params)
+    cuts = [
+        cut(leaf.shape, leaf.dtype.itemsize, getattr(leaf, "sharding", None), slice_bytes)
+        for leaf in jax.tree.leaves(params)
+    ]
+    cuts = [c if c.pieces > 1 else Cut() for c in cuts]
+
+    def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
+        inner = state if clip is None else state[1]
+        weights, given = treedef.flatten_up_to(params), treedef.flatten_up_to(gradients)
+        states, state_def = jax.tree.flatten(inner)
+        owners = jax.tree.leaves(_owners(rule, inner, treedef))
+        free = [i for i, owner in enumerate(owners) if owner < 0]
+        after_weights, after_states = list(weights), list(states)
+        for pieces in sorted({c.pieces for c in cuts}):
+            members = [i for i, c in enumerate(cuts) if c.pieces == pieces]
+            owned = [i for i, owner in enumerate(owners) if owner in members]
+
+            def body(
+                read: list[Array],
+                parts: list[Array],
+                carry: Any,
+                members: list[int] = members,
+                owned: list[int] = owned,
+            ) -> tuple[list[Array], Any]:
+                old_weights = _in_place_of(weights, members, parts[: len(members)])
+                old_states = _in_place_of(states, owned, parts[len(members) :])
+                for i in free:
+                    old_states[i] = states[i]
+                slices = _in_place_of(given, members, [_clipped(g, norm, clip) for g in read])
+                old = (treedef.unflatten(old_weights), state_def.unflatten(old_states))
+                updates, after = rule.update(treedef.unflatten(slices), old[1], old[0])
+                new = _where(good, (optax.apply_updates(old[0], updates), after), old)
+                leaves, new_states = treedef.flatten_up_to(new[0]), state_def.flatten_up_to(new[1])
+                results = [leaves[i] for i in members] + [new_states[i] for i in owned]
+                return results, [new_states[i] for i in free]
+
+            read = [(given[i], cuts[i].dim) for i in members]
+            written = [(weights[i], cuts[i].dim) for i in members]
+            written += [(states[i], cuts[owners[i]].dim) for i in owned]
+            news, last = sweep(body, pieces, read, written, [states[i] for i in free])
+            for i, new in zip(members, news[: len(members)], strict=True):
+                after_weights[i] = new
+            for i, new in zip(owned, news[len(members) :], strict=True):
+                after_states[i] = new
+            for i, new in zip(free, last, strict=True):
+                after_states[i] = new
+        after = state_def.unflatten(after_states)
+        return treedef.unflatten(after_weights), after if clip is None else (state[0], after)
+
+    return advance
+
+
+def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) -> Advance:
+    """Apply a rule on the host's CPU: gradients go there, state and weights are updated where they lie.
+
+    Args:
+        rule: any optax transformation.
+        clip: global norm that gradients are clipped to, on the host; the state is then that of
+            `chain(clip_by_global_norm, rule)`.
+    """
+
+    def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
+        inner = state if clip is None else state[1]
+
+        def update(gradients: Params, old: tuple[Params, Any], norm: Any, good: Any) -> tuple[Params, Any]:
+            clipped = jax.tree.map(lambda g: _clipped(g, norm, clip), gradients)
+            updates, after = rule.update(clipped, old[1], old[0])
+            return _where(good, (optax.apply_updates(old[0], updates), after), old)
+
+        old = (params, inner)
+        spaces = jax.tree.map(lambda _: jax.memory.Space.Host, old)
+        new = compute_on_host(update, spaces)(*to_host((gradients, old, norm, good)))
+        weights, after = jax.tree.map(lambda new, old: new if lies_on_host(old) else to_device(new), new, old)
+        return weights, after if clip is None else (state[0], after)
+
+    return advance
+
+
+def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Array, ""]:
+    """Global norm of gradients in device or host memory; of the latter, one slice at a time is on the device.
+
+    Args:
+        gradients: any tree.
+        shardings: tree of `NamedSharding` like it; `None` for one device.
+    """
+    leaves, treedef = jax.tree.flatten(gradients)
+    if not any(lies_on_host(g) for g in leaves):
+        return optax.tree.norm(gradients)
+    places = [None] * len(leaves) if shardings is None else treedef.flatten_up_to(shardings)
+    total = jnp.zeros((), jnp.float32)
+    for leaf, sharding in zip(leaves, places, strict=True):
+        c = cut(leaf.shape, leaf.dtype.itemsize, sharding)
+        _, total = sweep(_add_squares, c.pieces, [(leaf, c.dim)], [], total)
+    return jnp.sqrt(total)
+
+
+def _add_squares(read: list[Array], written: list[Array], total: Array) -> tuple[list[Array], Array]:
+    return written, total + jnp.sum(jnp.square(read[0].astype(jnp.float32)))
+
+
+def _where(good: Any, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
+
+
+def _clipped(gradient: Array, norm: Array, clip: float | None) -> Array:
+    """As `optax.clip_by_global_norm` has it, to the bit."""
+    if clip is None:
+        return gradient
+    return jnp.where(norm < clip, gradient, (gradient / norm.astype(gradient.dtype)) * clip)
+
+
+def _owners(rule: optax.GradientTransformation, state: Any, treedef: Any) -> Any:
+    """For each leaf of a state the number of the parameter it belongs to; -1 for none."""
+
+    def masked(leaf: Any) -> bool:
+        return isinstance(leaf, optax.MaskedNode)
+
+    return optax.tree.map_params(
+        rule,
+        lambda leaf, number: leaf if masked(leaf) else number,
+        state,
+        treedef.unflatten(range(treedef.num_leaves)),
+        transform_non_params=lambda _: -1,
+        is_leaf=masked,
+    )
+
+
+def _in_place_of(leaves: list[Array], chosen: list[int], parts: list[Array]) -> list[Array]:
+    """As many leaves, empty but for the chosen ones."""
+    found: list[Any] = [jnp.zeros((0,), leaf.dtype) for leaf in leaves]
+    for i, part in zip(chosen, parts, strict=True):
+        found[i] = part
+    return found

@@ -1,0 +1,68 @@
+"""Which memory an array lies in: the device's, or its host's, from where the device reads it by DMA ("pinned_host").
+
+The space is part of an array's type: an operation takes operands of one space, so what lies on the host is brought to
+the device explicitly. The gradient of `to_device` lands on the host, for the transpose moves it back.
+
+The CPU backend has the memory kinds without the memories: there a program that offloads is a rehearsal, which computes
+the same values and moves no byte off the "device".
+"""
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import jax
+
+from jaxscale.errors import UserError
+
+Tree = TypeVar("Tree")
+
+HOST_KIND = "pinned_host"
+"""Memory kind of host memory that the device can read and write."""
+
+COPY = 2
+"""Times what is offloaded to count as host memory: XLA may hold the old and the new copy of a buffer at once."""
+
+
+def on_host(x: Any) -> bool:
+    """Whether an array, traced or not, lies in host memory."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def to_device(tree: Tree) -> Tree:
+    """The tree with every leaf in device memory; sharding stays as it is. Under `jit`.
+
+    Example:
+        >>> bool(jax.jit(lambda x: to_device(to_host(x)) + 1)(1) == 2)
+        True
+    """
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x, tree)
+
+
+def to_host(tree: Tree) -> Tree:
+    """The tree with every leaf in host memory; sharding stays as it is. Under `jit`."""
+    return jax.tree.map(lambda x: x if on_host(x) else jax.device_put(x, jax.memory.Space.Host), tree)
+
+
+def rehearses(devices: Iterable[Any]) -> bool:
+    """Whether offload on these devices is a rehearsal: CPU devices, whose own memory is the host's."""
+    return all(device.platform == "cpu" for device in devices)
+
+
+def check_host_memory(devices: Iterable[Any], what: str) -> None:
+    """Refuse to place anything on the host of devices that can't reach host memory.
+
+    Args:
+        devices: of the mesh.
+        what: was asked for, as the user wrote it.
+
+    Raises:
+        UserError: a device without the memory kind `pinned_host`.
+    """
+    for device in devices:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if HOST_KIND not in kinds:
+            raise UserError(
+                f"{what}: {device.device_kind} ({device.platform}) has no memory of kind {HOST_KIND} "
+                f"(it has {', '.join(kinds) or 'none that JAX lists'}), so nothing can be put on the host; "
+                "keep it on the device"
+            )
