@@ -104,6 +104,119 @@ class Train:
 
 
 @dataclasses.dataclass(frozen=True)
+class Fit:
+    """Say whether an experiment's train step fits a platform, which need not be here, and what would help.
+
+    Fields of the experiment are set by path: --plan.memory full --model.layers 16
+
+    Exit codes: 0 it fits, 3 it does not, 2 a mistake in what was asked.
+
+    Args:
+        file: Python file that defines experiment(), such as experiments/llama_8b.py.
+        variant: one of the file's VARIANTS.
+        platform: such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
+        limit: device memory to plan for, such as 14GiB.
+        host_limit: host memory for each device.
+        verify: compile the step for the platform, and show the compiler's word beside the estimate.
+        plan_file: take the plan from this plan.json.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("file", "variant")
+    takes_fields: ClassVar[bool] = True
+
+    file: str = dataclasses.field(metadata=_shown("FILE"))
+    variant: str | None = dataclasses.field(default=None, metadata=_shown("[VARIANT]", ""))
+    platform: str = dataclasses.field(default="local", metadata=_shown("PLATFORM"))
+    limit: str | None = dataclasses.field(
+        default=None, metadata=_shown("BYTES", "what the platform's programs may use")
+    )
+    host_limit: str | None = dataclasses.field(default=None, metadata=_shown("BYTES", "an equal share of the host's"))
+    verify: bool = False
+    plan_file: str | None = dataclasses.field(default=None, metadata=_shown("PLAN.JSON", "the experiment's plan"))
+
+    def check(self) -> None:
+        """What can be known without importing JAX."""
+        check_planned(self)
+
+    def load(self, fields: Mapping[str, str]) -> Any:
+        """The experiment and its source, with the fields set on the command line."""
+        return load_planned(self, fields)
+
+    def run(self, fields: Mapping[str, str]) -> int:
+        """Say it; gives back the exit code."""
+        from jaxscale.planning.fit import fit
+
+        experiment, source = self.load(fields)
+        found = fit(
+            experiment,
+            planned_platform(self.platform),
+            limit=bytes_of(self.limit, "--limit"),
+            host_limit=bytes_of(self.host_limit, "--host-limit"),
+            verify=self.verify,
+            make=source.remake,
+        )
+        print(found)
+        return 0 if found.fits else 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Explain:
+    """Show who takes a train step's memory, and when, in the model's own names.
+
+    Fields of the experiment are set by path: --plan.memory full --model.layers 16
+
+    Args:
+        file: Python file that defines experiment(), such as experiments/llama_1b.py.
+        variant: one of the file's VARIANTS.
+        platform: such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
+        out: write the page here.
+        limit: device memory to plan for, such as 14GiB.
+        verify: compile the step for the platform, and show who is alive by the compiler's word.
+        plan_file: take the plan from this plan.json.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("file", "variant")
+    takes_fields: ClassVar[bool] = True
+
+    file: str = dataclasses.field(metadata=_shown("FILE"))
+    variant: str | None = dataclasses.field(default=None, metadata=_shown("[VARIANT]", ""))
+    platform: str = dataclasses.field(default="local", metadata=_shown("PLATFORM"))
+    out: str | None = dataclasses.field(default=None, metadata=_shown("PAGE.HTML", "the table alone"))
+    limit: str | None = dataclasses.field(
+        default=None, metadata=_shown("BYTES", "what the platform's programs may use")
+    )
+    verify: bool = False
+    plan_file: str | None = dataclasses.field(default=None, metadata=_shown("PLAN.JSON", "the experiment's plan"))
+
+    def check(self) -> None:
+        """What can be known without importing JAX."""
+        check_planned(self)
+        if self.out is not None and not self.out.endswith((".html", ".svg")):
+            raise UserError(f"--out {self.out}: expected a name that ends in .html or .svg")
+
+    def load(self, fields: Mapping[str, str]) -> Any:
+        """The experiment and its source, with the fields set on the command line."""
+        return load_planned(self, fields)
+
+    def run(self, fields: Mapping[str, str]) -> None:
+        """Show it."""
+        from jaxscale.planning.explain import explain
+
+        experiment, source = self.load(fields)
+        found = explain(
+            experiment,
+            planned_platform(self.platform),
+            limit=bytes_of(self.limit, "--limit"),
+            verify=self.verify,
+            make=source.remake,
+        )
+        print(found)
+        if self.out is not None:
+            found.write(self.out)
+            print(f"written to {self.out}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Generate:
     """Continue a prompt with the model of a run.
 
@@ -264,15 +377,59 @@ class Doctor:
         return report.status
 
 
-Command = Train | Generate | Evaluate | Export | Report | Doctor
+Command = Train | Fit | Explain | Generate | Evaluate | Export | Report | Doctor
 COMMANDS: dict[str, type[Command]] = {
     "train": Train,
+    "fit": Fit,
+    "explain": Explain,
     "generate": Generate,
     "evaluate": Evaluate,
     "export": Export,
     "report": Report,
     "doctor": Doctor,
 }
+
+
+def check_planned(command: Fit | Explain) -> None:
+    """Refuse what can be known to be wrong with a question about a platform, without importing JAX."""
+    from jaxscale.platforms.platform import Platform
+    from jaxscale.step.plan import read_plan
+    from jaxscale.training.outline import outline
+
+    outline(command.file, command.variant)
+    if command.platform.strip().lower() != "local":
+        Platform.parse(command.platform)
+    bytes_of(command.limit, "--limit")
+    bytes_of(getattr(command, "host_limit", None), "--host-limit")
+    if command.plan_file is not None:
+        read_plan(Path(command.plan_file))
+
+
+def load_planned(command: Fit | Explain, fields: Mapping[str, str]) -> Any:
+    """The experiment and its source, with the fields set on the command line."""
+    from jaxscale.step.plan import read_plan
+    from jaxscale.training.source import load
+
+    plan = None if command.plan_file is None else read_plan(Path(command.plan_file))
+    return load(command.file, command.variant, dict(fields), plan)
+
+
+def planned_platform(text: str) -> Any:
+    """The platform of a text; JAX's backend is started for the local one alone."""
+    from jaxscale.platforms.platform import Platform
+
+    if text.strip().lower() == "local":
+        from jaxscale.training.backend import start_backend
+
+        start_backend()
+    return Platform.parse(text)
+
+
+def bytes_of(text: str | None, flag: str) -> int | None:
+    """The bytes that a flag says."""
+    from jaxscale.values.byte_sizes import parse_bytes
+
+    return None if text is None else parse_bytes(text, flag)
 
 
 def check_run(run_dir: str) -> None:

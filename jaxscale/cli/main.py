@@ -1,15 +1,17 @@
 """From the words of the command line to an exit code.
 
-0 done; 1 the doctor found something missing; 2 the user's mistake, told in one message; 4 the loss diverged; 75
-interrupted and saved; 130 interrupted before there was anything to save. Anything else is a crash, with its traceback.
+0 done; 1 the doctor found something missing; 2 the user's mistake, told in one message; 3 it does not fit; 4 the loss
+diverged; 75 interrupted and saved; 130 interrupted before there was anything to save. Anything else is a crash, with
+its traceback.
 """
 
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from jaxscale.cli import arguments
-from jaxscale.cli.commands import COMMANDS, Train
+from jaxscale.cli.commands import COMMANDS, Explain, Fit, Train
 from jaxscale.errors import Diverged, Preempted, UserError
 
 MISTAKE, DIVERGED, PREEMPTED, INTERRUPTED = 2, 4, 75, 130
@@ -48,7 +50,7 @@ def _run(given: arguments.Arguments) -> int:
     from jaxscale.cli.usage import parse
 
     command = parse(given.command, given.own)
-    code = command.run(given.fields) if isinstance(command, Train) else command.run()
+    code = command.run(given.fields) if isinstance(command, Train | Fit | Explain) else command.run()
     return code or 0
 
 
@@ -57,12 +59,12 @@ def _help(given: arguments.Arguments) -> None:
 
     if given.command is None:
         return usage.show_all()
-    if COMMANDS[given.command] is Train and "file" in given.early:
+    if getattr(COMMANDS[given.command], "takes_fields", False) and "file" in given.early:
         from jaxscale.training.outline import outline
 
-        train = Train(**given.early)
-        seen = outline(train.file, train.variant)
-        experiment, _ = train.load(given.fields)
+        command: Any = COMMANDS[given.command](**given.early)
+        seen = outline(command.file, command.variant)
+        experiment, _ = command.load(given.fields)
         return usage.show(given.command, experiment, seen.variants)
     return usage.show(given.command)
 

@@ -97,6 +97,20 @@ class Text:
         """
         return _open((self,), (1.0,), batch, seed, process, processes)
 
+    def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and type of each array of a batch, without a look at the files.
+
+        Example:
+            >>> Text("a.txt", context=64).shapes(8)["tokens"]
+            ((8, 64), 'int32')
+        """
+        names = {"tokens": "int32", "targets": "int32"}
+        if self.layout == "packed":
+            names |= {"segments": "int32", "positions": "int32", "weights": "float32"}
+        elif self.prompt_end is not None:
+            names |= {"weights": "float32"}
+        return {name: ((batch, self.context), dtype) for name, dtype in names.items()}
+
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
@@ -142,6 +156,10 @@ class Mixture:
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
         """The batches; arguments, result and errors are those of `Text.open`."""
         return _open(self.parts, self.weights, batch, seed, process, processes)
+
+    def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and type of each array of a batch: see `Text.shapes`."""
+        return {name: found for part in self.parts for name, found in part.shapes(batch).items()}
 
 
 def _named(name: str) -> str:

@@ -99,7 +99,10 @@ def attend(
 def platform() -> str:
     """Kind of device that what is being traced will run on: the layout's, or the default one."""
     found = current()
-    return jax.default_backend() if found is None else found[0].devices.flat[0].platform
+    if found is None:
+        return jax.default_backend()
+    described = getattr(found[0], "abstract_device", None)  # of a mesh without devices
+    return found[0].devices.flat[0].platform if described is None else described.platform
 
 
 def _choose(implementation: str, queries: int, keys: int, visibility: Visibility) -> str:

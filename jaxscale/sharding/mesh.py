@@ -87,13 +87,14 @@ class MeshSpec:
         """The `jax.sharding.Mesh`, axes in Auto mode, devices in the order of their links.
 
         Args:
-            devices: devices to lay out; the first `self.devices` of all by default.
+            devices: devices to lay out; the first `self.devices` of all by default. Of `jax.sharding.AbstractDevice`s,
+                which are not here, it makes an `AbstractMesh`: what can be traced and placed, and not run.
 
         Raises:
             UserError: fewer devices than the mesh takes.
         """
         import jax
-        from jax.sharding import AxisType
+        from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
         devices = list(jax.devices() if devices is None else devices)
         if len(devices) < self.devices:
@@ -101,6 +102,7 @@ class MeshSpec:
                 f"mesh {self} takes {self.devices} devices, and there are {len(devices)} "
                 f"({devices[0].device_kind}): ask for a smaller mesh, or set jax_num_cpu_devices for virtual ones"
             )
-        return jax.make_mesh(
-            tuple(self.sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[: self.devices]
-        )
+        sizes, types = tuple(self.sizes.values()), (AxisType.Auto,) * len(AXES)
+        if isinstance(devices[0], AbstractDevice):
+            return AbstractMesh(sizes, AXES, axis_types=types, abstract_device=devices[0])
+        return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices[: self.devices])

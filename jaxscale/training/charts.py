@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxscale.training.units import number, short
+from jaxscale.values.units import number, short
 
 BUCKETS = 500
 """Points of a thinned curve, at most two each: more than a chart's width in pixels would not be seen."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxscale.platforms.platform import Platform
-from jaxscale.training.units import rate, size
+from jaxscale.values.units import rate, size
 
 State = Literal["ok", "note", "missing"]
 MARKS: Mapping[State, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("·", "yellow"), "missing": ("✗", "bold red")}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from jaxscale.training.units import count, size
+from jaxscale.values.units import count, size
 
 _SHOWN = 8
 """Devices drawn along an axis; of a longer one the first seven, and a gap."""

@@ -20,7 +20,7 @@ from jaxscale.training.record import RunRecord
 from jaxscale.training.samples import Sample
 from jaxscale.training.sentences import mesh_of, plan_in_words
 from jaxscale.training.storage import run_path
-from jaxscale.training.units import count, duration, field, number, rate, round_size, short, size
+from jaxscale.values.units import count, duration, field, number, rate, round_size, short, size
 
 FILE = "report.html"
 

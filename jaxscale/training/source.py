@@ -76,6 +76,14 @@ class Source:
         """Name of the module that the text runs as."""
         return None if self.path is None else _module(Path(self.path))
 
+    def remake(self) -> "Experiment":
+        """The same experiment made again, in this process or another one."""
+        from jaxscale.step.plan import Plan
+
+        assert self.path is not None
+        plan = None if self.plan is None else values.from_json(Plan, self.plan, "the plan")
+        return load(self.path, self.variant, self.overrides, plan)[0]
+
     def write(self, run_dir: Any) -> None:
         """Write `source/` of a run directory: the copy of the file, and source.json."""
         folder = run_path(run_dir) / FOLDER

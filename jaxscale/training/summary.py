@@ -10,7 +10,7 @@ from jaxscale.training.record import RunRecord, Status
 from jaxscale.training.report import FILE
 from jaxscale.training.sentences import plan_in_words
 from jaxscale.training.storage import run_path
-from jaxscale.training.units import count, duration, number, rate, size
+from jaxscale.values.units import count, duration, number, rate, size
 
 _STATUS: dict[Status, tuple[str, str]] = {
     "finished": ("finished", "green"),

@@ -1,0 +1,45 @@
+"""Llama 3.1 8B: its configuration, without its weights, to ask what it takes to train it.
+
+    jaxscale fit experiments/llama_8b.py --platform "tpu v5e:4x4"
+
+SAID
+The data are bytes of Shakespeare: they stand for text of the same shape, and no file is read for an estimate.
+"""
+
+from pathlib import Path
+
+from jaxscale import Experiment, Plan
+from jaxscale.data import Text
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.models import Decoder
+from jaxscale.models.decoder import Llama3Scaling
+from jaxscale.optim.optimizer import Optimizer
+
+TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
+CONTEXT = 4096
+
+
+def experiment() -> Experiment:
+    """A global batch of 64 rows of 4,096 tokens, AdamW in float32, everything sharded, blocks recomputed."""
+    model = Decoder(
+        vocab=128_256,
+        context=CONTEXT,
+        layers=32,
+        embed=4_096,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        mlp=14_336,
+        tied=False,
+        rotary_base=500_000.0,
+        rotary_scaling=Llama3Scaling(factor=8.0),
+    )
+    return Experiment(
+        name="llama_8b",
+        model=model,
+        data=Text(path=str(TEXT), tokenizer="byte", context=CONTEXT),
+        optimizer=Optimizer(learning_rate=3e-4, warmup=2000),
+        steps=100_000,
+        batch=64,
+        plan=Plan(zero=3, precision="bfloat16", memory=MemoryPlan("full")),
+    )

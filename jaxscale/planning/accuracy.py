@@ -1,0 +1,60 @@
+"""How far estimates have been off, and the factors that were fitted: from `accuracy.json`, which
+`experiments/benchmarks/fit_accuracy.py --record` writes.
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+FILE = Path(__file__).with_name("accuracy.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """What was fitted to compiled programs of one kind of platform.
+
+    Args:
+        packing: bytes that a compiler takes for what lives within a step, by the bytes that are alive at once.
+        gather: share of a gathered weight that is there at a time.
+    """
+
+    packing: float = 1.0
+    gather: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Accuracy:
+    """How far the estimates of compiled programs were off.
+
+    Args:
+        programs: how many.
+        median: of the distances, as a share of what the compiler said.
+        worst: the largest.
+    """
+
+    programs: int
+    median: float
+    worst: float
+
+    def __str__(self) -> str:
+        return (
+            f"estimates of {self.programs} compiled train steps were off by {self.median:.0%} in the median, "
+            f"{self.worst:.0%} at worst"
+        )
+
+
+@functools.cache
+def _recorded() -> dict:
+    return json.loads(FILE.read_text()) if FILE.exists() else {}
+
+
+def factors(kind: str) -> Factors:
+    """The factors of a kind of platform: "tpu", "gpu" or "cpu"."""
+    return Factors(**_recorded().get("factors", {}).get(kind, {}))
+
+
+def recorded(kind: str) -> Accuracy | None:
+    """How far estimates for a kind of platform have been off; `None` where none was recorded."""
+    found = _recorded().get("accuracy", {}).get(kind)
+    return None if found is None else Accuracy(**found)

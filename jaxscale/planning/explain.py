@@ -1,0 +1,166 @@
+"""explain: who takes a train step's memory, and when, in the model's own names; as text, HTML and SVG.
+
+By estimate it shows the traced program (`timeline.py`); verified, the compiler's own listing of what is alive at the
+peak, and its timeline.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from jaxscale.errors import UserError
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.planning.estimate import estimate
+from jaxscale.planning.fit import Fit, fit
+from jaxscale.planning.pictures import Point, curve, page, stacked, table
+from jaxscale.planning.program import batch_shapes, described_step, lowered_step
+from jaxscale.planning.timeline import Item
+from jaxscale.platforms.platform import Platform
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
+from jaxscale.values.units import size
+
+SHOWN = 20
+"""Arrays that the text lists."""
+
+PLANS = ("none", "dots", "full")
+"""Memory plans on the curve of time against memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explained:
+    """Who takes a step's memory, as a value that prints and draws itself.
+
+    Args:
+        fit: verdict and itemised bytes.
+        alive: arrays that are alive when memory is fullest, arguments among them, the biggest first.
+        moments: live bytes by kind, from the first operation to the last; a loop's body once.
+        turn: number of the first moment of the backward pass.
+        plans: bytes and recomputation of the step under several memory plans.
+    """
+
+    fit: Fit
+    alive: tuple[Item, ...]
+    moments: tuple[dict[str, int], ...]
+    turn: int
+    plans: tuple[Point, ...] = ()
+
+    def __str__(self) -> str:
+        source = "the compiler's listing" if self.fit.verified else "by estimate"
+        lines = [str(self.fit), "", f"alive at the peak, {source}:"]
+        lines += [f"  {size(item.bytes):>10}  {item.kind:17} {item.name}" for item in self.alive[:SHOWN]]
+        rest = self.alive[SHOWN:]
+        if rest:
+            lines.append(f"  {size(sum(item.bytes for item in rest)):>10}  {len(rest)} smaller ones")
+        if self.plans:
+            lines += ["", f"{'memory plan':24}{'bytes per device':>18}{'FLOP':>10}"]
+            lines += [f"{point.name:24}{size(point.bytes):>18}{point.cost:>9.2f}x" for point in self.plans]
+        return "\n".join(lines)
+
+    def svg(self) -> str:
+        """The timeline alone."""
+        return stacked(self.moments, self.fit.limit, self.turn)
+
+    def html(self) -> str:
+        """A page that stands alone: verdict, timeline, who is alive at the peak, time against memory."""
+        source = "as the compiler lists them" if self.fit.verified else "by estimate, from the traced program"
+        parts = [
+            ("", f"<pre>{_escaped(str(self.fit))}</pre>"),
+            ("Live bytes per device through a step", self.svg()),
+            (f"Alive at the peak, {source}", table(self.alive)),
+        ]
+        if self.plans:
+            parts.append(("Time against memory, by estimate", curve(self.plans, self.fit.limit)))
+        return page(f"Memory of {self.fit.name} on {self.fit.platform}", parts)
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+    def write(self, path: str | Path) -> None:
+        """Write the page, or the timeline alone where the name ends in .svg.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        path = Path(path)
+        try:
+            path.write_text(self.svg() if path.suffix == ".svg" else self.html())
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}; give another --out") from error
+
+
+def explain(
+    experiment: Experiment,
+    platform: Platform | str,
+    plan: Plan | None = None,
+    *,
+    limit: int | None = None,
+    verify: bool = False,
+    make: Callable[[], Experiment] | None = None,
+) -> Explained:
+    """Who takes the memory of an experiment's train step on a platform; arguments and errors are those of `fit`.
+
+    Example:
+        >>> from jaxscale.models import Decoder
+        >>> from jaxscale.data import Text
+        >>> model = Decoder(vocab=256, context=64, layers=2, embed=64, heads=4)
+        >>> explain(Experiment("tiny", model, Text("text.txt")), "tpu v5e:1x1").alive[0].kind
+        'optimizer state'
+    """
+    platform = Platform.parse(platform) if isinstance(platform, str) else platform
+    found = fit(experiment, platform, plan, limit=limit)
+    guess = found.estimate
+    constant: dict[str, int] = {}
+    for item in guess.arguments:
+        constant[item.kind] = constant.get(item.kind, 0) + item.bytes
+    alive = tuple(sorted((*guess.arguments, *guess.timeline.items), key=lambda item: -item.bytes))
+    moments = tuple(constant | moment.by_kind for moment in guess.timeline.moments)
+    turn = next((n for n, moment in enumerate(guess.timeline.moments) if moment.backward), len(moments))
+    if verify:
+        from jaxscale.platforms.compile import compile_report
+
+        recipe = partial(lowered_step, make=make or partial(_same, experiment), plan=plan)
+        report = compile_report(recipe, platform, explain=True)
+        found = dataclasses.replace(found, report=report)
+        if report.live is not None:
+            alive = tuple(Item(f"{one.name} {one.shape}", one.kind, one.bytes) for one in report.live)
+        if report.timeline is not None:
+            moments = tuple(dict(moment.bytes) for moment in report.timeline)
+            phases = [moment.phase for moment in report.timeline]
+            turn = next((n for n, phase in enumerate(phases) if phase in ("backward", "recompute")), len(moments))
+    return Explained(found, alive, moments, turn, tuple(compare(experiment, platform, guess.plan, PLANS)))
+
+
+def compare(experiment: Experiment, platform: Platform, plan: Plan, memory: Sequence[str]) -> list[Point]:
+    """Bytes and FLOP of a step under each of several memory plans, FLOP as a multiple of the least.
+
+    Args:
+        experiment: what to train.
+        platform: where.
+        plan: how; its memory plan is replaced, and is the first of those weighed.
+        memory: text forms of memory plans.
+    """
+    from jaxscale.costs.trace import count_flop
+
+    weighed: list[tuple[str, int, int]] = []
+    for text in dict.fromkeys((str(plan.memory), *memory)):
+        other = dataclasses.replace(plan, memory=MemoryPlan.parse(text))
+        step = described_step(experiment, platform, other)
+        shapes = step.abstract_batch(batch_shapes(experiment))
+        flop = count_flop(
+            lambda state, batch, step=step: step.objective.gradients(state, batch), step.layout.abstract, shapes
+        )
+        weighed.append((text, estimate(experiment, platform, other).device_bytes, flop.total))
+    least = min(flop for _, _, flop in weighed) or 1
+    return [Point(name, bytes, flop / least, name == str(plan.memory)) for name, bytes, flop in weighed]
+
+
+def _same(experiment: Experiment) -> Experiment:
+    return experiment
+
+
+def _escaped(text: str) -> str:
+    from html import escape
+
+    return escape(text)

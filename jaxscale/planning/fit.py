@@ -1,0 +1,239 @@
+"""fit: does an experiment's train step fit a platform, who takes the space, and what would help most.
+
+The answer is an estimate (`estimate.py`) and says so, until `verify` asks the platform's own compiler.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from jaxscale.errors import UserError
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.planning import accuracy
+from jaxscale.planning.estimate import Estimate, estimate
+from jaxscale.planning.program import lowered_step
+from jaxscale.platforms.platform import Platform
+from jaxscale.platforms.report import CompileReport
+from jaxscale.platforms.usable import usable_bytes
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
+from jaxscale.values.units import size
+
+MARGIN = 0.15
+"""An estimate nearer to the limit than this share of it is too close to call."""
+
+TRIED = 4
+"""Changes of the plan that are weighed to say what would help most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Help:
+    """A change of the plan and what it would save.
+
+    Args:
+        flags: as the command line takes it.
+        saves: bytes of device memory per device.
+        fits: whether the step then fits, by estimate.
+    """
+
+    flags: str
+    saves: int
+    fits: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Whether a train step fits, as a value that prints itself.
+
+    Args:
+        name: of the experiment.
+        platform: where it should run.
+        estimate: itemised bytes.
+        limit: bytes of device memory that there are; `None` where nothing says.
+        host_limit: bytes of host memory per device, likewise.
+        report: what the compiler says, once it was asked.
+        helps: changes of the plan, the one that saves most first.
+    """
+
+    name: str
+    platform: Platform
+    estimate: Estimate
+    limit: int | None
+    host_limit: int | None
+    report: CompileReport | None = None
+    helps: tuple[Help, ...] = ()
+
+    @property
+    def verified(self) -> bool:
+        """Whether the compiler's word is in."""
+        return self.report is not None and self.report.device_bytes is not None
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory per device: the compiler's, else the estimate."""
+        said = None if self.report is None else self.report.device_bytes
+        return self.estimate.device_bytes if said is None else said
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory per device, of the plan and of what the compiler adds."""
+        said = None if self.report is None else self.report.host_bytes
+        return max(self.estimate.host_bytes, said or 0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host have the room; where no limit is known, they are taken to have."""
+        if self.report is not None and (self.report.oom is not None or self.report.crashed is not None):
+            return False
+        device = self.limit is None or self.device_bytes <= self.limit
+        return device and (self.host_limit is None or self.host_bytes <= self.host_limit)
+
+    @property
+    def close(self) -> bool:
+        """Whether this is an estimate too near to the limit to call."""
+        if self.verified or self.limit is None:
+            return False
+        return abs(self.device_bytes - self.limit) <= MARGIN * self.limit
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        said = "the compiler says" if self.verified else "by estimate"
+        if self.report is not None and self.report.crashed is not None:
+            return f"unknown: {self.report.crashed}"
+        if self.limit is None:
+            return f"{size(self.device_bytes)} per device, {said}; nothing says how much there is: give --limit"
+        room = f"{size(self.device_bytes)} of {size(self.limit)} per device, {said}"
+        if self.host_limit is not None and self.host_bytes > self.host_limit:
+            return f"does not fit: {size(self.host_bytes)} of {size(self.host_limit)} host memory per device, {said}"
+        word = "fits" if self.fits else "does not fit"
+        if self.close:
+            return f"{word}, narrowly: {room}, which may be off by {MARGIN:.0%}; --verify asks the compiler"
+        return f"{word}: {room}"
+
+    def __str__(self) -> str:
+        plan = self.estimate.plan
+        told = [f"mesh {plan.mesh}", f"zero {plan.zero}", plan.precision, f"memory {plan.memory}"]
+        told += [f"{plan.microbatches} microbatches"] * (plan.microbatches > 1)
+        told += [f"loss in chunks of {plan.loss_chunk}"] * (plan.loss_chunk is not None)
+        lines = [f"{self.name} on {self.platform}: {', '.join(told)}", self.verdict, "", str(self.estimate)]
+        if self.report is not None and self.report.device_bytes is not None:
+            off = self.estimate.device_bytes / self.report.device_bytes - 1
+            lines.append(
+                f"{'the compiler':18}{size(self.report.device_bytes):>12}{size(self.report.host_bytes or 0):>12}"
+            )
+            lines.append(f"the estimate is off by {off:+.1%}")
+        elif (known := accuracy.recorded(self.platform.chip.kind)) is not None:
+            lines.append(str(known))
+        if self.helps:
+            lines += ["", "what would help most:"]
+            lines += [
+                f"  {one.flags:32} saves {size(one.saves):>10}{', and fits' if one.fits else ''}" for one in self.helps
+            ]
+        return "\n".join(lines)
+
+
+def fit(
+    experiment: Experiment,
+    platform: Platform | str,
+    plan: Plan | None = None,
+    *,
+    limit: int | None = None,
+    host_limit: int | None = None,
+    verify: bool = False,
+    make: Callable[[], Experiment] | None = None,
+) -> Fit:
+    """Whether an experiment's train step fits a platform.
+
+    Args:
+        experiment: what to train.
+        platform: where, such as "tpu v5e:4x4"; it need not be here.
+        plan: how; the experiment's own by default.
+        limit: bytes of device memory to plan for; what the platform's programs may use by default.
+        host_limit: bytes of host memory per device; an equal share of the host's by default.
+        verify: compile the step for the platform, and show what the compiler says beside the estimate.
+        make: makes the experiment anew in the process that compiles; needed where the experiment does not pickle.
+
+    Raises:
+        UserError: the plan does not fit the model, the batch or the platform; no compiler for `verify`.
+
+    Example:
+        >>> from jaxscale.models import Decoder
+        >>> from jaxscale.data import Text
+        >>> model = Decoder(vocab=256, context=64, layers=2, embed=64, heads=4)
+        >>> found = fit(Experiment("tiny", model, Text("text.txt")), "tpu v5e:1x1")
+        >>> found.fits, found.verified, found.close
+        (True, False, False)
+    """
+    platform = Platform.parse(platform) if isinstance(platform, str) else platform
+    for name, value in (("limit", limit), ("host_limit", host_limit)):
+        if value is not None and value < 1:
+            raise UserError(f"{name}: got {value} bytes, expected at least 1")
+    limit = usable_bytes(platform) if limit is None else limit
+    host_limit = _host_share(platform) if host_limit is None else host_limit
+    found = Fit(experiment.name, platform, estimate(experiment, platform, plan), limit, host_limit)
+    if verify:
+        from jaxscale.platforms.compile import compile_report
+
+        recipe = partial(lowered_step, make=make or partial(_same, experiment), plan=plan)
+        found = dataclasses.replace(found, report=compile_report(recipe, platform))
+    if found.fits and not found.close:
+        return found
+    return dataclasses.replace(found, helps=helps(experiment, platform, found))
+
+
+def helps(experiment: Experiment, platform: Platform, found: Fit) -> tuple[Help, ...]:
+    """What changes of the plan would save, by estimate, the one that saves most first."""
+    weighed = []
+    for flags, plan in _changes(experiment, found.estimate):
+        try:
+            other = estimate(experiment, platform, plan)
+        except UserError:  # this model or batch does not take it
+            continue
+        saved = found.estimate.device_bytes - other.device_bytes
+        if saved > 0.01 * found.estimate.device_bytes:
+            weighed.append(Help(flags, saved, found.limit is not None and other.device_bytes <= found.limit))
+    return tuple(sorted(weighed, key=lambda one: -one.saves))
+
+
+def _changes(experiment: Experiment, now: Estimate) -> Iterator[tuple[str, Plan]]:
+    """Changes worth weighing, those first that bear on the biggest kinds of tensor."""
+    plan, kinds = now.plan, now.device
+    assert plan.mesh is not None
+    states = kinds.get("parameters", 0) + kinds.get("optimizer state", 0) + kinds.get("gradients", 0)
+    activations = kinds.get("kept activations", 0) + kinds.get("transients", 0)
+    changes: list[tuple[int, str, Plan]] = []
+
+    def change(weight: int, flags: str, **fields: object) -> None:
+        changes.append((weight, flags, dataclasses.replace(plan, **fields)))  # pyright: ignore[reportArgumentType]
+
+    if plan.memory.rule == "none":
+        change(kinds.get("kept activations", 0), "--plan.memory full", memory=MemoryPlan("full"))
+        change(kinds.get("kept activations", 0) // 2, "--plan.memory dots", memory=MemoryPlan("dots"))
+    elif plan.memory.rule != "full":
+        change(kinds.get("kept activations", 0), "--plan.memory full", memory=MemoryPlan("full"))
+    if plan.zero < 3 and plan.mesh.fsdp > 1:
+        change(states, "--plan.zero 3", zero=3)
+    if plan.precision == "float32":
+        change(activations // 2, "--plan.precision bfloat16", precision="bfloat16")
+    if plan.loss_chunk is None and "loss" in kinds:
+        change(kinds["loss"], "--plan.loss-chunk 256", loss_chunk=256)
+    rows = experiment.batch // plan.mesh.batch_shards
+    more = next((n for n in range(plan.microbatches * 2, rows + 1) if rows % n == 0), None)
+    if more is not None:
+        weight = (activations + kinds.get("loss", 0)) // 2
+        change(weight, f"--plan.microbatches {more}", microbatches=more)
+    for _, flags, other in sorted(changes, key=lambda one: -one[0])[:TRIED]:
+        yield flags, other
+
+
+def _host_share(platform: Platform) -> int | None:
+    """Bytes of host memory for each device."""
+    chip = platform.chip
+    if chip.host_memory is None or chip.chips_per_host is None:
+        return None
+    return chip.host_memory // (chip.chips_per_host * chip.devices)
+
+
+def _same(experiment: Experiment) -> Experiment:
+    return experiment

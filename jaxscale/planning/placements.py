@@ -1,0 +1,346 @@
+"""Bytes per device of every value of a traced program, with no device: placements carried from value to value.
+
+Arguments and sharding constraints say where an array lies; products, elementwise operations and reshapes carry it on,
+as XLA's partitioner does (GSPMD, Xu et al. 2021, arXiv:2105.04663), of which this is the part that memory needs. Where
+two operands ask for one mesh axis the activations keep it, and the weight is gathered.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxscale.planning.flat import Operation, Program
+from jaxscale.trees import leaf_bytes
+
+Dims = tuple[tuple[str, ...], ...]
+"""Mesh axes of each dim."""
+
+_FIXPOINT = 3
+_SMALL = 2**16  # elements; below, tiles hardly matter
+
+
+@dataclasses.dataclass(eq=False)
+class Placements:
+    """Placements of a program's values.
+
+    Args:
+        sizes: devices along each mesh axis.
+        tiled: memory is in tiles, as a TPU's.
+        dims: mesh axes of each value's dims.
+        gathered: bytes of weights that are brought together for an operation, by its place in the program.
+        loops: the same of the body of a loop, by the loop's place.
+    """
+
+    sizes: Mapping[str, int]
+    tiled: bool = False
+    dims: dict[int, Dims] = dataclasses.field(default_factory=dict)
+    gathered: dict[int, int] = dataclasses.field(default_factory=dict)
+    loops: dict[int, "Placements"] = dataclasses.field(default_factory=dict)
+
+    def ways(self, axes: Sequence[str]) -> int:
+        """Parts into which mesh axes split a dim."""
+        return math.prod(self.sizes.get(axis, 1) for axis in axes)
+
+    def bytes_of(self, shape: Any, dims: Dims) -> int:
+        """Bytes on one device of an abstract value placed so."""
+        if not hasattr(shape, "shape") or not hasattr(shape, "dtype"):
+            return 0
+        whole = math.prod(shape.shape)
+        parts = [-(-size // self.ways(axes)) for size, axes in zip(shape.shape, dims, strict=True)]
+        size = leaf_bytes(shape) * math.prod(parts) // whole if whole else 0
+        return int(size * padding(parts)) if self.tiled else size
+
+
+def padding(shape: Sequence[int]) -> float:
+    """How much bigger an array is in a TPU's memory, whose tiles are 8 x 128, in the layout where that is the least.
+
+    Example:
+        >>> padding((8, 2048, 1024)), round(padding((64, 16, 257, 257)), 3), padding((2,))
+        (1.0, 1.494, 1.0)
+    """
+    if len(shape) < 2 or math.prod(shape) < _SMALL:
+        return 1.0
+    lanes = [-(-size // 128) * 128 / size for size in shape]
+    rows = [-(-size // 8) * 8 / size for size in shape]
+    return min(lanes[i] * rows[j] for i in range(len(shape)) for j in range(len(shape)) if i != j)
+
+
+def place(program: Program, given: Sequence[Dims], sizes: Mapping[str, int], *, tiled: bool = False) -> Placements:
+    """Placements of all values of a program whose arguments are placed as given.
+
+    Args:
+        program: what runs.
+        given: placement of each of its inputs.
+        sizes: devices along each mesh axis.
+        tiled: memory is in tiles, as a TPU's.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxscale.planning.flat import flatten
+        >>> x, w = jnp.ones((8, 4)), jnp.ones((4, 16))
+        >>> program = flatten(jax.make_jaxpr(jnp.matmul)(x, w))
+        >>> found = place(program, [(("data",), ()), ((), ("tensor",))], {"data": 2, "tensor": 4})
+        >>> found.dims[program.outputs[0]]
+        (('data',), ('tensor',))
+    """
+    found = Placements(sizes, tiled)
+    for value, dims in zip(program.inputs, given, strict=False):
+        found.dims[value] = dims
+    for value in program.inputs[len(given) :]:
+        found.dims[value] = _whole(program.shapes[value])
+    for at, operation in enumerate(program.operations):
+        _forward(program, operation, at, found)
+    _backward(program, found)
+    return found
+
+
+def dims_of(sharding: Any, rank: int) -> Dims:
+    """Mesh axes per dim of a `NamedSharding`."""
+    spec = getattr(sharding, "spec", None) or ()
+    entries = [() if e is None or not isinstance(e, str | tuple) else (e,) if isinstance(e, str) else e for e in spec]
+    return tuple(entries[:rank]) + ((),) * (rank - len(entries))
+
+
+def _whole(shape: Any) -> Dims:
+    return ((),) * len(getattr(shape, "shape", ()))
+
+
+def _backward(program: Program, found: Placements) -> None:
+    """Placements carried against the flow: what is only placed afterwards is made in place, where it can be."""
+    for operation in reversed(program.operations):
+        if operation.kind not in (
+            "sharding_constraint",
+            "convert_element_type",
+            "mul",
+            "add_any",
+            "optimization_barrier",
+        ):
+            continue
+        for value, out in zip(operation.inputs, operation.outputs * len(operation.inputs), strict=False):
+            if value is None or value in program.inputs:
+                continue
+            if getattr(program.shapes[value], "shape", None) != program.shapes[out].shape:
+                continue
+            here, there = found.dims[value], found.dims[out]
+            if _parts(found, there) > _parts(found, here):
+                found.dims[value] = there
+
+
+def _parts(found: Placements, dims: Dims) -> int:
+    return math.prod(found.ways(axes) for axes in dims)
+
+
+def _forward(program: Program, operation: Operation, at: int, found: Placements) -> None:
+    shapes = [None if value is None else program.shapes[value] for value in operation.inputs]
+    dims = [() if value is None else found.dims[value] for value in operation.inputs]
+    kind = operation.kind
+    if kind in ("scan", "while"):
+        outs = _loop(operation, at, dims, found)
+    elif kind == "sharding_constraint":
+        outs = [dims_of(operation.params["sharding"], len(program.shapes[operation.outputs[0]].shape))]
+    elif kind == "shard_map":
+        outs = [
+            dims_of(_Spec(spec), len(program.shapes[v].shape))
+            for v, spec in zip(operation.outputs, operation.params["out_specs"], strict=True)
+        ]
+    elif kind in _RULES:
+        made = program.shapes[operation.outputs[0]]
+        first = _RULES[kind](operation.params, shapes, dims, made, found)
+        if kind == "dot_general":
+            found.gathered[at] = _gathered(operation, shapes, dims, found)
+        outs = [
+            first if program.shapes[v].shape == made.shape else _like(program.shapes[v], shapes, dims)
+            for v in operation.outputs
+        ]
+    else:
+        outs = [_like(program.shapes[value], shapes, dims) for value in operation.outputs]
+    for value, placed in zip(operation.outputs, outs, strict=True):
+        found.dims[value] = placed
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spec:
+    spec: Any
+
+
+def _like(made: Any, shapes: Sequence[Any], dims: Sequence[Dims]) -> Dims:
+    """Of an operation element by element: every dim as the operands of that shape have it, each axis once."""
+    shape = getattr(made, "shape", ())
+    merged: list[tuple[str, ...]] = [()] * len(shape)
+    used: set[str] = set()
+    for operand, placed in zip(shapes, dims, strict=True):
+        if operand is None or len(getattr(operand, "shape", ())) != len(shape):
+            continue
+        for dim, axes in enumerate(placed):
+            fresh = tuple(axis for axis in axes if axis not in used)
+            if fresh and not merged[dim] and operand.shape[dim] == shape[dim]:
+                merged[dim] = fresh
+                used.update(fresh)
+    return tuple(merged)
+
+
+def _loop(operation: Operation, at: int, dims: list[Dims], found: Placements) -> list[Dims]:
+    body = operation.loop
+    assert body is not None
+    if operation.kind == "scan":
+        consts, carries = operation.params["num_consts"], operation.params["num_carry"]
+    else:
+        dims = dims[operation.params["cond_nconsts"] :]
+        consts = operation.params["body_nconsts"]
+        carries = len(dims) - consts
+    xs = [placed[1:] for placed in dims[consts + carries :]]
+    state = list(dims[consts : consts + carries])
+    inside = place(body, [*dims[:consts], *state, *xs], found.sizes, tiled=found.tiled)
+    for _ in range(_FIXPOINT):
+        after = [
+            _whole(body.shapes[i]) if v is None else inside.dims[v]
+            for v, i in zip(body.outputs[:carries], body.inputs[consts:], strict=False)
+        ]
+        joined = [a if _parts(found, a) > _parts(found, b) else b for a, b in zip(after, state, strict=True)]
+        if joined == state:
+            break
+        state = joined
+        inside = place(body, [*dims[:consts], *state, *xs], found.sizes, tiled=found.tiled)
+    found.loops[at] = inside
+    stacked = [((), *(inside.dims[value] if value is not None else ())) for value in body.outputs[carries:]]
+    return [*state, *stacked]
+
+
+def _dot(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    out: list[tuple[str, ...]] = []
+    used: set[str] = set()
+    free = [d for d in range(len(dims[0])) if d not in (*left, *left_batch)]
+    others = [d for d in range(len(dims[1])) if d not in (*right, *right_batch)]
+    wanted = [(dims[0][a] or dims[1][b]) for a, b in zip(left_batch, right_batch, strict=True)]
+    wanted += [dims[0][d] for d in free] + [dims[1][d] for d in others]
+    for axes in wanted:
+        fresh = tuple(axis for axis in axes if axis not in used)
+        used.update(fresh)
+        out.append(fresh)
+    # an axis along which both operands are summed is spent
+    for a, b in zip(left, right, strict=True):
+        spent = set(dims[0][a]) & set(dims[1][b])
+        out = [tuple(axis for axis in axes if axis not in spent) for axes in out]
+    return tuple(out)
+
+
+def _gathered(operation: Operation, shapes: Any, dims: Any, found: Placements) -> int:
+    """Bytes of an operand that is brought together, since the other one splits its batch over the same axes."""
+    (left, right), (left_batch, right_batch) = operation.params["dimension_numbers"]
+    total = 0
+    sides = ((0, 1, left, right, right_batch), (1, 0, right, left, left_batch))
+    for mine, other, contracted, its, batched in sides:
+        theirs = {axis for d, axes in enumerate(dims[other]) if d not in (*its, *batched) for axis in axes}
+        summed = {
+            axis for a, b in zip(contracted, its, strict=True) for axis in set(dims[mine][a]) & set(dims[other][b])
+        }
+        kept = tuple(
+            tuple(axis for axis in axes if axis not in theirs and (d not in contracted or axis in summed))
+            for d, axes in enumerate(dims[mine])
+        )
+        if any("fsdp" in axes for axes in dims[mine]) and kept != dims[mine] and shapes[mine] is not None:
+            whole = found.bytes_of(shapes[mine], kept)
+            smaller = found.bytes_of(shapes[other], dims[other]) if shapes[other] is not None else whole + 1
+            total += whole if whole <= smaller else 0
+    return total
+
+
+def _broadcast(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
+    out: list[tuple[str, ...]] = [()] * len(made.shape)
+    for source, target in enumerate(params["broadcast_dimensions"]):
+        if shapes[0] is not None and shapes[0].shape[source] == made.shape[target]:
+            out[target] = dims[0][source]
+    return tuple(out)
+
+
+def _transpose(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
+    return tuple(dims[0][d] for d in params["permutation"])
+
+
+def _reshape(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
+    """Dims are matched from the left by their products; a group keeps the axes of its first dim."""
+    out: list[tuple[str, ...]] = [()] * len(made.shape)
+    old, new = list(shapes[0].shape), list(made.shape)
+    i = j = 0
+    while i < len(old) and j < len(new):
+        first_i, first_j, a, b = i, j, old[i], new[j]
+        while a != b:
+            if a < b and i + 1 < len(old):
+                i += 1
+                a *= old[i]
+            elif b < a and j + 1 < len(new):
+                j += 1
+                b *= new[j]
+            else:
+                return tuple(out)
+        sources = [d for d in range(first_i, i + 1) if old[d] > 1] or [first_i]
+        targets = [d for d in range(first_j, j + 1) if new[d] > 1] or [first_j]
+        axes = dims[0][sources[0]]
+        if len(sources) == len(targets):
+            for source, target in zip(sources, targets, strict=True):
+                out[target] = dims[0][source]
+        elif axes and new[targets[0]] % found.ways(axes) == 0:
+            out[targets[0]] = axes
+        i, j = i + 1, j + 1
+    return tuple(out)
+
+
+def _reduce(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
+    return tuple(axes for d, axes in enumerate(dims[0]) if d not in params["axes"])
+
+
+def _squeeze(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
+    return tuple(axes for d, axes in enumerate(dims[0]) if d not in params["dimensions"])
+
+
+def _gather(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
+    """Rows of a table lie as their indices do; what is taken whole lies as in the table."""
+    numbers = params["dimension_numbers"]
+    offsets = iter(d for d in range(len(shapes[0].shape)) if d not in numbers.collapsed_slice_dims)
+    rows = iter(dims[1][:-1] if shapes[1] is not None else ())
+    out: list[tuple[str, ...]] = []
+    for d in range(len(made.shape)):
+        if d in numbers.offset_dims:
+            source = next(offsets)
+            out.append(dims[0][source] if shapes[0].shape[source] == made.shape[d] else ())
+        else:
+            out.append(next(rows, ()))
+    used: set[str] = {axis for d, axes in enumerate(out) if d not in numbers.offset_dims for axis in axes}
+    return tuple(
+        axes if d not in numbers.offset_dims else tuple(axis for axis in axes if axis not in used)
+        for d, axes in enumerate(out)
+    )
+
+
+def _first(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
+    """As the first operand, where the dim keeps its size."""
+    if shapes[0] is None:
+        return _whole(made)
+    return _like(made, shapes[:1], dims[:1])
+
+
+def _conv(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
+    numbers = params["dimension_numbers"]
+    out: list[tuple[str, ...]] = [()] * len(made.shape)
+    out[numbers.out_spec[0]] = dims[0][numbers.lhs_spec[0]]
+    return tuple(out)
+
+
+_RULES: dict[str, Any] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _conv,
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    "gather": _gather,
+    **{f"reduce_{name}": _reduce for name in ("sum", "max", "min", "and", "or", "prod")},
+    "argmax": _reduce,
+    "argmin": _reduce,
+    **{f"scatter{name}": _first for name in ("", "-add", "_add", "-mul")},
+    **dict.fromkeys(
+        ("slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "dynamic_update_slice"), _first
+    ),
+}

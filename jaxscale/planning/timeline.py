@@ -1,0 +1,314 @@
+"""Live bytes of a traced program from its first operation to its last, on one device.
+
+A compiler fuses: what is computed element by element needs no memory of its own unless several products read it, or a
+loop or a kernel, which take arrays. Until then whatever it is made of stays. The results of products, reductions,
+gathers, loops and kernels are arrays, each alive from the operation that makes it to the last that needs it; what a
+loop stacks is alive from its start. This is XLA's behaviour in outline; it leaves out the order in which XLA schedules
+independent operations, its rematerialization, the padding of tiles, and how buffers are packed (`estimate.py` has
+factors for what remains).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from jaxscale.planning.flat import Operation, Program
+from jaxscale.planning.placements import Placements
+
+HEAVY = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+"""Operations that read their operands several times: what two of them read is made once."""
+
+ARRAYS = (
+    "scan", "while", "shard_map", "pallas_call", "custom_call", "gather", "scatter", "scatter-add", "scatter_add",
+    "sort", "top_k", "cumsum", "cumlogsumexp", "cummax", "concatenate", "dynamic_update_slice", "fft",
+    "triangular_solve", "random_bits", "threefry2x32", "argmax", "argmin", "split",
+)  # fmt: skip
+"""Operations whose results are arrays of their own, beside products and reductions."""
+
+TAKERS = ("scan", "while", "shard_map", "pallas_call", "custom_call", "sort", "top_k", "fft")
+"""Operations that take arrays, not expressions."""
+
+VIEWS = ("reshape", "squeeze", "expand_dims", "sharding_constraint", "optimization_barrier", "copy", "pvary")
+"""Operations that change no bytes."""
+
+RENAMED = (*VIEWS, "convert_element_type", "transpose")
+"""Operations whose result goes by the name of what they read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """An array that is alive.
+
+    Args:
+        name: the model's own name, or shape and line.
+        kind: what it is for.
+        bytes: on one device.
+    """
+
+    name: str
+    kind: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """An operation, and what is alive while it runs.
+
+    Args:
+        label: the operation.
+        total: live bytes, on one device.
+        by_kind: the same, by kind.
+        backward: it belongs to the backward pass.
+    """
+
+    label: str
+    total: int
+    by_kind: dict[str, int]
+    backward: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """What is alive when.
+
+    Args:
+        moments: in the order they run; a loop is a moment for each of its body's, once.
+        peak: number of the moment with the most live bytes; the first of them.
+        items: what is alive at the peak, the biggest first.
+    """
+
+    moments: tuple[Moment, ...]
+    peak: int
+    items: tuple[Item, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Live bytes at the peak."""
+        return self.moments[self.peak].total if self.moments else 0
+
+
+Kinds = Callable[[Program], dict[int, str]]
+
+
+def timeline(program: Program, placed: Placements, kinds: Kinds, *, gather: float = 1.0) -> Timeline:
+    """Live bytes of what a program makes; its arguments are its caller's.
+
+    Args:
+        program: what runs.
+        placed: where its values lie.
+        kinds: the kind of each value of a program; "transients" for those it leaves out.
+        gather: share of a gathered weight that is there at a time.
+    """
+    return _Sweep(program, placed, kinds, gather).run()
+
+
+@dataclasses.dataclass(eq=False)
+class _Live:
+    value: int
+    bytes: int
+    item: Item
+
+
+class _Sweep:
+    def __init__(self, program: Program, placed: Placements, kinds: Kinds, gather: float, stacked: int | None = None):
+        """`stacked`: outputs from this one on are written into the caller's stacks; `None` for a program of its own."""
+        self.program, self.placed, self.all_kinds, self.gather = program, placed, kinds, gather
+        self.kinds = kinds(program)
+        self.in_loop = stacked is not None
+        self.stacks: dict[int, int] = {}
+        if stacked is not None:
+            self.stacks = {value: 0 for value in program.outputs[stacked:] if value is not None}
+        self.users: dict[int, list[int]] = {}
+        for place, operation in enumerate(program.operations):
+            for value in operation.inputs:
+                if value is not None:
+                    self.users.setdefault(value, []).append(place)
+        self.returned = {value for value in program.outputs if value is not None}
+        self.sources: dict[int, frozenset[int]] = {value: frozenset() for value in program.inputs}
+        self.arrays: dict[int, int] = {}
+
+    def bytes_of(self, value: int) -> int:
+        return self.placed.bytes_of(self.program.shapes[value], self.placed.dims[value])
+
+    def _is_array(self, operation: Operation) -> bool:
+        """Whether the results of an operation need memory, whoever reads them."""
+        if operation.kind in ("scatter-add", "scatter_add", "scatter") and _one_of_each_row(operation, self.program):
+            return False
+        return operation.kind in (*HEAVY, *ARRAYS) or operation.kind.startswith("reduce_")
+
+    def _taken(self, value: int) -> bool:
+        """Whether an expression must become an array."""
+        if value in self.returned and self.in_loop:
+            return True
+        users = [self.program.operations[place] for place in self.users.get(value, ())]
+        if any(user.kind in TAKERS for user in users):
+            return True
+        return sum(user.kind in HEAVY for user in users) > 1
+
+    def _narrowed(self, value: int) -> int:
+        """Bytes of a product's result: those of the type that all its readers turn it into."""
+        own = self.bytes_of(value)
+        users = [self.program.operations[place] for place in self.users.get(value, ())]
+        if value in self.returned or not users or any(user.kind != "convert_element_type" for user in users):
+            return own
+        return min(own, max(self.bytes_of(user.outputs[0]) for user in users))
+
+    def _classify(self) -> None:
+        """Which values are arrays, their bytes, and of which arrays the others are made."""
+        for operation in self.program.operations:
+            read = [value for value in operation.inputs if value is not None]
+            made_of = frozenset().union(*(self.sources[value] for value in read)) if read else frozenset()
+            is_array = self._is_array(operation)
+            for value in operation.outputs:
+                view = operation.kind in VIEWS and len(read) == 1 and len(made_of) <= 1
+                if is_array or (self._taken(value) and not view):
+                    self.sources[value] = frozenset((value,))
+                    size = self._narrowed(value) if operation.kind in HEAVY else self.bytes_of(value)
+                    if value in self.stacks:
+                        size = 0
+                    self.arrays[value] = size
+                else:
+                    self.sources[value] = made_of
+
+    def run(self) -> Timeline:
+        self._classify()
+        last: dict[int, int] = {}
+        for place, operation in enumerate(self.program.operations):
+            # an expression is computed where an array is made of it
+            if any(value in self.arrays for value in operation.outputs):
+                for value in operation.inputs:
+                    for source in self.sources[value] if value is not None else ():
+                        last[source] = place
+        end = len(self.program.operations)
+        for value in self.returned:
+            for source in self.sources.get(value, ()):
+                last[source] = end
+        live: dict[int, Item] = {}
+        moments: list[Moment] = []
+        best: tuple[int, tuple[Item, ...]] = (-1, ())
+        at = 0
+        for place, operation in enumerate(self.program.operations):
+            made = [value for value in operation.outputs if value in self.arrays]
+            if not made:
+                continue
+            dying = [value for value in live if last.get(value, -1) <= place]
+            reused = self._in_place(operation, made, dying, live)
+            for value in reused:
+                del live[value]
+            for value in made:
+                if self.arrays[value]:
+                    live[value] = self._item(operation, value)
+            extra = self._inside(operation, place)
+            for inner in extra:
+                total, by_kind = _sums([*live.values(), *inner.items])
+                moments.append(Moment(inner.label, total, by_kind, operation.backward or inner.backward))
+                if total > best[0]:
+                    best, at = (total, (*live.values(), *inner.items)), len(moments) - 1
+            for value in [value for value in live if last.get(value, -1) <= place]:
+                del live[value]
+        items = tuple(sorted(best[1], key=lambda item: -item.bytes))
+        return Timeline(tuple(moments), at, items)
+
+    def _in_place(
+        self, operation: Operation, made: Sequence[int], dying: Sequence[int], live: dict[int, Item]
+    ) -> list[int]:
+        """Arrays whose place the results take: of an elementwise operation, or the state of a loop."""
+        if operation.kind in HEAVY or operation.kind in ("gather", "sort", "top_k", "shard_map", "pallas_call"):
+            return []
+        if operation.kind.startswith("reduce_"):
+            return []
+        candidates = list(dying)
+        if operation.kind in ("scan", "while"):
+            state = _carries(operation)
+            made = operation.outputs[: len(state)]
+            own = {source for value in state if value is not None for source in self.sources[value]}
+            candidates = [value for value in candidates if value in own]
+        found = []
+        for value in made:
+            same = next((old for old in candidates if live[old].bytes == self.arrays.get(value, 0)), None)
+            if same is not None:
+                candidates.remove(same)
+                found.append(same)
+        return found
+
+    def _inside(self, operation: Operation, place: int) -> list["_Inner"]:
+        """What an operation needs while it runs, beside arguments and results."""
+        label = operation.kind
+        if operation.loop is not None:
+            state = _carries(operation)
+            body = _Sweep(operation.loop, self.placed.loops[place], self.all_kinds, self.gather, stacked=len(state))
+            return body.moments_with_items() or [_Inner(label, ())]
+        gathered = int(self.gather * self.placed.gathered.get(place, 0))
+        if gathered:
+            return [_Inner(label, (Item(f"gathered weight of {operation.line}", "gathered weights", gathered),))]
+        return [_Inner(label, ())]
+
+    def moments_with_items(self) -> list["_Inner"]:
+        """Every moment of a loop's body; only the peak has its items told apart."""
+        found = self.run()
+        out = []
+        for number, moment in enumerate(found.moments):
+            if number == found.peak:
+                out.append(_Inner(moment.label, found.items, moment.backward))
+            else:
+                out.append(
+                    _Inner(
+                        moment.label, tuple(Item(kind, kind, n) for kind, n in moment.by_kind.items()), moment.backward
+                    )
+                )
+        return out
+
+    def _item(self, operation: Operation, value: int) -> Item:
+        shape = self.program.shapes[value]
+        name, kind, line = _origin(operation, value, self.program)
+        text = f"{shape.dtype}{list(shape.shape)}" if hasattr(shape, "dtype") else str(shape)
+        label = f"{name} {text}" if name else f"{text} {kind}, {line}"
+        return Item(label, self.kinds.get(value, "transients"), self.arrays[value])
+
+
+def _origin(operation: Operation, value: int, program: Program) -> tuple[str, str, str]:
+    """The model's name of a value, if it has one, and the operation and line that make it; through loops and views."""
+    if value in program.names:
+        return program.names[value], operation.kind, operation.line
+    body = operation.loop
+    if body is not None:
+        inner = body.outputs[operation.outputs.index(value)]
+        for step in body.operations:
+            if inner is not None and inner in step.outputs:
+                return _origin(step, inner, body)
+    read = operation.inputs[0] if operation.inputs else None
+    if read is not None and operation.kind in RENAMED:
+        for step in program.operations:
+            if read in step.outputs:
+                return _origin(step, read, program)
+        return program.names.get(read, ""), operation.kind, operation.line
+    return "", operation.kind, operation.line
+
+
+def _one_of_each_row(operation: Operation, program: Program) -> bool:
+    """Whether a scatter changes one element of each row, which compilers write as a comparison with an iota."""
+    numbers = operation.params["dimension_numbers"]
+    batching, inserted = numbers.operand_batching_dims, numbers.inserted_window_dims
+    made = program.shapes[operation.outputs[0]].shape
+    return not numbers.update_window_dims and len(inserted) == 1 and len(batching) + 1 == len(made)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inner:
+    label: str
+    items: tuple[Item, ...]
+    backward: bool = False
+
+
+def _carries(operation: Operation) -> tuple[int | None, ...]:
+    """The initial state of a loop."""
+    if operation.kind == "scan":
+        first = operation.params["num_consts"]
+        return operation.inputs[first : first + operation.params["num_carry"]]
+    return operation.inputs[operation.params["cond_nconsts"] + operation.params["body_nconsts"] :]
+
+
+def _sums(items: Sequence[Item]) -> tuple[int, dict[str, int]]:
+    by_kind: dict[str, int] = {}
+    for item in items:
+        by_kind[item.kind] = by_kind.get(item.kind, 0) + item.bytes
+    return sum(by_kind.values()), by_kind
