@@ -1,5 +1,5 @@
-"""BlockGraph: one block's price list, from its program: every value of the forward pass, its bytes, what it takes to make
-it again, and which of them the backward pass reads. Nothing is compiled and no device is asked.
+"""BlockGraph: one block's price list, from its program: every value of the forward pass, its bytes, what it takes to
+make it again, and which of them the backward pass reads. Nothing is compiled and no device is asked.
 
 What the backward pass reads is JAX's own answer: the block is differentiated (`jax.vjp`) with a name on each value, and
 the graph is the program that gives results and residuals. So it holds the forward rules of functions with their own
@@ -135,8 +135,11 @@ class BlockGraph:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the backward pass reads beside the block's inputs: what no plan at all keeps."""
-        return sum(self.values[index].bytes for index in self.needed)
+        """Bytes that the backward pass reads beside the block's inputs: what is kept without a plan."""
+        needed = set(self.needed)
+        renamed = (self.equations[self.values[index].producer] for index in self.needed)
+        twice = {equation.outputs[0] for equation in renamed if equation.name == "name" and needed & {*equation.inputs}}
+        return sum(self.values[index].bytes for index in needed - twice)
 
 
 def block_graph(
@@ -182,7 +185,7 @@ def graph_of(
         batch = layout[1].batch if batch is None else batch
     mesh, batch = mesh or {}, batch or ()
     program = inline(closed)
-    known, results = _forward_and_residuals(program)
+    known, results = _forward_and_residuals(program, closed.consts)
     names, moving = _input_names(closed, args, activations)
     given: dict[int, Spread] = {}
     leaves = [None] * (len(program.inputs) - len(jax.tree.leaves(args))) + jax.tree.leaves(args)
@@ -202,15 +205,21 @@ def graph_of(
     return _Builder(known, spread, mesh, chip).build(program.fingerprint(), names, moving, results)
 
 
-def _forward_and_residuals(program: Program) -> tuple[Program, int]:
-    """The program that gives what a block gives and what its backward pass reads, and how many the former are."""
+def _forward_and_residuals(program: Program, consts: Sequence[Any]) -> tuple[Program, int]:
+    """The program that gives what a block gives and what its backward pass reads, and how many the former are.
+
+    Args:
+        program: of the block.
+        consts: what the block closes over; arrays among it are no inputs to differentiate by, tracers may be.
+    """
     import jax
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
 
     names = program.names()
     avals = [program.avals[number] for number in program.inputs]
-    trained = [index for index, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+    fixed = {index for index, const in enumerate(consts) if not isinstance(const, jax.core.Tracer)}
+    trained = [i for i, aval in enumerate(avals) if i not in fixed and jnp.issubdtype(aval.dtype, jnp.inexact)]
 
     def forward(*given: Any) -> tuple[Any, Any]:
         def block(*moved: Any) -> Any:
@@ -321,7 +330,7 @@ class _Builder:
         dtype = str(step.eqn.invars[0].aval.dtype) if step.eqn.invars else "float32"
         self.equations.append(
             Equation(
-                "/".join((*step.scope, step.primitive)),
+                step.primitive,
                 inputs,
                 tuple(outputs),
                 flop,

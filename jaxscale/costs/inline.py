@@ -1,7 +1,8 @@
 """A function's program as one flat list of steps: what `jit` and the like only wrap is opened, dead steps are dropped.
 
 Values are numbered, so that a step can be run again, a value tagged, a program compared with another, without touching
-JAX's own data. What has a derivative of its own (`custom_vjp`, `custom_jvp`), loops, branches and kernels stay one step.
+JAX's own data. What has a derivative of its own (`custom_vjp`, `custom_jvp`), loops, branches and kernels stay one
+step each.
 
 The fingerprint of a program is that of its steps, their shapes and parameters, and the names that the model gave. It
 leaves out what does not change what may be kept: numbers in the program (a layer's index, an epsilon), the functions
@@ -200,6 +201,9 @@ def _only_wraps(eqn: Any) -> bool:
 def _function_name(eqn: Any) -> str:
     """Of a call, the function's name; else the primitive's."""
     name = eqn.params.get("name")
+    if eqn.primitive.name.startswith("custom_"):
+        inner = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))
+        name = getattr(getattr(getattr(inner, "jaxpr", inner), "debug_info", None), "func_name", name)
     return name.strip("<>_") if isinstance(name, str) and name.strip("<>_") else eqn.primitive.name
 
 
@@ -223,7 +227,8 @@ def _text(value: Any) -> str:
         return repr(value)
     kind = type(value)
     # a sharding, a mesh, a function and a context say where and how, not what
-    if callable(value) or kind.__module__.startswith("jax") and re.search("[Ss]harding|[Mm]esh|Context", kind.__name__):
+    places = kind.__module__.startswith("jax") and re.search("[Ss]harding|[Mm]esh|Context", kind.__name__)
+    if callable(value) or places:
         return kind.__name__
     text = repr(value)
     return kind.__name__ if " at 0x" in text or "Mesh(" in text else text

@@ -17,7 +17,7 @@ EFFICIENCY = {
 }
 """Share of the peak that the matrix products of a training step reach."""
 DEFAULT_EFFICIENCY = 0.6
-"""A guess for chips without a fit. For comparison: MaxText's 492 TFLOP/s on an H100 are half its peak, for whole steps."""
+"""A guess for chips without a fit; whole steps of MaxText on an H100 (492 TFLOP/s) reach half the peak."""
 
 
 def rate(chip: Chip | None, dtype: str) -> float | None:

@@ -186,7 +186,7 @@ def _link_reshaped(params: Any, operands: Any, made: int, program: Program) -> I
 
 def _link_product(params: Any, operands: Any, made: int, program: Program) -> Iterator[tuple[Dim, Dim]]:
     (contracted, batched) = params["dimension_numbers"]
-    sides = [number for number in operands[:2]]
+    sides = list(operands[:2])
     for to, dims in enumerate(zip(*batched, strict=True)):
         for side, dim in zip(sides, dims, strict=True):
             if side is not None:

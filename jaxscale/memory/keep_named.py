@@ -1,0 +1,135 @@
+"""Save sets made real: a block's program run again with a name on each chosen value, under `jax.checkpoint` with a
+policy of names.
+
+A policy of JAX sees operations, not values, so a name is the one robust way to say which values are meant. The names
+are inserted in the traced program, and the user names nothing. A save set holds for one program: applied to another
+(another model, another version of it, other shapes) it is refused.
+
+It leaves out what it cannot do: to keep a value that an operation's own derivative makes inside and does not name.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.blocks import BlockFunction, Wrapper, as_it_is
+from jaxscale.costs.block import MARK, graph_of
+from jaxscale.costs.inline import Program, inline
+from jaxscale.errors import UserError
+from jaxscale.memory.decision import SaveSet
+from jaxscale.memory.graph import EVERYTHING, value_index
+
+
+class StaleGraph(UserError):
+    """A save set of one block was given to another."""
+
+
+def keep_everything(primitive: Any, *inputs: Any, **params: Any) -> bool:
+    """Policy of a save set of everything: ours, which tells our checkpoints from the user's."""
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepNamed:
+    """Policy of `jax.checkpoint`: values of these names are kept, on the device or on the host.
+
+    Args:
+        keep: names kept on the device.
+        offload: names kept in the host's pinned memory.
+    """
+
+    keep: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
+
+    @functools.cached_property
+    def _policy(self) -> Callable[..., Any]:
+        policies = jax.checkpoint_policies
+        if not self.offload:
+            return policies.save_only_these_names(*sorted(self.keep))
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=sorted(self.keep),
+            names_which_can_be_offloaded=sorted(self.offload),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+
+    def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> Any:
+        """What `jax.checkpoint` asks of every operation."""
+        return self._policy(primitive, *inputs, **params)
+
+
+def keeping(saves: Sequence[SaveSet]) -> Wrapper:
+    """What a `blocks.Treatment` needs to run every block under the save set made for it.
+
+    Args:
+        saves: one for each kind of block, told apart by fingerprint.
+
+    Raises:
+        StaleGraph: while tracing: a block that none of the sets was made for.
+        UserError: two unlike sets for one block; while tracing: a name that the block has not.
+    """
+    by_block: dict[str, SaveSet] = {}
+    for save in saves:
+        if by_block.setdefault(save.block, save) != save:
+            raise UserError(f"block {save.block}: got two save sets, expected one")
+
+    def wrapper(block: BlockFunction, rolled: bool) -> BlockFunction:
+        def kept(*args: Any) -> Any:
+            closed, shapes = jax.make_jaxpr(block, return_shape=True)(*args)
+            program = inline(closed)
+            save = _of(program, by_block)
+            tags = _tags(program, save)
+            policy = keep_everything if save.keep == (EVERYTHING,) else _policy(closed, args, program, save)
+
+            def run(*given: Any) -> list[Any]:
+                return program.run(given, lambda n, value: checkpoint_name(value, tags[n]) if n in tags else value)
+
+            again = jax.checkpoint(run, policy=policy, prevent_cse=not rolled)
+            made = again(*closed.consts, *jax.tree.leaves(args))
+            return jax.tree.unflatten(jax.tree.structure(shapes), made)
+
+        return kept
+
+    return wrapper
+
+
+def _of(program: Program, by_block: Mapping[str, SaveSet]) -> SaveSet:
+    found = program.fingerprint()
+    if found not in by_block:
+        made_for = ", ".join(sorted(by_block)) or "(none)"
+        raise StaleGraph(
+            f"the memory plan was made for block {made_for}, and this model has block {found}: another model, another "
+            "version of it, or other shapes; make the plan anew"
+        )
+    return by_block[found]
+
+
+def _tags(program: Program, save: SaveSet) -> dict[int, str]:
+    """The name to give each value that the set keeps and the block itself makes, by number."""
+    wanted = {*save.keep, *save.offload}
+    return {number: MARK + name for number, name in program.names().items() if name in wanted}
+
+
+def _policy(closed: Any, args: Sequence[Any], program: Program, save: SaveSet) -> KeepNamed:
+    own = set(program.names().values())
+    others = [name for name in (*save.keep, *save.offload) if name not in own]
+    if others:
+        # residuals of operations with their own derivative carry the names that these gave
+        graph = graph_of(closed, args)
+        for name in others:
+            value_index(graph, name)
+
+    def marks(names: Sequence[str]) -> frozenset[str]:
+        return frozenset(MARK + name if name in own else re.sub(r" \(\d+\)$", "", name) for name in names)
+
+    return KeepNamed(marks(save.keep), marks(save.offload))
+
+
+def keeping_or_not(save: SaveSet | None) -> Wrapper:
+    """The wrapper of one set; of `None` the one that leaves blocks alone."""
+    return as_it_is if save is None else keeping([save])
