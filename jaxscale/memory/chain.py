@@ -293,7 +293,8 @@ def revolve_cost(stages: int, slots: int) -> int:
 
     Args:
         stages: L, alike.
-        slots: s, states kept at a time, the chain's input among them.
+        slots: s, states (inputs of stages) kept at a time, the chain's input among them, and beside them that of the
+            stage at work.
 
     Example:
         >>> revolve_cost(32, 4), revolve_cost(16, 3), revolve_cost(8, 2)
@@ -311,7 +312,8 @@ def revolve(stages: int, slots: int) -> Nodes:
 
     Args:
         stages: L.
-        slots: states (inputs of stages) kept at a time, the chain's input among them.
+        slots: states (inputs of stages) kept at a time, the chain's input among them, and beside them that of the
+            stage at work.
 
     Example:
         >>> revolve(2, 1)
