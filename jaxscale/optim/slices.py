@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Sharding
 
 from jaxscale.sharding.memory_space import on_host, to_device, to_host
 from jaxscale.typing import Array
@@ -33,7 +33,7 @@ class Cut:
     pieces: int = 1
 
 
-def cut(shape: Sequence[int], itemsize: int, sharding: NamedSharding | None, slice_bytes: int = SLICE_BYTES) -> Cut:
+def cut(shape: Sequence[int], itemsize: int, sharding: Sharding | None, slice_bytes: int = SLICE_BYTES) -> Cut:
     """The fewest equal parts of at most `slice_bytes` along the first dim that lies whole on each device.
 
     Where no dim gives parts so small, the one that gives the smallest. A leading dim of layers is never sharded, and

@@ -1,0 +1,22 @@
+"""AutoSwap (Zhang et al. 2019, "Efficient Memory Management for GPU-based Deep Learning Systems", arXiv 1903.06631).
+
+What has the largest product of bytes and idle time, its "area of absence", goes to the host first.
+
+Left out: its weighting of this score with three others by Bayesian optimization, and its memory pool, which is XLA's.
+"""
+
+from jaxscale.costs.block import BlockGraph
+from jaxscale.memory.decision import SaveSet
+from jaxscale.memory.graph import Host
+from jaxscale.memory.selectors.swap import idle_values, swap
+
+
+def autoswap(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
+    """What AutoSwap moves of a block.
+
+    Args:
+        graph: of the block, with seconds.
+        budget: bytes kept on the device beside the block's inputs.
+        host: where the rest goes.
+    """
+    return swap(graph, budget, host, sorted(idle_values(graph), key=lambda value: -value.seconds * value.bytes))
