@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxscale.errors import UserError, near_miss
+from jaxscale.platforms import trust
 from jaxscale.platforms.detect import accelerators
 from jaxscale.platforms.gpu_target import target_config, topology_text
 from jaxscale.platforms.platform import Platform
@@ -118,16 +119,52 @@ def compile_report(
         (98304, 2097152)
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
+    pickled, main = _pickled(recipe), _main_file(recipe)
+    device = _device(platform)
+    if device["backend"] == "tpu":
+        _check_libtpu(device["compiler"]["libtpu"], device["environment"], timeout)
     request = {
-        "recipe": _pickled(recipe),
-        "main": _main_file(recipe),
+        "recipe": pickled,
+        "main": main,
         "platform": platform,
         "options": dict(options or {}),
         "explain": explain,
         "cache": str(folder) if cache and (folder := _cache_folder()) is not None else None,
-        "device": _device(platform),
+        "device": device,
     }
-    return _run(platform, pickle.dumps(request), request["device"]["environment"], timeout)
+    return _run(platform, pickle.dumps(request), device["environment"], timeout)
+
+
+def _check_libtpu(identity: str, environment: Mapping[str, str], timeout: float) -> None:
+    """Refuse a libtpu that reports wrong bytes; another than the trusted one is asked once, and remembered.
+
+    Raises:
+        UserError: its bytes for a known program are wrong, or it gives none.
+    """
+    if identity == trust.TRUSTED:
+        return
+    folder = _cache_folder()
+    file = None if folder is None else trust.verdict_file(folder, identity)
+    said = None if file is None else trust.read_verdict(file)
+    if said is None:
+        described = Platform.parse("tpu v5e:2x2")
+        request = {"recipe": pickle.dumps(trust.program), "main": None, "platform": described, "options": {}}
+        device = {**_device(described), "attached": False}
+        request |= {"explain": False, "cache": None, "device": device}
+        report = _run(described, pickle.dumps(request), environment, timeout)
+        said = report.device_bytes
+        if said is None:
+            raise UserError(
+                f"libtpu {identity} cannot judge: {report}; install libtpu=={trust.TRUSTED} (jaxscale[aot-tpu])"
+            )
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.write_text(json.dumps({"libtpu": identity, "device_bytes": said}))
+    if not trust.agrees(said):
+        raise UserError(
+            f"libtpu {identity} cannot judge: it says {said / trust.MIB:.0f} MiB of a program that takes "
+            f"{trust.KNOWN_BYTES / trust.MIB:.0f}; install libtpu=={trust.TRUSTED} (jaxscale[aot-tpu])"
+        )
 
 
 def _run(platform: Platform, request: bytes, environment: Mapping[str, str], timeout: float) -> CompileReport:
@@ -222,8 +259,8 @@ def _device(platform: Platform) -> dict[str, Any]:
     kind = platform.chip.kind
     attached = kind in accelerators()
     if kind == "tpu":
-        version = _installed("libtpu")
-        if version is None and "TPU_LIBRARY_PATH" not in environment:
+        compiler = trust.libtpu(environment)
+        if compiler is None:
             raise UserError(
                 f"{platform}: its compiler is missing here; install jaxscale[aot-tpu] (libtpu, 600 MB unpacked)"
             )
@@ -242,7 +279,13 @@ def _device(platform: Platform) -> dict[str, Any]:
             arguments["num_slices"] = platform.slices
         if platform.chip.name == "v4":
             arguments["chip_config_name"] = "megacore"
-        return {"backend": "tpu", "arguments": arguments, "attached": attached, "environment": environment}
+        return {
+            "backend": "tpu",
+            "arguments": arguments,
+            "attached": attached,
+            "environment": environment,
+            "compiler": {"libtpu": compiler},
+        }
     if kind == "gpu":
         arguments = {"target_config": target_config(platform.chip), "topology": topology_text(platform)}
         plugin = next((version for name in _PLUGINS if (version := _installed(name))), None)
@@ -258,9 +301,15 @@ def _device(platform: Platform) -> dict[str, Any]:
         environment["JAX_PLATFORMS"] = "cuda,cpu" if attached else "cpu"
         # a run may hold the card's memory already
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        return {"backend": "cuda", "arguments": arguments, "attached": attached, "environment": environment}
+        return {
+            "backend": "cuda",
+            "arguments": arguments,
+            "attached": attached,
+            "environment": environment,
+            "compiler": {"cuda plugin": plugin},
+        }
     environment["JAX_PLATFORMS"] = "cpu"
-    return {"backend": "cpu", "arguments": {}, "attached": True, "environment": environment}
+    return {"backend": "cpu", "arguments": {}, "attached": True, "environment": environment, "compiler": {}}
 
 
 _PLUGINS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")

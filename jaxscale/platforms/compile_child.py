@@ -56,7 +56,8 @@ def answer(request: Mapping[str, Any]) -> CompileReport:
         raise UserError(
             f"a recipe must return a jax.stages.Lowered or Traced (jax.jit(f).lower(...)), got {type(lowered).__name__}"
         )
-    versions = _versions(devices[0])
+    versions = {package: importlib.metadata.version(package) for package in ("jax", "jaxlib")}
+    versions |= request["device"]["compiler"]
     key = report_cache.key(lowered, platform, versions, request["options"], request["explain"], attached)
     if request["cache"] is not None:
         found = report_cache.find(pathlib.Path(request["cache"]), key)
@@ -110,11 +111,6 @@ def _devices(platform: Platform, device: Mapping[str, Any]) -> tuple[list[Any], 
 
     described = topologies.get_topology_desc(platform=device["backend"], **device["arguments"])
     return list(described.devices), False
-
-
-def _versions(device: Any) -> dict[str, str]:
-    packages = ["jax", "jaxlib", *(["libtpu"] if device.platform == "tpu" else [])]
-    return {package: importlib.metadata.version(package) for package in packages}
 
 
 def _compile(

@@ -1,0 +1,77 @@
+"""Which libtpu may judge: 0.0.51, and any other that gives the right bytes for one program of known bytes.
+
+libtpu's version decides what `temp` means: 0.0.42 and 0.0.50 (what `jax[tpu]` pins for JAX 0.10 and 0.12) count up to
+half too much, so that a program which fits is said not to. The program here keeps the inputs of eight layers of 128 MiB
+each: with four more such arrays for the pass itself it takes 1696 MiB in 0.0.51, and 2080 MiB in the two others.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxscale.errors import UserError
+
+TRUSTED = "0.0.51"
+MIB = 2**20
+KNOWN_BYTES = 1696 * MIB
+"""Device bytes of `program`: 12 arrays of 128 MiB, 16 MiB of weights and as much of their gradient, and the input."""
+
+
+def libtpu(environment: Mapping[str, str]) -> str | None:
+    """The libtpu that a process under this environment loads: its version, or its file where the user names one.
+
+    Raises:
+        UserError: the user names a file that is not there.
+    """
+    spec = importlib.util.find_spec("libtpu")
+    folder = pathlib.Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+    path = environment.get("TPU_LIBRARY_PATH")
+    # importing JAX sets the variable to the installed one
+    if path and (folder is None or pathlib.Path(path) != folder / "libtpu.so"):
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise UserError(f"TPU_LIBRARY_PATH: {error}; name libtpu.so, or unset it") from None
+        return f"{path} ({status.st_size} bytes of {int(status.st_mtime)})"
+    return None if folder is None else importlib.metadata.version("libtpu")
+
+
+def program(devices: Sequence[Any]) -> Any:
+    """A recipe: loss and gradient of eight layers that keep their inputs alone, on one device."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import SingleDeviceSharding
+
+    def loss(x: Any, w: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return x + jnp.tanh(x @ w) @ w.T, None
+
+        return jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, w)[0].sum()
+
+    here = SingleDeviceSharding(devices[0])
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=here) for shape in [(65536, 1024), (8, 1024, 1024)])
+    return jax.jit(jax.value_and_grad(loss, 1)).lower(x, w)
+
+
+def agrees(device_bytes: int | None) -> bool:
+    """Whether what a libtpu says of `program` is within 2 % of what is known."""
+    return device_bytes is not None and abs(device_bytes - KNOWN_BYTES) <= 0.02 * KNOWN_BYTES
+
+
+def verdict_file(folder: pathlib.Path, identity: str) -> pathlib.Path:
+    """Where the verdict on a libtpu is kept."""
+    return folder / f"libtpu-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+
+
+def read_verdict(file: pathlib.Path) -> int | None:
+    """The bytes that a libtpu said before; None where it was not asked."""
+    try:
+        said = json.loads(file.read_bytes())["device_bytes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return said if isinstance(said, int) else None
