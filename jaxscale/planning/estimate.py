@@ -10,14 +10,14 @@ It leaves out what only a compiler knows: the order of independent operations, a
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxscale.planning import accuracy
 from jaxscale.planning.flat import Program, flatten
 from jaxscale.planning.kinds import kinds_of
 from jaxscale.planning.placements import Placements, dims_of, place
 from jaxscale.planning.program import batch_shapes, described_step
-from jaxscale.planning.timeline import Item, Timeline, timeline
+from jaxscale.planning.timeline import Compiler, Item, Timeline, timeline
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.build import TrainStep
 from jaxscale.step.experiment import Experiment
@@ -108,7 +108,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform) -> Estimate:
         program.names[value] = path_name(path).removeprefix("params/")
     placed = place(program, given, step.mesh.shape, tiled=platform.chip.kind == "tpu")
     factors = accuracy.factors(platform.chip.kind)
-    found = timeline(program, placed, kinds_of, gather=factors.gather)
+    found = timeline(program, placed, kinds_of, _compiler(platform, step.plan, factors))
     arguments, host = _arguments(program, placed, {"state": state, "batch": shapes})
     device = _by_kind(arguments)
     for item in found.items:
@@ -117,6 +117,14 @@ def of_step(step: TrainStep, batch: Any, platform: Platform) -> Estimate:
     if packing:
         device["packing"] = packing
     return Estimate(str(platform), step.plan, device, _by_kind(host), found, arguments)
+
+
+def _compiler(platform: Platform, plan: Plan, factors: accuracy.Factors) -> Compiler:
+    """What the platform's compiler fuses into products, as its compiled programs show."""
+    fuses: Literal["no", "all", "local"] = "no"
+    if platform.chip.kind == "tpu":
+        fuses = "local" if platform.topology is not None and len(platform.topology) == 2 else "all"
+    return Compiler(fuses, plan.zero > 1, factors.gather)
 
 
 def _by_kind(items: tuple[Item, ...]) -> dict[str, int]:

@@ -29,6 +29,7 @@ class Placements:
         tiled: memory is in tiles, as a TPU's.
         dims: mesh axes of each value's dims.
         gathered: bytes of weights that are brought together for an operation, by its place in the program.
+        summed: places of products whose results are sums over devices of the fsdp axis.
         loops: the same of the body of a loop, by the loop's place.
     """
 
@@ -36,6 +37,7 @@ class Placements:
     tiled: bool = False
     dims: dict[int, Dims] = dataclasses.field(default_factory=dict)
     gathered: dict[int, int] = dataclasses.field(default_factory=dict)
+    summed: set[int] = dataclasses.field(default_factory=set)
     loops: dict[int, "Placements"] = dataclasses.field(default_factory=dict)
 
     def ways(self, axes: Sequence[str]) -> int:
@@ -149,6 +151,9 @@ def _forward(program: Program, operation: Operation, at: int, found: Placements)
         first = _RULES[kind](operation.params, shapes, dims, made, found)
         if kind == "dot_general":
             found.gathered[at] = _gathered(operation, shapes, dims, found)
+            (left, right), _ = operation.params["dimension_numbers"]
+            if any("fsdp" in set(dims[0][a]) & set(dims[1][b]) for a, b in zip(left, right, strict=True)):
+                found.summed.add(at)
         outs = [
             first if program.shapes[v].shape == made.shape else _like(program.shapes[v], shapes, dims)
             for v in operation.outputs
@@ -208,19 +213,27 @@ def _loop(operation: Operation, at: int, dims: list[Dims], found: Placements) ->
 
 
 def _dot(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
-    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
-    out: list[tuple[str, ...]] = []
+    """Batch dims, then those of the left operand, then of the right; the bigger operand keeps its axes."""
+    contracted, batched = params["dimension_numbers"]
+    rank = len(batched[0])
+    ranges: list[dict[int, int]] = []  # of each operand, its dim per dim of the result
+    for side in (0, 1):
+        free = [d for d in range(len(dims[side])) if d not in contracted[side] and d not in batched[side]]
+        ranges.append(dict(enumerate(batched[side])) | {rank + n: d for n, d in enumerate(free)})
+        rank += len(free)
+    sizes = [
+        found.bytes_of(shape, placed) if shape is not None else 0 for shape, placed in zip(shapes, dims, strict=True)
+    ]
+    out: list[tuple[str, ...]] = [()] * rank
     used: set[str] = set()
-    free = [d for d in range(len(dims[0])) if d not in (*left, *left_batch)]
-    others = [d for d in range(len(dims[1])) if d not in (*right, *right_batch)]
-    wanted = [(dims[0][a] or dims[1][b]) for a, b in zip(left_batch, right_batch, strict=True)]
-    wanted += [dims[0][d] for d in free] + [dims[1][d] for d in others]
-    for axes in wanted:
-        fresh = tuple(axis for axis in axes if axis not in used)
-        used.update(fresh)
-        out.append(fresh)
+    for side in sorted((0, 1), key=lambda side: -sizes[side]):
+        for target, source in ranges[side].items():
+            fresh = tuple(axis for axis in dims[side][source] if axis not in used)
+            if fresh and not out[target]:
+                out[target] = fresh
+                used.update(fresh)
     # an axis along which both operands are summed is spent
-    for a, b in zip(left, right, strict=True):
+    for a, b in zip(*contracted, strict=True):
         spent = set(dims[0][a]) & set(dims[1][b])
         out = [tuple(axis for axis in axes if axis not in spent) for axes in out]
     return tuple(out)

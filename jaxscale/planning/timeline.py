@@ -10,6 +10,7 @@ factors for what remains).
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from jaxscale.planning.flat import Operation, Program
 from jaxscale.planning.placements import Placements
@@ -26,6 +27,8 @@ ARRAYS = (
 
 TAKERS = ("scan", "while", "shard_map", "pallas_call", "custom_call", "sort", "top_k", "fft")
 """Operations that take arrays, not expressions."""
+
+SCATTERS = ("scatter-add", "scatter_add", "scatter")
 
 VIEWS = ("reshape", "squeeze", "expand_dims", "sharding_constraint", "optimization_barrier", "copy", "pvary")
 """Operations that change no bytes."""
@@ -89,16 +92,32 @@ class Timeline:
 Kinds = Callable[[Program], dict[int, str]]
 
 
-def timeline(program: Program, placed: Placements, kinds: Kinds, *, gather: float = 1.0) -> Timeline:
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """How a platform's compiler treats the operands of products.
+
+    Args:
+        fuses: "no": operands are arrays (GPU, CPU); "all": expressions are computed inside the product (TPU); "local":
+            so they are, except by a product that is computed around a ring of devices (TPUs whose slices are flat).
+        scatters: gradients are scattered as they are summed (ZeRO 2 and 3).
+        gather: share of a gathered weight that is there at a time.
+    """
+
+    fuses: Literal["no", "all", "local"] = "no"
+    scatters: bool = False
+    gather: float = 1.0
+
+
+def timeline(program: Program, placed: Placements, kinds: Kinds, compiler: Compiler) -> Timeline:
     """Live bytes of what a program makes; its arguments are its caller's.
 
     Args:
         program: what runs.
         placed: where its values lie.
         kinds: the kind of each value of a program; "transients" for those it leaves out.
-        gather: share of a gathered weight that is there at a time.
+        compiler: what it fuses.
     """
-    return _Sweep(program, placed, kinds, gather).run()
+    return _Sweep(program, placed, kinds, compiler).run()
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,9 +128,11 @@ class _Live:
 
 
 class _Sweep:
-    def __init__(self, program: Program, placed: Placements, kinds: Kinds, gather: float, stacked: int | None = None):
+    def __init__(
+        self, program: Program, placed: Placements, kinds: Kinds, compiler: Compiler, stacked: int | None = None
+    ):
         """`stacked`: outputs from this one on are written into the caller's stacks; `None` for a program of its own."""
-        self.program, self.placed, self.all_kinds, self.gather = program, placed, kinds, gather
+        self.program, self.placed, self.all_kinds, self.compiler = program, placed, kinds, compiler
         self.kinds = kinds(program)
         self.in_loop = stacked is not None
         self.stacks: dict[int, int] = {}
@@ -124,6 +145,7 @@ class _Sweep:
                     self.users.setdefault(value, []).append(place)
         self.returned = {value for value in program.outputs if value is not None}
         self.sources: dict[int, frozenset[int]] = {value: frozenset() for value in program.inputs}
+        self.written = _written(program)
         self.arrays: dict[int, int] = {}
 
     def bytes_of(self, value: int) -> int:
@@ -131,7 +153,7 @@ class _Sweep:
 
     def _is_array(self, operation: Operation) -> bool:
         """Whether the results of an operation need memory, whoever reads them."""
-        if operation.kind in ("scatter-add", "scatter_add", "scatter") and _one_of_each_row(operation, self.program):
+        if operation.kind in SCATTERS and _one_of_each_row(operation, self.program):
             return False
         return operation.kind in (*HEAVY, *ARRAYS) or operation.kind.startswith("reduce_")
 
@@ -139,10 +161,19 @@ class _Sweep:
         """Whether an expression must become an array."""
         if value in self.returned and self.in_loop:
             return True
-        users = [self.program.operations[place] for place in self.users.get(value, ())]
-        if any(user.kind in TAKERS for user in users):
+        if self.compiler.fuses == "no" and value in self.written:
             return True
-        return sum(user.kind in HEAVY for user in users) > 1
+        places = self.users.get(value, ())
+        if any(self.program.operations[place].kind in TAKERS for place in places):
+            return True
+        products = [place for place in places if self.program.operations[place].kind in HEAVY]
+        if self.compiler.fuses == "no":
+            return bool(products)
+        return self.compiler.fuses == "local" and len(products) > 1 and any(map(self._around_ring, products))
+
+    def _around_ring(self, place: int) -> bool:
+        """Whether a product is computed part by part while its operand, or its result, travels."""
+        return bool(self.placed.gathered.get(place)) or (self.compiler.scatters and place in self.placed.summed)
 
     def _narrowed(self, value: int) -> int:
         """Bytes of a product's result: those of the type that all its readers turn it into."""
@@ -214,7 +245,7 @@ class _Sweep:
         """Arrays whose place the results take: of an elementwise operation, or the state of a loop."""
         if operation.kind in HEAVY or operation.kind in ("gather", "sort", "top_k", "shard_map", "pallas_call"):
             return []
-        if operation.kind.startswith("reduce_"):
+        if operation.kind.startswith("reduce_") or (self.compiler.fuses == "no" and operation.loop is None):
             return []
         candidates = list(dying)
         if operation.kind in ("scan", "while"):
@@ -235,9 +266,9 @@ class _Sweep:
         label = operation.kind
         if operation.loop is not None:
             state = _carries(operation)
-            body = _Sweep(operation.loop, self.placed.loops[place], self.all_kinds, self.gather, stacked=len(state))
+            body = _Sweep(operation.loop, self.placed.loops[place], self.all_kinds, self.compiler, stacked=len(state))
             return body.moments_with_items() or [_Inner(label, ())]
-        gathered = int(self.gather * self.placed.gathered.get(place, 0))
+        gathered = int(self.compiler.gather * self.placed.gathered.get(place, 0))
         if gathered:
             return [_Inner(label, (Item(f"gathered weight of {operation.line}", "gathered weights", gathered),))]
         return [_Inner(label, ())]
@@ -282,6 +313,22 @@ def _origin(operation: Operation, value: int, program: Program) -> tuple[str, st
                 return _origin(step, read, program)
         return program.names.get(read, ""), operation.kind, operation.line
     return "", operation.kind, operation.line
+
+
+def _written(program: Program) -> set[int]:
+    """Sums of an expression and a scatter of one element of each row: the scatter writes into the sum's array."""
+    scattered = {
+        value
+        for operation in program.operations
+        if operation.kind in SCATTERS and _one_of_each_row(operation, program)
+        for value in operation.outputs
+    }
+    return {
+        value
+        for operation in program.operations
+        if operation.kind in ("add", "add_any") and any(read in scattered for read in operation.inputs)
+        for value in operation.outputs
+    }
 
 
 def _one_of_each_row(operation: Operation, program: Program) -> bool:
