@@ -1,0 +1,115 @@
+"""Weights in host memory, streamed to the device block by block.
+
+L2L (Pudipeddi et al. 2020, "Training Large Neural Networks with Constant Memory using a New Execution Algorithm", arXiv
+2002.05645) and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857): a block's weights come to the device when the
+block runs, in the forward pass and again in the backward pass, and are dropped behind it. A scan over layers reads the
+layer's slice of the stacked weights, and a `Chain` the block's own. Left out: NVMe, and prefetching a block ahead,
+which XLA's scheduler undoes.
+
+Activations are offloaded by name (`keep_named`).
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.blocks import BlockFunction, Treatment, Wrapper, as_it_is
+from jaxscale.sharding.memory_space import to_device
+from jaxscale.typing import Array
+
+FETCHED = "jaxscale:fetched"
+"""Name of a weight that came from the host, for policies of `jax.checkpoint`."""
+
+_OF_BLOCKS = re.compile(r"(?:^|/)layers(?:_from_\d+)?(?:/|$)")
+
+
+def of_a_block(name: str) -> bool:
+    """Whether a parameter belongs to a block of a `Stack` or a `Chain`, by its name.
+
+    Example:
+        >>> of_a_block("blocks/layers/mlp/up/weight"), of_a_block("chain/layers/3/scale"), of_a_block("embed/table")
+        (True, True, False)
+    """
+    return _OF_BLOCKS.search(name) is not None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Streamed:
+    """A weight in host memory, in a module's place for an array, until its block runs.
+
+    Args:
+        weight: float32, on the host; stacked or of one layer.
+        tie: zeros like it on the device, which its gradient goes to; `None` leaves the gradient on the host.
+        dtype: type that the block is given, as a name; `None` leaves it as it is.
+        keep_type: the weight is rounded to `dtype` and given in its own type, so that its gradient is summed in that.
+    """
+
+    weight: Array
+    tie: Array | None = None
+    dtype: str | None = dataclasses.field(default=None, metadata={"static": True})
+    keep_type: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def fetch(self) -> Array:
+        """The weight on the device."""
+        if self.tie is None:
+            weight = to_device(self.weight)
+        else:
+            weight = _tied(to_device(jax.lax.stop_gradient(self.weight)), self.tie)
+        if self.dtype is not None and jnp.issubdtype(weight.dtype, jnp.floating):
+            low = weight.astype(self.dtype)
+            weight = low.astype(weight.dtype) if self.keep_type else low
+        return checkpoint_name(weight, FETCHED)
+
+
+@jax.custom_vjp
+def _tied(weight: Array, tie: Array) -> Array:
+    """The weight, whose gradient goes to `tie`."""
+    return weight
+
+
+_tied.defvjp(lambda weight, tie: (weight, None), lambda _, gradient: (None, gradient))
+
+
+def keep_all_but_weights(primitive: Any, *inputs: Any, **params: Any) -> bool:
+    """Policy of a block that nothing else treats: every residual is kept but weights, which are fetched once more."""
+    fetched = primitive.name == "name" and params["name"] == FETCHED
+    # a cast of a weight is a weight, and a cast of anything else costs nothing
+    return not fetched and primitive.name not in ("device_put", "convert_element_type")
+
+
+def streaming(treatment: Treatment) -> Treatment:
+    """The treatment of blocks, with every `Streamed` weight that a block is given fetched where the block runs.
+
+    Args:
+        treatment: what else is done to blocks; fetching is part of what it recomputes.
+    """
+
+    def fetching(wrapper: Wrapper) -> Wrapper:
+        def wrapped(block: BlockFunction, rolled: bool) -> BlockFunction:
+            def run(*args: Any) -> Any:
+                return block(*jax.tree.map(_fetched, args, is_leaf=_is_streamed))
+
+            if wrapper is as_it_is:
+                return jax.checkpoint(run, policy=keep_all_but_weights, prevent_cse=not rolled)
+            return wrapper(run, rolled)
+
+        return wrapped
+
+    return dataclasses.replace(
+        treatment,
+        wrapper=fetching(treatment.wrapper),
+        groups=tuple((layers, fetching(wrapper)) for layers, wrapper in treatment.groups),
+    )
+
+
+def _is_streamed(leaf: Any) -> bool:
+    return isinstance(leaf, Streamed)
+
+
+def _fetched(leaf: Any) -> Any:
+    return leaf.fetch() if _is_streamed(leaf) else leaf
