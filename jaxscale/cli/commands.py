@@ -41,6 +41,7 @@ class Train:
         batch: rows of the global batch.
         seed: of parameters, data order, dropout and samples.
         name: names the run's folder.
+        limit: device memory that --plan.memory fit plans for, such as 14GiB.
     """
 
     positional: ClassVar[tuple[str, ...]] = ("file", "variant")
@@ -59,6 +60,7 @@ class Train:
     batch: int | None = dataclasses.field(default=None, metadata=_shown("INT", "the experiment's"))
     seed: int | None = dataclasses.field(default=None, metadata=_shown("INT", "the experiment's"))
     name: str | None = dataclasses.field(default=None, metadata=_shown("NAME", "the experiment's"))
+    limit: str | None = dataclasses.field(default=None, metadata=_shown("BYTES", "what programs may use here"))
 
     def check(self) -> None:
         """What can be known without importing JAX."""
@@ -66,6 +68,7 @@ class Train:
         from jaxscale.training.outline import outline
 
         outline(self.file, self.variant)
+        bytes_of(self.limit, "--limit")
         if self.plan_file is not None:
             read_plan(Path(self.plan_file))
         if self.log_every < 1:
@@ -89,8 +92,19 @@ class Train:
         from jaxscale.training.backend import start_backend
 
         experiment, source = self.load(fields)
+        if self.limit is not None and experiment.plan.memory.rule != "fit":
+            raise UserError("--limit is what --plan.memory fit plans for: add it, or leave --limit out")
         start_backend()
         from jaxscale.training.loop import train
+
+        if experiment.plan.memory.rule == "fit":
+            from jaxscale.planning.cheapest import cheapest_fit
+            from jaxscale.planning.program import compiled_bytes
+            from jaxscale.platforms.detect import detect
+
+            limit = bytes_of(self.limit, "--limit")
+            plan = cheapest_fit(experiment, detect(), limit, measure=compiled_bytes)
+            experiment = dataclasses.replace(experiment, plan=plan)
 
         out = self.out or str(Path("runs") / "-".join(filter(None, (experiment.name, self.variant))))
         train(

@@ -58,7 +58,7 @@ def count_flop(fn: Callable[..., Any], *args: Any) -> Flop:
     """
     import jax
 
-    return _jaxpr_flop(jax.make_jaxpr(fn)(*args))
+    return jaxpr_flop(jax.make_jaxpr(fn)(*args))
 
 
 def model_flop(fn: Callable[..., Any], *args: Any) -> int:
@@ -98,8 +98,8 @@ def equation_flop(eqn: Any) -> int:
     return _eqn_flop(eqn, [True] * len(eqn.outvars)).total
 
 
-def _jaxpr_flop(jaxpr: Any, used: Sequence[bool] | None = None) -> Flop:
-    """FLOP of a jaxpr, closed or open, of which the outputs `used` are wanted."""
+def jaxpr_flop(jaxpr: Any, used: Sequence[bool] | None = None) -> Flop:
+    """FLOP of a jaxpr, closed or open, of which the outputs `used` are wanted: see `count_flop`."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     used = [True] * len(jaxpr.outvars) if used is None else used
     live = {var for var, wanted in zip(jaxpr.outvars, used, strict=True) if wanted and not hasattr(var, "val")}
@@ -119,20 +119,20 @@ def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
     if name == "pallas_call":
         return _kernel_flop(eqn)
     if name == "scan":
-        return _jaxpr_flop(params["jaxpr"]) * params["length"]
+        return jaxpr_flop(params["jaxpr"]) * params["length"]
     if name == "while":
-        body = _jaxpr_flop(params["body_jaxpr"])
+        body = jaxpr_flop(params["body_jaxpr"])
         return dataclasses.replace(body, unknown_loops=body.unknown_loops + 1) if body.total else body
     if name == "cond":
-        return max((_jaxpr_flop(branch) for branch in params["branches"]), key=lambda flop: flop.total)
+        return max((jaxpr_flop(branch) for branch in params["branches"]), key=lambda flop: flop.total)
     if name == "shard_map":
         shards = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-        return _jaxpr_flop(params["jaxpr"]) * shards
+        return jaxpr_flop(params["jaxpr"]) * shards
     inner = [value for value in params.values() if hasattr(getattr(value, "jaxpr", value), "eqns")]
     if inner:
         # jit, remat, custom_vjp and the like run the one program they hold
         alike = len(inner) == 1 and len(getattr(inner[0], "jaxpr", inner[0]).outvars) == len(used)
-        return sum((_jaxpr_flop(jaxpr, used if alike else None) for jaxpr in inner), Flop())
+        return sum((jaxpr_flop(jaxpr, used if alike else None) for jaxpr in inner), Flop())
     return Flop()
 
 
@@ -195,7 +195,7 @@ def _kernel_flop(eqn: Any) -> Flop:
     if estimate is not None:
         return Flop({"pallas_call": int(estimate.flops)})
     steps = math.prod(eqn.params["grid_mapping"].grid)
-    return Flop({"pallas_call": _jaxpr_flop(eqn.params["jaxpr"]).total * steps})
+    return Flop({"pallas_call": jaxpr_flop(eqn.params["jaxpr"]).total * steps})
 
 
 FORMULAS: Mapping[str, Callable[[Any], int]] = {

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxscale.costs.trace import jaxpr_flop
 from jaxscale.planning import accuracy
 from jaxscale.planning.flat import Program, flatten
 from jaxscale.planning.kinds import kinds_of
@@ -41,6 +42,7 @@ class Estimate:
         plan: with its mesh settled.
         device: bytes of device memory by kind, at the moment that needs the most.
         host: bytes of host memory by kind.
+        flop: of the products of forward and backward pass, recomputation included, all devices together.
         timeline: what is alive when, beside the arguments.
         arguments: the state and the batch, leaf by leaf.
     """
@@ -49,6 +51,7 @@ class Estimate:
     plan: Plan
     device: Mapping[str, int]
     host: Mapping[str, int]
+    flop: int
     timeline: Timeline = dataclasses.field(repr=False)
     arguments: tuple[Item, ...] = dataclasses.field(repr=False, default=())
 
@@ -116,7 +119,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform) -> Estimate:
     packing = round(found.bytes * (factors.packing - 1))
     if packing:
         device["packing"] = packing
-    return Estimate(str(platform), step.plan, device, _by_kind(host), found, arguments)
+    return Estimate(str(platform), step.plan, device, _by_kind(host), jaxpr_flop(traced).total, found, arguments)
 
 
 def _compiler(platform: Platform, plan: Plan, factors: accuracy.Factors) -> Compiler:

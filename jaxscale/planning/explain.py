@@ -11,10 +11,11 @@ from pathlib import Path
 
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.planning.cheapest import MENU
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import Fit, fit
 from jaxscale.planning.pictures import Point, curve, page, stacked, table
-from jaxscale.planning.program import batch_shapes, described_step, lowered_step
+from jaxscale.planning.program import lowered_step
 from jaxscale.planning.timeline import Item
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.experiment import Experiment
@@ -23,9 +24,6 @@ from jaxscale.values.units import size
 
 SHOWN = 20
 """Arrays that the text lists."""
-
-PLANS = ("none", "dots", "full")
-"""Memory plans on the curve of time against memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +118,7 @@ def explain(
     if verify:
         from jaxscale.platforms.compile import compile_report
 
-        recipe = partial(lowered_step, make=make or partial(_same, experiment), plan=plan)
+        recipe = partial(lowered_step, make=make or partial(_same, experiment), plan=guess.plan)
         report = compile_report(recipe, platform, explain=True)
         found = dataclasses.replace(found, report=report)
         if report.live is not None:
@@ -129,7 +127,7 @@ def explain(
             moments = tuple(dict(moment.bytes) for moment in report.timeline)
             phases = [moment.phase for moment in report.timeline]
             turn = next((n for n, phase in enumerate(phases) if phase in ("backward", "recompute")), len(moments))
-    return Explained(found, alive, moments, turn, tuple(compare(experiment, platform, guess.plan, PLANS)))
+    return Explained(found, alive, moments, turn, tuple(compare(experiment, platform, guess.plan, MENU)))
 
 
 def compare(experiment: Experiment, platform: Platform, plan: Plan, memory: Sequence[str]) -> list[Point]:
@@ -141,19 +139,14 @@ def compare(experiment: Experiment, platform: Platform, plan: Plan, memory: Sequ
         plan: how; its memory plan is replaced, and is the first of those weighed.
         memory: text forms of memory plans.
     """
-    from jaxscale.costs.trace import count_flop
-
-    weighed: list[tuple[str, int, int]] = []
-    for text in dict.fromkeys((str(plan.memory), *memory)):
-        other = dataclasses.replace(plan, memory=MemoryPlan.parse(text))
-        step = described_step(experiment, platform, other)
-        shapes = step.abstract_batch(batch_shapes(experiment))
-        flop = count_flop(
-            lambda state, batch, step=step: step.objective.gradients(state, batch), step.layout.abstract, shapes
-        )
-        weighed.append((text, estimate(experiment, platform, other).device_bytes, flop.total))
-    least = min(flop for _, _, flop in weighed) or 1
-    return [Point(name, bytes, flop / least, name == str(plan.memory)) for name, bytes, flop in weighed]
+    texts = dict.fromkeys((str(plan.memory), *memory))
+    weighed = {
+        text: estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan.parse(text))) for text in texts
+    }
+    least = min(found.flop for found in weighed.values()) or 1
+    return [
+        Point(text, found.device_bytes, found.flop / least, text == str(plan.memory)) for text, found in weighed.items()
+    ]
 
 
 def _same(experiment: Experiment) -> Experiment:

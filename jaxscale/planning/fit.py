@@ -10,6 +10,7 @@ from functools import partial
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning import accuracy
+from jaxscale.planning.cheapest import cheapest_fit
 from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.program import lowered_step
 from jaxscale.platforms.platform import Platform
@@ -171,6 +172,9 @@ def fit(
             raise UserError(f"{name}: got {value} bytes, expected at least 1")
     limit = usable_bytes(platform) if limit is None else limit
     host_limit = _host_share(platform) if host_limit is None else host_limit
+    plan = experiment.plan if plan is None else plan
+    if plan.memory.rule == "fit":
+        plan = cheapest_fit(experiment, platform, limit, plan)
     found = Fit(experiment.name, platform, estimate(experiment, platform, plan), limit, host_limit)
     if verify:
         from jaxscale.platforms.compile import compile_report

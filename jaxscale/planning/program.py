@@ -58,3 +58,9 @@ def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: P
     experiment = make()
     step = build(experiment, plan, devices=devices)
     return step.step_fn.lower(step.layout.abstract, step.abstract_batch(batch_shapes(experiment)))
+
+
+def compiled_bytes(experiment: Experiment, plan: Plan) -> int:
+    """Bytes of device memory per device of the step compiled for the devices of this process."""
+    found = build(experiment, plan).compile(batch_shapes(experiment))
+    return found.argument_bytes + found.output_bytes - found.alias_bytes + found.temp_bytes
