@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -7,8 +8,9 @@ import pytest
 from flax import nnx
 
 from jaxscale import blocks
-from jaxscale.blocks import Context
+from jaxscale.blocks import Context, Treatment
 from jaxscale.errors import UserError
+from jaxscale.layers.conv import BatchNorm
 from jaxscale.layers.dropout import Dropout
 from jaxscale.layers.linear import Linear
 from jaxscale.layers.mlp import MLP
@@ -225,6 +227,208 @@ def test_unrolled_iterations_keep_the_result():
     stack, x = _stack(4), _x()
     with blocks.wrapping(lambda block, rolled: block, unroll=2):
         _close(stack(x), _by_hand(stack, x))
+
+
+class Running(Block):
+    """Drops out, and holds running statistics."""
+
+    def __init__(self, rngs):
+        super().__init__(4, dropout=0.3, rngs=rngs)
+        self.batch = BatchNorm(4, momentum=0.5)
+
+    def __call__(self, x, *, context=Context(), **settings):
+        result = super().__call__(x, context=context, **settings)
+        y, *extra = result if isinstance(result, tuple) else (result,)
+        y = self.batch(y, context=context)
+        return (y, *extra) if extra else y
+
+
+PLAIN = Treatment()
+
+
+def _everything(stack, treatment=PLAIN):
+    """Gradients, outputs and what the blocks left, with dropout, inputs per layer, a cycle, and statistics."""
+    graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
+    layers = stack.count
+    per_layer = {"shift": jnp.linspace(0, 1, layers), "extra": jnp.arange(float(layers))}
+    cycle = ({"scale": 1.0}, {"scale": 0.5})
+
+    def loss(params, rest, x):
+        inside = nnx.merge(graphdef, params, rest, copy=True)
+        context = Context(key=jax.random.key(3))
+        with blocks.treating(treatment):
+            y, found = inside(x, context=context, per_layer=per_layer, cycle=cycle, outputs=True)
+        left = nnx.to_pure_dict(nnx.state(inside, nnx.Not(nnx.Param)))
+        return jnp.sum(jnp.square(y)) + jnp.sum(found), (found, left)
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 2), has_aux=True))
+    (params, x), (found, left) = gradients(nnx.to_pure_dict(params), nnx.to_pure_dict(rest), _x())
+    return {"params": _one_stack(params), "x": x, "outputs": found, "left": _one_stack(left)}
+
+
+def _one_stack(tree):
+    """The tree of a stack that was built in groups, as that of one."""
+    groups = [tree[name] for name in sorted(tree, key=lambda name: int("0" + "".join(filter(str.isdigit, name))))]
+    return groups[0] if len(groups) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *groups)
+
+
+def _same(found, expected):
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * largest), found, expected)
+
+
+@pytest.fixture(scope="module")
+def untreated():
+    return {layers: _everything(Stack(Running, layers, rngs=nnx.Rngs(0))) for layers in (7,)}
+
+
+def _remat(block, rolled):
+    return jax.checkpoint(block, prevent_cse=not rolled)
+
+
+TREATMENTS = {
+    "segments that divide not": Treatment(segment=4),
+    "segments of one cycle": Treatment(_remat, segment=1),
+    "one segment": Treatment(segment=9),
+    "segments, unrolled": Treatment(_remat, unroll=2, segment=4),
+    "groups": Treatment(groups=((5, _remat), (2, blocks.as_it_is))),
+    "three groups, one of a layer": Treatment(groups=((3, blocks.as_it_is), (1, _remat), (3, _remat))),
+    "groups in segments": Treatment(groups=((5, _remat), (2, blocks.as_it_is)), segment=2),
+}
+
+
+@pytest.mark.parametrize("name", TREATMENTS)
+def test_a_treatment_changes_nothing_but_memory(untreated, name):
+    _same(_everything(Stack(Running, 7, rngs=nnx.Rngs(0)), TREATMENTS[name]), untreated[7])
+
+
+@pytest.mark.parametrize("name", ["segments that divide not", "groups in segments"])
+def test_a_treatment_of_blocks_that_are_not_scanned(untreated, name):
+    _same(_everything(Stack(Running, 7, rngs=nnx.Rngs(0), scan=False), TREATMENTS[name]), untreated[7])
+
+
+@pytest.mark.parametrize("name", [None, "segments that divide not", "groups"])
+def test_groups_with_their_own_parameters_are_the_same_model(untreated, name):
+    with blocks.grouping((5, 2)):
+        stack = Stack(Running, 7, rngs=nnx.Rngs(0))
+    assert stack.layers.mlp.up.weight.shape == (5, 4, 8)
+    assert stack.layers_from_5.mlp.up.weight.shape == (2, 4, 8)
+    assert stack.layers_from_5.mlp.up.weight.out_sharding == ("layers", "embed", "mlp")
+    one = Stack(Running, 7, rngs=nnx.Rngs(0))
+    params = _one_stack(nnx.to_pure_dict(nnx.state(stack, nnx.Param)))
+    jax.tree.map(np.testing.assert_array_equal, params, nnx.to_pure_dict(nnx.state(one, nnx.Param))["layers"])
+    _same(_everything(stack, Treatment() if name is None else TREATMENTS[name]), untreated[7])
+
+
+def test_a_grouping_is_for_stacks_of_its_depth_alone():
+    with blocks.grouping((5, 2)):
+        assert _stack(3).groups == (3,)
+        with blocks.grouping(()):
+            assert _stack(7).groups == (7,)
+    assert _stack(7).groups == (7,)
+
+
+def _inner(eqn):
+    """The jaxprs in an equation."""
+    for value in eqn.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            one = getattr(one, "jaxpr", one)
+            if hasattr(one, "eqns"):
+                yield one
+
+
+def _scans(jaxpr):
+    """Length of every scan, with those inside it."""
+    found = []
+    for eqn in jaxpr.eqns:
+        inside = [scan for inner in _inner(eqn) for scan in _scans(inner)]
+        found += [(eqn.params["length"], inside)] if eqn.primitive.name == "scan" else inside
+    return found
+
+
+def test_a_stack_built_in_groups_is_never_cut():
+    """Cutting would copy the parameters: every scan takes a group's own leaves."""
+    with blocks.grouping((5, 2)):
+        stack = _stack(7)
+    graphdef, state = nnx.split(stack)
+    treatment = Treatment(groups=((5, _remat), (2, blocks.as_it_is)))
+
+    def run(params, x):
+        with blocks.treating(treatment):
+            return nnx.merge(graphdef, params, copy=True)(x)
+
+    jaxpr = jax.make_jaxpr(run)(nnx.to_pure_dict(state), _x()).jaxpr
+    assert [length for length, _ in _scans(jaxpr)] == [5, 2]
+    assert not any(eqn.primitive.name in ("slice", "concatenate", "dynamic_slice") for eqn in jaxpr.eqns)
+
+
+@pytest.mark.parametrize(("segment", "expected"), [(3, [(2, [(3, [])]), (1, [])]), (7, [(1, [(7, [])])])])
+def test_segments_are_a_scan_of_scans(segment, expected):
+    stack = _stack(7)
+    with blocks.treating(Treatment(segment=segment)):
+        jaxpr = jax.make_jaxpr(lambda x: stack(x))(_x()).jaxpr
+    assert _scans(jaxpr) == expected
+
+
+def test_blocks_say_whether_xla_could_merge_their_second_run():
+    """In a loop of several iterations it cannot; in a loop of one, or beside the first run, it would."""
+
+    def rolled(treatment, layers=6):
+        seen = []
+
+        def wrapper(block, rolled):
+            seen.append(rolled)
+            return block
+
+        replaced = dataclasses.replace(treatment, wrapper=wrapper)
+        if treatment.groups:
+            replaced = dataclasses.replace(treatment, groups=tuple((n, wrapper) for n, _ in treatment.groups))
+        stack = _stack(layers)
+        with blocks.treating(replaced):
+            jax.eval_shape(stack, _x())
+        return seen
+
+    assert rolled(Treatment()) == [True]
+    assert rolled(Treatment(), layers=1) == [False]
+    assert rolled(Treatment(unroll=2)) == [False]
+    assert rolled(Treatment(segment=3)) == [True]
+    assert rolled(Treatment(segment=1)) == [True]
+    assert rolled(Treatment(segment=5)) == [True, False]
+    assert rolled(Treatment(groups=((5, _remat), (1, _remat)))) == [True, False]
+
+
+def test_segments_keep_what_enters_them():
+    """Bytes of a compiled gradient: ceil(L / K) inputs, and K within a segment, less than one level's L."""
+    size, layers, rows = 8, 64, 512
+
+    def temp(treatment):
+        stack = Stack(lambda rngs: Block(size, rngs=rngs), layers, rngs=nnx.Rngs(0))
+        graphdef, state = nnx.split(stack)
+
+        def loss(params, x):
+            with blocks.treating(treatment):
+                return jnp.sum(jnp.square(nnx.merge(graphdef, params, copy=True)(x)))
+
+        x = jax.ShapeDtypeStruct((rows, 3, size), jnp.float32)
+        memory = jax.jit(jax.grad(loss)).lower(nnx.to_pure_dict(state), x).compile().memory_analysis()
+        return memory.temp_size_in_bytes / (rows * 3 * size * 4)
+
+    one, eight = temp(Treatment(_remat)), temp(Treatment(_remat, segment=8))
+    assert 64 - 16 - 2 < one - eight < 64 - 16 + 2
+    assert abs(temp(Treatment(_remat, segment=16)) - eight - 4) < 1
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: Treatment(segment=0), "segment: got 0"),
+        (lambda: Treatment(groups=((0, _remat), (7, _remat))), "groups of 0, 7 layers"),
+        (lambda: Treatment(groups=((5, _remat), (1, _remat))).runs(7), r"5 \+ 1 layers for a stack of 7"),
+    ],
+)
+def test_treatments_check_themselves(make, match):
+    with pytest.raises(UserError, match=match):
+        make()
 
 
 def test_no_layers_is_refused():
