@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from typing import Literal
 
-from jaxscale.platforms.hlo_program import Computation, Op, Program, called, integers
+from jaxscale.platforms.hlo_program import ARRAY, Computation, Op, Program, array_bytes, called, integers
 from jaxscale.platforms.report import KINDS, Kind, LiveTensor, Moment
 
 Phase = Literal["forward", "backward", "recompute"]
@@ -38,7 +38,12 @@ _ADDED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Live:
-    """Who is alive at the peak, and how live bytes go along the schedule."""
+    """Who is alive at the peak, and how live bytes go along the schedule.
+
+    Args:
+        tensors: the buffers alive at the peak, largest first, without those below a thousandth of it.
+        timeline: live bytes by kind, along the schedule.
+    """
 
     tensors: tuple[LiveTensor, ...]
     timeline: tuple[Moment, ...]
@@ -128,6 +133,8 @@ def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
         )
         for value in peak
     ]
+    small = sum(tensor.bytes for tensor in tensors) // 1000
+    tensors = [tensor for tensor in tensors if tensor.bytes > small]
     return Live(tuple(sorted(tensors, key=lambda one: (-one.bytes, one.name))), timeline)
 
 
@@ -242,6 +249,12 @@ def _thinned(moments: list[Moment]) -> tuple[Moment, ...]:
     )
 
 
+def _bytes(computation: Computation, name: str) -> int:
+    op = computation.instructions.get(name)
+    found = ARRAY.search(op.type) if op is not None else None
+    return array_bytes((found[1], found[2])) if found else 0
+
+
 class _Names:
     """What the values of a program are called, in the user's terms."""
 
@@ -306,13 +319,16 @@ class _Names:
         if op.opcode == "parameter" and not computation.is_entry:
             return self._argument(computation, op, index)
         plain = ("bitcast", "copy", "copy-start", "copy-done", "optimization-barrier", "opt-barrier", "reshape")
-        unnamed = op.opcode.endswith(("-done", "convert", "fusion")) and not self.op_name(op.name)
-        if op.operands and (op.opcode in plain or unnamed):
+        unnamed = bool(op.operands) and not self.op_name(op.name)
+        if op.opcode in plain or (unnamed and op.opcode.endswith(("-start", "-done", "convert"))):
             return op.operands[0], ()
+        if unnamed and op.opcode == "fusion":
+            widest = max(op.operands, key=lambda name: _bytes(computation, name))
+            return (self._stacked(op) if through_stacks else None) or self._root(op) or (widest, ())
         if not through_stacks:
             return None
-        if op.opcode == "dynamic-update-slice":
-            return op.operands[1], ()
+        if op.opcode in ("dynamic-update-slice", "dynamic-slice"):
+            return op.operands[1 if op.opcode == "dynamic-update-slice" else 0], ()
         if op.opcode in ("async-done", "async-update"):
             return op.operands[0], ()
         return self._stacked(op) if op.opcode in ("fusion", "async-start", "call") else None
@@ -335,17 +351,23 @@ class _Names:
             return None
         return (call.name if call.opcode == "while" else call.operands[int(op.operands[0])]), index
 
+    def _root(self, op: Op) -> tuple[str, tuple[int, ...]] | None:
+        """Of a fusion without a name, its last instruction that has one."""
+        inner = self.program.computations[called(op.attributes)[0]].instructions
+        named = [name for name, one in inner.items() if self.op_name(name) and one.opcode != "constant"]
+        return (named[-1], ()) if named else None
+
     def _stacked(self, op: Op) -> tuple[str, tuple[int, ...]] | None:
-        """Of an operation that writes a slice into a stack, where the slice comes from."""
+        """Of an operation that writes a slice into a stack, or takes one out, where the slice comes from."""
         inner = self.program.computations[called(op.attributes)[0]]
         root = next(one for one in inner.instructions.values() if one.is_root)
-        while root.opcode in ("bitcast", "copy") and root.operands[0] in inner.instructions:
+        while root.opcode in ("bitcast", "copy", "convert") and root.operands[0] in inner.instructions:
             root = inner.instructions[root.operands[0]]
         if root.opcode == "fusion":
             return self._stacked(root)
-        if root.opcode != "dynamic-update-slice":
+        if root.opcode not in ("dynamic-update-slice", "dynamic-slice"):
             return None
-        part = inner.instructions[root.operands[1]]
+        part = inner.instructions[root.operands[1 if root.opcode == "dynamic-update-slice" else 0]]
         while part.opcode in ("bitcast", "copy", "reshape", "convert") and part.operands[0] in inner.instructions:
             part = inner.instructions[part.operands[0]]
         return part.name, ()
