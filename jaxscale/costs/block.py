@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxscale.costs import roofline
-from jaxscale.costs.inline import Constant, Program, Step, inline
+from jaxscale.costs.inline import Program, Step, inline
 from jaxscale.costs.spread import Spread, local_bytes, of_spec, propagate
 from jaxscale.costs.trace import equation_flop
 from jaxscale.platforms.platform import Chip
@@ -96,8 +96,8 @@ class BlockGraph:
         >>> import jax, jax.numpy as jnp
         >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 8), (4, 8)])
         >>> graph = block_graph(lambda w, x: jnp.tanh(x @ w) @ w, w, x)
-        >>> [graph.values[index].name for index in graph.needed], graph.flop
-        (['tanh', 'tanh (unnamed)'], 1024)
+        >>> [value.name for value in graph.values if value.mark is not None], graph.flop, graph.carried_bytes
+        (['dot_general', 'tanh', 'dot_general.2'], 1024, 128)
     """
 
     fingerprint: str
@@ -163,7 +163,8 @@ def block_graph(
     """
     import jax
 
-    closed = jax.make_jaxpr(fn)(*args)
+    # a function of its own: JAX would give a trace made under another layout again
+    closed = jax.make_jaxpr(lambda *args: fn(*args))(*args)
     return graph_of(closed, args, chip=chip, mesh=mesh, batch=batch, activations=activations)
 
 
@@ -191,8 +192,8 @@ def graph_of(
     leaves = [None] * (len(program.inputs) - len(jax.tree.leaves(args))) + jax.tree.leaves(args)
     for index, leaf in enumerate(leaves):
         number = known.inputs[index]
-        sharding = getattr(leaf, "sharding", None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
-        if hasattr(sharding, "spec") and leaf is not None:
+        sharding: Any = getattr(leaf, "sharding", None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
+        if leaf is not None and hasattr(sharding, "spec"):
             given[number] = of_spec(sharding.spec, len(leaf.shape))
             mesh = dict(sharding.mesh.shape) | dict(mesh)
     stated = bool(given) or any(step.primitive == "sharding_constraint" for step in known.steps)
@@ -215,10 +216,11 @@ def _forward_and_residuals(program: Program, consts: Sequence[Any]) -> tuple[Pro
     import jax
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
+    from jax.core import Tracer
 
     names = program.names()
     avals = [program.avals[number] for number in program.inputs]
-    fixed = {index for index, const in enumerate(consts) if not isinstance(const, jax.core.Tracer)}
+    fixed = {index for index, const in enumerate(consts) if not isinstance(const, Tracer)}
     trained = [i for i, aval in enumerate(avals) if i not in fixed and jnp.issubdtype(aval.dtype, jnp.inexact)]
 
     def forward(*given: Any) -> tuple[Any, Any]:
@@ -272,15 +274,11 @@ class _Builder:
         for number, name in zip(known.inputs, names, strict=True):
             self._add(number, name, -1)
         # a value whose only reader gives it a name is one with what it names
-        named = {
-            step.inputs[0]: step
-            for step in known.steps
-            if step.primitive == "name" and isinstance(step.inputs[0], int) and readers[step.inputs[0]] == 1
-        }
+        named = {_read(step): step for step in known.steps if step.primitive == "name" and readers[_read(step)] == 1}
         for step in known.steps:
-            if step.primitive == "name" and named.get(_read(step.inputs[0])) is step and step.inputs[0] in self.index:
+            if step.primitive == "name" and named.get(_read(step)) is step and _read(step) in self.index:
                 if step.outputs[0] is not None:
-                    self.index[step.outputs[0]] = self.index[step.inputs[0]]
+                    self.index[step.outputs[0]] = self.index[_read(step)]
                 continue
             self._equation(step, named)
         inputs = tuple(range(len(known.inputs)))
@@ -362,8 +360,9 @@ class _Builder:
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
 
 
-def _read(atom: int | Constant) -> int:
-    return atom if isinstance(atom, int) else -1
+def _read(step: Step) -> int:
+    """Number of the value that a step with one input reads; -1 for a constant."""
+    return step.inputs[0] if isinstance(step.inputs[0], int) else -1
 
 
 def _word(step: Step) -> str:

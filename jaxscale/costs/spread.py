@@ -83,7 +83,7 @@ def constraint(eqn: Any) -> Spread:
     return ((),) * rank if spec is None else of_spec(spec, rank)
 
 
-def of_spec(spec: Sequence[Any], rank: int) -> Spread:
+def of_spec(spec: Any, rank: int) -> Spread:
     """A `PartitionSpec` of an array of `rank` dims as a spread.
 
     Example:

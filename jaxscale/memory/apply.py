@@ -1,10 +1,11 @@
 """A MemoryPlan applied to blocks: `jax.checkpoint` around each, from outside the model."""
 
+import dataclasses
 from typing import Any
 
 import jax
 
-from jaxscale.blocks import BlockFunction, Wrapper
+from jaxscale.blocks import BlockFunction, Wrapper, as_it_is
 from jaxscale.memory.plan import MemoryPlan
 
 
@@ -22,11 +23,35 @@ def keep_nothing(primitive: Any, *inputs: Any, **params: Any) -> bool:
 POLICIES: dict[str, Any] = {"dots": keep_dots, "full": keep_nothing}
 
 
+@dataclasses.dataclass(frozen=True)
+class KeepBy:
+    """One of JAX's own policies, by its name in `jax.checkpoint_policies`."""
+
+    name: str
+
+    def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> Any:
+        """What `jax.checkpoint` asks of every operation."""
+        return getattr(jax.checkpoint_policies, self.name)(primitive, *inputs, **params)
+
+
+def policy_of(plan: MemoryPlan) -> Any:
+    """The policy under which a plan runs every block; `None` for a plan that is no policy.
+
+    Example:
+        >>> policy_of(MemoryPlan.parse("jax:dots_saveable"))
+        KeepBy(name='dots_saveable')
+    """
+    if plan.rule == "jax":
+        return KeepBy(str(plan.name))
+    return POLICIES.get(plan.rule)
+
+
 def wrapper(plan: MemoryPlan) -> Wrapper:
-    """What `blocks.wrapping` needs to run every block under the plan."""
+    """What `blocks.wrapping` needs to run every block under the plan: one of those that are policies, or "none"."""
     if plan.rule == "none":
-        return lambda block, rolled: block
-    policy = POLICIES[plan.rule]
+        return as_it_is
+    policy = policy_of(plan)
+    assert policy is not None, f"{plan} needs a decision, not a policy"
 
     def checkpointed(block: BlockFunction, rolled: bool) -> BlockFunction:
         # inside a rolled scan XLA can't undo the recomputation, and the barriers of prevent_cse only cost

@@ -1,9 +1,13 @@
 """Decision: what a MemoryPlan comes to for one model, block by block: names, not rules. Frozen, and JSON both ways."""
 
 import dataclasses
+import json
+from pathlib import Path
+from typing import Any
 
 from jaxscale.errors import UserError
-from jaxscale.values import check_types
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.values import check_types, from_json, read_json, to_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,3 +78,53 @@ class StackDecision:
     def layers(self) -> int:
         """Layers of all groups."""
         return sum(group.layers for group in self.groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What a memory plan comes to for one model, per device and microbatch.
+
+    Args:
+        plan: what was asked for.
+        saves: one save set for each kind of block; none where a policy of JAX's says what is kept.
+        stack: how the layers of the model's one scanned stack differ; `None`: all as `saves` says.
+        layers: blocks of the model.
+        bytes: kept on the device, of the whole model: inputs of blocks, and what save sets keep.
+        host_bytes: in host memory, of the whole model.
+        flop: recomputed in one backward pass, of the whole model.
+        seconds: modelled, for the same; 0 where no chip is known.
+
+    Example:
+        >>> save = SaveSet("block", ("up",), bytes=64)
+        >>> decision = Decision(MemoryPlan.parse("save:1MiB"), (save,), layers=2, bytes=192)
+        >>> from_json(Decision, to_json(decision)) == decision
+        True
+    """
+
+    plan: MemoryPlan
+    saves: tuple[SaveSet, ...] = ()
+    stack: StackDecision | None = None
+    layers: int = 0
+    bytes: int = 0
+    host_bytes: int = 0
+    flop: int = 0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        kinds = [save.block for save in self.saves]
+        if len(set(kinds)) < len(kinds):
+            raise UserError("a decision has one save set for each kind of block; got two for one")
+
+    def write(self, path: Any) -> None:
+        """To a JSON file that `read_decision`, and the memory plan `file:PATH`, read."""
+        Path(path).write_text(json.dumps(to_json(self), indent=1) + "\n")
+
+
+def read_decision(path: Any) -> Decision:
+    """The decision of a file that `Decision.write` wrote.
+
+    Raises:
+        UserError: no such file, not JSON, or not a decision.
+    """
+    return from_json(Decision, read_json(path), str(path))

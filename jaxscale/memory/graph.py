@@ -21,7 +21,7 @@ The solver is HiGHS, through scipy.
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from jaxscale.costs.block import BlockGraph
 from jaxscale.errors import UserError, unknown
@@ -263,7 +263,7 @@ class _Program:
         from scipy.sparse import csr_array
 
         marks, graph, host = self.marks, self.graph, self.host
-        column = {("keep", mark): i for i, mark in enumerate(marks)}
+        column: dict[tuple[str, Any], int] = {("keep", mark): i for i, mark in enumerate(marks)}
         if host is not None:
             wanted = [
                 mark
@@ -363,14 +363,16 @@ class _Program:
                 upper[self.column[key]] = np.inf
         integral = np.zeros(count)
         integral[: self.whole] = 1
+        lower: Any = np.zeros(count)
+        bounds = Bounds(lower, cast(Any, upper))
         room = float(budget)
         while True:
-            rules = [LinearConstraint(self.matrix, self.least, np.inf)]
+            rules = [LinearConstraint(self.matrix, cast(Any, self.least), np.inf)]
             rules.append(LinearConstraint(self.bytes[None, :], -np.inf, room / self.unit))
             if math.isfinite(spent):
                 rules.append(LinearConstraint(self.cost[None, :], -np.inf, spent))
             found = milp(
-                objective, integrality=integral, bounds=Bounds(0, upper), constraints=rules, options={"mip_rel_gap": 0}
+                objective, integrality=integral, bounds=bounds, constraints=rules, options={"mip_rel_gap": 0}
             )
             if found.x is None:
                 raise RuntimeError(

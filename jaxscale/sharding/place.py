@@ -9,6 +9,7 @@ import contextvars
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -20,8 +21,13 @@ _layout: contextvars.ContextVar[tuple[Mesh, AxisRules] | None] = contextvars.Con
 
 
 @contextlib.contextmanager
-def layout(mesh: Mesh, rules: AxisRules) -> Iterator[None]:
-    """While tracing inside, `constrain` places arrays on `mesh` by `rules`."""
+def layout(mesh: Any, rules: AxisRules) -> Iterator[None]:
+    """While tracing inside, `constrain` places arrays on `mesh` by `rules`.
+
+    Args:
+        mesh: a `jax.sharding.Mesh`; to trace for devices that are not here, an `AbstractMesh` of axes in Auto mode.
+        rules: mesh axes of each logical axis.
+    """
     token = _layout.set((mesh, rules))
     try:
         yield
@@ -29,12 +35,12 @@ def layout(mesh: Mesh, rules: AxisRules) -> Iterator[None]:
         _layout.reset(token)
 
 
-def current() -> tuple[Mesh, AxisRules] | None:
+def current() -> tuple[Any, AxisRules] | None:
     """The mesh and rules in force; `None` outside any layout. Kernels that need `shard_map` ask this."""
     return _layout.get()
 
 
-def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Mesh, rules: AxisRules) -> PartitionSpec:
+def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any, rules: AxisRules) -> PartitionSpec:
     """PartitionSpec of an array whose dims carry logical `names`.
 
     A mesh axis is used once, by the first dim that asks for it; a dim that its mesh axes do not divide stays whole (the

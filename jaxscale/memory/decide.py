@@ -1,0 +1,149 @@
+"""From a memory plan and a model's blocks to a decision, and from a decision to how blocks run.
+
+Rules of this module: none, dots, full, jax, sqrt and periodic (of a scanned stack), save, greedy, dtr_static, file.
+Chains of unlike blocks and offload have their own (`chain_apply.py`, `selectors`).
+"""
+
+from collections.abc import Sequence
+
+from jaxscale.blocks import Treatment
+from jaxscale.costs import roofline
+from jaxscale.costs.collect import BlockCall
+from jaxscale.errors import UserError
+from jaxscale.memory.apply import wrapper
+from jaxscale.memory.decision import Decision, Group, SaveSet, StackDecision, read_decision
+from jaxscale.memory.graph import EVERYTHING, Objective, save_set
+from jaxscale.memory.greedy import greedy
+from jaxscale.memory.keep_named import keeping, keeping_or_not
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.memory.policy_sets import policy_set
+from jaxscale.memory.stack_plan import plan_stack, share, stack_totals, too_small, totals
+from jaxscale.platforms.platform import Chip
+
+RULES = ("none", "dots", "full", "jax", "sqrt", "periodic", "save", "greedy", "dtr_static", "file")
+"""Rules that `decide` knows."""
+_POLICIES = {"dots": "dots_saveable", "full": "nothing_saveable"}
+
+
+def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = None) -> Decision:
+    """What a memory plan comes to for a model.
+
+    Args:
+        plan: one of `RULES`.
+        calls: the model's blocks (`costs.collect`), per device and microbatch, with seconds where `chip` is given.
+        chip: whose seconds to make least, where the plan does not say what to make least.
+
+    Raises:
+        UserError: a budget below the least possible; segments of a model that is no scanned stack; no blocks.
+    """
+    if plan.rule == "file":
+        return read_decision(plan.name)
+    if not calls:
+        raise UserError(
+            f"memory {plan}: this model shows no blocks; build it of layers.Stack or layers.Chain, bring it as a "
+            "ForeignModel, or leave memory out"
+        )
+    kinds = {call.fingerprint: call.graph for call in calls}
+    objective = plan.objective or default_objective(chip)
+    budget = plan.budget if plan.budget is not None else 0
+    match plan.rule:
+        case "none":
+            return _uniform(plan, calls, [save_set(graph, (EVERYTHING,)) for graph in kinds.values()])
+        case "dots" | "full" | "jax":
+            policy = plan.name or _POLICIES[plan.rule]
+            return _uniform(plan, calls, [policy_set(graph, policy) for graph in kinds.values()])
+        case "sqrt" | "periodic":
+            return _segments(plan, calls)
+        case "save" if _scanned(calls):
+            [call] = calls
+            stack = plan_stack(call.graph, call.count, budget, objective=objective)
+            if len(stack.groups) == 1 and stack.segment is None:
+                return _uniform(plan, calls, [group.save for group in stack.groups if group.save is not None])
+            return _stacked(plan, calls[0], stack)
+        case "save":
+            return _uniform(plan, calls, share(calls, budget, objective=objective))
+        case "greedy" | "dtr_static":
+            inputs = sum(call.count * call.input_bytes for call in calls)
+            if budget < inputs:
+                raise too_small(budget, inputs, "save:BYTES for a scanned stack, chain:BYTES, ")
+            whole = sum(call.count * call.graph.needed_bytes for call in calls)
+            part = min(1.0, (budget - inputs) / whole) if whole else 1.0
+            score = "ratio" if plan.rule == "greedy" else "dtr_static"
+            rooms = {kind: int(graph.needed_bytes * part) for kind, graph in kinds.items()}
+            return _uniform(
+                plan, calls, [greedy(graph, rooms[kind], score, objective=objective) for kind, graph in kinds.items()]
+            )
+        case _:
+            raise UserError(f"memory {plan}: expected a plan by one of {', '.join(RULES)}")
+
+
+def default_objective(chip: Chip | None) -> Objective:
+    """Seconds on a chip whose rates are known, else FLOP."""
+    return "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
+
+
+def treatment_for(decision: Decision, *, unroll: int = 1) -> Treatment:
+    """How blocks run under a decision, for `blocks.treating`.
+
+    Args:
+        decision: of `decide`, or read from a file.
+        unroll: layers per iteration of a scan over layers.
+    """
+    if decision.plan.rule in ("none", "dots", "full", "jax"):
+        return Treatment(wrapper(decision.plan), unroll)
+    stack = decision.stack
+    if stack is None:
+        return Treatment(keeping(decision.saves), unroll)
+    groups = tuple((group.layers, keeping_or_not(group.save)) for group in stack.groups)
+    if len(groups) == 1:
+        return Treatment(groups[0][1], unroll, segment=stack.segment)
+    return Treatment(unroll=unroll, segment=stack.segment, groups=groups)
+
+
+def _scanned(calls: Sequence[BlockCall]) -> bool:
+    """Whether the model is one scanned stack of alike blocks."""
+    return len(calls) == 1 and calls[0].rolled and calls[0].count > 1
+
+
+def _uniform(plan: MemoryPlan, calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Decision:
+    found = totals(calls, saves)
+    return Decision(
+        plan,
+        tuple(saves),
+        None,
+        layers=found.layers,
+        bytes=found.bytes,
+        host_bytes=found.host_bytes,
+        flop=found.flop,
+        seconds=found.seconds,
+    )
+
+
+def _stacked(plan: MemoryPlan, call: BlockCall, stack: StackDecision) -> Decision:
+    found = stack_totals(call.graph, stack)
+    return Decision(
+        plan,
+        (),
+        stack,
+        layers=found.layers,
+        bytes=found.bytes,
+        host_bytes=found.host_bytes,
+        flop=found.flop,
+        seconds=found.seconds,
+    )
+
+
+def _segments(plan: MemoryPlan, calls: Sequence[BlockCall]) -> Decision:
+    if not _scanned(calls):
+        raise UserError(
+            f"memory {plan}: this model is no scanned stack of alike blocks, but {len(calls)} calls of blocks; "
+            "chain:BYTES places recomputation in a chain of blocks"
+        )
+    [call] = calls
+    layers = call.count
+    every = plan.count
+    if every is None:
+        every = min(range(1, layers + 1), key=lambda k: (-(-layers // k) + k, abs(k - layers**0.5)))
+    if every > layers:
+        raise UserError(f"memory {plan}: segments of {every} blocks, and the model has {layers}")
+    return _stacked(plan, call, StackDecision((Group(layers),), every))

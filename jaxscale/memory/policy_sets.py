@@ -1,0 +1,41 @@
+"""What JAX's own policies keep of a block, and what they run again, in the terms of save sets: for comparison.
+
+A policy says yes or no to kinds of operations; what it says yes to and the backward pass reads is kept.
+"""
+
+from jaxscale.costs.block import BlockGraph
+from jaxscale.errors import unknown
+from jaxscale.memory.decision import SaveSet
+from jaxscale.memory.graph import EVERYTHING, recompute, save_set
+from jaxscale.memory.plan import POLICIES
+
+
+def policy_set(graph: BlockGraph, policy: str) -> SaveSet:
+    """What a policy of `jax.checkpoint_policies` comes to for a block.
+
+    Args:
+        graph: of the block.
+        policy: its name, such as "dots_saveable".
+
+    Raises:
+        UserError: a policy that is none of those without arguments.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxscale.costs.block import block_graph
+        >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 8), (4, 8)])
+        >>> graph = block_graph(lambda w, x: jnp.tanh(x @ w) @ w, w, x)
+        >>> policy_set(graph, "dots_saveable").keep, policy_set(graph, "nothing_saveable").flop
+        (('dot_general',), 512)
+    """
+    if policy not in POLICIES:
+        raise unknown("policy of jax.checkpoint_policies", policy, POLICIES)
+    if policy == "everything_saveable":
+        return save_set(graph, (EVERYTHING,))
+    offered = {index for equation in graph.equations if policy in equation.kept_by for index in equation.outputs}
+    again = recompute(graph, offered)
+    read = {*graph.needed, *(index for number in again.equations for index in graph.equations[number].inputs)}
+    kept = sorted(offered & read)
+    names = tuple(graph.values[index].name for index in kept)
+    size = sum(graph.values[index].bytes for index in kept)
+    return SaveSet(graph.fingerprint, names, (), size, 0, again.flop, again.seconds)

@@ -1,0 +1,237 @@
+"""One budget for a model's blocks: a save set for each kind, and for a scanned stack two groups or two levels.
+
+* One save set for all layers is exact by `graph.solve`, at the budget's share of a layer.
+* L alike layers mix at best two *neighbouring* points of the lower convex hull of the curve of cost against bytes; two
+  groups of layers are taken where they cost less by `GROUPS_GAIN` of a step.
+* Where not even the blocks' inputs fit, a scan over segments keeps every k-th block's input, at the price of one more
+  forward pass: ceil(L / k) + k inputs.
+* Blocks of several kinds share a budget by an integer program over the points of their curves.
+
+Left out: more than two groups (the hull needs none), groups within a model of several kinds of blocks.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jaxscale.costs.block import BlockGraph
+from jaxscale.costs.collect import BlockCall
+from jaxscale.errors import UserError
+from jaxscale.memory.decision import Group, SaveSet, StackDecision
+from jaxscale.memory.graph import Objective, menu, solve
+from jaxscale.values.byte_sizes import bytes_text
+
+GROUPS_GAIN = 0.005
+"""Share of the cost of a step (three forward passes) that a second group must spare: it is compiled by itself."""
+
+
+def cost_of(save: SaveSet, objective: Objective) -> float:
+    """Recomputed FLOP or modelled seconds of a save set."""
+    return save.flop if objective == "flop" else save.seconds
+
+
+def work_of(graph: BlockGraph, objective: Objective) -> float:
+    """FLOP or modelled seconds of a block's forward pass."""
+    return graph.flop if objective == "flop" else graph.seconds
+
+
+def plan_stack(graph: BlockGraph, layers: int, budget: int, *, objective: Objective = "flop") -> StackDecision:
+    """What the layers of a scanned stack keep within a budget.
+
+    Args:
+        graph: of a block.
+        layers: L.
+        budget: bytes of the whole stack, inputs of blocks counted.
+        objective: what to make least.
+
+    Raises:
+        UserError: a budget that not even two levels hold.
+    """
+    inputs = layers * graph.carried_bytes
+    if budget < inputs:
+        return _two_levels(graph, layers, budget, objective)
+    room = budget - inputs
+    uniform = solve(graph, room // layers, objective=objective)
+    mixed = _mixture(menu(graph, objective=objective), layers, room, objective)
+    gain = layers * cost_of(uniform, objective) - sum(g.layers * cost_of(g.save, objective) for g in mixed if g.save)
+    if len(mixed) > 1 and gain > GROUPS_GAIN * 3 * layers * work_of(graph, objective):
+        return StackDecision(mixed)
+    return StackDecision((Group(layers, uniform),))
+
+
+def least_bytes(graph: BlockGraph, layers: int) -> int:
+    """Bytes that a scanned stack keeps at the least: min over k of (ceil(L / k) + k) inputs.
+
+    Example:
+        >>> from jaxscale.costs.block import BlockGraph, Value
+        >>> x = Value("x", (4,), "float32", 16, -1)
+        >>> least_bytes(BlockGraph("x", (x,), (), (0,), (0,), (), ()), 16) // 16
+        8
+    """
+    return min(_two_level_inputs(layers, k) for k in range(1, layers + 1)) * graph.carried_bytes
+
+
+def _two_level_inputs(layers: int, segment: int) -> int:
+    """Block inputs alive at once: one of each segment, and those of the segment that runs again."""
+    return layers if segment == 1 else math.ceil(layers / segment) + segment
+
+
+def _two_levels(graph: BlockGraph, layers: int, budget: int, objective: Objective) -> StackDecision:
+    carried = graph.carried_bytes
+    least = least_bytes(graph, layers)
+    if budget < least:
+        raise too_small(budget, least)
+    curve = menu(graph, objective=objective)
+    best: tuple[float, int, int] | None = None
+    for segment in range(2, layers + 1):
+        room = budget - _two_level_inputs(layers, segment) * carried
+        if room >= 0:
+            point = max((save for save in curve if save.bytes <= room // segment), key=lambda save: save.bytes)
+            found = (cost_of(point, objective), _two_level_inputs(layers, segment), segment)
+            best = found if best is None else min(best, found)
+    assert best is not None, "the least number of inputs fits"
+    segment = best[2]
+    room = budget - _two_level_inputs(layers, segment) * carried
+    return StackDecision((Group(layers, solve(graph, room // segment, objective=objective)),), segment)
+
+
+def too_small(budget: int, least: int, fewer: str = "") -> UserError:
+    """The error for a budget below the least possible."""
+    return UserError(
+        f"a memory budget of {bytes_text(budget)} is below the least possible, {bytes_text(least)}, which the inputs "
+        f"of blocks take; {fewer}more microbatches, a smaller batch, or a mesh that splits batch or sequence further "
+        "lower it"
+    )
+
+
+def hull(points: Sequence[SaveSet], objective: Objective) -> tuple[SaveSet, ...]:
+    """The points of a curve that lie on its lower convex hull, by rising bytes."""
+    found: list[SaveSet] = []
+    for point in sorted(points, key=lambda save: (save.bytes, cost_of(save, objective))):
+        if found and cost_of(point, objective) >= cost_of(found[-1], objective):
+            continue
+        while len(found) > 1 and _above(found[-2], found[-1], point, objective):
+            found.pop()
+        found.append(point)
+    return tuple(found)
+
+
+def _above(first: SaveSet, middle: SaveSet, last: SaveSet, objective: Objective) -> bool:
+    """Whether the middle one lies on or above the line between the others."""
+    one = (cost_of(middle, objective) - cost_of(first, objective)) * (last.bytes - first.bytes)
+    other = (cost_of(last, objective) - cost_of(first, objective)) * (middle.bytes - first.bytes)
+    return one >= other
+
+
+def _mixture(curve: Sequence[SaveSet], layers: int, room: int, objective: Objective) -> tuple[Group, ...]:
+    """The cheapest one or two groups of layers whose save sets lie on the hull."""
+    points = hull(curve, objective)
+    best: tuple[float, tuple[Group, ...]] | None = None
+    for low, high in zip(points, (*points[1:], points[-1]), strict=True):
+        if low.bytes * layers > room:
+            break
+        more = high.bytes - low.bytes
+        many = layers if not more else min(layers, (room - low.bytes * layers) // more)
+        groups = tuple(Group(count, save) for count, save in ((layers - many, low), (many, high)) if count)
+        cost = sum(group.layers * cost_of(group.save, objective) for group in groups if group.save is not None)
+        if best is None or cost < best[0]:
+            best = (cost, groups)
+    assert best is not None, "keeping nothing takes no room"
+    return best[1]
+
+
+def share(calls: Sequence[BlockCall], budget: int, *, objective: Objective = "flop") -> tuple[SaveSet, ...]:
+    """One save set for each kind of block, of all choices on their curves the cheapest within a budget.
+
+    Args:
+        calls: of the model.
+        budget: bytes of the whole model, inputs of blocks counted.
+        objective: what to make least.
+
+    Raises:
+        UserError: the inputs of blocks alone take more.
+    """
+    inputs = sum(call.count * call.input_bytes for call in calls)
+    if budget < inputs:
+        raise too_small(budget, inputs, "chain:BYTES, which keeps the inputs of fewer blocks, ")
+    room = budget - inputs
+    counts: dict[str, int] = {}
+    graphs = {call.fingerprint: call.graph for call in calls}
+    for call in calls:
+        counts[call.fingerprint] = counts.get(call.fingerprint, 0) + call.count
+    if len(graphs) == 1:
+        [(kind, graph)] = graphs.items()
+        return (solve(graph, room // counts[kind], objective=objective),)
+    menus = {kind: menu(graph, objective=objective) for kind, graph in graphs.items()}
+    chosen = _choose([(counts[kind], menus[kind]) for kind in graphs], room, objective)
+    spare = room - sum(counts[save.block] * save.bytes for save in chosen)
+    # the curves have gaps: what is left over goes to one kind after the other
+    result = []
+    for save in chosen:
+        count = counts[save.block]
+        better = solve(graphs[save.block], save.bytes + spare // count, objective=objective)
+        better = better if cost_of(better, objective) < cost_of(save, objective) else save
+        spare -= count * (better.bytes - save.bytes)
+        result.append(better)
+    return tuple(result)
+
+
+def _choose(kinds: Sequence[tuple[int, Sequence[SaveSet]]], room: int, objective: Objective) -> list[SaveSet]:
+    """One point of each curve, by integer program: least total cost within a total of bytes."""
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    flat = [(row, count, save) for row, (count, curve) in enumerate(kinds) for save in curve]
+    cost = np.array([count * cost_of(save, objective) for _, count, save in flat], float)
+    size = np.array([count * save.bytes for _, count, save in flat], float)
+    one = np.array([[float(row == kind) for row, _, _ in flat] for kind in range(len(kinds))])
+    unit = float(size.max()) or 1.0
+    found = milp(
+        cost / (cost.max() or 1.0),
+        integrality=np.ones(len(flat)),
+        bounds=Bounds(0, 1),
+        constraints=[LinearConstraint(one, 1, 1), LinearConstraint(size[None, :] / unit, -np.inf, room / unit)],
+        options={"mip_rel_gap": 0},
+    )
+    assert found.x is not None, "keeping nothing of any block takes no room"
+    return [save for (_, _, save), taken in zip(flat, found.x, strict=True) if taken > 0.5]
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """What a model's blocks keep and run again, of all of them."""
+
+    layers: int
+    bytes: int
+    host_bytes: int
+    flop: int
+    seconds: float
+
+
+def totals(calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Totals:
+    """Sums over all blocks of a model, one level."""
+    of = {save.block: save for save in saves}
+    pairs = [(call, of[call.fingerprint]) for call in calls]
+    return Totals(
+        sum(call.count for call in calls),
+        sum(call.count * (call.input_bytes + save.bytes) for call, save in pairs),
+        sum(call.count * save.host_bytes for call, save in pairs),
+        sum(call.count * save.flop for call, save in pairs),
+        sum(call.count * save.seconds for call, save in pairs),
+    )
+
+
+def stack_totals(graph: BlockGraph, stack: StackDecision) -> Totals:
+    """The same of a scanned stack with groups or segments; a group without a save set keeps everything."""
+    layers, carried = stack.layers, graph.carried_bytes
+    everything = SaveSet(graph.fingerprint, bytes=graph.needed_bytes)
+    groups = [(group.layers, group.save or everything) for group in stack.groups]
+    flop = sum(count * save.flop for count, save in groups)
+    seconds = sum(count * save.seconds for count, save in groups)
+    host = sum(count * save.host_bytes for count, save in groups)
+    if stack.segment is None:
+        kept = layers * carried + sum(count * save.bytes for count, save in groups)
+        return Totals(layers, kept, host, flop, seconds)
+    segment = min(stack.segment, layers)
+    kept = _two_level_inputs(layers, segment) * carried + segment * max(save.bytes for _, save in groups)
+    return Totals(layers, kept, host, flop + layers * graph.flop, seconds + layers * graph.seconds)
