@@ -2,17 +2,19 @@
 
 A flat dict of arrays by name. Stacked parameters are one array per layer (`.../layers/3/...`), the padding of a
 vocabulary is cut off, generators are their plain key data. Optimizer state that has its parameter's shape is treated as
-the parameter is.
+the parameter is. A stack that keeps its layers in groups (`blocks.grouping`) has the names of one stack: parameters by
+layer, and what is left stacked, such as running statistics, joined.
 
 Taking a state apart copies it on the devices, whole: with Adam up to 12 bytes a parameter beside the state, until the
 copy has reached the host. No step runs meanwhile, so a save needs more memory than a step only where gradients and
 activations take less than that; `Canonical.copy_bytes` tells it before.
 """
 
+import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -42,12 +44,14 @@ class Part:
         stacked: the dim that is taken apart; `None` if none is.
         shape: of the leaf without padding.
         key: name of the generator's implementation if the leaf is a PRNG key.
+        rows: of the array, along its first dim, which the leaf is: one group's layers of a stack in groups.
     """
 
     names: tuple[str, ...]
     stacked: int | None
     shape: tuple[int, ...]
     key: str | None = None
+    rows: tuple[int, int] | None = None
 
 
 class Canonical:
@@ -82,15 +86,20 @@ class Canonical:
 
     def _take_apart(self, state: TrainState) -> dict[str, Array]:
         arrays: dict[str, Array] = {}
+        groups: dict[str, dict[int, Array]] = {}
         for leaf, part in zip(jax.tree.leaves(state), self._parts, strict=True):
             whole = jax.random.key_data(leaf) if part.key else leaf
             if whole.shape != part.shape and not part.key:
                 whole = jax.lax.slice(whole, (0,) * whole.ndim, part.shape)
-            if part.stacked is None:
+            if part.rows is not None:
+                groups.setdefault(part.names[0], {})[part.rows[0]] = whole
+            elif part.stacked is None:
                 arrays[part.names[0]] = whole
             else:
                 for i, name in enumerate(part.names):
                     arrays[name] = jax.lax.index_in_dim(whole, i, part.stacked, keepdims=False)
+        for name, parts in groups.items():
+            arrays[name] = jnp.concatenate([parts[start] for start in sorted(parts)])
         return arrays
 
     def put_together(self, arrays: Mapping[str, Array]) -> TrainState:
@@ -100,8 +109,17 @@ class Canonical:
         the others become part of the state.
         """
         leaves = []
+        # an array of a stack in groups is read by several leaves, and freed by the last
+        waiting = collections.Counter(name for part in self._parts for name in part.names)
         for leaf, part in zip(self._leaves, self._parts, strict=True):
             given = [arrays[name] for name in part.names]
+            waiting.subtract(part.names)
+            if waiting[part.names[0]] or part.rows is not None:
+                rows = slice(*part.rows) if part.rows is not None else slice(None)
+                leaves.append(_joined(None, part.key, leaf.shape, leaf.dtype, leaf.sharding)([given[0][rows]]))
+                if not waiting[part.names[0]] and isinstance(given[0], jax.Array):
+                    given[0].delete()
+                continue
             alike = given[0].shape == leaf.shape and given[0].dtype == leaf.dtype
             if alike and part.key is None and part.stacked is None:
                 leaves.append(jax.device_put(given[0], leaf.sharding))
@@ -146,15 +164,38 @@ def _parts(step: "TrainStep") -> TrainState:
         dim = axes.index("layers")
         return Part(tuple(layer_name(full, i) for i in range(leaf.shape[dim])), dim, shapes[name])
 
+    def one_stack(tree: Any, stacked: Callable[[Any], bool]) -> Any:
+        """Leaves that are not taken apart, of stacks in groups: one array for all groups."""
+        parts, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, Part))
+        starts: dict[str, set[int]] = collections.defaultdict(set)
+        for part in parts:
+            if part.stacked is None:
+                starts[_in_one_stack(part.names[0])[0]].add(_in_one_stack(part.names[0])[1])
+
+        def joined(part: Part) -> Part:
+            name, start = _in_one_stack(part.names[0])
+            if part.stacked is not None or len(starts[name]) == 1:
+                return part
+            rows = (start, start + part.shape[0]) if stacked(part) else None
+            return dataclasses.replace(part, names=(name,), rows=rows)
+
+        return jax.tree.unflatten(treedef, [joined(part) for part in parts])
+
     owners = jax.tree.unflatten(jax.tree.structure(abstract.optimizer), step.layout.owners(step.optimizer))
     by_path = jax.tree_util.tree_map_with_path
     return TrainState(
         step=by_path(lambda _, leaf: _plain("step", leaf), abstract.step),
         params=by_path(lambda path, leaf: of_param(PARAMS, path, path_name(path), leaf), abstract.params),
-        optimizer=by_path(
-            lambda path, leaf, owner: of_param("optimizer", path, owner or None, leaf), abstract.optimizer, owners
+        optimizer=one_stack(
+            by_path(
+                lambda path, leaf, owner: of_param("optimizer", path, owner or None, leaf), abstract.optimizer, owners
+            ),
+            # optax puts an array of one number where a parameter has no state of a kind
+            lambda part: len(part.shape) > 0 and part.shape != (1,),
         ),
-        rest=by_path(lambda path, leaf: _plain(f"{REST}/{path_name(path)}", leaf), abstract.rest),
+        rest=one_stack(
+            by_path(lambda path, leaf: _plain(f"{REST}/{path_name(path)}", leaf), abstract.rest), lambda part: True
+        ),
         watch=by_path(lambda path, leaf: _plain(f"watch/{path_name(path)}", leaf), abstract.watch),
     )
 
@@ -174,12 +215,28 @@ def layer_name(name: str, layer: int) -> str:
     Example:
         >>> layer_name("params/blocks/layers/mlp/up/kernel", 3)
         'params/blocks/layers/3/mlp/up/kernel'
+        >>> layer_name("params/blocks/layers_from_25/mlp/up/kernel", 3)
+        'params/blocks/layers/28/mlp/up/kernel'
     """
+    name, start = _in_one_stack(name)
     found = list(re.finditer(r"(?:^|/)layers(?=/|$)", name))
     if not found:
         return f"{name}/{layer}"
     end = found[-1].end()
-    return f"{name[:end]}/{layer}{name[end:]}"
+    return f"{name[:end]}/{start + layer}{name[end:]}"
+
+
+def _in_one_stack(name: str) -> tuple[str, int]:
+    """The name that a leaf has where its stack is not in groups, and the group's first layer.
+
+    Example:
+        >>> _in_one_stack("rest/blocks/layers_from_25/mean"), _in_one_stack("rest/blocks/layers/mean")
+        (('rest/blocks/layers/mean', 25), ('rest/blocks/layers/mean', 0))
+    """
+    found = list(re.finditer(r"(?:^|/)layers(_from_(\d+))(?=/|$)", name))
+    if not found:
+        return name, 0
+    return name[: found[-1].start(1)] + name[found[-1].end(1) :], int(found[-1][2])
 
 
 def _spec(leaf: jax.ShapeDtypeStruct, part: Part) -> PartitionSpec:

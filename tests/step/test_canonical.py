@@ -10,6 +10,8 @@ import optax
 import pytest
 from flax import nnx
 
+from jaxscale import blocks
+from jaxscale.blocks import Context
 from jaxscale.layers.stack import Stack
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign import ForeignModel, classification
@@ -34,6 +36,41 @@ class Unrolled(Decoder):
             if isinstance(node, Stack):
                 node.scan = False
         return module
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped(Decoder):
+    """A Decoder of two layers that keeps them in two stacks."""
+
+    def build(self, rngs, *, vocab_multiple=1):
+        with blocks.grouping((1, 1)):
+            return super().build(rngs, vocab_multiple=vocab_multiple)
+
+
+class Running(nnx.Module):
+    """Scales by its weight, and keeps a mean."""
+
+    def __init__(self, rngs):
+        self.weight = nnx.Param(rngs.params.normal((8, 16)), out_sharding=(None, "mlp"))
+        self.mean = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x, *, context=Context()):
+        self.mean[...] = self.mean[...] + jnp.mean(x)
+        return x + jnp.tanh(x @ self.weight[...]) @ self.weight[...].T
+
+
+class Stacked(nnx.Module):
+    def __init__(self, rngs, groups=()):
+        with blocks.grouping(groups):
+            self.blocks = Stack(Running, 3, rngs=rngs)
+        self.head = nnx.Linear(8, 5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.blocks(x))
+
+
+def stacked(groups=()):
+    return ForeignModel(functools.partial(Stacked, groups=groups), classification())
 
 
 class Block(nnx.Module):
@@ -72,6 +109,11 @@ def factored(rate):
     return ADAFACTOR(rate)
 
 
+def unclipped(rate):
+    """Without the clipping of each array's update, in which a stack in groups differs from one."""
+    return ADAFACTOR(rate, clipping_threshold=None)
+
+
 def make(model=DECODER, mesh="1", optimizer=Optimizer(), **plan):
     experiment = Experiment(name="canonical", model=model, data=None, optimizer=optimizer, steps=20, batch=ROWS)
     return build(experiment, Plan(mesh=MeshSpec.parse(mesh), **plan))
@@ -96,6 +138,7 @@ LAYOUTS = {
     "zero 3 x tensor, padded vocabulary": {"mesh": "fsdp:2,tensor:4", "zero": 3},
     "bfloat16, microbatches": {"mesh": "fsdp:2", "zero": 2, "precision": "bfloat16", "microbatches": 2},
     "unrolled": {"model": Unrolled(**{f.name: getattr(DECODER, f.name) for f in dataclasses.fields(DECODER)})},
+    "groups": {"model": Grouped(**{f.name: getattr(DECODER, f.name) for f in dataclasses.fields(DECODER)})},
 }
 
 
@@ -158,6 +201,15 @@ def trained(step):
 
 
 MOVES = {
+    "groups": (
+        {"model": LAYOUTS["groups"]["model"], "mesh": "fsdp:2,tensor:4", "zero": 3},
+        {"mesh": "data:2"},
+    ),
+    "groups of statistics": ({"model": stacked((2, 1)), "mesh": "data:2"}, {"model": stacked()}),
+    "groups, factored": (
+        {"model": stacked((2, 1)), "mesh": "fsdp:2", "zero": 2, "optimizer": Optimizer(custom=unclipped)},
+        {"model": stacked(), "optimizer": Optimizer(custom=unclipped)},
+    ),
     "decoder": ({"mesh": "data:2"}, {"mesh": "fsdp:2,tensor:4", "zero": 3}),
     "foreign": ({"model": foreign(), "mesh": "fsdp:4", "zero": 3}, {"model": foreign(), "mesh": "data:2"}),
     "factored": (
@@ -245,6 +297,7 @@ def is_key(leaf):
         ("params/layers/layers/w", "params/layers/layers/7/w"),
         ("params/blocks", "params/blocks/7"),
         ("params/players/w", "params/players/w/7"),
+        ("params/layers_from_5/w", "params/layers/12/w"),
     ],
 )
 def test_names_of_layers(name, expected):
