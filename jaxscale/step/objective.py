@@ -1,0 +1,183 @@
+"""Objective: the loss of a global batch and its gradients, as a plan wants them computed.
+
+Loss and gradients are means over all targets of the global batch, whatever the mesh, the packing and the number of
+microbatches: every part gives sums, which are divided once. ZeRO is expressed by sharding constraints in Auto mode, in
+the form that XLA turns into the collectives one expects (`sharding/zero.py` has the table).
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jaxscale import blocks
+from jaxscale.blocks import Context, Loss
+from jaxscale.memory.apply import wrapper
+from jaxscale.memory.offload import streaming
+from jaxscale.sharding import place
+from jaxscale.sharding.memory_space import on_host, to_device
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.functional import Functional
+from jaxscale.step.host import streamed_weights
+from jaxscale.step.layout import Layout
+from jaxscale.step.plan import Plan
+from jaxscale.step.rows import microbatches
+from jaxscale.step.state import TrainState
+from jaxscale.typing import Array, Batch, Float, Params
+
+
+class Objective:
+    """What a train step differentiates, and what evaluation computes.
+
+    Args:
+        experiment: what is trained.
+        plan: how, with the mesh settled.
+        functional: the model as pure functions.
+        layout: the mesh and every placement.
+    """
+
+    def __init__(self, experiment: Experiment, plan: Plan, functional: Functional, layout: Layout) -> None:
+        self.experiment = experiment
+        self.plan = plan
+        self.functional = functional
+        self.layout = layout
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """The plan in force: placements, blocks and the precision of matrix products, while the model is traced."""
+        matmul = None if self.plan.matmul == "default" else self.plan.matmul
+        with (
+            jax.default_matmul_precision(matmul) if matmul else contextlib.nullcontext(),
+            place.layout(self.layout.mesh, self.layout.rules),
+            blocks.treating(self._treatment()),
+        ):
+            yield
+
+    def _treatment(self) -> blocks.Treatment:
+        kept = blocks.as_it_is if self.plan.memory.rule == "none" else wrapper(self.plan.memory)
+        treatment = blocks.Treatment(kept, unroll=self.plan.unroll)
+        return streaming(treatment) if self.plan.weights == "host" else treatment
+
+    def context(self, key: Any, examples: Any = None) -> Context:
+        """What the model is told: `key` is that of the step, `None` where nothing is random."""
+        return Context(
+            key=key,
+            examples=examples,
+            dtype=None if self.plan.precision == "float32" else self.plan.precision,
+            attention=self.plan.attention,
+            loss_chunk=self.plan.loss_chunk,
+        )
+
+    def _compute_params(self, params: Params) -> Params:
+        """The copy of the parameters that the forward and backward passes read, and that is differentiated."""
+        if self.plan.precision == "float32":
+            return params
+        split, dtype = self.plan.zero in (1, 2), jnp.dtype(self.plan.precision)
+        if self.plan.reduce == "float32" and not split:
+            return params  # the layers cast at the point of use, and hand back float32 gradients
+
+        def copy(param: Array, master: NamedSharding, compute: NamedSharding) -> Array:
+            master = NamedSharding(master.mesh, master.spec)  # which may lie on the host
+            if not jnp.issubdtype(param.dtype, jnp.floating):
+                return param
+            low = param.astype(dtype)
+            if split:
+                low = jax.lax.with_sharding_constraint(low, master)
+                # or XLA:GPU would gather first and cast then, at twice the bytes
+                low = jax.lax.optimization_barrier(low)
+                low = jax.lax.with_sharding_constraint(low, compute)
+            return low.astype(param.dtype) if self.plan.reduce == "float32" else low
+
+        return jax.tree.map(copy, params, self.layout.masters, self.layout.computes)
+
+    def _weights(self, params: Params) -> tuple[Params, Callable[[Params], Params]]:
+        """What is differentiated, and the map from it to the weights that the module is given."""
+        copies = self._compute_params(to_device(params))
+        if self.plan.weights == "device":
+            return copies, lambda weights: weights
+        return streamed_weights(self.plan, params, copies, self.layout.gradients)
+
+    def _loss(self, params: Params, rest: Params, batch: Batch, context: Context) -> tuple[Array, tuple[Loss, Params]]:
+        """What is differentiated: the mean of a batch, or the sum of a microbatch, whose mean waits for the others."""
+        module = self.functional.module(params, rest)
+        loss = self.experiment.model.loss(module, batch, context)
+        objective = loss.total + loss.penalty
+        if self.plan.microbatches == 1:
+            objective = objective / positive(jax.lax.stop_gradient(loss.weight))
+        return objective, (Loss(loss.total, loss.weight), self.functional.rest_of(module))
+
+    def _place_gradients(self, gradients: Params) -> Params:
+        return jax.tree.map(
+            lambda g, sharding: g if on_host(g) else jax.lax.with_sharding_constraint(g, sharding).astype(jnp.float32),
+            gradients,
+            self.layout.gradients,
+        )
+
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Loss, Params, Params]:
+        """Sums of the loss, mean gradients in float32, and the model's other state, of a global batch."""
+        with self.tracing():
+            weights, given = self._weights(state.params)
+            key = jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
+            rows = next(iter(batch.values())).shape[0]
+            examples = jnp.arange(rows, dtype=jnp.int32)
+            grad = jax.value_and_grad(lambda weights, *args: self._loss(given(weights), *args), has_aux=True)
+
+            def of(rest: Params, batch: Batch, examples: Array) -> tuple[Loss, Params, Params]:
+                (_, (loss, rest)), gradients = grad(weights, rest, batch, self.context(key, examples))
+                return loss, self._place_gradients(gradients), rest
+
+            if self.plan.microbatches == 1:
+                return of(state.rest, batch, examples)
+            split = functools.partial(microbatches, parts=self.plan.microbatches)
+
+            def add(carry: Any, part: Any) -> tuple[Any, None]:
+                loss, gradients, rest = of(carry[2], *part)
+                return (*jax.tree.map(jnp.add, (carry[0], carry[1]), (loss, gradients)), rest), None
+
+            zeros = jax.tree.map(
+                lambda p, s: jax.lax.with_sharding_constraint(jnp.zeros(p.shape, jnp.float32), s),
+                state.params,
+                self.layout.gradients,
+            )
+            start = (Loss(jnp.zeros(()), jnp.zeros(())), zeros, state.rest)
+            parts = (jax.tree.map(split, dict(batch)), split(examples))
+            (loss, gradients, rest), _ = jax.lax.scan(add, start, parts)
+            scale = 1.0 / positive(loss.weight)
+            return loss, jax.tree.map(lambda g: g * scale, gradients), rest
+
+    def evaluate(self, state: TrainState, batch: Batch) -> Loss:
+        """Sums of the loss of a batch, nothing random."""
+
+        def of(module: Any, part: Batch) -> Loss:
+            loss = self.experiment.model.loss(module, part, self.context(None))
+            return Loss(loss.total, loss.weight)
+
+        return self._sums(of, state, batch)
+
+    def accuracy(self, state: TrainState, batch: Batch) -> tuple[Array, Array]:
+        """Correct targets of a batch, and all."""
+        model: Any = self.experiment.model  # of the models, classifiers alone have it
+        return self._sums(lambda module, part: model.accuracy(module, part, self.context(None)), state, batch)
+
+    def _sums(self, of: Callable[[Any, Batch], Any], state: TrainState, batch: Batch) -> Any:
+        """What `of` gives for the module and each microbatch, added up: no more activations than training has."""
+        with self.tracing():
+            weights, given = self._weights(state.params)
+            params = given(weights)
+
+            def part(batch: Batch) -> Any:
+                return of(self.functional.module(params, state.rest), batch)
+
+            if self.plan.microbatches == 1:
+                return part(batch)
+            split = functools.partial(microbatches, parts=self.plan.microbatches)
+            return jax.tree.map(lambda x: x.sum(0), jax.lax.map(part, jax.tree.map(split, dict(batch))))
+
+
+def positive(weight: Float[Array, ""]) -> Float[Array, ""]:
+    """A sum of weights to divide by: a batch without targets has a loss of zero and no gradient."""
+    return jnp.where(weight > 0, weight, 1.0)
