@@ -103,7 +103,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform) -> Estimate:
 
     shapes = step.abstract_batch(batch)
     state = step.layout.abstract
-    traced = jax.make_jaxpr(lambda state, batch: step.objective.gradients(state, batch))(state, shapes)
+    traced = jax.make_jaxpr(step.step_fn)(state, shapes)
     program = flatten(traced)
     leaves = [*jax.tree.leaves(state), *jax.tree.leaves(shapes)]
     given = [dims_of(leaf.sharding, len(leaf.shape)) for leaf in leaves]

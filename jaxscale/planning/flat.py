@@ -49,7 +49,7 @@ class Program:
     """Operations in the order they run.
 
     Args:
-        inputs: values given.
+        inputs: values given, and behind them the constants.
         outputs: values returned; `None` for a literal.
         operations: in order.
         shapes: abstract value of each number.
@@ -80,18 +80,19 @@ class _Flattener:
         self.shapes: dict[int, Any] = {}
         self.names: dict[int, str] = {}
         self.operations: list[Operation] = []
+        self.constants: list[int | None] = []
 
     def program(self, jaxpr: Any) -> Program:
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         env: dict[Any, int | None] = {}
         for var in (*inner.constvars, *inner.invars):
             env[var] = self._new(var.aval)
-        consts = tuple(env[var] for var in inner.constvars)
+        self.constants += (env[var] for var in inner.constvars)
         inputs = tuple(env[var] for var in inner.invars)
         self._run(inner, env, False)
         outputs = tuple(self._read(env, var) for var in inner.outvars)
         operations = _needed(self.operations, outputs)
-        given = tuple(value for value in (*inputs, *consts) if value is not None)
+        given = tuple(value for value in (*inputs, *self.constants) if value is not None)
         return Program(given, outputs, operations, self.shapes, self.names)
 
     def _new(self, aval: Any) -> int:
@@ -116,6 +117,7 @@ class _Flattener:
             if called is not None:
                 inner = getattr(called, "jaxpr", called)
                 inside: dict[Any, int | None] = {var: self._new(var.aval) for var in inner.constvars}
+                self.constants += inside.values()
                 inside |= dict(zip(inner.invars, inputs[len(inputs) - len(inner.invars) :], strict=True))
                 self._run(inner, inside, back)
                 for var, found in zip(eqn.outvars, inner.outvars, strict=True):

@@ -9,10 +9,16 @@ def kinds_of(program: Program) -> dict[int, str]:
     """The kind of each value of a step's program, or of the body of its loop over microbatches.
 
     A value that is made in the forward pass and read in the backward pass is kept; between the last loop of the one and
-    the first of the other it belongs to the loss. A program that is neither step nor microbatch has transients alone.
+    the first of the other it belongs to the loss; one of the backward pass that is read after it is a gradient. A
+    program that is neither step nor microbatch has transients alone.
     """
     operations = program.operations
-    if not any(operation.backward for operation in operations) or all(operation.backward for operation in operations):
+    copies = _made_of(program, set(program.inputs))
+    microbatches = [operation for operation in operations if operation.loop is not None and _both(operation.loop)]
+    if microbatches and not any(operation.params.get("reverse") for operation in operations):
+        sums = {value for operation in microbatches for value in (*operation.inputs, *operation.outputs)}
+        return {value: "gradients" for value in sums if value is not None} | dict.fromkeys(copies, "compute copy")
+    if not _both(program):
         return {}
     found: dict[int, str] = {}
     last_read: dict[int, int] = {}
@@ -20,37 +26,41 @@ def kinds_of(program: Program) -> dict[int, str]:
         for value in operation.inputs:
             if value is not None:
                 last_read[value] = at
+    for value in program.outputs:
+        if value is not None:
+            last_read[value] = len(operations)
     head, tail = _loss(operations)
-    copies = _made_of(program, set(program.inputs))
-    gradients = _leading_to(program)
+    end = max(at for at, operation in enumerate(operations) if operation.backward)
     for at, operation in enumerate(operations):
         for value in operation.outputs:
+            last = last_read.get(value, at)
             if value in copies:
                 found[value] = "compute copy"
-            elif value in gradients and operation.backward:
+            elif at <= end < last and operation.backward:
                 found[value] = "gradients"
             elif head < at < tail:
                 found[value] = "loss"
-            elif not operation.backward and any(
-                user.backward for user in operations[at : last_read.get(value, at) + 1]
-            ):
+            elif not operation.backward and any(user.backward for user in operations[at : last + 1]):
                 found[value] = "kept activations"
     return found
 
 
+def _both(program: Program) -> bool:
+    """Whether a program has operations of the forward and of the backward pass."""
+    return len({operation.backward for operation in program.operations}) == 2
+
+
 def _loss(operations: list[Operation]) -> tuple[int, int]:
-    """Places of the last loop of the forward pass, and the first of the backward pass, over layers."""
+    """Places of the last loop over layers of the forward pass, and of the first of the backward pass."""
     first_back = next(at for at, operation in enumerate(operations) if operation.backward)
-    heads = [at for at, o in enumerate(operations[:first_back]) if o.loop is not None and _stacks(o)]
-    tails = [
-        at for at, o in enumerate(operations) if at > first_back and o.loop is not None and o.params.get("reverse")
+    tails = [at for at, o in enumerate(operations) if o.loop is not None and o.params.get("reverse")]
+    read = {value for at in tails for value in operations[at].inputs}
+    heads = [
+        at
+        for at, operation in enumerate(operations[:first_back])
+        if operation.loop is not None and any(value in read for value in operation.outputs)
     ]
     return (heads[-1] if heads else first_back, tails[0] if tails else first_back)
-
-
-def _stacks(operation: Operation) -> bool:
-    """Whether a loop is one over layers: it stacks what its backward pass reads."""
-    return operation.kind == "scan" and len(operation.outputs) > operation.params["num_carry"]
 
 
 def _made_of(program: Program, given: set[int]) -> set[int]:
@@ -62,17 +72,3 @@ def _made_of(program: Program, given: set[int]) -> set[int]:
             if read and read <= given | found:
                 found.update(operation.outputs)
     return found
-
-
-def _leading_to(program: Program) -> set[int]:
-    """Values that are results in another type or place, and the results."""
-    found = {value for value in program.outputs if value is not None}
-    for operation in reversed(program.operations):
-        if any(value in found for value in operation.outputs):
-            if operation.kind in (*EXPRESSIONS, "mul", "add", "add_any"):
-                found.update(value for value in operation.inputs if value is not None)
-            elif operation.loop is not None and not operation.params.get("reverse"):
-                # the sums of a loop over microbatches
-                first = operation.params.get("num_consts", 0)
-                found.update(value for value in operation.inputs[first:] if value is not None)
-    return found - set(program.inputs)

@@ -45,13 +45,18 @@ class Placements:
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
     def bytes_of(self, shape: Any, dims: Dims) -> int:
-        """Bytes on one device of an abstract value placed so."""
-        if not hasattr(shape, "shape") or not hasattr(shape, "dtype"):
+        """Bytes on one device of an abstract value placed so; 0 of one in host memory."""
+        if not hasattr(shape, "shape") or not hasattr(shape, "dtype") or in_host_memory(shape):
             return 0
         whole = math.prod(shape.shape)
         parts = [-(-size // self.ways(axes)) for size, axes in zip(shape.shape, dims, strict=True)]
         size = leaf_bytes(shape) * math.prod(parts) // whole if whole else 0
         return int(size * padding(parts)) if self.tiled else size
+
+
+def in_host_memory(shape: Any) -> bool:
+    """Whether an abstract value lies on the host."""
+    return getattr(getattr(shape, "memory_space", None), "name", "") == "Host"
 
 
 def padding(shape: Sequence[int]) -> float:

@@ -20,7 +20,7 @@ HEAVY = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 ARRAYS = (
     "scan", "while", "shard_map", "pallas_call", "custom_call", "gather", "scatter", "scatter-add", "scatter_add",
-    "sort", "top_k", "cumsum", "cumlogsumexp", "cummax", "concatenate", "dynamic_update_slice", "fft",
+    "device_put", "sort", "top_k", "cumsum", "cumlogsumexp", "cummax", "concatenate", "dynamic_update_slice", "fft",
     "triangular_solve", "random_bits", "threefry2x32", "argmax", "argmin", "split",
 )  # fmt: skip
 """Operations whose results are arrays of their own, beside products and reductions."""
@@ -163,13 +163,21 @@ class _Sweep:
             return True
         if self.compiler.fuses == "no" and value in self.written:
             return True
-        places = self.users.get(value, ())
+        places = self._readers(value)
         if any(self.program.operations[place].kind in TAKERS for place in places):
             return True
         products = [place for place in places if self.program.operations[place].kind in HEAVY]
         if self.compiler.fuses == "no":
             return bool(products)
-        return self.compiler.fuses == "local" and len(products) > 1 and any(map(self._around_ring, products))
+        return self.compiler.fuses == "local" and any(map(self._around_ring, products))
+
+    def _readers(self, value: int) -> list[int]:
+        """Places of the operations that read a value, through views of it."""
+        found = []
+        for place in self.users.get(value, ()):
+            operation = self.program.operations[place]
+            found += self._readers(operation.outputs[0]) if operation.kind in VIEWS else [place]
+        return found
 
     def _around_ring(self, place: int) -> bool:
         """Whether a product is computed part by part while its operand, or its result, travels."""
@@ -267,8 +275,14 @@ class _Sweep:
         if operation.loop is not None:
             state = _carries(operation)
             body = _Sweep(operation.loop, self.placed.loops[place], self.all_kinds, self.compiler, stacked=len(state))
-            return body.moments_with_items() or [_Inner(label, ())]
+            found = body.moments_with_items() or [_Inner(label, ())]
+            if all(self.kinds.get(value) == "loss" for value in operation.outputs):
+                return [_renamed(inner) for inner in found]
+            return found
         gathered = int(self.compiler.gather * self.placed.gathered.get(place, 0))
+        if gathered and self.compiler.fuses == "local":
+            # around a ring the result is put together part by part: there are an old and a new one
+            gathered = max(gathered, *(self.arrays.get(value, 0) for value in operation.outputs))
         if gathered:
             return [_Inner(label, (Item(f"gathered weight of {operation.line}", "gathered weights", gathered),))]
         return [_Inner(label, ())]
@@ -344,6 +358,12 @@ class _Inner:
     label: str
     items: tuple[Item, ...]
     backward: bool = False
+
+
+def _renamed(inner: _Inner) -> _Inner:
+    """What is transient within the loss belongs to it."""
+    items = (dataclasses.replace(one, kind="loss") if one.kind == "transients" else one for one in inner.items)
+    return dataclasses.replace(inner, items=tuple(items))
 
 
 def _carries(operation: Operation) -> tuple[int | None, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import AbstractDevice
 
 from jaxscale.errors import UserError
 
@@ -59,6 +60,8 @@ def check_host_memory(devices: Iterable[Any], what: str) -> None:
         UserError: a device without the memory kind `pinned_host`.
     """
     for device in devices:
+        if isinstance(device, AbstractDevice):
+            continue  # a device of this kind is not here to be asked; TPUs and GPUs have such a memory
         kinds = [memory.kind for memory in device.addressable_memories()]
         if HOST_KIND not in kinds:
             raise UserError(

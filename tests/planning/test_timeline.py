@@ -1,0 +1,84 @@
+"""Live bytes against sums done by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxscale.planning.flat import flatten
+from jaxscale.planning.placements import place
+from jaxscale.planning.timeline import Compiler, timeline
+
+KB = 1024 * 4
+X = jax.ShapeDtypeStruct((32, 32), jnp.float32)  # 4 KB
+
+
+def peak(fn, *args, fuses="no"):
+    program = flatten(jax.make_jaxpr(fn)(*args))
+    placed = place(program, [((),) * len(arg.shape) for arg in args], {})
+    return timeline(program, placed, lambda program: {}, Compiler(fuses))
+
+
+def test_an_expression_takes_no_memory():
+    assert peak(lambda x: jnp.sin(x) * 2 + x, X).bytes == 0
+
+
+def test_a_product_is_an_array_until_its_last_reader():
+    assert peak(lambda x: (x @ x) @ x, X).bytes == 2 * KB
+    assert peak(lambda x: ((x @ x) @ x) @ x, X).bytes == 2 * KB  # the first is gone when the third is made
+
+
+def test_what_an_expression_is_made_of_stays():
+    def fn(x):
+        a, b = x @ x, x.T @ x
+        both = jnp.sin(a) * b
+        return (both @ x) @ (x @ both)
+
+    assert peak(fn, X).bytes == 3 * KB  # both, and the products that read it; before, what it is made of
+    assert peak(fn, X, fuses="all").bytes == 4 * KB  # computed inside each product, from a and b
+
+
+def test_a_loop_keeps_what_it_stacks_and_frees_the_rest():
+    def fn(x, w):
+        def step(x, w):
+            y = jnp.sin(x) @ w
+            return y @ w, y
+
+        return jax.lax.scan(step, x, w)[1]
+
+    w = jax.ShapeDtypeStruct((5, 32, 32), jnp.float32)
+    found = peak(fn, X, w, fuses="all")
+    assert found.bytes == (5 + 1 + 1) * KB  # the stack, the state, and the next state while it is made
+
+
+def test_remat_keeps_less():
+    def net(keep):
+        def block(x, w):
+            return jnp.sin(jnp.sin(x @ w) @ w)
+
+        block = block if keep else jax.checkpoint(block, prevent_cse=False)
+
+        def loss(w, x):
+            return jax.lax.scan(lambda x, w: (block(x, w), None), x, w)[0].sum()
+
+        return jax.grad(loss)
+
+    w = jax.ShapeDtypeStruct((16, 32, 32), jnp.float32)
+    kept, less = (peak(net(keep), w, X, fuses="all").bytes for keep in (True, False))
+    # cosines of both products, the input of the second product, and the block's input; gradients in both
+    assert kept - less == pytest.approx(3 * 16 * KB, rel=0.15)
+
+
+def test_a_scatter_of_one_element_a_row_is_an_expression():
+    def loss(x, index):
+        return jnp.take_along_axis(jax.nn.log_softmax(x @ x), index[:, None], 1).sum()
+
+    index = jax.ShapeDtypeStruct((32,), jnp.int32)
+    assert peak(jax.grad(loss), X, index, fuses="all").bytes < 3.1 * KB  # logits and two products
+
+
+def test_a_product_that_all_readers_narrow_is_narrow():
+    def fn(x):
+        y = jax.lax.dot_general(x, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return jax.lax.scan(lambda c, _: (c * 2, None), y.astype(jnp.bfloat16), None, length=2)[0]
+
+    assert peak(fn, jax.ShapeDtypeStruct((32, 32), jnp.bfloat16), fuses="all").items[0].bytes == KB // 2
