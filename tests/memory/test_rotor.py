@@ -123,7 +123,7 @@ KINDS = ["unlike", "alike", "two kinds", "passes"]
 def rounding(kind, seed, count):
     """The exact optimum comes from the same recurrence on a grid of single bytes, which brute force has checked."""
     rng = random.Random(seed)
-    stages, given = chain(rng, 32, scale=150, passes=kind == "passes")
+    stages, given = chain(rng, 32, scale=400, passes=kind == "passes")
     if kind == "alike":
         stages, given = [stages[0]] * 32, stages[0].output_bytes
     if kind == "two kinds":
@@ -135,12 +135,13 @@ def rounding(kind, seed, count):
             exact = rotor(stages, given, lower, slots=lower)
             assert exact.exact
             rounded = rotor(stages, given, budget, slots=500 if kind == "alike" else 2000)
+            assert kind in ("alike", "two kinds") or not rounded.exact
             assert rounded.seconds <= exact.seconds * (1 + 1e-12), (kind, seed, budget, least)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounding_costs_less_than_a_hundredth_of_the_budget(kind):
-    rounding(kind, 6, 2)
+    rounding(kind, 6, 1)
 
 
 @pytest.mark.slow
