@@ -42,8 +42,15 @@ def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | No
     return _mixing(jax.make_jaxpr(rule.update)(shapes, state, shapes))
 
 
-def check_elementwise(rule: optax.GradientTransformation, params: Params) -> None:
+def check_elementwise(
+    rule: optax.GradientTransformation, params: Params, asked: str = "optimizer_state streamed"
+) -> None:
     """Refuse a rule that can't be run slice by slice.
+
+    Args:
+        rule: any optax transformation.
+        params: parameters, or their shapes.
+        asked: what needs it, as the user wrote it.
 
     Raises:
         UserError: its update mixes elements.
@@ -51,7 +58,7 @@ def check_elementwise(rule: optax.GradientTransformation, params: Params) -> Non
     found = first_mixing(rule, params)
     if found is not None:
         raise UserError(
-            f"optimizer_state streamed: this optimizer's update mixes elements of a tensor ({found}), so it can't be "
+            f"{asked}: this optimizer's update mixes elements of a tensor ({found}), so it can't be "
             "run slice by slice; take adamw, lion or sgd, or optimizer_state host, or keep the state on the device"
         )
 

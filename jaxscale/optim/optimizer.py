@@ -97,7 +97,19 @@ class Optimizer:
         return float(self.schedule_fn(steps)(update))
 
     def build(self, steps: int, decay_mask: Any) -> Any:
-        """The optax transformation.
+        """The optax transformation: clipping, then `rule`.
+
+        Args:
+            steps: updates of the run, for the schedule.
+            decay_mask: tree like the parameters; true where `decay="matrices"` decays.
+        """
+        import optax
+
+        rule = self.rule(steps, decay_mask)
+        return rule if self.clip is None else optax.chain(optax.clip_by_global_norm(self.clip), rule)
+
+    def rule(self, steps: int, decay_mask: Any) -> Any:
+        """The optax transformation without clipping.
 
         Args:
             steps: updates of the run, for the schedule.
@@ -108,17 +120,15 @@ class Optimizer:
         rate = self.schedule_fn(steps)
         mask = decay_mask if self.decay == "matrices" else None
         if self.custom is not None:
-            rule = self.custom(rate)
-        elif self.name == "adamw":
-            rule = optax.adamw(rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=mask)
-        elif self.name == "lion":
-            rule = optax.lion(rate, self.b1, self.b2, weight_decay=self.weight_decay, mask=mask)
-        elif self.name == "adafactor":
-            rule = optax.chain(optax.adafactor(rate), decoupled_decay(rate, self.weight_decay, mask))
-        else:
-            sgd = optax.sgd(rate, momentum=self.momentum or None)
-            rule = optax.chain(sgd, decoupled_decay(rate, self.weight_decay, mask))
-        return rule if self.clip is None else optax.chain(optax.clip_by_global_norm(self.clip), rule)
+            return self.custom(rate)
+        if self.name == "adamw":
+            return optax.adamw(rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=mask)
+        if self.name == "lion":
+            return optax.lion(rate, self.b1, self.b2, weight_decay=self.weight_decay, mask=mask)
+        if self.name == "adafactor":
+            return optax.chain(optax.adafactor(rate), decoupled_decay(rate, self.weight_decay, mask))
+        sgd = optax.sgd(rate, momentum=self.momentum or None)
+        return optax.chain(sgd, decoupled_decay(rate, self.weight_decay, mask))
 
 
 def decoupled_decay(rate: Callable[[Any], Any], decay: float, mask: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
+from jaxscale.memory.offload import of_a_block
+from jaxscale.sharding.memory_space import HOST_KIND
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.zero import Placement, placed_axes, placement
@@ -71,6 +73,11 @@ def effective_rules(plan: Plan) -> AxisRules:
     """The plan's rules with Megatron's sequence parallelism, where asked for, written into them."""
     rules = plan.rules
     return dataclasses.replace(rules, seq=(*rules.seq, "tensor")) if plan.sequence_parallel else rules
+
+
+def masters_on_host(plan: Plan) -> bool:
+    """Whether the float32 weights lie on the host between steps."""
+    return plan.weights == "host" or plan.optimizer_state == "host"
 
 
 def vocab_multiple(plan: Plan) -> int:
@@ -150,10 +157,15 @@ class Layout:
             for name, leaf in named_leaves(functional.params).items()
         }
 
-        def tree(kind: str) -> Any:
-            return jax.tree_util.tree_map_with_path(
-                lambda path, _: NamedSharding(mesh, getattr(placements[path_name(path)], kind)), functional.params
-            )
+        def tree(kind: str, hosted: Callable[[str], bool] = lambda name: False) -> Any:
+            def of(path: Any, _: Any) -> NamedSharding:
+                name = path_name(path)
+                found = NamedSharding(mesh, getattr(placements[name], kind))
+                return found.with_memory_kind(HOST_KIND) if hosted(name) else found
+
+            return jax.tree_util.tree_map_with_path(of, functional.params)
+
+        masters = tree("master", lambda _: masters_on_host(plan))
 
         whole = NamedSharding(mesh, PartitionSpec())
         opt = jax.eval_shape(optimizer.init, functional.params)
@@ -163,7 +175,7 @@ class Layout:
             lambda leaf, param, sharding: sharding if leaf.shape == param.shape else whole,
             opt,
             functional.params,
-            tree("state"),
+            tree("state", lambda _: plan.optimizer_state != "device"),
             transform_non_params=lambda _: whole,
         )
         watch = jax.eval_shape(Watch.start)
@@ -171,13 +183,14 @@ class Layout:
         abstract = TrainState(step, functional.params, opt, functional.rest, watch)
         shardings = TrainState(
             step=jax.tree.map(lambda _: whole, step),
-            params=tree("master"),
+            params=masters,
             optimizer=opt_shardings,
             rest=jax.tree.map(lambda _: whole, functional.rest),
             watch=jax.tree.map(lambda _: whole, watch),
         )
         placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
-        return cls(plan, mesh, rules, placements, tree("master"), tree("gradient"), tree("compute"), shardings, placed)
+        gradients = tree("gradient", lambda name: plan.gradients == "host" and of_a_block(name))
+        return cls(plan, mesh, rules, placements, masters, gradients, tree("compute"), shardings, placed)
 
     @property
     def batch(self) -> NamedSharding:
@@ -257,10 +270,11 @@ class Layout:
         }
 
 
-def local_bytes(tree: Any) -> int:
-    """Bytes on each device of a tree of abstract arrays with shardings."""
+def local_bytes(tree: Any, *, host: bool = False) -> int:
+    """Bytes of a tree of abstract arrays with shardings on each device, or on each device's share of its host."""
     total = 0
     for leaf in jax.tree.leaves(tree):
-        size = math.prod(leaf.shape)
-        total += leaf_bytes(leaf) * math.prod(leaf.sharding.shard_shape(leaf.shape)) // max(size, 1)
+        if (leaf.sharding.memory_kind == HOST_KIND) == host:
+            size = math.prod(leaf.shape)
+            total += leaf_bytes(leaf) * math.prod(leaf.sharding.shard_shape(leaf.shape)) // max(size, 1)
     return total

@@ -26,6 +26,11 @@ class Plan:
         matmul: precision of float32 matrix products, as in `jax.default_matmul_precision`.
         reduce: type in which gradients are reduced across devices; `None` is the type computed in.
         memory: what the backward pass keeps of each block: "none" (all), "dots", "full" (recompute all).
+        weights: where the weights are that the passes read: on the device, or on the host, from where each block's come
+            when it runs (L2L, ZeRO-Infinity).
+        gradients: where those of streamed weights go; the host's are read back slice by slice.
+        optimizer_state: on the device; on the host and "streamed" through it in slices (ZeRO-Infinity); or on the
+            "host", where its CPU updates it and the float32 weights (ZeRO-Offload).
         loss_chunk: target positions of a row scored at a time by the loss; `None` scores all at once.
         attention: implementation of attention: auto, plain, chunked (never holds S x S), splash (TPU).
         unroll: layers per iteration of the scan over layers.
@@ -44,6 +49,9 @@ class Plan:
     matmul: Literal["default", "high", "highest"] = "default"
     reduce: Literal["float32", "bfloat16"] | None = None
     memory: MemoryPlan = MemoryPlan()
+    weights: Literal["device", "host"] = "device"
+    gradients: Literal["device", "host"] = "device"
+    optimizer_state: Literal["device", "streamed", "host"] = "device"
     loss_chunk: int | None = None
     attention: Literal["auto", "plain", "chunked", "splash"] = "auto"
     unroll: int = 1
@@ -62,6 +70,13 @@ class Plan:
         if self.reduce == "bfloat16" and self.precision == "float32":
             raise UserError(
                 "reduce: bfloat16 needs precision bfloat16: what is computed in float32 is reduced in float32"
+            )
+        if self.gradients == "host" and self.weights == "device":
+            raise UserError("gradients host: they go there from weights that come from there; add weights host")
+        if self.gradients == "host" and self.microbatches > 1:
+            raise UserError(
+                f"gradients host: nothing adds up the gradients of {self.microbatches} microbatches there; take "
+                "gradients device, or microbatches 1"
             )
         if self.mesh is not None:
             if self.zero and self.mesh.fsdp == 1 and self.mesh.devices > 1:

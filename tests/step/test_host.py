@@ -1,0 +1,120 @@
+"""Weights, gradients and optimizer state on the host: the losses are those of a step with everything on the device."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxscale.errors import UserError
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.models.decoder import Decoder
+from jaxscale.optim.optimizer import Optimizer
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.build import build
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
+
+ROWS, LENGTH, VOCAB = 8, 8, 13
+MODEL = Decoder(vocab=VOCAB, context=LENGTH, layers=3, embed=8, heads=4, mlp=24)
+BATCH = {
+    name: np.random.default_rng(seed).integers(0, VOCAB, (ROWS, LENGTH), dtype=np.int32)
+    for seed, name in enumerate(("tokens", "targets"))
+}
+
+
+def make(mesh="fsdp:2", optimizer=Optimizer(learning_rate=0.01, warmup=2), **fields):
+    experiment = Experiment("host", MODEL, None, optimizer=optimizer, steps=10, batch=ROWS)
+    return build(experiment, Plan(mesh=MeshSpec.parse(mesh), **fields))
+
+
+def trained(step, steps=3):
+    """Losses, norms and the parameters after some steps."""
+    state, told = step.init(), []
+    step.compile(BATCH)
+    for _ in range(steps):
+        state, metrics = step.run(state, step.place(BATCH))
+        told.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    evaluated = step.evaluate(state, step.place(BATCH))
+    return np.array([*told, (float(evaluated.total), float(evaluated.weight))]), jax.device_get(state), state
+
+
+@functools.cache
+def expected(**fields):
+    return trained(make(**fields))[:2]
+
+
+PLACES = [
+    {"optimizer_state": "streamed"},
+    {"optimizer_state": "host"},
+    {"weights": "host"},
+    {"weights": "host", "optimizer_state": "streamed"},
+    {"weights": "host", "optimizer_state": "streamed", "gradients": "host"},
+    {"weights": "host", "optimizer_state": "host", "gradients": "host"},
+]
+
+
+QUICK = {(1, 3, "bfloat16"), (3, 2, "float32"), (4, 3, "float32")}
+EVERY = [
+    pytest.param(
+        PLACES[index],
+        zero,
+        precision,
+        id=" ".join([*(f"{k} {v}" for k, v in PLACES[index].items()), f"zero {zero} {precision}"]),
+        marks=[] if (index, zero, precision) in QUICK else [pytest.mark.slow],
+    )
+    for index in range(len(PLACES))
+    for zero in (0, 2, 3)
+    for precision in ("float32", "bfloat16")
+]
+
+
+@pytest.mark.parametrize(("places", "zero", "precision"), EVERY)
+def test_losses_are_those_of_everything_on_the_device(places, zero, precision):
+    wanted, wanted_state = expected(zero=zero, precision=precision)
+    found, found_state, state = trained(make(zero=zero, precision=precision, **places))
+    close = {"rtol": 1e-5, "atol": 1e-6} if precision == "float32" else {"rtol": 2e-2, "atol": 2e-3}
+    np.testing.assert_allclose(found, wanted, **close)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **close), found_state, wanted_state)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)}
+    masters = places.get("weights") == "host" or places.get("optimizer_state") == "host"
+    assert kinds == {"pinned_host" if masters else "device"}
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim}
+    assert kinds == {"device" if places.get("optimizer_state", "device") == "device" else "pinned_host"}
+
+
+@pytest.mark.parametrize("memory", ["full", "dots"])
+def test_weights_stream_under_rematerialization_and_microbatches(memory):
+    fields = {"memory": MemoryPlan.parse(memory), "microbatches": 2}
+    wanted, _ = expected(**fields)
+    found, _, _ = trained(make(weights="host", optimizer_state="streamed", **fields))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_bad_step_leaves_what_is_on_the_host_as_it_was():
+    step = make(weights="host", optimizer_state="streamed", gradients="host")
+    state = step.init()
+    before = jax.device_get((state.params, state.optimizer))
+    poisoned = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding), state.params)
+    state, metrics = step.run(dataclasses.replace(state, params=poisoned), step.place(BATCH))
+    assert int(metrics["skipped"]) == 1
+    after = jax.device_get((state.params, state.optimizer))
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(after[0]))
+    jax.tree.map(np.testing.assert_array_equal, after[1], before[1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"gradients": "host"}, "add weights host"),
+        ({"gradients": "host", "weights": "host", "microbatches": 2}, "nothing adds up the gradients"),
+        ({"optimizer_state": "hots"}, "did you mean 'host'"),
+        ({"optimizer_state": "streamed", "optimizer": Optimizer(name="adafactor")}, "mixes elements"),
+        ({"weights": "host", "optimizer": Optimizer(custom=lambda rate: optax.lamb(rate))}, "weights host: this"),
+    ],
+)
+def test_what_offload_does_not_take_is_refused_before_anything_is_traced(fields, message):
+    with pytest.raises(UserError, match=message):
+        make(**fields)
