@@ -5,7 +5,8 @@
 
 Nothing in the two networks knows of jaxscale: batch norm and dropout are Flax's, and so is every layer. `--plan.memory
 full` rematerializes the NNX network layer by layer (its repeated submodules are found) and the Linen one as a whole;
-`--plan.zero` shards either. 1,797 images of handwritten digits, a fifth held out, 500 steps of AdamW.
+`--plan.zero` shards either. 1,797 images of handwritten digits, a fifth held out, 500 steps of AdamW. On two
+cores (AMD EPYC), one virtual device each: NNX 9 s, held-out accuracy 0.978; Linen 10 s, 0.986.
 """
 
 import dataclasses

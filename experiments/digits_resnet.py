@@ -3,7 +3,7 @@
     jaxscale train experiments/digits_resnet.py
 
 1,797 images of 8 x 8 pixels, a fifth held out; two stages of one block, 16 and 32 channels, 500 steps of AdamW.
-On two CPU cores, busy with other work: 10 seconds of steps after 20 of compilation, held-out accuracy 0.994.
+On two cores (AMD EPYC), one virtual device each: 11 s, held-out accuracy 0.989.
 """
 
 from pathlib import Path

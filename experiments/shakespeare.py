@@ -2,8 +2,9 @@
 
     jaxscale train experiments/shakespeare.py
 
-4 layers, 4 heads, 128 wide, context 64, batch 12, 2,000 steps of AdamW. Fourteen plays, 1.7 MB. On two cores, one
-virtual device each: held-out loss 1.924, 1.930 and 1.925 nats per character (seeds 0, 1, 2).
+4 layers, 4 heads, 128 wide, context 64, batch 12, 2,000 steps of AdamW. Fourteen plays, 1.7 MB. On two cores
+(AMD EPYC), one virtual device each: 1 min 13 s with evaluations, samples and the report, 31,800 tokens/s; held-out
+loss 1.924, 1.930 and 1.925 nats per character (seeds 0, 1, 2).
 """
 
 from pathlib import Path
