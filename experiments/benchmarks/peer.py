@@ -9,7 +9,7 @@ recipe N times for the held-out loss in nats per character.
 
 Measured on 2 cores (AMD EPYC), JAX 0.10.2, PyTorch 2.13, with `--seeds 3` (6.5 minutes): jaxscale 31,000 tokens/s,
 1.33x the hand-written loop (23,400; bar 0.97) and 1.34x PyTorch (23,000; bar 1.0), medians of five turns whose ratios
-lie between 1.32 and 1.46. The hand-written loop leaves the gradients of its weights to autodiff, which transposes the
+lie between 1.28 and 1.46. The hand-written loop leaves the gradients of its weights to autodiff, which transposes the
 wide activations (`layers/linear.py`). Held-out loss of seeds 0, 1, 2: 1.924, 1.930, 1.925 (bar 1.95).
 """
 

@@ -82,12 +82,19 @@ def texts(files: list[str], recipe: Recipe, cut: int) -> Iterator[tuple[int, boo
     at = 0
     for file in files:
         for document in recipe.documents(source.decode(source.read(file), file)):
-            begins = [True, True]
+            if recipe.whole:
+                split, begins = int(at >= cut), True
+                for text, learned in recipe.parts(document):
+                    if text:
+                        yield split, begins, learned, text
+                        begins = False
+                at += 1
+                continue
+            begun = [False, False]
             for text, learned in recipe.parts(document):
-                here = (len(text) if at < cut else 0) if recipe.whole else min(max(cut - at, 0), len(text))
+                here = min(max(cut - at, 0), len(text))
                 for split, part in enumerate((text[:here], text[here:])):
                     if part:
-                        yield split, begins[split], learned, part
-                        begins[split] = False
-                at += 0 if recipe.whole else len(text)
-            at += recipe.whole
+                        yield split, not begun[split], learned, part
+                        begun[split] = True
+                at += len(text)
