@@ -13,7 +13,6 @@ is trusted from libtpu 0.0.51 on: 0.0.42 and 0.0.50, which `jax[tpu]` brings, re
 import contextlib
 import dataclasses
 import importlib
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -28,9 +27,9 @@ from typing import Any
 from jaxscale.errors import UserError, near_miss
 from jaxscale.platforms import trust
 from jaxscale.platforms.detect import accelerators
-from jaxscale.platforms.gpu_target import target_config, topology_text
 from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.report import CompileReport
+from jaxscale.platforms.target import Target, target
 
 TIMEOUT = 3600.0
 """Seconds that a compilation may take, unless the caller says otherwise."""
@@ -120,27 +119,31 @@ def compile_report(
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     pickled, main = _pickled(recipe), _main_file(recipe)
-    device = _device(platform)
-    if device["backend"] == "tpu":
-        _check_libtpu(device["compiler"]["libtpu"], device["environment"], timeout)
-    request = {
+    reached = target(platform, accelerators())
+    request: dict[str, Any] = {
         "recipe": pickled,
         "main": main,
         "platform": platform,
         "options": dict(options or {}),
         "explain": explain,
         "cache": str(folder) if cache and (folder := _cache_folder()) is not None else None,
-        "device": device,
     }
-    return _run(platform, pickle.dumps(request), device["environment"], timeout)
+    _check_libtpu(reached, timeout)
+    report = _run(platform, request, reached, timeout)
+    if report is None:  # another process has the devices, or they are others than asked for
+        reached = target(platform, frozenset())
+        report = _run(platform, request, reached, timeout)
+    assert report is not None, "a described device is always there"
+    return report
 
 
-def _check_libtpu(identity: str, environment: Mapping[str, str], timeout: float) -> None:
+def _check_libtpu(reached: Target, timeout: float) -> None:
     """Refuse a libtpu that reports wrong bytes; another than the trusted one is asked once, and remembered.
 
     Raises:
         UserError: its bytes for a known program are wrong, or it gives none.
     """
+    identity = reached.compiler.get("libtpu", trust.TRUSTED)
     if identity == trust.TRUSTED:
         return
     folder = _cache_folder()
@@ -148,11 +151,10 @@ def _check_libtpu(identity: str, environment: Mapping[str, str], timeout: float)
     said = None if file is None else trust.read_verdict(file)
     if said is None:
         described = Platform.parse("tpu v5e:2x2")
-        request = {"recipe": pickle.dumps(trust.program), "main": None, "platform": described, "options": {}}
-        device = {**_device(described), "attached": False}
-        request |= {"explain": False, "cache": None, "device": device}
-        report = _run(described, pickle.dumps(request), environment, timeout)
-        said = report.device_bytes
+        request: dict[str, Any] = {"recipe": pickle.dumps(trust.program), "main": None, "platform": described}
+        request |= {"options": {}, "explain": False, "cache": None}
+        report = _run(described, request, target(described, frozenset()), timeout)
+        said = None if report is None else report.device_bytes
         if said is None:
             raise UserError(
                 f"libtpu {identity} cannot judge: {report}; install libtpu=={trust.TRUSTED} (jaxscale[aot-tpu])"
@@ -167,40 +169,48 @@ def _check_libtpu(identity: str, environment: Mapping[str, str], timeout: float)
         )
 
 
-def _run(platform: Platform, request: bytes, environment: Mapping[str, str], timeout: float) -> CompileReport:
+def _run(platform: Platform, request: Mapping[str, Any], reached: Target, timeout: float) -> CompileReport | None:
+    """A request's answer from a child process; None where the attached devices are not to be had."""
     with tempfile.TemporaryDirectory(prefix="jaxscale-compile-") as folder:
         place = pathlib.Path(folder)
-        (place / "request").write_bytes(request)
-        paths = json.dumps([path or os.getcwd() for path in sys.path])
-        with (place / "log").open("wb") as log:
-            child = subprocess.Popen(
-                [sys.executable, "-c", _START, paths, folder],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=dict(environment),
-                start_new_session=True,
-            )
-            try:
-                code = child.wait(timeout)
-            except BaseException as error:
-                # the compiler may have children of its own (ptxas)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-                if not isinstance(error, subprocess.TimeoutExpired):
-                    raise
-                return CompileReport(str(platform), crashed=f"not done in {timeout:g} s: give it a longer timeout")
+        (place / "request").write_bytes(pickle.dumps({**request, "target": reached}))
+        code = _child(place, reached.environment, timeout)
+        if code is None:
+            return CompileReport(str(platform), crashed=f"not done in {timeout:g} s: give it a longer timeout")
         try:
             result = json.loads((place / "result").read_bytes())
         except (FileNotFoundError, json.JSONDecodeError):
             said = (place / "log").read_text("utf-8", "replace")
             return CompileReport(str(platform), crashed=_death(code, said))
-        if "mistake" in result:
-            raise UserError(result["mistake"])
-        if "failed" in result:
-            raise RecipeFailed(f"the recipe failed while it made a program for {platform}:\n{result['failed']}")
-        return CompileReport.from_json(result["report"], "the compiler's child process")
+    if "mistake" in result:
+        raise UserError(result["mistake"])
+    if "failed" in result:
+        raise RecipeFailed(f"the recipe failed while it made a program for {platform}:\n{result['failed']}")
+    return None if "elsewhere" in result else CompileReport.from_json(result["report"], "the compiler's child process")
+
+
+def _child(place: pathlib.Path, environment: Mapping[str, str], timeout: float) -> int | None:
+    """Run the child on the request in a folder: the code it ended with, None where it took too long."""
+    paths = json.dumps([path or os.getcwd() for path in sys.path])
+    with (place / "log").open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-c", _START, paths, str(place)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=dict(environment),
+            start_new_session=True,
+        )
+        try:
+            return child.wait(timeout)
+        except BaseException as error:
+            # the compiler may have children of its own (ptxas)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return None
 
 
 def _death(code: int, said: str) -> str:
@@ -247,76 +257,3 @@ def _cache_folder() -> pathlib.Path | None:
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
     return folder
-
-
-def _device(platform: Platform) -> dict[str, Any]:
-    """What the child needs to get the platform's devices: how, with which arguments, under which environment."""
-    environment = dict(os.environ)
-    flags = environment.get("XLA_FLAGS", "").split()
-    environment["XLA_FLAGS"] = " ".join(flag for flag in flags if "host_platform_device_count" not in flag)
-    for name in ("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR", "JAX_COORDINATOR_ADDRESS"):
-        environment.pop(name, None)
-    kind = platform.chip.kind
-    attached = kind in accelerators()
-    if kind == "tpu":
-        compiler = trust.libtpu(environment)
-        if compiler is None:
-            raise UserError(
-                f"{platform}: its compiler is missing here; install jaxscale[aot-tpu] (libtpu, 600 MB unpacked)"
-            )
-        if not attached:
-            # two processes may load libtpu where there is no chip to quarrel over; nobody answers its questions
-            environment |= {
-                "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
-                "TPU_SKIP_MDS_QUERY": "1",
-                "TPU_WORKER_HOSTNAMES": "localhost",
-                "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-            }
-        environment["JAX_PLATFORMS"] = "tpu,cpu" if attached else "cpu"
-        name = "tpu7x" if platform.chip.name == "7x" else platform.chip.name
-        arguments: dict[str, Any] = {"topology_name": f"{name}:{'x'.join(map(str, platform.topology or ()))}"}
-        if platform.slices > 1:
-            arguments["num_slices"] = platform.slices
-        if platform.chip.name == "v4":
-            arguments["chip_config_name"] = "megacore"
-        return {
-            "backend": "tpu",
-            "arguments": arguments,
-            "attached": attached,
-            "environment": environment,
-            "compiler": {"libtpu": compiler},
-        }
-    if kind == "gpu":
-        arguments = {"target_config": target_config(platform.chip), "topology": topology_text(platform)}
-        plugin = next((version for name in _PLUGINS if (version := _installed(name))), None)
-        if plugin is None:
-            raise UserError(
-                f"{platform}: its compiler is missing here; install jaxscale[aot-gpu] (the CUDA plugin, 400 MB)"
-            )
-        jaxlib = _installed("jaxlib")
-        if plugin != jaxlib:
-            raise UserError(
-                f"{platform}: the CUDA plugin is {plugin} and jaxlib {jaxlib}; install the plugin of the same version"
-            )
-        environment["JAX_PLATFORMS"] = "cuda,cpu" if attached else "cpu"
-        # a run may hold the card's memory already
-        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        return {
-            "backend": "cuda",
-            "arguments": arguments,
-            "attached": attached,
-            "environment": environment,
-            "compiler": {"cuda plugin": plugin},
-        }
-    environment["JAX_PLATFORMS"] = "cpu"
-    return {"backend": "cpu", "arguments": {}, "attached": True, "environment": environment, "compiler": {}}
-
-
-_PLUGINS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

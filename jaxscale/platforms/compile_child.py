@@ -4,7 +4,6 @@ The parent (`platforms/compile.py`) has set the environment that JAX must find w
 file back: a report, a user's mistake, or the recipe's error. Without that file the process died.
 """
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -26,6 +25,7 @@ from jaxscale.platforms.hlo_program import Program
 from jaxscale.platforms.live import Live, live_at_the_peak
 from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.report import CompileReport, out_of_memory
+from jaxscale.platforms.target import Target
 
 
 def main() -> None:
@@ -36,6 +36,8 @@ def main() -> None:
         result = {"report": answer(request).json()}
     except UserError as error:
         result = {"mistake": str(error)}
+    except _Elsewhere:
+        result = {"elsewhere": True}
     except Exception:  # the recipe is anybody's code
         result = {"failed": traceback.format_exc()}
     written = folder / "result.part"
@@ -49,7 +51,8 @@ def answer(request: Mapping[str, Any]) -> CompileReport:
     if request["main"] is not None:
         _import_main(request["main"])
     recipe = pickle.loads(request["recipe"])
-    devices, attached = _devices(platform, request["device"])
+    target: Target = request["target"]
+    devices = _devices(platform, target)
     lowered = recipe(devices)
     lowered = lowered.lower() if hasattr(lowered, "jaxpr") else lowered
     if not hasattr(lowered, "compile"):
@@ -57,13 +60,13 @@ def answer(request: Mapping[str, Any]) -> CompileReport:
             f"a recipe must return a jax.stages.Lowered or Traced (jax.jit(f).lower(...)), got {type(lowered).__name__}"
         )
     versions = {package: importlib.metadata.version(package) for package in ("jax", "jaxlib")}
-    versions |= request["device"]["compiler"]
-    key = report_cache.key(lowered, platform, versions, request["options"], request["explain"], attached)
+    versions |= target.compiler
+    key = report_cache.key(lowered, platform, versions, request["options"], request["explain"], target.attached)
     if request["cache"] is not None:
         found = report_cache.find(pathlib.Path(request["cache"]), key)
         if found is not None:
             return found
-    facts = {"platform": str(platform), "versions": versions, "attached": attached, "key": key}
+    facts = {"platform": str(platform), "versions": versions, "attached": target.attached, "key": key}
     report = _compile(lowered, devices, facts, request["options"], request["explain"])
     if request["cache"] is not None and report.crashed is None:
         report_cache.keep(pathlib.Path(request["cache"]), report)
@@ -93,24 +96,34 @@ def _import_main(path: str) -> None:
     spec.loader.exec_module(module)
 
 
-def _devices(platform: Platform, device: Mapping[str, Any]) -> tuple[list[Any], bool]:
-    """The platform's devices, and whether they are attached; else they are described."""
+class _Elsewhere(Exception):
+    """The attached devices are not to be had: another process holds them, or they are others than asked for."""
+
+
+def _devices(platform: Platform, target: Target) -> list[Any]:
+    """The platform's devices, attached or described.
+
+    Raises:
+        _Elsewhere: they were said to be attached, and are not to be had.
+    """
     import jax
 
     config: Any = jax.config
     config.update("jax_enable_compilation_cache", False)  # cannot be read for devices that are not there
-    if device["backend"] == "cpu":
+    if target.backend == "cpu":
         config.update("jax_num_cpu_devices", platform.devices)
-        return jax.devices("cpu"), True
-    if device["attached"]:
-        with contextlib.suppress(RuntimeError):  # another process has them
-            found = jax.devices(device["backend"])
-            if found[0].device_kind in platform.chip.device_kinds and len(found) >= platform.devices:
-                return found[: platform.devices], True
+        return jax.devices("cpu")
+    if target.attached:
+        try:
+            found = jax.devices(target.backend)
+        except RuntimeError:
+            raise _Elsewhere from None
+        if found[0].device_kind not in platform.chip.device_kinds or len(found) < platform.devices:
+            raise _Elsewhere
+        return found[: platform.devices]
     from jax.experimental import topologies
 
-    described = topologies.get_topology_desc(platform=device["backend"], **device["arguments"])
-    return list(described.devices), False
+    return list(topologies.get_topology_desc(platform=target.backend, **target.arguments).devices)
 
 
 def _compile(
@@ -125,30 +138,45 @@ def _compile(
             compiled = lowered.compile(compiler_options={**options, **dumped} or None)
         except jax.errors.JaxRuntimeError as error:
             facts["seconds"] = time.perf_counter() - start
-            return _refused(
-                str(error),
-                facts,
-                options,
-                live_at_the_peak(pathlib.Path(dump), devices[0].platform) if explain else None,
-            )
+            return _refused(str(error), facts, options, _live(dump, devices) if explain else None)
         facts["seconds"] = time.perf_counter() - start
-        live = live_at_the_peak(pathlib.Path(dump), devices[0].platform) if explain else None
-    mesh = _mesh(compiled, devices)
-    text = compiled.as_text()
-    flop = program_flop(Program(text))
+        live = _live(dump, devices) if explain else None
     memory = compiled.memory_analysis()
     names = ("argument", "output", "alias", "temp")
     return CompileReport(
         **facts,
         **{f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names},
         **{f"host_{name}_bytes": getattr(memory, f"host_{name}_size_in_bytes") for name in names},
-        flop=flop.total,
-        unknown_loops=flop.unknown_loops,
-        silent_kernels=flop.silent_kernels,
-        collectives=tuple(collectives(text, mesh)),
-        live=None if live is None else live.tensors,
-        timeline=None if live is None else live.timeline,
+        **_read(compiled.as_text(), _mesh(compiled, devices)),
+        **_listing(live),
     )
+
+
+def _read(text: str, mesh: Any) -> dict[str, Any]:
+    """What a program's text says of its work and of what it sends."""
+    try:
+        flop = program_flop(Program(text))
+        sent = tuple(collectives(text, mesh))
+    except (AssertionError, LookupError, ValueError) as error:
+        # a spelling that nobody has met must not cost the report
+        return {"unread": f"the program's text could not be read: {error!r}"}
+    return {
+        "flop": flop.total,
+        "unknown_loops": flop.unknown_loops,
+        "silent_kernels": flop.silent_kernels,
+        "collectives": sent,
+    }
+
+
+def _listing(live: Live | None) -> dict[str, Any]:
+    return {} if live is None else {"live": live.tensors, "timeline": live.timeline}
+
+
+def _live(dump: str, devices: Sequence[Any]) -> Live | None:
+    try:
+        return live_at_the_peak(pathlib.Path(dump), devices[0].platform)
+    except (AssertionError, LookupError, ValueError):  # as above
+        return None
 
 
 def _refused(message: str, facts: dict[str, Any], options: Mapping[str, Any], live: Live | None) -> CompileReport:
@@ -164,12 +192,7 @@ def _refused(message: str, facts: dict[str, Any], options: Mapping[str, Any], li
     oom = out_of_memory(message)
     if oom is None:
         return CompileReport(**facts, crashed=f"the compiler gave up: {message.strip()}")
-    return CompileReport(
-        **facts,
-        oom=oom,
-        live=None if live is None else live.tensors,
-        timeline=None if live is None else live.timeline,
-    )
+    return CompileReport(**facts, oom=oom, **_listing(live))
 
 
 def _mesh(compiled: Any, devices: Sequence[Any]) -> Any:

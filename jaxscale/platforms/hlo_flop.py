@@ -49,34 +49,31 @@ def program_flop(program: Program) -> ProgramFlop:
         >>> program_flop(Program(text)).total
         256
     """
-    known: dict[str, ProgramFlop] = {}
-
-    def of(name: str) -> ProgramFlop:
-        if name not in known:
-            known[name] = sum(map(of_op(program.computations[name]), program.computations[name].instructions.values()),
-                              ProgramFlop())  # fmt: skip
-        return known[name]
-
-    def of_op(computation: Computation):
-        def flop(op: Op) -> ProgramFlop:
-            # what a start has begun counts there, not once more where it is awaited
-            inner = [] if op.opcode.endswith(("-done", "-update")) else [of(name) for name in called(op.attributes)]
-            if op.opcode == "conditional":
-                return max(inner, key=lambda branch: branch.total, default=ProgramFlop())
-            total = sum(inner, _own(computation, op))
-            if op.opcode != "while":
-                return total
-            trips = program.trips(op)
-            return ProgramFlop(
-                total.total * (trips or 1),
-                total.unknown_loops + (trips is None and total.total > 0),
-                total.silent_kernels,
-            )
-
-        return flop
-
     entry = next((one.name for one in program.computations.values() if one.is_entry), None)
-    return ProgramFlop() if entry is None else of(entry)
+    return ProgramFlop() if entry is None else _computation(program, entry, {})
+
+
+def _computation(program: Program, name: str, known: dict[str, ProgramFlop]) -> ProgramFlop:
+    """FLOP of one run of a computation; `known` has those that were met before."""
+    if name not in known:
+        computation = program.computations[name]
+        ops = computation.instructions.values()
+        known[name] = sum((_op(program, computation, op, known) for op in ops), ProgramFlop())
+    return known[name]
+
+
+def _op(program: Program, computation: Computation, op: Op, known: dict[str, ProgramFlop]) -> ProgramFlop:
+    # what a start has begun counts there, not once more where it is awaited
+    names = [] if op.opcode.endswith(("-done", "-update")) else called(op.attributes)
+    inner = [_computation(program, name, known) for name in names]
+    if op.opcode == "conditional":
+        return max(inner, key=lambda branch: branch.total, default=ProgramFlop())
+    total = sum(inner, _own(computation, op))
+    if op.opcode != "while":
+        return total
+    trips = program.trips(op)
+    unknown = total.unknown_loops + (trips is None and total.total > 0)
+    return ProgramFlop(total.total * (trips or 1), unknown, total.silent_kernels)
 
 
 def _own(computation: Computation, op: Op) -> ProgramFlop:

@@ -125,7 +125,9 @@ class CompileReport:
             CPU, which has no other memory.
         flop: FLOP of matrix products, convolutions and kernels, loops counted; None where there is no program.
         unknown_loops: loops whose number of trips the program does not say; `flop` has their bodies once.
+        silent_kernels: custom kernels that do not say their cost; they are missing from `flop`.
         collectives: what is sent between devices, by kind, mesh axes and bytes.
+        unread: why `flop` and `collectives` are missing of a program that was compiled.
         oom: the compiler's refusal.
         crashed: why there is no program though memory is not the reason: a signal, a time-out, an internal error.
         live: who is alive at the peak, largest first; None unless asked for (`explain`).
@@ -150,6 +152,7 @@ class CompileReport:
     unknown_loops: int = 0
     silent_kernels: int = 0
     collectives: tuple[Collective, ...] = ()
+    unread: str | None = None
     oom: OutOfMemory | None = None
     crashed: str | None = None
     live: tuple[LiveTensor, ...] | None = None

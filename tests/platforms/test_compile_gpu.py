@@ -13,6 +13,7 @@ MIB = 2**20
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("XLA_FLAGS")  # this process's compiler works at its lowest level
 
 
 @pytest.mark.slow

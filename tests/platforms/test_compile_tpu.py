@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("libtpu")
 
+from jaxscale.platforms import compile as judge
 from jaxscale.platforms import trust
 from jaxscale.platforms.compile import Recipe, compile_report
 from jaxscale.platforms.platform import Platform
@@ -19,6 +20,7 @@ PROGRAMS = "tests.platforms.programs:"
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("XLA_FLAGS")  # this process's compiler works at its lowest level
 
 
 @pytest.mark.slow
@@ -66,6 +68,19 @@ def test_activations_on_the_host():
     report = compile_report(programs.offloaded, "tpu v5e:1x1")
     assert report.host_temp_bytes == programs.LAYERS * 16384 * programs.EMBED * 2
     assert report.host_bytes == report.host_temp_bytes
+
+
+@pytest.mark.slow
+def test_flags_of_another_compiler_do_no_harm(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_force_host_platform_device_count=8")
+    assert compile_report(programs.zero, "tpu v5e:2x2", cache=False).crashed is None
+
+
+@pytest.mark.slow
+def test_devices_that_another_process_holds_are_described(monkeypatch):
+    monkeypatch.setattr(judge, "accelerators", lambda: frozenset({"tpu"}))
+    report = compile_report(Recipe("jaxscale.platforms.compile_child:example"), "tpu v5e:2x2", cache=False)
+    assert (report.crashed, report.attached, report.flop) == (None, False, 2 * 64 * 128 * 64)
 
 
 @pytest.mark.slow
