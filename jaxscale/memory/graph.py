@@ -167,6 +167,25 @@ def solve(
     return _Program(graph, objective, host, names).at(budget)
 
 
+def smallest(graph: BlockGraph, most: float, *, objective: Objective = "flop") -> SaveSet:
+    """The smallest save set of a block that costs no more than so much.
+
+    Args:
+        graph: of the block, with seconds where `objective` is "seconds".
+        most: recomputed FLOP of matrix products, or modelled seconds.
+        objective: which of them.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxscale.costs.block import block_graph
+        >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 8), (4, 8)])
+        >>> graph = block_graph(lambda w, x: jnp.tanh(x @ w) @ w, w, x)
+        >>> smallest(graph, 0).bytes, smallest(graph, 512).bytes
+        (128, 0)
+    """
+    return _Program(graph, objective, None, None).within(most)
+
+
 def menu(
     graph: BlockGraph, points: int | Sequence[int] = 23, *, objective: Objective = "flop", host: Host | None = None
 ) -> tuple[SaveSet, ...]:
@@ -336,6 +355,15 @@ class _Program:
         everything = self.host is None and budget >= self.graph.needed_bytes and self._price(found)[0] > 0
         return save_set(self.graph, (EVERYTHING,)) if everything else found
 
+    def within(self, most: float) -> SaveSet:
+        """The smallest set that costs no more than so much."""
+        everything = save_set(self.graph, (EVERYTHING,))
+        if self._price(self.at(self.graph.needed_bytes))[0] > most:
+            return everything
+        room = most / self.scale
+        found = self._set(self._solve(self.bytes, self.graph.needed_bytes, room * (1 + 1e-9) + 1e-9))
+        return found if self._price(found)[0] <= most * (1 + 1e-9) else everything
+
     def _price(self, found: SaveSet) -> tuple[float, int]:
         return (found.flop if self.objective == "flop" else found.seconds), found.bytes
 
@@ -371,9 +399,7 @@ class _Program:
             rules.append(LinearConstraint(self.bytes[None, :], -np.inf, room / self.unit))
             if math.isfinite(spent):
                 rules.append(LinearConstraint(self.cost[None, :], -np.inf, spent))
-            found = milp(
-                objective, integrality=integral, bounds=bounds, constraints=rules, options={"mip_rel_gap": 0}
-            )
+            found = milp(objective, integrality=integral, bounds=bounds, constraints=rules, options={"mip_rel_gap": 0})
             if found.x is None:
                 raise RuntimeError(
                     f"the integer program of block {self.graph.fingerprint} has no answer: {found.message}"
