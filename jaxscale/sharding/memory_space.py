@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractDevice
+from jax.sharding import AbstractDevice, NamedSharding
 
 from jaxscale.errors import UserError
 
@@ -42,6 +42,11 @@ def to_device(tree: Tree) -> Tree:
 def to_host(tree: Tree) -> Tree:
     """The tree with every leaf in host memory; sharding stays as it is. Under `jit`."""
     return jax.tree.map(lambda x: x if on_host(x) else jax.device_put(x, jax.memory.Space.Host), tree)
+
+
+def in_memory_of(other: NamedSharding, sharding: NamedSharding) -> NamedSharding:
+    """The sharding, in host memory if the other one is."""
+    return sharding.with_memory_kind(HOST_KIND) if other.memory_kind == HOST_KIND else sharding
 
 
 def rehearses(devices: Iterable[Any]) -> bool:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxscale.sharding.memory_space import in_memory_of, on_host, to_device, to_host
 from jaxscale.step.functional import Functional
 from jaxscale.step.layout import local_bytes
 from jaxscale.step.state import TrainState
@@ -68,7 +69,7 @@ class Canonical:
         self._parts = jax.tree.leaves(_parts(step), is_leaf=lambda x: isinstance(x, Part))
         assert len(self._parts) == len(self._leaves)
         self.shardings = {
-            name: NamedSharding(step.mesh, _spec(leaf, part))
+            name: in_memory_of(leaf.sharding, NamedSharding(step.mesh, _spec(leaf, part)))
             for leaf, part in zip(self._leaves, self._parts, strict=True)
             for name in part.names
         }
@@ -76,7 +77,10 @@ class Canonical:
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes per device that `take_apart` takes beside the state, until its arrays are on the host."""
+        """Bytes per device that `take_apart` takes beside the state, until its arrays are on the host.
+
+        What lies on the host already is copied there, by way of the device, one array at a time.
+        """
         return local_bytes(self.abstract())
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -87,19 +91,27 @@ class Canonical:
     def _take_apart(self, state: TrainState) -> dict[str, Array]:
         arrays: dict[str, Array] = {}
         groups: dict[str, dict[int, Array]] = {}
+        ways: dict[str, Any] = {}
         for leaf, part in zip(jax.tree.leaves(state), self._parts, strict=True):
-            whole = jax.random.key_data(leaf) if part.key else leaf
+            back = to_host if on_host(leaf) else _as_it_is
+            if part.stacked is not None and part.rows is None and leaf.shape == part.shape:
+                for i, name in enumerate(part.names):
+                    one = jax.lax.index_in_dim(leaf, i, part.stacked, keepdims=False)
+                    arrays[name] = back(to_device(one))
+                continue
+            whole = jax.random.key_data(leaf) if part.key else to_device(leaf)
             if whole.shape != part.shape and not part.key:
                 whole = jax.lax.slice(whole, (0,) * whole.ndim, part.shape)
             if part.rows is not None:
                 groups.setdefault(part.names[0], {})[part.rows[0]] = whole
+                ways[part.names[0]] = back
             elif part.stacked is None:
-                arrays[part.names[0]] = whole
+                arrays[part.names[0]] = back(whole)
             else:
                 for i, name in enumerate(part.names):
-                    arrays[name] = jax.lax.index_in_dim(whole, i, part.stacked, keepdims=False)
+                    arrays[name] = back(jax.lax.index_in_dim(whole, i, part.stacked, keepdims=False))
         for name, parts in groups.items():
-            arrays[name] = jnp.concatenate([parts[start] for start in sorted(parts)])
+            arrays[name] = ways[name](jnp.concatenate([parts[start] for start in sorted(parts)]))
         return arrays
 
     def put_together(self, arrays: Mapping[str, Array]) -> TrainState:
@@ -115,8 +127,7 @@ class Canonical:
             given = [arrays[name] for name in part.names]
             waiting.subtract(part.names)
             if waiting[part.names[0]] or part.rows is not None:
-                rows = slice(*part.rows) if part.rows is not None else slice(None)
-                leaves.append(_joined(None, part.key, leaf.shape, leaf.dtype, leaf.sharding)([given[0][rows]]))
+                leaves.append(_joined(None, part.key, leaf.shape, leaf.dtype, leaf.sharding, part.rows)(given))
                 if not waiting[part.names[0]] and isinstance(given[0], jax.Array):
                     given[0].delete()
                 continue
@@ -131,11 +142,25 @@ class Canonical:
         return jax.tree.unflatten(self._treedef, leaves)
 
 
+def _as_it_is(array: Array) -> Array:
+    return array
+
+
 @functools.lru_cache(maxsize=1024)
-def _joined(dim: int | None, key: str | None, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
+def _joined(
+    dim: int | None,
+    key: str | None,
+    shape: tuple[int, ...],
+    dtype: Any,
+    sharding: NamedSharding,
+    rows: tuple[int, int] | None = None,
+) -> Any:
     """A compiled function from a leaf's arrays to the leaf; leaves of one shape and placement share it."""
 
     def join(arrays: list[Array]) -> Array:
+        arrays = to_device(arrays)
+        if rows is not None:
+            arrays = [arrays[0][slice(*rows)]]
         if key:
             return jax.random.wrap_key_data(arrays[0], impl=key)
         whole = arrays[0] if dim is None else jnp.stack(arrays, dim)

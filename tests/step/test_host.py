@@ -118,3 +118,26 @@ def test_a_bad_step_leaves_what_is_on_the_host_as_it_was():
 def test_what_offload_does_not_take_is_refused_before_anything_is_traced(fields, message):
     with pytest.raises(UserError, match=message):
         make(**fields)
+
+
+@pytest.mark.parametrize("places", [PLACES[1], PLACES[4]], ids=["state", "everything"])
+def test_a_checkpoint_of_one_placement_is_one_of_every_other(places):
+    here, there = make(zero=2), make(zero=2, **places)
+    state = here.init()
+    arrays = there.to_canonical(there.init())
+    wanted = here.to_canonical(state)
+    assert {n: a.shape for n, a in arrays.items()} == {n: a.shape for n, a in wanted.items()}
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(arrays), jax.device_get(wanted))
+    abstract = there.canonical_abstract()
+    assert {name: a.sharding for name, a in arrays.items()} == {name: a.sharding for name, a in abstract.items()}
+    assert there.canonical_copy_bytes < here.canonical_copy_bytes
+    moved = {name: jax.device_put(jax.device_get(array), abstract[name].sharding) for name, array in wanted.items()}
+    back = there.from_canonical(moved)
+    assert jax.tree.map(lambda a: a.sharding, back) == there.layout.state
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(back.params), jax.device_get(here.init().params))
+
+
+def test_the_module_of_a_state_has_its_weights_on_the_device():
+    step = make(weights="host", optimizer_state="streamed")
+    module = step.module(step.init())
+    assert np.isfinite(np.asarray(module(jax.numpy.asarray(BATCH["tokens"])))).all()
