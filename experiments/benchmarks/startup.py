@@ -36,6 +36,9 @@ EARLY = {
     "typo in own flag": (["train", str(EXPERIMENT), "--lgo-every", "3"], "did you mean '--log-every'?"),
     "typo in literal": (["train", str(EXPERIMENT), "--resume", "nevr"], "did you mean 'never'?"),
 }
+FIT = ["-m", "jaxscale", "fit", str(EXPERIMENT.with_name("llama_70b.py")), "--platform", "tpu v5p:4x8x8"]
+"""What a platform of 256 chips takes, by estimate."""
+
 LATE = {
     "typo in field": (["train", str(EXPERIMENT), "--plan.zeor", "3"], "did you mean 'plan.zero'?"),
     "typo in value": (["train", str(EXPERIMENT), "--plan.precision", "bfloat"], "did you mean 'bfloat16'?"),
@@ -112,6 +115,8 @@ def main() -> None:
                 "",
             ),
         }
+        runs["import jax, flax, optax, scipy"] = (["-c", "import jax, flax.nnx, optax, scipy.optimize"], 0, "")
+        runs["fit of 70B on 256 chips"] = (FIT, 0, "")
         for name, (words, says) in {**early, **LATE}.items():
             runs[name] = (["-m", "jaxscale", *words], 2, says)
         taken: dict[str, list[float]] = {name: [] for name in runs}
@@ -127,6 +132,12 @@ def main() -> None:
         Figure("import jaxscale beyond import jax", import_cost, "s", 1.0),
         *(Figure(name, median[name], "s", 0.5) for name in early),
         Figure("import the experiment", median["import the experiment"], "s"),
+        Figure(
+            "fit of 70B on 256 chips beyond importing jax, flax, optax, scipy",
+            median["fit of 70B on 256 chips"] - median["import jax, flax, optax, scipy"],
+            "s",
+            2.0,
+        ),
         *(Figure(f"{name} beyond it", median[name] - median["import the experiment"], "s", 0.5) for name in LATE),
     ]
     if not show(found, f"Startup, median of {rounds} rounds") and not args.tiny:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxscale.layers.attention_plain import UNSEEN, scale_exactly
 from jaxscale.layers.visibility import Visibility
@@ -35,7 +35,7 @@ class _Sizes(NamedTuple):
     keys: int
     scale: float
     soft_cap: float | None
-    mesh: Mesh | None  # None where the queries are not sharded
+    mesh: Any | None  # None where the queries are not sharded
     axes: tuple[str, ...]
     shards: int
 
@@ -70,7 +70,7 @@ def attend_chunked(
     return out.reshape(batch, queries, heads, width)
 
 
-def _query_axes(batch: int, queries: int) -> tuple[Mesh | None, tuple[str, ...], int]:
+def _query_axes(batch: int, queries: int) -> tuple[Any | None, tuple[str, ...], int]:
     """The mesh and those of its axes that shard query positions, and into how many parts."""
     found = current()
     partition = () if found is None else spec((batch, queries), ("batch", "inner_seq"), *found)

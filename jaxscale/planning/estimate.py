@@ -20,6 +20,7 @@ from jaxscale.planning.placements import Placements, dims_of, place
 from jaxscale.planning.program import batch_shapes, described_step
 from jaxscale.planning.timeline import Compiler, Item, Timeline, timeline
 from jaxscale.platforms.platform import Platform
+from jaxscale.sharding.memory_space import COPY
 from jaxscale.step.build import TrainStep
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
@@ -28,7 +29,7 @@ from jaxscale.values.units import size
 
 KINDS = (
     "parameters", "optimizer state", "model state", "batch", "compute copy", "kept activations", "loss", "gradients",
-    "gathered weights", "transients", "packing",
+    "gathered weights", "transients", "packing", "second copy", "checkpoint",
 )  # fmt: skip
 """Kinds of tensor, in the order of tables."""
 
@@ -119,7 +120,14 @@ def of_step(step: TrainStep, batch: Any, platform: Platform) -> Estimate:
     packing = round(found.bytes * (factors.packing - 1))
     if packing:
         device["packing"] = packing
-    return Estimate(str(platform), step.plan, device, _by_kind(host), jaxpr_flop(traced).total, found, arguments)
+    there = _by_kind(host)
+    if there:
+        # XLA may hold what it reads and what it writes at once
+        there["second copy"] = (COPY - 1) * sum(there.values())
+    if platform.chip.kind != "cpu":
+        # a checkpoint is copied to the host before it is written behind the run's back
+        there["checkpoint"] = sum(item.bytes for item in (*arguments, *host) if item.kind != "batch")
+    return Estimate(str(platform), step.plan, device, there, jaxpr_flop(traced).total, found, arguments)
 
 
 def _compiler(platform: Platform, plan: Plan, factors: accuracy.Factors) -> Compiler:

@@ -4,8 +4,9 @@ The answer is an estimate (`estimate.py`) and says so, until `verify` asks the p
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
@@ -106,10 +107,13 @@ class Fit:
             return f"{size(self.device_bytes)} per device, {said}; nothing says how much there is: give --limit"
         room = f"{size(self.device_bytes)} of {size(self.limit)} per device, {said}"
         if self.host_limit is not None and self.host_bytes > self.host_limit:
-            return f"does not fit: {size(self.host_bytes)} of {size(self.host_limit)} host memory per device, {said}"
+            return (
+                f"does not fit: {size(self.host_bytes)} of host memory per device, of {size(self.host_limit)}, {said}; "
+                "keep more on the device, or spread it over more hosts"
+            )
         word = "fits" if self.fits else "does not fit"
         if self.close:
-            return f"{word}, narrowly: {room}, which may be off by {MARGIN:.0%}; --verify asks the compiler"
+            return f"{word}, narrowly: {room}\n(may be off by {MARGIN:.0%}; --verify asks the compiler)"
         return f"{word}: {room}"
 
     def __str__(self) -> str:
@@ -127,9 +131,11 @@ class Fit:
         elif (known := accuracy.recorded(self.platform.chip.kind)) is not None:
             lines.append(str(known))
         if self.helps:
+            wide = max(len(one.flags) for one in self.helps)
             lines += ["", "what would help most:"]
             lines += [
-                f"  {one.flags:32} saves {size(one.saves):>10}{', and fits' if one.fits else ''}" for one in self.helps
+                f"  {one.flags:{wide}}  saves {size(one.saves):>8}{', and fits' if one.fits else ''}"
+                for one in self.helps
             ]
         return "\n".join(lines)
 
@@ -187,48 +193,72 @@ def fit(
 
 
 def helps(experiment: Experiment, platform: Platform, found: Fit) -> tuple[Help, ...]:
-    """What changes of the plan would save, by estimate, the one that saves most first."""
-    weighed = []
-    for flags, plan in _changes(experiment, found.estimate):
+    """What changes of the plan would save, by estimate, the one that saves most first.
+
+    Where none of them is enough, the last entry is as many of them together as are.
+    """
+    now, plan = found.estimate.device_bytes, found.estimate.plan
+
+    def weigh(flags: str, changed: Plan) -> Help | None:
         try:
-            other = estimate(experiment, platform, plan)
+            other = estimate(experiment, platform, changed)
         except UserError:  # this model or batch does not take it
-            continue
-        saved = found.estimate.device_bytes - other.device_bytes
-        if saved > 0.01 * found.estimate.device_bytes:
-            weighed.append(Help(flags, saved, found.limit is not None and other.device_bytes <= found.limit))
-    return tuple(sorted(weighed, key=lambda one: -one.saves))
+            return None
+        return Help(flags, now - other.device_bytes, found.limit is not None and other.device_bytes <= found.limit)
+
+    weighed = []
+    for flags, fields in _changes(experiment, found.estimate):
+        one = weigh(flags, dataclasses.replace(plan, **fields))
+        if one is not None and one.saves > 0.01 * now:
+            weighed.append((one, fields))
+    weighed.sort(key=lambda pair: -pair[0].saves)
+    singles = tuple(one for one, _ in weighed)
+    if found.fits or any(one.fits for one in singles):
+        return singles
+    together: dict[str, Any] = {}
+    words: dict[str, str] = {}
+    one = None
+    for single, fields in weighed:
+        together = fields | together  # where two change one field, the one that saves more
+        words[single.flags.split()[0]] = single.flags
+        if len(together) > 1:
+            one = weigh(" ".join(words.values()), dataclasses.replace(plan, **together))
+            if one is not None and one.fits:
+                return (*singles, one)
+    if "microbatches" in together:
+        assert plan.mesh is not None
+        rows = experiment.batch // plan.mesh.batch_shards
+        words["--plan.microbatches"] = f"--plan.microbatches {rows}"
+        most = weigh(" ".join(words.values()), dataclasses.replace(plan, **(together | {"microbatches": rows})))
+        one = most or one
+    return singles if one is None else (*singles, one)
 
 
-def _changes(experiment: Experiment, now: Estimate) -> Iterator[tuple[str, Plan]]:
-    """Changes worth weighing, those first that bear on the biggest kinds of tensor."""
+def _changes(experiment: Experiment, now: Estimate) -> list[tuple[str, dict[str, Any]]]:
+    """Changes worth weighing, as flags and fields, those that bear on the biggest kinds of tensor."""
     plan, kinds = now.plan, now.device
     assert plan.mesh is not None
     states = kinds.get("parameters", 0) + kinds.get("optimizer state", 0) + kinds.get("gradients", 0)
     activations = kinds.get("kept activations", 0) + kinds.get("transients", 0)
-    changes: list[tuple[int, str, Plan]] = []
-
-    def change(weight: int, flags: str, **fields: object) -> None:
-        changes.append((weight, flags, dataclasses.replace(plan, **fields)))  # pyright: ignore[reportArgumentType]
-
-    if plan.memory.rule == "none":
-        change(kinds.get("kept activations", 0), "--plan.memory full", memory=MemoryPlan("full"))
-        change(kinds.get("kept activations", 0) // 2, "--plan.memory dots", memory=MemoryPlan("dots"))
-    elif plan.memory.rule != "full":
-        change(kinds.get("kept activations", 0), "--plan.memory full", memory=MemoryPlan("full"))
+    changes: list[tuple[int, str, dict[str, Any]]] = []
+    if plan.memory.rule != "full":
+        changes.append((kinds.get("kept activations", 0), "--plan.memory full", {"memory": MemoryPlan("full")}))
     if plan.zero < 3 and plan.mesh.fsdp > 1:
-        change(states, "--plan.zero 3", zero=3)
+        changes.append((states, "--plan.zero 3", {"zero": 3}))
+    if plan.optimizer_state == "device" and plan.weights == "device":
+        offload = {"optimizer_state": "streamed"}
+        changes.append((kinds.get("optimizer state", 0), "--plan.optimizer-state streamed", offload))
     if plan.precision == "float32":
-        change(activations // 2, "--plan.precision bfloat16", precision="bfloat16")
+        changes.append((activations // 2, "--plan.precision bfloat16", {"precision": "bfloat16"}))
     if plan.loss_chunk is None and "loss" in kinds:
-        change(kinds["loss"], "--plan.loss-chunk 256", loss_chunk=256)
+        changes.append((kinds["loss"], "--plan.loss-chunk 256", {"loss_chunk": 256}))
     rows = experiment.batch // plan.mesh.batch_shards
     more = next((n for n in range(plan.microbatches * 2, rows + 1) if rows % n == 0), None)
     if more is not None:
         weight = (activations + kinds.get("loss", 0)) // 2
-        change(weight, f"--plan.microbatches {more}", microbatches=more)
-    for _, flags, other in sorted(changes, key=lambda one: -one[0])[:TRIED]:
-        yield flags, other
+        changes.append((weight, f"--plan.microbatches {more}", {"microbatches": more}))
+    changes.sort(key=lambda one: -one[0])
+    return [(flags, fields) for _, flags, fields in changes[:TRIED]]
 
 
 def _host_share(platform: Platform) -> int | None:

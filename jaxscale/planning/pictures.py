@@ -193,7 +193,7 @@ _LINES = (
 )
 _STYLE = (
     ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2rem auto;"
-    "padding:0 1rem}svg{width:100%;height:auto}pre{overflow-x:auto;line-height:1.35}"
+    "padding:0 1rem}svg{width:100%;height:auto}pre{white-space:pre-wrap;line-height:1.35}"
     "table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.15rem .7rem;text-align:left;"
     "border-bottom:1px solid #8883}.n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}"
 )

@@ -15,9 +15,9 @@ HSDP is the same rules on a mesh that has a data or replica axis too: split insi
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxscale.sharding import place
 from jaxscale.sharding.rules import AxisRules
@@ -28,7 +28,7 @@ ZERO_AXIS = "fsdp"
 
 
 def split(
-    shape: Sequence[int], names: Sequence[str | None] | None, whole: PartitionSpec, mesh: Mesh, axis: str = ZERO_AXIS
+    shape: Sequence[int], names: Sequence[str | None] | None, whole: PartitionSpec, mesh: Any, axis: str = ZERO_AXIS
 ) -> PartitionSpec:
     """`whole`, with one more dim split over `axis`: the largest per device that divides; `whole` itself if none does.
 
@@ -85,7 +85,7 @@ class Placement:
 
 
 def placement(
-    shape: Sequence[int], names: Sequence[str | None] | None, stage: Stage, copied: bool, mesh: Mesh, rules: AxisRules
+    shape: Sequence[int], names: Sequence[str | None] | None, stage: Stage, copied: bool, mesh: Any, rules: AxisRules
 ) -> Placement:
     """Placement of a parameter's tensors under a ZeRO stage.
 

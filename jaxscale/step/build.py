@@ -18,6 +18,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
+from jaxscale.memory.decision import Decision
 from jaxscale.optim.offloaded import Advance, global_norm
 from jaxscale.step import rows
 from jaxscale.step.canonical import Canonical
@@ -27,6 +28,7 @@ from jaxscale.step.host import advance_of, check_offload
 from jaxscale.step.layout import Layout, check_model, local_bytes, masters_on_host, resolve_mesh, vocab_multiple
 from jaxscale.step.objective import Objective, positive
 from jaxscale.step.plan import Plan
+from jaxscale.step.remember import check_memory, decide_memory, layers_of_groups, needs_decision, treatment_of
 from jaxscale.step.state import TrainState, Watch
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Batch, Float, Params
@@ -66,6 +68,7 @@ class TrainStep:
         optimizer: the optax transformation.
         advance: how its step is made.
         mesh_said: a sentence on how the mesh was chosen.
+        decision: what the plan's memory rule comes to; `None` for one that says by itself what blocks keep.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class TrainStep:
         optimizer: optax.GradientTransformation,
         advance: Advance,
         mesh_said: str,
+        decision: Decision | None = None,
     ) -> None:
         self.experiment = experiment
         self.plan = plan
@@ -85,7 +89,8 @@ class TrainStep:
         self.optimizer = optimizer
         self.advance = advance
         self.mesh_said = mesh_said
-        self.objective = Objective(experiment, plan, functional, layout)
+        self.decision = decision
+        self.objective = Objective(experiment, plan, functional, layout, treatment_of(plan, decision))
         state, batches, whole = layout.state, layout.batch, NamedSharding(layout.mesh, PartitionSpec())
         self.step_fn = jax.jit(
             self._step, donate_argnums=0, in_shardings=(state, batches), out_shardings=(state, whole)
@@ -102,7 +107,7 @@ class TrainStep:
     # -- facts ---------------------------------------------------------------------------------------------------------
 
     @property
-    def mesh(self) -> jax.sharding.Mesh:
+    def mesh(self) -> Any:
         """The devices and their axes."""
         return self.layout.mesh
 
@@ -312,18 +317,31 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
         plan = dataclasses.replace(plan, unroll=layers)
     assert plan.mesh is not None
     check_model(plan, experiment.model)
-    functional = Functional.of(experiment.model, experiment.seed, vocab_multiple(plan))
+    check_memory(plan)
+    mesh, decision = plan.mesh.build(devices), None
+    functional, rule, optimizer, layout = _placed(experiment, plan, mesh)
+    if needs_decision(plan.memory):
+        decision = decide_memory(Objective(experiment, plan, functional, layout), devices)
+        if groups := layers_of_groups(decision):
+            functional, rule, optimizer, layout = _placed(experiment, plan, mesh, groups)
+    layout.check_axes_used(experiment.model)
+    layout.check_zero_used(optimizer)
+    check_offload(plan, experiment.model, rule, functional.params, devices)
+    advance = advance_of(plan, rule, experiment.optimizer.clip, optimizer, layout)
+    return TrainStep(experiment, plan, functional, layout, optimizer, advance, said, decision)
+
+
+def _placed(
+    experiment: Experiment, plan: Plan, mesh: Any, groups: tuple[int, ...] = ()
+) -> tuple[Functional, optax.GradientTransformation, optax.GradientTransformation, Layout]:
+    """The model as functions, its optimizer without and with clipping, and where their arrays lie."""
+    functional = Functional.of(experiment.model, experiment.seed, vocab_multiple(plan), groups)
     mask = jax.tree_util.tree_map_with_path(
         lambda path, leaf: decays(functional.names.get(path_name(path)), leaf.shape), functional.params
     )
     rule = experiment.optimizer.rule(experiment.steps, mask)
     optimizer = experiment.optimizer.build(experiment.steps, mask)
-    layout = Layout.of(functional, optimizer, plan, plan.mesh.build(devices))
-    layout.check_axes_used(experiment.model)
-    layout.check_zero_used(optimizer)
-    check_offload(plan, experiment.model, rule, functional.params, devices)
-    advance = advance_of(plan, rule, experiment.optimizer.clip, optimizer, layout)
-    return TrainStep(experiment, plan, functional, layout, optimizer, advance, said)
+    return functional, rule, optimizer, Layout.of(functional, optimizer, plan, mesh)
 
 
 def decays(names: tuple[str | None, ...] | None, shape: tuple[int, ...]) -> bool:

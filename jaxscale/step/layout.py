@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
 from jaxscale.memory.offload import of_a_block
@@ -139,7 +139,7 @@ class Layout:
     """
 
     plan: Plan
-    mesh: Mesh
+    mesh: Any
     rules: AxisRules
     placements: dict[str, Placement]
     masters: Any
@@ -149,7 +149,7 @@ class Layout:
     abstract: TrainState
 
     @classmethod
-    def of(cls, functional: Functional, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh) -> "Layout":
+    def of(cls, functional: Functional, optimizer: optax.GradientTransformation, plan: Plan, mesh: Any) -> "Layout":
         """Place every leaf; nothing is allocated."""
         rules, copied = effective_rules(plan), plan.precision != "float32"
         placements = {

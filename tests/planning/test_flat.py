@@ -37,7 +37,9 @@ def test_a_custom_derivative_is_opened():
 
 
 def test_a_loop_keeps_its_body():
-    program = flatten(jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, y: (c + y, None), jnp.float32(0), x))(jnp.ones(3)))
+    program = flatten(
+        jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, y: (c + y, None), jnp.float32(0), x))(jnp.ones(3))
+    )
     (loop,) = program.operations
     assert loop.kind == "scan"
     assert [operation.kind for operation in loop.loop.operations] == ["add"]

@@ -26,7 +26,9 @@ def placed(mesh, fn, *given):
     compiled = jax.jit(fn).lower(*args).compile()
     made = program.shapes[program.outputs[0]]
     theirs = compiled.output_shardings.shard_shape(made.shape)
-    ours = tuple(-(-size // found.ways(axes)) for size, axes in zip(made.shape, found.dims[program.outputs[0]], strict=True))
+    ours = tuple(
+        -(-size // found.ways(axes)) for size, axes in zip(made.shape, found.dims[program.outputs[0]], strict=True)
+    )
     return ours, theirs
 
 
@@ -37,7 +39,11 @@ CASES = {
     "heads": (lambda x: x.reshape(8, 4, 8).transpose(1, 0, 2), ((8, 32), P("fsdp", "tensor"))),
     "merged": (lambda x: x.reshape(8, 32), ((8, 4, 8), P("fsdp", "tensor"))),
     "sum": (lambda x: x.sum(1), ((8, 16, 4), P("fsdp", None, "tensor"))),
-    "scan": (lambda x, w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0], ((8, 16), P("fsdp")), ((3, 16, 16), P())),
+    "scan": (
+        lambda x, w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0],
+        ((8, 16), P("fsdp")),
+        ((3, 16, 16), P()),
+    ),
 }  # fmt: skip
 
 

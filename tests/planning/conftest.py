@@ -1,0 +1,47 @@
+"""An experiment small enough to compile, big enough that its arrays outweigh its scalars."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxscale.data import Text
+from jaxscale.models.decoder import Decoder
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
+
+FILE = """
+from jaxscale.data import Text
+from jaxscale.models.decoder import Decoder
+from jaxscale.step.experiment import Experiment
+
+
+def experiment():
+    model = Decoder(vocab=512, context=128, layers=4, embed=128, heads=4)
+    return Experiment(name="small", model=model, data=Text("text.txt", context=128), batch=8)
+"""
+
+
+@pytest.fixture
+def experiment() -> Experiment:
+    model = Decoder(vocab=512, context=128, layers=4, embed=128, heads=4)
+    return Experiment(name="small", model=model, data=Text("text.txt", context=128), batch=8)
+
+
+@pytest.fixture
+def planned(experiment: Experiment):
+    """The experiment under a plan with these fields."""
+
+    def make(mesh: str = "fsdp:4", **fields) -> Experiment:
+        plan = Plan(mesh=MeshSpec.parse(mesh), **fields)
+        return dataclasses.replace(experiment, plan=plan)
+
+    return make
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "small.py"
+    path.write_text(FILE)
+    return path

@@ -1,0 +1,134 @@
+"""Estimates against the compiled step of this machine, and against sums that must hold anywhere."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.planning.estimate import estimate, of_step
+from jaxscale.planning.program import batch_shapes, described_step
+from jaxscale.platforms.platform import Platform
+from jaxscale.step.build import build
+
+V5E = "tpu v5e:2x2"
+
+
+def test_arguments_are_exact(planned):
+    experiment = planned(zero=3, precision="bfloat16")
+    found = estimate(experiment, "cpu x 4")
+    step = build(experiment, devices=jax.devices()[:4])
+    batch = {name: np.zeros((8, 128), np.int32) for name in ("tokens", "targets")}
+    compiled = step.compile(batch)
+    assert sum(item.bytes for item in found.arguments) == pytest.approx(compiled.argument_bytes, rel=1e-3)
+    told = step.memory(batch)
+    assert found.device["parameters"] == told["parameters"]
+    assert found.device["optimizer state"] == told["optimizer"]
+    assert found.device["batch"] == told["batch"]
+
+
+@pytest.mark.parametrize("memory", ["none", "dots", "full"])
+def test_this_machine_s_compiler_agrees_in_outline(planned, memory):
+    """XLA:CPU fuses and schedules as no accelerator's compiler does; half as much again is as near as it comes."""
+    experiment = planned(memory=MemoryPlan(memory), attention="plain")
+    step = build(experiment, devices=jax.devices()[:4])
+    shapes = batch_shapes(experiment)
+    compiled = step.compile(shapes)
+    found = of_step(step, shapes, Platform.parse("cpu x 4"))
+    real = compiled.argument_bytes + compiled.output_bytes - compiled.alias_bytes + compiled.temp_bytes
+    assert 0.6 < found.device_bytes / real < 1.5
+
+
+def test_a_described_step_is_the_step(planned):
+    """What is traced for described devices is what would be traced for them."""
+    experiment = planned(zero=3)
+    here = build(experiment, devices=jax.devices()[:4])
+    there = described_step(experiment, Platform.parse("cpu x 4"))
+    shapes = batch_shapes(experiment)
+    programs = [
+        jax.make_jaxpr(step.step_fn)(step.layout.abstract, step.abstract_batch(shapes)).pretty_print(use_color=False)
+        for step in (here, there)
+    ]
+    assert len({len(text.splitlines()) for text in programs}) == 1
+    platform = Platform.parse("cpu x 4")
+    assert of_step(here, shapes, platform).device == of_step(there, shapes, platform).device
+
+
+def test_remat_trades_bytes_for_flop(planned):
+    none, dots, full = (
+        estimate(planned(memory=MemoryPlan(rule), precision="bfloat16", attention="plain"), V5E)
+        for rule in ("none", "dots", "full")
+    )
+    assert none.device["kept activations"] > dots.device["kept activations"] > full.device["kept activations"]
+    assert none.flop == dots.flop < full.flop
+
+
+def test_kept_activations_of_full_are_the_blocks_inputs(planned):
+    found = estimate(planned(memory=MemoryPlan("full"), precision="bfloat16", zero=3), V5E)
+    kept = [item.bytes for item in found.timeline.items if item.kind == "kept activations"]
+    rows, layers = 8 // 4, 4
+    assert max(kept) == layers * rows * 128 * 128 * 2
+
+
+def test_more_devices_take_less_each(planned):
+    few, many = (estimate(planned(f"fsdp:{n}", zero=3, precision="bfloat16"), "tpu v5e:2x4") for n in (4, 8))
+    assert many.device_bytes < 0.6 * few.device_bytes
+    assert many.device["optimizer state"] == pytest.approx(few.device["optimizer state"] / 2, rel=0.01)
+
+
+def test_zero_splits_what_it_says(planned):
+    stages = [estimate(planned(zero=stage, precision="bfloat16"), V5E).device for stage in range(4)]
+    assert stages[1]["optimizer state"] == pytest.approx(stages[0]["optimizer state"] / 4, rel=0.01)
+    assert stages[3]["parameters"] == pytest.approx(stages[0]["parameters"] / 4, rel=0.01)
+    assert sum(stages[3].values()) < sum(stages[2].values()) <= sum(stages[1].values()) < sum(stages[0].values())
+
+
+def test_a_chunked_loss_holds_a_chunk(planned):
+    def taken(chunk: int | None) -> int:
+        experiment = planned(loss_chunk=chunk, memory=MemoryPlan("full"))
+        model = dataclasses.replace(experiment.model, vocab=16_384, layers=1)
+        return estimate(dataclasses.replace(experiment, model=model, batch=64), V5E).device_bytes
+
+    assert taken(16) < 0.8 * taken(None)
+
+
+def test_microbatches_divide_activations(planned):
+    one, two = (estimate(planned(microbatches=n, precision="bfloat16"), V5E) for n in (1, 2))
+    assert two.device["kept activations"] == pytest.approx(one.device["kept activations"] / 2, rel=0.1)
+    assert two.device["gradients"] >= one.device.get("gradients", 0)
+
+
+def test_offloaded_state_counts_on_the_host(planned):
+    here, there = (estimate(planned(zero=3, optimizer_state=place), V5E) for place in ("device", "streamed"))
+    moved = here.device["optimizer state"] - there.device.get("optimizer state", 0)
+    assert there.host["optimizer state"] == pytest.approx(moved, rel=0.01)
+    assert there.host["second copy"] == there.host["optimizer state"]
+    assert "optimizer state" not in here.host
+
+
+def test_the_host_holds_a_checkpoint_while_it_is_written(planned):
+    found = estimate(planned(zero=3), V5E)
+    kinds = ("parameters", "optimizer state", "model state")
+    assert found.host == {"checkpoint": sum(found.device[kind] for kind in kinds)}
+
+
+def test_it_adds_up_and_prints(planned):
+    found = estimate(planned(), V5E)
+    assert found.device_bytes == sum(found.device.values())
+    lines = str(found).splitlines()
+    assert lines[-1].startswith("total")
+    assert {line.split("  ")[0] for line in lines[1:-1]} == {*found.device, *found.host}
+
+
+def test_data_without_shapes_is_opened(experiment):
+    class Opened:
+        def train(self):
+            return iter([{"tokens": np.zeros((8, 128), np.int32)}])
+
+    class Data:
+        def open(self, batch, seed):
+            return Opened()
+
+    shapes = batch_shapes(dataclasses.replace(experiment, data=Data()))
+    assert {name: (leaf.shape, str(leaf.dtype)) for name, leaf in shapes.items()} == {"tokens": ((8, 128), "int32")}

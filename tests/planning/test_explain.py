@@ -1,0 +1,87 @@
+"""Who is alive at the peak, by name; pictures that are valid."""
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from jaxscale.errors import UserError
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.planning.explain import explain
+from jaxscale.planning.pictures import Point, curve, stacked
+
+V5E = "tpu v5e:2x2"
+
+
+def drawn(svg: str) -> ElementTree.Element:
+    return ElementTree.fromstring(svg)
+
+
+def test_everything_alive_adds_up_to_the_estimate(planned):
+    found = explain(planned(precision="bfloat16", zero=3), V5E)
+    guess = found.fit.estimate
+    assert sum(item.bytes for item in found.alive) == guess.device_bytes - guess.device.get("packing", 0)
+    assert [item.bytes for item in found.alive] == sorted((item.bytes for item in found.alive), reverse=True)
+
+
+def test_the_model_s_own_names(planned):
+    found = explain(planned(precision="bfloat16", attention="plain"), V5E)
+    names = [item.name for item in found.alive]
+    assert "blocks/layers/mlp/up/weight" in names
+    assert any(name.startswith("mlp_up ") for name in names)
+    assert any(name.startswith("attention_v ") for name in names)
+    assert "by estimate" in str(found)
+
+
+def test_the_curve_has_the_plan_in_question(planned):
+    found = explain(planned(precision="bfloat16", attention="plain", memory=MemoryPlan("full")), V5E)
+    assert [point.name for point in found.plans if point.chosen] == ["full"]
+    by_name = {point.name: point for point in found.plans}
+    assert by_name["none"].cost == 1.0
+    assert by_name["full"].cost > 1.2
+    assert by_name["full"].bytes < by_name["none"].bytes
+
+
+def test_the_page_stands_alone(planned, tmp_path):
+    found = explain(planned(precision="bfloat16"), V5E)
+    page = found.html()
+    assert "<script" not in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    for svg in page.split("<svg")[1:]:
+        drawn("<svg" + svg.split("</svg>")[0] + "</svg>")
+    found.write(tmp_path / "memory.html")
+    found.write(tmp_path / "memory.svg")
+    assert (tmp_path / "memory.html").read_text() == page
+    drawn((tmp_path / "memory.svg").read_text())
+    with pytest.raises(UserError, match="cannot be written"):
+        found.write(tmp_path / "nowhere" / "memory.html")
+
+
+def test_the_compiler_s_own_listing(planned):
+    found = explain(planned("data:2"), "cpu x 2", limit=2**30, verify=True)
+    assert found.fit.verified
+    assert found.fit.report is not None
+    assert "the compiler's listing" in str(found)
+    assert found.alive[0].bytes == max(one.bytes for one in found.fit.report.live)
+
+
+def test_stacked_areas_reach_the_sums():
+    moments = [{"a": 100, "b": 0}, {"a": 100, "b": 300}, {"a": 100}]
+    root = drawn(stacked(moments, limit=350, turn=1))
+    paths = [node for node in root if node.tag.endswith("path")]
+    assert len(paths) == 2
+    assert any("limit" in node.get("class", "") for node in root)
+    assert any((node.text or "") == "backward" for node in root)
+
+
+def test_long_timelines_are_thinned_and_keep_their_peak():
+    moments = [{"a": 1}] * 5000
+    moments[3333] = {"a": 1000}
+    root = drawn(stacked(moments))
+    path = next(node for node in root if node.tag.endswith("path")).get("d")
+    assert path.count("L") < 2000
+    heights = [float(point.split(",")[1]) for point in path.strip("MZ").replace(" L", " ").split()]
+    assert min(heights) < 60
+
+
+def test_a_curve_escapes_names():
+    drawn(curve([Point("<a>&", 10, 1.0), Point("b", 20, 1.5, True)], limit=15))

@@ -1,0 +1,134 @@
+"""Verdicts, limits, what would help, the compiler's word."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+
+from jaxscale.errors import UserError
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.planning.cheapest import cheapest_fit
+from jaxscale.planning.estimate import estimate
+from jaxscale.planning.fit import fit
+from jaxscale.platforms.platform import Platform
+from jaxscale.training.source import load
+
+V5E = "tpu v5e:2x2"
+
+
+def needs(experiment) -> int:
+    return estimate(experiment, V5E).device_bytes
+
+
+def test_the_default_limit_is_what_programs_may_use(planned):
+    assert fit(planned(), V5E).limit == int(15.75 * 2**30)
+    assert fit(planned(), "gpu h100 x 4").limit < 80 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("share", "fits", "close"), [(2.0, True, False), (1.05, True, True), (0.95, False, True), (0.5, False, False)]
+)
+def test_verdicts(planned, share, fits, close):
+    experiment = planned(precision="bfloat16")
+    found = fit(experiment, V5E, limit=int(share * needs(experiment)))
+    assert (found.fits, found.close, found.verified) == (fits, close, False)
+    assert found.verdict.startswith("fits" if fits else "does not fit")
+    assert ("narrowly" in found.verdict) == close
+    assert "by estimate" in found.verdict
+    assert "verified" not in str(found)
+
+
+def test_a_host_with_less_memory_than_the_plan_puts_there(planned):
+    found = fit(planned(zero=3, optimizer_state="streamed"), V5E, host_limit=1000)
+    assert not found.fits
+    assert "host memory" in found.verdict
+
+
+def test_what_would_help_names_flags_and_is_true(planned):
+    experiment = planned(precision="bfloat16")
+    found = fit(experiment, V5E, limit=needs(experiment) // 2)
+    best = found.helps[0]
+    assert [one.saves for one in found.helps[:-1]] == sorted((one.saves for one in found.helps[:-1]), reverse=True)
+    assert best.flags in str(found)
+    if best.flags == "--plan.memory full":
+        plan = dataclasses.replace(experiment.plan, memory=MemoryPlan("full"))
+        assert best.saves == needs(experiment) - estimate(experiment, V5E, plan).device_bytes
+
+
+def test_several_changes_together_where_one_is_not_enough(planned):
+    experiment = planned(precision="bfloat16")
+    singles = fit(experiment, V5E, limit=needs(experiment) // 2).helps
+    most = max(one.saves for one in singles)
+    found = fit(experiment, V5E, limit=needs(experiment) - most - 1000)
+    assert found.helps[-1].flags.count("--") > 1
+    assert found.helps[-1].saves >= most
+
+
+def test_one_that_fits_well_asks_for_nothing(planned):
+    assert fit(planned(), V5E).helps == ()
+
+
+@pytest.mark.parametrize("name", ["limit", "host_limit"])
+def test_limits_are_positive(planned, name):
+    with pytest.raises(UserError, match=f"{name}: got 0 bytes"):
+        fit(planned(), V5E, **{name: 0})
+
+
+def test_the_cheapest_plan_that_fits(planned):
+    experiment = planned(precision="bfloat16", attention="plain")
+    platform = Platform.parse(V5E)
+    taken = {}
+    for rule in ("none", "dots", "full"):
+        taken[rule] = needs(planned(precision="bfloat16", attention="plain", memory=MemoryPlan(rule)))
+    assert taken["none"] > taken["dots"] > taken["full"]
+    for rule in taken:
+        plan = cheapest_fit(experiment, platform, taken[rule])
+        assert plan.memory.rule == rule
+        assert dataclasses.replace(plan, memory=experiment.plan.memory) == experiment.plan
+    with pytest.raises(UserError, match=r"takes at least .* under any of none, dots, full"):
+        cheapest_fit(experiment, platform, taken["full"] - 1)
+
+
+def test_memory_fit_is_settled_by_fit(planned):
+    experiment = planned(precision="bfloat16", attention="plain")
+    limit = needs(experiment) - 1000
+    wanted = planned(precision="bfloat16", attention="plain", memory=MemoryPlan("fit"))
+    found = fit(wanted, V5E, limit=limit)
+    assert found.estimate.plan.memory.rule == "dots"
+    assert found.fits
+
+
+def test_what_was_measured_decides(planned):
+    experiment = planned(precision="bfloat16", attention="plain")
+    asked = []
+
+    def measure(_, plan):
+        asked.append(plan.memory.rule)
+        return {"none": 300, "dots": 200, "full": 100}[plan.memory.rule] * 2**20
+
+    plan = cheapest_fit(experiment, Platform.parse(V5E), 150 * 2**20, measure=measure)
+    assert asked == ["none", "dots", "full"]
+    assert plan.memory.rule == "full"
+
+
+def test_the_compiler_s_word_beside_the_estimate(file):
+    experiment, source = load(file, overrides={"plan.mesh": "data:2", "plan.memory": "full"})
+    found = fit(experiment, "cpu x 2", limit=2**30, verify=True, make=source.remake)
+    assert found.verified
+    assert found.report is not None
+    assert found.device_bytes == found.report.device_bytes
+    assert "the compiler says" in found.verdict
+    assert "the estimate is off by" in str(found)
+
+
+def test_an_experiment_that_pickles_needs_no_maker(planned):
+    found = fit(planned("data:2"), "cpu x 2", limit=2**30, verify=True)
+    assert found.verified
+
+
+def test_a_maker_pickles(file):
+    import pickle
+
+    _, source = load(file, overrides={"plan.zero": "3"})
+    again = pickle.loads(pickle.dumps(partial(source.remake)))()
+    assert again.plan.zero == 3
