@@ -6,11 +6,13 @@ and `host` leave the optimizer's state there, and the latter the masters too, wh
 `memory/offload.py` are the techniques; this module is where they meet.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
@@ -18,11 +20,14 @@ from jaxscale.errors import UserError
 from jaxscale.memory.offload import Streamed, of_a_block
 from jaxscale.optim.elementwise import check_elementwise
 from jaxscale.optim.offloaded import Advance, on_host, plainly, streamed
-from jaxscale.sharding.memory_space import check_host_memory
-from jaxscale.step.layout import Layout, masters_on_host
+from jaxscale.optim.slices import cut
+from jaxscale.sharding.memory_space import COPY, HOST_KIND, check_host_memory, rehearses
+from jaxscale.step.check import NoEffect
+from jaxscale.step.layout import Layout, local_bytes, masters_on_host
 from jaxscale.step.plan import Plan
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Params
+from jaxscale.values.byte_sizes import bytes_text
 
 
 def uses_host(plan: Plan) -> bool:
@@ -45,15 +50,99 @@ def check_offload(plan: Plan, model: Any, rule: optax.GradientTransformation, pa
     """
     if not uses_host(plan):
         return
-    asked = f"weights {plan.weights}" if plan.weights == "host" else f"optimizer_state {plan.optimizer_state}"
-    check_host_memory(devices, asked)
+    check_host_memory(devices, said(plan))
     if plan.weights == "host" and getattr(model, "foreign", False):
         raise UserError(
             "weights host: weights are streamed to the blocks of layers.Stack and layers.Chain; this model "
             "brings its own layers: take optimizer_state streamed or host"
         )
     if plan.optimizer_state != "host":
-        check_elementwise(rule, params, asked)
+        check_elementwise(rule, params, said(plan))
+
+
+def check_host_size(layout: Layout, host_bytes: int | None) -> None:
+    """Refuse to put more on this process's host than it holds, before anything is allocated.
+
+    What lies there counts twice: for the copy that a checkpoint takes, or XLA where it updates nothing in place.
+
+    Args:
+        layout: where the train state lies; devices that are only described have no host here.
+        host_bytes: main memory of the host; `None` if unknown.
+
+    Raises:
+        UserError: it is too small.
+    """
+    each = local_bytes(layout.abstract, host=True)
+    if not each or host_bytes is None:
+        return
+    here = jax.local_devices()
+    count = sum(device in here for device in getattr(layout.mesh, "devices", np.empty(0)).flat)
+    if COPY * each * count > host_bytes:
+        raise UserError(
+            f"{said(layout.plan)}: {bytes_text(each)} for each of {count} devices lies on their host, twice with the "
+            f"copy of a checkpoint: {bytes_text(COPY * each * count)}, and the host has {bytes_text(host_bytes)}; take "
+            "more hosts, or keep the weights or the optimizer's state on the device"
+        )
+
+
+def said(plan: Plan) -> str:
+    """What of a plan is on the host, as the user wrote it."""
+    places = {name: getattr(plan, name) for name in ("weights", "gradients", "optimizer_state")}
+    return ", ".join(f"{name} {place}" for name, place in places.items() if place != "device")
+
+
+def describe(layout: Layout) -> list[str]:
+    """What a user should know of a plan's offload before the first step; nothing where there is none."""
+    if not uses_host(layout.plan):
+        return []
+    lines = [f"{said(layout.plan)}: {bytes_text(local_bytes(layout.abstract, host=True))} per device on the host"]
+    if rehearses(layout.mesh.devices.flat):
+        lines.append("a rehearsal: a CPU has no memory but its host's, so the values are right and nothing is moved")
+    return lines
+
+
+def check_host_bytes(layout: Layout, memory: Any, as_text: Callable[[], str | None]) -> None:
+    """Compare what a compiled step has on the host with its plan.
+
+    Args:
+        layout: of the train state.
+        memory: `memory_analysis()` of the compiled step.
+        as_text: gives the text of the compiled step.
+
+    Raises:
+        NoEffect: less lies on the host than the plan puts there, or the step brings a whole stack of it to the device
+            at once, which saves nothing.
+    """
+    if not uses_host(layout.plan) or rehearses(layout.mesh.devices.flat):
+        return
+    planned, found = local_bytes(layout.abstract, host=True), memory.host_argument_size_in_bytes
+    if found < planned:
+        raise NoEffect(f"{said(layout.plan)}: {found} bytes of the compiled step lie on the host, and {planned} should")
+    if layout.plan.weights == "device" and layout.plan.optimizer_state == "host":
+        return  # the passes read a whole copy of the weights
+    text = as_text() or ""
+    for leaf in jax.tree.leaves(layout.abstract):
+        local = leaf.sharding.shard_shape(leaf.shape)
+        pieces = cut(leaf.shape, leaf.dtype.itemsize, leaf.sharding).pieces
+        if leaf.sharding.memory_kind == HOST_KIND and pieces > 1 and brought_whole(text, local):
+            raise NoEffect(
+                f"{said(layout.plan)}: the compiled step brings a whole array of shape {local} to the device at once, "
+                f"where {pieces} slices should come one by one: it saves nothing"
+            )
+
+
+def brought_whole(text: str, shape: Sequence[int]) -> bool:
+    """Whether a compiled program copies an array of this shape from host memory to the device.
+
+    Example:
+        >>> start = "%c = (f32[4,8]{1,0:T(8,128)}, f32[4,8]{1,0:T(8,128)S(5)}, u32[]{:S(2)}) copy-start(%p)"
+        >>> brought_whole(start, (4, 8)), brought_whole(start, (4, 4))
+        (True, False)
+    """
+    dims = re.escape(f"[{','.join(map(str, shape))}]")
+    array = rf"\w+{dims}\{{(?![^}}]*S\(5\))[^}}]*\}}"
+    there = rf"\w+{dims}\{{[^}}]*S\(5\)[^}}]*\}}"
+    return re.search(rf"= \({array}, {there}, [^=]*\) copy-start\(", text) is not None
 
 
 def advance_of(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import numpy as np
@@ -14,7 +15,9 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
+from jaxscale.step.check import NoEffect
 from jaxscale.step.experiment import Experiment
+from jaxscale.step.host import check_host_bytes, check_host_size
 from jaxscale.step.plan import Plan
 
 ROWS, LENGTH, VOCAB = 8, 8, 13
@@ -141,3 +144,34 @@ def test_the_module_of_a_state_has_its_weights_on_the_device():
     step = make(weights="host", optimizer_state="streamed")
     module = step.module(step.init())
     assert np.isfinite(np.asarray(module(jax.numpy.asarray(BATCH["tokens"])))).all()
+
+
+def test_a_cpu_rehearses_and_says_so():
+    told = make(weights="host", optimizer_state="streamed").describe()
+    assert any("weights host, optimizer_state streamed" in line and "per device on the host" in line for line in told)
+    assert any("a rehearsal" in line for line in told)
+    assert not any("host" in line for line in make().describe())
+
+
+def test_a_host_that_is_too_small_is_refused():
+    layout = make(weights="host", optimizer_state="streamed").layout
+    check_host_size(layout, None)
+    check_host_size(layout, 2**30)
+    with pytest.raises(UserError, match=r"for each of 2 devices lies on their host, .* and the host has 1KiB"):
+        check_host_size(layout, 1024)
+
+
+def test_a_compiled_step_without_host_bytes_or_with_whole_copies_has_no_effect(monkeypatch):
+    layout = make(mesh="1", weights="host", optimizer_state="streamed").layout
+    monkeypatch.setattr("jaxscale.step.host.rehearses", lambda devices: False)
+    monkeypatch.setattr("jaxscale.step.host.cut", lambda *args: types.SimpleNamespace(pieces=3))
+
+    def memory(size):
+        return types.SimpleNamespace(host_argument_size_in_bytes=size)
+
+    with pytest.raises(NoEffect, match="0 bytes of the compiled step lie on the host"):
+        check_host_bytes(layout, memory(0), str)
+    check_host_bytes(layout, memory(2**30), str)
+    whole = "%c = (f32[3,8,24]{2,1,0:T(8,128)}, f32[3,8,24]{2,1,0:T(8,128)S(5)}, u32[]{:S(2)}) copy-start(%p)"
+    with pytest.raises(NoEffect, match="saves nothing"):
+        check_host_bytes(layout, memory(2**30), lambda: whole)
