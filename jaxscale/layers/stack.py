@@ -216,7 +216,7 @@ class _Alike:
         """The blocks one by one; the first is layer number `first` of the stack."""
         wrapped = [self.wrapper(block, False) for block in self.cycle]
         return [
-            Call(wrapped[layer % len(wrapped)], (params, rest), (first + layer, per_layer))
+            Call(wrapped[layer % len(wrapped)], (params, rest), (jnp.int32(first + layer), per_layer))
             for layer, (params, rest, _, per_layer) in enumerate(unstack(inputs, layers))
         ]
 

@@ -147,6 +147,20 @@ def saves(nodes: Nodes) -> Iterator[Save]:
             yield from saves(node.nodes)
 
 
+def times_run(nodes: Nodes) -> list[int]:
+    """How often each stage runs forward: once, and once more for every segment around it.
+
+    Example:
+        >>> times_run((Remat((Save(0), Remat((Save(1),)))), Save(2)))
+        [2, 3, 1]
+    """
+    return [
+        runs
+        for node in nodes
+        for runs in ([1] if isinstance(node, Save) else [1 + inside for inside in times_run(node.nodes)])
+    ]
+
+
 def check_nodes(nodes: Nodes, stages: int) -> None:
     """Refuse a plan that does not hold each of a chain's stages once, in order.
 

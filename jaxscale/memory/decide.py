@@ -1,7 +1,7 @@
 """From a memory plan and a model's blocks to a decision, and from a decision to how blocks run.
 
 Rules of this module: none, dots, full, jax, sqrt and periodic (of a scanned stack), save, greedy, dtr_static, file.
-Chains of unlike blocks and offload have their own (`chain_apply.py`, `selectors`).
+Chains of blocks and offload have their own (`chain_decision.py`, `selectors`).
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from jaxscale.costs import roofline
 from jaxscale.costs.collect import BlockCall
 from jaxscale.errors import UserError
 from jaxscale.memory.apply import wrapper
+from jaxscale.memory.chain_decision import decide_chain, treatment_of_chain
 from jaxscale.memory.decision import Decision, Group, SaveSet, StackDecision, read_decision
 from jaxscale.memory.graph import EVERYTHING, Objective, save_set
 from jaxscale.memory.greedy import greedy
@@ -20,7 +21,7 @@ from jaxscale.memory.policy_sets import policy_set
 from jaxscale.memory.stack_plan import plan_stack, share, stack_totals, too_small, totals
 from jaxscale.platforms.platform import Chip
 
-RULES = ("none", "dots", "full", "jax", "sqrt", "periodic", "save", "greedy", "dtr_static", "file")
+RULES = ("none", "dots", "full", "jax", "sqrt", "periodic", "revolve", "chain", "save", "greedy", "dtr_static", "file")
 """Rules that `decide` knows."""
 _POLICIES = {"dots": "dots_saveable", "full": "nothing_saveable"}
 
@@ -52,8 +53,10 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
         case "dots" | "full" | "jax":
             policy = plan.name or _POLICIES[plan.rule]
             return _uniform(plan, calls, [policy_set(graph, policy) for graph in kinds.values()])
-        case "sqrt" | "periodic":
+        case "sqrt" | "periodic" if _scanned(calls):
             return _segments(plan, calls)
+        case "sqrt" | "periodic" | "revolve" | "chain":
+            return decide_chain(plan, calls, chip)
         case "save" if _scanned(calls):
             [call] = calls
             stack = plan_stack(call.graph, call.count, budget, objective=objective)
@@ -91,6 +94,8 @@ def treatment_for(decision: Decision, *, unroll: int = 1) -> Treatment:
     """
     if decision.plan.rule in ("none", "dots", "full", "jax"):
         return Treatment(wrapper(decision.plan), unroll)
+    if decision.chain is not None:
+        return treatment_of_chain(decision.chain)
     stack = decision.stack
     if stack is None:
         return Treatment(keeping(decision.saves), unroll)
@@ -134,11 +139,6 @@ def _stacked(plan: MemoryPlan, call: BlockCall, stack: StackDecision) -> Decisio
 
 
 def _segments(plan: MemoryPlan, calls: Sequence[BlockCall]) -> Decision:
-    if not _scanned(calls):
-        raise UserError(
-            f"memory {plan}: this model is no scanned stack of alike blocks, but {len(calls)} calls of blocks; "
-            "chain:BYTES places recomputation in a chain of blocks"
-        )
     [call] = calls
     layers = call.count
     every = plan.count

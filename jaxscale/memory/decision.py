@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.errors import UserError
+from jaxscale.memory.chain import Remat, Save, check_nodes
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.values import check_types, from_json, read_json, to_json
 
@@ -81,6 +82,23 @@ class StackDecision:
 
 
 @dataclasses.dataclass(frozen=True)
+class ChainDecision:
+    """What the blocks of a chain keep, and which segments run again.
+
+    Args:
+        nodes: the plan.
+        options: ways to keep each block; `Save(stage, option)` chooses one.
+    """
+
+    nodes: tuple[Save | Remat, ...]
+    options: tuple[tuple[SaveSet, ...], ...]
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_nodes(self.nodes, len(self.options))
+
+
+@dataclasses.dataclass(frozen=True)
 class Decision:
     """What a memory plan comes to for one model, per device and microbatch.
 
@@ -88,8 +106,10 @@ class Decision:
         plan: what was asked for.
         saves: one save set for each kind of block; none where a policy of JAX's says what is kept.
         stack: how the layers of the model's one scanned stack differ; `None`: all as `saves` says.
+        chain: what the blocks of the model's one chain keep, and which of them run again; `None`: no chain's plan.
         layers: blocks of the model.
-        bytes: kept on the device, of the whole model: inputs of blocks, and what save sets keep.
+        bytes: kept on the device, of the whole model: inputs of blocks, and what save sets keep; of a chain all that
+            is alive at its peak, gradients among it.
         host_bytes: in host memory, of the whole model.
         flop: recomputed in one backward pass, of the whole model.
         seconds: modelled, for the same; 0 where no chip is known.
@@ -104,6 +124,7 @@ class Decision:
     plan: MemoryPlan
     saves: tuple[SaveSet, ...] = ()
     stack: StackDecision | None = None
+    chain: ChainDecision | None = None
     layers: int = 0
     bytes: int = 0
     host_bytes: int = 0
@@ -127,4 +148,4 @@ def read_decision(path: Any) -> Decision:
     Raises:
         UserError: no such file, not JSON, or not a decision.
     """
-    return from_json(Decision, read_json(path), str(path))
+    return from_json(Decision, read_json(Path(path)), str(path))

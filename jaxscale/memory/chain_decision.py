@@ -1,0 +1,106 @@
+"""A memory plan decided for a chain of blocks: from traced blocks to stages with a menu each, to nodes, to a treatment.
+
+Each block's menu is the lower convex hull of its optimal save sets (`graph.menu`), from keeping all to keeping nothing.
+Bytes of a budget are those of activations and their gradients at any one time: what plans keep, and what the block at
+work needs beside it.
+"""
+
+from collections.abc import Sequence
+
+from jaxscale.blocks import Treatment, Wrapper, as_it_is
+from jaxscale.costs import roofline
+from jaxscale.costs.block import BlockGraph
+from jaxscale.costs.collect import BlockCall
+from jaxscale.errors import UserError
+from jaxscale.memory.chain import Option, Stage, saves, simulate, times_run
+from jaxscale.memory.chain_apply import chain_nodes, chain_treatment
+from jaxscale.memory.decision import ChainDecision, Decision, SaveSet
+from jaxscale.memory.graph import EVERYTHING, Objective, menu, save_set
+from jaxscale.memory.keep_named import keeping
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.memory.stack_plan import hull
+from jaxscale.platforms.platform import Chip
+
+POINTS = 8
+"""Save sets solved for each kind of block."""
+
+
+def block_options(graph: BlockGraph, objective: Objective) -> tuple[SaveSet, ...]:
+    """Ways to keep a block: everything first, then by falling bytes down to nothing."""
+    everything = save_set(graph, (EVERYTHING,))
+    points = hull(menu(graph, POINTS, objective=objective), objective)
+    return (everything, *(save for save in reversed(points) if save.bytes < everything.bytes))
+
+
+def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: Objective) -> Stage:
+    """What a block costs as a stage of a chain; where no chip is known, its seconds are FLOP.
+
+    A backward pass takes twice the forward pass, and while it runs holds every value that it reads.
+    """
+    seconds = graph.seconds if objective == "seconds" else float(graph.flop)
+    needed, given = set(graph.needed), set(graph.inputs)
+    ends = sum(graph.values[index].bytes for index in needed & set(graph.outputs))
+
+    def option(save: SaveSet) -> Option:
+        # the output is there in any case, as the next block's input
+        kept = graph.needed if save.keep == (EVERYTHING,) else [graph.by_name[name] for name in save.keep]
+        twice = sum(graph.values[index].bytes for index in set(kept) & set(graph.outputs))
+        own = max(0, save.bytes - twice)
+        again = max(0, graph.needed_bytes - ends - own)
+        return Option(own, save.seconds if objective == "seconds" else float(save.flop), again, _name(save))
+
+    passed = sum(graph.values[index].bytes for index in given & set(graph.outputs) & set(graph.carried))
+    return Stage(seconds, 2 * seconds, graph.output_bytes, tuple(map(option, options)), passed_bytes=passed)
+
+
+def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = None) -> Decision:
+    """What a memory plan comes to for a model whose blocks are one chain, or one stack, which is then not scanned.
+
+    Args:
+        plan: by a rule of `chain_apply.CHAIN_RULES`.
+        calls: the model's blocks (`costs.collect`), per device and microbatch, with seconds where `chip` is given.
+        chip: whose seconds to make least; else recomputed FLOP.
+
+    Raises:
+        UserError: a budget below the least possible; blocks that are no chain.
+    """
+    if not calls or (len(calls) > 1 and any(call.count > 1 for call in calls)):
+        raise UserError(
+            f"memory {plan}: this model's blocks are no chain ({len(calls)} calls of blocks, some in a loop); build it "
+            "of one layers.Chain or one layers.Stack, or take save:BYTES"
+        )
+    objective: Objective = "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
+    graphs = {call.fingerprint: call.graph for call in calls}
+    options = {kind: block_options(graph, objective) for kind, graph in graphs.items()}
+    kinds = {kind: block_stage(graph, options[kind], objective) for kind, graph in graphs.items()}
+    order = [call.fingerprint for call in calls for _ in range(call.count)]
+    stages = [kinds[kind] for kind in order]
+    nodes = chain_nodes(plan, stages, calls[0].input_bytes)
+    cost = simulate(nodes, stages, calls[0].input_bytes)
+    chosen = [options[order[save.stage]][save.option] for save in saves(nodes)]
+    flop = sum(
+        (runs - 1) * graphs[kind].flop + save.flop
+        for runs, kind, save in zip(times_run(nodes), order, chosen, strict=True)
+    )
+    least = sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
+    return Decision(
+        plan,
+        chain=ChainDecision(nodes, tuple(options[kind] for kind in order)),
+        layers=len(stages),
+        bytes=cost.peak_bytes,
+        flop=flop,
+        seconds=max(0.0, cost.seconds - least) if objective == "seconds" else 0.0,
+    )
+
+
+def treatment_of_chain(decision: ChainDecision) -> Treatment:
+    """How blocks run under a decision for a chain."""
+    return chain_treatment(decision.nodes, [[_wrapper(save) for save in menu] for menu in decision.options])
+
+
+def _wrapper(save: SaveSet) -> Wrapper:
+    return as_it_is if save.keep == (EVERYTHING,) else keeping([save])
+
+
+def _name(save: SaveSet) -> str:
+    return "everything" if save.keep == (EVERYTHING,) else ", ".join(save.keep) or "nothing"
