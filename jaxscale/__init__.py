@@ -16,10 +16,16 @@ _WHERE = {
     "UserError": "jaxscale.errors",
     "train": "jaxscale.training.loop",
     "Run": "jaxscale.training.run",
+    "MemoryPlan": "jaxscale.memory.plan",
+    "explain": "jaxscale.planning.explain",
+    "fit": "jaxscale.planning.fit",
 }
 
 if TYPE_CHECKING:
     from jaxscale.errors import UserError
+    from jaxscale.memory.plan import MemoryPlan
+    from jaxscale.planning.explain import explain
+    from jaxscale.planning.fit import fit
     from jaxscale.platforms.platform import Platform
     from jaxscale.sharding.mesh import MeshSpec
     from jaxscale.step.experiment import Experiment
@@ -27,7 +33,10 @@ if TYPE_CHECKING:
     from jaxscale.training.loop import train
     from jaxscale.training.run import Run
 
-__all__ = ["Experiment", "MeshSpec", "Plan", "Platform", "Run", "UserError", "__version__", "train"]
+__all__ = [
+    "Experiment", "MemoryPlan", "MeshSpec", "Plan", "Platform", "Run", "UserError", "__version__", "explain", "fit",
+    "train",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

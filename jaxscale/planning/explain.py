@@ -73,7 +73,8 @@ class Explained:
         return page(f"Memory of {self.fit.name} on {self.fit.platform}", parts)
 
     def _repr_html_(self) -> str:
-        return self.html()
+        """The page in a frame, so that its style stays its own."""
+        return f'<iframe srcdoc="{_escaped(self.html())}" style="width:100%;height:800px;border:0"></iframe>'
 
     def write(self, path: str | Path) -> None:
         """Write the page, or the timeline alone where the name ends in .svg.

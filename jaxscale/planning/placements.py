@@ -60,7 +60,7 @@ def in_host_memory(shape: Any) -> bool:
 
 
 def padding(shape: Sequence[int]) -> float:
-    """How much bigger an array is in a TPU's memory, whose tiles are 8 x 128, in the layout where that is the least.
+    """How much bigger an array is in a TPU's memory, whose tiles are 8 x 128 of two of the last three dims.
 
     Example:
         >>> padding((8, 2048, 1024)), round(padding((64, 16, 257, 257)), 3), padding((2,))
@@ -68,9 +68,10 @@ def padding(shape: Sequence[int]) -> float:
     """
     if len(shape) < 2 or math.prod(shape) < _SMALL:
         return 1.0
-    lanes = [-(-size // 128) * 128 / size for size in shape]
-    rows = [-(-size // 8) * 8 / size for size in shape]
-    return min(lanes[i] * rows[j] for i in range(len(shape)) for j in range(len(shape)) if i != j)
+    inner = shape[-3:]
+    lanes = [-(-size // 128) * 128 / size for size in inner]
+    rows = [-(-size // 8) * 8 / size for size in inner]
+    return min(lanes[i] * rows[j] for i in range(len(inner)) for j in range(len(inner)) if i != j)
 
 
 def place(program: Program, given: Sequence[Dims], sizes: Mapping[str, int], *, tiled: bool = False) -> Placements:

@@ -180,7 +180,9 @@ class _Sweep:
         return found
 
     def _around_ring(self, place: int) -> bool:
-        """Whether a product is computed part by part while its operand, or its result, travels."""
+        """Whether a product is computed part by part while its operand, or its result, travels; not between two."""
+        if self.placed.sizes.get("fsdp", 1) <= 2:
+            return False
         return bool(self.placed.gathered.get(place)) or (self.compiler.scatters and place in self.placed.summed)
 
     def _narrowed(self, value: int) -> int:
@@ -280,7 +282,7 @@ class _Sweep:
                 return [_renamed(inner) for inner in found]
             return found
         gathered = int(self.compiler.gather * self.placed.gathered.get(place, 0))
-        if gathered and self.compiler.fuses == "local":
+        if gathered and self.in_loop and self.compiler.fuses == "local" and self._around_ring(place):
             # around a ring the result is put together part by part: there are an old and a new one
             gathered = max(gathered, *(self.arrays.get(value, 0) for value in operation.outputs))
         if gathered:

@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 
-NOTEBOOK = Path(__file__).parents[2] / "experiments" / "notebooks" / "shakespeare.ipynb"
+FOLDER = Path(__file__).parents[2] / "experiments" / "notebooks"
+NOTEBOOK = FOLDER / "shakespeare.ipynb"
 
 
 def cells(notebook):
     return {cell["id"]: cell for cell in notebook["cells"]}
 
 
-def test_the_notebook_is_stored_without_outputs_and_addresses():
-    notebook = json.loads(NOTEBOOK.read_text("utf-8"))
+@pytest.mark.parametrize("name", ["memory", "shakespeare"])
+def test_notebooks_are_stored_without_outputs_and_addresses(name):
+    text = (FOLDER / f"{name}.ipynb").read_text("utf-8")
+    notebook = json.loads(text)
     assert notebook["nbformat"] == 4
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
@@ -24,7 +27,22 @@ def test_the_notebook_is_stored_without_outputs_and_addresses():
             assert cell["execution_count"] is None
             lines = "".join(cell["source"]).split("\n")
             ast.parse("\n".join(re.sub(r"^(\s*)[!%].*", r"\1pass", line) for line in lines))
-    assert "://" not in NOTEBOOK.read_text("utf-8")
+    assert "://" not in text
+
+
+def test_the_notebook_on_memory_runs(capsys, monkeypatch):
+    monkeypatch.chdir(FOLDER)
+    notebook = cells(json.loads((FOLDER / "memory.ipynb").read_text("utf-8")))
+    found: dict = {}
+    for name, cell in notebook.items():
+        if cell["cell_type"] == "code" and name != "install":
+            exec(compile("".join(cell["source"]), name, "exec"), found)
+            if name == "settings":
+                found["EXPERIMENT"] = "llama_1b"
+    said = capsys.readouterr().out
+    assert "llama_1b on tpu v5e:4x4" in said
+    assert "saved: " in said
+    assert found["explained"]._repr_html_().startswith("<iframe")
 
 
 @pytest.mark.slow
