@@ -9,8 +9,8 @@ Skips make a U-Net no chain, until they travel with the features: each block tak
 down, and takes from it on the way up. What a block passes on unchanged takes memory once, and the plan knows
 (`Stage.passed_bytes`). 1,797 images, a fifth held out, 300 steps of AdamW.
 
-On two CPU cores, busy with other work: 14 seconds of steps after 42 of compilation; the held-out error falls from 0.050,
-that of the coarse image, to 0.0101.
+On two CPU cores, busy with other work: 14 seconds of steps after 42 of compilation; the held-out error falls from
+0.050, that of the coarse image, to 0.0101.
 """
 
 import dataclasses
