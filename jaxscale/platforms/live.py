@@ -16,6 +16,7 @@ from collections import defaultdict
 from typing import Literal
 
 from jaxscale.platforms.hlo_program import ARRAY, Computation, Op, Program, array_bytes, called, integers
+from jaxscale.platforms.hlo_source import Sources
 from jaxscale.platforms.report import KINDS, Kind, LiveTensor, Moment
 
 Phase = Literal["forward", "backward", "recompute"]
@@ -25,10 +26,10 @@ MOMENTS = 400
 
 # memory spaces that are device memory: 1 is VMEM on a TPU, memory for collectives on a GPU; 5 is the host
 _SPACES = {"tpu": {0}, "gpu": {0, 1}, "cpu": {0}}
-_ALLOCATION = re.compile(r"allocation \d+: size (\d+)(?:, color (\d+))?.*?, page \d+, (.*):$|allocation \d+: size")
 _VALUE = re.compile(r" value: <\d+ (\S+?)(\{[\d,]*\})?( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
 _RANGE = re.compile(r"    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 _PLACE = re.compile(r"    (\d+):(\S+)$")
+_ARGUMENT = "argument "  # and its number: no instruction is called so
 # what JAX adds to an operation's scopes
 _ADDED = re.compile(
     r"while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|rematted_computation|remat\d?|pjit|core_call"
@@ -102,6 +103,16 @@ def clean_name(op_name: str) -> str:
     return "/".join(kept)
 
 
+def has_scopes(op_name: str) -> bool:
+    """Whether the user gave an operation a scope (`jax.named_scope`), beyond what JAX and its own functions add."""
+    for part in op_name.split("/")[1:-1]:
+        while wrapped := re.fullmatch(r"(?:transpose|jvp|vmap|remat|checkpoint)\((.*)\)", part):
+            part = wrapped[1]
+        if part and not _ADDED.fullmatch(part) and not re.match(r"p?jit\(|.*(->|,)", part):
+            return True
+    return False
+
+
 def phase_of(op_name: str) -> Phase | None:
     """The pass of an operation, from its scopes."""
     if "rematted_computation" in op_name:
@@ -112,8 +123,9 @@ def phase_of(op_name: str) -> Phase | None:
 
 
 def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
+    names = _Names(Program(text), Sources(text))
     order, values = _values(assignment, ranges, spaces)
-    names = _Names(Program(text))
+    values = [_replaced(value, names.arguments) for value in values]
     backward = next((at for at, name in enumerate(order) if "transpose(" in names.op_name(name)), len(order))
     lasts = _last_uses(values)
     kinds = {}
@@ -130,6 +142,7 @@ def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
             value.shape.split("{")[0],
             None if value.whole_run in ("argument", "constant") else phase_of(names.own(value.name, value.index)),
             value.whole_run is None and names.in_loop(value.name),
+            names.place(value.name, value.index) if value.whole_run is None else None,
         )
         for value in peak
     ]
@@ -159,8 +172,10 @@ def _values(assignment: str, ranges: str, spaces: set[int]) -> tuple[list[str], 
             size = integers(line)[1]
             kind = _whole_run(line)
             if kind is not None and counted:
-                # named after the first of its values, below
-                values.append(_Value("", (), (number, 0), size, "", 0, len(order), kind))
+                given = re.search(r", parameter (\d+), shape \|(.*?)\|", line)
+                # a donated argument's place holds other values after it; all else is named after its first value
+                name, shape = (f"{_ARGUMENT}{given[1]}", given[2]) if given else ("", "")
+                values.append(_Value(name, (), (number, 0), size, shape, 0, len(order), kind))
         elif counted and (match := _VALUE.match(line)):
             name, index, _, bytes_, offset, shape = match.groups()
             path = tuple(integers(index or ""))
@@ -172,6 +187,11 @@ def _values(assignment: str, ranges: str, spaces: set[int]) -> tuple[list[str], 
         elif not line.strip() and number >= 0:
             break
     return order, values
+
+
+def _replaced(value: _Value, arguments: dict[str, str]) -> _Value:
+    """A value whose argument's number has become the argument's instruction."""
+    return dataclasses.replace(value, name=arguments.get(value.name, value.name))
 
 
 def _whole_run(allocation: str) -> Kind | None:
@@ -258,8 +278,16 @@ def _bytes(computation: Computation, name: str) -> int:
 class _Names:
     """What the values of a program are called, in the user's terms."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, sources: Sources) -> None:
         self.program = program
+        self.sources = sources
+        self.arguments = {
+            f"{_ARGUMENT}{op.operands[0]}": op.name
+            for computation in program.computations.values()
+            if computation.is_entry
+            for op in computation.instructions.values()
+            if op.opcode == "parameter"
+        }
         self.ops: dict[str, tuple[Computation, Op]] = {
             op.name: (computation, op)
             for computation in program.computations.values()
@@ -285,7 +313,18 @@ class _Names:
     def called(self, name: str, index: tuple[int, ...]) -> str:
         """A value's name for the user."""
         source = self._source(name, index, through_stacks=True)
-        return clean_name(self.op_name(source)) or clean_name(self.op_name(name)) or source
+        named = source if self.op_name(source) else name
+        cleaned = clean_name(self.op_name(named))
+        if not cleaned:
+            return source
+        if self.ops[named][1].opcode == "parameter" or has_scopes(self.op_name(named)):
+            return cleaned
+        return "/".join((*self.sources.chain(self.ops[named][1]), cleaned))
+
+    def place(self, name: str, index: tuple[int, ...]) -> str | None:
+        """File and line that a value comes from."""
+        source = self._source(name, index, through_stacks=True)
+        return self.sources.place(self.ops[source][1]) if source in self.ops else None
 
     def _source(self, name: str, index: tuple[int, ...], through_stacks: bool) -> str:
         """The instruction that makes a value: past copies, tuples, loops' carries, and stacking where asked for."""
@@ -324,14 +363,14 @@ class _Names:
             return op.operands[0], ()
         if unnamed and op.opcode == "fusion":
             widest = max(op.operands, key=lambda name: _bytes(computation, name))
-            return (self._stacked(op) if through_stacks else None) or self._root(op) or (widest, ())
+            return (self._stacked(op, index) if through_stacks else None) or self._root(op) or (widest, ())
         if not through_stacks:
             return None
         if op.opcode in ("dynamic-update-slice", "dynamic-slice"):
             return op.operands[1 if op.opcode == "dynamic-update-slice" else 0], ()
         if op.opcode in ("async-done", "async-update"):
             return op.operands[0], ()
-        return self._stacked(op) if op.opcode in ("fusion", "async-start", "call") else None
+        return self._stacked(op, index) if op.opcode in ("fusion", "async-start", "call") else None
 
     def _is_element(self, name: str, index: int) -> bool:
         """Whether a value is an element of its computation's one parameter, taken out unchanged."""
@@ -357,14 +396,16 @@ class _Names:
         named = [name for name, one in inner.items() if self.op_name(name) and one.opcode != "constant"]
         return (named[-1], ()) if named else None
 
-    def _stacked(self, op: Op) -> tuple[str, tuple[int, ...]] | None:
+    def _stacked(self, op: Op, index: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
         """Of an operation that writes a slice into a stack, or takes one out, where the slice comes from."""
         inner = self.program.computations[called(op.attributes)[0]]
         root = next(one for one in inner.instructions.values() if one.is_root)
+        if root.opcode == "tuple" and index:
+            root, index = inner.instructions[root.operands[index[0]]], index[1:]
         while root.opcode in ("bitcast", "copy", "convert") and root.operands[0] in inner.instructions:
             root = inner.instructions[root.operands[0]]
         if root.opcode == "fusion":
-            return self._stacked(root)
+            return self._stacked(root, index)
         if root.opcode not in ("dynamic-update-slice", "dynamic-slice"):
             return None
         part = inner.instructions[root.operands[1 if root.opcode == "dynamic-update-slice" else 0]]

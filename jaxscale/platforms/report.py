@@ -72,7 +72,8 @@ class LiveTensor:
 
     Args:
         name: in the user's terms: an argument's path ("params['layers']['up']"), else the scopes of the operation that
-            made it, without what JAX adds ("layers/mlp/dot_general").
+            made it, without what JAX adds ("layers/mlp/dot_general"), or where it has none the modules it belongs to
+            ("Stack/Block/MLP/Linear/dot_general").
         bytes: on the device, with the padding of its layout.
         kind: "argument"; "output" that is no donated argument; "kept", made in the forward pass and read in the
             backward pass; "constant"; "transient", all else.
@@ -80,6 +81,7 @@ class LiveTensor:
         phase: the pass that makes it: "forward", "backward", "recompute" (of the forward pass, in the backward pass);
             None for arguments, and in a program without gradients.
         in_loop: it belongs to one iteration of a loop.
+        source: file and line that it comes from: where the innermost module is called, "layers/mlp.py:96".
     """
 
     name: str
@@ -88,6 +90,7 @@ class LiveTensor:
     shape: str
     phase: Literal["forward", "backward", "recompute"] | None = None
     in_loop: bool = False
+    source: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,10 +45,36 @@ def test_a_gradient_keeps_the_forward_pass(tmp_path):
     by_kind = {kind: [one for one in live.tensors if one.kind == kind] for kind in ("argument", "output", "kept")}
     assert {one.name: one.bytes for one in by_kind["argument"]} == {"layers": 16 * 64 * 64 * 4, "x": 1024 * 64 * 4}
     assert 16 * 64 * 64 * 4 in {one.bytes for one in by_kind["output"]}
+    assert not any(one.source for one in by_kind["argument"])
     stacks = [one for one in by_kind["kept"] if one.bytes == 16 * 1024 * 64 * 4]
     assert stacks
     assert all(one.name.startswith("layers/mlp/") and one.phase == "forward" for one in stacks)
+    line = loss.__code__.co_firstlineno + 3
+    assert {one.source for one in stacks} == {f"platforms/test_live.py:{line}"}
     assert not any(moment.bytes.get("kept") for moment in live.timeline[-1:])
+
+
+class MLP:
+    def __call__(self, x, w):
+        return Linear()(jnp.tanh(x), w)
+
+
+class Linear:
+    def __call__(self, x, w):
+        return x @ w
+
+
+def test_modules_name_what_has_no_scope(tmp_path):
+    """The chain of modules, and the line that calls the innermost."""
+
+    def gradient(w, x):
+        return jax.grad(lambda w: (MLP()(x, w) ** 2).sum())(w)
+
+    live, _ = dumped(tmp_path, gradient, (256, 256), (512, 256))
+    made = {(one.source, one.name) for one in live.tensors if one.kind != "argument"}
+    line = MLP.__call__.__code__.co_firstlineno + 1
+    place = f"platforms/test_live.py:{line}"
+    assert made & {(place, "MLP/tanh"), (place, "MLP/Linear/dot_general")}
 
 
 def test_an_update_in_place(tmp_path):
