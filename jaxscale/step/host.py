@@ -56,6 +56,11 @@ def check_offload(plan: Plan, model: Any, rule: optax.GradientTransformation, pa
             "weights host: weights are streamed to the blocks of layers.Stack and layers.Chain; this model "
             "brings its own layers: take optimizer_state streamed or host"
         )
+    if plan.weights == "host" and plan.memory.name == "everything_saveable":
+        raise UserError(
+            f"memory {plan.memory} with weights host: it keeps every weight that was fetched on the device; take "
+            "memory none, which keeps all else"
+        )
     if plan.optimizer_state != "host":
         check_elementwise(rule, params, said(plan))
 

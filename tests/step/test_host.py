@@ -113,6 +113,7 @@ def test_a_bad_step_leaves_what_is_on_the_host_as_it_was():
     [
         ({"gradients": "host"}, "add weights host"),
         ({"gradients": "host", "weights": "host", "microbatches": 2}, "nothing adds up the gradients"),
+        ({"weights": "host", "memory": MemoryPlan.parse("jax:everything_saveable")}, "keeps every weight"),
         ({"optimizer_state": "hots"}, "did you mean 'host'"),
         ({"optimizer_state": "streamed", "optimizer": Optimizer(name="adafactor")}, "mixes elements"),
         ({"weights": "host", "optimizer": Optimizer(custom=lambda rate: optax.lamb(rate))}, "weights host: this"),
