@@ -82,6 +82,14 @@ CASES = (
     Case("vit", "tpu v5p:2x2x1", "fsdp:2,tensor:2", "memory=dots"),
     Case("wide", "tpu v5p:2x2x1", "fsdp:4", "memory=full zero=2 microbatches=2 loss_chunk=512"),
     Case("vit", "tpu v5p:2x2x1", "data:4", "memory=full zero=0"),
+    # recorded when what estimates know of compilers was settled
+    Case("vit", "gpu h100 x 8", "fsdp:4,tensor:2", "memory=full"),
+    Case("wide", "gpu h100 x 8", "fsdp:8", "memory=none"),
+    Case("small", "gpu h100 x 4", "data:4", "memory=full zero=1 loss_chunk=512"),
+    Case("mixture", "gpu h100 x 4", "fsdp:2,expert:2", "memory=none"),
+    Case("vit", "tpu v5e:2x2", "fsdp:4", "memory=dots microbatches=2"),
+    Case("wide", "tpu v5e:2x4", "fsdp:4,tensor:2", "memory=dots"),
+    Case("mixture", "tpu v6e:2x2", "fsdp:4", "memory=dots zero=1"),
 )
 
 

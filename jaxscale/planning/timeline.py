@@ -155,7 +155,14 @@ class _Sweep:
         """Whether the results of an operation need memory, whoever reads them."""
         if operation.kind in SCATTERS and _one_of_each_row(operation, self.program):
             return False
+        if operation.kind == "sharding_constraint":
+            return self._gathers(operation)
         return operation.kind in (*HEAVY, *ARRAYS) or operation.kind.startswith("reduce_")
+
+    def _gathers(self, operation: Operation) -> bool:
+        """Whether a constraint brings together what was spread."""
+        (read,), (made,) = operation.inputs, operation.outputs
+        return read is not None and self.bytes_of(made) > self.bytes_of(read)
 
     def _taken(self, value: int) -> bool:
         """Whether an expression must become an array."""

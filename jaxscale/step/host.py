@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxscale.errors import UserError
 from jaxscale.memory.offload import Streamed, of_a_block
@@ -78,10 +78,10 @@ def check_host_size(layout: Layout, host_bytes: int | None) -> None:
         UserError: it is too small.
     """
     each = local_bytes(layout.abstract, host=True)
-    if not each or host_bytes is None:
+    if not each or host_bytes is None or isinstance(layout.mesh, AbstractMesh):
         return
     here = jax.local_devices()
-    count = sum(device in here for device in getattr(layout.mesh, "devices", np.empty(0)).flat)
+    count = sum(device in here for device in layout.mesh.devices.flat)
     if COPY * each * count > host_bytes:
         raise UserError(
             f"{said(layout.plan)}: {bytes_text(each)} for each of {count} devices lies on their host, twice with the "
