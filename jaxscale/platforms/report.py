@@ -21,6 +21,7 @@ _NUMBER = r"([\d.]+)([KMGTB]?)"
 _OUT_OF_MEMORY: tuple[tuple[Literal["device", "on-chip"], str], ...] = (
     ("device", rf"required for [^()]*\({_NUMBER}\) exceeds available HBM \({_NUMBER}\)"),
     ("device", rf"Used {_NUMBER} of {_NUMBER} hbm"),
+    ("on-chip", rf"Used {_NUMBER} of {_NUMBER} [vs]mem"),
     ("on-chip", rf"[Vv]mem[^\n]*?size {_NUMBER} and limit {_NUMBER}"),
     ("on-chip", r"Allocation \(size=(\d+)()\) would exceed memory \(size=(\d+)()\)[^\n]*space=[vs]mem"),
     ("device", r"Allocation \(size=(\d+)()\) would exceed memory \(size=(\d+)()\)"),

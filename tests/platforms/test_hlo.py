@@ -9,6 +9,7 @@ from jax import P, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxscale.platforms.hlo import Collective, collectives, groups_of, parse_groups
+from jaxscale.platforms.hlo_program import Program
 
 
 def make_mesh(sizes: dict[str, int], order=None) -> Mesh:
@@ -331,3 +332,25 @@ def test_trips_of_a_loop():
     assert loop(noted) == (5, True, True)
     until = LOOP.replace("direction=LT", "direction=NE")
     assert loop(until) == (1, True, False)
+
+
+SHORT_FORMS = """
+%body (state: (f32[4], (bf16[8,2], f32[]))) -> (f32[4], (bf16[8,2], f32[])) {
+  %state = (f32[4]{0}, (bf16[8,2]{1,0}, f32[])) parameter(0)
+  %sum = f32[4]{0} add(%state#0, %state#0)
+  %wide = f32[8,2]{1,0} convert(%state#1#0)
+  ROOT %out = (f32[4]{0}, (bf16[8,2]{1,0}, f32[])) tuple(%sum, /*index=1*/%state#1)
+}
+"""
+
+
+def test_elements_and_places_written_short():
+    """`%tuple#1` is an element that no instruction takes out, `/*index=1*/` a remark."""
+    ops = Program(SHORT_FORMS).computations["body"].instructions
+    assert ops["out"].operands == ["sum", "state#1"]
+    assert (ops["state#0"].opcode, ops["state#0"].operands, ops["state#0"].type) == (
+        "get-tuple-element",
+        ["state"],
+        "f32[4]{0}",
+    )
+    assert (ops["state#1#0"].operands, ops["state#1#0"].type) == (["state#1"], "bf16[8,2]{1,0}")

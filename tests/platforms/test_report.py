@@ -14,9 +14,11 @@ MESSAGES = {
     "temporaries (96.38G) exceeds available HBM (15.75G)": ("device", 96.38 * GIB, 15.75 * GIB),
     "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 21.14G of 15.48G hbm. Exceeded hbm capacity by "
     "5.66G.": ("device", 21.14 * GIB, 15.48 * GIB),
-    "RESOURCE_EXHAUSTED: [E1001: CompileTimeScopedVmemOom: (12)] Ran out of memory in memory space vmem while "
-    "allocating on stack for %kernel. Scoped allocation with size 72.00M and limit 16.00M exceeded scoped vmem limit "
-    "by 56.00M.": ("on-chip", 72 * 2**20, 16 * 2**20),
+    "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem while allocating on "
+    "stack for %tpu_custom_call.1 = f32[65536,1024]{1,0:T(8,128)} custom-call(%x.1). Scoped allocation with size 64.00M "
+    "and limit 16.00M exceeded scoped vmem limit by 48.00M.": ("on-chip", 64 * 2**20, 16 * 2**20),
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space vmem. Used 256.00M of "
+    "128.00M vmem. Exceeded vmem capacity by 128.00M.": ("on-chip", 256 * 2**20, 128 * 2**20),
     "RESOURCE_EXHAUSTED: Allocation (size=147456000) would exceed memory (size=134217728) :: #allocation3 [shape = "
     "'f32[72000,512]{1,0:T(8,128)}', space=vmem, size = 0x8ca0000, scoped, tag = 'scratch operand']": (
         "on-chip",
