@@ -6,7 +6,7 @@ For a block of a Llama (D 2048, F 5632, 16 and 8 heads, 2 x 2048 tokens, bfloat1
 32, 197 tokens), for the kinds of blocks of a ResNet-50 (batch 32), and for a mixture of 8 experts with dense dispatch:
 at the bytes that each of JAX's policies keeps, the FLOP (and modelled seconds, on a v5p) of the set solved for them, as
 a share of the policy's; at its FLOP, the bytes. Then the time of a whole curve, how many sets of it lie between JAX's
-policies, and what the CPU's compiler makes of two of them in a stack of 4 layers.
+policies, and what the CPU's compiler makes of two of them in a stack of 8 layers.
 """
 
 import argparse
@@ -38,20 +38,16 @@ BUDGETS = 23
 
 
 def split(make: Callable[[], Any], dtype: Any = jnp.bfloat16) -> tuple[Any, Any]:
-    """Structure and abstract parameters of a module; floating ones in the type to compute in."""
-    graphdef, state = nnx.split(nnx.eval_shape(make))
-
-    def narrow(leaf: Any) -> Any:
-        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype if floating else leaf.dtype)
-
-    return graphdef, jax.tree.map(narrow, nnx.to_pure_dict(state))
+    """Structure and abstract state of a module; parameters in the type to compute in, statistics as they are."""
+    graphdef, params, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+    narrow = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), nnx.to_pure_dict(params))
+    return graphdef, (narrow, nnx.to_pure_dict(rest))
 
 
 def graphs_of(make: Callable[[], Any], call: Callable[[Any, Any], Any], x: Any) -> list[BlockGraph]:
     """One graph for each kind of block that a module calls."""
     graphdef, params = split(make, x.dtype)
-    calls = collect(lambda params, x: call(nnx.merge(graphdef, params, copy=True), x), params, x, chip=CHIP)
+    calls = collect(lambda params, x: call(nnx.merge(graphdef, *params, copy=True), x), params, x, chip=CHIP)
     return list({found.fingerprint: found.graph for found in calls}.values())
 
 
@@ -140,13 +136,13 @@ def table(graph: BlockGraph, curve: Sequence[SaveSet]) -> None:
 
 def compiled(tiny: bool) -> tuple[float, float]:
     """Relative errors of predicted FLOP and of the difference in temporary bytes, on this machine's compiler."""
-    layers, embed, length = 4, 64 if tiny else 256, 64 if tiny else 256
+    layers, embed, length = 8, 64 if tiny else 256, 64 if tiny else 256
     config = Decoder(vocab=32, context=length, layers=layers, embed=embed, heads=4, kv_heads=2, mlp=3 * embed)
     graphdef, params = split(lambda: config.build(nnx.Rngs(0)).blocks, jnp.float32)
     x = jax.ShapeDtypeStruct((8, length, embed), jnp.float32)
 
     def loss(params: Any, x: Any) -> Any:
-        made = nnx.merge(graphdef, params, copy=True)(x, context=Context(attention="plain"))
+        made = nnx.merge(graphdef, *params, copy=True)(x, context=Context(attention="plain"))
         return jnp.sum(jnp.square(made))
 
     [call] = collect(loss, params, x)
