@@ -23,6 +23,8 @@ from jaxscale.platforms.platform import Chip
 
 POINTS = 8
 """Save sets solved for each kind of block."""
+_TIE = 1e-6
+"""FLOP of a byte that is computed again without any."""
 
 
 def block_options(graph: BlockGraph, objective: Objective) -> tuple[SaveSet, ...]:
@@ -47,7 +49,9 @@ def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: Object
         twice = sum(graph.values[index].bytes for index in set(kept) & set(graph.outputs))
         own = max(0, save.bytes - twice)
         again = max(0, graph.needed_bytes - ends - own)
-        return Option(own, save.seconds if objective == "seconds" else float(save.flop), again, _name(save))
+        # of plans of equal FLOP the one that computes fewer values again
+        extra = save.seconds if objective == "seconds" else save.flop + _TIE * again
+        return Option(own, extra, again, _name(save))
 
     passed = sum(graph.values[index].bytes for index in given & set(graph.outputs) & set(graph.carried))
     return Stage(seconds, 2 * seconds, graph.output_bytes, tuple(map(option, options)), passed_bytes=passed)
