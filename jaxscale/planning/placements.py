@@ -117,9 +117,17 @@ def _whole(shape: Any) -> Dims:
 def _backward(program: Program, found: Placements) -> None:
     """Placements carried against the flow: what is only placed afterwards is made in place, where it can be."""
     for operation in reversed(program.operations):
+        if operation.kind == "dot_general":
+            _through_product(program, operation, found)
+        if operation.kind == "transpose" and operation.inputs[0] not in (None, *program.inputs):
+            out, order = found.dims[operation.outputs[0]], operation.params["permutation"]
+            back = tuple(out[order.index(d)] for d in range(len(order)))
+            if _parts(found, back) > _parts(found, found.dims[operation.inputs[0]]):
+                found.dims[operation.inputs[0]] = back
         if operation.kind not in (
             "sharding_constraint",
             "convert_element_type",
+            "reduce_precision",
             "mul",
             "add_any",
             "optimization_barrier",
@@ -133,6 +141,27 @@ def _backward(program: Program, found: Placements) -> None:
             here, there = found.dims[value], found.dims[out]
             if _parts(found, there) > _parts(found, here):
                 found.dims[value] = there
+
+
+def _through_product(program: Program, operation: Operation, found: Placements) -> None:
+    """Axes of a result's dims given to the operands' dims that they are, where those are whole."""
+    contracted, batched = operation.params["dimension_numbers"]
+    out = found.dims[operation.outputs[0]]
+    rank = len(batched[0])
+    for side, value in enumerate(operation.inputs):
+        size = 0 if value is None else len(found.dims[value])
+        free = [d for d in range(size) if d not in contracted[side] and d not in batched[side]]
+        targets = [*batched[side], *free]
+        sources = [*range(len(batched[0])), *range(rank, rank + len(free))]
+        rank += len(free)
+        if value is None or value in program.inputs:
+            continue
+        dims = list(found.dims[value])
+        for target, source in zip(targets, sources, strict=True):
+            used = {axis for axes in dims for axis in axes}
+            if not dims[target] and not used & set(out[source]):
+                dims[target] = out[source]
+        found.dims[value] = tuple(dims)
 
 
 def _parts(found: Placements, dims: Dims) -> int:

@@ -9,6 +9,7 @@ factors for what remains).
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -168,7 +169,7 @@ class _Sweep:
         """Whether an expression must become an array."""
         if value in self.returned and self.in_loop:
             return True
-        if self.compiler.fuses == "no" and value in self.written:
+        if value in self.written and (self.compiler.fuses == "no" or not self._spread_over_all(value)):
             return True
         places = self._readers(value)
         if any(self.program.operations[place].kind in TAKERS for place in places):
@@ -185,6 +186,11 @@ class _Sweep:
             operation = self.program.operations[place]
             found += self._readers(operation.outputs[0]) if operation.kind in VIEWS else [place]
         return found
+
+    def _spread_over_all(self, value: int) -> bool:
+        """Whether every device holds a part of its own; XLA's partitioner keeps a scatter whose parts are copies."""
+        sizes = self.placed.sizes.values()
+        return math.prod(map(self.placed.ways, self.placed.dims[value])) == math.prod(sizes)
 
     def _around_ring(self, place: int) -> bool:
         """Whether a product is computed part by part while its operand, or its result, travels; not between two."""
@@ -272,6 +278,8 @@ class _Sweep:
             candidates = [value for value in candidates if value in own]
         found = []
         for value in made:
+            if value in self.written:
+                continue
             same = next((old for old in candidates if live[old].bytes == self.arrays.get(value, 0)), None)
             if same is not None:
                 candidates.remove(same)
