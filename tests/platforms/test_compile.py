@@ -44,9 +44,9 @@ def test_a_step_on_virtual_devices(cache):
     assert kept
     assert all("block" in one.name and one.phase == "forward" for one in kept)
     assert {"w", "momentum", "x"} <= {one.name for one in report.live if one.kind == "argument"}
-    assert sum(one.bytes for one in report.live) == pytest.approx(report.device_bytes, rel=0.01)
+    assert sum(one.bytes for one in report.live) == pytest.approx(report.device_bytes, rel=0.05)
     assert report.timeline is not None
-    assert max(moment.total for moment in report.timeline) == pytest.approx(report.device_bytes, rel=0.01)
+    assert max(moment.total for moment in report.timeline) == pytest.approx(report.device_bytes, rel=0.05)
     # the second time it comes from the disk, and is the same
     again = compile_report(Recipe(PROGRAMS + "train_step", (8192,)), "cpu x 4", explain=True)
     assert again.cached

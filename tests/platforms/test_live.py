@@ -39,8 +39,9 @@ def test_a_gradient_keeps_the_forward_pass(tmp_path):
         return jax.grad(loss)({"layers": layers, "head": head}, x)
 
     live, total = dumped(tmp_path, gradient, (16, 64, 64), (64, 8), (1024, 64))
-    assert sum(one.bytes for one in live.tensors) == pytest.approx(total, rel=0.02)
-    assert max(moment.total for moment in live.timeline) == pytest.approx(total, rel=0.02)
+    peak = max(moment.total for moment in live.timeline)
+    assert sum(one.bytes for one in live.tensors) == pytest.approx(peak, rel=0.01)
+    assert 0.95 * total < peak <= total  # between buffers of a heap lies a little that nobody uses
     assert len(live.timeline) <= MOMENTS
     by_kind = {kind: [one for one in live.tensors if one.kind == kind] for kind in ("argument", "output", "kept")}
     assert {one.name: one.bytes for one in by_kind["argument"]} == {"layers": 16 * 64 * 64 * 4, "x": 1024 * 64 * 4}

@@ -15,7 +15,7 @@ MESSAGES = {
     "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 21.14G of 15.48G hbm. Exceeded hbm capacity by "
     "5.66G.": ("device", 21.14 * GIB, 15.48 * GIB),
     "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem while allocating on "
-    "stack for %tpu_custom_call.1 = f32[65536,1024]{1,0:T(8,128)} custom-call(%x.1). Scoped allocation with size 64.00M "
+    "stack for %call.1 = f32[65536,1024]{1,0:T(8,128)} custom-call(%x.1). Scoped allocation with size 64.00M "
     "and limit 16.00M exceeded scoped vmem limit by 48.00M.": ("on-chip", 64 * 2**20, 16 * 2**20),
     "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space vmem. Used 256.00M of "
     "128.00M vmem. Exceeded vmem capacity by 128.00M.": ("on-chip", 256 * 2**20, 128 * 2**20),
