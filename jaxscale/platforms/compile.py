@@ -118,11 +118,11 @@ def compile_report(
         (98304, 2097152)
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
-    pickled, main = _pickled(recipe), _main_file(recipe)
+    pickled = _pickled(recipe)
     reached = target(platform, accelerators())
     request: dict[str, Any] = {
         "recipe": pickled,
-        "main": main,
+        "main": _main_file(pickled),
         "platform": platform,
         "options": dict(options or {}),
         "explain": explain,
@@ -234,12 +234,9 @@ def _pickled(recipe: Any) -> bytes:
         ) from None
 
 
-def _main_file(recipe: Any) -> str | None:
-    """File of the script that runs, where the recipe is a function of it: the child runs it again, as a module."""
-    while hasattr(recipe, "func"):
-        recipe = recipe.func
-    named = recipe.function.partition(":")[0] if isinstance(recipe, Recipe) else getattr(recipe, "__module__", None)
-    if named != "__main__":
+def _main_file(pickled: bytes) -> str | None:
+    """File of the script that runs, where the recipe holds something of it: the child runs it again, as a module."""
+    if b"__main__" not in pickled:
         return None
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None:

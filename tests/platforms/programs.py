@@ -107,6 +107,10 @@ def nothing(devices):
     return None
 
 
+def made_by(devices, make):
+    return make(devices)
+
+
 def elsewhere(devices):
     """A program for other devices than the given ones."""
     return jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8,), jnp.float32))

@@ -4,6 +4,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
+import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -154,13 +156,23 @@ def test_a_script_sends_its_own_functions_and_a_cache_that_cannot_be_written_is_
     monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path / "file"))
     script = tmp_path / "script.py"
     script.write_text(
-        "from jaxscale.platforms.compile import compile_report\n"
+        "from jaxscale.platforms.compile import Recipe, compile_report\n"
         "from jaxscale.platforms.compile_child import example\n"
         "def mine(devices):\n    return example(devices)\n"
-        "if __name__ == '__main__':\n    print(compile_report(mine, 'cpu x 2').flop)\n"
+        "if __name__ == '__main__':\n"
+        "    recipe = Recipe('tests.platforms.programs:made_by', (mine,))\n"
+        "    print(compile_report(recipe, 'cpu x 2').flop)\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    root = str(pathlib.Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, env=environment)
     assert int(done.stdout) == 2 * 128 * 128 * 64
+
+
+def test_a_function_of_the_prompt_has_no_file_to_send(monkeypatch):
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    with pytest.raises(UserError, match="put it in a module"):
+        compile_report(Recipe("__main__:mine"), "cpu")
 
 
 @pytest.mark.slow
