@@ -119,7 +119,9 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Say whether an experiment's train step fits a platform, which need not be here, and what would help.
+    """Say whether a train step fits a platform, and what would help.
+
+    An estimate, unless --verify asks the compiler; the platform need not be here.
 
     Fields of the experiment are set by path: --plan.memory full --model.layers 16
 
@@ -131,7 +133,7 @@ class Fit:
         platform: such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
         limit: device memory to plan for, such as 14GiB.
         host_limit: host memory for each device.
-        verify: compile the step for the platform, and show the compiler's word beside the estimate.
+        verify: compile the step for the platform, and show the compiler's word.
         plan_file: take the plan from this plan.json.
     """
 
@@ -175,7 +177,7 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class Explain:
-    """Show who takes a train step's memory, and when, in the model's own names.
+    """Show who takes a train step's memory, in the model's own names.
 
     Fields of the experiment are set by path: --plan.memory full --model.layers 16
 
