@@ -220,7 +220,9 @@ def _text(value: Any) -> str:
         ]
         return f"{{{';'.join(lines)}}}"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{key}={_text(item)}' for key, item in sorted(value.items()))}}}"
+        # a placement is there on a mesh and missing without one
+        items = [(key, item) for key, item in sorted(value.items()) if "sharding" not in key]
+        return f"{{{','.join(f'{key}={_text(item)}' for key, item in items)}}}"
     if isinstance(value, tuple | list):
         return f"({','.join(map(_text, value))})"
     if isinstance(value, bool | int | float | str | bytes | None):

@@ -4,24 +4,40 @@ Rules of this module: none, dots, full, jax, sqrt and periodic (of a scanned sta
 Chains of blocks and offload have their own (`chain_decision.py`, `selectors`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxscale.blocks import Treatment
 from jaxscale.costs import roofline
+from jaxscale.costs.block import BlockGraph
 from jaxscale.costs.collect import BlockCall
 from jaxscale.errors import UserError
 from jaxscale.memory.apply import wrapper
 from jaxscale.memory.chain_decision import decide_chain, treatment_of_chain
 from jaxscale.memory.decision import Decision, Group, SaveSet, StackDecision, read_decision
-from jaxscale.memory.graph import EVERYTHING, Objective, save_set
+from jaxscale.memory.graph import EVERYTHING, Host, Objective, save_set
 from jaxscale.memory.greedy import greedy
 from jaxscale.memory.keep_named import keeping, keeping_or_not
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.policy_sets import policy_set
+from jaxscale.memory.selectors import SELECTORS
 from jaxscale.memory.stack_plan import plan_stack, share, stack_totals, too_small, totals
-from jaxscale.platforms.platform import Chip
+from jaxscale.platforms.platform import Chip, chips
 
-RULES = ("none", "dots", "full", "jax", "sqrt", "periodic", "revolve", "chain", "save", "greedy", "dtr_static", "file")
+RULES = (
+    "none",
+    "dots",
+    "full",
+    "jax",
+    "sqrt",
+    "periodic",
+    "revolve",
+    "chain",
+    "save",
+    "greedy",
+    "dtr_static",
+    "offload",
+    "file",
+)
 """Rules that `decide` knows."""
 _POLICIES = {"dots": "dots_saveable", "full": "nothing_saveable"}
 
@@ -76,6 +92,8 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
             return _uniform(
                 plan, calls, [greedy(graph, rooms[kind], score, objective=objective) for kind, graph in kinds.items()]
             )
+        case "offload" if plan.selector is not None:
+            return _uniform(plan, calls, _offloaded(plan, calls, kinds, Host(2**62, host_bandwidth(chip))))
         case _:
             raise UserError(f"memory {plan}: expected a plan by one of {', '.join(RULES)}")
 
@@ -83,6 +101,33 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
 def default_objective(chip: Chip | None) -> Objective:
     """Seconds on a chip whose rates are known, else FLOP."""
     return "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
+
+
+def host_bandwidth(chip: Chip | None) -> float:
+    """Bytes/s between a chip and its host, each way; that of the slowest link of the tables where it is unknown.
+
+    Example:
+        >>> from jaxscale.platforms.platform import chips
+        >>> host_bandwidth(chips()["h100"]), host_bandwidth(None)
+        (64000000000.0, 15000000000.0)
+    """
+    links = [link.bandwidth for link in (() if chip is None else chip.links) if link.name == "pcie"]
+    return (
+        links[0] if links else min(link.bandwidth for c in chips().values() for link in c.links if link.name == "pcie")
+    )
+
+
+def _offloaded(
+    plan: MemoryPlan, calls: Sequence[BlockCall], kinds: Mapping[str, BlockGraph], host: Host
+) -> list[SaveSet]:
+    """A selector's choice for each kind of block; budgets are shared out by what a block keeps without a plan."""
+    budget, inputs = plan.budget or 0, sum(call.count * call.input_bytes for call in calls)
+    if budget < inputs:
+        raise too_small(budget, inputs)
+    whole = sum(call.count * call.graph.needed_bytes for call in calls)
+    part = min(1.0, (budget - inputs) / whole) if whole else 1.0
+    selector = SELECTORS[str(plan.selector)]
+    return [selector(graph, int(graph.needed_bytes * part), host) for graph in kinds.values()]
 
 
 def treatment_for(decision: Decision, *, unroll: int = 1) -> Treatment:

@@ -20,15 +20,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.blocks import Loss
 from jaxscale.memory.decision import Decision
 from jaxscale.optim.offloaded import Advance, global_norm
+from jaxscale.platforms.detect import host_memory
 from jaxscale.step import rows
 from jaxscale.step.canonical import Canonical
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
-from jaxscale.step.host import advance_of, check_offload
+from jaxscale.step.host import advance_of, check_host_bytes, check_host_size, check_offload, describe
 from jaxscale.step.layout import Layout, check_model, local_bytes, masters_on_host, resolve_mesh, vocab_multiple
 from jaxscale.step.objective import Objective, positive
 from jaxscale.step.plan import Plan
-from jaxscale.step.remember import check_memory, decide_memory, layers_of_groups, needs_decision, treatment_of
+from jaxscale.step.remember import check_memory, decide_memory, layers_of_groups, needs_decision, said_of, treatment_of
 from jaxscale.step.state import TrainState, Watch
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Batch, Float, Params
@@ -67,7 +68,7 @@ class TrainStep:
         layout: the mesh and every placement.
         optimizer: the optax transformation.
         advance: how its step is made.
-        mesh_said: a sentence on how the mesh was chosen.
+        said: how the mesh was chosen and what the memory rule came to, a line each.
         decision: what the plan's memory rule comes to; `None` for one that says by itself what blocks keep.
     """
 
@@ -79,7 +80,7 @@ class TrainStep:
         layout: Layout,
         optimizer: optax.GradientTransformation,
         advance: Advance,
-        mesh_said: str,
+        said: Sequence[str],
         decision: Decision | None = None,
     ) -> None:
         self.experiment = experiment
@@ -88,7 +89,7 @@ class TrainStep:
         self.layout = layout
         self.optimizer = optimizer
         self.advance = advance
-        self.mesh_said = mesh_said
+        self.said = tuple(said)
         self.decision = decision
         self.objective = Objective(experiment, plan, functional, layout, treatment_of(plan, decision))
         state, batches, whole = layout.state, layout.batch, NamedSharding(layout.mesh, PartitionSpec())
@@ -123,14 +124,14 @@ class TrainStep:
 
     def describe(self) -> list[str]:
         """What a user should know before the first step, one line each."""
-        lines = [self.mesh_said]
+        lines = list(self.said)
         if self.plan.zero and self.mesh.shape["fsdp"] == 1:
             lines.append(f"zero {self.plan.zero}: one device along fsdp, so nothing is sharded")
         unsplit = self.layout.unsplit()
         if unsplit:
             shown = ", ".join(unsplit[:5]) + (f" and {len(unsplit) - 5} more" if len(unsplit) > 5 else "")
             lines.append(f"zero {self.plan.zero}: no dim divides by {self.mesh.shape['fsdp']}, kept whole: {shown}")
-        return lines
+        return lines + describe(self.layout)
 
     def memory(self, batch: Batch) -> dict[str, int]:
         """Bytes per device of what lives between steps, by kind of tensor."""
@@ -235,6 +236,7 @@ class TrainStep:
         self._executable = executable
         memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
         assert memory is not None, "CPU, GPU and TPU all tell it"
+        check_host_bytes(self.layout, memory, executable.as_text)
         return Compiled(
             seconds=seconds,
             argument_bytes=memory.argument_size_in_bytes,
@@ -327,8 +329,10 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     layout.check_axes_used(experiment.model)
     layout.check_zero_used(optimizer)
     check_offload(plan, experiment.model, rule, functional.params, devices)
+    check_host_size(layout, host_memory())
+    lines = [said] if decision is None else [said, said_of(decision, devices[0].platform)]
     advance = advance_of(plan, rule, experiment.optimizer.clip, optimizer, layout)
-    return TrainStep(experiment, plan, functional, layout, optimizer, advance, said, decision)
+    return TrainStep(experiment, plan, functional, layout, optimizer, advance, lines, decision)
 
 
 def _placed(

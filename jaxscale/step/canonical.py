@@ -175,7 +175,7 @@ def _parts(step: "TrainStep") -> TrainState:
     functional = step.functional
     plain = functional
     if functional.vocab_multiple > 1:
-        plain = Functional.of(functional.model, functional.seed, 1)
+        plain = Functional.of(functional.model, functional.seed, 1, functional.groups)
     shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(plain.params).items()}
     abstract = step.layout.abstract
 

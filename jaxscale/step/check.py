@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding
 
+from jaxscale import blocks
 from jaxscale.blocks import Context
 from jaxscale.costs.trace import FORMULAS
 from jaxscale.errors import UserError
-from jaxscale.memory.apply import POLICIES
+from jaxscale.memory.apply import policy_of
+from jaxscale.memory.keep_named import KeepNamed, keep_everything
+from jaxscale.memory.plan import MemoryPlan
 from jaxscale.platforms.hlo import Collective, collectives
 from jaxscale.step.layout import BATCH_AXES
 from jaxscale.step.plan import Plan
@@ -46,8 +49,7 @@ def check_traced(step: "TrainStep", jaxpr: Any, batch: Batch) -> None:
     plan = step.plan
     equations = list(_equations(jaxpr, 1))
     if plan.memory.rule != "none" and not any(
-        eqn.params.get("policy") is POLICIES[plan.memory.rule] and eqn.params.get("differentiated", True)
-        for eqn, _ in equations
+        _is_of(plan.memory, eqn.params.get("policy")) and eqn.params.get("differentiated", True) for eqn, _ in equations
     ):
         raise UserError(
             f"memory {plan.memory}: nothing is recomputed, for this model shows no blocks; build it of layers.Stack or "
@@ -69,6 +71,14 @@ def check_traced(step: "TrainStep", jaxpr: Any, batch: Batch) -> None:
         raise UserError(f"loss_chunk {plan.loss_chunk}: this model's loss is not one over positions; leave it out")
     if plan.attention in ("plain", "chunked") and not _reads(step, batch, "attention", "plain", "chunked"):
         raise UserError(f"attention {plan.attention}: this model has no attention of ours; leave it out")
+
+
+def _is_of(plan: MemoryPlan, policy: Any) -> bool:
+    """Whether a checkpoint is the one that a memory plan puts around blocks, and not another plan's or the user's."""
+    asked = policy_of(plan)
+    if asked is not None:
+        return policy == asked
+    return isinstance(policy, KeepNamed) or policy is keep_everything or policy is blocks.keep_nothing
 
 
 def check_compiled(step: "TrainStep", executable: Any) -> None:

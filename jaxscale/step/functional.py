@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxscale import blocks
 from jaxscale.blocks import Model
 from jaxscale.errors import UserError
 from jaxscale.trees import count, path_name
@@ -31,6 +32,7 @@ class Functional:
         params: abstract parameters (nested dict of `ShapeDtypeStruct`).
         names: logical axes of each parameter by name; a parameter without is absent.
         rest: abstract state that is not a parameter.
+        groups: layers in each group of the model's stack, which keeps each group's parameters as a stack of its own.
     """
 
     model: Model
@@ -40,12 +42,13 @@ class Functional:
     params: Params
     names: dict[str, Names]
     rest: Params
+    groups: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, model: Model, seed: int, vocab_multiple: int = 1) -> "Functional":
+    def of(cls, model: Model, seed: int, vocab_multiple: int = 1, groups: tuple[int, ...] = ()) -> "Functional":
         """Trace the construction of the module; nothing is allocated."""
         nnx.use_eager_sharding(False)
-        abstract = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple))
+        abstract = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple, groups))
         graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
         names: dict[str, Names] = {}
         for path, variable in nnx.to_flat_state(params):
@@ -58,7 +61,7 @@ class Functional:
                     )
                 names["/".join(map(str, path))] = tuple(logical)
         masters = jax.eval_shape(_float32, nnx.to_pure_dict(params))
-        return cls(model, seed, vocab_multiple, graphdef, masters, names, nnx.to_pure_dict(rest))
+        return cls(model, seed, vocab_multiple, graphdef, masters, names, nnx.to_pure_dict(rest), groups)
 
     @property
     def parameters(self) -> int:
@@ -67,7 +70,7 @@ class Functional:
 
     def create(self) -> tuple[Params, Params]:
         """Parameters and other state of a new module: a function to jit with `out_shardings`."""
-        module = _build(self.model, self.seed, self.vocab_multiple)
+        module = _build(self.model, self.seed, self.vocab_multiple, self.groups)
         _, params, rest = nnx.split(module, nnx.Param, ...)
         return _float32(nnx.to_pure_dict(params)), nnx.to_pure_dict(rest)
 
@@ -84,8 +87,9 @@ class Functional:
         return jax.tree_util.tree_map_with_path(lambda path, _: self.names.get(path_name(path)), self.params)
 
 
-def _build(model: Model, seed: int, vocab_multiple: int) -> Any:
-    return model.build(nnx.Rngs(params=seed, dropout=seed + 1), vocab_multiple=vocab_multiple)
+def _build(model: Model, seed: int, vocab_multiple: int, groups: tuple[int, ...]) -> Any:
+    with blocks.grouping(groups):
+        return model.build(nnx.Rngs(params=seed, dropout=seed + 1), vocab_multiple=vocab_multiple)
 
 
 def _float32(params: Params) -> Params:

@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
-from jaxscale.memory.apply import wrapper
 from jaxscale.memory.offload import streaming
 from jaxscale.sharding import place
 from jaxscale.sharding.memory_space import on_host, to_device
@@ -38,28 +37,40 @@ class Objective:
         plan: how, with the mesh settled.
         functional: the model as pure functions.
         layout: the mesh and every placement.
+        treatment: how blocks run where gradients are taken; as they are by default.
     """
 
-    def __init__(self, experiment: Experiment, plan: Plan, functional: Functional, layout: Layout) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        plan: Plan,
+        functional: Functional,
+        layout: Layout,
+        treatment: blocks.Treatment | None = None,
+    ) -> None:
         self.experiment = experiment
         self.plan = plan
         self.functional = functional
         self.layout = layout
+        self.treatment = blocks.Treatment(unroll=plan.unroll) if treatment is None else treatment
 
     @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        """The plan in force: placements, blocks and the precision of matrix products, while the model is traced."""
+    def tracing(self, *, plainly: bool = False) -> Iterator[None]:
+        """The plan in force: placements, blocks and the precision of matrix products, while the model is traced.
+
+        Args:
+            plainly: nothing is differentiated, so blocks need no plan for what they keep.
+        """
         matmul = None if self.plan.matmul == "default" else self.plan.matmul
         with (
             jax.default_matmul_precision(matmul) if matmul else contextlib.nullcontext(),
             place.layout(self.layout.mesh, self.layout.rules),
-            blocks.treating(self._treatment()),
+            blocks.treating(self._treatment(plainly)),
         ):
             yield
 
-    def _treatment(self) -> blocks.Treatment:
-        kept = blocks.as_it_is if self.plan.memory.rule == "none" else wrapper(self.plan.memory)
-        treatment = blocks.Treatment(kept, unroll=self.plan.unroll)
+    def _treatment(self, plainly: bool) -> blocks.Treatment:
+        treatment = blocks.Treatment(unroll=self.plan.unroll) if plainly else self.treatment
         return streaming(treatment) if self.plan.weights == "host" else treatment
 
     def context(self, key: Any, examples: Any = None) -> Context:
@@ -109,6 +120,10 @@ class Objective:
         if self.plan.microbatches == 1:
             objective = objective / positive(jax.lax.stop_gradient(loss.weight))
         return objective, (Loss(loss.total, loss.weight), self.functional.rest_of(module))
+
+    def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Any, examples: Array) -> Array:
+        """The objective of one microbatch, from float32 masters on the device: to trace, not to run."""
+        return self._loss(self._compute_params(params), rest, batch, self.context(key, examples))[0]
 
     def _place_gradients(self, gradients: Params) -> Params:
         return jax.tree.map(
@@ -165,7 +180,7 @@ class Objective:
 
     def _sums(self, of: Callable[[Any, Batch], Any], state: TrainState, batch: Batch) -> Any:
         """What `of` gives for the module and each microbatch, added up: no more activations than training has."""
-        with self.tracing():
+        with self.tracing(plainly=True):
             weights, given = self._weights(state.params)
             params = given(weights)
 

@@ -1,12 +1,14 @@
 """Rows of a batch: which of them a process feeds, where they lie, how they split into microbatches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxscale.errors import UserError
+from jaxscale.step.experiment import Experiment
 from jaxscale.typing import Array, Batch
 
 
@@ -36,6 +38,22 @@ def put(batch: Batch, sharding: NamedSharding, shard: tuple[int, int]) -> dict[s
         return jax.make_array_from_callback((rows, *mine.shape[1:]), sharding, part)
 
     return {name: spread(np.asarray(mine)) for name, mine in batch.items()}
+
+
+def batch_shapes(experiment: Experiment) -> Batch:
+    """Shapes of a global batch: as the data tells them, else of its first batch.
+
+    Raises:
+        UserError: the data cannot be opened.
+    """
+    told: Callable[[int], Mapping[str, tuple[tuple[int, ...], str]]] | None
+    told = getattr(experiment.data, "shapes", None)
+    if told is not None:
+        found = told(experiment.batch).items()
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in found}
+    if experiment.data is None:
+        raise UserError(f"experiment {experiment.name} has no data, so the shapes of its batches are unknown: give it")
+    return shapes(next(iter(experiment.data.open(experiment.batch, experiment.seed).train())))
 
 
 def shapes(batch: Mapping[str, Any], sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:

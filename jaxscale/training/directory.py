@@ -2,6 +2,7 @@
 
 experiment.json plan.json     what runs, and how: enough to rebuild the step
 source/                       the experiment file and what was changed on the command line
+memory.json                   what the plan's memory rule came to, block by block; `--plan.memory file:PATH` reads it
 metrics.jsonl tensorboard/    what was measured
 checkpoints/ samples.txt report.html
 lock                          the process that writes here; released by the system when it ends, however it ends

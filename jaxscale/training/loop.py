@@ -31,6 +31,7 @@ from jaxscale.training.run import Run
 from jaxscale.training.signals import Agreement, Stop
 from jaxscale.training.source import Source, versions
 from jaxscale.training.storage import run_path
+from jaxscale.values import to_json
 
 
 def train(
@@ -301,6 +302,8 @@ class _Training:
             kinds = {**memory, "gradients and activations": facts.temp_bytes}
             with place.writing(self.folder):
                 place.write_json(self.folder / "layout.json", {**self.step.layout.table(), "memory": kinds})
+                if self.step.decision is not None:
+                    place.write_json(self.folder / "memory.json", to_json(self.step.decision))
         device = None if self.one_at_a_time else self.step.mesh.local_devices[0]
         self.meter = Meter(flop, peak_of(self.step), device)
         if (lacking := lacking_room(sum(memory.values()), copy, device)) is not None:

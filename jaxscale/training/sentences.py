@@ -24,6 +24,16 @@ _MEMORY = {
     "none": "The backward pass keeps every residual: most memory, no recomputation.",
     "dots": "The backward pass keeps the results of matrix products and recomputes what lies between.",
     "full": "The backward pass keeps each block's input alone and recomputes the block.",
+    "jax": "The backward pass keeps what one of JAX's own policies says.",
+    "sqrt": "The backward pass keeps the input of every so many blocks, the square root of their number.",
+    "periodic": "The backward pass keeps the input of every so many blocks and recomputes those between.",
+    "revolve": "The backward pass keeps so many block inputs at most, placed for the fewest forward passes.",
+    "chain": "What each block keeps, and which run again, is the cheapest for a chain of blocks in that much memory.",
+    "save": "Each block keeps what costs the least to recompute the rest from, in that much memory.",
+    "greedy": "Each block keeps what a greedy rule chose, in that much memory.",
+    "dtr_static": "Each block keeps what DTR's score chose, in that much memory.",
+    "offload": "Some of what the backward pass reads waits in host memory; so much stays on the device.",
+    "file": "What each block keeps was read from a file.",
 }
 _ATTENTION = {
     "auto": "The implementation is chosen by the device.",
@@ -98,9 +108,8 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
     if "precision" in plan:
         words.append(("Precision", _precision(plan)))
     memory = plan.get("memory")
-    memory = memory.get("remat") if isinstance(memory, dict) else memory
-    if memory is not None:
-        words.append((f"Memory: {memory}", _MEMORY.get(str(memory), "As its name says.")))
+    if isinstance(memory, str):
+        words.append((f"Memory: {memory}", _MEMORY.get(memory.partition(":")[0], "As its name says.")))
     if "loss_chunk" in plan:
         chunk = plan["loss_chunk"]
         all_at_once = "The logits of all positions exist at once."

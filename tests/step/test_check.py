@@ -138,7 +138,7 @@ def test_optimizer_state_that_the_layout_forgot_to_split_is_found():
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), step.layout.abstract, state
     )
     layout = dataclasses.replace(step.layout, state=state, abstract=abstract)
-    planted = type(step)(step.experiment, step.plan, step.functional, layout, step.optimizer, "")
+    planted = type(step)(step.experiment, step.plan, step.functional, layout, step.optimizer, step.advance, [])
     with pytest.raises(NoEffect, match="zero 1: the compiled step keeps the optimizer state of"):
         planted.compile(TEXT)
 

@@ -1,0 +1,130 @@
+"""What a plan's memory rule comes to for one step: the model's blocks are traced, and each gets its decision.
+
+`none`, `dots`, `full` and `jax:POLICY` say by themselves what a block keeps. Every other rule needs the blocks first:
+their values, bytes per device and microbatch, FLOP, and seconds where the chip's rates are known.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxscale.blocks import Treatment
+from jaxscale.costs.collect import BlockCall, collect
+from jaxscale.errors import UserError
+from jaxscale.memory.apply import policy_of, wrapper
+from jaxscale.memory.decide import decide, treatment_for
+from jaxscale.memory.decision import Decision, read_decision
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.platforms.detect import chip_of
+from jaxscale.platforms.platform import Chip, chips
+from jaxscale.step.objective import Objective
+from jaxscale.step.plan import Plan
+from jaxscale.step.rows import batch_shapes
+from jaxscale.values.units import rate, size
+
+REHEARSED = "v5e"
+"""On a CPU, which has no memory beside the host's, offload is a rehearsal: planned as for this chip, moving nothing."""
+
+
+def needs_decision(plan: MemoryPlan) -> bool:
+    """Whether a memory plan can only be applied once the model's blocks are known."""
+    return plan.rule != "none" and policy_of(plan) is None
+
+
+def check_memory(plan: Plan) -> None:
+    """Refuse a memory plan that does not go with the rest of a plan.
+
+    Raises:
+        UserError: as it says.
+    """
+    if plan.memory.rule == "fit":
+        raise UserError("memory fit: it is settled before a step is built; jaxscale train and jaxscale.train do that")
+    if needs_decision(plan.memory):
+        if plan.weights == "host":
+            raise UserError(
+                f"memory {plan.memory} with weights host: the blocks that are weighed are not those that run, which "
+                "fetch their weights first; take memory none, full or dots"
+            )
+        if plan.unroll > 1:
+            raise UserError(
+                f"memory {plan.memory} with unroll {plan.unroll}: a scan runs one layer at a time; leave unroll out"
+            )
+
+
+def decide_memory(objective: Objective, devices: Sequence[Any]) -> Decision:
+    """What the plan's memory rule comes to, for the blocks as the step will call them.
+
+    Args:
+        objective: of the step, built without a memory plan.
+        devices: that the step is for.
+
+    Raises:
+        UserError: the rule does not fit the model, or its budget is below the least possible.
+    """
+    plan = objective.plan.memory
+    if plan.rule == "file":
+        return read_decision(plan.name)
+    chip = chip_of(devices[0].device_kind, devices[0].platform)
+    if plan.rule == "offload" and chip.kind == "cpu":
+        chip = chips()[REHEARSED]
+    return decide(plan, traced_blocks(objective, chip), chip)
+
+
+def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[BlockCall, ...]:
+    """The blocks of the model, as one microbatch of a train step calls them.
+
+    Args:
+        objective: of the step.
+        chip: for the seconds of their operations.
+    """
+    parts = objective.plan.microbatches
+    batch = {
+        name: jax.ShapeDtypeStruct((rows.shape[0] // parts, *rows.shape[1:]), rows.dtype)
+        for name, rows in batch_shapes(objective.experiment).items()
+    }
+    functional, rows = objective.functional, next(iter(batch.values())).shape[0]
+    # what the step computes is given, not made: a block sees it as it will
+    key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(rows, dtype="int32")))
+    with objective.tracing(plainly=True):
+        return collect(objective.loss_of_masters, functional.params, functional.rest, batch, key, examples, chip=chip)
+
+
+def treatment_of(plan: Plan, decision: Decision | None) -> Treatment:
+    """How the blocks of a model run under a plan.
+
+    Args:
+        plan: whose memory rule and unrolling is asked for.
+        decision: what the rule comes to; `None` for one that says it by itself.
+    """
+    if decision is None:
+        return Treatment(wrapper(plan.memory), unroll=plan.unroll)
+    return treatment_for(decision, unroll=plan.unroll)
+
+
+def layers_of_groups(decision: Decision | None) -> tuple[int, ...]:
+    """Layers that each group of the model's stack has under a decision; () for one group."""
+    stack = None if decision is None else decision.stack
+    return () if stack is None or len(stack.groups) == 1 else tuple(group.layers for group in stack.groups)
+
+
+def said_of(decision: Decision, platform: str = "tpu") -> str:
+    """A decision in one line.
+
+    Args:
+        decision: what the blocks keep.
+        platform: kind of the devices.
+
+    Example:
+        >>> said_of(Decision(MemoryPlan.parse("save:1MiB"), layers=4, bytes=900_000, flop=2_000_000))
+        'memory save:1MiB: 879 KiB kept per device and microbatch in 4 blocks, 2.00 MFLOP recomputed'
+    """
+    rehearsed = platform == "cpu" and decision.plan.rule == "offload"
+    rehearsal = (
+        f" (a rehearsal: planned as for a {REHEARSED}; a CPU has no memory beside the host's)" if rehearsed else ""
+    )
+    hosted = f", {size(decision.host_bytes)} on the host" if decision.host_bytes else ""
+    return (
+        f"memory {decision.plan}: {size(decision.bytes)} kept per device and microbatch in {decision.layers} blocks"
+        f"{hosted}, {rate(decision.flop, 'FLOP')} recomputed{rehearsal}"
+    )

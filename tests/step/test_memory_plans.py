@@ -1,0 +1,150 @@
+"""A memory plan changes what the backward pass keeps, and neither loss nor gradients."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxscale.blocks import Context
+from jaxscale.errors import UserError
+from jaxscale.layers.mlp import MLP
+from jaxscale.layers.stack import Chain
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.models.decoder import Decoder
+from jaxscale.optim.optimizer import Optimizer
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.build import TrainStep, build
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
+from jaxscale.values import from_json, to_json
+
+LAYERS, ROWS, LENGTH = 6, 4, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Data that tells its shapes and nothing else."""
+
+    def shapes(self, batch):
+        return dict.fromkeys(("tokens", "targets"), ((batch, LENGTH), "int32"))
+
+
+BATCH = {
+    name: np.random.default_rng(0).integers(0, 32, (ROWS, LENGTH)).astype(np.int32) for name in ("tokens", "targets")
+}
+MODEL = Decoder(vocab=32, context=LENGTH, heads=2, layers=LAYERS, embed=16, mlp=32, dropout=0.1)
+EXPERIMENT = Experiment("memory", MODEL, Tokens(), optimizer=Optimizer(clip=None), batch=ROWS, steps=3)
+
+
+def step_of(memory, **plan):
+    layout = {"mesh": MeshSpec(fsdp=2), "zero": 3, "microbatches": 2} | plan
+    return build(EXPERIMENT, Plan(memory=MemoryPlan.parse(memory), **layout))
+
+
+def trained(step: TrainStep):
+    state, metrics = step.run(step.init(), step.place(BATCH))
+    arrays = {name: np.asarray(leaf) for name, leaf in step.to_canonical(state).items() if name.startswith("params")}
+    return float(metrics["loss"]), float(metrics["grad_norm"]), arrays
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return trained(step_of("none"))
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        "jax:dots_with_no_batch_dims_saveable",
+        "sqrt",
+        "periodic:4",
+        "revolve:2",
+        "chain:96KiB",
+        "save:24KiB",
+        "save:14KiB:flop",
+        "greedy:24KiB",
+        "dtr_static:24KiB",
+        "offload:pofo:24KiB",
+    ],
+)
+def test_a_memory_plan_changes_nothing_but_memory(memory, plain):
+    step = step_of(memory)
+    step.compile(BATCH)  # and checks that it took effect
+    loss, norm, params = trained(step)
+    np.testing.assert_allclose([loss, norm], plain[:2], rtol=1e-5)
+    assert params.keys() == plain[2].keys()
+    for name, array in params.items():
+        np.testing.assert_allclose(array, plain[2][name], rtol=1e-4, atol=1e-6, err_msg=name)
+    if step.decision is not None:
+        assert from_json(type(step.decision), to_json(step.decision)) == step.decision
+        assert step.decision.layers == LAYERS
+        assert any(memory in line for line in step.describe())
+
+
+def test_a_decision_is_read_from_a_file_and_refused_for_another_model(tmp_path):
+    decision = step_of("save:24KiB").decision
+    assert decision is not None
+    decision.write(tmp_path / "memory.json")
+    same = step_of(f"file:{tmp_path}/memory.json")
+    same.step_fn.trace(same.layout.abstract, same.abstract_batch(BATCH))
+    other = build(
+        dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, mlp=48)),
+        Plan(memory=MemoryPlan.parse(f"file:{tmp_path}/memory.json")),
+    )
+    with pytest.raises(UserError, match="made for block"):
+        other.step_fn.trace(other.layout.abstract, other.abstract_batch(BATCH))
+
+
+@pytest.mark.parametrize(
+    ("memory", "plan", "message"),
+    [
+        ("save:1KiB", {}, "below the least possible"),
+        ("chain:1KiB", {}, "least"),
+        ("periodic:7", {}, "7"),
+        ("save:24KiB", {"unroll": 2}, "leave unroll out"),
+        ("save:24KiB", {"weights": "host"}, "with weights host"),
+        ("fit", {}, "settled before"),
+    ],
+)
+def test_what_does_not_go_is_refused_before_anything_is_compiled(memory, plan, message):
+    with pytest.raises(UserError, match=message):
+        step_of(memory, **plan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Funnel:
+    """A chain of unlike blocks."""
+
+    def build(self, rngs, *, vocab_multiple=1):
+        return Chain([MLP(8, width, rngs=rngs) for width in (8, 64, 16, 32)])
+
+    def loss(self, module, batch, context=Context()):
+        from jaxscale.blocks import Loss
+
+        y = module(batch["images"], context=context)
+        return Loss((y**2).sum(), jax.numpy.float32(y.shape[0]))
+
+    def logical_sizes(self):
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of a (batch, 4, 8) array."""
+
+    def shapes(self, batch):
+        return {"images": ((batch, 4, 8), "float32")}
+
+
+def test_a_chain_of_unlike_blocks_keeps_its_gradients():
+    experiment = Experiment("funnel", Funnel(), Rows(), optimizer=Optimizer(clip=None), batch=ROWS, steps=3)
+    batch = {"images": np.random.default_rng(0).normal(size=(ROWS, 4, 8)).astype(np.float32)}
+    found = []
+    for memory in ("none", "chain:30KiB", "revolve:2", "save:4KiB"):
+        step = build(experiment, Plan(memory=MemoryPlan.parse(memory), mesh=MeshSpec()))
+        state, metrics = step.run(step.init(), step.place(batch))
+        found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+        assert nnx.state(step.module(state))
+    np.testing.assert_allclose(found[1:], [found[0]] * 3, rtol=1e-6)
