@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxscale.platforms.live import MOMENTS, clean_name, live_at_the_peak, phase_of
+from jaxscale.platforms.live import MOMENTS, live_at_the_peak
+from jaxscale.platforms.live_names import clean_name, phase_of
 
 
 def dumped(folder, fn, *shapes, donate=()):
