@@ -161,7 +161,8 @@ def compiled(tiny: bool) -> tuple[float, float]:
             found = jax.jit(jax.grad(lambda *given: loss(*given))).lower(params, x).compile()
         cost: Any = found.cost_analysis()
         flop.append(cost["flops"])  # the body of a loop counts once
-        temp.append(found.memory_analysis().temp_size_in_bytes)
+        memory: Any = found.memory_analysis()
+        temp.append(memory.temp_size_in_bytes)
     predicted = sets[0].flop - sets[1].flop
     bytes_apart = layers * (sets[1].bytes - sets[0].bytes)
     return abs(flop[0] - flop[1] - predicted) / flop[0], abs(temp[1] - temp[0] - bytes_apart) / bytes_apart

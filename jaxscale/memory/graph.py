@@ -9,8 +9,8 @@ again in the backward pass):
              k_u + o_u + r_producer(u) >= r_e    for every value u that equation e reads
              sum_v bytes_v k_v <= budget,  sum_v bytes_v o_v <= host budget
 
-and of the sets that cost the least, the smallest. r needs no integrality: where k and o are whole, the least r is. With
-a host budget the program is POFO's choice (Beaumont et al. 2021) for one block.
+and of the sets that cost the least, the smallest. With a host budget the program is POFO's choice (Beaumont et al.
+2021) for one block.
 
 Left out: when within the backward pass a value is made again (Checkmate's schedule): JAX recomputes a block as a whole,
 so what a block's own recomputation takes at once is the same for all save sets but what they keep.
@@ -390,7 +390,8 @@ class _Program:
             if key in self.column:
                 upper[self.column[key]] = np.inf
         integral = np.zeros(count)
-        integral[: self.whole] = 1
+        # runs are whole where the choices are; said so, HiGHS is faster, and silent about solutions it mends
+        integral[: self.whole + len(self.equations)] = 1
         lower: Any = np.zeros(count)
         bounds = Bounds(lower, cast(Any, upper))
         room = float(budget)

