@@ -79,7 +79,7 @@ class Canonical:
     def copy_bytes(self) -> int:
         """Bytes per device that `take_apart` takes beside the state, until its arrays are on the host.
 
-        What lies on the host already is copied there, by way of the device, one array at a time.
+        What lies on the host already is copied there by way of the device, a few arrays at a time.
         """
         return local_bytes(self.abstract())
 
