@@ -9,7 +9,7 @@ through gathers; a kernel, a loop or a function with its own derivative links wh
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxscale.costs.inline import Program, Step
@@ -123,7 +123,7 @@ def _links(step: Step, program: Program) -> Iterator[tuple[Dim, Dim]]:
     """Pairs of dims of what a step reads and makes that are one dim."""
     made = [number for number in step.outputs if number is not None]
     read = [number for number in step.inputs if isinstance(number, int)]
-    rule = _RULES.get(step.primitive, _LINK_REDUCED if step.primitive.startswith(("reduce_", "arg")) else None)
+    rule = _RULES.get(step.primitive, _link_reduced if step.primitive.startswith(("reduce_", "arg")) else None)
     if rule is not None and isinstance(step.inputs[0], int) and step.outputs[0] is not None:
         operands = [number if isinstance(number, int) else None for number in step.inputs]
         yield from rule(step.eqn.params, operands, step.outputs[0], program)
@@ -211,7 +211,6 @@ def _link_convolved(params: Any, operands: Any, made: int, program: Program) -> 
         yield (operands[0], numbers.lhs_spec[1]), (operands[1], numbers.rhs_spec[1])
 
 
-_LINK_REDUCED = _link_reduced
 _RULES = {
     "broadcast_in_dim": _link_broadcast,
     "transpose": _link_transposed,
