@@ -24,7 +24,7 @@ from jaxscale.sharding.memory_space import COPY, HOST_KIND, check_host_memory, r
 from jaxscale.step.check import NoEffect
 from jaxscale.step.layout import Layout, local_bytes, masters_on_host
 from jaxscale.step.plan import Plan
-from jaxscale.trees import path_name
+from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Params
 from jaxscale.values.byte_sizes import bytes_text
 
@@ -125,10 +125,18 @@ def check_host_bytes(layout: Layout, memory: Any, as_text: Callable[[], str | No
     if layout.plan.weights == "device" and layout.plan.optimizer_state == "host":
         return  # the passes read a whole copy of the weights
     text = as_text() or ""
+    # weights outside of blocks are copied to the device for the step
+    copied = {
+        leaf.sharding.shard_shape(leaf.shape)
+        for name, leaf in named_leaves(layout.abstract.params).items()
+        if masters_on_host(layout.plan) and not of_a_block(name)
+    }
     for leaf in jax.tree.leaves(layout.abstract):
         local = leaf.sharding.shard_shape(leaf.shape)
+        if leaf.sharding.memory_kind != HOST_KIND or local in copied:
+            continue
         pieces = cut(leaf.shape, leaf.dtype.itemsize, leaf.sharding).pieces
-        if leaf.sharding.memory_kind == HOST_KIND and pieces > 1 and brought_whole(text, local):
+        if pieces > 1 and brought_whole(text, local):
             raise NoEffect(
                 f"{said(layout.plan)}: the compiled step brings a whole array of shape {local} to the device at once, "
                 f"where {pieces} slices should come one by one: it saves nothing"

@@ -176,3 +176,5 @@ def test_a_compiled_step_without_host_bytes_or_with_whole_copies_has_no_effect(m
     whole = "%c = (f32[3,8,24]{2,1,0:T(8,128)}, f32[3,8,24]{2,1,0:T(8,128)S(5)}, u32[]{:S(2)}) copy-start(%p)"
     with pytest.raises(NoEffect, match="saves nothing"):
         check_host_bytes(layout, memory(2**30), lambda: whole)
+    table = "x".join(map(str, layout.abstract.params["embedding"]["weight"].shape)).replace("x", ",")
+    check_host_bytes(layout, memory(2**30), lambda: whole.replace("3,8,24", table))  # read whole by the embedding
