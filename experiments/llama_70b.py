@@ -2,7 +2,7 @@
 
     jaxscale fit experiments/llama_70b.py --platform "tpu v5p:4x8x8"
 
-SAID
+On these 256 chips it fits by estimate: 10.8 GiB of 95.7 per device.
 The data are bytes of Shakespeare: they stand for text of the same shape, and no file is read for an estimate.
 """
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from jaxscale.costs.trace import jaxpr_flop
 from jaxscale.planning import accuracy
 from jaxscale.planning.flat import Program, flatten
-from jaxscale.planning.kinds import kinds_of
+from jaxscale.planning.kinds import both_passes, kinds_of
 from jaxscale.planning.placements import Placements, dims_of, place
 from jaxscale.planning.program import batch_shapes, described_step
 from jaxscale.planning.timeline import Compiler, Item, Timeline, timeline
@@ -124,6 +124,8 @@ def of_step(step: TrainStep, batch: Any, platform: Platform) -> Estimate:
     if there:
         # XLA may hold what it reads and what it writes at once
         there["second copy"] = (COPY - 1) * sum(there.values())
+    if kept := _kept_on_host(program, placed):
+        there["kept activations"] = kept
     if platform.chip.kind != "cpu":
         # a checkpoint is copied to the host before it is written behind the run's back
         there["checkpoint"] = sum(item.bytes for item in (*arguments, *host) if item.kind != "batch")
@@ -143,6 +145,22 @@ def _by_kind(items: tuple[Item, ...]) -> dict[str, int]:
     for item in items:
         found[item.kind] = found.get(item.kind, 0) + item.bytes
     return found
+
+
+def _kept_on_host(program: Program, placed: Placements) -> int:
+    """Bytes per device that loops stack in host memory for the backward pass, of one microbatch."""
+    total = 0
+    for at, operation in enumerate(program.operations):
+        if operation.loop is None:
+            continue
+        total += sum(
+            placed.bytes_of(program.shapes[value], placed.dims[value], host=True)
+            for value in operation.outputs
+            if value not in program.outputs
+        )
+        if both_passes(operation.loop):
+            total += _kept_on_host(operation.loop, placed.loops[at])
+    return total
 
 
 def _paths(given: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.planning.cheapest import MENU
+from jaxscale.planning.cheapest import menu_of
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import Fit, fit
 from jaxscale.planning.pictures import Point, curve, page, stacked, table
@@ -24,6 +24,9 @@ from jaxscale.values.units import size
 
 SHOWN = 20
 """Arrays that the text lists."""
+
+HEURISTICS = ("greedy", "dtr_static", "offload:pofo", "offload:vdnn")
+"""Rules on the curve of time against memory beside the menu, at the budget in its middle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +55,9 @@ class Explained:
         if rest:
             lines.append(f"  {size(sum(item.bytes for item in rest)):>10}  {len(rest)} smaller ones")
         if self.plans:
-            lines += ["", f"{'memory plan':24}{'bytes per device':>18}{'FLOP':>10}"]
-            lines += [f"{point.name:24}{size(point.bytes):>18}{point.cost:>9.2f}x" for point in self.plans]
+            wide = max(len(point.name) for point in self.plans)
+            lines += ["", f"{'memory plan':{wide}}{'bytes per device':>18}{'FLOP':>9}"]
+            lines += [f"{point.name:{wide}}{size(point.bytes):>18}{point.cost:>8.2f}x" for point in self.plans]
         return "\n".join(lines)
 
     def svg(self) -> str:
@@ -128,7 +132,13 @@ def explain(
             moments = tuple(dict(moment.bytes) for moment in report.timeline)
             phases = [moment.phase for moment in report.timeline]
             turn = next((n for n, phase in enumerate(phases) if phase in ("backward", "recompute")), len(moments))
-    return Explained(found, alive, moments, turn, tuple(compare(experiment, platform, guess.plan, MENU)))
+    return Explained(
+        found,
+        alive,
+        moments,
+        turn,
+        tuple(compare(experiment, platform, guess.plan, _curve(experiment, platform, guess.plan))),
+    )
 
 
 def compare(experiment: Experiment, platform: Platform, plan: Plan, memory: Sequence[str]) -> list[Point]:
@@ -140,14 +150,23 @@ def compare(experiment: Experiment, platform: Platform, plan: Plan, memory: Sequ
         plan: how; its memory plan is replaced, and is the first of those weighed.
         memory: text forms of memory plans.
     """
-    texts = dict.fromkeys((str(plan.memory), *memory))
-    weighed = {
-        text: estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan.parse(text))) for text in texts
-    }
+    weighed = {}
+    for text in dict.fromkeys((str(plan.memory), *memory)):
+        try:
+            weighed[text] = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan.parse(text)))
+        except UserError:  # a budget below the least, or a rule that this model does not take
+            continue
     least = min(found.flop for found in weighed.values()) or 1
     return [
         Point(text, found.device_bytes, found.flop / least, text == str(plan.memory)) for text, found in weighed.items()
     ]
+
+
+def _curve(experiment: Experiment, platform: Platform, plan: Plan) -> tuple[str, ...]:
+    """Memory plans on the curve: the menu, and the heuristics at the budgets of its save sets."""
+    menu = menu_of(experiment, platform, plan)
+    budgets = [text.partition(":")[2] for text in menu if text.startswith("save:")]
+    return (*menu, *(f"{rule}:{budgets[len(budgets) // 2]}" for rule in HEURISTICS if budgets))
 
 
 def _same(experiment: Experiment) -> Experiment:

@@ -209,6 +209,9 @@ def helps(experiment: Experiment, platform: Platform, found: Fit) -> tuple[Help,
     weighed = []
     for flags, fields in _changes(experiment, found.estimate):
         one = weigh(flags, dataclasses.replace(plan, **fields))
+        while one is not None and not one.fits and (more := _more(experiment, plan, fields.get("microbatches"))):
+            fields = {"microbatches": more}
+            one = weigh(f"--plan.microbatches {more}", dataclasses.replace(plan, **fields))
         if one is not None and one.saves > 0.01 * now:
             weighed.append((one, fields))
     weighed.sort(key=lambda pair: -pair[0].saves)
@@ -225,12 +228,6 @@ def helps(experiment: Experiment, platform: Platform, found: Fit) -> tuple[Help,
             one = weigh(" ".join(words.values()), dataclasses.replace(plan, **together))
             if one is not None and one.fits:
                 return (*singles, one)
-    if "microbatches" in together:
-        assert plan.mesh is not None
-        rows = experiment.batch // plan.mesh.batch_shards
-        words["--plan.microbatches"] = f"--plan.microbatches {rows}"
-        most = weigh(" ".join(words.values()), dataclasses.replace(plan, **(together | {"microbatches": rows})))
-        one = most or one
     return singles if one is None else (*singles, one)
 
 
@@ -252,13 +249,19 @@ def _changes(experiment: Experiment, now: Estimate) -> list[tuple[str, dict[str,
         changes.append((activations // 2, "--plan.precision bfloat16", {"precision": "bfloat16"}))
     if plan.loss_chunk is None and "loss" in kinds:
         changes.append((kinds["loss"], "--plan.loss-chunk 256", {"loss_chunk": 256}))
-    rows = experiment.batch // plan.mesh.batch_shards
-    more = next((n for n in range(plan.microbatches * 2, rows + 1) if rows % n == 0), None)
+    more = _more(experiment, plan, plan.microbatches)
     if more is not None:
         weight = (activations + kinds.get("loss", 0)) // 2
         changes.append((weight, f"--plan.microbatches {more}", {"microbatches": more}))
     changes.sort(key=lambda one: -one[0])
     return [(flags, fields) for _, flags, fields in changes[:TRIED]]
+
+
+def _more(experiment: Experiment, plan: Plan, now: int | None) -> int | None:
+    """The next number of microbatches that is at least twice as many; `None` where there are no more rows."""
+    assert plan.mesh is not None
+    rows = experiment.batch // plan.mesh.batch_shards
+    return None if now is None else next((n for n in range(now * 2, rows + 1) if rows % n == 0), None)
 
 
 def _host_share(platform: Platform) -> int | None:

@@ -14,11 +14,11 @@ def kinds_of(program: Program) -> dict[int, str]:
     """
     operations = program.operations
     copies = _made_of(program, set(program.inputs))
-    microbatches = [operation for operation in operations if operation.loop is not None and _both(operation.loop)]
+    microbatches = [operation for operation in operations if operation.loop is not None and both_passes(operation.loop)]
     if microbatches and not any(operation.params.get("reverse") for operation in operations):
         sums = {value for operation in microbatches for value in (*operation.inputs, *operation.outputs)}
         return {value: "gradients" for value in sums if value is not None} | dict.fromkeys(copies, "compute copy")
-    if not _both(program):
+    if not both_passes(program):
         return {}
     found: dict[int, str] = {}
     last_read: dict[int, int] = {}
@@ -45,7 +45,7 @@ def kinds_of(program: Program) -> dict[int, str]:
     return found
 
 
-def _both(program: Program) -> bool:
+def both_passes(program: Program) -> bool:
     """Whether a program has operations of the forward and of the backward pass."""
     return len({operation.backward for operation in program.operations}) == 2
 

@@ -44,14 +44,14 @@ class Placements:
         """Parts into which mesh axes split a dim."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
-    def bytes_of(self, shape: Any, dims: Dims) -> int:
-        """Bytes on one device of an abstract value placed so; 0 of one in host memory."""
-        if not hasattr(shape, "shape") or not hasattr(shape, "dtype") or in_host_memory(shape):
+    def bytes_of(self, shape: Any, dims: Dims, *, host: bool = False) -> int:
+        """Bytes on one device of an abstract value placed so, 0 of one in host memory; or in the host's alone."""
+        if not hasattr(shape, "shape") or not hasattr(shape, "dtype") or in_host_memory(shape) != host:
             return 0
         whole = math.prod(shape.shape)
         parts = [-(-size // self.ways(axes)) for size, axes in zip(shape.shape, dims, strict=True)]
         size = leaf_bytes(shape) * math.prod(parts) // whole if whole else 0
-        return int(size * padding(parts)) if self.tiled else size
+        return int(size * padding(parts)) if self.tiled and not host else size
 
 
 def in_host_memory(shape: Any) -> bool:

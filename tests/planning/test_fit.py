@@ -82,11 +82,11 @@ def test_the_cheapest_plan_that_fits(planned):
         taken[rule] = needs(planned(precision="bfloat16", attention="plain", memory=MemoryPlan(rule)))
     assert taken["none"] > taken["dots"] > taken["full"]
     for rule in taken:
-        plan = cheapest_fit(experiment, platform, taken[rule])
+        plan = cheapest_fit(experiment, platform, taken[rule], menu=tuple(taken))
         assert plan.memory.rule == rule
         assert dataclasses.replace(plan, memory=experiment.plan.memory) == experiment.plan
     with pytest.raises(UserError, match=r"takes at least .* under any of none, dots, full"):
-        cheapest_fit(experiment, platform, taken["full"] - 1)
+        cheapest_fit(experiment, platform, taken["full"] - 1, menu=tuple(taken))
 
 
 def test_memory_fit_is_settled_by_fit(planned):
@@ -94,7 +94,7 @@ def test_memory_fit_is_settled_by_fit(planned):
     limit = needs(experiment) - 1000
     wanted = planned(precision="bfloat16", attention="plain", memory=MemoryPlan("fit"))
     found = fit(wanted, V5E, limit=limit)
-    assert found.estimate.plan.memory.rule == "dots"
+    assert found.estimate.plan.memory.rule not in ("none", "fit")
     assert found.fits
 
 
@@ -106,7 +106,7 @@ def test_what_was_measured_decides(planned):
         asked.append(plan.memory.rule)
         return {"none": 300, "dots": 200, "full": 100}[plan.memory.rule] * 2**20
 
-    plan = cheapest_fit(experiment, Platform.parse(V5E), 150 * 2**20, measure=measure)
+    plan = cheapest_fit(experiment, Platform.parse(V5E), 150 * 2**20, menu=("none", "dots", "full"), measure=measure)
     assert asked == ["none", "dots", "full"]
     assert plan.memory.rule == "full"
 
