@@ -5,18 +5,13 @@ from typing import Any
 
 import jax
 
-from jaxscale.blocks import BlockFunction, Wrapper, as_it_is
+from jaxscale.blocks import BlockFunction, Wrapper, as_it_is, keep_nothing
 from jaxscale.memory.plan import MemoryPlan
 
 
 def keep_dots(primitive: Any, *inputs: Any, **params: Any) -> Any:
     """Policy of "dots": the results of matrix products are kept."""
     return jax.checkpoint_policies.dots_saveable(primitive, *inputs, **params)
-
-
-def keep_nothing(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Policy of "full": nothing inside a block is kept."""
-    return False
 
 
 # functions of our own, so that a traced program tells blocks that a plan wrapped from a checkpoint of the user's

@@ -24,7 +24,7 @@ from jaxscale.platforms.detect import host_memory
 from jaxscale.step import rows
 from jaxscale.step.canonical import Canonical
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.functional import Functional
+from jaxscale.step.functional import Functional, in_groups
 from jaxscale.step.host import advance_of, check_host_bytes, check_host_size, check_offload, describe
 from jaxscale.step.layout import Layout, check_model, local_bytes, masters_on_host, resolve_mesh, vocab_multiple
 from jaxscale.step.objective import Objective, positive
@@ -181,7 +181,8 @@ class TrainStep:
         params, rest = jax.jit(self.functional.create, out_shardings=(self.layout.masters, self.layout.state.rest))()
         load = getattr(self.experiment.model, "initial_params", None)
         if load is not None:
-            params = jax.tree.map(_place_host_array, load(), self.layout.abstract.params)
+            loaded = in_groups(load(), self.functional.groups)
+            params = jax.tree.map(_place_host_array, loaded, self.layout.abstract.params)
         return self._fresh(params, rest)
 
     def _fresh(self, params: Params, rest: Params) -> TrainState:

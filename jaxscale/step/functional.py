@@ -5,6 +5,7 @@ The graph definition of the NNX module is closed over; parameters are one nested
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from flax import nnx
 from jaxscale import blocks
 from jaxscale.blocks import Model
 from jaxscale.errors import UserError
+from jaxscale.layers.stack import group_name
 from jaxscale.trees import count, path_name
 from jaxscale.typing import Params
 
@@ -85,6 +87,52 @@ class Functional:
     def axis_names(self) -> Any:
         """Tree like `params` whose leaves are the tuple of logical axes, or `None`."""
         return jax.tree_util.tree_map_with_path(lambda path, _: self.names.get(path_name(path)), self.params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """Some neighbouring layers of an array-like whose first dim is the layers, read when they are asked for."""
+
+    whole: Any
+    start: int
+    layers: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return (self.layers, *self.whole.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """Of the whole."""
+        return self.whole.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        begin, end, _ = first.indices(self.layers)
+        return self.whole[(slice(self.start + begin, self.start + end), *rest)]
+
+
+def in_groups(params: Params, groups: tuple[int, ...]) -> Params:
+    """Parameters of a model built with one stack, as those of the same model built under `blocks.grouping(groups)`.
+
+    Example:
+        >>> import numpy as np
+        >>> found = in_groups({"stack": {"layers": {"w": np.arange(3)}}}, (2, 1))["stack"]
+        >>> {name: part["w"][:].tolist() for name, part in found.items()}
+        {'layers': [0, 1], 'layers_from_2': [2]}
+    """
+    if not groups:
+        return params
+    found: dict[str, Any] = {}
+    for name, inner in params.items():
+        if name == "layers" and all(leaf.shape[:1] == (sum(groups),) for leaf in jax.tree.leaves(inner)):
+            for start, layers in zip(itertools.accumulate((0, *groups)), groups, strict=False):
+                part = functools.partial(Layers, start=start, layers=layers)
+                found[group_name(start)] = jax.tree.map(part, inner)
+        else:
+            found[name] = in_groups(inner, groups) if isinstance(inner, dict) else inner
+    return found
 
 
 def _build(model: Model, seed: int, vocab_multiple: int, groups: tuple[int, ...]) -> Any:

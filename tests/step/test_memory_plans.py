@@ -1,6 +1,7 @@
 """A memory plan changes what the backward pass keeps, and neither loss nor gradients."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,10 +14,12 @@ from jaxscale.layers.mlp import MLP
 from jaxscale.layers.stack import Chain
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.decoder import Decoder
+from jaxscale.models.huggingface import Pretrained
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import TrainStep, build
 from jaxscale.step.experiment import Experiment
+from jaxscale.step.functional import Functional, in_groups
 from jaxscale.step.plan import Plan
 from jaxscale.values import from_json, to_json
 
@@ -111,6 +114,26 @@ def test_a_decision_is_read_from_a_file_and_refused_for_another_model(tmp_path):
 def test_what_does_not_go_is_refused_before_anything_is_compiled(memory, plan, message):
     with pytest.raises(UserError, match=message):
         step_of(memory, **plan)
+
+
+def _first(params, name):
+    """The first leaf under a dict of this name."""
+    [found] = [part[name] for part in (params, *params.values()) if isinstance(part, dict) and name in part]
+    return jax.tree.leaves(found)[0]
+
+
+def test_loaded_weights_reach_a_stack_in_groups():
+    golden = Path(__file__).parents[1] / "golden" / "llama"
+    model = Pretrained(str(golden))
+    whole = Functional.of(model, 0)
+    layers = model.model.layers
+    grouped = Functional.of(model, 0, groups=(layers - 1, 1))
+    loaded = in_groups(model.initial_params(), grouped.groups)
+    assert jax.tree.structure(loaded) == jax.tree.structure(grouped.params) != jax.tree.structure(whole.params)
+    for leaf, abstract in zip(jax.tree.leaves(loaded), jax.tree.leaves(grouped.params), strict=True):
+        assert leaf.shape == abstract.shape
+    last, stacked = _first(loaded, f"layers_from_{layers - 1}"), _first(model.initial_params(), "layers")
+    np.testing.assert_array_equal(np.asarray(last[0:1]), np.asarray(stacked[layers - 1 : layers]))
 
 
 @dataclasses.dataclass(frozen=True)
