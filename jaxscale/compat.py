@@ -52,3 +52,15 @@ def source_line(eqn: Any) -> str:
     if frame is None:
         return ""
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line} ({frame.function_name})"
+
+
+def scan_counts(params: Any) -> tuple[int, int]:
+    """How many of a scan's inputs are constants, and how many its first state; what it runs over comes behind them.
+
+    Args:
+        params: of the equation, which before JAX 0.12 has `num_consts` and `num_carry`, then a tree of them all.
+    """
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxscale.compat import scan_counts
 from jaxscale.planning.flat import Operation, Program
 from jaxscale.trees import leaf_bytes
 
@@ -224,7 +225,7 @@ def _loop(operation: Operation, at: int, dims: list[Dims], found: Placements) ->
     body = operation.loop
     assert body is not None
     if operation.kind == "scan":
-        consts, carries = operation.params["num_consts"], operation.params["num_carry"]
+        consts, carries = scan_counts(operation.params)
     else:
         dims = dims[operation.params["cond_nconsts"] :]
         consts = operation.params["body_nconsts"]

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from jaxscale.compat import scan_counts
 from jaxscale.planning.flat import Operation, Program
 from jaxscale.planning.placements import Placements
 
@@ -386,8 +387,8 @@ def _renamed(inner: _Inner) -> _Inner:
 def _carries(operation: Operation) -> tuple[int | None, ...]:
     """The initial state of a loop."""
     if operation.kind == "scan":
-        first = operation.params["num_consts"]
-        return operation.inputs[first : first + operation.params["num_carry"]]
+        consts, carries = scan_counts(operation.params)
+        return operation.inputs[consts : consts + carries]
     return operation.inputs[operation.params["cond_nconsts"] + operation.params["body_nconsts"] :]
 
 
