@@ -11,6 +11,10 @@ and judged on the other two. What `planning/timeline.py` says of compilers (what
 ring, which scatters are kept) was learnt from programs of all four models; the last cases were recorded after it. A
 verdict counts as right where estimate and compiler stand on the same side of a limit; limits are the chip's own, and
 two made to lie just above and just below what the compiler says.
+
+Recorded with JAX 0.12.0.1, libtpu 0.0.51: 34 programs for v5e, v5p, v6e and H100. Off by 2.7 % in the median and 13 %
+at worst, which is too high; the worst under-estimate is 10 %. The models not fitted: 2.9 % and 10 %. Of 102 verdicts 3
+are too close to call and none is wrong.
 """
 
 import argparse

@@ -119,12 +119,17 @@ def curve(points: Sequence[Point], limit: int | None = None) -> str:
         x = across(limit)
         parts.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
         parts.append(_text(x - 5, TOP + 12, f"limit {size(limit)}", "end"))
-    for point in points:
+    named: list[tuple[float, float, float]] = []
+    for point in sorted(points, key=lambda point: not point.chosen):
         x, y, radius = across(point.bytes), down(point.cost), 7 if point.chosen else 5
         color = COLORS[6] if point.chosen else COLORS[0]
         told = f"{escape(point.name)}: {size(point.bytes)}, {point.cost:.2f}x"
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{color}"><title>{told}</title></circle>')
-        parts.append(_text(x, y - 11, point.name, "middle"))
+        wide = 3.6 * len(point.name)
+        free = all(abs(x - other) > wide + half or abs(y - level) > 13 for other, level, half in named)
+        if free or point.chosen:  # a name that would lie on another is shown under the pointer alone
+            named.append((x, y, wide))
+            parts.append(_text(x, y - 11, point.name, "middle"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, "bytes per device", "middle"))
     return _svg(parts, HEIGHT, "time against memory")
 
