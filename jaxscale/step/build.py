@@ -226,7 +226,7 @@ class TrainStep:
 
     def compile(self, batch: Batch) -> Compiled:
         """Compile the step for batches like `batch` (global shapes), and check that every request took effect."""
-        from jaxscale.step.check import check_compiled, check_traced
+        from jaxscale.step.check import check_compiled, check_kept_on_host, check_traced
 
         start = time.perf_counter()
         traced = self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))
@@ -237,6 +237,7 @@ class TrainStep:
         self._executable = executable
         memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
         assert memory is not None, "CPU, GPU and TPU all tell it"
+        check_kept_on_host(self, memory)
         check_host_bytes(self.layout, memory, executable.as_text)
         return Compiled(
             seconds=seconds,

@@ -22,6 +22,7 @@ from jaxscale.memory.apply import policy_of
 from jaxscale.memory.keep_named import KeepNamed, keep_everything
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.platforms.hlo import Collective, collectives
+from jaxscale.sharding.memory_space import rehearses
 from jaxscale.step.layout import BATCH_AXES
 from jaxscale.step.plan import Plan
 from jaxscale.trees import named_leaves
@@ -100,6 +101,28 @@ def check_compiled(step: "TrainStep", executable: Any) -> None:
             )
             return
         check_wires(plan, mesh.devices.flat[0].platform, found, scatters)
+
+
+def check_kept_on_host(step: "TrainStep", memory: Any) -> None:
+    """Compare what a compiled step keeps on the host for its backward pass with the memory plan's decision.
+
+    A backend without a memory of the host's own (a CPU) rehearses: there is nothing to see.
+
+    Args:
+        step: with its decision.
+        memory: `memory_analysis()` of the compiled step.
+
+    Raises:
+        NoEffect: less is on the host than the decision puts there.
+    """
+    planned = 0 if step.decision is None else step.decision.host_bytes
+    if not planned or rehearses(step.mesh.devices.flat):
+        return
+    if memory.host_temp_size_in_bytes < planned:
+        raise NoEffect(
+            f"memory {step.plan.memory}: {memory.host_temp_size_in_bytes} bytes of the compiled step are kept on the "
+            f"host, and {planned} should"
+        )
 
 
 def check_state(step: "TrainStep", shardings: Any) -> None:

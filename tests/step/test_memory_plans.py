@@ -1,6 +1,7 @@
 """A memory plan changes what the backward pass keeps, and neither loss nor gradients."""
 
 import dataclasses
+import types
 from pathlib import Path
 
 import jax
@@ -17,7 +18,9 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.models.huggingface import Pretrained
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step import check
 from jaxscale.step.build import TrainStep, build
+from jaxscale.step.check import check_kept_on_host
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional, in_groups
 from jaxscale.step.plan import Plan
@@ -84,6 +87,18 @@ def test_a_memory_plan_changes_nothing_but_memory(memory, plain):
         assert from_json(type(step.decision), to_json(step.decision)) == step.decision
         assert step.decision.layers == LAYERS
         assert any(memory in line for line in step.describe())
+
+
+def test_an_offload_that_shows_no_host_bytes_is_an_error(monkeypatch):
+    step = step_of("offload:pofo:24KiB")
+    assert step.decision is not None
+    assert step.decision.host_bytes > 0
+    memory = types.SimpleNamespace(host_temp_size_in_bytes=step.decision.host_bytes - 1)
+    check_kept_on_host(step, memory)  # a CPU rehearses
+    monkeypatch.setattr(check, "rehearses", lambda devices: False)
+    with pytest.raises(check.NoEffect, match="kept on the host"):
+        check_kept_on_host(step, memory)
+    check_kept_on_host(step, types.SimpleNamespace(host_temp_size_in_bytes=step.decision.host_bytes))
 
 
 def test_a_decision_is_read_from_a_file_and_refused_for_another_model(tmp_path):
