@@ -13,15 +13,17 @@ export PYTHONDONTWRITEBYTECODE ?= 1
 sum   = $(shell cat requirements/$(1).txt pyproject.toml 2>/dev/null | cksum | cut -d' ' -f1)
 TRAIN = $(VENV)/.train-$(call sum,train)
 TEST  = $(VENV)/.test-$(call sum,test)
+AOT   = $(VENV)/.aot-$(call sum,aot)
 
-.PHONY: help train test lint setup lock clean
+.PHONY: help train test lint setup setup-aot compilers lock clean
 help:
 	@echo "make train   set up $(VENV), train experiments/shakespeare.py, show samples, write a report"
 	@echo "make test    set up the same, run the tests          (ARGS='-m slow' for the long ones)"
 	@echo "make lint    format, lint, types, floors"
 	@echo "make setup   only set up $(VENV)"
+	@echo "make setup-aot  $(VENV)-aot beside it, with the compilers of TPUs and GPUs that are not here (about 1 GB)"
 	@echo "make lock    rewrite requirements/*.txt              (needs uv)"
-	@echo "make clean   remove $(VENV)"
+	@echo "make clean   remove $(VENV) and $(VENV)-aot"
 
 train: $(TRAIN)
 	$(PY) -m jaxscale train experiments/shakespeare.py $(ARGS)
@@ -37,6 +39,11 @@ lint: $(TEST)
 
 setup: $(TRAIN)
 
+setup-aot:
+	$(MAKE) --no-print-directory VENV=$(VENV)-aot compilers
+
+compilers: $(AOT)
+
 # the stamps of what was there before go: a checkout of old requirements installs them again
 $(TRAIN):
 	$(call install,train)
@@ -48,6 +55,11 @@ $(TEST):
 	$(call install,test)
 	rm -f $(VENV)/.train-* $(VENV)/.test-*
 	touch $(TRAIN) $@
+
+$(AOT):
+	$(call install,aot)
+	rm -f $(VENV)/.aot-*
+	touch $@
 
 define install
 	test -x $(PY) || $(if $(UV),$(UV) venv -q --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV),$(PYTHON) -m venv $(VENV))
@@ -63,4 +75,4 @@ lock:
 	! grep -n -i -E 'https?://|--index-url|--find-links|file:' requirements/*.txt
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-aot
