@@ -12,6 +12,8 @@ from jaxscale.cli.commands import COMMANDS, Command
 from jaxscale.errors import UserError, near_miss, unknown
 
 HELP = ("-h", "--help")
+SHORT = {"-o": "--out"}
+"""Flags of one letter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,7 @@ def read(argv: Sequence[str]) -> Arguments:
     words = list(rest)
     while words:
         word = words.pop(0)
+        word = SHORT.get(word, word)
         if word in HELP:
             asked = True
         elif word == "--":

@@ -23,6 +23,7 @@ from jaxscale.step.experiment import Experiment
         ("train a.py --lgo-every 3", "unknown flag '--lgo-every' of train; did you mean '--log-every'?"),
         ("train a.py --zzz", "unknown flag '--zzz' of train; there are --out, --plan-file"),
         ("train a.py -s 3", "unknown flag '-s'"),
+        ("fit a.py -o b", "unknown flag '--out' of fit"),
         ("train a.py --resume nevr", "--resume: got 'nevr', expected auto or never; did you mean 'never'?"),
         ("train a.py --steps many", "--steps: got 'many', expected a whole number, or none"),
         ("train a.py --steps 1.5", "--steps: got '1.5', expected a whole number"),
@@ -57,6 +58,7 @@ def test_right_words():
     assert read(["train", "a.py", "tiny", "--log_every=2", "--plan.loss-chunk", "-1"]) == Arguments(
         "train", ("a.py", "tiny", "--log_every=2"), {"plan.loss_chunk": "-1"}
     )
+    assert read(["explain", "a.py", "-o", "memory.html"]) == read(["explain", "a.py", "--out", "memory.html"])
     assert read(["generate", "r", "--prompt", "-", "--best"]).own == ("r", "--prompt=-", "--best")
 
 
