@@ -35,7 +35,7 @@ class Help:
     Args:
         flags: as the command line takes it.
         saves: bytes of device memory per device.
-        fits: whether the step then fits, by estimate.
+        fits: whether the step then fits device and host, by estimate.
     """
 
     flags: str
@@ -103,6 +103,8 @@ class Fit:
         said = "the compiler says" if self.verified else "by estimate"
         if self.report is not None and self.report.crashed is not None:
             return f"unknown: {self.report.crashed}"
+        if self.report is not None and self.report.oom is not None and self.report.oom.memory == "on-chip":
+            return f"does not fit: {self.report.oom}, the compiler says"
         if self.limit is None:
             return f"{size(self.device_bytes)} per device, {said}; nothing says how much there is: give --limit"
         room = f"{size(self.device_bytes)} of {size(self.limit)} per device, {said}"
@@ -187,7 +189,8 @@ def fit(
 
         recipe = partial(lowered_step, make=make or partial(_same, experiment), plan=plan)
         found = dataclasses.replace(found, report=compile_report(recipe, platform))
-    if found.fits and not found.close:
+    roomy = found.limit is None or found.device_bytes <= found.limit
+    if roomy and not found.close:  # it fits, or lacks what less device memory would not bring
         return found
     return dataclasses.replace(found, helps=helps(experiment, platform, found))
 
@@ -204,7 +207,8 @@ def helps(experiment: Experiment, platform: Platform, found: Fit) -> tuple[Help,
             other = estimate(experiment, platform, changed)
         except UserError:  # this model or batch does not take it
             return None
-        return Help(flags, now - other.device_bytes, found.limit is not None and other.device_bytes <= found.limit)
+        fits = dataclasses.replace(found, estimate=other, report=None).fits
+        return Help(flags, now - other.device_bytes, fits)
 
     weighed = []
     for flags, fields in _changes(experiment, found.estimate):

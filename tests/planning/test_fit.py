@@ -11,6 +11,7 @@ from jaxscale.planning.cheapest import cheapest_fit
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import fit
 from jaxscale.platforms.platform import Platform
+from jaxscale.platforms.report import CompileReport, OutOfMemory
 from jaxscale.training.source import load
 
 V5E = "tpu v5e:2x2"
@@ -42,6 +43,23 @@ def test_a_host_with_less_memory_than_the_plan_puts_there(planned):
     found = fit(planned(zero=3, optimizer_state="streamed"), V5E, host_limit=1000)
     assert not found.fits
     assert "host memory" in found.verdict
+    assert found.helps == ()  # less device memory would bring nothing
+
+
+def test_what_would_help_the_device_need_not_fit_the_host(planned):
+    experiment = planned(precision="bfloat16")
+    found = fit(experiment, V5E, limit=needs(experiment) // 2, host_limit=1000)
+    assert found.helps
+    assert not any(one.fits for one in found.helps)
+
+
+def test_a_kernel_that_the_compiler_refuses_is_no_matter_of_the_limit(planned):
+    found = fit(planned(), V5E)
+    refused = CompileReport(V5E, oom=OutOfMemory(20 * 2**20, 16 * 2**20, "on-chip", "vmem"))
+    found = dataclasses.replace(found, report=refused)
+    assert not found.fits
+    assert "on-chip memory" in found.verdict
+    assert "by estimate" not in found.verdict
 
 
 def test_what_would_help_names_flags_and_is_true(planned):
