@@ -134,7 +134,7 @@ class MemoryPlan:
         given = dict(zip(fields, rest, strict=False))
         what = f"memory plan {rule}:"
         count = given.get("K") or given.get("SLOTS")
-        if count is not None and not count.isdigit():
+        if count is not None and not count.isdecimal():
             raise UserError(f"memory plan {text!r}: got {count!r}, expected a whole number: {FORMS[rule]}")
         selector, objective = given.get("SELECTOR"), given.get("flop|seconds")
         if selector is not None and selector not in get_args(Selector):

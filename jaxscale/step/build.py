@@ -21,6 +21,7 @@ from jaxscale.blocks import Loss
 from jaxscale.memory.decision import Decision
 from jaxscale.optim.offloaded import Advance, global_norm
 from jaxscale.platforms.detect import host_memory
+from jaxscale.sharding.memory_space import check_host_memory
 from jaxscale.step import rows
 from jaxscale.step.canonical import Canonical
 from jaxscale.step.experiment import Experiment
@@ -331,7 +332,10 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     layout.check_axes_used(experiment.model)
     layout.check_zero_used(optimizer)
     check_offload(plan, experiment.model, rule, functional.params, devices)
-    check_host_size(layout, host_memory())
+    kept = 0 if decision is None else decision.host_bytes
+    if kept:
+        check_host_memory(devices, f"memory {plan.memory}")
+    check_host_size(layout, host_memory(), kept)
     lines = [said] if decision is None else [said, said_of(decision, devices[0].platform)]
     advance = advance_of(plan, rule, experiment.optimizer.clip, optimizer, layout)
     return TrainStep(experiment, plan, functional, layout, optimizer, advance, lines, decision)

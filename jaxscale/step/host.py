@@ -64,28 +64,32 @@ def check_offload(plan: Plan, model: Any, rule: optax.GradientTransformation, pa
         check_elementwise(rule, params, said(plan))
 
 
-def check_host_size(layout: Layout, host_bytes: int | None) -> None:
+def check_host_size(layout: Layout, host_bytes: int | None, kept: int = 0) -> None:
     """Refuse to put more on this process's host than it holds, before anything is allocated.
 
-    What lies there counts twice: for the copy that a checkpoint takes, or XLA where it updates nothing in place.
+    Of the state, what lies there counts twice: for the copy that a checkpoint takes, or XLA where it updates nothing in
+    place.
 
     Args:
         layout: where the train state lies; devices that are only described have no host here.
         host_bytes: main memory of the host; `None` if unknown.
+        kept: bytes of activations that each device keeps there for the backward pass.
 
     Raises:
         UserError: it is too small.
     """
-    each = local_bytes(layout.abstract, host=True)
+    plan, each = layout.plan, COPY * local_bytes(layout.abstract, host=True) + kept
     if not each or host_bytes is None or isinstance(layout.mesh, AbstractMesh):
         return
     here = jax.local_devices()
     count = sum(device in here for device in layout.mesh.devices.flat)
-    if COPY * each * count > host_bytes:
+    if each * count > host_bytes:
+        asked = [said(plan)] * uses_host(plan) + [f"memory {plan.memory}"] * (kept > 0)
+        twice = " (of the state twice, with the copy of a checkpoint)" if uses_host(plan) else ""
         raise UserError(
-            f"{said(layout.plan)}: {bytes_text(each)} for each of {count} devices lies on their host, twice with the "
-            f"copy of a checkpoint: {bytes_text(COPY * each * count)}, and the host has {bytes_text(host_bytes)}; take "
-            "more hosts, or keep the weights or the optimizer's state on the device"
+            f"{', '.join(asked)}: {bytes_text(each)} for each of {count} devices lies on their host{twice}: "
+            f"{bytes_text(each * count)}, and the host has {bytes_text(host_bytes)}; take more hosts, or keep more on "
+            "the device"
         )
 
 

@@ -64,7 +64,13 @@ def decide_memory(objective: Objective, devices: Sequence[Any]) -> Decision:
     """
     plan = objective.plan.memory
     if plan.rule == "file":
-        return read_decision(plan.name)
+        decision = read_decision(plan.name)
+        layers = sum(call.count for call in traced_blocks(objective))
+        if layers != decision.layers:
+            raise UserError(
+                f"memory {plan}: it was made for {decision.layers} blocks, and this model has {layers}; make it anew"
+            )
+        return decision
     chip = chip_of(devices[0].device_kind, devices[0].platform)
     if plan.rule == "offload" and chip.kind == "cpu":
         chip = chips()[REHEARSED]

@@ -113,6 +113,17 @@ def test_a_decision_is_read_from_a_file_and_refused_for_another_model(tmp_path):
     )
     with pytest.raises(UserError, match="made for block"):
         other.step_fn.trace(other.layout.abstract, other.abstract_batch(BATCH))
+    with pytest.raises(UserError, match=f"made for {LAYERS} blocks, and this model has 3"):
+        build(
+            dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, layers=3)),
+            Plan(memory=MemoryPlan.parse(f"file:{tmp_path}/memory.json")),
+        )
+
+
+def test_activations_on_a_host_that_is_too_small_are_refused(monkeypatch):
+    monkeypatch.setattr("jaxscale.step.build.host_memory", lambda: 1024)
+    with pytest.raises(UserError, match=r"^memory offload:pofo:24KiB: .* lies on their host: .* the host has 1KiB"):
+        step_of("offload:pofo:24KiB")
 
 
 @pytest.mark.parametrize(
