@@ -117,6 +117,13 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
         words.append(("Loss", some if chunk else all_at_once))
     if "attention" in plan:
         words.append((f"Attention: {plan['attention']}", _ATTENTION.get(str(plan["attention"]), "As its name says.")))
+    hosted = [said for field, said in _HOSTED.items() if plan.get(field, "device") != "device"]
+    if plan.get("optimizer_state") == "streamed":
+        hosted.append("Optimizer state passes through the device slice by slice.")
+    if plan.get("optimizer_state") == "host":
+        hosted.append("The host's CPU updates the master weights.")
+    if hosted:
+        words.append(("In host memory", " ".join(hosted)))
     if plan.get("unroll", 1) != 1:
         words.append(("Layers", f"The scan over layers takes {plan['unroll']} at a time."))
     rest = {name: value for name, value in plan.items() if name not in _SPOKEN}
@@ -125,9 +132,18 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
     return words
 
 
-_SPOKEN = frozenset(
-    ("version", "type", "mesh", "zero", "sequence_parallel", "microbatches", "precision", "matmul", "reduce")
-) | frozenset(("memory", "loss_chunk", "attention", "unroll", "rules"))
+_HOSTED = {
+    "weights": "Master weights stay on the host; each block's come to the device when it runs.",
+    "gradients": "Gradients of those weights go to the host as they are made.",
+    "optimizer_state": "Optimizer state stays on the host.",
+}
+_SPOKEN = (
+    frozenset(_HOSTED)
+    | frozenset(
+        ("version", "type", "mesh", "zero", "sequence_parallel", "microbatches", "precision", "matmul", "reduce")
+    )
+    | frozenset(("memory", "loss_chunk", "attention", "unroll", "rules"))
+)
 
 
 def _mesh(sizes: dict[str, int], *, chosen: bool) -> str:

@@ -16,7 +16,8 @@ from jaxscale.errors import UserError
 from jaxscale.layers.attend import attend
 from jaxscale.layers.attention_splash import attend_splash
 from jaxscale.layers.visibility import Visibility
-from jaxscale.platforms.hlo import _Program, collectives
+from jaxscale.platforms.hlo import collectives
+from jaxscale.platforms.hlo_program import Program
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import layout
 from jaxscale.sharding.rules import AxisRules
@@ -199,7 +200,7 @@ MESHES = [("sequence:4", 32, PACKED), ("data:2,sequence:2,tensor:2", 40, {}), ("
 
 def _dot_flop(text):
     """FLOP of the matrix products that one device runs, loops counted, every branch taken."""
-    program, total = _Program(text), 0
+    program, total = Program(text), 0
     for computation in program.computations.values():
         for op in computation.instructions.values():
             if op.opcode == "dot":

@@ -10,6 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxscale.platforms.hlo import Collective, collectives, groups_of, parse_groups
 from jaxscale.platforms.hlo_program import Program
+from jaxscale.platforms.hlo_source import Sources
+from jaxscale.platforms.live_names import Names
 
 
 def make_mesh(sizes: dict[str, int], order=None) -> Mesh:
@@ -354,3 +356,32 @@ def test_elements_and_places_written_short():
         "f32[4]{0}",
     )
     assert (ops["state#1#0"].operands, ops["state#1#0"].type) == (["state#1"], "bf16[8,2]{1,0}")
+
+
+LINE_BREAKS = """
+%body (state: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %state = (s32[], f32[4]{0}) parameter(0)
+  %k = f32[4]{0} custom-call(%state#1), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"metadata":"{\\"block\\": 512}"
+}}, metadata={op_name="jit(step)/attend/pallas_call"}, backend_config={"body":"TUzv"}
+  %element = f32[4]{0} bitcast(%k), frontend_attributes={kernel_metadata={
+}}, metadata={op_name="jit(step)/attend"}
+  ROOT %out = (s32[], f32[4]{0}) tuple(%state#0, %element)
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %x = (s32[], f32[4]{0}) parameter(0)
+  ROOT %loop = (s32[], f32[4]{0}) while(%x), condition=%cond, body=%body
+}
+"""
+
+
+def test_attributes_with_line_breaks():
+    """A Pallas kernel's metadata is printed over several lines; one begins as the end of a computation does."""
+    program = Program(LINE_BREAKS)
+    assert list(program.computations) == ["body", "main"]
+    ops = program.computations["body"].instructions
+    assert [name for name in ops if "#" not in name] == ["state", "k", "element", "out"]
+    assert ops["out"].is_root
+    assert 'op_name="jit(step)/attend/pallas_call"' in ops["k"].attributes
+    assert Names(program, Sources(LINE_BREAKS)).called("loop", (1,)) == "attend/pallas_call"

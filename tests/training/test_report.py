@@ -391,11 +391,17 @@ def test_odd_layouts_do_not_break_the_table():
 
 
 def test_the_plan_in_words_names_what_it_does_not_know():
-    words = dict(plan_in_words({"zero": 0, "mesh": None, "hologram": 3, "memory": {"remat": "dots"}}, {}, {}))
+    words = dict(plan_in_words({"zero": 0, "mesh": None, "hologram": 3, "memory": "dots"}, {}, {}))
     assert words["Also"] == "hologram = 3"
     assert words["Memory: dots"].startswith("The backward pass keeps the results of matrix products")
     assert words["Mesh"] == "A single device. The plan named no mesh, so it is what this machine had."
     assert plan_in_words({}, {}, {}) == []
+
+
+def test_the_words_say_what_lies_on_the_host():
+    words = dict(plan_in_words(to_json(Plan(optimizer_state="streamed")), {}, {}))
+    assert words["In host memory"].endswith("slice by slice.")
+    assert "In host memory" not in dict(plan_in_words(to_json(Plan()), {}, {}))
 
 
 def test_the_words_know_every_field_of_a_plan():
