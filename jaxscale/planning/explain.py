@@ -5,21 +5,24 @@ peak, and its timeline.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from jaxscale.costs import roofline
 from jaxscale.errors import UserError
+from jaxscale.memory.decide import decide
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.cheapest import menu_of
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import Fit, fit
 from jaxscale.planning.pictures import Point, curve, page, stacked, table
-from jaxscale.planning.program import lowered_step
+from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.planning.timeline import Item
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from jaxscale.step.remember import traced_blocks
 from jaxscale.values.units import size
 
 SHOWN = 20
@@ -38,7 +41,8 @@ class Explained:
         alive: arrays that are alive when memory is fullest, arguments among them, the biggest first.
         moments: live bytes by kind, from the first operation to the last; a loop's body once.
         turn: number of the first moment of the backward pass.
-        plans: bytes and recomputation of the step under several memory plans.
+        plans: bytes and cost of the step under several memory plans.
+        timed: their cost is modelled seconds; else FLOP, for nothing says how fast the chip is.
     """
 
     fit: Fit
@@ -46,6 +50,7 @@ class Explained:
     moments: tuple[dict[str, int], ...]
     turn: int
     plans: tuple[Point, ...] = ()
+    timed: bool = False
 
     def __str__(self) -> str:
         source = "the compiler's listing" if self.fit.verified else "by estimate"
@@ -56,9 +61,13 @@ class Explained:
             lines.append(f"  {size(sum(item.bytes for item in rest)):>10}  {len(rest)} smaller ones")
         if self.plans:
             wide = max(len(point.name) for point in self.plans)
-            lines += ["", f"{'memory plan':{wide}}{'bytes per device':>18}{'FLOP':>9}"]
+            lines += ["", f"{'memory plan':{wide}}{'bytes per device':>18}{self._cost:>9}"]
             lines += [f"{point.name:{wide}}{size(point.bytes):>18}{point.cost:>8.2f}x" for point in self.plans]
         return "\n".join(lines)
+
+    @property
+    def _cost(self) -> str:
+        return "Time" if self.timed else "FLOP"
 
     def svg(self) -> str:
         """The timeline alone."""
@@ -73,7 +82,7 @@ class Explained:
             (f"Alive at the peak, {source}", table(self.alive)),
         ]
         if self.plans:
-            parts.append(("Time against memory, by estimate", curve(self.plans, self.fit.limit)))
+            parts.append((f"{self._cost} against memory, by estimate", curve(self.plans, self.fit.limit)))
         return page(f"Memory of {self.fit.name} on {self.fit.platform}", parts)
 
     def _repr_html_(self) -> str:
@@ -138,11 +147,14 @@ def explain(
         moments,
         turn,
         tuple(compare(experiment, platform, guess.plan, _curve(experiment, platform, guess.plan))),
+        roofline.rate(platform.chip, "bfloat16") is not None,
     )
 
 
 def compare(experiment: Experiment, platform: Platform, plan: Plan, memory: Sequence[str]) -> list[Point]:
-    """Bytes and FLOP of a step under each of several memory plans, FLOP as a multiple of the least.
+    """Bytes and cost of a step under each of several memory plans, the cost as a multiple of the least.
+
+    The cost is modelled seconds, copies to the host that nothing hides among them; FLOP where no rates are known.
 
     Args:
         experiment: what to train.
@@ -156,10 +168,29 @@ def compare(experiment: Experiment, platform: Platform, plan: Plan, memory: Sequ
             weighed[text] = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan.parse(text)))
         except UserError:  # a budget below the least, or a rule that this model does not take
             continue
-    least = min(found.flop for found in weighed.values()) or 1
+    cost: Mapping[str, float] = {text: found.flop for text, found in weighed.items()}
+    cost = _seconds(experiment, platform, plan, cost) or cost
+    least = min(cost.values()) or 1
     return [
-        Point(text, found.device_bytes, found.flop / least, text == str(plan.memory)) for text, found in weighed.items()
+        Point(text, found.device_bytes, cost[text] / least, text == str(plan.memory)) for text, found in weighed.items()
     ]
+
+
+def _seconds(
+    experiment: Experiment, platform: Platform, plan: Plan, flop: Mapping[str, float]
+) -> Mapping[str, float] | None:
+    """Modelled seconds of a step under each memory plan, from FLOP of all devices; `None` where nothing tells them."""
+    chip, parts = platform.chip, plan.microbatches
+    if (rate := roofline.rate(chip, "bfloat16")) is None:
+        return None
+    step = described_step(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
+    calls = traced_blocks(step.objective, chip)
+    inside = 3 * parts * sum(call.count * call.graph.flop for call in calls)
+    beside = max(0.0, min(flop.values()) / platform.devices - inside) / rate
+    work = beside + 3 * parts * sum(call.count * call.graph.seconds for call in calls)
+    if not calls:  # no plan changes anything
+        return dict.fromkeys(flop, work)
+    return {text: work + parts * decide(MemoryPlan.parse(text), calls, chip).seconds for text in flop}
 
 
 def _curve(experiment: Experiment, platform: Platform, plan: Plan) -> tuple[str, ...]:

@@ -39,6 +39,10 @@ def test_the_curve_has_the_plan_in_question(planned):
     assert by_name["none"].cost == 1.0
     assert by_name["full"].cost > 1.2
     assert by_name["full"].bytes < by_name["none"].bytes
+    # seconds count the copies to the host: a rule that only swaps is far behind
+    assert "Time" in str(found)
+    cost = {name.rpartition(":")[0]: point.cost for name, point in by_name.items() if point.cost > 1}
+    assert cost["offload:vdnn"] > max(cost["offload:pofo"], cost["save"])
 
 
 def test_the_page_stands_alone(planned, tmp_path):
