@@ -12,12 +12,13 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, SupportsInt, runtime_checkable
 
 import numpy as np
 
 from jaxscale.data import source
+from jaxscale.data.joined import Marker, Piece, marker_of, pieces, taken_apart
 from jaxscale.errors import UserError, unknown
 
 KINDS = ("byte", "char")
@@ -228,16 +229,31 @@ class Subwords:
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
         """Ids of many texts, in order, by every core: long texts are cut where it does not change their ids."""
         # the next group is encoded while this one's ids are taken out, which only one core can do
+        tried, marker = False, None
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="encode") as ahead:
-            waiting: list[tuple[list[tuple[int, str]], concurrent.futures.Future[Any]]] = []
+            waiting: list[tuple[list[tuple[int, str]], list[Piece], concurrent.futures.Future[Any]]] = []
             for group in itertools.chain(_grouped(self._parts(texts)), [None]):
                 if group:
                     _, parts = zip(*group, strict=True)
+                    if not tried:
+                        tried, marker = True, self._marker(parts[:_PROVED])
+                    joined = list(pieces(parts, marker, _CHUNK))
                     # the fast one leaves out where in the text each token lies, which nothing here asks
-                    encoding = ahead.submit(self._model.encode_batch_fast, parts, add_special_tokens=False)
-                    waiting.append((group, encoding))
+                    encode = self._model.encode_batch_fast
+                    encoding = ahead.submit(encode, [piece.text for piece in joined], add_special_tokens=False)
+                    waiting.append((group, joined, encoding))
                 if waiting and (len(waiting) == 2 or not group):
-                    yield _encoded(*waiting.pop(0))
+                    done, joined, encoding = waiting.pop(0)
+                    yield _encoded(done, *taken_apart([piece.ids for piece in encoding.result()], joined, marker))
+
+    def _marker(self, texts: Sequence[str]) -> Marker | None:
+        """A special token between which texts get the ids that they have by themselves, as is seen of the first."""
+        marker = marker_of(self._model)
+        if marker is None or any(marker.text in text for text in texts):
+            return None
+        joined = self.encode(marker.text.join(texts))
+        alone = [ids for text in texts for ids in (self.encode(text), [marker.id])]
+        return marker if np.array_equal(joined, np.concatenate(alone)[:-1]) else None
 
     def _parts(self, texts: Iterable[str]) -> Iterator[tuple[int, str]]:
         """The texts, long ones cut, unless one of the first cuts is seen to change the ids."""
@@ -265,12 +281,9 @@ class Subwords:
         return json.dumps({"kind": self.kind, "definition": self.definition})
 
 
-def _encoded(group: list[tuple[int, str]], encoding: "concurrent.futures.Future[Any]") -> Encoded:
-    ids = [part.ids for part in encoding.result()]
-    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-    flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(lengths.sum()))
+def _encoded(group: list[tuple[int, str]], ids: np.ndarray, lengths: np.ndarray) -> Encoded:
     numbers, parts = zip(*group, strict=True)
-    return Encoded(flat, lengths, np.array(numbers, np.int64), sum(map(len, parts)))
+    return Encoded(ids, lengths, np.array(numbers, np.int64), sum(map(len, parts)))
 
 
 def _one_by_one(tokenizer: "Bytes | Characters", texts: Iterable[str]) -> Iterator[Encoded]:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxscale.data import tokenizer
+from jaxscale.data.joined import marker_of, pieces
 from jaxscale.data.tokenizer import Bytes, Characters, Subwords
 from jaxscale.errors import UserError
 
@@ -114,3 +115,32 @@ def test_a_broken_file_is_named(tmp_path, content):
 def test_an_alphabet_out_of_order_cannot_be_made():
     with pytest.raises(UserError, match="sorted characters"):
         Characters("ba")
+
+
+def test_short_texts_are_joined_at_a_special_token_without_changing_their_ids():
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = ["the cat sat", " on the", "mat ", "and the hat", "\n", "that", "cat" * 50]
+    model.train_from_iterator(words * 9, trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    model.add_special_tokens([AddedToken("<strip>", lstrip=True, special=True), AddedToken("<eos>", special=True)])
+    ours = Subwords(model.to_str())
+    marker = marker_of(model)
+    assert marker is not None
+    assert marker.text == "<eos>"
+    texts = [*words * 40, "this<eos>spells it", "<eos>", *words]
+    assert len(list(pieces(texts, marker, 1024))) < len(texts) / 2
+    assert joined(list(ours.encode_all(texts)), texts) == [ours.encode(text).tolist() for text in texts]
+
+
+def test_a_tokenizer_that_marks_the_beginning_alone_gets_each_text_by_itself():
+    """Metaspace in its scheme "first" puts its mark before a text, and none behind a special token."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    vocab = {piece: i for i, piece in enumerate(["▁", "a", "b", "▁a", "?"])}
+    model = Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="?"))
+    model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    model.add_special_tokens([AddedToken("<eos>", special=True)])
+    ours, texts = Subwords(model.to_str()), ["ab", "a b", "b"] * 30
+    assert joined(list(ours.encode_all(texts)), texts) == [ours.encode(text).tolist() for text in texts]
