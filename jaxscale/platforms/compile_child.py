@@ -147,18 +147,21 @@ def _compile(
         **facts,
         **{f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names},
         **{f"host_{name}_bytes": getattr(memory, f"host_{name}_size_in_bytes") for name in names},
-        **_read(compiled.as_text(), _mesh(compiled, devices)),
+        **_read(compiled, _mesh(compiled, devices)),
         **_listing(live),
     )
 
 
-def _read(text: str, mesh: Any) -> dict[str, Any]:
+def _read(compiled: Any, mesh: Any) -> dict[str, Any]:
     """What a program's text says of its work and of what it sends."""
+    import jax
+
     try:
+        text = compiled.as_text()
         flop = program_flop(Program(text))
         sent = tuple(collectives(text, mesh))
-    except (AssertionError, LookupError, ValueError) as error:
-        # a spelling that nobody has met must not cost the report
+    except (AssertionError, LookupError, ValueError, jax.errors.JaxRuntimeError) as error:
+        # a spelling that nobody has met, or that XLA itself fails to print, must not cost the report
         return {"unread": f"the program's text could not be read: {error!r}"}
     return {
         "flop": flop.total,

@@ -8,9 +8,11 @@ and the values of constants.
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+) = (.*)$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+) = (.*)$", re.DOTALL)
+_END = re.compile(r'^\}(, execution_thread="[^"]*")?\s*$')
 ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
@@ -42,6 +44,11 @@ class Computation:
             (op, i) for op in self.instructions.values() for i, operand in enumerate(op.operands) if operand == name
         ]
 
+    @property
+    def root(self) -> Op | None:
+        """The instruction whose result is the computation's; `None` where the text does not show it."""
+        return next((op for op in self.instructions.values() if op.is_root), None)
+
     def parameter(self, number: int) -> str:
         """Name of the parameter with this number."""
         return next(
@@ -60,12 +67,12 @@ class Program:
         self.computations: dict[str, Computation] = {}
         self._runs: dict[str, tuple[int, bool, bool]] = {}
         current = None
-        for line in text.splitlines():
+        for line in _whole_lines(text):
             if current is None:
                 if (match := _COMPUTATION.match(line)) and not line.startswith((" ", "HloModule")):
                     current = Computation(match[2], bool(match[1]), {})
                     self.computations[match[2]] = current
-            elif line.startswith("}"):
+            elif _END.match(line):
                 _name_elements(current)
                 current = None
             elif match := _INSTRUCTION.match(line):
@@ -108,6 +115,22 @@ class Program:
                 if op.opcode == "compare":
                     directions.add(re.search(r"direction=(\w+)", op.attributes)[1])  # type: ignore[index]
         return bounds.pop() if len(bounds) == 1 and directions == {"LT"} else None
+
+
+def _whole_lines(text: str) -> Iterator[str]:
+    """Lines of a module, an instruction's put together: a kernel's attributes may hold line breaks."""
+    held: list[str] = []
+    for line in text.splitlines():
+        if held and not (_INSTRUCTION.match(line) or _END.match(line)):
+            held.append(line)
+            continue
+        if held:
+            yield "\n".join(held)
+        held = [line] if _INSTRUCTION.match(line) else []
+        if not held:
+            yield line
+    if held:
+        yield "\n".join(held)
 
 
 def _name_elements(computation: Computation) -> None:

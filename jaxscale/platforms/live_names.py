@@ -143,7 +143,9 @@ class Names:
         if op.opcode == "while" and index:
             body = re.search(r"body=%?([\w.\-]+)", op.attributes)
             assert body is not None, "a loop has one"
-            root = next(one for one in self.program.computations[body[1]].instructions.values() if one.is_root)
+            root = self.program.computations[body[1]].root
+            if root is None:
+                return None
             handed_on = root.opcode == "tuple" and self._is_element(root.operands[index[0]], index[0])
             # what a loop only hands on comes from before it
             return (op.operands[0], index) if handed_on else (root.name, index)
@@ -191,7 +193,9 @@ class Names:
     def _stacked(self, op: Op, index: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
         """Of an operation that writes a slice into a stack, or takes one out, where the slice comes from."""
         inner = self.program.computations[called(op.attributes)[0]]
-        root = next(one for one in inner.instructions.values() if one.is_root)
+        root = inner.root
+        if root is None:
+            return None
         if root.opcode == "tuple" and index:
             root, index = inner.instructions[root.operands[index[0]]], index[1:]
         while root.opcode in ("bitcast", "copy", "convert") and root.operands[0] in inner.instructions:
