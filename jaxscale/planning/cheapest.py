@@ -1,4 +1,11 @@
-"""`memory fit`: the memory plan that recomputes the least and still fits."""
+"""`memory fit`: the memory plan that recomputes the least and still fits.
+
+Weighed are plans that need no number (`MENU`) and, on the whole curve between keeping everything and nothing, the save
+set of the largest budget that fits. A budget is found on the estimate; where a compiler is at hand it has the last word
+on what is chosen, and what it says corrects the estimate for the next budget, so that few programs are compiled.
+
+Left out: offload, whose cost is no FLOP, and `chain:BYTES`.
+"""
 
 import dataclasses
 import warnings
@@ -6,21 +13,49 @@ from collections.abc import Callable, Sequence
 
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.planning.estimate import estimate
+from jaxscale.planning.estimate import of_step
+from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.usable import usable_bytes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from jaxscale.step.rows import batch_shapes
+from jaxscale.values.byte_sizes import bytes_text
 from jaxscale.values.units import size
 
 MENU = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt")
-"""Memory plans that are weighed, beside save sets of several budgets."""
-
-SHARES = (0.5, 0.25, 0.125)
-"""Budgets of the save sets that are weighed, as shares of all activations."""
+"""Memory plans that are weighed beside save sets."""
 
 MARGIN = 0.15
 """An estimate that is above the limit by less than this share of it may still fit: it is worth measuring."""
+
+CLOSE = 0.02
+"""A save set that leaves less than this share of the limit unused is large enough."""
+
+ESTIMATES = 8
+"""Budgets of save sets that are estimated for one limit."""
+
+COMPILES = 4
+"""Save sets that are compiled at most."""
+
+Measure = Callable[[Experiment, Plan], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A memory plan that is weighed.
+
+    Args:
+        plan: with the memory plan.
+        flop: of a step's products, recomputation included.
+        bytes: of device memory per device, by estimate.
+        kept: bytes of activations that are kept.
+    """
+
+    plan: Plan
+    flop: int
+    bytes: int
+    kept: int
 
 
 def cheapest_fit(
@@ -30,7 +65,7 @@ def cheapest_fit(
     plan: Plan | None = None,
     *,
     menu: Sequence[str] | None = None,
-    measure: Callable[[Experiment, Plan], int] | None = None,
+    measure: Measure | None = None,
 ) -> Plan:
     """The plan with the memory plan of least FLOP that fits the device.
 
@@ -39,7 +74,7 @@ def cheapest_fit(
         platform: where.
         limit: bytes of device memory per device; what the platform's programs may use by default.
         plan: how; the experiment's own by default. Its memory plan is replaced.
-        menu: text forms of the memory plans to choose from; `menu(...)` by default.
+        menu: text forms of the memory plans to choose from; by default `MENU` and save sets of any budget.
         measure: says what a plan takes, in bytes per device, by compiling it; without it the estimate decides.
 
     Raises:
@@ -56,47 +91,145 @@ def cheapest_fit(
     limit = usable_bytes(platform) if limit is None else limit
     if limit is None:
         raise UserError(f"memory fit: nothing says how much memory {platform} has; give --limit, such as 14GiB")
-    found = {}
-    for place, text in enumerate(menu_of(experiment, platform, plan) if menu is None else menu):
-        candidate = dataclasses.replace(plan, memory=MemoryPlan.parse(text))
-        try:
-            guess = estimate(experiment, platform, candidate)
-        except UserError as error:
-            if text == "none":
-                raise
-            warnings.warn(f"memory fit: {text} is left out: {error}", stacklevel=2)
-            continue
-        # of two with as many products, the one that is named first does less beside them
-        found[guess.flop, place] = (candidate, guess.device_bytes)
-    least = min(taken for _, taken in found.values())
+    scales = _Scales(experiment, platform, plan, measure)
+    # these run their blocks as they are
+    plain = getattr(experiment.model, "foreign", False) or plan.unroll > 1
+    first, *rest = (("none", "dots", "full") if plain else MENU) if menu is None else menu
+    found = [scales.must(first)]
+    if found[0].bytes <= limit and scales.taken(found[0]) <= limit:
+        return found[0].plan
+    save = _largest_save(scales, limit, found[0].kept) if menu is None and not plain else None
+    found += [candidate for candidate in map(scales.weigh, rest) if candidate is not None]
+    least = min(candidate.bytes for candidate in found)
     needed = []
-    for _, (candidate, taken) in sorted(found.items()):
-        if measure is not None and (taken <= limit * (1 + MARGIN) or taken == least):
-            taken = measure(experiment, candidate)
+    for candidate in sorted(found, key=lambda candidate: candidate.flop):
+        if save is not None and save.flop <= candidate.flop:
+            return save.plan
+        promising = candidate.bytes <= limit * (1 + MARGIN) or candidate.bytes == least
+        taken = scales.taken(candidate) if promising else candidate.bytes
         if taken <= limit:
-            return candidate
+            return candidate.plan
         needed.append(taken)
-    least = min(needed)
+    if save is not None:
+        return save.plan
     raise UserError(
-        f"memory fit: {experiment.name} takes at least {size(least)} per device under any of "
-        f"{', '.join(str(candidate.memory) for candidate, _ in found.values())}; "
+        f"memory fit: {experiment.name} takes at least {size(min(needed))} per device under any of "
+        f"{', '.join(str(candidate.plan.memory) for candidate in found)}; "
         f"there are {size(limit)}: take more devices, --plan.zero 3, more --plan.microbatches, a --plan.loss-chunk, or "
         f"ask what would help most: jaxscale fit FILE --plan.memory full --limit {limit}B"
     )
 
 
-def menu_of(experiment: Experiment, platform: Platform, plan: Plan) -> tuple[str, ...]:
-    """Memory plans worth weighing for a model: text forms, those that keep the most first.
+class _Scales:
+    """What memory plans of one experiment take, by estimate and by compiler; neither is asked twice."""
 
-    Args:
-        experiment: with the model.
-        platform: where.
-        plan: how; its memory plan is of no account.
+    def __init__(self, experiment: Experiment, platform: Platform, plan: Plan, measure: Measure | None) -> None:
+        self.experiment = experiment
+        self.platform = platform
+        self.plan = plan
+        self.measure = measure
+        self._batch = batch_shapes(experiment)
+        self._weighed: dict[str, Candidate] = {}
+        self._measured: dict[Candidate, int] = {}
+
+    def must(self, text: str) -> Candidate:
+        """The candidate of a memory plan by its text form.
+
+        Raises:
+            UserError: it does not go with the model.
+        """
+        if text not in self._weighed:
+            plan = dataclasses.replace(self.plan, memory=MemoryPlan.parse(text))
+            step = described_step(self.experiment, self.platform, plan)
+            found = of_step(step, self._batch, self.platform)
+            if step.decision is None:
+                moments = found.timeline.moments
+                kept = max((moment.by_kind.get("kept activations", 0) for moment in moments), default=0)
+            else:
+                kept = step.decision.bytes
+            self._weighed[text] = Candidate(plan, found.flop, found.device_bytes, kept)
+        return self._weighed[text]
+
+    def weigh(self, text: str) -> Candidate | None:
+        """The same, or `None` and a warning."""
+        try:
+            return self.must(text)
+        except UserError as error:
+            warnings.warn(f"memory fit: {text} is left out: {error}", stacklevel=3)
+            return None
+
+    def saving(self, budget: int) -> Candidate | None:
+        """The candidate of a save set; `None` where the budget is below the least possible."""
+        try:
+            return self.must(f"save:{bytes_text(budget)}")
+        except UserError:
+            return None
+
+    def taken(self, candidate: Candidate) -> int:
+        """Bytes of device memory: the compiler's word where there is one."""
+        if self.measure is None:
+            return candidate.bytes
+        if candidate not in self._measured:
+            self._measured[candidate] = self.measure(self.experiment, candidate.plan)
+        return self._measured[candidate]
+
+
+def _largest_save(scales: _Scales, limit: int, most: int) -> Candidate | None:
+    """The save set of the largest budget, up to `most`, that fits the limit; `None` where none does.
+
+    The compiler takes as much more than the estimate at one budget as at another: its word on one says where to look
+    for the next.
     """
-    if getattr(experiment.model, "foreign", False) or plan.unroll > 1:
-        return ("none", "dots", "full")
-    everything = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
-    kept = max((moment.by_kind.get("kept activations", 0) for moment in everything.timeline.moments), default=0)
-    budgets = [max(round(kept * share / 2**20), 1) for share in SHARES]
-    first, *rest = MENU
-    return (first, *(f"save:{budget}MiB" for budget in budgets), *rest)
+    most += -most % _grain(most)
+    if scales.weigh(f"save:{bytes_text(most)}") is None:
+        return None
+    low, high, off, best = 0, most + 1, 0, None
+    for _ in range(COMPILES):
+        candidate = _by_estimate(scales, limit - off, low, high)
+        if candidate is None or (best is not None and candidate.kept <= best.kept):
+            break
+        taken = scales.taken(candidate)
+        off = taken - candidate.bytes
+        if taken <= limit:
+            best, low = candidate, _budget(candidate)
+            if limit - taken <= CLOSE * limit:
+                break
+        else:
+            high = min(_budget(candidate), candidate.kept)
+        if scales.measure is None:
+            break
+    return best
+
+
+def _by_estimate(scales: _Scales, room: int, low: int, high: int) -> Candidate | None:
+    """The save set of the largest budget above `low` and below `high` whose estimate is within `room`."""
+    grain, best = _grain(high), None
+    budget = (high - 1) // grain * grain
+    for _ in range(ESTIMATES):
+        if not low < budget < high:
+            break
+        candidate = scales.saving(budget)
+        if candidate is None:
+            low = aim = budget
+        else:
+            spare = room - candidate.bytes
+            if spare >= 0:
+                best, low = candidate, budget
+                if spare <= CLOSE * room:
+                    break
+            else:
+                high = min(budget, candidate.kept)
+            # what is kept more is taken more, byte by byte
+            aim = candidate.kept + spare
+        budget = (aim if low < aim < high else (low + high) // 2) // grain * grain
+    return best
+
+
+def _grain(budget: int) -> int:
+    """Budgets are multiples of it, so that their text is short."""
+    return 2 ** max(budget.bit_length() - 8, 0)
+
+
+def _budget(candidate: Candidate) -> int:
+    assert candidate.plan.memory.budget is not None, "a save set has one"
+    return candidate.plan.memory.budget

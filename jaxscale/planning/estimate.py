@@ -17,13 +17,14 @@ from jaxscale.planning import accuracy
 from jaxscale.planning.flat import Program, flatten
 from jaxscale.planning.kinds import both_passes, kinds_of
 from jaxscale.planning.placements import Placements, dims_of, place
-from jaxscale.planning.program import batch_shapes, described_step
+from jaxscale.planning.program import described_step
 from jaxscale.planning.timeline import Compiler, Item, Timeline, timeline
 from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.memory_space import COPY
 from jaxscale.step.build import TrainStep
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from jaxscale.step.rows import batch_shapes
 from jaxscale.trees import path_name
 from jaxscale.values.units import size
 

@@ -1,14 +1,13 @@
 """A train step for devices that need not be here: to trace and weigh, or to hand to their compiler."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.build import TrainStep, build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
-from jaxscale.typing import Batch
+from jaxscale.step.rows import batch_shapes
 
 
 def described_step(experiment: Experiment, platform: Platform, plan: Plan | None = None) -> TrainStep:
@@ -26,25 +25,6 @@ def described_step(experiment: Experiment, platform: Platform, plan: Plan | None
 
     device = AbstractDevice(platform.chip.device_kinds[0], None, platform.chip.kind)
     return build(experiment, plan, devices=[device] * platform.devices)
-
-
-def batch_shapes(experiment: Experiment) -> Batch:
-    """Shapes of a global batch: as the data tells them, else of its first batch.
-
-    Raises:
-        UserError: the data cannot be opened.
-    """
-    import jax
-
-    shapes: Callable[[int], Mapping[str, tuple[tuple[int, ...], str]]] | None
-    shapes = getattr(experiment.data, "shapes", None)
-    if shapes is not None:
-        told = shapes(experiment.batch)
-        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in told.items()}
-    if experiment.data is None:
-        raise UserError(f"experiment {experiment.name} has no data, so the shapes of its batches are unknown: give it")
-    first = next(iter(experiment.data.open(experiment.batch, experiment.seed).train()))
-    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in first.items()}
 
 
 def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: Plan | None = None) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.estimate import estimate, of_step
-from jaxscale.planning.program import batch_shapes, described_step
+from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.build import build
 
