@@ -41,6 +41,8 @@ def start_backend() -> None:
         config.update("jax_platforms", "cpu")
     # -1 is JAX's own default; the environment's JAX_NUM_CPU_DEVICES shows here too
     given = config.jax_num_cpu_devices != -1 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if config.jax_platforms == "cpu":
+        keep_freed_memory()
     if config.jax_platforms == "cpu" and not given:
         with contextlib.suppress(RuntimeError):  # the backend runs already
             config.update("jax_num_cpu_devices", cores())
@@ -75,15 +77,18 @@ def keep_freed_memory() -> None:
     """Have the C library keep what the CPU backend frees: its step allocates the same buffers again at once.
 
     By default glibc gives large buffers back to the kernel, which clears every page again at the next step: a third of
-    the step's time, once a process has grown. Elsewhere than on glibc this does nothing.
+    the step's time, once a process has grown. Threads other than the first would do so whatever else is set, for they
+    allocate from arenas of their own, which hold 64 MiB at most and go when they are empty: there is one arena for all
+    threads that start from now on. Elsewhere than on glibc this does nothing.
     """
     import ctypes
 
-    trim_threshold, top_pad, mmap_max = -1, -2, -4  # malloc.h
+    trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8  # malloc.h
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return
+    mallopt(arena_max, 1)
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, 2**31 - 1)
     mallopt(top_pad, 256 * 2**20)

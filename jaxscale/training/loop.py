@@ -16,7 +16,7 @@ from jaxscale.errors import Diverged, Preempted, UserError
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.training import directory as place
-from jaxscale.training.backend import keep_freed_memory, start_backend
+from jaxscale.training.backend import start_backend
 from jaxscale.training.check_data import check_data
 from jaxscale.training.checkpoint import Checkpoints, Description, lacking_room
 from jaxscale.training.display import Display
@@ -187,8 +187,6 @@ class _Training:
             self.data = self._open(*self.step.data_shard())
         # on the CPU, steps in flight starve the collectives of one another: each is waited for
         self.one_at_a_time = devices[0].platform == "cpu"
-        if self.one_at_a_time:
-            keep_freed_memory()
 
     def _open(self, process: int, processes: int) -> Any:
         wanted = self.experiment
