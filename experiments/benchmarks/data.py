@@ -7,8 +7,8 @@ that other processes do not), context 64, batch 12; their bar is 20 times what t
 Encoding is timed against the tokenizer's own `encode_batch` of the paragraphs, turn by turn in one run on all cores;
 ours includes reading, checking, hashing and writing the cache.
 
-Measured on 2 cores: windows 4.4 million tokens/s, packed 3.9, mixture 3.1; encoding 20 MB for windows 0.94x, for packed
-rows, document by document, 1.29x (bar 1.1, missed); opening a cached text 0.03 s.
+Measured on 2 cores: windows 4.2 million tokens/s, packed 3.9, mixture 2.9; encoding 20 MB for windows 0.68x, for packed
+rows, document by document, 0.89x; opening a cached text 0.03 s.
 """
 
 import argparse
