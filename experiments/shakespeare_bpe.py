@@ -3,7 +3,8 @@
     jaxscale train experiments/shakespeare_bpe.py
 
 A vocabulary of 8,192, rows of 128 tokens in which each token sees its own speech alone, a Llama of 4 layers and 192
-wide, 1,000 steps of AdamW. The loss is in nats per token: a token is 3.4 characters.
+wide, 1,000 steps of AdamW. The loss is in nats per token: a token is 3.4 characters. On two cores (AMD EPYC), one
+virtual device each and with some other work on them: 2 min 48 s, 7,400 tokens/s, held-out loss 4.751.
 """
 
 from pathlib import Path

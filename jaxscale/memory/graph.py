@@ -348,10 +348,12 @@ class _Program:
         if budget < 0:
             raise UserError(f"save set: got a budget of {budget} bytes, expected 0 or more")
         best = self._solve(self.cost, budget)
+        if best is None:
+            raise RuntimeError(f"the integer program of block {self.graph.fingerprint} has no answer")
         spent = float(self.cost @ best)
-        # of the sets that cost as little, the smallest
+        # of the sets that cost as little, the smallest, if the solver's tolerance lets it find one
         small = self._solve(self.bytes, budget, spent * (1 + 1e-9) + 1e-9)
-        found = min((self._set(best), self._set(small)), key=self._price)
+        found = min((self._set(answer) for answer in (best, small) if answer is not None), key=self._price)
         everything = self.host is None and budget >= self.graph.needed_bytes and self._price(found)[0] > 0
         return save_set(self.graph, (EVERYTHING,)) if everything else found
 
@@ -361,7 +363,10 @@ class _Program:
         if self._price(self.at(self.graph.needed_bytes))[0] > most:
             return everything
         room = most / self.scale
-        found = self._set(self._solve(self.bytes, self.graph.needed_bytes, room * (1 + 1e-9) + 1e-9))
+        answer = self._solve(self.bytes, self.graph.needed_bytes, room * (1 + 1e-9) + 1e-9)
+        if answer is None:
+            return everything
+        found = self._set(answer)
         return found if self._price(found)[0] <= most * (1 + 1e-9) else everything
 
     def _price(self, found: SaveSet) -> tuple[float, int]:
@@ -379,6 +384,7 @@ class _Program:
         return save_set(self.graph, chosen["keep"], chosen["host"], self.host)
 
     def _solve(self, objective: Any, budget: int, spent: float = math.inf) -> Any:
+        """The choices that make an objective least within bytes and cost; `None` where the solver finds none."""
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -402,9 +408,7 @@ class _Program:
                 rules.append(LinearConstraint(self.cost[None, :], -np.inf, spent))
             found = milp(objective, integrality=integral, bounds=bounds, constraints=rules, options={"mip_rel_gap": 0})
             if found.x is None:
-                raise RuntimeError(
-                    f"the integer program of block {self.graph.fingerprint} has no answer: {found.message}"
-                )
+                return None
             kept = sum(self.size[mark] for mark in self.marks if found.x[self.column["keep", mark]] > 0.5)
             if kept <= budget:
                 return found.x

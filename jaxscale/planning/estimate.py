@@ -47,6 +47,7 @@ class Estimate:
         flop: of the products of forward and backward pass, recomputation included, all devices together.
         timeline: what is alive when, beside the arguments.
         arguments: the state and the batch, leaf by leaf.
+        said: how the mesh was chosen and what the memory rule came to, a line each.
     """
 
     platform: str
@@ -56,6 +57,7 @@ class Estimate:
     flop: int
     timeline: Timeline = dataclasses.field(repr=False)
     arguments: tuple[Item, ...] = dataclasses.field(repr=False, default=())
+    said: tuple[str, ...] = ()
 
     @property
     def device_bytes(self) -> int:
@@ -130,7 +132,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform) -> Estimate:
     if platform.chip.kind != "cpu":
         # a checkpoint is copied to the host before it is written behind the run's back
         there["checkpoint"] = sum(item.bytes for item in (*arguments, *host) if item.kind != "batch")
-    return Estimate(str(platform), step.plan, device, there, jaxpr_flop(traced).total, found, arguments)
+    return Estimate(str(platform), step.plan, device, there, jaxpr_flop(traced).total, found, arguments, step.said)
 
 
 def _compiler(platform: Platform, plan: Plan, factors: accuracy.Factors) -> Compiler:

@@ -13,7 +13,7 @@ from jaxscale.costs import roofline
 from jaxscale.errors import UserError
 from jaxscale.memory.decide import decide
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.planning.cheapest import menu_of
+from jaxscale.planning.cheapest import MENU
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import Fit, fit
 from jaxscale.planning.pictures import Point, curve, page, stacked, table
@@ -25,6 +25,8 @@ from jaxscale.step.plan import Plan
 from jaxscale.step.remember import traced_blocks
 from jaxscale.values.units import size
 
+SHARES = (0.5, 0.25, 0.125)
+"""Budgets of the save sets on the curve, as shares of all activations."""
 SHOWN = 20
 """Arrays that the text lists."""
 
@@ -194,10 +196,14 @@ def _seconds(
 
 
 def _curve(experiment: Experiment, platform: Platform, plan: Plan) -> tuple[str, ...]:
-    """Memory plans on the curve: the menu, and the heuristics at the budgets of its save sets."""
-    menu = menu_of(experiment, platform, plan)
-    budgets = [text.partition(":")[2] for text in menu if text.startswith("save:")]
-    return (*menu, *(f"{rule}:{budgets[len(budgets) // 2]}" for rule in HEURISTICS if budgets))
+    """Memory plans on the curve: the menu, save sets, and the heuristics at the budget between them."""
+    if getattr(experiment.model, "foreign", False) or plan.unroll > 1:
+        return ("none", "dots", "full")
+    everything = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
+    kept = max((moment.by_kind.get("kept activations", 0) for moment in everything.timeline.moments), default=0)
+    budgets = [f"{max(round(kept * share / 2**20), 1)}MiB" for share in SHARES]
+    saves = [f"save:{budget}" for budget in budgets]
+    return (*MENU, *saves, *(f"{rule}:{budgets[len(budgets) // 2]}" for rule in HEURISTICS))
 
 
 def _same(experiment: Experiment) -> Experiment:

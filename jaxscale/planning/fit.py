@@ -123,7 +123,13 @@ class Fit:
         told = [f"mesh {plan.mesh}", f"zero {plan.zero}", plan.precision, f"memory {plan.memory}"]
         told += [f"{plan.microbatches} microbatches"] * (plan.microbatches > 1)
         told += [f"loss in chunks of {plan.loss_chunk}"] * (plan.loss_chunk is not None)
-        lines = [f"{self.name} on {self.platform}: {', '.join(told)}", self.verdict, "", str(self.estimate)]
+        lines = [
+            f"{self.name} on {self.platform}: {', '.join(told)}",
+            *self.estimate.said,
+            self.verdict,
+            "",
+            str(self.estimate),
+        ]
         if self.report is not None and self.report.device_bytes is not None:
             off = self.estimate.device_bytes / self.report.device_bytes - 1
             lines.append(

@@ -123,14 +123,16 @@ def said_of(decision: Decision, platform: str = "tpu") -> str:
 
     Example:
         >>> said_of(Decision(MemoryPlan.parse("save:1MiB"), layers=4, bytes=900_000, flop=2_000_000))
-        'memory save:1MiB: 879 KiB kept per device and microbatch in 4 blocks, 2.00 MFLOP recomputed'
+        'memory save:1MiB: 879 KiB kept per device and microbatch, 220 KiB a block, 2.00 MFLOP recomputed'
     """
     rehearsed = platform == "cpu" and decision.plan.rule == "offload"
     rehearsal = (
         f" (a rehearsal: planned as for a {REHEARSED}; a CPU has no memory beside the host's)" if rehearsed else ""
     )
     hosted = f", {size(decision.host_bytes)} on the host" if decision.host_bytes else ""
-    return (
-        f"memory {decision.plan}: {size(decision.bytes)} kept per device and microbatch in {decision.layers} blocks"
-        f"{hosted}, {rate(decision.flop, 'FLOP')} recomputed{rehearsal}"
-    )
+    if decision.chain is not None:
+        kept = f"at most {size(decision.bytes)} alive per device and microbatch between {decision.layers} blocks"
+    else:
+        kept = f"{size(decision.bytes)} kept per device and microbatch"
+        kept += f", {size(decision.bytes / decision.layers)} a block" if decision.layers else ""
+    return f"memory {decision.plan}: {kept}{hosted}, {rate(decision.flop, 'FLOP')} recomputed{rehearsal}"

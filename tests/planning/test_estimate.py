@@ -11,6 +11,7 @@ from jaxscale.planning.estimate import estimate, of_step
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.build import build
+from jaxscale.step.rows import batch_shapes
 
 V5E = "tpu v5e:2x2"
 
