@@ -26,10 +26,11 @@ class Model:
         self.asked = []
 
     def kept(self, memory) -> int:
-        if memory.budget is not None and memory.budget < self.least:
+        budget = memory.budget or 0
+        if memory.rule == "save" and budget < self.least:
             raise UserError("below the least possible")
         share = {"none": 1.0, "dots": 0.5, "jax": 0.3, "full": self.least / self.most, "sqrt": 0.2}
-        kept = min(memory.budget, self.most) if memory.rule == "save" else int(share[memory.rule] * self.most)
+        kept = min(budget, self.most) if memory.rule == "save" else int(share[memory.rule] * self.most)
         return kept if memory.rule == "none" else kept // self.step * self.step
 
     def flop(self, memory) -> int:
