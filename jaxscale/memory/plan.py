@@ -62,7 +62,7 @@ class MemoryPlan:
     | `jax:POLICY` | what a policy of `jax.checkpoint_policies` says, by name |
     | `sqrt`, `periodic:K` | the input of every K-th block (K = sqrt of their number) |
     | `revolve:SLOTS` | at most SLOTS block inputs: Griewank and Walther's optimum for alike blocks |
-    | `chain:BYTES` | Rotor's optimum for a chain of unlike blocks |
+    | `chain:BYTES` | Rotor's optimum for a chain of unlike blocks; BYTES bound all that is alive between and in them |
     | `save:BYTES[:flop\\|seconds]` | the save set of each block that costs the least, by integer program |
     | `greedy:BYTES`, `dtr_static:BYTES` | heuristics for the same |
     | `offload:SELECTOR:BYTES` | BYTES on the device; what the selector says goes to host memory |
@@ -71,7 +71,8 @@ class MemoryPlan:
 
     Args:
         rule: how to choose.
-        budget: bytes of kept activations per device and microbatch, of the whole model.
+        budget: bytes of kept activations per device and microbatch, of the whole model; of `chain` the peak of them and
+            of what a block computes again, gradients between blocks included.
         count: K of periodic, SLOTS of revolve.
         selector: rule of offload.
         objective: what `save` makes least: recomputed FLOP, or modelled seconds; `None` takes seconds on a chip whose
