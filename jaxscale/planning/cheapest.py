@@ -58,6 +58,19 @@ class Candidate:
     kept: int
 
 
+class NothingFits(UserError):
+    """No memory plan fits.
+
+    Args:
+        message: how much the least takes, and what would lower it.
+        least: the plan that takes the least.
+    """
+
+    def __init__(self, message: str, least: Plan) -> None:
+        super().__init__(message)
+        self.least = least
+
+
 def cheapest_fit(
     experiment: Experiment,
     platform: Platform,
@@ -101,7 +114,7 @@ def cheapest_fit(
     save = _largest_save(scales, limit, found[0].kept) if menu is None and not plain else None
     found += [candidate for candidate in map(scales.weigh, rest) if candidate is not None]
     least = min(candidate.bytes for candidate in found)
-    needed = []
+    needed: list[tuple[int, Candidate]] = []
     for candidate in sorted(found, key=lambda candidate: candidate.flop):
         if save is not None and save.flop <= candidate.flop:
             return save.plan
@@ -109,14 +122,16 @@ def cheapest_fit(
         taken = scales.taken(candidate) if promising else candidate.bytes
         if taken <= limit:
             return candidate.plan
-        needed.append(taken)
+        needed.append((taken, candidate))
     if save is not None:
         return save.plan
-    raise UserError(
-        f"memory fit: {experiment.name} takes at least {size(min(needed))} per device under any of "
+    taken, smallest = min(needed, key=lambda pair: pair[0])
+    raise NothingFits(
+        f"memory fit: {experiment.name} takes at least {size(taken)} per device under any of "
         f"{', '.join(str(candidate.plan.memory) for candidate in found)}; "
-        f"there are {size(limit)}: take more devices, --plan.zero 3, more --plan.microbatches, a --plan.loss-chunk, or "
-        f"ask what would help most: jaxscale fit FILE --plan.memory full --limit {limit}B"
+        f"there are {size(limit)}: take more devices, ZeRO 3, more microbatches or a loss in chunks; what would help "
+        f"most says jaxscale fit FILE --plan.memory {smallest.plan.memory} --limit {bytes_text(limit)}",
+        smallest.plan,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning import accuracy
-from jaxscale.planning.cheapest import cheapest_fit
+from jaxscale.planning.cheapest import NothingFits, cheapest_fit
 from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.program import lowered_step
 from jaxscale.platforms.platform import Platform
@@ -188,7 +188,10 @@ def fit(
     host_limit = _host_share(platform) if host_limit is None else host_limit
     plan = experiment.plan if plan is None else plan
     if plan.memory.rule == "fit":
-        plan = cheapest_fit(experiment, platform, limit, plan)
+        try:
+            plan = cheapest_fit(experiment, platform, limit, plan)
+        except NothingFits as nothing:
+            plan = nothing.least
     found = Fit(experiment.name, platform, estimate(experiment, platform, plan), limit, host_limit)
     if verify:
         from jaxscale.platforms.compile import compile_report

@@ -150,3 +150,11 @@ def test_a_maker_pickles(file):
     _, source = load(file, overrides={"plan.zero": "3"})
     again = pickle.loads(pickle.dumps(partial(source.remake)))()
     assert again.plan.zero == 3
+
+
+def test_memory_fit_that_nothing_fits_is_a_verdict_of_the_least(planned):
+    experiment = planned()
+    asked = dataclasses.replace(experiment, plan=dataclasses.replace(experiment.plan, memory=MemoryPlan("fit")))
+    found = fit(asked, "tpu v5e:2x2", limit=300)
+    assert not found.fits
+    assert found.estimate.plan.memory.rule != "fit"
