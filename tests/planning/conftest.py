@@ -23,13 +23,13 @@ def experiment():
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def experiment() -> Experiment:
     model = Decoder(vocab=512, context=128, layers=4, embed=128, heads=4)
     return Experiment(name="small", model=model, data=Text("text.txt", context=128), batch=8)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def planned(experiment: Experiment):
     """The experiment under a plan with these fields."""
 

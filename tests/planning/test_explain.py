@@ -16,15 +16,22 @@ def drawn(svg: str) -> ElementTree.Element:
     return ElementTree.fromstring(svg)
 
 
-def test_everything_alive_adds_up_to_the_estimate(planned):
-    found = explain(planned(precision="bfloat16", zero=3), V5E)
+@pytest.fixture(scope="module")
+def explained(planned):
+    """One for all that only look at it."""
+    plan = {"precision": "bfloat16", "attention": "plain", "zero": 3, "memory": MemoryPlan("dots")}
+    return explain(planned(**plan), V5E)
+
+
+def test_everything_alive_adds_up_to_the_estimate(explained):
+    found = explained
     guess = found.fit.estimate
     assert sum(item.bytes for item in found.alive) == guess.device_bytes - guess.device.get("packing", 0)
     assert [item.bytes for item in found.alive] == sorted((item.bytes for item in found.alive), reverse=True)
 
 
-def test_the_model_s_own_names(planned):
-    found = explain(planned(precision="bfloat16", attention="plain"), V5E)
+def test_the_model_s_own_names(explained):
+    found = explained
     names = [item.name for item in found.alive]
     assert "blocks/layers/mlp/up/weight" in names
     assert any(name.startswith("mlp_up ") for name in names)
@@ -32,9 +39,9 @@ def test_the_model_s_own_names(planned):
     assert "by estimate" in str(found)
 
 
-def test_the_curve_has_the_plan_in_question(planned):
-    found = explain(planned(precision="bfloat16", attention="plain", memory=MemoryPlan("full")), V5E)
-    assert [point.name for point in found.plans if point.chosen] == ["full"]
+def test_the_curve_has_the_plan_in_question(explained):
+    found = explained
+    assert [point.name for point in found.plans if point.chosen] == ["dots"]
     by_name = {point.name: point for point in found.plans}
     assert by_name["none"].cost == 1.0
     assert by_name["full"].cost > 1.2
@@ -45,8 +52,8 @@ def test_the_curve_has_the_plan_in_question(planned):
     assert cost["offload:vdnn"] > max(cost["offload:pofo"], cost["save"])
 
 
-def test_the_page_stands_alone(planned, tmp_path):
-    found = explain(planned(precision="bfloat16"), V5E)
+def test_the_page_stands_alone(explained, tmp_path):
+    found = explained
     page = found.html()
     assert "<script" not in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
