@@ -1,0 +1,69 @@
+"""Action: one cell of a pipeline schedule, a pass of one microbatch through one stage.
+
+Written as PyTorch writes it: `0F3` is the forward of microbatch 3 on stage 0. `U`, the update of an asynchronous
+schedule, is ours alone.
+"""
+
+import dataclasses
+import enum
+import re
+
+from jaxscale.errors import UserError
+
+
+class Kind(enum.StrEnum):
+    """What an action does."""
+
+    F = "F"
+    """Forward."""
+    B = "B"
+    """Backward: the input gradient and the weight gradient together."""
+    I = "I"  # noqa: E741 - the letter of the zero-bubble papers and of PyTorch
+    """The input gradient alone: what the previous stage waits for."""
+    W = "W"
+    """The weight gradient alone: nobody waits for it."""
+    U = "U"
+    """Update of a stage's weights inside the schedule (asynchronous schedules only)."""
+
+
+GRADIENT = (Kind.B, Kind.I)
+"""The kinds that make the gradient which the previous stage waits for."""
+
+_CELL = re.compile(r"(\d+)([FBIWU])(\d+)")
+
+
+@dataclasses.dataclass(frozen=True, order=True, slots=True)
+class Action:
+    """One pass of a microbatch through a stage.
+
+    Args:
+        kind: what it does.
+        stage: place in the network, 0 beside the embedding.
+        microbatch: which one; of `U` the last of the microbatches whose gradients it applies.
+
+    Example:
+        >>> str(Action(Kind.F, stage=0, microbatch=3))
+        '0F3'
+        >>> Action.parse("7B12")
+        Action(kind=<Kind.B: 'B'>, stage=7, microbatch=12)
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """The action of its text.
+
+        Raises:
+            UserError: anything but a stage, one letter of F, B, I, W, U and a microbatch.
+        """
+        found = _CELL.fullmatch(text)
+        if not found:
+            raise UserError(f"got {text!r}, expected an action such as 0F3: a stage, one of F B I W U, a microbatch")
+        stage, kind, microbatch = found.groups()
+        return cls(Kind(kind), int(stage), int(microbatch))

@@ -1,0 +1,190 @@
+"""What makes a schedule valid, proved on its data: every pass once, on its rank, inputs there, within its memory."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.action import Action, Kind
+
+if TYPE_CHECKING:
+    from jaxscale.pipeline.schedule import Schedule
+
+
+class Fault(UserError):
+    """What is wrong with a schedule, and where.
+
+    Args:
+        rank: the rank it is on; `None` where it concerns no single one.
+        cell: the place in that rank's order; `None` where something is missing.
+        reason: the rest of the message.
+    """
+
+    def __init__(self, schedule: str, reason: str, rank: int | None = None, cell: int | None = None) -> None:
+        place = "" if rank is None else f", rank {rank}" + ("" if cell is None else f", cell {cell}")
+        super().__init__(f"schedule {schedule}{place}: {reason}")
+        self.rank, self.cell, self.reason = rank, cell, reason
+
+
+def shape(schedule: "Schedule") -> None:
+    """The numbers fit one another: routes over existing ranks, a route for each microbatch, a stage for each rank.
+
+    Raises:
+        Fault: where they do not.
+    """
+    name, ranks = schedule.name, len(schedule.orders)
+    if ranks < 1 or schedule.stages < 1 or schedule.microbatches < 1:
+        given = f"{ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
+        raise Fault(name, f"got {given}, expected 1 or more of each")
+    if len(schedule.route) != schedule.microbatches:
+        raise Fault(name, f"got the route of {len(schedule.route)} microbatches, expected {schedule.microbatches}")
+    for number, route in enumerate(schedule.routes):
+        if len(route) != schedule.stages:
+            raise Fault(name, f"route {number} names the ranks of {len(route)} stages, expected {schedule.stages}")
+        for stage, rank in enumerate(route):
+            if not 0 <= rank < ranks:
+                raise Fault(name, f"stage {stage} is on rank {rank}, expected 0 to {ranks - 1}")
+    for microbatch, number in enumerate(schedule.route):
+        if not 0 <= number < len(schedule.routes):
+            raise Fault(name, f"microbatch {microbatch} takes route {number}, of {len(schedule.routes)}")
+    for rank in range(ranks):
+        if not any(rank in route for route in schedule.routes):
+            raise Fault(name, "holds no stage: fewer stages than devices", rank)
+    if schedule.bound is not None and len(schedule.bound) != ranks:
+        raise Fault(name, f"bounds the activations of {len(schedule.bound)} ranks, expected {ranks}")
+
+
+def _cells(schedule: "Schedule") -> Iterator[tuple[int, int, Action]]:
+    for rank, order in enumerate(schedule.orders):
+        for cell, action in enumerate(order):
+            yield rank, cell, action
+
+
+def actions(schedule: "Schedule") -> None:
+    """Every forward once, every backward once as B or as I and W, each on the rank of its route.
+
+    Raises:
+        Fault: with the rank and the cell.
+    """
+    name, stages, microbatches = schedule.name, schedule.stages, schedule.microbatches
+    found: dict[Action, int] = {}
+    for rank, cell, action in _cells(schedule):
+        if not 0 <= action.microbatch < microbatches:
+            raise Fault(name, f"{action} is of a microbatch that does not exist: there are {microbatches}", rank, cell)
+        if not 0 <= action.stage < stages:
+            raise Fault(name, f"{action} is of a stage that does not exist: there are {stages}", rank, cell)
+        if schedule.rank(action) != rank:
+            raise Fault(name, f"{action} belongs on rank {schedule.rank(action)}", rank, cell)
+        if action in found:
+            raise Fault(name, f"{action} is there twice, first in cell {found[action]}", rank, cell)
+        if schedule.cycle is not None and action.kind not in schedule.cycle:
+            raise Fault(name, f"{action} is of a kind that no tick takes", rank, cell)
+        found[action] = cell
+    for stage in range(stages):
+        for microbatch in range(microbatches):
+            forward, fused, inner, weight = (Action(kind, stage, microbatch) for kind in Kind if kind is not Kind.U)
+            rank = schedule.rank(forward)
+            if forward not in found:
+                raise Fault(name, f"lacks {forward}, the forward of microbatch {microbatch} on stage {stage}", rank)
+            apart = [action for action in (inner, weight) if action in found]
+            if fused in found and apart:
+                raise Fault(name, f"{apart[0]} is done by {fused} already", rank, found[apart[0]])
+            if fused not in found and not apart:
+                raise Fault(name, f"lacks {fused} (or {inner} and {weight}), its backward", rank)
+            if len(apart) == 1:
+                missing = weight if inner in found else inner
+                raise Fault(name, f"{apart[0]} is there without {missing}", rank, found[apart[0]])
+
+
+def updates(schedule: "Schedule") -> None:
+    """An asynchronous schedule updates each stage after each group of microbatches, with their gradients alone; where
+    the versions say how old the weights of a forward are, they exist by then. Others do not update.
+
+    Raises:
+        Fault: with the rank and the cell.
+    """
+    name, versions = schedule.name, schedule.versions
+    group = versions.group if versions else 1
+    if schedule.microbatches % group:
+        raise Fault(name, f"{schedule.microbatches} microbatches are no multiple of the {group} of an update")
+    backwards: dict[int, int] = dict.fromkeys(range(schedule.stages), 0)
+    done = dict(backwards)
+    for rank, cell, action in _cells(schedule):
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind is Kind.U:
+            if versions is None:
+                raise Fault(name, f"{action} updates the weights of a synchronous schedule", rank, cell)
+            expected = done[stage] * group + group - 1
+            if microbatch != expected or backwards[stage] != expected + 1:
+                reason = f"{action} stands where {backwards[stage]} microbatches are done, expected {stage}U{expected}"
+                raise Fault(name, f"{reason} after the backward of microbatch {expected}", rank, cell)
+            done[stage] += 1
+        elif versions is not None and action.kind is Kind.F and versions.lag is not None:
+            oldest = max(0, microbatch // group - versions.lag)
+            if done[stage] < oldest:
+                raise Fault(
+                    name, f"{action} reads the weights after {oldest} updates; {done[stage]} are done", rank, cell
+                )
+        elif versions is not None and action.kind in (Kind.B, Kind.W):
+            if microbatch // group != done[stage]:
+                raise Fault(name, f"{action} is not of the microbatches of update {done[stage]}", rank, cell)
+            backwards[stage] += 1
+    if versions is not None:
+        for stage, count in done.items():
+            if count != schedule.microbatches // group:
+                wanted = Action(Kind.U, stage, (count + 1) * group - 1)
+                raise Fault(name, f"lacks {wanted}, the update of stage {stage}", schedule.routes[0][stage])
+
+
+def progress(schedule: "Schedule") -> None:
+    """The orders can be done: no action waits for ever.
+
+    Raises:
+        Fault: with the rank and the cell of an action that waits for itself, and the way around.
+    """
+    orders = schedule.orders
+    done: set[Action] = set()
+    position = [0] * len(orders)
+    waiting: dict[Action, int] = {}
+    ready = list(range(len(orders)))
+    while ready:
+        rank = ready.pop()
+        order = orders[rank]
+        while position[rank] < len(order):
+            action = order[position[rank]]
+            missing = next((one for one in schedule.inputs(action) if one not in done), None)
+            if missing is not None:
+                waiting[missing] = rank
+                break
+            done.add(action)
+            position[rank] += 1
+            if action in waiting:
+                ready.append(waiting.pop(action))
+    stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
+    if not stuck:
+        return
+    blocks = {rank: action for action, rank in waiting.items()}
+    seen, rank = [], stuck[0]
+    while rank not in seen:
+        seen.append(rank)
+        rank = schedule.rank(blocks[rank])
+    circle = seen[seen.index(rank) :]
+    links = []
+    for one in circle:
+        links.append(f"rank {one} waits in cell {position[one]} ({orders[one][position[one]]}) for {blocks[one]}")
+    cell = position[circle[0]]
+    reason = f"{orders[circle[0]][cell]} waits for ever: " + "; ".join(links)
+    if len(circle) == 1:
+        later = orders[circle[0]].index(blocks[circle[0]])
+        reason = f"{orders[circle[0]][cell]} stands before {blocks[circle[0]]} (cell {later}), which it needs"
+    raise Fault(schedule.name, reason, circle[0], cell)
+
+
+def stash(schedule: "Schedule") -> None:
+    """No rank holds more activations than its bound.
+
+    Raises:
+        Fault: with the rank.
+    """
+    for rank, bound in enumerate(schedule.bound or ()):
+        if schedule.live[rank] > bound:
+            raise Fault(schedule.name, f"holds {schedule.live[rank]} activations, expected at most {bound}", rank)

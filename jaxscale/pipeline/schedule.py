@@ -1,0 +1,154 @@
+"""Schedule: what each device of a pipeline does, in order, as data that checks itself.
+
+A schedule has no clock: an action runs when its device has done what stands before it and its inputs are there. So one
+value serves the checker (here), the simulator (`simulate.py`), the drawing (`draw.py`) and the executor, and a schedule
+read from PyTorch's CSV (`csv.py`) is as good as one of ours (`schedules/`). When it runs in ticks: `ticks.py`.
+"""
+
+import dataclasses
+import functools
+from typing import Literal
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline import check
+from jaxscale.pipeline.action import GRADIENT, Action, Kind
+
+__all__ = ["Action", "Kind", "Schedule", "Versions"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Versions:
+    """Which weights an asynchronous schedule computes with. Version n of a stage is its weights after n updates.
+
+    Args:
+        group: microbatches per update: 1 (PipeDream, PipeMare) or the M of 2BW.
+        backward: the weights a backward linearises at: those its forward read, or the newest on its stage.
+        lag: a forward of group g reads version max(0, g - lag); `None`: the newest there is on its stage.
+    """
+
+    group: int
+    backward: Literal["forward", "newest"]
+    lag: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.group < 1:
+            raise UserError(f"weight versions: got {self.group} microbatches per update, expected 1 or more")
+        if self.lag is not None and self.lag < 0:
+            raise UserError(f"weight versions: got a lag of {self.lag} updates, expected 0 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Ordered actions of each rank; an invalid one cannot be made.
+
+    Args:
+        name: what to call it.
+        orders: the actions of each rank, in the order it does them.
+        stages: stages of the network.
+        microbatches: m, numbered from 0.
+        routes: `routes[r][stage]` is the rank which does that stage for microbatches of route r; all schedules but the
+            bidirectional ones have one route.
+        route: the route of each microbatch.
+        versions: the weights of an asynchronous schedule; `None`: one update when all is done.
+        cycle: the kinds that ticks take in turn (lock-step schedules: every tick is of one kind on all ranks); `None`:
+            kinds share ticks.
+        bound: activations, of one stage and one microbatch each, that a rank may hold at most.
+
+    Raises:
+        check.Fault: an action that is missing, doubled, on another rank than its route's, or that waits for ever; more
+            activations than the bound; with the rank and the cell.
+
+    Example:
+        >>> orders = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+        >>> acts = tuple(tuple(Action.parse(cell) for cell in row) for row in orders)
+        >>> schedule = Schedule("mine", acts, stages=2, microbatches=2, routes=((0, 1),), route=(0, 0))
+        >>> schedule.ranks, schedule.chunks, schedule.live, schedule.place(0, 1)
+        (2, 1, (2, 1), (1, 0))
+        >>> [str(action) for action in schedule.inputs(Action.parse("0B1"))]
+        ['0F1', '1B1']
+    """
+
+    name: str
+    orders: tuple[tuple[Action, ...], ...]
+    stages: int
+    microbatches: int
+    routes: tuple[tuple[int, ...], ...]
+    route: tuple[int, ...]
+    versions: Versions | None = None
+    cycle: tuple[Kind, ...] | None = None
+    bound: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check.shape(self)
+        check.actions(self)
+        check.updates(self)
+        check.progress(self)
+        check.stash(self)
+
+    @property
+    def ranks(self) -> int:
+        """Devices on the pipe axis."""
+        return len(self.orders)
+
+    @functools.cached_property
+    def chunks(self) -> int:
+        """Stages whose weights one rank holds, at most: v of interleaved schedules, 2 of Chimera."""
+        return max(len(stages) for stages in self._stages_of_ranks)
+
+    @functools.cached_property
+    def _stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
+        held: list[list[int]] = [[] for _ in range(self.ranks)]
+        for route in self.routes:
+            for stage, rank in enumerate(route):
+                if stage not in held[rank]:
+                    held[rank].append(stage)
+        return tuple(map(tuple, held))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages whose weights a rank holds, chunk by chunk."""
+        return self._stages_of_ranks[rank]
+
+    def place(self, route: int, stage: int) -> tuple[int, int]:
+        """(rank, chunk) of a stage on a route: which device does it, and with which of its weights."""
+        rank = self.routes[route][stage]
+        return rank, self._stages_of_ranks[rank].index(stage)
+
+    def rank(self, action: Action) -> int:
+        """The rank that does an action."""
+        return self.routes[self.route[action.microbatch]][action.stage]
+
+    @functools.cached_property
+    def split(self) -> bool:
+        """Whether any backward is done as input gradient and weight gradient apart."""
+        return any(action.kind is Kind.I for order in self.orders for action in order)
+
+    @functools.cached_property
+    def fused(self) -> frozenset[tuple[int, int]]:
+        """The (stage, microbatch) whose backward is one action B."""
+        return frozenset((a.stage, a.microbatch) for order in self.orders for a in order if a.kind is Kind.B)
+
+    def gradient(self, stage: int, microbatch: int) -> Action:
+        """The action that makes the input gradient of a stage: B, or I where the two are apart."""
+        return Action(Kind.B if (stage, microbatch) in self.fused else Kind.I, stage, microbatch)
+
+    def inputs(self, action: Action) -> tuple[Action, ...]:
+        """The actions whose results an action needs, apart from its place in the order (an update needs no more)."""
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind is Kind.F:
+            return (Action(Kind.F, stage - 1, microbatch),) if stage else ()
+        if action.kind in GRADIENT:
+            own = Action(Kind.F, stage, microbatch)
+            return (own, self.gradient(stage + 1, microbatch)) if stage + 1 < self.stages else (own,)
+        return (Action(Kind.I, stage, microbatch),) if action.kind is Kind.W else ()
+
+    @functools.cached_property
+    def live(self) -> tuple[int, ...]:
+        """Activations each rank holds at most: of one stage and microbatch, from F until B (or W) is done."""
+        peaks = []
+        for order in self.orders:
+            held = peak = 0
+            for action in order:
+                held += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0)
+                peak = max(peak, held)
+            peaks.append(peak)
+        return tuple(peaks)
