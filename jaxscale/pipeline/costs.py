@@ -1,0 +1,125 @@
+"""Costs: what a pipeline's passes, messages and stashes take, stage by stage and link by link.
+
+Times are seconds, or any one unit: the simulator only adds and compares them.
+"""
+
+import dataclasses
+import math
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.schedule import Kind, Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds of each pass of one microbatch through each stage, of messages, and bytes that wait for the backward.
+
+    Args:
+        forward: seconds of F, for each stage.
+        input: seconds of I, the input gradient, for each stage.
+        weight: seconds of W, the weight gradient, for each stage.
+        backward: seconds of B for each stage; empty: I + W.
+        update: seconds of U for each stage; empty: none.
+        links: seconds of a message between ranks r and r + 1, either way; the last link closes the ring; empty: none.
+        stash: bytes kept from F until B or W is done, for each stage; empty: none.
+        pending: bytes kept beside them from I until W is done, for each stage; empty: none.
+
+    Example:
+        >>> costs = Costs((1.0, 2.0), (1.0, 2.0), (0.5, 1.0))
+        >>> costs.seconds(Kind.B, 1), costs.whole
+        (3.0, 7.5)
+    """
+
+    forward: tuple[float, ...]
+    input: tuple[float, ...]
+    weight: tuple[float, ...]
+    backward: tuple[float, ...] = ()
+    update: tuple[float, ...] = ()
+    links: tuple[float, ...] = ()
+    stash: tuple[int, ...] = ()
+    pending: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            values = getattr(self, field.name)
+            for value in values:
+                if not (math.isfinite(value) and value >= 0):
+                    raise UserError(f"costs: {field.name} is {value}, expected 0 or more")
+            needed = field.name in ("forward", "input", "weight")
+            if field.name != "links" and (values or needed) and len(values) != self.stages:
+                raise UserError(f"costs: {field.name} of {len(values)} stages, expected {self.stages}")
+
+    @classmethod
+    def alike(
+        cls,
+        schedule: Schedule,
+        forward: float = 1.0,
+        input: float = 1.0,
+        weight: float = 1.0,
+        *,
+        update: float = 0.0,
+        link: float = 0.0,
+        stash: int = 0,
+        pending: int = 0,
+    ) -> "Costs":
+        """Equal ranks: what one rank's share of the model takes, divided by the stages that it is cut into.
+
+        Args:
+            schedule: whose stages to price.
+            forward: seconds of F of one rank's layers for one microbatch.
+            input: of I.
+            weight: of W.
+            update: of U.
+            link: seconds of a message.
+            stash: bytes of one rank's layers from F until B or W.
+            pending: bytes beside them from I until W.
+
+        Example:
+            >>> from jaxscale.pipeline.schedules import METHODS
+            >>> Costs.alike(METHODS["gpipe"].schedule(2, 4), 3.0).forward
+            (3.0, 3.0)
+        """
+        stages, share = schedule.stages, schedule.ranks / schedule.stages
+        return cls(
+            (forward * share,) * stages,
+            (input * share,) * stages,
+            (weight * share,) * stages,
+            update=(update * share,) * stages,
+            links=(link,) * schedule.ranks,
+            stash=(round(stash * share),) * stages,
+            pending=(round(pending * share),) * stages,
+        )
+
+    @property
+    def stages(self) -> int:
+        """How many stages are priced."""
+        return len(self.forward)
+
+    def seconds(self, kind: Kind, stage: int) -> float:
+        """Seconds of one pass."""
+        match kind:
+            case Kind.F:
+                return self.forward[stage]
+            case Kind.I:
+                return self.input[stage]
+            case Kind.W:
+                return self.weight[stage]
+            case Kind.B:
+                return self.backward[stage] if self.backward else self.input[stage] + self.weight[stage]
+        return self.update[stage] if self.update else 0.0
+
+    @property
+    def whole(self) -> float:
+        """Seconds of one microbatch through all stages, there and back, with B apart into I and W."""
+        return sum(self.forward) + sum(self.input) + sum(self.weight)
+
+    def check(self, schedule: Schedule) -> None:
+        """Refuse costs of another number of stages or links than a schedule's.
+
+        Raises:
+            UserError: with both numbers.
+        """
+        if self.stages != schedule.stages:
+            raise UserError(f"costs of {self.stages} stages for {schedule.name}, which has {schedule.stages}")
+        if self.links and len(self.links) != schedule.ranks:
+            raise UserError(f"costs of {len(self.links)} links for {schedule.name}, which has {schedule.ranks} ranks")
