@@ -19,7 +19,7 @@ from jaxscale.costs.collect import BlockCall
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import Group, SaveSet, StackDecision
 from jaxscale.memory.graph import Objective, menu, solve
-from jaxscale.values.byte_sizes import bytes_text
+from jaxscale.values.byte_sizes import bytes_at_least, bytes_text
 
 GROUPS_GAIN = 0.005
 """Share of the cost of a step (three forward passes) that a second group must spare: it is compiled by itself."""
@@ -98,9 +98,9 @@ def _two_levels(graph: BlockGraph, layers: int, budget: int, objective: Objectiv
 def too_small(budget: int, least: int, fewer: str = "") -> UserError:
     """The error for a budget below the least possible."""
     return UserError(
-        f"a memory budget of {bytes_text(budget)} is below the least possible, {bytes_text(least)}, which the inputs "
-        f"of blocks take; {fewer}more microbatches, a smaller batch, or a mesh that splits batch or sequence further "
-        "lower it"
+        f"a memory budget of {bytes_text(budget)} is below the least possible, {bytes_at_least(least)}, which the "
+        f"inputs of blocks take; {fewer}more microbatches, a smaller batch, or a mesh that splits batch or sequence "
+        "further lower it"
     )
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 FILE = Path(__file__).with_name("accuracy.json")
 
+MARGIN = 0.15
+"""An estimate nearer to the limit than this share of it is too close to call, and worth measuring."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Factors:

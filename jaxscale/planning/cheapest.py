@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.planning.accuracy import MARGIN
 from jaxscale.planning.estimate import of_step
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
@@ -25,9 +26,6 @@ from jaxscale.values.units import size
 
 MENU = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt")
 """Memory plans that are weighed beside save sets."""
-
-MARGIN = 0.15
-"""An estimate that is above the limit by less than this share of it may still fit: it is worth measuring."""
 
 CLOSE = 0.02
 """A save set that leaves less than this share of the limit unused is large enough."""

@@ -11,6 +11,7 @@ from typing import Any
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning import accuracy
+from jaxscale.planning.accuracy import MARGIN
 from jaxscale.planning.cheapest import NothingFits, cheapest_fit
 from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.program import lowered_step
@@ -20,9 +21,6 @@ from jaxscale.platforms.usable import usable_bytes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.values.units import size
-
-MARGIN = 0.15
-"""An estimate nearer to the limit than this share of it is too close to call."""
 
 TRIED = 4
 """Changes of the plan that are weighed to say what would help most."""

@@ -113,7 +113,7 @@ class Program:
                 if op.opcode == "constant" and re.match(r"[su]\d+\[\]", op.type):
                     bounds.add(int(op.operands[0]))
                 if op.opcode == "compare":
-                    directions.add(re.search(r"direction=(\w+)", op.attributes)[1])  # type: ignore[index]
+                    directions.update(re.findall(r"direction=(\w+)", op.attributes))
         return bounds.pop() if len(bounds) == 1 and directions == {"LT"} else None
 
 

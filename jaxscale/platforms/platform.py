@@ -237,6 +237,8 @@ def _parse_gpu(text: str, rest: str) -> Platform:
     assert match is not None, "matches any text"
     name, tail = match.groups(default="")
     name = ALIASES.get(name, name)
+    if not name:
+        raise UserError(f"platform {text!r} names no gpu: expected one of {', '.join(known)}, such as 'gpu h100 x 8'")
     if name not in known:
         raise unknown("gpu", name, [*known, *ALIASES])
     return Platform(known[name], _count(text, tail))
@@ -250,6 +252,8 @@ def _parse_tpu(text: str, rest: str) -> Platform:
     assert match is not None, "matches any text"
     name, shape, tail = match.groups(default="")
     name = ALIASES.get(name, name)
+    if not name:
+        raise UserError(f"platform {text!r} names no tpu: expected one of {', '.join(known)}, such as 'tpu v5e:4x4'")
     if name not in known:
         raise unknown("tpu", name, [*known, *ALIASES])
     if not re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4})+", shape):

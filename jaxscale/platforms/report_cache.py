@@ -67,7 +67,12 @@ def keep(folder: pathlib.Path, report: CompileReport) -> None:
     """Keep a report under its key. A disk that is full or cannot be written keeps nothing: a cache is no duty."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
-            json.dump(report.json(), file)
-        os.replace(file.name, folder / f"{report.key}.json")
+            draft = pathlib.Path(file.name)
+            try:
+                json.dump(report.json(), file)
+                file.flush()
+                os.replace(draft, folder / f"{report.key}.json")
+            finally:
+                draft.unlink(missing_ok=True)
     except OSError:
         return

@@ -19,6 +19,9 @@ from jaxscale.blocks import Context
 from jaxscale.costs.trace import FORMULAS
 from jaxscale.errors import UserError
 from jaxscale.memory.apply import policy_of
+from jaxscale.memory.chain import Save
+from jaxscale.memory.decision import Decision
+from jaxscale.memory.graph import EVERYTHING
 from jaxscale.memory.keep_named import KeepNamed, keep_everything
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.platforms.hlo import Collective, collectives
@@ -49,8 +52,13 @@ def check_traced(step: "TrainStep", jaxpr: Any, batch: Batch) -> None:
     """
     plan = step.plan
     equations = list(_equations(jaxpr, 1))
-    if plan.memory.rule != "none" and not any(
-        _is_of(plan.memory, eqn.params.get("policy")) and eqn.params.get("differentiated", True) for eqn, _ in equations
+    if (
+        plan.memory.rule != "none"
+        and not _keeps_all(step.decision)
+        and not any(
+            _is_of(plan.memory, eqn.params.get("policy")) and eqn.params.get("differentiated", True)
+            for eqn, _ in equations
+        )
     ):
         raise UserError(
             f"memory {plan.memory}: nothing is recomputed, for this model shows no blocks; build it of layers.Stack or "
@@ -72,6 +80,14 @@ def check_traced(step: "TrainStep", jaxpr: Any, batch: Batch) -> None:
         raise UserError(f"loss_chunk {plan.loss_chunk}: this model's loss is not one over positions; leave it out")
     if plan.attention in ("plain", "chunked") and not _reads(step, batch, "attention", "plain", "chunked"):
         raise UserError(f"attention {plan.attention}: this model has no attention of ours; leave it out")
+
+
+def _keeps_all(decision: Decision | None) -> bool:
+    """Whether a chain's decision leaves every block as it is: a budget that is enough, or one block alone."""
+    chain = None if decision is None else decision.chain
+    return chain is not None and all(
+        isinstance(node, Save) and chain.options[node.stage][node.option].keep == (EVERYTHING,) for node in chain.nodes
+    )
 
 
 def _is_of(plan: MemoryPlan, policy: Any) -> bool:
@@ -223,6 +239,6 @@ def _reads(step: "TrainStep", batch: Batch, field: str, one: Any, other: Any) ->
         def loss(params: Any, rest: Any, batch: Batch) -> Any:
             return tuple(step.experiment.model.loss(functional.module(params, rest), batch, context))
 
-        return str(jax.make_jaxpr(loss)(functional.params, functional.rest, abstract))
+        return str(jax.make_jaxpr(loss)(functional.whole, functional.rest, abstract))
 
     return program(one) != program(other)

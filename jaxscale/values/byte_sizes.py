@@ -30,7 +30,7 @@ def parse_bytes(text: str, what: str = "bytes") -> int:
         Traceback (most recent call last):
         jaxscale.errors.UserError: --limit '12Gb': unknown unit 'Gb'; did you mean 'GB'? (B, KiB to PiB, KB to PB)
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
     if match is None:
         raise UserError(f"{what} {text!r}: expected a number of bytes with its unit, such as 136MiB or 1.5GiB")
     number, unit = Decimal(match[1]), match[2]
@@ -60,3 +60,15 @@ def bytes_text(count: int) -> str:
             if parse_bytes(text + unit) == count:
                 exact.append(text + unit)
     return min(exact, key=len)
+
+
+def bytes_at_least(count: int) -> str:
+    """A readable text of a few more bytes than these, at most 1 % more: what to ask for if these are needed.
+
+    Example:
+        >>> bytes_at_least(5_308_186_624), bytes_at_least(27136), bytes_at_least(12)
+        ('4.95GiB', '26.5KiB', '12B')
+    """
+    unit = next((name for name in ("PiB", "TiB", "GiB", "MiB", "KiB") if count >= UNITS[name]), "B")
+    hundredths = -(-count * 100 // UNITS[unit])
+    return f"{(Decimal(hundredths) / 100).normalize():f}{unit}"

@@ -65,7 +65,7 @@ def test_other_spellings(text, canonical):
         ("tpu v5p:8x4x4", "did you mean tpu v5p:4x4x8"),
         ("tpu v5p:4x4", "has no slice"),
         ("gpu h10", "did you mean 'h100'"),
-        ("gpu", "unknown gpu ''"),
+        ("gpu", "names no gpu: expected one of"),
         ("gpu h100 x 0", "expected a count"),
         ("gpu h100 x", "expected a count"),
         ("gpu h100 8", "expected a count"),

@@ -50,8 +50,15 @@ class Plainly:
         return {}
 
 
+class Tokens:
+    """Data that tell the shapes of `TEXT` and nothing else."""
+
+    def shapes(self, batch):
+        return {name: (rows.shape, rows.dtype.name) for name, rows in TEXT.items()}
+
+
 def make(model=DECODER, mesh="1", optimizer=Optimizer(), **fields):
-    experiment = Experiment(name="check", model=model, data=None, optimizer=optimizer, steps=4, batch=ROWS)
+    experiment = Experiment(name="check", model=model, data=Tokens(), optimizer=optimizer, steps=4, batch=ROWS)
     return build(experiment, Plan(mesh=MeshSpec.parse(mesh), **fields))
 
 
@@ -65,6 +72,8 @@ def trace(step):
 REAL = [
     {"memory": MemoryPlan("dots")},
     {"memory": MemoryPlan("full"), "precision": "bfloat16", "reduce": "float32"},
+    {"memory": MemoryPlan.parse("chain:1GiB")},  # enough for everything: nothing is to be recomputed
+    {"memory": MemoryPlan("sqrt"), "model": dataclasses.replace(DECODER, layers=1)},
     {"unroll": 2, "loss_chunk": 4, "attention": "chunked"},
     {"attention": "plain", "precision": "bfloat16", "microbatches": 2},
     {"model": Plainly(), "precision": "bfloat16"},
