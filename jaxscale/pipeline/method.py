@@ -14,12 +14,11 @@ class Method:
     Args:
         name: the word of the text form: `1f1b`.
         title: one line for tables and charts.
-        make: the schedule of (ranks, microbatches), and of chunks where it interleaves; refuses by `UserError` what is
-            not defined.
-        chunks: stages a rank holds, where the method says; the default where `interleaves`.
-        interleaves: whether the user may choose the chunks: `v=`.
-        streams: whether one microbatch is an update (`pipedream:4`), so that none are counted in the text form.
-        steps: whether weights are updated inside the schedule (asynchronous).
+        make: the schedule of (ranks, microbatches), and of chunks where it interleaves, and of updates where it steps.
+        chunks: stages a rank holds; the default of v where `interleaves`.
+        interleaves: whether the user may choose them: `v=`.
+        steps: whether the weights are updated inside the schedule (asynchronous).
+        streams: whether each microbatch is an update, so that the text form counts none: `pipedream:4`.
     """
 
     name: str
@@ -27,23 +26,45 @@ class Method:
     make: Callable[..., Schedule]
     chunks: int = 1
     interleaves: bool = False
-    streams: bool = False
     steps: bool = False
+    streams: bool = False
 
-    def schedule(self, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    def schedule(self, ranks: int, microbatches: int, chunks: int | None = None, updates: int = 1) -> Schedule:
         """The schedule for so many devices and microbatches.
+
+        Args:
+            ranks: p, devices on the pipe axis.
+            microbatches: m, those of one update of the weights.
+            chunks: v, stages a device; `None`: the method's.
+            updates: how many updates the schedule of an asynchronous method makes.
 
         Raises:
             UserError: numbers for which the method is not defined, with those for which it is.
+
+        Example:
+            >>> from jaxscale.pipeline.schedules import METHODS
+            >>> METHODS["interleaved"].schedule(4, 8, chunks=3).stages
+            12
+            >>> METHODS["2bw"].schedule(4, 8, updates=3).microbatches
+            24
         """
-        for what, number in (("devices", ranks), ("microbatches", microbatches)):
+        given = {"devices": ranks, "microbatches": microbatches, "updates": updates}
+        given["stages a device"] = 1 if chunks is None else chunks
+        for what, number in given.items():
             if number < 1:
                 raise UserError(f"schedule {self.name}: got {number} {what}, expected 1 or more")
-        if chunks is not None and not self.interleaves and chunks != self.chunks:
+        if chunks not in (None, self.chunks) and not self.interleaves:
+            held = f"each device holds {self.chunks} of its stages" if self.chunks > 1 else "a device holds one stage"
+            raise UserError(f"schedule {self.name}: got v={chunks}, but {held}; interleaved and lockstep take v")
+        if self.streams and microbatches != 1:
             raise UserError(
-                f"schedule {self.name}: got v={chunks}, expected none: each device holds {self.chunks} of its stages; "
-                "choose v with interleaved or lockstep"
+                f"schedule {self.name}: got {microbatches} microbatches per update, expected 1; 2bw has more"
             )
-        if self.interleaves:
-            return self.make(ranks, microbatches, self.chunks if chunks is None else chunks)
-        return self.make(ranks, microbatches)
+        if not self.steps and updates != 1:
+            raise UserError(f"schedule {self.name}: got {updates} updates, expected 1: it is synchronous")
+        return self.make(
+            ranks,
+            microbatches,
+            **({"chunks": chunks or self.chunks} if self.interleaves else {}),
+            **({"updates": updates} if self.steps else {}),
+        )

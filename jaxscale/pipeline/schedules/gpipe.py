@@ -5,7 +5,8 @@ Bubble (p-1)/(m+p-1) of the makespan; every rank holds the activations of all m 
 
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.routes import straight
-from jaxscale.pipeline.schedule import Action, Kind, Schedule
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.weave import Lane, weave
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
@@ -15,12 +16,12 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
         ranks: p, one stage each.
         microbatches: m, any.
     """
-    orders = tuple(
-        tuple(Action(kind, rank, i) for kind in (Kind.F, Kind.B) for i in range(microbatches)) for rank in range(ranks)
-    )
     return Schedule(
         name="gpipe",
-        orders=orders,
+        orders=tuple(
+            weave({"": Lane.of_stage(rank, microbatches)}, ("F", microbatches), ("B", microbatches))
+            for rank in range(ranks)
+        ),
         stages=ranks,
         microbatches=microbatches,
         routes=(straight(ranks),),

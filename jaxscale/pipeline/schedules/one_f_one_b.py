@@ -4,29 +4,33 @@ Bubble (p-1)/(m+p-1) of the makespan, like GPipe, but stage s holds min(p-s, m) 
 forwards and backwards share a tick, every rank waits for the backward; `lockstep` pays with memory instead.
 """
 
+from jaxscale.pipeline.action import Action
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.routes import straight
-from jaxscale.pipeline.schedule import Action, Kind, Schedule
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.weave import Lane, weave
+
+
+def alternating(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """The orders of 1F1B: p-1-s forwards, then a forward and a backward in turn, then the backwards that are left."""
+    orders = []
+    for stage in range(ranks):
+        warm = min(ranks - 1 - stage, microbatches)
+        phases = ("F", warm), ("F B", microbatches - warm), ("B", warm)
+        orders.append(weave({"": Lane.of_stage(stage, microbatches)}, *phases))
+    return tuple(orders)
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """p-1-s forwards to warm up, then a forward and a backward in turn, then the backwards that are left.
+    """A forward and a backward in turn, after p-1-s forwards on stage s.
 
     Args:
         ranks: p, one stage each.
         microbatches: m, any.
     """
-    orders = []
-    for stage in range(ranks):
-        warm = min(ranks - 1 - stage, microbatches)
-        order = [Action(Kind.F, stage, i) for i in range(warm)]
-        for i in range(microbatches - warm):
-            order += [Action(Kind.F, stage, warm + i), Action(Kind.B, stage, i)]
-        order += [Action(Kind.B, stage, i) for i in range(microbatches - warm, microbatches)]
-        orders.append(tuple(order))
     return Schedule(
         name="1f1b",
-        orders=tuple(orders),
+        orders=alternating(ranks, microbatches),
         stages=ranks,
         microbatches=microbatches,
         routes=(straight(ranks),),

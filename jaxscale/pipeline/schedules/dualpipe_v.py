@@ -1,0 +1,53 @@
+"""DualPipe-V: half of DualPipe, two stages a rank, forwards beside backwards (DeepSeek, 2025).
+
+From the order of github.com/deepseek-ai/DualPipe. A forward of one stage and a backward of the other stand side by
+side, so that the messages of one can travel under the other; weight gradients are apart only where that fills a ramp.
+At most 2p+1 activations of half a rank each. It is made for m >= 2p; with fewer microbatches it is the same order
+without those that are not there.
+"""
+
+from jaxscale.pipeline.action import Action
+from jaxscale.pipeline.method import Method
+from jaxscale.pipeline.routes import vee
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.weave import Lane, weave
+
+
+def _order(ranks: int, rank: int, microbatches: int) -> tuple[Action, ...]:
+    full = max(microbatches, 2 * ranks)
+    after = ranks - 1 - rank  # ranks further down
+    turns = ["1", "0"] * (rank + 1)
+    order = weave(
+        {"0": Lane.of_stage(rank, full), "1": Lane.of_stage(2 * ranks - 1 - rank, full)},
+        ("F0", 2 * after),
+        ("F0 F1", rank + 1),
+        ("I1 W1 F1", after),
+        ("F0 B1 F1 B0", full - 2 * ranks + rank + 1),
+        ("B1 F1 B0", after),
+        (" ".join("B" + lane for lane in turns[: rank + 1]), 1),
+        (" ".join("I" + lane for lane in turns[rank + 1 :]), 1),
+        ("W I0", after),
+        ("W", rank + 1),
+    )
+    return tuple(action for action in order if action.microbatch < microbatches)
+
+
+def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
+    """Forwards beside backwards over a V of stages.
+
+    Args:
+        ranks: p, two stages each: s and 2p-1-s.
+        microbatches: m, any; made for 2p or more.
+    """
+    return Schedule(
+        name="dualpipe-v",
+        orders=tuple(_order(ranks, rank, microbatches) for rank in range(ranks)),
+        stages=2 * ranks,
+        microbatches=microbatches,
+        routes=(vee(ranks),),
+        route=(0,) * microbatches,
+        bound=tuple(min(2 * ranks + 1, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks)),
+    )
+
+
+METHOD = Method("dualpipe-v", "forwards beside backwards, stages down and up again", dualpipe_v, chunks=2)

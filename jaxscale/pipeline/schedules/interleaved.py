@@ -1,0 +1,65 @@
+"""Interleaved 1F1B: v stages a rank, round and round (Narayanan et al., 2021, arXiv:2104.04473), in Megatron's order.
+
+Microbatches pass in groups, each through all stages of a rank before the next. Bubble (p-1)/(vm+p-1) of the makespan
+for m >= p, whether p divides m or not: groups differ by one at most, larger ones first, none smaller than p (Megatron
+and PyTorch want alike ones, and have the same order then). With m < p there is one group, which waits p - m turns
+between its stages: (p-1 + (v-1)(p-m))/(vm + p-1 + (v-1)(p-m)).
+"""
+
+import itertools
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.method import Method
+from jaxscale.pipeline.routes import straight
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.weave import Lane, weave
+
+
+def groups(ranks: int, microbatches: int) -> list[range]:
+    """The microbatches in groups that pass together: as many groups as have p each, larger ones first.
+
+    Example:
+        >>> groups(4, 10), groups(4, 3)
+        ([range(0, 5), range(5, 10)], [range(0, 3)])
+    """
+    count = max(1, microbatches // ranks)
+    each, more = divmod(microbatches, count)
+    starts = [each * i + min(i, more) for i in range(count + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """1F1B with v stages a rank.
+
+    Args:
+        ranks: p.
+        microbatches: m, any.
+        chunks: v, 2 or more; rank r has the stages r, p + r, 2p + r, ...
+
+    Raises:
+        UserError: one stage a rank.
+    """
+    if chunks < 2:
+        raise UserError(f"schedule interleaved: got v={chunks}, expected 2 or more; 1f1b has one stage for each device")
+    parts, passes = groups(ranks, microbatches), chunks * microbatches
+    orders, bound = [], []
+    for rank in range(ranks):
+        stages = range(rank, chunks * ranks, ranks)
+        forwards = [(stage, i) for part in parts for stage in stages for i in part]
+        backwards = [(stage, i) for part in parts for stage in reversed(stages) for i in part]
+        warm = min((chunks - 1) * len(parts[0]) + 2 * (ranks - 1 - rank), passes)
+        phases = ("F", warm), ("F B", passes - warm), ("B", warm)
+        orders.append(weave({"": Lane(tuple(forwards), tuple(backwards))}, *phases))
+        bound.append(min(warm + 1, passes))
+    return Schedule(
+        name="interleaved",
+        orders=tuple(orders),
+        stages=chunks * ranks,
+        microbatches=microbatches,
+        routes=(straight(ranks, chunks),),
+        route=(0,) * microbatches,
+        bound=tuple(bound),
+    )
+
+
+METHOD = Method("interleaved", "1F1B with v stages a device", interleaved, chunks=2, interleaves=True)

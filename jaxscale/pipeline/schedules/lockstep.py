@@ -1,0 +1,57 @@
+"""Lock-step 1F1B, plain and interleaved: every tick is all forwards or all backwards.
+
+One program on many devices ends each tick with an exchange, so 1F1B, whose ticks mix the two, makes forwards wait for
+backwards: 40 % bubble at p=4, m=8, B=2F where GPipe has 27 %. With turns of one kind the bubble is (p-1)/(vm+p-1) again
+for m >= p (and any m if v = 1), for more memory: 2p-1-2s activations on stage s instead of p-s. As ticks are of one
+kind, it needs no conditional.
+"""
+
+from collections.abc import Iterator
+
+from jaxscale.pipeline.action import Action, Kind
+from jaxscale.pipeline.method import Method
+from jaxscale.pipeline.routes import straight
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.schedules.interleaved import groups
+from jaxscale.pipeline.slots import by_slot
+
+
+def _cells(ranks: int, microbatches: int, chunks: int) -> Iterator[tuple[int, int, Action]]:
+    parts = groups(ranks, microbatches)
+    ramp = (chunks - 1) * max(ranks, len(parts[0])) + ranks - 1  # turns until the last stage has its first microbatch
+    for part in parts:
+        pace = max(ranks, len(part))  # turns a group takes per chunk: it has gone around by then
+        for place, i in enumerate(part):
+            for stage in range(chunks * ranks):
+                chunk, rank = divmod(stage, ranks)
+                turn = chunks * part.start + place
+                forward = turn + chunk * pace + rank
+                backward = turn + (chunks - 1 - chunk) * pace + ranks - 1 - rank + ramp
+                yield rank, 2 * forward, Action(Kind.F, stage, i)
+                yield rank, 2 * backward + 1, Action(Kind.B, stage, i)
+
+
+def lockstep(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """1F1B in turns of one kind.
+
+    Args:
+        ranks: p.
+        microbatches: m, any.
+        chunks: v; rank r has the stages r, p + r, 2p + r, ...
+    """
+    widest = max(ranks, len(groups(ranks, microbatches)[0]))
+    return Schedule(
+        name="lockstep",
+        orders=by_slot(ranks, _cells(ranks, microbatches, chunks)),
+        stages=chunks * ranks,
+        microbatches=microbatches,
+        routes=(straight(ranks, chunks),),
+        route=(0,) * microbatches,
+        cycle=(Kind.F, Kind.B),
+        bound=tuple(
+            min((chunks - 1) * widest + 2 * (ranks - rank) - 1, chunks * microbatches) for rank in range(ranks)
+        ),
+    )
+
+
+METHOD = Method("lockstep", "1F1B in ticks of one kind, v stages a device", lockstep, interleaves=True)

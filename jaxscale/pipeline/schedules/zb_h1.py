@@ -1,0 +1,50 @@
+"""ZB-H1: 1F1B with the weight gradients where the bubble was (Qi et al., 2024, arXiv:2401.10241).
+
+Weight gradients of stage s follow s microbatches behind its input gradients, so every stage holds the p activations of
+1F1B's first. For m >= p the bubble takes (p-1) max(F+I-W, I, F) seconds: a third of 1F1B's when F = I = W.
+"""
+
+from jaxscale.pipeline.action import Action
+from jaxscale.pipeline.method import Method
+from jaxscale.pipeline.routes import straight
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.weave import Lane, weave
+
+
+def delayed(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Action, ...], ...]:
+    """Orders in which stage s does reach*(p-1-s) forwards first, and its weight gradients reach*s microbatches late.
+
+    Args:
+        ranks: p.
+        microbatches: m.
+        reach: 1 (ZB-H1) or 2 (ZB-H2).
+    """
+    orders = []
+    for stage in range(ranks):
+        warm, late = min(reach * (ranks - 1 - stage), microbatches), min(reach * stage, microbatches)
+        phases = [("F", warm)]
+        for i in range(microbatches):  # the i-th input gradient
+            phases.append((("F " if i + warm < microbatches else "") + "I" + (" W" if i >= late else ""), 1))
+        orders.append(weave({"": Lane.of_stage(stage, microbatches)}, *phases, ("W", late)))
+    return tuple(orders)
+
+
+def zb_h1(ranks: int, microbatches: int) -> Schedule:
+    """Zero bubble within the memory of 1F1B.
+
+    Args:
+        ranks: p, one stage each.
+        microbatches: m, any.
+    """
+    return Schedule(
+        name="zb-h1",
+        orders=delayed(ranks, microbatches, reach=1),
+        stages=ranks,
+        microbatches=microbatches,
+        routes=(straight(ranks),),
+        route=(0,) * microbatches,
+        bound=(min(ranks, microbatches),) * ranks,
+    )
+
+
+METHOD = Method("zb-h1", "1F1B with weight gradients in the bubble", zb_h1)

@@ -1,0 +1,31 @@
+"""ZB-H2: no bubble within a rank's own span, for the memory of two 1F1B (Qi et al., 2024, arXiv:2401.10241).
+
+Twice the forwards of ZB-H1 before the first backward: at most 2p-1 activations. With F = I = W and m >= 2p-1 no rank
+idles between its first and last action; the makespan has the ramp of ZB-H1 still, (p-1) F, unless steps overlap.
+"""
+
+from jaxscale.pipeline.method import Method
+from jaxscale.pipeline.routes import straight
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.schedules.zb_h1 import delayed
+
+
+def zb_h2(ranks: int, microbatches: int) -> Schedule:
+    """Zero bubble for twice the memory of 1F1B.
+
+    Args:
+        ranks: p, one stage each.
+        microbatches: m, any; no bubble from 2p-1 on.
+    """
+    return Schedule(
+        name="zb-h2",
+        orders=delayed(ranks, microbatches, reach=2),
+        stages=ranks,
+        microbatches=microbatches,
+        routes=(straight(ranks),),
+        route=(0,) * microbatches,
+        bound=(min(2 * ranks - 1, microbatches),) * ranks,
+    )
+
+
+METHOD = Method("zb-h2", "zero bubble for twice the memory of 1F1B", zb_h2)
