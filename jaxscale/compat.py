@@ -3,8 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax._src import source_info_util
+import jax
+from jax._src import core, source_info_util
+from jax._src.interpreters import partial_eval
 from jax.experimental import compute_on as _compute_on
+from jax.extend import core as jex
 
 
 def compute_on_host(function: Callable[..., Any], spaces: Any) -> Callable[..., Any]:
@@ -64,3 +67,28 @@ def scan_counts(params: Any) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """The manual mesh axes (`jax.shard_map`) over which a value may differ from device to device.
+
+    Args:
+        value: an array, a tracer, or the type of one (`jax.typeof`); JAX up to 0.10 calls the axes `vma`.
+    """
+    kind: Any = value if isinstance(value, core.AbstractValue) else jax.typeof(value)
+    found = getattr(kind, "manual_axis_type", None)
+    return frozenset(kind.vma if found is None else found.varying)
+
+
+def prune(closed: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """A program without what only unused results need, calls and scans within it included.
+
+    Args:
+        closed: a closed jaxpr.
+        used: of each result, whether it is wanted.
+
+    Returns:
+        The program of the wanted results from the inputs that are left, and of each input whether it is.
+    """
+    jaxpr, inputs = partial_eval.dce_jaxpr(closed.jaxpr, list(used))
+    return jex.ClosedJaxpr(jaxpr, closed.consts), inputs

@@ -1,0 +1,191 @@
+"""What a device does in a tick: forward, backward, or a half of one; on its weights, its slots and its sums."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.action import Kind
+from jaxscale.pipeline.passes import At, Context, FromInput, FromResiduals, StageFunction
+from jaxscale.pipeline.pools import differentiable, empty, read, vary, where, write
+from jaxscale.pipeline.tables import IDLE, KINDS, Tables
+
+Row = dict[str, Any]
+"""A device's row of the table: int32 scalars by column."""
+State = dict[str, Any]
+"""What actions change: `kept` and `cut` (pools), `weights` and `shared` (gradients), `sums`."""
+
+
+class Actions:
+    """The actions of a table for one stage function.
+
+    Args:
+        tables: says how many slots there are.
+        stage: as of `execute`.
+        weights: leaves (v, ...), varying.
+        shared: varying.
+        batch: leaves (m, ...), varying.
+        key: varying.
+        x: shapes of the message.
+        manual: the manual axes.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        stage: StageFunction,
+        weights: Any,
+        shared: Any,
+        batch: Any,
+        key: Any,
+        x: Any,
+        manual: Sequence[str],
+    ) -> None:
+        self._tables, self._manual = tables, manual
+        self._weights, self._shared, self._batch, self._key = weights, shared, batch, key
+        self._last = tables.schedule.stages - 1
+        nothing = {name: jnp.int32(0) for name in ("stage", "microbatch", "chunk")}
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
+        context, zeros = self._vary((self._context(nothing), zeros))
+        message, objective, self._sums = jax.eval_shape(lambda: stage(context[0], context[1], zeros, *context[2:]))
+        _check(message, objective, x)
+        if tables.stash == "residuals" and tables.backward:
+            self._passes: Any = FromResiduals(stage, self._vary, context, zeros, split=tables.cuts > 0)
+        else:
+            self._passes = FromInput(stage, self._vary)
+
+    def start(self) -> State:
+        """Empty pools and zero sums."""
+        state: State = {"sums": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self._sums)}
+        if self._tables.backward:
+            for name in ("weights", "shared"):
+                tree = self._weights if name == "weights" else self._shared
+                state[name] = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
+            state["kept"] = empty(self._passes.kept, self._tables.residuals)
+            state["cut"] = empty(self._passes.cut, self._tables.cuts)
+        return state
+
+    def run(self, kinds: Sequence[int], state: State, row: Row, x: Any, g: Any) -> tuple[State, Any]:
+        """One action, of one of these kinds.
+
+        Args:
+            kinds: which are possible; with one alone there is no branch, and an idle device drops what it computes.
+            state: of this device.
+            row: what to do.
+            x: the message in slot `x`.
+            g: the message in slot `g`.
+
+        Returns:
+            The state, and the message to send.
+        """
+        x = where(row["stage"] > 0, x)
+        g = where(row["stage"] < self._last, g)
+        if len(kinds) == 1:
+            live = row["kind"] != IDLE
+            # zeros go in, so that what idle devices compute is finite as far as it can be (hazard 7)
+            return self._action(kinds[0])(state, row, where(live, x), where(live, g), live)
+
+        def branch(kind: int) -> Callable[[State, Any, Any], tuple[State, Any]]:
+            return lambda state, x, g: self._vary(self._action(kind)(state, row, x, g, None))
+
+        places = [0] * (1 + max(kinds))
+        for place, kind in enumerate(kinds):
+            places[kind] = place
+        return lax.switch(jnp.asarray(places)[row["kind"]], [branch(kind) for kind in kinds], state, x, g)
+
+    def _action(self, kind: int) -> Callable[[State, Row, Any, Any, Any], tuple[State, Any]]:
+        if kind == IDLE:
+            return lambda state, row, x, g, live: (state, x)
+        name = KINDS[kind - 1]
+        run = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._inner, Kind.W: self._outer}[name]
+
+        def named(*args: Any) -> tuple[State, Any]:
+            with jax.named_scope(f"pipeline_{name.value}"):
+                return run(*args)
+
+        return named
+
+    def _forward(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        del g
+        y, sums, kept = self._passes.forward(self._context(row), x)
+        new = {**state, "sums": jax.tree.map(_add, state["sums"], _only(live, sums))}
+        if "kept" in state:
+            new["kept"] = self._put(state["kept"], row["residual"], kept, live)
+        return new, y
+
+    def _backward(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        kept = read(state["kept"], row["residual"])
+        weights, shared, dx = self._passes.backward(self._context(row), x, kept, g)
+        return self._accumulate(state, row, weights, shared, live), dx
+
+    def _inner(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        kept = read(state["kept"], row["residual"])
+        dx, cut = self._passes.inner(self._context(row), x, kept, g)
+        return {**state, "cut": self._put(state["cut"], row["cut"], cut, live)}, dx
+
+    def _outer(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        kept, cut = read(state["kept"], row["residual"]), read(state["cut"], row["cut"])
+        weights, shared = self._passes.outer(self._context(row), x, kept, g, cut)
+        return self._accumulate(state, row, weights, shared, live), g
+
+    def _accumulate(self, state: State, row: Row, weights: Any, shared: Any, live: Any) -> State:
+        chunk = row["chunk"]
+
+        def add(total: Any, gradient: Any, like: Any) -> Any:
+            if not differentiable(like):
+                return total
+            if total.shape[0] == 1:
+                return _add(total, gradient[None])
+            return write(total, chunk, _add(read(total, chunk), gradient))
+
+        def add_shared(total: Any, gradient: Any, like: Any) -> Any:
+            return _add(total, gradient) if differentiable(like) else total
+
+        return {
+            **state,
+            "weights": jax.tree.map(add, state["weights"], _only(live, weights), self._weights),
+            "shared": jax.tree.map(add_shared, state["shared"], _only(live, shared), self._shared),
+        }
+
+    def _put(self, pool: Any, slot: Any, value: Any, live: Any) -> Any:
+        """Into a slot; an idle device puts back what was there."""
+        if live is not None:
+            value = jax.tree.map(lambda new, old: jnp.where(live, new, old), value, read(pool, slot))
+        return write(pool, slot, value)
+
+    def _context(self, row: Row) -> Context:
+        microbatch = read(self._batch, row["microbatch"])
+        weights = read(self._weights, row["chunk"])
+        return Context(weights, self._shared, microbatch, At(row["stage"], row["microbatch"]), self._key)
+
+    def _vary(self, tree: Any) -> Any:
+        return vary(tree, self._manual)
+
+
+def _add(total: Any, value: Any) -> Any:
+    return total + value.astype(total.dtype)
+
+
+def _only(live: Any, tree: Any) -> Any:
+    """The tree, or zeros where the device is idle; `None`: the device is at work."""
+    if live is None:
+        return tree
+    return jax.tree.map(lambda leaf: leaf if leaf.dtype == jax.dtypes.float0 else jnp.where(live, leaf, 0), tree)
+
+
+def _check(message: Any, objective: Any, x: Any) -> None:
+    def told(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", tree)
+
+    if told(message) != told(x):
+        raise UserError(
+            f"the stage sends {told(message)}, but messages between stages are {told(x)}: a stage must return the "
+            "shapes and types that it takes; cast inside the stage"
+        )
+    if objective.shape or objective.dtype != jnp.float32:
+        raise UserError(
+            f"the stage's objective is {told(objective)}, expected a float32 scalar, which is summed over microbatches"
+        )

@@ -1,0 +1,220 @@
+"""Forward and backward of a stage, as two programs with memory between them: two ways to choose what is remembered.
+
+`FromInput` remembers nothing but the stage's input, which the executor keeps in its slot, and computes the stage again
+in the backward. `FromResiduals` remembers what `jax.vjp` keeps of the forward, apart from what the backward finds
+anyway: weights and what depends on weights alone (a cast copy), the microbatch, the key. How much that is, any
+`jax.checkpoint` inside the stage decides.
+
+Each also gives a backward in two halves for zero-bubble schedules: `inner`, the gradient of the input, and `outer`,
+those of the weights.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from jaxscale.compat import prune
+from jaxscale.pipeline.pools import cotangents, gradients
+from jaxscale.pipeline.split import divide
+
+
+class At(NamedTuple):
+    """Which stage and microbatch an action is of.
+
+    Args:
+        stage: int32, traced: one program serves all stages.
+        microbatch: int32.
+    """
+
+    stage: Any
+    microbatch: Any
+
+
+class Context(NamedTuple):
+    """What a stage reads besides its input; the same in forward and backward, so that none of it is remembered."""
+
+    weights: Any
+    shared: Any
+    microbatch: Any
+    at: At
+    key: Any
+
+
+StageFunction: TypeAlias = Callable[[Any, Any, Any, Any, At, Any], tuple[Any, Any, Any]]
+"""`stage(weights, shared, x, microbatch, at, key) -> (y, objective, sums)`."""
+Vary: TypeAlias = Callable[[Any], Any]
+"""Marks a tree as varying over the manual axes."""
+
+
+class FromInput:
+    """A stage that is computed again in its backward.
+
+    Args:
+        stage: the stage.
+        vary: for the cotangent of the objective.
+    """
+
+    kept: tuple[Any, ...] = ()
+    """Shapes of what a forward remembers."""
+    cut: tuple[Any, ...] = ()
+    """Shapes of what the inner half of a backward leaves for the outer one."""
+
+    def __init__(self, stage: StageFunction, vary: Vary) -> None:
+        self._stage, self._vary = stage, vary
+
+    def forward(self, context: Context, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """The message to the next stage, the sums, and what to remember."""
+        y, _, sums = self._stage(context.weights, context.shared, x, *context[2:])
+        return y, sums, ()
+
+    def backward(self, context: Context, x: Any, kept: Any, g: Any) -> tuple[Any, Any, Any]:
+        """Gradients of weights, of what is shared, and of the input, from that of the output."""
+        del kept
+        weights, shared, dx = self._pull(lambda w, s, x: (w, s, x), context, x, g)
+        return weights, shared, gradients(dx, x)
+
+    def inner(self, context: Context, x: Any, kept: Any, g: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The gradient of the input, and what to leave for the outer half."""
+        del kept
+        (dx,) = self._pull(lambda w, s, x: (x,), context, x, g)
+        return gradients(dx, x), ()
+
+    def outer(self, context: Context, x: Any, kept: Any, g: Any, cut: Any) -> tuple[Any, Any]:
+        """The gradients of weights and of what is shared."""
+        del kept, cut
+        return self._pull(lambda w, s, x: (w, s), context, x, g)
+
+    def _pull(self, of: Callable[..., tuple[Any, ...]], context: Context, x: Any, g: Any) -> tuple[Any, ...]:
+        """Gradients with respect to some of (weights, shared, x) alone: XLA need not find out what is left out."""
+        everything = (context.weights, context.shared, x)
+        order = of(0, 1, 2)
+
+        def run(*chosen: Any) -> tuple[Any, Any]:
+            full = list(everything)
+            for place, value in zip(order, chosen, strict=True):
+                full[place] = value
+            return self._stage(*full, *context[2:])[:2]
+
+        (y, objective), pull = jax.vjp(run, *of(*everything))
+        return pull((cotangents(g, y), self._vary(jnp.ones_like(objective))))
+
+
+class FromResiduals:
+    """A stage whose forward remembers what its backward reads.
+
+    Args:
+        stage: the stage.
+        vary: for the cotangent of the objective.
+        context: shapes of what the stage reads (arrays or tracers as inside the program).
+        x: the same of its input.
+        split: whether the backward is needed in two halves.
+    """
+
+    def __init__(self, stage: StageFunction, vary: Vary, context: Context, x: Any, *, split: bool) -> None:
+        def forward(context: Context, x: Any) -> Any:
+            def run(weights: Any, shared: Any, x: Any) -> Any:
+                y, objective, sums = stage(weights, shared, x, *context[2:])
+                return (y, objective), sums
+
+            # a vjp function is a tree: its leaves are what it keeps
+            return jax.vjp(run, context.weights, context.shared, x, has_aux=True)
+
+        self._vary, self._key = vary, context.key
+        self._program, shapes = jax.make_jaxpr(forward, return_shape=True)(context, x)
+        ((y, self._objective), pull, _) = shapes
+        self._y = y
+        self._results = jax.tree.structure(shapes)
+        leaves, self._pull = jax.tree.flatten(pull)
+        ends = jax.tree.structure(shapes[0]).num_leaves
+        self._span = slice(ends, ends + len(leaves))
+        self._sort(context, leaves)
+        self.kept: tuple[Any, ...] = tuple(
+            jax.eval_shape(_plain, leaves[place]) if _is_key(leaves[place]) else leaves[place] for place in self._keep
+        )
+        self._halves = None
+        if split:
+            zeros = [vary(jnp.zeros(leaf.shape, leaf.dtype)) for leaf in self.kept]
+            self._halves = divide(self._apart, context, zeros, x, kept=(True, True, False))
+        self.cut: tuple[Any, ...] = self._halves.cut if self._halves else ()
+
+    def _sort(self, context: Context, leaves: list[Any]) -> None:
+        """Which residuals are remembered, which are an input of the stage, and which follow from weights alone."""
+        jaxpr = self._program.jaxpr
+        inputs = {var: place for place, var in enumerate(jaxpr.invars)}
+        whole = len(jax.tree.leaves(context))
+        found = len(jax.tree.leaves((context.weights, context.shared)))
+        self._given: dict[int, int] = {}
+        self._keep: list[int] = []
+        again: list[int] = []
+        for place, var in enumerate(jaxpr.outvars[self._span]):
+            if not isinstance(var, jex.Literal) and inputs.get(var, whole) < whole:
+                self._given[place] = inputs[var]
+            elif any(self._only(place)[1][found:]):
+                self._keep.append(place)
+            else:
+                again.append(place)
+        self._again = again
+        self._follows, self._reads = self._only(*again)
+        del leaves
+
+    def _only(self, *places: int) -> tuple[Any, list[bool]]:
+        """The program of these residuals alone, and of each input whether it reads it."""
+        wanted = {self._span.start + place for place in places}
+        return prune(self._program, [number in wanted for number in range(len(self._program.jaxpr.outvars))])
+
+    def forward(self, context: Context, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """As `FromInput.forward`."""
+        flat = jex.jaxpr_as_fun(self._program)(*jax.tree.leaves((context, x)))
+        (y, _), _, sums = jax.tree.unflatten(self._results, flat)
+        residuals = flat[self._span]
+        return y, sums, tuple(_plain(residuals[place]) for place in self._keep)
+
+    def backward(self, context: Context, x: Any, kept: Any, g: Any) -> tuple[Any, Any, Any]:
+        """As `FromInput.backward`; reads no input."""
+        (weights, shared), dx = self._both(context, kept, g)
+        return weights, shared, gradients(dx, x)
+
+    def inner(self, context: Context, x: Any, kept: Any, g: Any) -> tuple[Any, tuple[Any, ...]]:
+        """As `FromInput.inner`; reads no input."""
+        assert self._halves is not None
+        dx, cut = self._halves.first(context, list(kept), g)
+        return gradients(dx, x), cut
+
+    def outer(self, context: Context, x: Any, kept: Any, g: Any, cut: Any) -> tuple[Any, Any]:
+        """As `FromInput.outer`; reads neither input nor incoming gradient."""
+        assert self._halves is not None
+        return self._halves.second(cut, context, list(kept), g)
+
+    def _apart(self, context: Context, kept: Any, g: Any) -> tuple[Any, Any]:
+        """The backward as what is wanted at once, and what is not."""
+        weights, dx = self._both(context, kept, g)
+        return dx, weights
+
+    def _both(self, context: Context, kept: Any, g: Any) -> tuple[Any, Any]:
+        inputs = jax.tree.leaves(context)
+        residuals: dict[int, Any] = {place: inputs[source] for place, source in self._given.items()}
+        read = [value for value, reads in zip(inputs, self._reads, strict=False) if reads]
+        residuals |= dict(zip(self._again, jex.jaxpr_as_fun(self._follows)(*read), strict=True))
+        for place, value in zip(self._keep, kept, strict=True):
+            residuals[place] = self._as_kept(place, value)
+        pull = jax.tree.unflatten(self._pull, [residuals[place] for place in range(len(residuals))])
+        one = self._vary(jnp.ones(self._objective.shape, self._objective.dtype))
+        weights, shared, dx = pull((cotangents(g, self._y), one))
+        return (weights, shared), dx
+
+    def _as_kept(self, place: int, value: Any) -> Any:
+        """A key comes back out of its plain numbers."""
+        kind = self._program.jaxpr.outvars[self._span.start + place].aval
+        return jax.random.wrap_key_data(value, impl=jax.random.key_impl(self._key)) if _is_key(kind) else value
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _plain(leaf: Any) -> Any:
+    """A key as its numbers, which a pool can hold."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
