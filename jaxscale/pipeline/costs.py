@@ -36,8 +36,8 @@ class Costs:
     backward: tuple[float, ...] = ()
     update: tuple[float, ...] = ()
     links: tuple[float, ...] = ()
-    stash: tuple[int, ...] = ()
-    pending: tuple[int, ...] = ()
+    stash: tuple[float, ...] = ()
+    pending: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -59,8 +59,8 @@ class Costs:
         *,
         update: float = 0.0,
         link: float = 0.0,
-        stash: int = 0,
-        pending: int = 0,
+        stash: float = 0,
+        pending: float = 0,
     ) -> "Costs":
         """Equal ranks: what one rank's share of the model takes, divided by the stages that it is cut into.
 
@@ -86,8 +86,8 @@ class Costs:
             (weight * share,) * stages,
             update=(update * share,) * stages,
             links=(link,) * schedule.ranks,
-            stash=(round(stash * share),) * stages,
-            pending=(round(pending * share),) * stages,
+            stash=(stash * share,) * stages,
+            pending=(pending * share,) * stages,
         )
 
     @property

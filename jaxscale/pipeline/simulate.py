@@ -16,9 +16,9 @@ References:
 
 import dataclasses
 import functools
-from typing import Literal, get_args
+from typing import Literal
 
-from jaxscale.errors import UserError, unknown
+from jaxscale.errors import UserError
 from jaxscale.pipeline.costs import Costs
 from jaxscale.pipeline.schedule import Action, Kind, Schedule
 from jaxscale.pipeline.ticks import ticks
@@ -121,13 +121,13 @@ class Simulation:
         return tuple(count * share for count in self.live)
 
     @functools.cached_property
-    def live_bytes(self) -> tuple[int, ...]:
+    def live_bytes(self) -> tuple[float, ...]:
         """Bytes that each rank holds at most for its backward passes; what I leaves for W beside them."""
         stash = self.costs.stash or (0,) * self.schedule.stages
         pending = self.costs.pending or (0,) * self.schedule.stages
         peaks = []
         for order in self.schedule.orders:
-            held = peak = 0
+            held = peak = 0.0
             for action in order:
                 held += {Kind.F: stash[action.stage], Kind.I: pending[action.stage]}.get(action.kind, 0)
                 peak = max(peak, held)
@@ -172,7 +172,7 @@ class Network:
         self._rows: list[list[int]] = [[] for _ in range(1 + max(at.values()))]
         self._sends = [False] * len(self._rows)
         self._inputs: list[list[tuple[int, tuple[int, ...]]]] = []
-        self._far: Action | None = None
+        self._far: tuple[Action, Action] | None = None
         for index, (tick, rank, action) in enumerate(placed):
             self._rows[tick].append(index)
             inputs = []
@@ -181,19 +181,17 @@ class Network:
                 way = _way(self._rank[source], rank, schedule.ranks)
                 if way:
                     self._sends[placed[source][0]] = True
-                if len(way) > 1:
-                    self._far = action
+                if len(way) > 1 and self._far is None:
+                    self._far = (needed, action)
                 inputs.append((source, way))
             self._inputs.append(inputs)
 
     def run(self, costs: Costs, machine: Machine = "neighbour") -> Simulation:
         """As `simulate`."""
-        if machine not in get_args(Machine):
-            raise unknown("machine", machine, get_args(Machine))
         costs.check(self.schedule)
         takes = {one: costs.seconds(*one) for one in set(self._pass)}
         links = costs.links or (0.0,) * self.schedule.ranks
-        starts = self._dataflow(takes, links) if machine == "dataflow" else self._neighbour(takes, links)
+        starts = {"dataflow": self._dataflow, "neighbour": self._neighbour}[machine](takes, links)
         spans = [(start, start + takes[one]) for start, one in zip(starts, self._pass, strict=True)]
         orders, first = [], 0
         for count in self._ends_of_orders:
@@ -217,11 +215,11 @@ class Network:
 
     def _neighbour(self, takes: dict[tuple[Kind, int], float], links: tuple[float, ...]) -> list[float]:
         if self._far is not None:
-            sources = [one for one in self.schedule.inputs(self._far) if self.schedule.rank(one) != self._rank_of_far]
+            source, target = self._far
             raise UserError(
-                f"schedule {self.schedule.name}: {self._far} on rank {self._rank_of_far} needs {sources[-1]} of rank "
-                f"{self.schedule.rank(sources[-1])}, which is no neighbour on the ring of {self.schedule.ranks}; the "
-                "executor sends to neighbours alone (the dataflow machine sends anywhere)"
+                f"schedule {self.schedule.name}: {target} on rank {self.schedule.rank(target)} needs {source} of rank "
+                f"{self.schedule.rank(source)}, which is no neighbour on the ring of {self.schedule.ranks}; place "
+                "neighbouring stages on neighbouring ranks (separate programs could send it: the dataflow machine)"
             )
         ranks = self.schedule.ranks
         now = [0.0] * ranks
@@ -238,15 +236,10 @@ class Network:
                 ]
         return starts
 
-    @property
-    def _rank_of_far(self) -> int:
-        assert self._far is not None
-        return self.schedule.rank(self._far)
-
 
 def _way(source: int, target: int, ranks: int) -> tuple[int, ...]:
-    """The links that a message crosses, the shorter way around the ring."""
+    """The links that a message crosses, the shorter way around the ring; of equals the one that does not close it."""
     right, left = (target - source) % ranks, (source - target) % ranks
-    if right <= left:
+    if right < left or (right == left and source < target):
         return tuple((source + step) % ranks for step in range(right))
     return tuple((source - 1 - step) % ranks for step in range(left))
