@@ -1,6 +1,6 @@
 """What makes a schedule valid, proved on its data: every pass once, on its rank, inputs there, within its memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxscale.errors import UserError
@@ -10,19 +10,39 @@ if TYPE_CHECKING:
     from jaxscale.pipeline.schedule import Schedule
 
 
+Place = tuple[int, int]
+"""(rank, cell): the place of an action in the order of its rank, both from 0."""
+
+
 class Fault(UserError):
     """What is wrong with a schedule, and where.
 
     Args:
+        schedule: its name.
+        reason: the message; `{0}`, `{1}`, ... stand for the cells of `others`.
         rank: the rank it is on; `None` where it concerns no single one.
         cell: the place in that rank's order; `None` where something is missing.
-        reason: the rest of the message.
+        others: what else the message speaks of.
     """
 
-    def __init__(self, schedule: str, reason: str, rank: int | None = None, cell: int | None = None) -> None:
+    def __init__(
+        self,
+        schedule: str,
+        reason: str,
+        rank: int | None = None,
+        cell: int | None = None,
+        others: Sequence[Place] = (),
+    ) -> None:
         place = "" if rank is None else f", rank {rank}" + ("" if cell is None else f", cell {cell}")
-        super().__init__(f"schedule {schedule}{place}: {reason}")
-        self.rank, self.cell, self.reason = rank, cell, reason
+        text = reason.format(*(number for _, number in others)) if others else reason
+        super().__init__(f"schedule {schedule}{place}: {text}")
+        self.schedule, self.reason, self.rank, self.cell, self.others = schedule, reason, rank, cell, tuple(others)
+
+    def renumbered(self, cells: Sequence[Sequence[int]]) -> "Fault":
+        """The same fault where the cells of a rank have other numbers: `cells[rank][cell]`."""
+        cell = None if self.rank is None or self.cell is None else cells[self.rank][self.cell]
+        others = [(rank, cells[rank][cell]) for rank, cell in self.others]
+        return Fault(self.schedule, self.reason, self.rank, cell, others)
 
 
 def shape(schedule: "Schedule") -> None:
@@ -75,7 +95,8 @@ def actions(schedule: "Schedule") -> None:
         if schedule.rank(action) != rank:
             raise Fault(name, f"{action} belongs on rank {schedule.rank(action)}", rank, cell)
         if action in found:
-            raise Fault(name, f"{action} is there twice, first in cell {found[action]}", rank, cell)
+            first = [(rank, found[action])]
+            raise Fault(name, f"{action} is there twice, first in cell {{0}}", rank, cell, first)
         if schedule.cycle is not None and action.kind not in schedule.cycle:
             raise Fault(name, f"{action} is of a kind that no tick takes", rank, cell)
         found[action] = cell
@@ -168,15 +189,17 @@ def progress(schedule: "Schedule") -> None:
         seen.append(rank)
         rank = schedule.rank(blocks[rank])
     circle = seen[seen.index(rank) :]
-    links = []
-    for one in circle:
-        links.append(f"rank {one} waits in cell {position[one]} ({orders[one][position[one]]}) for {blocks[one]}")
-    cell = position[circle[0]]
-    reason = f"{orders[circle[0]][cell]} waits for ever: " + "; ".join(links)
+    stands = orders[rank][position[rank]]
     if len(circle) == 1:
-        later = orders[circle[0]].index(blocks[circle[0]])
-        reason = f"{orders[circle[0]][cell]} stands before {blocks[circle[0]]} (cell {later}), which it needs"
-    raise Fault(schedule.name, reason, circle[0], cell)
+        later = [(rank, orders[rank].index(blocks[rank]))]
+        reason = f"{stands} stands before {blocks[rank]} (cell {{0}}), which it needs"
+        raise Fault(schedule.name, reason, rank, position[rank], later)
+    links = [
+        f"rank {one} waits in cell {{{i}}} ({orders[one][position[one]]}) for {blocks[one]}"
+        for i, one in enumerate(circle)
+    ]
+    reason = f"{stands} waits for ever: " + "; ".join(links)
+    raise Fault(schedule.name, reason, rank, position[rank], [(one, position[one]) for one in circle])
 
 
 def stash(schedule: "Schedule") -> None:

@@ -1,11 +1,12 @@
 """GPipe: all forwards, then all backwards (Huang et al., 2019, arXiv:1811.06965).
 
-Bubble (p-1)/(m+p-1) of the makespan; every rank holds the activations of all m microbatches.
+Bubble (p-1)/(m+p-1) of the makespan; every rank holds the activations of all m microbatches. Its ticks are of one
+kind as they are.
 """
 
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.routes import straight
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.schedule import Kind, Schedule
 from jaxscale.pipeline.weave import Lane, weave
 
 
@@ -26,6 +27,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
         microbatches=microbatches,
         routes=(straight(ranks),),
         route=(0,) * microbatches,
+        cycle=(Kind.F, Kind.B),
         bound=(microbatches,) * ranks,
     )
 

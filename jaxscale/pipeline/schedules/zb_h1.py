@@ -22,10 +22,17 @@ def delayed(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Action, ..
     orders = []
     for stage in range(ranks):
         warm, late = min(reach * (ranks - 1 - stage), microbatches), min(reach * stage, microbatches)
-        phases = [("F", warm)]
-        for i in range(microbatches):  # the i-th input gradient
-            phases.append((("F " if i + warm < microbatches else "") + "I" + (" W" if i >= late else ""), 1))
-        orders.append(weave({"": Lane.of_stage(stage, microbatches)}, *phases, ("W", late)))
+        both = microbatches - warm  # turns that have a forward and an input gradient
+        bare = max(0, late - both)  # of the input gradients after them, those before the first weight gradient
+        phases = (
+            ("F", warm),
+            ("F I", min(late, both)),
+            ("F I W", max(0, both - late)),
+            ("I", bare),
+            ("I W", warm - bare),
+            ("W", late),
+        )
+        orders.append(weave({"": Lane.of_stage(stage, microbatches)}, *phases))
     return tuple(orders)
 
 

@@ -1,0 +1,153 @@
+"""CSV: schedules as PyTorch and torchtitan write and read them (torch.distributed.pipelining, torch 2.13).
+
+A line is a rank, a cell an action: `0F0`, `7I0`, `7W0`, `0B0`, or `(0F7;7B3)OVERLAP_F_B` for two. Cells are an order,
+not a clock: empty ones are dropped, and actions run as soon as their inputs are there. The lowered form has messages
+too: they are checked, then dropped. UNSHARD, RESHARD and REDUCE_GRAD are ignored. The file does not say where stages
+are, nor how many microbatches there are: both follow from who runs what.
+
+Left out: the updates of asynchronous schedules, for which PyTorch has no word.
+"""
+
+import csv
+import dataclasses
+import io
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.action import Action, Kind
+from jaxscale.pipeline.check import Fault
+from jaxscale.pipeline.messages import Message, check_messages, lowered
+from jaxscale.pipeline.places import count_microbatches, find_routes
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.ticks import rows
+
+_PASS = re.compile(r"\d+[FBIW]\d+")
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_MESSAGE = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
+_IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_EXPECTED = (
+    "expected a pass such as 0F3 (stage, one of F B I W, microbatch), (0F7;7B3)OVERLAP_F_B, 0SEND_F3 or 0UNSHARD"
+)
+
+
+def _parts(text: str) -> Iterator[Action | Message]:
+    # what one cell says: nothing, one or two passes, or a message
+    text = text.strip()
+    if not text or _IGNORED.fullmatch(text):
+        return
+    if found := _MESSAGE.fullmatch(text):
+        stage, verb, kind, microbatch = found.groups()
+        yield Message("SEND" if verb == "SEND" else "RECV", "F" if kind == "F" else "B", int(stage), int(microbatch))
+        return
+    overlap = _OVERLAP.fullmatch(text)
+    for one in overlap[1].split(";") if overlap else [text]:
+        if not _PASS.fullmatch(one.strip()):
+            raise UserError(f"got {text!r}, {_EXPECTED}")
+        yield Action.parse(one.strip())
+
+
+def parse_csv(text: str, name: str = "csv") -> Schedule:
+    """The schedule of a CSV.
+
+    Where the columns are those of a lock-step schedule (all cells of a column of one kind, inputs in columns before),
+    its ticks stay of one kind.
+
+    Args:
+        text: the file's, compute-only or lowered.
+        name: of the schedule, and of the file in messages.
+
+    Raises:
+        Fault: a cell that is none; an action or message that is missing, doubled, misplaced, or waits for ever; with
+            the rank and the cell, both from 0, as the file has them.
+
+    Example:
+        >>> schedule = parse_csv("0F0,0F1,,0B0,0B1\\n,1F0,1B0,1F1,1I1,1W1")
+        >>> schedule.ranks, schedule.microbatches, schedule.live, schedule.split
+        (2, 2, (2, 1), True)
+    """
+    orders: list[list[Action]] = []
+    columns: list[list[int]] = []
+    messages: list[tuple[int, int, Message]] = []
+    table = list(csv.reader(io.StringIO(text.rstrip())))
+    for rank, row in enumerate(table):
+        orders.append([])
+        columns.append([])
+        for column, cell in enumerate(row):
+            try:
+                parts = list(_parts(cell))
+            except UserError as error:
+                raise Fault(name, str(error), rank, column) from None
+            for part in parts:
+                if isinstance(part, Message):
+                    messages.append((rank, column, part))
+                else:
+                    orders[rank].append(part)
+                    columns[rank].append(column)
+        if not orders[rank]:
+            raise Fault(name, "computes nothing: a line is a rank, its cells what it does", rank)
+    if not orders:
+        raise UserError(f"schedule {name}: got an empty file, expected a line for each rank")
+    try:
+        microbatches = count_microbatches(action for order in orders for action in order)
+        routes, route = find_routes(name, orders, microbatches)
+        schedule = Schedule(name, tuple(map(tuple, orders)), len(routes[0]), microbatches, routes, route)
+    except Fault as fault:
+        raise fault.renumbered(columns) from None
+    at = {
+        action: column for rank, order in enumerate(orders) for action, column in zip(order, columns[rank], strict=True)
+    }
+    if messages:
+        check_messages(schedule, messages, at)
+        return schedule
+    return _in_turns(schedule, at)
+
+
+def _in_turns(schedule: Schedule, column: Mapping[Action, int]) -> Schedule:
+    # as a lock-step schedule, where the columns are the ticks of one
+    kinds: dict[int, Kind] = {}
+    for action, place in column.items():
+        late = any(column[one] >= place for one in schedule.inputs(action))
+        if late or kinds.setdefault(place, action.kind) is not action.kind:
+            return schedule
+    cycle = tuple(dict.fromkeys(kinds[place] for place in sorted(kinds)))
+    found = dataclasses.replace(schedule, cycle=cycle)
+    return found if len(rows(found)) <= len(kinds) else schedule
+
+
+def read_csv(path: str | Path) -> Schedule:
+    """The schedule of a file, named after it.
+
+    Raises:
+        UserError: no such file; and all that `parse_csv` raises.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"schedule file {path}: {error}; expected PyTorch's CSV, a line for each rank") from None
+    return parse_csv(text, Path(path).name)
+
+
+def to_csv(schedule: Schedule, *, lower: bool = False) -> str:
+    """The text of a schedule, for PyTorch's reader (which takes all but those where a stage is on two ranks: Chimera).
+
+    Args:
+        schedule: a synchronous one.
+        lower: the form with messages (`compute_comms`); else one column for each tick, empty where a rank is idle.
+
+    Raises:
+        UserError: an asynchronous schedule.
+
+    Example:
+        >>> from jaxscale.pipeline.schedules import METHODS
+        >>> print(to_csv(METHODS["1f1b"].schedule(2, 2)), end="")
+        0F0,0F1,,0B0,,0B1
+        ,1F0,1B0,1F1,1B1,
+    """
+    if schedule.versions is not None:
+        raise UserError(f"schedule {schedule.name}: it updates weights on its way, for which the CSV has no word")
+    ticks = [[str(action or "") for action in cells] for cells in zip(*rows(schedule), strict=True)]
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(lowered(schedule) if lower else ticks)
+    return out.getvalue()

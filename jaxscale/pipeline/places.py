@@ -1,0 +1,69 @@
+"""Places: which rank does which stage, found from who runs it in a schedule that does not say."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from jaxscale.pipeline.action import Action, Kind
+from jaxscale.pipeline.check import Fault
+
+
+def count_microbatches(actions: Iterable[Action]) -> int:
+    """How many microbatches there are, by what most stages say: one stage alone may lack the last, or have one more."""
+    last: dict[tuple[int, bool], int] = defaultdict(int)
+    for action in actions:
+        if action.kind is not Kind.W:
+            key = action.stage, action.kind is Kind.F
+            last[key] = max(last[key], action.microbatch)
+    votes = Counter(last.values())
+    return 1 + min(votes, key=lambda one: (-votes[one], one))
+
+
+def find_routes(
+    name: str, orders: Sequence[Sequence[Action]], microbatches: int
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """The routes of a schedule, and the route of each microbatch.
+
+    A stage is on the rank that does most of its actions: what another rank does of it is misplaced, and the check of
+    the schedule will say so. Several routes are taken for such where each gives all ranks equally many stages
+    (Chimera's two directions).
+
+    Args:
+        name: of the schedule, for the message.
+        orders: the actions of each rank.
+        microbatches: m.
+
+    Raises:
+        Fault: no rank runs a stage that lies below another's.
+    """
+    runs: dict[int, Counter[int]] = defaultdict(Counter)
+    of_microbatch: dict[int, dict[int, Counter[int]]] = defaultdict(lambda: defaultdict(Counter))
+    for rank, order in enumerate(orders):
+        for action in order:
+            runs[action.stage][rank] += 1
+            of_microbatch[action.microbatch][action.stage][rank] += 1
+    stages = 1 + max(runs)
+    for missing in (stage for stage in range(stages) if stage not in runs):
+        rank, cell = next((r, o.index(a)) for r, o in enumerate(orders) for a in o if a.stage == stages - 1)
+        raise Fault(name, f"{orders[rank][cell]} is of stage {stages - 1}, but nobody runs stage {missing}", rank, cell)
+    home = tuple(runs[stage].most_common(1)[0][0] for stage in range(stages))
+
+    def even(route: Sequence[int]) -> bool:
+        return stages % len(orders) == 0 and set(Counter(route).values()) == {stages // len(orders)}
+
+    candidates: list[tuple[int, ...]] = []
+    for microbatch in range(microbatches):
+        places = of_microbatch[microbatch]
+        route = tuple(places[stage].most_common(1)[0][0] if places[stage] else home[stage] for stage in range(stages))
+        if len(set(route)) == len(orders) and even(route) and route not in candidates:
+            candidates.append(route)
+    if len(candidates) < 2:
+        return (home,), (0,) * microbatches
+
+    def agreeing(microbatch: int, route: Sequence[int]) -> int:
+        return sum(of_microbatch[microbatch][stage][rank] for stage, rank in enumerate(route))
+
+    chosen = (
+        max(range(len(candidates)), key=lambda number: agreeing(microbatch, candidates[number]))
+        for microbatch in range(microbatches)
+    )
+    return tuple(candidates), tuple(chosen)
