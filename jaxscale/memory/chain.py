@@ -2,8 +2,8 @@
 
 A plan is data, a tuple of nodes: `Save(i, option)` runs stage i and keeps what that option says until its backward
 pass; `Remat(nodes)` runs its stages keeping only what enters the first, and once more, under its own nodes, when their
-backward pass comes. `simulate` walks a plan and tells seconds, peak bytes and how often a stage runs forward: the
-definition that the solvers are tested against. Here are the plans that need no costs: `revolve`, optimal for alike
+backward pass comes. `simulate` walks a plan and tells seconds, bytes and how often a stage runs forward: the definition
+that the solvers are tested against. Here are the plans that need no costs: `revolve`, optimal for alike
 stages and a number of slots (Griewank and Walther 2000, Algorithm 799), and `periodic` (Chen et al. 2016,
 arXiv:1604.06174). The plan for unlike stages and a budget in bytes is in `memory/rotor.py`.
 
@@ -128,12 +128,16 @@ class ChainCost:
     Args:
         seconds: of the forward and the backward pass.
         peak_bytes: most bytes at any time, the chain's input included.
+        kept_bytes: most bytes that wait for a backward pass at any time, the chain's input included: inputs of stages,
+            and what stages keep. Not among them are gradients, what the stage at work needs beside what it keeps, and
+            what leaves the last stage of a list, which its own backward pass reads at once.
         forwards: how often a stage runs forward; L when nothing is run again.
         peak_stage: the stage that runs at the peak.
     """
 
     seconds: float
     peak_bytes: int
+    kept_bytes: int
     forwards: int
     peak_stage: int
 
@@ -190,7 +194,7 @@ def simulate(nodes: Nodes, stages: Sequence[Stage], input_bytes: int) -> ChainCo
     Example:
         >>> alike = [Stage(1.0, 2.0, 1)] * 4
         >>> simulate(revolve(4, 2), alike, 1)
-        ChainCost(seconds=16.0, peak_bytes=6, forwards=8, peak_stage=3)
+        ChainCost(seconds=16.0, peak_bytes=6, kept_bytes=3, forwards=8, peak_stage=3)
     """
     check_nodes(nodes, len(stages))
     for save in saves(nodes):
@@ -201,7 +205,7 @@ def simulate(nodes: Nodes, stages: Sequence[Stage], input_bytes: int) -> ChainCo
             )
     walk = _Walk(tuple(stages), input_bytes)
     walk.backward(nodes, stages[-1].output_bytes)
-    return ChainCost(walk.seconds, walk.peak, walk.forwards, walk.peak_stage)
+    return ChainCost(walk.seconds, walk.peak, walk.most, walk.forwards, walk.peak_stage)
 
 
 class _Walk:
@@ -210,13 +214,18 @@ class _Walk:
     def __init__(self, stages: tuple[Stage, ...], input_bytes: int) -> None:
         self.stages = stages
         self.bytes = [input_bytes, *(stage.output_bytes for stage in stages)]
-        self.live = input_bytes
+        self.live = self.held = self.most = input_bytes
         self.seconds, self.peak, self.forwards, self.peak_stage = 0.0, 0, 0, 0
 
     def reach(self, more: int, stage: int) -> None:
         """`more` bytes beside what is alive, while a stage runs."""
         if self.live + more > self.peak:
             self.peak, self.peak_stage = self.live + more, stage
+
+    def hold(self, more: int) -> None:
+        """`more` bytes wait for a backward pass; negative ones do no longer."""
+        self.held += more
+        self.most = max(self.most, self.held)
 
     def new(self, start: int, stop: int) -> int:
         """Bytes of what enters stage `stop` that what enters stage `start` does not hold."""
@@ -245,8 +254,11 @@ class _Walk:
             kept = option.kept_bytes + self.new(node.stage, node.stage + 1)
             self.reach(gradient + kept + stage.working_bytes, node.stage)
             self.forward(node.stage)
+            held = kept if rest else option.kept_bytes
             self.live += kept
+            self.hold(held)
             self.backward(rest, gradient)
+            self.hold(-held)
             gradients = self.bytes[node.stage + 1] + self.bytes[node.stage] - stage.passed_bytes
             self.reach(gradients + option.working_bytes, node.stage)
             self.live -= kept
@@ -260,7 +272,9 @@ class _Walk:
         if rest:
             boundary = self.new(start, stop)
             self.live += boundary
+            self.hold(boundary)
             self.backward(rest, gradient)
+            self.hold(-boundary)
             self.live -= boundary
         self.backward(node.nodes, self.bytes[stop])
 

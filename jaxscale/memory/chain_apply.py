@@ -58,7 +58,7 @@ def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> 
         case "revolve" if plan.count is not None:
             return revolve(count, plan.count)
         case "chain" if plan.budget is not None:
-            return rotor(stages, input_bytes, plan.budget).nodes
+            return rotor(stages, input_bytes, plan.budget, bound="kept").nodes
     raise UserError(f"memory plan {plan} is not one of a chain of blocks: take {', '.join(CHAIN_RULES)}")
 
 

@@ -1,8 +1,8 @@
 """A memory plan decided for a chain of blocks: from traced blocks to stages with a menu each, to nodes, to a treatment.
 
 Each block's menu is the lower convex hull of its optimal save sets (`graph.menu`), from keeping all to keeping nothing.
-Bytes of a budget are those of activations and their gradients at any one time: what plans keep, and what the block at
-work needs beside it.
+Bytes of a budget are those kept for a backward pass to come, as everywhere: inputs of blocks, and what blocks keep.
+What the block at work needs beside, and gradients, come on top (`chain.simulate` tells both).
 """
 
 from collections.abc import Sequence
@@ -90,8 +90,9 @@ def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None
     return Decision(
         plan,
         chain=ChainDecision(nodes, tuple(options[kind] for kind in order)),
+        blocks=tuple(kinds),
         layers=len(stages),
-        bytes=cost.peak_bytes,
+        bytes=cost.kept_bytes,
         flop=flop,
         seconds=max(0.0, cost.seconds - least) if objective == "seconds" else 0.0,
     )

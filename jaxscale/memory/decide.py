@@ -60,7 +60,7 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
             f"memory {plan}: this model shows no blocks; build it of layers.Stack or layers.Chain, bring it as a "
             "ForeignModel, or leave memory out"
         )
-    kinds = {call.fingerprint: call.graph for call in calls}
+    kinds = kinds_of(calls)
     objective = plan.objective or default_objective(chip)
     budget = plan.budget if plan.budget is not None else 0
     match plan.rule:
@@ -96,6 +96,11 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
             return _uniform(plan, calls, _offloaded(plan, calls, kinds, Host(2**62, host_bandwidth(chip))))
         case _:
             raise UserError(f"memory {plan}: expected a plan by one of {', '.join(RULES)}")
+
+
+def kinds_of(calls: Sequence[BlockCall]) -> dict[str, BlockGraph]:
+    """A model's kinds of blocks by fingerprint, in the order in which they come first."""
+    return {call.fingerprint: call.graph for call in calls}
 
 
 def default_objective(chip: Chip | None) -> Objective:
@@ -161,6 +166,7 @@ def _uniform(plan: MemoryPlan, calls: Sequence[BlockCall], saves: Sequence[SaveS
         plan,
         tuple(saves),
         None,
+        blocks=tuple(kinds_of(calls)),
         layers=found.layers,
         bytes=found.bytes,
         host_bytes=found.host_bytes,
@@ -175,6 +181,7 @@ def _stacked(plan: MemoryPlan, call: BlockCall, stack: StackDecision) -> Decisio
         plan,
         (),
         stack,
+        blocks=(call.fingerprint,),
         layers=found.layers,
         bytes=found.bytes,
         host_bytes=found.host_bytes,

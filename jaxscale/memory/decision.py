@@ -107,9 +107,10 @@ class Decision:
         saves: one save set for each kind of block; none where a policy of JAX's says what is kept.
         stack: how the layers of the model's one scanned stack differ; `None`: all as `saves` says.
         chain: what the blocks of the model's one chain keep, and which of them run again; `None`: no chain's plan.
+        blocks: fingerprints of the model's kinds of blocks, in the order in which they come first.
         layers: blocks of the model.
-        bytes: kept on the device, of the whole model: inputs of blocks, and what save sets keep; of a chain all that
-            is alive at its peak, gradients among it.
+        bytes: kept on the device, of the whole model: inputs of blocks, and what save sets keep; where segments run
+            again, the most that is kept at any one time.
         host_bytes: in host memory, of the whole model.
         flop: recomputed in one backward pass, of the whole model.
         seconds: modelled, for the same; 0 where no chip is known.
@@ -125,6 +126,7 @@ class Decision:
     saves: tuple[SaveSet, ...] = ()
     stack: StackDecision | None = None
     chain: ChainDecision | None = None
+    blocks: tuple[str, ...] = ()
     layers: int = 0
     bytes: int = 0
     host_bytes: int = 0
@@ -136,6 +138,11 @@ class Decision:
         kinds = [save.block for save in self.saves]
         if len(set(kinds)) < len(kinds):
             raise UserError("a decision has one save set for each kind of block; got two for one")
+
+    @property
+    def bytes_of_a_block(self) -> float:
+        """Kept on the device, of one block on average."""
+        return self.bytes / max(self.layers, 1)
 
     def write(self, path: Any) -> None:
         """To a JSON file that `read_decision`, and the memory plan `file:PATH`, read."""

@@ -62,7 +62,7 @@ class MemoryPlan:
     | `jax:POLICY` | what a policy of `jax.checkpoint_policies` says, by name |
     | `sqrt`, `periodic:K` | the input of every K-th block (K = sqrt of their number) |
     | `revolve:SLOTS` | at most SLOTS block inputs: Griewank and Walther's optimum for alike blocks |
-    | `chain:BYTES` | Rotor's optimum for a chain of unlike blocks; BYTES bound all that is alive between and in them |
+    | `chain:BYTES` | Rotor's optimum for a chain of unlike blocks: which segments run again, what each block keeps |
     | `save:BYTES[:flop\\|seconds]` | the save set of each block that costs the least, by integer program |
     | `greedy:BYTES`, `dtr_static:BYTES` | heuristics for the same |
     | `offload:SELECTOR:BYTES` | BYTES on the device; what the selector says goes to host memory |
@@ -71,8 +71,8 @@ class MemoryPlan:
 
     Args:
         rule: how to choose.
-        budget: bytes of kept activations per device and microbatch, of the whole model; of `chain` the peak of them and
-            of what a block computes again, gradients between blocks included.
+        budget: bytes of kept activations on the device, per device and microbatch, of the whole model: inputs of
+            blocks, and what blocks keep for their backward pass. What the block at work needs beside comes on top.
         count: K of periodic, SLOTS of revolve.
         selector: rule of offload.
         objective: what `save` makes least: recomputed FLOP, or modelled seconds; `None` takes seconds on a chip whose
@@ -113,7 +113,7 @@ class MemoryPlan:
         if self.count is not None and self.count < 1:
             raise UserError(f"memory plan {self.rule}: got {self.count}, expected a whole number >= 1")
         if self.rule == "jax" and self.name not in POLICIES:
-            raise unknown("policy of jax.checkpoint_policies", str(self.name), POLICIES)
+            raise unknown("JAX policy", str(self.name), POLICIES)
 
     @classmethod
     def parse(cls, text: str) -> "MemoryPlan":

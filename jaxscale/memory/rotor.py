@@ -7,9 +7,13 @@ menu of ways to keep each stage as in Rockmate (Zhao et al. 2023, arXiv:2307.012
                = min over options o of s   time(o) + C(s + 1, t, m - kept(o))
                      and segments s..c-1   forward(s..c-1) + C(c, t, m - x(c)) + C(s, c-1, m)
 
+A budget bounds either what is kept for a backward pass to come (`kept`, the meaning that budgets have everywhere else),
+or, as in the papers, all that is alive at any time (`alive`): then gradients and what the stage at work needs take room
+too.
+
 Free bytes lie on a grid. Where all that is kept comes in multiples of one unit, and the budget has few enough of them,
 the grid is exact. Else what is kept is rounded to the nearest slot, plans are read from the table from the top down,
-and the first whose true peak (`chain.simulate`) is within the budget is taken: errors cancel, where rounding up would
+and the first whose true bytes (`chain.simulate`) are within the budget is taken: errors cancel, where rounding up would
 add them. Alike stages need one table by length instead of one by (first, last).
 
 Left out: plans that keep a value beyond its segment (non-persistent), and offload, which `memory/selectors.py` has.
@@ -18,15 +22,17 @@ Left out: plans that keep a value beyond its segment (non-persistent), and offlo
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from jaxscale.errors import UserError
-from jaxscale.memory.chain import Nodes, Remat, Save, Stage, simulate
-from jaxscale.values.byte_sizes import bytes_text
+from jaxscale.memory.chain import ChainCost, Nodes, Remat, Save, Stage, simulate
+from jaxscale.values.byte_sizes import bytes_at_least, bytes_text
 
 Row = np.ndarray
+Bound = Literal["alive", "kept"]
+"""What a budget bounds: all bytes at any time, or those that wait for a backward pass."""
 _EXTRA = 0.01  # of the grid lies beyond the budget: sizes that were rounded up can make a plan look too large
 
 
@@ -38,23 +44,28 @@ class ChainPlan:
         nodes: the plan.
         seconds: of the forward and the backward pass, as the table says; `chain.simulate` says the same.
         peak_bytes: most bytes at any time, the chain's input included.
+        kept_bytes: most bytes that wait for a backward pass at any time, likewise.
         exact: whether no plan is faster within the budget; else sizes were rounded to the grid.
     """
 
     nodes: Nodes
     seconds: float
     peak_bytes: int
+    kept_bytes: int
     exact: bool
 
 
-def rotor(stages: Sequence[Stage], input_bytes: int, budget: int, *, slots: int = 2000) -> ChainPlan:
-    """The plan of least time whose peak is within a budget.
+def rotor(
+    stages: Sequence[Stage], input_bytes: int, budget: int, *, slots: int = 2000, bound: Bound = "alive"
+) -> ChainPlan:
+    """The plan of least time within a budget.
 
     Args:
         stages: of the chain.
         input_bytes: of what enters the first stage.
-        budget: bytes at any time, `input_bytes` included.
+        budget: bytes, `input_bytes` included.
         slots: fineness of the grid, where sizes have no common unit.
+        bound: what the budget bounds.
 
     Raises:
         UserError: no plan fits; the message tells the least budget that does, and what would lower it.
@@ -64,8 +75,10 @@ def rotor(stages: Sequence[Stage], input_bytes: int, budget: int, *, slots: int 
         >>> found = rotor(alike, 1, 6)
         >>> found.seconds, found.peak_bytes, found.exact
         (14.0, 6, True)
+        >>> rotor(alike, 1, 3, bound="kept").seconds
+        14.0
     """
-    problem = _Problem(tuple(stages), input_bytes)
+    problem = _Problem(tuple(stages), input_bytes, bound)
     least = problem.least()
     if budget < least:
         raise _infeasible(problem, budget, least)
@@ -73,31 +86,35 @@ def rotor(stages: Sequence[Stage], input_bytes: int, budget: int, *, slots: int 
     for slot in table.slots():
         nodes = table.nodes(0, problem.count - 1, slot)
         cost = simulate(nodes, stages, input_bytes)
-        if cost.peak_bytes <= budget:
-            return ChainPlan(nodes, float(table.row(0, problem.count - 1)[slot]), cost.peak_bytes, table.exact)
+        if problem.bounded(cost) <= budget:
+            seconds = float(table.row(0, problem.count - 1)[slot])
+            return ChainPlan(nodes, seconds, cost.peak_bytes, cost.kept_bytes, table.exact)
     # so near the least that rounding to nearest finds nothing
     nodes = problem.least_nodes(0, problem.count - 1)
     cost = simulate(nodes, stages, input_bytes)
-    return ChainPlan(nodes, cost.seconds, cost.peak_bytes, False)
+    return ChainPlan(nodes, cost.seconds, cost.peak_bytes, cost.kept_bytes, False)
 
 
-def least_budget(stages: Sequence[Stage], input_bytes: int) -> int:
+def least_budget(stages: Sequence[Stage], input_bytes: int, bound: Bound = "alive") -> int:
     """The least bytes within which a chain can be run forward and backward, exactly.
 
     Example:
         >>> least_budget([Stage(1.0, 2.0, 1)] * 4, 1)
         5
+        >>> least_budget([Stage(1.0, 2.0, 1)] * 4, 1, "kept")
+        2
     """
-    return _Problem(tuple(stages), input_bytes).least()
+    return _Problem(tuple(stages), input_bytes, bound).least()
 
 
 def _infeasible(problem: "_Problem", budget: int, least: int) -> UserError:
-    nodes = problem.least_nodes(0, problem.count - 1)
-    at = simulate(nodes, problem.stages, problem.input_bytes).peak_stage
-    alone = min(problem.save_need(at, option, at) for option in range(len(problem.stages[at].options)))
+    needs = [min(problem.save_need(at, o, at) for o in range(len(s.options))) for at, s in enumerate(problem.stages)]
+    alone = [need + given for need, given in zip(needs, problem.x, strict=False)]
+    at = max(range(problem.count), key=alone.__getitem__)
+    said = "kept and alive" if problem.bound == "alive" else "kept"
     return UserError(
-        f"a budget of {bytes_text(budget)} for a chain of {problem.count} stages: the least possible is "
-        f"{bytes_text(least)}, of which stage {at} alone takes {bytes_text(alone + int(problem.x[at]))}; "
+        f"a budget of {bytes_text(budget)} {said} for a chain of {problem.count} stages: the least possible is "
+        f"{bytes_at_least(least)}, of which stage {at} alone takes {bytes_at_least(alone[at])}; "
         "more microbatches, a smaller batch, or a cut of that stage in two would lower it"
     )
 
@@ -105,14 +122,16 @@ def _infeasible(problem: "_Problem", budget: int, least: int) -> UserError:
 class _Problem:
     """A chain's costs as arrays: x[i] is what enters stage i, x[L] what leaves the last."""
 
-    def __init__(self, stages: tuple[Stage, ...], input_bytes: int) -> None:
+    def __init__(self, stages: tuple[Stage, ...], input_bytes: int, bound: Bound) -> None:
         if not stages:
             raise UserError("a chain of no stages: expected at least one")
-        self.stages, self.input_bytes, self.count = stages, input_bytes, len(stages)
+        self.stages, self.input_bytes, self.count, self.bound = stages, input_bytes, len(stages), bound
         self.x = [input_bytes, *(stage.output_bytes for stage in stages)]
         self.elapsed = np.concatenate([[0.0], np.cumsum([stage.forward_seconds for stage in stages])])
         self.alike = len(set(stages)) == 1 and input_bytes == stages[0].output_bytes
         self.passes = any(stage.passed_bytes for stage in stages)
+        # bytes of the gradient of x[i]
+        self.gradients = self.x if bound == "alive" else [0] * len(self.x)
         # kept[s][c - s - 1]: bytes of x[c] that x[s] does not hold
         # run_need[s][c - s - 1]: beside x[s] and a gradient, to run s..c-1 keeping x[c] alone
         self.kept: list[list[int]] = []
@@ -125,11 +144,15 @@ class _Problem:
                 need = max(need, before + stage.output_bytes - stage.passed_bytes + stage.working_bytes)
                 before = stage.output_bytes - int(shared)
                 kept.append(before)
-                needs.append(need)
+                needs.append(need if bound == "alive" else 0)
             self.kept.append(kept)
             self.run_need.append(needs)
         if self.alike:
             self.kept, self.run_need = self.kept * self.count, self.run_need * self.count
+
+    def bounded(self, cost: ChainCost) -> int:
+        """Of what a plan costs the bytes that the budget bounds."""
+        return cost.peak_bytes if self.bound == "alive" else cost.kept_bytes
 
     def saved(self, stage: int, option: int) -> int:
         """Bytes beside its input while a stage waits for its backward pass."""
@@ -138,6 +161,8 @@ class _Problem:
     def save_need(self, stage: int, option: int, last: int) -> int:
         """Bytes beside its input that a stage takes forward and backward when stages up to `last` follow."""
         one = self.stages[stage]
+        if self.bound == "kept":
+            return self.saved(stage, option) if stage < last else one.options[option].kept_bytes
         forward = self.x[last + 1] + one.working_bytes
         backward = self.x[stage] + one.output_bytes - one.passed_bytes + one.options[option].working_bytes
         return self.saved(stage, option) + max(forward, backward)
@@ -156,7 +181,10 @@ class _Problem:
             for first, last in self._spans():
                 choices = [
                     (
-                        max(self.save_need(first, o, last), self.saved(first, o) + self._least_of(first + 1, last)),
+                        max(
+                            self.save_need(first, o, last),
+                            self.saved(first, o) + self._least_of(first + 1, last) if first < last else 0,
+                        ),
                         -1 - o,
                     )
                     for o in range(len(self.stages[first].options))
@@ -164,7 +192,7 @@ class _Problem:
                 choices += [
                     (
                         max(
-                            self.x[last + 1] + self.run_need[first][c - first - 1],
+                            self.gradients[last + 1] + self.run_need[first][c - first - 1],
                             self.kept[first][c - first - 1] + self._least_of(c, last),
                             self._least_of(first, c - 1),
                         ),
@@ -285,7 +313,8 @@ class _Table:
             stage, cost = problem.stages[first], []
             for option in range(len(stage.options)):
                 after = slot - self.grid.size(problem.saved(first, option))
-                fits = slot >= self.grid.first(problem.save_need(first, option, last)) and after >= 0
+                fits = slot >= self.grid.first(problem.save_need(first, option, last))
+                fits = fits and (after >= 0 or first == last)
                 behind = 0.0 if first == last else float(self.row(first + 1, last)[after]) if fits else math.inf
                 cost.append((problem.save_seconds(first, option) + behind if fits else math.inf, -1 - option))
             for cut in range(first + 1, last + 1):
@@ -310,7 +339,7 @@ class _Table:
 
     def _run_first(self, first: int, cut: int, last: int) -> int:
         problem = self.problem
-        return self.grid.first(problem.x[last + 1] + problem.run_need[first][cut - first - 1])
+        return self.grid.first(problem.gradients[last + 1] + problem.run_need[first][cut - first - 1])
 
     def _kept(self, first: int, last: int) -> Row:
         """The best over the options of the first stage."""
@@ -318,7 +347,8 @@ class _Table:
         best = np.full(grid.length, np.inf)
         for option in range(len(problem.stages[first].options)):
             size, seconds = grid.size(problem.saved(first, option)), problem.save_seconds(first, option)
-            low = max(grid.first(problem.save_need(first, option, last)), size)
+            low = grid.first(problem.save_need(first, option, last))
+            low = low if first == last else max(low, size)
             if low < grid.length:
                 behind = 0.0 if first == last else self.row(first + 1, last)[low - size : grid.length - size]
                 np.minimum(best[low:], behind + seconds, out=best[low:])
@@ -351,7 +381,7 @@ class _Table:
                             behind[cut] = self._shifted(self.row(cut, last), self._size(first, cut))
                             behind[cut] += problem.elapsed[cut]
                     np.add(self._rows[first][: last - first], behind[first + 1 :], out=some)
-                    needed = np.ceil((problem.x[last + 1] + needs[first][last] - grid.rest) / grid.unit - 1e-9)
+                    needed = np.ceil((problem.gradients[last + 1] + needs[first][last] - grid.rest) / grid.unit - 1e-9)
                     for index, low in enumerate(needed.astype(int).tolist()):
                         some[index, : max(low, 0)] = np.inf
                     np.minimum(best, some.min(0) - problem.elapsed[first], out=best)

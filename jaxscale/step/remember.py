@@ -13,7 +13,7 @@ from jaxscale.blocks import Treatment
 from jaxscale.costs.collect import BlockCall, collect
 from jaxscale.errors import UserError
 from jaxscale.memory.apply import policy_of, wrapper
-from jaxscale.memory.decide import decide, treatment_for
+from jaxscale.memory.decide import decide, kinds_of, treatment_for
 from jaxscale.memory.decision import Decision, read_decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.platforms.detect import chip_of
@@ -25,6 +25,10 @@ from jaxscale.values.units import rate, size
 
 REHEARSED = "v5e"
 """On a CPU, which has no memory beside the host's, offload is a rehearsal: planned as for this chip, moving nothing."""
+
+
+_OF_SEGMENTS = ("sqrt", "periodic", "revolve", "chain")
+"""Rules that run segments of several blocks again."""
 
 
 def needs_decision(plan: MemoryPlan) -> bool:
@@ -63,18 +67,41 @@ def decide_memory(objective: Objective, devices: Sequence[Any]) -> Decision:
         UserError: the rule does not fit the model, or its budget is below the least possible.
     """
     plan = objective.plan.memory
+    foreign = getattr(objective.experiment.model, "foreign", False)
     if plan.rule == "file":
         decision = read_decision(plan.name)
-        layers = sum(call.count for call in traced_blocks(objective))
-        if layers != decision.layers:
-            raise UserError(
-                f"memory {plan}: it was made for {decision.layers} blocks, and this model has {layers}; make it anew"
-            )
+        _check_made_for(plan, decision, traced_blocks(objective))
+        if foreign and decision.chain is not None:
+            raise _no_segments(plan)
         return decision
+    if foreign and plan.rule in _OF_SEGMENTS:
+        raise _no_segments(plan)
     chip = chip_of(devices[0].device_kind, devices[0].platform)
     if plan.rule == "offload" and chip.kind == "cpu":
         chip = chips()[REHEARSED]
     return decide(plan, traced_blocks(objective, chip), chip)
+
+
+def _check_made_for(plan: MemoryPlan, decision: Decision, calls: Sequence[BlockCall]) -> None:
+    """Refuse a decision that was made for another model, or another version of it."""
+    layers, blocks = sum(call.count for call in calls), tuple(kinds_of(calls))
+    if layers != decision.layers:
+        raise UserError(
+            f"memory {plan}: it was made for {decision.layers} blocks, and this model has {layers}; make it anew"
+        )
+    if decision.blocks and blocks != decision.blocks:
+        raise UserError(
+            f"memory {plan}: it was made for block {', '.join(decision.blocks)}, and this model has "
+            f"{', '.join(blocks)}: another model, another version of it, or other shapes; make it anew"
+        )
+
+
+def _no_segments(plan: MemoryPlan) -> UserError:
+    return UserError(
+        f"memory {plan}: it runs segments of several blocks again as one, and this model's own code calls its blocks "
+        "one by one, with anything between them; take save:BYTES, dots or full, which treat each block by itself, or "
+        "build the model of layers.Stack or layers.Chain"
+    )
 
 
 def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[BlockCall, ...]:
@@ -93,7 +120,7 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
     # what the step computes is given, not made: a block sees it as it will
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(rows, dtype="int32")))
     with objective.tracing(plainly=True):
-        return collect(objective.loss_of_masters, functional.params, functional.rest, batch, key, examples, chip=chip)
+        return collect(objective.loss_of_masters, functional.whole, functional.rest, batch, key, examples, chip=chip)
 
 
 def treatment_of(plan: Plan, decision: Decision | None) -> Treatment:
@@ -130,9 +157,6 @@ def said_of(decision: Decision, platform: str = "tpu") -> str:
         f" (a rehearsal: planned as for a {REHEARSED}; a CPU has no memory beside the host's)" if rehearsed else ""
     )
     hosted = f", {size(decision.host_bytes)} on the host" if decision.host_bytes else ""
-    if decision.chain is not None:
-        kept = f"at most {size(decision.bytes)} alive per device and microbatch between {decision.layers} blocks"
-    else:
-        kept = f"{size(decision.bytes)} kept per device and microbatch"
-        kept += f", {size(decision.bytes / decision.layers)} a block" if decision.layers else ""
+    kept = f"{size(decision.bytes)} kept per device and microbatch"
+    kept += f", {size(decision.bytes_of_a_block)} a block" if decision.layers else ""
     return f"memory {decision.plan}: {kept}{hosted}, {rate(decision.flop, 'FLOP')} recomputed{rehearsal}"

@@ -41,7 +41,9 @@ BATCH = {
     name: np.random.default_rng(0).integers(0, 32, (ROWS, LENGTH)).astype(np.int32) for name in ("tokens", "targets")
 }
 MODEL = Decoder(vocab=32, context=LENGTH, heads=2, layers=LAYERS, embed=16, mlp=32, dropout=0.1)
-EXPERIMENT = Experiment("memory", MODEL, Tokens(), optimizer=Optimizer(clip=None), batch=ROWS, steps=3)
+# plain descent shows the scale of gradients, which Adam divides out
+DESCENT = Optimizer(name="sgd", learning_rate=1.0, warmup=0, schedule="constant", clip=None, weight_decay=0.0)
+EXPERIMENT = Experiment("memory", MODEL, Tokens(), optimizer=DESCENT, batch=ROWS, steps=3)
 
 
 def step_of(memory, **plan):
@@ -67,7 +69,7 @@ def plain():
         "sqrt",
         "periodic:4",
         "revolve:2",
-        "chain:96KiB",
+        "chain:24KiB",
         "save:24KiB",
         "save:14KiB:flop",
         "greedy:24KiB",
@@ -82,7 +84,7 @@ def test_a_memory_plan_changes_nothing_but_memory(memory, plain):
     np.testing.assert_allclose([loss, norm], plain[:2], rtol=1e-5)
     assert params.keys() == plain[2].keys()
     for name, array in params.items():
-        np.testing.assert_allclose(array, plain[2][name], rtol=1e-4, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(array, plain[2][name], rtol=1e-5, atol=1e-7, err_msg=name)
     if step.decision is not None:
         assert from_json(type(step.decision), to_json(step.decision)) == step.decision
         assert step.decision.layers == LAYERS
@@ -101,18 +103,18 @@ def test_an_offload_that_shows_no_host_bytes_is_an_error(monkeypatch):
     check_kept_on_host(step, types.SimpleNamespace(host_temp_size_in_bytes=step.decision.host_bytes))
 
 
-def test_a_decision_is_read_from_a_file_and_refused_for_another_model(tmp_path):
-    decision = step_of("save:24KiB").decision
+@pytest.mark.parametrize("memory", ["save:24KiB", "sqrt"])
+def test_a_decision_is_read_from_a_file_and_refused_for_another_model(memory, tmp_path):
+    decision = step_of(memory).decision
     assert decision is not None
     decision.write(tmp_path / "memory.json")
     same = step_of(f"file:{tmp_path}/memory.json")
     same.step_fn.trace(same.layout.abstract, same.abstract_batch(BATCH))
-    other = build(
-        dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, mlp=48)),
-        Plan(memory=MemoryPlan.parse(f"file:{tmp_path}/memory.json")),
-    )
     with pytest.raises(UserError, match="made for block"):
-        other.step_fn.trace(other.layout.abstract, other.abstract_batch(BATCH))
+        build(
+            dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, mlp=48)),
+            Plan(memory=MemoryPlan.parse(f"file:{tmp_path}/memory.json")),
+        )
     with pytest.raises(UserError, match=f"made for {LAYERS} blocks, and this model has 3"):
         build(
             dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, layers=3)),
@@ -191,7 +193,7 @@ def test_a_chain_of_unlike_blocks_keeps_its_gradients():
     experiment = Experiment("funnel", Funnel(), Rows(), optimizer=Optimizer(clip=None), batch=ROWS, steps=3)
     batch = {"images": np.random.default_rng(0).normal(size=(ROWS, 4, 8)).astype(np.float32)}
     found = []
-    for memory in ("none", "chain:30KiB", "revolve:2", "save:4KiB"):
+    for memory in ("none", "chain:1KiB", "revolve:2", "save:4KiB"):
         step = build(experiment, Plan(memory=MemoryPlan.parse(memory), mesh=MeshSpec()))
         state, metrics = step.run(step.init(), step.place(batch))
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
