@@ -1,0 +1,158 @@
+"""A simulated schedule as lines of text: one for each rank, time to the right.
+
+A cell is the letter of its kind and the number of its microbatch where there is room, filled up to its width; small
+letters are stages beyond a rank's first. Where an action is narrower than a column, a column shows what fills most of
+it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from jaxscale.pipeline.schedule import Action, Kind
+from jaxscale.pipeline.simulate import Simulation, Span
+
+FILL = {Kind.F: "─", Kind.B: "═", Kind.I: "─", Kind.W: "┄", Kind.U: "*"}
+PLAIN = str.maketrans({"─": "-", "═": "=", "┄": ".", "│": "|"})
+"""For terminals without these letters."""
+COLORS = {Kind.F: (75, 67), Kind.B: (114, 71), Kind.I: (80, 37), Kind.W: (215, 172), Kind.U: (176, 133)}
+"""Of the 256 of a terminal: a rank's first stage, its others."""
+LEAST = 24
+"""Columns for time at least, however narrow the terminal."""
+
+Cell = tuple[str, Kind | None, bool]
+"""A letter, of what kind of action, and whether of a stage beyond the rank's first."""
+
+
+def text_chart(
+    simulation: Simulation,
+    width: int = 100,
+    *,
+    per_second: float | None = None,
+    color: bool = False,
+    clock: Callable[[float], str] = "{:.4g}".format,
+) -> str:
+    """The chart of a simulation, and at the right of each rank how many activations it waits with at most.
+
+    Args:
+        simulation: what to draw.
+        width: columns of the terminal.
+        per_second: columns of a second; `None`: what fills the width (`columns_per_second`).
+        color: with the escape sequences of a terminal.
+        clock: how to write a time.
+
+    Example:
+        >>> from jaxscale.pipeline.costs import Costs
+        >>> from jaxscale.pipeline.schedules import METHODS
+        >>> from jaxscale.pipeline.simulate import simulate
+        >>> schedule = METHODS["1f1b"].schedule(2, 3)
+        >>> print(text_chart(simulate(schedule, Costs.alike(schedule)), 50))
+        rank 0 │F0F1    B0══F2  B1══    B2══│ 2 live
+        rank 1 │  F0B0══F1  B1══F2  B2══    │ 1 live
+               0         5         10
+    """
+    schedule = simulation.schedule
+    per_second = columns_per_second([simulation], width) if per_second is None else per_second
+    columns = max(1, round(simulation.seconds * per_second))
+    numbered = all(
+        round(end * per_second) - round(start * per_second) >= len(_label(action))
+        for action, start, end in _actions(simulation)
+        if action.kind is not Kind.U
+    )
+    lines = []
+    for rank, (order, spans) in enumerate(zip(schedule.orders, simulation.spans, strict=True)):
+        cells = _cells(order, spans, schedule.stages_of(rank)[0], columns, per_second, numbered)
+        body = _colored(cells) if color else "".join(letter for letter, _, _ in cells)
+        lines.append(f"{_name(simulation, rank)}│{body}│ {simulation.live_shares[rank]:g} live")
+    return "\n".join([*lines, " " * len(_name(simulation, 0)) + axis(per_second, columns, clock)])
+
+
+def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
+    """The scale on which the longest of some simulations fills a terminal.
+
+    Every action gets a whole number of columns if all can, and if that leaves no more than a quarter unused.
+    """
+    columns = min(width - len(_name(one, 0)) - len(f"││ {max(one.live_shares):g} live") for one in simulations)
+    per_second = max(columns, LEAST) / max(one.seconds for one in simulations)
+    lengths = {end - start for one in simulations for _, start, end in _actions(one) if end - start > 1e-9 * end}
+    shortest = min(lengths)
+    room = per_second * shortest
+    whole = all(abs(length / shortest - round(length / shortest)) < 1e-6 for length in lengths)
+    return math.floor(room) / shortest if whole and math.floor(room) >= 0.75 * room else per_second
+
+
+def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:
+    """Times below a chart, at round numbers.
+
+    Args:
+        per_second: columns of a second.
+        columns: of the chart.
+        clock: how to write a time.
+
+    Example:
+        >>> axis(1.2, 40, "{:g}".format)
+        '0     5     10    15    20    25    30'
+    """
+    line, seconds = "", columns / per_second
+    for number in range(int(seconds / step_of(seconds)) + 1):
+        time = number * step_of(seconds)
+        words, place = clock(time) if number else "0", round(time * per_second)
+        if place >= len(line) + bool(line):
+            line += " " * (place - len(line)) + words
+    return line
+
+
+def step_of(seconds: float, most: int = 8) -> float:
+    """The distance of ticks on an axis: 1, 2 or 5 times a power of ten, no more than `most` of them.
+
+    Example:
+        >>> step_of(33.0), step_of(0.0049)
+        (5.0, 0.001)
+    """
+    rough = seconds / most
+    power = math.floor(math.log10(rough))
+    return next(step for factor in (1, 2, 5, 10) if (step := float(f"{factor}e{power}")) >= rough * (1 - 1e-9))
+
+
+def _name(simulation: Simulation, rank: int) -> str:
+    return f"rank {rank:<{len(str(simulation.schedule.ranks - 1))}} "
+
+
+def _actions(simulation: Simulation) -> list[tuple[Action, float, float]]:
+    """Every action with its start and end."""
+    rows = zip(simulation.schedule.orders, simulation.spans, strict=True)
+    return [(action, *span) for order, spans in rows for action, span in zip(order, spans, strict=True)]
+
+
+def _cells(
+    order: Sequence[Action], spans: Sequence[Span], first: int, columns: int, per_second: float, numbered: bool
+) -> list[Cell]:
+    """A rank's line, letter by letter."""
+    cells: list[Cell] = [(" ", None, False)] * columns
+    filled = [0.0] * columns
+    for action, (start, end) in zip(order, spans, strict=True):
+        later, length = action.stage != first, (end - start) * per_second
+        left, right = round(start * per_second), round(end * per_second)
+        if right > left:
+            words = _label(action) if numbered else action.kind.value
+            words = (words.lower() if later else words) + FILL[action.kind] * (right - left)
+            for column in range(left, right):
+                cells[column], filled[column] = (words[column - left], action.kind, later), 1.0
+        elif left < columns and length > filled[left]:
+            letter = action.kind.value.lower() if later else action.kind.value
+            cells[left], filled[left] = (letter, action.kind, later), length
+    return cells
+
+
+def _label(action: Action) -> str:
+    return f"{action.kind.value}{action.microbatch}"
+
+
+def _colored(cells: Sequence[Cell]) -> str:
+    """Runs of one kind between their escape sequences, the filling left to the color."""
+    text, now = "", (None, False)
+    for letter, kind, later in cells:
+        if (kind, later) != now:
+            now = kind, later
+            text += "\x1b[0m" if kind is None else f"\x1b[0;30;48;5;{COLORS[kind][later]}m"
+        text += " " if letter in FILL.values() else letter
+    return text + "\x1b[0m"

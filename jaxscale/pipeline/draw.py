@@ -1,0 +1,172 @@
+"""The chart of one schedule or several, on one scale and with numbers: for a terminal, as SVG, as a page."""
+
+import dataclasses
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.chart_svg import svg_chart
+from jaxscale.pipeline.chart_text import PLAIN, columns_per_second, text_chart
+from jaxscale.pipeline.csv import to_csv
+from jaxscale.pipeline.footprint import versions
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.simulate import Simulation, simulate
+from jaxscale.values.units import duration, size
+
+ENDINGS = (".svg", ".html", ".csv")
+"""Of the files that a chart can be written to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """Simulated schedules to look at.
+
+    Args:
+        drawn: name and simulation of each.
+        timed: whether costs are seconds; else they are any unit.
+
+    Example:
+        >>> from jaxscale.pipeline.costs import Costs
+        >>> from jaxscale.pipeline.schedules import METHODS
+        >>> schedule = METHODS["zb-h1"].schedule(4, 8)
+        >>> chart = Chart((("zb-h1:4x8", simulate(schedule, Costs.alike(schedule))),))
+        >>> print(chart.table())
+                   time  bubble  own span  live  weights  apart
+        zb-h1:4x8    27   11.1%      5.9%     4        1     27
+    """
+
+    drawn: tuple[tuple[str, Simulation], ...]
+    timed: bool = False
+
+    @property
+    def clock(self) -> Callable[[float], str]:
+        """How to write a time."""
+        return duration if self.timed else "{:.5g}".format
+
+    def text(self, width: int = 100, *, color: bool = False, unicode: bool = True) -> str:
+        """Charts and numbers, for a terminal.
+
+        Args:
+            width: its columns.
+            color: whether it shows colors.
+            unicode: whether it shows letters beyond ASCII.
+        """
+        per_second = columns_per_second([simulation for _, simulation in self.drawn], width)
+        parts = []
+        for name, simulation in self.drawn:
+            chart = text_chart(simulation, per_second=per_second, color=color, clock=self.clock)
+            parts.append(f"{name}\n{chart}" if len(self.drawn) > 1 else chart)
+        parts.append(f"{self.table()}\n\n{self.legend()}")
+        text = "\n\n".join(parts)
+        return text if unicode else text.translate(PLAIN)
+
+    def table(self) -> str:
+        """The numbers of each schedule, in columns."""
+        rows = [self._heads(), *([name, *self._numbers(simulation)] for name, simulation in self.drawn)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return "\n".join(
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+        )
+
+    def legend(self) -> str:
+        """What the columns of the table are."""
+        steady = any(simulation.period is not None for _, simulation in self.drawn)
+        lines = [
+            "bubble: idle share of all devices' time" + ("; asynchronous: in the steady state" if steady else ""),
+            "own span: the same between each device's first action and its last",
+            "live: activations that the fullest device waits with, in microbatches of its part of the model",
+            "weights: how often the fullest device holds the weights of its part of the model",
+            "apart: the time with a program for each device, which waits for what it needs alone",
+        ]
+        return "\n".join(lines)
+
+    def svg(self) -> str:
+        """The chart alone, as an image."""
+        panels = [(self._heading(name, simulation), simulation) for name, simulation in self.drawn]
+        return svg_chart(panels, clock=self.clock)
+
+    def html(self) -> str:
+        """A page: chart, numbers, and what an action is under the pointer, with its microbatch lit up everywhere."""
+        title = escape(", ".join(name for name, _ in self.drawn))
+        heads = "".join(f"<th>{escape(head)}</th>" for head in self._heads())
+        rows = "".join(
+            f"<tr><td>{escape(name)}</td>"
+            + "".join(f"<td class=r>{escape(cell)}</td>" for cell in self._numbers(simulation))
+            + "</tr>"
+            for name, simulation in self.drawn
+        )
+        legend = "".join(f"<p>{escape(line)}</p>" for line in self.legend().splitlines())
+        return (
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+            f"<h1>{title}</h1><p id=told>Point at an action.</p>{self.svg()}"
+            f"<table><tr>{heads}</tr>{rows}</table>{legend}<script>{_SCRIPT}</script></html>\n"
+        )
+
+    def write(self, path: str | Path) -> None:
+        """Write a file, of the kind that its name ends in.
+
+        Raises:
+            UserError: another ending than .svg, .html or .csv; a CSV of several schedules; a place that cannot be
+                written to.
+        """
+        path = Path(path)
+        if path.suffix not in ENDINGS:
+            raise UserError(f"{path}: expected a name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+        if path.suffix == ".csv" and len(self.drawn) > 1:
+            raise UserError(f"{path}: a CSV holds one schedule, not {len(self.drawn)}; draw them one by one")
+        made = {
+            ".svg": lambda: self.svg() + "\n",
+            ".html": self.html,
+            ".csv": lambda: to_csv(self.drawn[0][1].schedule),
+        }
+        try:
+            path.write_text(made[path.suffix]())
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}; give another name") from error
+
+    def _heading(self, name: str, simulation: Simulation) -> str:
+        state = "" if simulation.period is None else " in the steady state"
+        live = max(simulation.live_shares)
+        return f"{name}: {self.clock(simulation.seconds)}, bubble {simulation.bubble:.1%}{state}, {live:g} live"
+
+    @property
+    def _priced(self) -> bool:
+        return any(any(simulation.live_bytes) for _, simulation in self.drawn)
+
+    def _heads(self) -> list[str]:
+        return ["", "time", "bubble", "own span", "live", *(["live bytes"] if self._priced else []), "weights", "apart"]
+
+    def _numbers(self, simulation: Simulation) -> list[str]:
+        apart = simulate(simulation.schedule, simulation.costs, "dataflow")
+        cells = [
+            self.clock(simulation.seconds),
+            f"{simulation.bubble:.1%}",
+            f"{abs(simulation.bubble_own_span):.1%}",
+            f"{max(simulation.live_shares):g}",
+        ]
+        cells += [size(max(simulation.live_bytes))] if self._priced else []
+        return [*cells, f"{_weights(simulation.schedule):g}", self.clock(apart.seconds)]
+
+
+def _weights(schedule: Schedule) -> float:
+    """Copies and versions of weights on the rank that has most, as multiples of its share of the model."""
+    held = (sum(versions(schedule, stage) for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks))
+    return max(held) * schedule.ranks / schedule.stages
+
+
+_STYLE = (
+    ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;"
+    "padding:0 1rem}h1{font-size:1.3rem}svg{width:100%;height:auto}p{margin:.1rem 0}#told{font-weight:600}"
+    "table{border-collapse:collapse;margin:1rem 0}td,th{padding:.15rem .7rem;text-align:left;"
+    "border-bottom:1px solid #8883}th{text-align:right}.r{text-align:right;font-variant-numeric:tabular-nums}"
+    "svg.on g[data-m]{opacity:.25}svg.on g.on{opacity:1}"
+)
+_SCRIPT = (
+    "const s=document.querySelector('svg'),told=document.getElementById('told');"
+    "s.addEventListener('mouseover',e=>{const g=e.target.closest('g[data-m]');"
+    "s.querySelectorAll('g.on').forEach(o=>o.classList.remove('on'));s.classList.toggle('on',!!g);"
+    "if(g){told.textContent=g.querySelector('title').textContent;"
+    "s.querySelectorAll(`g[data-m=\"${g.dataset.m}\"]`).forEach(o=>o.classList.add('on'))}});"
+    "s.addEventListener('mouseleave',()=>s.classList.remove('on'))"
+)
