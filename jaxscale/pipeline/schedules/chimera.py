@@ -38,7 +38,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     """
     if ranks % 2:
         raise UserError(
-            f"schedule chimera: got {ranks} devices, expected an even number: the two directions share them"
+            f"schedule chimera: got {ranks} devices, expected an even number: two directions share them"
         )
     if microbatches % ranks:
         multiple = f"expected a multiple of the {ranks} devices"

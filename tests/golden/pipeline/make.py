@@ -30,6 +30,9 @@ MULTI = {
 }
 """By file name: class, ranks, microbatches, stages a rank."""
 
+SILENT = (schedules.UNSHARD, schedules.RESHARD, schedules.REDUCE_GRAD)
+"""What PyTorch's simulator does not know."""
+
 
 def stages(ranks: int, per_rank: int) -> list[Mock]:
     """Stages that know their numbers alone."""
@@ -57,7 +60,7 @@ def make() -> None:
 
 
 def check(folder: Path) -> None:
-    """Load every file of a folder with PyTorch's reader, which validates it; simulate the lowered ones as it does."""
+    """Load every file of a folder with PyTorch's reader, and simulate it with PyTorch's simulator."""
     for path in sorted(folder.glob("*.csv")):
         rows = list(csv.reader(path.open(newline="")))
         cells = [schedules._Action.from_str(cell) for row in rows for cell in row if cell]
@@ -66,7 +69,10 @@ def check(folder: Path) -> None:
         microbatches = 1 + max(cell.microbatch_index for cell in passes)
         schedule = _PipelineScheduleRuntime(stages(len(rows), count // len(rows)), microbatches)
         schedule._load_csv(path, "compute_comms" if ".lowered" in path.name else "compute_only")
-        schedule._simulate()
+        told = schedule.pipeline_order_with_comms.items()
+        work = {rank: [one for one in order if one.computation_type not in SILENT] for rank, order in told}
+        places = schedule.stage_index_to_group_rank
+        schedules._simulate_comms_compute(work, places.__getitem__, count)
         print(f"{path.name}: taken ({len(rows)} ranks, {count} stages, {microbatches} microbatches)")
 
 

@@ -1,0 +1,151 @@
+"""PipelinePlan: which schedule, on how many devices and microbatches, as a request with a short text form."""
+
+import dataclasses
+import functools
+import re
+
+from jaxscale.errors import UserError, unknown
+from jaxscale.pipeline.csv import read_csv
+from jaxscale.pipeline.method import Method
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.schedules import METHODS
+from jaxscale.values import check_types
+
+
+def _form(method: Method) -> str:
+    size = "P" if method.streams else "PxM"
+    return f"{method.name}:{size}" + ("[,v=V]" if method.interleaves else "")
+
+
+FORMS = {**{name: _form(method) for name, method in METHODS.items()}, "auto": "auto:P", "file": "file:PATH"}
+"""The text form of each name."""
+
+_SIZE = re.compile(r"(\d+)(?:x(\d+))?")
+
+
+@functools.lru_cache(maxsize=128)
+def _schedule(name: str, ranks: int, microbatches: int, chunks: int | None, updates: int) -> Schedule:
+    return METHODS[name].schedule(ranks, microbatches, chunks, updates)
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinePlan:
+    """Which schedule, on how many devices and microbatches, by its text form.
+
+    | text form | schedule |
+    |---|---|
+    | `NAME:PxM` | a synchronous one of `METHODS`, P devices on the pipe axis, M microbatches |
+    | `interleaved:PxM,v=V`, `lockstep:PxM,v=V` | the same with V stages a device |
+    | `pipedream:P`, `pipemare:P` | asynchronous, an update for each microbatch |
+    | `2bw:PxM` | asynchronous, an update for each M microbatches |
+    | `auto:P` | schedule, microbatches and partition are chosen |
+    | `file:PATH` | PyTorch's CSV, which says the rest |
+
+    Args:
+        name: of a method, or auto or file.
+        ranks: P, devices on the pipe axis; `None` of a file.
+        microbatches: M, those of one update of the weights; `None` where the form has none.
+        chunks: V; `None`: the method's own.
+        path: of the file.
+
+    Example:
+        >>> plan = PipelinePlan.parse("interleaved:4x8,v=2")
+        >>> str(plan), plan.schedule().stages
+        ('interleaved:4x8,v=2', 8)
+        >>> PipelinePlan.parse("chimera:3x6")
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: schedule chimera: got 3 devices, expected an even number: two directions share them
+    """
+
+    name: str
+    ranks: int | None = None
+    microbatches: int | None = None
+    chunks: int | None = None
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.name not in FORMS:
+            raise unknown("pipeline schedule", self.name, FORMS)
+        method = METHODS.get(self.name)
+        wanted = {
+            "ranks": self.name != "file",
+            "microbatches": method is not None and not method.streams,
+            "path": self.name == "file",
+        }
+        for field, needed in wanted.items():
+            if (getattr(self, field) is not None) != needed:
+                verb = "needs" if needed else "takes no"
+                why = "; each microbatch is an update, 2bw takes more of them" if method and method.streams else ""
+                raise UserError(f"pipeline {self.name} {verb} {field}: write {FORMS[self.name]}{why}")
+        if method is not None:
+            self.schedule()  # refuses numbers for which there is none
+        elif self.chunks is not None:
+            raise UserError(f"pipeline {self.name} takes no v: write {FORMS[self.name]}")
+        elif self.ranks is not None and self.ranks < 1:
+            raise UserError(f"pipeline {self.name}: got {self.ranks} devices, expected 1 or more")
+
+    @classmethod
+    def parse(cls, text: str) -> "PipelinePlan":
+        """The plan of its text form.
+
+        Raises:
+            UserError: an unknown name, with the near miss; numbers that are missing, too many, or for which the
+                schedule is not defined.
+        """
+        head, colon, rest = text.strip().partition(":")
+        name = head.lower()
+        if name not in FORMS:
+            raise unknown("pipeline schedule", name, FORMS)
+        if name == "file":
+            return cls(name, path=rest or None)
+        size, *options = rest.split(",")
+        found = _SIZE.fullmatch(size.strip().lower())
+        if not found:
+            given = f"got {size!r}" if colon else "got no numbers"
+            raise UserError(f"pipeline {text!r}: {given}, expected {FORMS[name]}: P devices, M microbatches")
+        chunks = None
+        for option in options:
+            key, _, value = (part.strip() for part in option.partition("="))
+            if key != "v" or not value.isdecimal() or chunks is not None:
+                raise UserError(f"pipeline {text!r}: got {option.strip()!r}, expected {FORMS[name]}")
+            chunks = int(value)
+        ranks, microbatches = found.groups()
+        return cls(name, int(ranks), None if microbatches is None else int(microbatches), chunks)
+
+    def __str__(self) -> str:
+        if self.path is not None:
+            return f"file:{self.path}"
+        size = str(self.ranks) if self.microbatches is None else f"{self.ranks}x{self.microbatches}"
+        return f"{self.name}:{size}" + ("" if self.chunks is None else f",v={self.chunks}")
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the schedule updates the weights on its way."""
+        return self.name in METHODS and METHODS[self.name].steps
+
+    def schedule(self, updates: int = 1, ranks: int | None = None) -> Schedule:
+        """The schedule.
+
+        Args:
+            updates: how many updates the schedule of an asynchronous method makes.
+            ranks: devices on the pipe axis, where another says; `None`: no matter.
+
+        Raises:
+            UserError: a file that is missing or wrong; a schedule for another number of devices; `auto`, before it
+                has been chosen.
+        """
+        if self.name == "auto":
+            raise UserError(f"pipeline {self}: its schedule is still to be chosen; give one by name to draw or run it")
+        if self.path is not None:
+            found = read_csv(self.path)
+        else:
+            assert self.ranks is not None
+            microbatches = 1 if self.microbatches is None else self.microbatches
+            found = _schedule(self.name, self.ranks, microbatches, self.chunks, updates)
+        if ranks not in (None, found.ranks):
+            raise UserError(
+                f"pipeline {self}: a schedule for {found.ranks} devices, but the pipe axis has {ranks}; "
+                "give the mesh as many, or another schedule"
+            )
+        return found
