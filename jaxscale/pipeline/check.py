@@ -165,7 +165,7 @@ def progress(schedule: "Schedule") -> None:
     orders = schedule.orders
     done: set[Action] = set()
     position = [0] * len(orders)
-    waiting: dict[Action, int] = {}
+    waiting: dict[Action, list[int]] = {}
     ready = list(range(len(orders)))
     while ready:
         rank = ready.pop()
@@ -174,16 +174,15 @@ def progress(schedule: "Schedule") -> None:
             action = order[position[rank]]
             missing = next((one for one in schedule.inputs(action) if one not in done), None)
             if missing is not None:
-                waiting[missing] = rank
+                waiting.setdefault(missing, []).append(rank)
                 break
             done.add(action)
             position[rank] += 1
-            if action in waiting:
-                ready.append(waiting.pop(action))
+            ready += waiting.pop(action, [])
     stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
     if not stuck:
         return
-    blocks = {rank: action for action, rank in waiting.items()}
+    blocks = {rank: action for action, ranks in waiting.items() for rank in ranks}
     seen, rank = [], stuck[0]
     while rank not in seen:
         seen.append(rank)
