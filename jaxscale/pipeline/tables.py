@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import GRADIENT, Action, Kind
-from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.registers import allocate
+from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import ticks
 
 Stash = Literal["input", "residuals"]
@@ -53,7 +53,7 @@ class Tables:
         >>> from jaxscale.pipeline.schedules import METHODS
         >>> one, all_forward = (tabulate(METHODS[name].schedule(4, 32)) for name in ("1f1b", "gpipe"))
         >>> one.ticks, one.residuals, all_forward.residuals
-        (98, 4, 32)
+        (70, 4, 32)
     """
 
     schedule: Schedule

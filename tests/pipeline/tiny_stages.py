@@ -139,7 +139,9 @@ def _held(schedule: Schedule) -> list[tuple[int, ...]]:
     return [schedule.stages_of(rank) for rank in range(schedule.ranks)]
 
 
-def program(model: Any, schedule: Schedule, *, stash: Any = "input", forward_only: bool = False, **settings: Any) -> Any:
+def program(
+    model: Any, schedule: Schedule, *, stash: Any = "input", forward_only: bool = False, **settings: Any
+) -> Any:
     """`f(weights, shared, batch, key) -> Executed`, with weights as `to_chunks` gives them and gradients alike."""
     mesh = Mesh(np.array(jax.devices()[: schedule.ranks]), ("pipe",), axis_types=(AxisType.Auto,))
     tables = tabulate(schedule, stash, forward_only=forward_only)
@@ -149,7 +151,9 @@ def program(model: Any, schedule: Schedule, *, stash: Any = "input", forward_onl
         found = execute(tables, model.stage, own, shared, batch, key, model.message(), **settings)
         everywhere = functools.partial(lax.psum, axis_name="pipe")
         gradients = jax.tree.map(lambda leaf: leaf[None], found.weight_gradients)
-        return Executed(jax.tree.map(everywhere, found.sums), gradients, jax.tree.map(everywhere, found.shared_gradients))
+        return Executed(
+            jax.tree.map(everywhere, found.sums), gradients, jax.tree.map(everywhere, found.shared_gradients)
+        )
 
     sums = jax.tree.map(lambda _: P(), {"loss": 0, "tokens": 0})
     mapped = jax.shard_map(
