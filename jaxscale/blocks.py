@@ -269,6 +269,45 @@ def groups_of(layers: int) -> tuple[int, ...]:
     return groups if sum(groups) == layers and all(count > 0 for count in groups) else (layers,)
 
 
+Between = Callable[[Callable[[Any], Any], Any], Any]
+"""From a function that runs a stage's blocks, and what the model gives to its first block, to what comes after all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A stack of which only some layers are here: a pipeline's stage.
+
+    Args:
+        numbers: of the layers that the rows of the stack's parameters are; -1 for a row that is no layer.
+        starts: the first layer of every stage, this one's among them.
+        padded: some stage has rows that are no layer.
+        between: what happens where the blocks would run.
+    """
+
+    numbers: Int[Array, "K"]
+    starts: tuple[int, ...]
+    padded: bool
+    between: Between
+
+
+_cut: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default=None)
+
+
+@contextlib.contextmanager
+def cutting(cut: Cut) -> Iterator[None]:
+    """While tracing inside, the model's stack is cut so."""
+    token = _cut.set(cut)
+    try:
+        yield
+    finally:
+        _cut.reset(token)
+
+
+def cut() -> Cut | None:
+    """How the model's stack is cut; `None` where it is whole."""
+    return _cut.get()
+
+
 def dropout_mask(context: Context, site: str, shape: tuple[int, ...], keep: float) -> Shaped[Array, "..."]:
     """Boolean mask of `shape`, whose first dim is the batch; row i depends on seed, step, layer, site, example."""
     return jax.vmap(lambda key: jax.random.bernoulli(key, keep, shape[1:]))(context.keys(site, shape[0]))

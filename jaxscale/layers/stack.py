@@ -6,6 +6,7 @@ leaves as results.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale import blocks
-from jaxscale.blocks import BlockFunction, Call, Context, Wrapper
+from jaxscale.blocks import BlockFunction, Call, Context, Cut, Wrapper
 from jaxscale.errors import UserError
 from jaxscale.typing import PyTree
 
@@ -137,6 +138,15 @@ class Stack(nnx.Module):
 
             return run
 
+        cut = blocks.cut()
+        if cut is not None:
+            if per_layer or outputs:
+                raise UserError(
+                    "pipeline: this model gives its blocks something of each layer's own, or takes something from each "
+                    "layer, and a stage sends its neighbours nothing but x; put it into x, or train without a pipeline"
+                )
+            return cut.between(self._stage(cut, [functools.partial(block, settings=one) for one in cycle]), x)
+
         for part in self._spans():
             module = getattr(self, group_name(part.start))
             graphdef, params, rest = _states(module)
@@ -148,15 +158,15 @@ class Stack(nnx.Module):
                 own = slice(start - part.start, stop - part.start)
                 inputs = (
                     *_cut((params, rest), own, part.stop - part.start),
-                    jnp.arange(start, stop),
+                    jnp.arange(start, stop, dtype=jnp.int32),
                     _cut(per_layer, slice(start, stop), self.count),
                 )
                 settings = [cycle[layer % len(cycle)] for layer in range(start, start + len(cycle))]
                 alike = _Alike([block(graphdef, one) for one in settings], wrapper, treatment.unroll, treatment.segment)
                 if one_by_one:
-                    calls += alike.calls(inputs, start, stop - start)
+                    calls += alike.calls(inputs, stop - start)
                 else:
-                    x, result = alike.scanned(x, inputs, start, stop - start)
+                    x, result = alike.scanned(x, inputs, stop - start)
                     found.append(result)
         if one_by_one and treatment.segment is not None and treatment.sequence is None:
             for start in range(0, self.count, treatment.segment):
@@ -170,6 +180,60 @@ class Stack(nnx.Module):
             if left:
                 nnx.update(getattr(self, group_name(part.start)), _cut(left, part, self.count))
         return (x, output) if outputs else x
+
+    def _stage(self, cut: Cut, cycle: Sequence[Callable[[Any], BlockFunction]]) -> Callable[[Any], Any]:
+        """What runs a pipeline stage's layers, which are all that the parameters here hold.
+
+        Raises:
+            UserError: layers hold more than parameters, or a stage begins within a cycle of unlike layers.
+        """
+        graphdef, params, rest = _states(self.layers)
+        if jax.tree.leaves(rest):
+            raise UserError(
+                "pipeline: the blocks of this model hold running statistics, which microbatches would change one after "
+                "the other; use layer or group norm, or train without a pipeline"
+            )
+        inside = [start for start in cut.starts if start % len(cycle)]
+        if inside:
+            raise UserError(
+                f"pipeline: a stage begins with layer {inside[0]}, and the layers of this model repeat every "
+                f"{len(cycle)}: give each stage a multiple of {len(cycle)} layers"
+            )
+        treatment, rows = blocks.treatment(), len(cut.numbers)
+        inputs = (params, rest, cut.numbers, {})
+
+        def run(x: Any) -> Any:
+            for start, stop, wrapper in treatment.runs(rows):
+                alike = _Alike(
+                    [make(graphdef) for make in cycle],
+                    _where_alive(wrapper) if cut.padded else wrapper,
+                    treatment.unroll,
+                    treatment.segment,
+                )
+                own = _cut(inputs, slice(start, stop), rows)
+                if treatment.sequence is not None or not self.scan:
+                    x, _ = blocks.run(alike.calls(own, stop - start), x)
+                else:
+                    x, _ = alike.scanned(x, own, stop - start)
+            return x
+
+        return run
+
+
+def _where_alive(wrapper: Wrapper) -> Wrapper:
+    """`wrapper`, of blocks that leave `x` alone where the layer's number is negative."""
+
+    def wrap(block: BlockFunction, rolled: bool) -> BlockFunction:
+        wrapped = wrapper(block, rolled)
+
+        def run(params: Any, rest: Any, x: Any, index: Any, per_layer: Any) -> Any:
+            return jax.lax.cond(
+                index >= 0, wrapped, lambda *given: (given[2], (rest, None)), params, rest, x, index, per_layer
+            )
+
+        return run
+
+    return wrap
 
 
 def group_name(start: int) -> str:
@@ -212,15 +276,15 @@ class _Alike:
     unroll: int
     segment: int | None
 
-    def calls(self, inputs: PyTree, first: int, layers: int) -> list[Call]:
-        """The blocks one by one; the first is layer number `first` of the stack."""
+    def calls(self, inputs: PyTree, layers: int) -> list[Call]:
+        """The blocks one by one."""
         wrapped = [self.wrapper(block, False) for block in self.cycle]
         return [
-            Call(wrapped[layer % len(wrapped)], (params, rest), (jnp.int32(first + layer), per_layer))
-            for layer, (params, rest, _, per_layer) in enumerate(unstack(inputs, layers))
+            Call(wrapped[layer % len(wrapped)], (params, rest), (index, per_layer))
+            for layer, (params, rest, index, per_layer) in enumerate(unstack(inputs, layers))
         ]
 
-    def scanned(self, x: Any, inputs: PyTree, first: int, layers: int) -> tuple[Any, PyTree]:
+    def scanned(self, x: Any, inputs: PyTree, layers: int) -> tuple[Any, PyTree]:
         """`x` after the layers, and what they left; the layers of a last, incomplete cycle follow one by one."""
         whole = layers - layers % len(self.cycle)
         found = []
@@ -229,7 +293,7 @@ class _Alike:
             x, left = loop(x, _cut(inputs, slice(0, whole), layers), whole)
             found.append(left)
         if whole < layers:
-            last = self.calls(_cut(inputs, slice(whole, layers), layers), first + whole, layers - whole)
+            last = self.calls(_cut(inputs, slice(whole, layers), layers), layers - whole)
             x, left = blocks.one_after_another(last, x)
             found.append(restack(left))
         return x, _joined(found)

@@ -105,3 +105,16 @@ def placement(
         gradient=shard if stage > 1 else whole,
         compute=shard if stage == 3 else whole,
     )
+
+
+def over(found: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placement:
+    """A placement with all but the copy that computes split over one more axis, where a dim divides.
+
+    Args:
+        found: the placement without it.
+        axis: mesh axis to split over.
+        shape: of the parameter.
+        mesh: the mesh.
+    """
+    between = {name: split(shape, None, getattr(found, name), mesh, axis) for name in ("master", "state", "gradient")}
+    return dataclasses.replace(found, **between)

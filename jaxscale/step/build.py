@@ -29,8 +29,10 @@ from jaxscale.step.functional import Functional, in_groups
 from jaxscale.step.host import advance_of, check_host_bytes, check_host_size, check_offload, describe
 from jaxscale.step.layout import Layout, check_model, local_bytes, masters_on_host, resolve_mesh, vocab_multiple
 from jaxscale.step.objective import Objective, positive
+from jaxscale.step.pipelined import Pipelined
 from jaxscale.step.plan import Plan
 from jaxscale.step.remember import check_memory, decide_memory, layers_of_groups, needs_decision, said_of, treatment_of
+from jaxscale.step.stages import Stages, stages_of
 from jaxscale.step.state import TrainState, Watch
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Batch, Float, Params
@@ -71,6 +73,7 @@ class TrainStep:
         advance: how its step is made.
         said: how the mesh was chosen and what the memory rule came to, a line each.
         decision: what the plan's memory rule comes to; `None` for one that says by itself what blocks keep.
+        stages: of its pipeline; `None` without one.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class TrainStep:
         advance: Advance,
         said: Sequence[str],
         decision: Decision | None = None,
+        stages: Stages | None = None,
     ) -> None:
         self.experiment = experiment
         self.plan = plan
@@ -92,7 +96,9 @@ class TrainStep:
         self.advance = advance
         self.said = tuple(said)
         self.decision = decision
-        self.objective = Objective(experiment, plan, functional, layout, treatment_of(plan, decision))
+        self.stages = stages
+        parts = (experiment, plan, functional, layout, treatment_of(plan, decision))
+        self.objective = Objective(*parts) if stages is None else Pipelined(stages, *parts)
         state, batches, whole = layout.state, layout.batch, NamedSharding(layout.mesh, PartitionSpec())
         self.step_fn = jax.jit(
             self._step, donate_argnums=0, in_shardings=(state, batches), out_shardings=(state, whole)
@@ -155,7 +161,7 @@ class TrainStep:
             loss = self.experiment.model.loss(module, batch, context)
             return loss.total
 
-        return model_flop(jax.grad(objective), self.functional.params, self.functional.rest, rows.shapes(batch))
+        return model_flop(jax.grad(objective), self.functional.whole, self.functional.rest, rows.shapes(batch))
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -182,7 +188,7 @@ class TrainStep:
         params, rest = jax.jit(self.functional.create, out_shardings=(self.layout.masters, self.layout.state.rest))()
         load = getattr(self.experiment.model, "initial_params", None)
         if load is not None:
-            loaded = in_groups(load(), self.functional.groups)
+            loaded = self.functional.in_rows(in_groups(load(), self.functional.groups))
             params = jax.tree.map(_place_host_array, loaded, self.layout.abstract.params)
         return self._fresh(params, rest)
 
@@ -221,7 +227,7 @@ class TrainStep:
         if masters_on_host(self.plan):
             placed = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), self.layout.masters)
             params = jax.device_put(params, placed)
-        return self.functional.module(params, state.rest)
+        return self.functional.module(self.functional.in_layers(params), state.rest)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -323,8 +329,11 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     assert plan.mesh is not None
     check_model(plan, experiment.model)
     check_memory(plan)
-    mesh, decision = plan.mesh.build(devices), None
-    functional, rule, optimizer, layout = _placed(experiment, plan, mesh)
+    mesh, decision, stages = plan.mesh.build(devices), None, None
+    if plan.pipeline is not None:
+        stages = stages_of(experiment, plan)
+        said += f"; {stages}"
+    functional, rule, optimizer, layout = _placed(experiment, plan, mesh, stages=stages)
     if needs_decision(plan.memory):
         decision = decide_memory(Objective(experiment, plan, functional, layout), devices)
         if groups := layers_of_groups(decision):
@@ -338,14 +347,15 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     check_host_size(layout, host_memory(), kept)
     lines = [said] if decision is None else [said, said_of(decision, devices[0].platform)]
     advance = advance_of(plan, rule, experiment.optimizer.clip, optimizer, layout)
-    return TrainStep(experiment, plan, functional, layout, optimizer, advance, lines, decision)
+    return TrainStep(experiment, plan, functional, layout, optimizer, advance, lines, decision, stages)
 
 
 def _placed(
-    experiment: Experiment, plan: Plan, mesh: Any, groups: tuple[int, ...] = ()
+    experiment: Experiment, plan: Plan, mesh: Any, groups: tuple[int, ...] = (), stages: Stages | None = None
 ) -> tuple[Functional, optax.GradientTransformation, optax.GradientTransformation, Layout]:
     """The model as functions, its optimizer without and with clipping, and where their arrays lie."""
-    functional = Functional.of(experiment.model, experiment.seed, vocab_multiple(plan), groups)
+    layers = () if stages is None else stages.rows
+    functional = Functional.of(experiment.model, experiment.seed, vocab_multiple(plan), groups, layers)
     mask = jax.tree_util.tree_map_with_path(
         lambda path, leaf: decays(functional.names.get(path_name(path)), leaf.shape), functional.params
     )

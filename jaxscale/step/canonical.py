@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.sharding.memory_space import in_memory_of, on_host, to_device, to_host
+from jaxscale.sharding.zero import split
 from jaxscale.step.functional import Functional
 from jaxscale.step.layout import local_bytes
 from jaxscale.step.state import TrainState
@@ -46,6 +47,8 @@ class Part:
         shape: of the leaf without padding.
         key: name of the generator's implementation if the leaf is a PRNG key.
         rows: of the array, along its first dim, which the leaf is: one group's layers of a stack in groups.
+        order: rows of a stacked leaf that have the names, in their order; empty: all. The others are zeros, which pad
+            a pipeline's shorter stages.
     """
 
     names: tuple[str, ...]
@@ -53,6 +56,11 @@ class Part:
     shape: tuple[int, ...]
     key: str | None = None
     rows: tuple[int, int] | None = None
+    order: tuple[int, ...] = ()
+
+    def rows_of(self) -> list[tuple[int, str]]:
+        """Row and name of each array of a stacked leaf."""
+        return list(zip(self.order or range(len(self.names)), self.names, strict=True))
 
 
 class Canonical:
@@ -95,7 +103,7 @@ class Canonical:
         for leaf, part in zip(jax.tree.leaves(state), self._parts, strict=True):
             back = to_host if on_host(leaf) else _as_it_is
             if part.stacked is not None and part.rows is None and leaf.shape == part.shape:
-                for i, name in enumerate(part.names):
+                for i, name in part.rows_of():
                     one = jax.lax.index_in_dim(leaf, i, part.stacked, keepdims=False)
                     arrays[name] = back(to_device(one))
                 continue
@@ -108,7 +116,7 @@ class Canonical:
             elif part.stacked is None:
                 arrays[part.names[0]] = back(whole)
             else:
-                for i, name in enumerate(part.names):
+                for i, name in part.rows_of():
                     arrays[name] = back(jax.lax.index_in_dim(whole, i, part.stacked, keepdims=False))
         for name, parts in groups.items():
             arrays[name] = ways[name](jnp.concatenate([parts[start] for start in sorted(parts)]))
@@ -135,7 +143,8 @@ class Canonical:
             if alike and part.key is None and part.stacked is None:
                 leaves.append(jax.device_put(given[0], leaf.sharding))
                 continue
-            leaves.append(_joined(part.stacked, part.key, leaf.shape, leaf.dtype, leaf.sharding)(given))
+            join = _joined(part.stacked, part.key, leaf.shape, leaf.dtype, leaf.sharding, order=part.order)
+            leaves.append(join(given))
             for array in given:
                 if isinstance(array, jax.Array):
                     array.delete()
@@ -154,6 +163,7 @@ def _joined(
     dtype: Any,
     sharding: NamedSharding,
     rows: tuple[int, int] | None = None,
+    order: tuple[int, ...] = (),
 ) -> Any:
     """A compiled function from a leaf's arrays to the leaf; leaves of one shape and placement share it."""
 
@@ -163,6 +173,10 @@ def _joined(
             arrays = [arrays[0][slice(*rows)]]
         if key:
             return jax.random.wrap_key_data(arrays[0], impl=key)
+        if order:
+            assert dim is not None
+            where = dict(zip(order, arrays, strict=True))
+            arrays = [where.get(row, jnp.zeros_like(arrays[0])) for row in range(shape[dim])]
         whole = arrays[0] if dim is None else jnp.stack(arrays, dim)
         padding = [(0, want - have) for have, want in zip(whole.shape, shape, strict=True)]
         return (jnp.pad(whole, padding) if any(p for _, p in padding) else whole).astype(dtype)
@@ -175,7 +189,7 @@ def _parts(step: "TrainStep") -> TrainState:
     functional = step.functional
     plain = functional
     if functional.vocab_multiple > 1:
-        plain = Functional.of(functional.model, functional.seed, 1, functional.groups)
+        plain = Functional.of(functional.model, functional.seed, 1, functional.groups, functional.rows)
     shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(plain.params).items()}
     abstract = step.layout.abstract
 
@@ -186,7 +200,10 @@ def _parts(step: "TrainStep") -> TrainState:
         axes = functional.names.get(name) or ()
         if "layers" not in axes:
             return Part((full,), None, shapes[name])
-        dim = axes.index("layers")
+        dim, order = axes.index("layers"), functional.rows
+        if order:
+            alive = tuple(row for row, layer in enumerate(order) if layer >= 0)
+            return Part(tuple(layer_name(full, order[row]) for row in alive), dim, shapes[name], order=alive)
         return Part(tuple(layer_name(full, i) for i in range(leaf.shape[dim])), dim, shapes[name])
 
     def one_stack(tree: Any, stacked: Callable[[Any], bool]) -> Any:
@@ -275,6 +292,11 @@ def _spec(leaf: jax.ShapeDtypeStruct, part: Part) -> PartitionSpec:
         ways = functools.reduce(lambda n, axis: n * mesh.shape[axis], axes, 1)
         if part.shape[dim] % ways:
             entries[dim] = None
-    if part.stacked is not None:
-        del entries[part.stacked]
-    return PartitionSpec(*entries)
+    if part.stacked is None:
+        return PartitionSpec(*entries)
+    layers = entries.pop(part.stacked)
+    spec = PartitionSpec(*entries)
+    for axis in () if layers is None else (layers,) if isinstance(layers, str) else layers:
+        # a layer that lay on one stage's device is split over all of them, not copied to them
+        spec = split([size for dim, size in enumerate(part.shape) if dim != part.stacked], None, spec, mesh, axis)
+    return spec

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxscale import blocks
@@ -35,6 +36,8 @@ class Functional:
         names: logical axes of each parameter by name; a parameter without is absent.
         rest: abstract state that is not a parameter.
         groups: layers in each group of the model's stack, which keeps each group's parameters as a stack of its own.
+        rows: under a pipeline, the layer that each row of a stacked parameter is, in the order of the devices; -1 for a
+            row that pads a shorter stage, which is zero. Empty: the layers in order.
     """
 
     model: Model
@@ -45,9 +48,17 @@ class Functional:
     names: dict[str, Names]
     rest: Params
     groups: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, model: Model, seed: int, vocab_multiple: int = 1, groups: tuple[int, ...] = ()) -> "Functional":
+    def of(
+        cls,
+        model: Model,
+        seed: int,
+        vocab_multiple: int = 1,
+        groups: tuple[int, ...] = (),
+        rows: tuple[int, ...] = (),
+    ) -> "Functional":
         """Trace the construction of the module; nothing is allocated."""
         nnx.use_eager_sharding(False)
         abstract = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple, groups))
@@ -63,18 +74,52 @@ class Functional:
                     )
                 names["/".join(map(str, path))] = tuple(logical)
         masters = jax.eval_shape(_float32, nnx.to_pure_dict(params))
-        return cls(model, seed, vocab_multiple, graphdef, masters, names, nnx.to_pure_dict(rest), groups)
+        made = cls(model, seed, vocab_multiple, graphdef, masters, names, nnx.to_pure_dict(rest), groups, rows)
+        return dataclasses.replace(made, params=jax.eval_shape(made.in_rows, masters)) if rows else made
+
+    @functools.cached_property
+    def whole(self) -> Params:
+        """Abstract parameters as the module has them, whatever their rows."""
+        return jax.eval_shape(self.in_layers, self.params) if self.rows else self.params
 
     @property
     def parameters(self) -> int:
         """How many numbers are trained."""
-        return count(self.params)
+        return count(self.whole)
+
+    def stacked(self, name: str) -> bool:
+        """Whether the first dim of a parameter is the layers of a stack."""
+        return (self.names.get(name) or ("",))[0] == "layers"
+
+    def in_rows(self, params: Params) -> Params:
+        """Parameters of the module, its layers in the rows that they have under a pipeline."""
+        rows = self.rows
+
+        def spread(path: Any, leaf: Any) -> Any:
+            if not rows or not self.stacked(path_name(path)):
+                return leaf
+            if not hasattr(leaf, "at"):  # of a file: read when it is asked for
+                return Rows(leaf, rows)
+            index = jnp.array(rows)
+            alive = (index >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
+            return jnp.where(alive, leaf[jnp.maximum(index, 0)], jnp.zeros((), leaf.dtype))
+
+        return jax.tree_util.tree_map_with_path(spread, params)
+
+    def in_layers(self, params: Params) -> Params:
+        """The inverse of `in_rows`: what the module is made of."""
+        if not self.rows:
+            return params
+        order = jnp.array([self.rows.index(layer) for layer in range(max(self.rows) + 1)])
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf[order] if self.stacked(path_name(path)) else leaf, params
+        )
 
     def create(self) -> tuple[Params, Params]:
         """Parameters and other state of a new module: a function to jit with `out_shardings`."""
         module = _build(self.model, self.seed, self.vocab_multiple, self.groups)
         _, params, rest = nnx.split(module, nnx.Param, ...)
-        return _float32(nnx.to_pure_dict(params)), nnx.to_pure_dict(rest)
+        return self.in_rows(_float32(nnx.to_pure_dict(params))), nnx.to_pure_dict(rest)
 
     def module(self, params: Params, rest: Params) -> Any:
         """The module with these values; its variables are its own, so it may be made inside a transformation."""
@@ -111,6 +156,37 @@ class Layers:
         first, *rest = index if isinstance(index, tuple) else (index,)
         begin, end, _ = first.indices(self.layers)
         return self.whole[(slice(self.start + begin, self.start + end), *rest)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """An array-like whose first dim is the layers, in another order, zeros among them, read when asked for.
+
+    Example:
+        >>> import numpy as np
+        >>> Rows(np.array([[1], [2]]), (1, -1, 0))[0:3].tolist()
+        [[2], [0], [1]]
+    """
+
+    layers: Any
+    rows: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all rows."""
+        return (len(self.rows), *self.layers.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """Of the layers."""
+        return self.layers.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        found = [np.asarray(self.layers[(slice(max(row, 0), max(row, 0) + 1), *rest)]) for row in self.rows[first]]
+        return np.concatenate(
+            [part if row >= 0 else np.zeros_like(part) for part, row in zip(found, self.rows[first], strict=True)]
+        )
 
 
 def in_groups(params: Params, groups: tuple[int, ...]) -> Params:

@@ -15,13 +15,15 @@ from jaxscale.memory.offload import of_a_block
 from jaxscale.sharding.memory_space import HOST_KIND
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.sharding.zero import Placement, placed_axes, placement
+from jaxscale.sharding.zero import Placement, over, placed_axes, placement
 from jaxscale.step.functional import Functional
 from jaxscale.step.plan import Plan
 from jaxscale.step.state import TrainState, Watch
 from jaxscale.trees import leaf_bytes, named_leaves, path_name
 
 BATCH_AXES = ("replica", "data", "fsdp")
+PIPE_AXIS = "pipe"
+"""Along which stages lie."""
 
 
 def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, str]:
@@ -42,6 +44,9 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
         raise UserError(
             f"attention: splash is a TPU kernel, and this runs on {devices[0].platform}: take auto, or chunked"
         )
+    if plan.pipeline is not None:
+        mesh = None if plan.mesh is None else dataclasses.replace(plan.mesh, pipe=plan.pipeline.ranks)
+        plan = dataclasses.replace(plan, mesh=mesh, microbatches=plan.pipeline.microbatches)
     if batch % plan.microbatches:
         raise UserError(
             f"batch {batch} does not divide into {plan.microbatches} microbatches: "
@@ -49,11 +54,16 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
         )
     rows = batch // plan.microbatches
     if plan.mesh is None:
-        count = max(n for n in range(1, len(devices) + 1) if rows % n == 0)
-        mesh = MeshSpec(fsdp=count) if plan.zero else MeshSpec(data=count)
+        pipe = 1 if plan.pipeline is None else plan.pipeline.ranks
+        if pipe > len(devices):
+            raise UserError(
+                f"pipeline {plan.pipeline} takes {pipe} devices, and there are {len(devices)}: take fewer stages"
+            )
+        count = max(n for n in range(1, len(devices) // pipe + 1) if rows % n == 0)
+        mesh = MeshSpec(pipe=pipe, fsdp=count) if plan.zero else MeshSpec(pipe=pipe, data=count)
         kind = devices[0].device_kind
-        said = f"mesh {mesh}: {count} of {len(devices)} {kind} device{'s' if len(devices) > 1 else ''}"
-        said += f", the most that divide {rows} rows" if count < len(devices) else ""
+        said = f"mesh {mesh}: {mesh.devices} of {len(devices)} {kind} device{'s' if len(devices) > 1 else ''}"
+        said += f", the most that divide {rows} rows" if mesh.devices < len(devices) else ""
         return dataclasses.replace(plan, mesh=mesh), said
     if plan.mesh.devices > len(devices):
         raise UserError(
@@ -70,9 +80,11 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
 
 
 def effective_rules(plan: Plan) -> AxisRules:
-    """The plan's rules with Megatron's sequence parallelism, where asked for, written into them."""
+    """The plan's rules with what else it asks for written in: Megatron's sequence parallelism, pipeline stages."""
     rules = plan.rules
-    return dataclasses.replace(rules, seq=(*rules.seq, "tensor")) if plan.sequence_parallel else rules
+    if plan.sequence_parallel:
+        rules = dataclasses.replace(rules, seq=(*rules.seq, "tensor"))
+    return rules if plan.pipeline is None else dataclasses.replace(rules, layers=(*rules.layers, PIPE_AXIS))
 
 
 def masters_on_host(plan: Plan) -> bool:
@@ -152,10 +164,17 @@ class Layout:
     def of(cls, functional: Functional, optimizer: optax.GradientTransformation, plan: Plan, mesh: Any) -> "Layout":
         """Place every leaf; nothing is allocated."""
         rules, copied = effective_rules(plan), plan.precision != "float32"
+        params = named_leaves(functional.params)
         placements = {
             name: placement(leaf.shape, functional.names.get(name), plan.zero, copied, mesh, rules)
-            for name, leaf in named_leaves(functional.params).items()
+            for name, leaf in params.items()
         }
+        if plan.pipeline is not None:
+            # what all stages share is gathered to be read, and split over them between steps
+            placements = {
+                name: found if functional.stacked(name) else over(found, PIPE_AXIS, params[name].shape, mesh)
+                for name, found in placements.items()
+            }
 
         def tree(kind: str, hosted: Callable[[str], bool] = lambda name: False) -> Any:
             def of(path: Any, _: Any) -> NamedSharding:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.values import check_types, from_json, read_json
@@ -22,6 +23,11 @@ class Plan:
         zero: ZeRO stage over the fsdp axis: 1 shards optimizer state, 2 gradients too, 3 parameters too.
         sequence_parallel: Megatron's: norms and residuals are sharded over the tensor axis along the sequence.
         microbatches: parts a batch is processed in, one after the other, gradients added up.
+        pipeline: the schedule by which stages of the model's blocks run on the devices of the pipe axis, such as
+            "1f1b:4x8": 4 stages, 8 microbatches; it sets both.
+        stages: blocks of each stage, in order; `None` gives every stage as many.
+        stash: what a stage keeps of a forward for its backward: what the memory plan says of each block, or its "input"
+            alone, and it runs again.
         precision: type to compute in; parameters and optimizer state stay float32.
         matmul: precision of float32 matrix products, as in `jax.default_matmul_precision`.
         reduce: type in which gradients are reduced across devices; `None` is the type computed in.
@@ -45,6 +51,9 @@ class Plan:
     zero: Literal[0, 1, 2, 3] = 0
     sequence_parallel: bool = False
     microbatches: int = 1
+    pipeline: PipelinePlan | None = None
+    stages: tuple[int, ...] | None = None
+    stash: Literal["residuals", "input"] = "residuals"
     precision: Literal["float32", "bfloat16"] = "float32"
     matmul: Literal["default", "high", "highest"] = "default"
     reduce: Literal["float32", "bfloat16"] | None = None
@@ -78,6 +87,7 @@ class Plan:
                 f"gradients host: nothing adds up the gradients of {self.microbatches} microbatches there; take "
                 "gradients device, or microbatches 1"
             )
+        self._check_pipeline()
         if self.mesh is not None:
             if self.zero and self.mesh.fsdp == 1 and self.mesh.devices > 1:
                 raise UserError(
@@ -86,6 +96,34 @@ class Plan:
             if self.sequence_parallel and self.mesh.tensor == 1:
                 raise UserError(
                     f"sequence_parallel shards over the tensor axis, and mesh {self.mesh} has none: add tensor:N"
+                )
+
+    def _check_pipeline(self) -> None:
+        pipeline = self.pipeline
+        if pipeline is None:
+            if self.mesh is not None and self.mesh.pipe > 1:
+                raise UserError(
+                    f"mesh {self.mesh}: nothing says what the devices along pipe do; add a pipeline such as "
+                    f"1f1b:{self.mesh.pipe}x{4 * self.mesh.pipe}"
+                )
+            for name in ("stages", "stash"):
+                if getattr(self, name) != getattr(Plan, name):
+                    raise UserError(f"{name}: got {getattr(self, name)} without a pipeline; add one, or leave it out")
+            return
+        if self.mesh is not None and self.mesh.pipe not in (1, pipeline.ranks):
+            raise UserError(
+                f"pipeline {pipeline} takes {pipeline.ranks} devices along pipe, and mesh {self.mesh} says "
+                f"{self.mesh.pipe}: leave pipe out of the mesh"
+            )
+        if self.microbatches not in (1, pipeline.microbatches):
+            raise UserError(
+                f"pipeline {pipeline} splits a batch into {pipeline.microbatches} microbatches, and microbatches says "
+                f"{self.microbatches}: leave it out"
+            )
+        for name, value in (("weights", self.weights), ("gradients", self.gradients)):
+            if value == "host":
+                raise UserError(
+                    f"{name} host with pipeline {pipeline}: a stage's weights are read in every tick; leave one out"
                 )
 
 

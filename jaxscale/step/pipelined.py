@@ -1,0 +1,293 @@
+"""Pipelined: the loss of a global batch and its gradients, computed by a pipeline of stages.
+
+The model is one function of its module, and stays so: traced with its stack cut (`blocks.cutting`), it shows what
+enters the first block, what one stage's blocks make of it, and what loss comes of the last block's output. A stage of
+the pipeline is these three, the first and the last behind a `cond` on the stage's number, and `pipeline.execute` runs
+it as the schedule says.
+
+All of it stands in one `shard_map`, manual over the pipe axis and over the axes that rows lie on, so that gradients are
+added up in the loop and reduced once, after it; tensor and sequence axes, and fsdp under ZeRO 3, stay with the
+compiler. What all stages share (embedding, head, norms outside the blocks) is split over the pipe axis between steps,
+gathered once before the loop, and its gradients are scattered once after it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale import blocks
+from jaxscale.blocks import Context, Cut, Loss
+from jaxscale.pipeline.execute import execute
+from jaxscale.pipeline.passes import At
+from jaxscale.pipeline.tables import Tables, tabulate
+from jaxscale.sharding import place
+from jaxscale.sharding.rules import AxisRules
+from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS
+from jaxscale.step.objective import Objective, positive
+from jaxscale.step.rows import microbatches
+from jaxscale.step.stages import Stages
+from jaxscale.step.state import TrainState
+from jaxscale.trees import path_name
+from jaxscale.typing import Array, Batch, Params
+
+
+class _Reached(Exception):
+    """What the model was traced for has been found."""
+
+    def __init__(self, found: Any) -> None:
+        super().__init__("a traced value, on its way out of the model")
+        self.found = found
+
+
+class Pipelined(Objective):
+    """What a pipelined train step computes.
+
+    Args:
+        stages: the layers of each stage.
+        given: those of `Objective`.
+    """
+
+    def __init__(self, stages: Stages, *given: Any) -> None:
+        super().__init__(*given)
+        self.stages = stages
+        self.training = tabulate(stages.schedule, self.plan.stash)
+        self.scoring = tabulate(stages.schedule, forward_only=True)
+
+    # -- the mesh ------------------------------------------------------------------------------------------------------
+
+    @property
+    def manual(self) -> tuple[str, ...]:
+        """Axes that are manual inside: the pipe's, and those of rows, but fsdp where it splits the weights."""
+        rows = [axis for axis in BATCH_AXES if not (axis == "fsdp" and self.plan.zero == 3)]
+        return (PIPE_AXIS, *rows)
+
+    def _kept(self, spec: PartitionSpec) -> PartitionSpec:
+        """The manual axes of a placement: what `shard_map` is told."""
+        entries = []
+        for entry in spec:
+            axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+            kept = tuple(axis for axis in axes if axis in self.manual)
+            entries.append(kept if len(kept) > 1 else kept[0] if kept else None)
+        return PartitionSpec(*entries)
+
+    def _inside(self) -> Any:
+        """The layout in force within the manual region: the axes that are left, by the rules without the others."""
+        rules = self.layout.rules
+        left = {
+            field.name: tuple(axis for axis in getattr(rules, field.name) if axis not in self.manual)
+            for field in dataclasses.fields(AxisRules)
+        }
+        return place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**left))
+
+    # -- the model in parts --------------------------------------------------------------------------------------------
+
+    def _split(self, params: Params) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Stacked parameters and shared ones, by name."""
+        named = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        stacked = {name: leaf for name, leaf in named.items() if self.functional.stacked(name)}
+        return stacked, {name: leaf for name, leaf in named.items() if name not in stacked}
+
+    def _whole(self, stacked: dict[str, Array], shared: dict[str, Array]) -> Params:
+        """The inverse of `_split`."""
+        named = {**stacked, **shared}
+        return jax.tree_util.tree_map_with_path(lambda path, _: named[path_name(path)], self.functional.params)
+
+    def _parts(self, of: Callable[[Any, Batch, Context], Any]) -> "_Parts":
+        """The model as what stands before its blocks, its blocks, and what stands behind them."""
+        numbers = jnp.asarray(self.stages.numbers)
+
+        def traced(between: blocks.Between, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
+            batch, examples = microbatch
+            module = self.functional.module(self._whole(stacked, shared), {})
+            cut = Cut(numbers[stage], self.stages.starts, self.stages.padded, between)
+            try:
+                with blocks.cutting(cut):
+                    return of(module, batch, self.context(key, examples))
+            except _Reached as reached:
+                return reached.found
+
+        def stop(run: Any, x: Any) -> Any:
+            raise _Reached(x)
+
+        def before(*given: Any) -> Any:
+            return traced(stop, *given)
+
+        def inside(x: Any, *given: Any) -> Any:
+            def between(run: Callable[[Any], Any], _: Any) -> Any:
+                raise _Reached(run(x))
+
+            return traced(between, *given)
+
+        def behind(x: Any, *given: Any) -> Any:
+            return traced(lambda run, _: x, *given)
+
+        return _Parts(before, inside, behind)
+
+    def _stage(self, of: Callable[[Any, Batch, Context], Any], objective: Callable[[Any], Any]) -> Callable[..., Any]:
+        """One stage, as `pipeline.execute` calls it; `of` gives sums, `objective` what of them is differentiated."""
+        parts, last = self._parts(of), self.stages.schedule.stages - 1
+
+        def stage(stacked: Any, shared: Any, x: Any, microbatch: Any, at: At, key: Any) -> Any:
+            given = (stacked, shared, microbatch, key, at.stage)
+            # recomputed in the backward pass: their residuals would lie in every stage's slots
+            before, behind = jax.checkpoint(parts.before), jax.checkpoint(parts.behind)
+            with self._inside():
+                x = jax.lax.cond(at.stage == 0, lambda x, *given: before(*given), lambda x, *given: x, x, *given)
+                y = parts.inside(x, *given)
+                nothing = jax.eval_shape(parts.behind, y, *given)
+                sums = jax.lax.cond(
+                    at.stage == last,
+                    behind,
+                    lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), nothing),
+                    y,
+                    *given,
+                )
+            return y, objective(sums), sums
+
+        return stage
+
+    # -- one batch -----------------------------------------------------------------------------------------------------
+
+    def _microbatches(self, batch: Batch) -> Any:
+        """Every array of a batch as (microbatches, rows, ...), and the index of every row."""
+        rows = next(iter(batch.values())).shape[0]
+        examples = jnp.arange(rows, dtype=jnp.int32)
+        split = functools.partial(microbatches, parts=self.stages.schedule.microbatches)
+        return jax.tree.map(split, dict(batch)), split(examples)
+
+    def _run(self, tables: Tables, stage: Any, state: TrainState, batch: Batch, finish: Any, out: Any) -> Any:
+        """`pipeline.execute` in its `shard_map`: `finish` gives, of what it gives, what `out` places."""
+        stacked, shared = self._split(self._copies(state.params))
+        mesh, spec = self.layout.mesh, self._specs("compute")
+        batch = self._microbatches(batch)
+        rows = PartitionSpec(None, tuple(axis for axis in BATCH_AXES if axis in self.manual))
+        key = jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
+
+        def body(stacked: Any, shared: Any, batch: Any, key: Any) -> Any:
+            chunks = self._chunks(stacked)
+            one = jax.tree.map(lambda leaf: leaf[0], (chunks, batch))
+            with self._inside():
+                x = jax.eval_shape(self._parts(self._loss_of).before, one[0], shared, one[1], key, jnp.int32(0))
+            done = execute(tables, stage, chunks, shared, batch, key, x, axis=PIPE_AXIS, manual=self.manual)
+            return finish(done)
+
+        return jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(spec[0], spec[1], rows, PartitionSpec()),
+            out_specs=out,
+            axis_names=set(self.manual),
+            check_vma=False,
+        )(stacked, shared, batch, key)
+
+    def _loss_of(self, module: Any, batch: Batch, context: Context) -> Loss:
+        loss = self.experiment.model.loss(module, batch, context)
+        return Loss(loss.total, loss.weight, jnp.asarray(loss.penalty, jnp.float32))
+
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Loss, Params, Params]:
+        """Sums of the loss, mean gradients in float32, and the model's other state, of a global batch."""
+        stage = self._stage(self._loss_of, lambda loss: loss.total + loss.penalty)
+        specs = self._specs("gradient")
+
+        def finish(done: Any) -> Any:
+            loss = jax.lax.psum(done.sums, self.manual)
+            stacked = self._home(done.weight_gradients)
+            reduced = [
+                {name: self._reduce(leaf, name, spec[name]) for name, leaf in part.items()}
+                for part, spec in zip((stacked, done.shared_gradients), specs, strict=True)
+            ]
+            scale = 1.0 / positive(loss.weight)
+            return loss, *jax.tree.map(lambda g: g * scale, reduced)
+
+        with self.tracing():
+            loss, stacked, shared = self._run(
+                self.training, stage, state, batch, finish, (PartitionSpec(), specs[0], specs[1])
+            )
+            gradients = self._whole(stacked, shared)
+        return Loss(loss.total, loss.weight), self._place_gradients(gradients), state.rest
+
+    def _sums(self, of: Callable[[Any, Batch], Any], state: TrainState, batch: Batch) -> Any:
+        """What `of` gives for the module and each microbatch, added up."""
+        stage = self._stage(lambda module, part, context: of(module, part), lambda sums: jnp.zeros(()))
+
+        def finish(done: Any) -> Any:
+            return jax.lax.psum(done.sums, self.manual)
+
+        with self.tracing(plainly=True):
+            return self._run(self.scoring, stage, state, batch, finish, PartitionSpec())
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def _copies(self, params: Params) -> Params:
+        """The weights that stages read: in the type computed in, and what they share gathered over the pipe axis."""
+        dtype = jnp.dtype(self.plan.precision)
+
+        def copy(param: Array, master: NamedSharding, compute: NamedSharding) -> Array:
+            if jnp.issubdtype(param.dtype, jnp.floating) and dtype != param.dtype:
+                # cast first, so that half the bytes are gathered
+                param = jax.lax.with_sharding_constraint(param.astype(dtype), master)
+                param = jax.lax.optimization_barrier(param)
+            return jax.lax.with_sharding_constraint(param, compute)
+
+        return jax.tree.map(copy, params, self.layout.masters, self.layout.computes)
+
+    def _specs(self, kind: str) -> tuple[dict[str, PartitionSpec], dict[str, PartitionSpec]]:
+        """The manual axes of the placements of stacked and of shared parameters."""
+        found = {name: self._kept(getattr(p, kind)) for name, p in self.layout.placements.items()}
+        stacked = {name: spec for name, spec in found.items() if self.functional.stacked(name)}
+        return stacked, {name: spec for name, spec in found.items() if name not in stacked}
+
+    def _chunks(self, stacked: dict[str, Array]) -> dict[str, Array]:
+        """Rows of this rank as (chunks, depth, ...), with copies of other ranks' stages where the schedule has two."""
+        depth = self.stages.depth
+        own = jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), stacked)
+        for sent, pairs in self.stages.copies:
+            copy = jax.tree.map(lambda leaf, s=sent, p=pairs: jax.lax.ppermute(leaf[s], PIPE_AXIS, p)[None], own)
+            own = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), own, copy)
+        return own
+
+    def _home(self, gradients: dict[str, Array]) -> dict[str, Array]:
+        """The inverse of `_chunks` for gradients: those of copies are sent home and added."""
+        own = len(self.stages.homes[0])
+
+        def home(leaf: Array) -> Array:
+            mine = leaf[:own]
+            for chunk, (sent, pairs) in enumerate(self.stages.copies, own):
+                back = jax.lax.ppermute(leaf[chunk], PIPE_AXIS, [(there, here) for here, there in pairs])
+                mine = mine.at[sent].add(back)
+            return mine.reshape(-1, *leaf.shape[2:])
+
+        return jax.tree.map(home, gradients)
+
+    def _reduce(self, gradient: Array, name: str, spec: PartitionSpec) -> Array:
+        """One gradient, added up over the devices that computed parts of it, and scattered as it is placed."""
+        if self.plan.reduce == "bfloat16":
+            gradient = gradient.astype(jnp.bfloat16)
+        over = [axis for axis in self.manual if not (axis == PIPE_AXIS and self.functional.stacked(name))]
+        for dim, entry in enumerate(spec):
+            for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
+                if axis in over:
+                    over.remove(axis)
+                    gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
+        over = [axis for axis in over if self.layout.mesh.shape[axis] > 1]
+        return (jax.lax.psum(gradient, over) if over else gradient).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """A model in three functions; each takes (stacked, shared, microbatch, key, stage), two of them `x` before.
+
+    Args:
+        before: what enters the first block.
+        inside: what a stage's blocks make of `x`.
+        behind: what comes of the last block's output: sums.
+    """
+
+    before: Callable[..., Any]
+    inside: Callable[..., Any]
+    behind: Callable[..., Any]

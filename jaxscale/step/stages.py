@@ -1,0 +1,171 @@
+"""Stages: which layers of a model's stack each stage of a pipeline has, and where their parameters lie.
+
+A stacked parameter of a pipelined step has one row per layer in the order of the devices: rank by rank, chunk by
+chunk, layer by layer, so that its first dim is sharded over the pipe axis. Stages of unlike depth are padded with rows
+of zeros to the deepest. Where a schedule runs a stage on two ranks (Chimera), the rank of the first route has the
+parameters, and the other is sent a copy at the start of every step.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.functional import Functional
+from jaxscale.step.plan import Plan
+from jaxscale.trees import named_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The layers of each stage of a schedule.
+
+    Args:
+        schedule: whose stages they are.
+        layers: of each stage, in the model's order.
+
+    Raises:
+        UserError: a stage without a layer, or layers for another number of stages.
+
+    Example:
+        >>> from jaxscale.pipeline.plan import PipelinePlan
+        >>> stages = Stages.even(PipelinePlan.parse("1f1b:2x4").schedule(), 5)
+        >>> stages.layers, stages.starts, stages.rows
+        ((3, 2), (0, 3), (0, 1, 2, 3, 4, -1))
+    """
+
+    schedule: Schedule
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.layers) != self.schedule.stages or min(self.layers) < 1:
+            raise UserError(
+                f"pipeline {self.schedule.name}: got stages of {', '.join(map(str, self.layers))} layers, expected "
+                f"{self.schedule.stages} stages of at least one layer"
+            )
+
+    @classmethod
+    def even(cls, schedule: Schedule, layers: int, period: int = 1) -> "Stages":
+        """As many layers to each stage, the first ones taking what is left over.
+
+        Args:
+            schedule: of the pipeline.
+            layers: of the model.
+            period: stages begin with a multiple of so many layers.
+
+        Raises:
+            UserError: more stages than layers.
+        """
+        units = layers // period
+        if units < schedule.stages:
+            each = f" in steps of {period}" if period > 1 else ""
+            raise UserError(
+                f"pipeline {schedule.name}: {schedule.stages} stages, and the model has {layers} layers{each}; take "
+                f"at most {units} stages, or a deeper model"
+            )
+        share, more = divmod(units, schedule.stages)
+        found = [period * (share + (stage < more)) for stage in range(schedule.stages)]
+        found[-1] += layers - units * period
+        return cls(schedule, tuple(found))
+
+    def __str__(self) -> str:
+        alike = len(set(self.layers)) == 1
+        shown = f"{self.layers[0]} layers each" if alike else f"{', '.join(map(str, self.layers))} layers"
+        return f"pipeline {self.schedule.name}: {len(self.layers)} stages of {shown}"
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first layer of each stage."""
+        return tuple(itertools.accumulate((0, *self.layers[:-1])))
+
+    @property
+    def depth(self) -> int:
+        """Rows of a chunk: layers of the deepest stage."""
+        return max(self.layers)
+
+    @property
+    def padded(self) -> bool:
+        """Whether some chunk has rows that are no layer."""
+        return -1 in self.rows
+
+    @functools.cached_property
+    def homes(self) -> tuple[tuple[int, ...], ...]:
+        """The stages whose parameters each rank has, chunk by chunk: those of the first route."""
+        found: list[list[int]] = [[] for _ in range(self.schedule.ranks)]
+        for stage, rank in enumerate(self.schedule.routes[0]):
+            found[rank].append(stage)
+        if len({len(stages) for stages in found}) > 1:
+            raise UserError(
+                f"pipeline {self.schedule.name}: ranks have {', '.join(str(len(s)) for s in found)} stages, expected "
+                "as many each"
+            )
+        return tuple(map(tuple, found))
+
+    @functools.cached_property
+    def rows(self) -> tuple[int, ...]:
+        """The layer of each row of a stacked parameter; -1 for one that pads a chunk."""
+        numbers = self.numbers
+        return tuple(int(layer) for stages in self.homes for stage in stages for layer in numbers[stage])
+
+    @functools.cached_property
+    def numbers(self) -> np.ndarray:
+        """The layers of each stage (stages, depth), int32; -1 behind the last."""
+        found = np.full((len(self.layers), self.depth), -1, np.int32)
+        for stage, (start, layers) in enumerate(zip(self.starts, self.layers, strict=True)):
+            found[stage, :layers] = np.arange(start, start + layers)
+        return found
+
+    @functools.cached_property
+    def copies(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
+        """What ranks hold beside their own stages: for each further chunk, (chunk sent, pairs of ranks from and to)."""
+        own = len(self.homes[0])
+        found = []
+        for chunk in range(own, self.schedule.chunks):
+            pairs, sent = [], set()
+            for rank in range(self.schedule.ranks):
+                stage = self.schedule.stages_of(rank)[chunk]
+                home = self.schedule.routes[0][stage]
+                sent.add(self.homes[home].index(stage))
+                pairs.append((home, rank))
+            assert len(sent) == 1, "a rank is sent one chunk of another's"
+            assert len({home for home, _ in pairs}) == len(pairs), "a route is a permutation"
+            found.append((sent.pop(), tuple(pairs)))
+        return tuple(found)
+
+
+def stages_of(experiment: Experiment, plan: Plan) -> Stages:
+    """The stages of a plan's pipeline for a model.
+
+    Raises:
+        UserError: the model's blocks are no stack, are fewer than the stages, or others than the plan says; the
+            schedule is asynchronous.
+    """
+    assert plan.pipeline is not None
+    functional = Functional.of(experiment.model, experiment.seed)
+    stacked = {name: leaf for name, leaf in named_leaves(functional.params).items() if functional.stacked(name)}
+    if not stacked:
+        raise UserError(
+            f"pipeline {plan.pipeline}: this model has no stack of alike blocks to cut into stages; build it of "
+            "layers.Stack"
+        )
+    layers = {leaf.shape[0] for leaf in stacked.values()}
+    if len(layers) > 1:
+        raise UserError(
+            f"pipeline {plan.pipeline}: this model has stacks of {' and '.join(map(str, sorted(layers)))} blocks, and "
+            "one is cut into stages; make it one stack"
+        )
+    (count,) = layers
+    schedule = plan.pipeline.schedule()
+    if schedule.versions is not None:
+        raise UserError(f"pipeline {plan.pipeline}: asynchronous updates have no train step yet")
+    if plan.stages is None:
+        return Stages.even(schedule, count)
+    if sum(plan.stages) != count:
+        raise UserError(
+            f"stages: {', '.join(map(str, plan.stages))} are {sum(plan.stages)} blocks, and the model has {count}"
+        )
+    return Stages(schedule, plan.stages)

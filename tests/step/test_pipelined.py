@@ -1,0 +1,133 @@
+"""A pipelined train step computes what one device computes, for every layout, and its state is anybody's."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxscale.errors import UserError
+from jaxscale.models.decoder import Decoder
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.build import TrainStep, build
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
+from jaxscale.values import override
+
+MODEL = Decoder(vocab=12, context=8, layers=4, embed=8, heads=2, dropout=0.1)
+EXPERIMENT = Experiment("pipelined", MODEL, None, batch=8)
+ONE = Plan(mesh=MeshSpec())
+
+
+def batch(rows: int = 8) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    found = {name: rng.integers(0, 12, (rows, 8)).astype(np.int32) for name in ("tokens", "targets")}
+    # rows of unlike weight: a mean of the microbatches' means would be another number
+    return {**found, "weights": (rng.random((rows, 8)) < np.linspace(0.2, 1, rows)[:, None]).astype(np.float32)}
+
+
+def gradients(step: TrainStep, state: Any) -> Any:
+    found = step.gradients_fn(state, step.place(batch()))
+    return jax.tree.map(np.asarray, step.functional.in_layers(jax.device_get(found)))
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    step = build(EXPERIMENT, ONE)
+    state = step.init()
+    return gradients(step, state), step.evaluate(state, step.place(batch())), step.to_canonical(state)
+
+
+def compare(found: Any, expected: Any, bound: float) -> None:
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(a - b).max() <= bound * np.abs(b).max(), jax.tree_util.keystr(path)
+
+
+CASES = [
+    {"pipeline": "1f1b:2x4"},
+    {"pipeline": "chimera:2x4", "mesh": "fsdp:2", "zero": "2", "stash": "input"},
+    {"pipeline": "zb-v:2x4", "stages": "1,1,1,1", "mesh": "tensor:2", "memory": "full"},
+]
+SLOW_CASES = [
+    {"pipeline": "gpipe:4x2", "mesh": "data:2", "memory": "dots"},
+    {"pipeline": "lockstep:2x4", "mesh": "fsdp:4", "zero": "1"},
+    {"pipeline": "interleaved:2x4,v=2", "mesh": "sequence:2", "stash": "input"},
+    {"pipeline": "1f1b:3x4", "mesh": "fsdp:2", "zero": "1"},
+    {"pipeline": "1f1b:2x2", "mesh": "fsdp:2", "zero": "3"},
+    {"pipeline": "1f1b:2x2", "stages": "3,1", "unroll": "2"},
+    {"pipeline": "zb-h1:4x8", "stash": "input"},
+    {"pipeline": "dualpipe-v:2x4", "mesh": "data:2"},
+    {"pipeline": "1f1b:2x4", "mesh": "replica:2,fsdp:2", "zero": "2", "loss_chunk": "4", "attention": "chunked"},
+]
+
+
+@pytest.mark.parametrize(
+    "changes", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=str
+)
+def test_gradients_and_loss_equal_one_device(changes: dict[str, str], reference: Any) -> None:
+    expected, loss, weights = reference
+    step = build(EXPERIMENT, override(Plan(), changes))
+    state = step.init()
+    apart = step.to_canonical(state)
+    assert {name: leaf.shape for name, leaf in apart.items()} == {name: leaf.shape for name, leaf in weights.items()}
+    for name, leaf in weights.items():
+        # the last bit of a random number depends on how many a CPU's loop computes at a time
+        np.testing.assert_allclose(np.asarray(apart[name]), np.asarray(leaf), rtol=1e-6, err_msg=name)
+    compare(gradients(step, state), expected, 1e-6)
+    found = step.evaluate(state, step.place(batch()))
+    assert float(found.weight) == float(loss.weight)
+    assert abs(float(found.total) - float(loss.total)) <= 1e-6 * float(loss.total)
+
+
+def test_a_checkpoint_is_of_the_model_and_not_of_the_schedule(reference: Any) -> None:
+    interleaved = build(EXPERIMENT, override(Plan(), {"pipeline": "interleaved:2x4,v=2"}))
+    uneven = build(EXPERIMENT, override(Plan(), {"pipeline": "1f1b:3x4", "zero": "1", "mesh": "fsdp:2"}))
+    alone = build(EXPERIMENT, ONE)
+    state = alone.init()
+    state, _ = alone.run(state, alone.place(batch()))
+    saved = {name: np.asarray(leaf) for name, leaf in alone.to_canonical(state).items()}
+    for step in (interleaved, uneven):
+        placed = {name: jax.device_put(leaf, step.canonical_abstract()[name].sharding) for name, leaf in saved.items()}
+        again = step.to_canonical(step.from_canonical(placed))
+        for name, leaf in saved.items():
+            assert np.array_equal(again[name], leaf), name
+
+
+def test_a_step_trains(reference: Any) -> None:
+    plans = [ONE, override(Plan(), {"pipeline": "1f1b:3x4", "zero": "1", "mesh": "fsdp:2"})]
+    experiment = dataclasses.replace(EXPERIMENT, steps=3)
+    losses = []
+    for plan in plans:
+        step = build(experiment, plan)
+        compiled = step.compile(batch())
+        assert compiled.temp_bytes > 0
+        state = step.init()
+        found = []
+        for _ in range(3):
+            state, metrics = step.run(state, step.place(batch()))
+            found.append([float(metrics[name]) for name in ("loss", "grad_norm", "weight", "skipped")])
+        losses.append(found)
+        assert step.parameters == build(experiment, ONE).parameters
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pipeline": "1f1b:8x8"}, "8 stages, and the model has 4 layers"),
+        ({"pipeline": "1f1b:2x3"}, "batch 8 does not divide into 3 microbatches"),
+        ({"pipeline": "1f1b:2x4", "mesh": "pipe:4"}, "takes 2 devices along pipe, and mesh pipe:4 says 4"),
+        ({"pipeline": "1f1b:2x4", "microbatches": "2"}, "microbatches says 2"),
+        ({"mesh": "pipe:2"}, "nothing says what the devices along pipe do"),
+        ({"stages": "2,2"}, "without a pipeline"),
+        ({"pipeline": "1f1b:2x4", "stages": "2,3"}, "are 5 blocks, and the model has 4"),
+        ({"pipeline": "1f1b:2x4", "stages": "4"}, "expected 2 stages"),
+        ({"pipeline": "1f1b:2x4", "weights": "host"}, "weights host with pipeline"),
+        ({"pipeline": "1f1b:16x4"}, "takes 16 devices"),
+        ({"pipeline": "1fb1:2x4"}, "did you mean '1f1b'"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match="(?s).*" + message.replace("'", ".")):
+        build(EXPERIMENT, override(Plan(), changes))
