@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from jaxscale.cli.draw import Draw
 from jaxscale.errors import UserError
 
 
@@ -393,11 +394,12 @@ class Doctor:
         return report.status
 
 
-Command = Train | Fit | Explain | Generate | Evaluate | Export | Report | Doctor
+Command = Train | Fit | Explain | Draw | Generate | Evaluate | Export | Report | Doctor
 COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "fit": Fit,
     "explain": Explain,
+    "draw": Draw,
     "generate": Generate,
     "evaluate": Evaluate,
     "export": Export,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxscale.cli import arguments
-from jaxscale.cli.commands import COMMANDS, Explain, Fit, Train
+from jaxscale.cli.commands import COMMANDS, Draw, Explain, Fit, Train
 from jaxscale.errors import Diverged, Preempted, UserError
 
 MISTAKE, DIVERGED, PREEMPTED, INTERRUPTED = 2, 4, 75, 130
@@ -50,7 +50,7 @@ def _run(given: arguments.Arguments) -> int:
     from jaxscale.cli.usage import parse
 
     command = parse(given.command, given.own)
-    code = command.run(given.fields) if isinstance(command, Train | Fit | Explain) else command.run()
+    code = command.run(given.fields) if isinstance(command, Train | Fit | Explain | Draw) else command.run()
     return code or 0
 
 

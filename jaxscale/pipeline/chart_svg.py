@@ -76,7 +76,8 @@ def _panel(
             x, width = LEFT + start * per_second, (end - start) * per_second
             shade = action.kind.value + (" l" if action.stage != first else "")
             told = f"{_told(action, rank)}, {clock(start) if start else '0'} to {clock(end)}"
-            box = f'<rect class="{shade}" x="{x:.2f}" y="{y + 1}" width="{max(width - 0.8, width / 2):.2f}" height="{row - 2}"/>'
+            drawn = max(width - 0.8, width / 2)  # a gap between neighbours
+            box = f'<rect class="{shade}" x="{x:.2f}" y="{y + 1}" width="{drawn:.2f}" height="{row - 2}"/>'
             label = str(action.microbatch)
             if action.kind is not Kind.U and width > _PER_LETTER * len(label) + 2:
                 dark = " d" if action.stage != first else ""

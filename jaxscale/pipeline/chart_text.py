@@ -46,9 +46,9 @@ def text_chart(
         >>> from jaxscale.pipeline.simulate import simulate
         >>> schedule = METHODS["1f1b"].schedule(2, 3)
         >>> print(text_chart(simulate(schedule, Costs.alike(schedule)), 50))
-        rank 0 │F0F1    B0══F2  B1══    B2══│ 2 live
-        rank 1 │  F0B0══F1  B1══F2  B2══    │ 1 live
-               0         5         10
+        rank 0 │F0F1    B0══F2B1══  B2══│ 2 live
+        rank 1 │  F0B0══F1B1══F2B2══    │ 1 live
+               0   2   4   6   8   10  12
     """
     schedule = simulation.schedule
     per_second = columns_per_second([simulation], width) if per_second is None else per_second
@@ -69,7 +69,7 @@ def text_chart(
 def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
     """The scale on which the longest of some simulations fills a terminal.
 
-    Every action gets a whole number of columns if all can, and if that leaves no more than a quarter unused.
+    Every action gets a whole number of columns if all can, though that leaves some of the width unused.
     """
     columns = min(width - len(_name(one, 0)) - len(f"││ {max(one.live_shares):g} live") for one in simulations)
     per_second = max(columns, LEAST) / max(one.seconds for one in simulations)
@@ -77,7 +77,7 @@ def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
     shortest = min(lengths)
     room = per_second * shortest
     whole = all(abs(length / shortest - round(length / shortest)) < 1e-6 for length in lengths)
-    return math.floor(room) / shortest if whole and math.floor(room) >= 0.75 * room else per_second
+    return math.floor(room) / shortest if whole and room >= 1 else per_second
 
 
 def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:

@@ -57,6 +57,7 @@ class Costs:
         input: float = 1.0,
         weight: float = 1.0,
         *,
+        backward: float | None = None,
         update: float = 0.0,
         link: float = 0.0,
         stash: float = 0,
@@ -69,6 +70,7 @@ class Costs:
             forward: seconds of F of one rank's layers for one microbatch.
             input: of I.
             weight: of W.
+            backward: of B; `None`: I + W.
             update: of U.
             link: seconds of a message.
             stash: bytes of one rank's layers from F until B or W.
@@ -84,6 +86,7 @@ class Costs:
             (forward * share,) * stages,
             (input * share,) * stages,
             (weight * share,) * stages,
+            () if backward is None else (backward * share,) * stages,
             update=(update * share,) * stages,
             links=(link,) * schedule.ranks,
             stash=(stash * share,) * stages,

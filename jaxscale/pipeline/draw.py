@@ -111,10 +111,7 @@ class Chart:
                 written to.
         """
         path = Path(path)
-        if path.suffix not in ENDINGS:
-            raise UserError(f"{path}: expected a name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
-        if path.suffix == ".csv" and len(self.drawn) > 1:
-            raise UserError(f"{path}: a CSV holds one schedule, not {len(self.drawn)}; draw them one by one")
+        check_ending(path, len(self.drawn))
         made = {
             ".svg": lambda: self.svg() + "\n",
             ".html": self.html,
@@ -147,6 +144,23 @@ class Chart:
         ]
         cells += [size(max(simulation.live_bytes))] if self._priced else []
         return [*cells, f"{_weights(simulation.schedule):g}", self.clock(apart.seconds)]
+
+
+def check_ending(path: str | Path, count: int) -> None:
+    """Refuse a file of which we do not know how to write it.
+
+    Args:
+        path: where.
+        count: how many schedules.
+
+    Raises:
+        UserError: another ending than .svg, .html or .csv; a CSV of several schedules.
+    """
+    suffix = Path(path).suffix
+    if suffix not in ENDINGS:
+        raise UserError(f"{path}: expected a name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    if suffix == ".csv" and count > 1:
+        raise UserError(f"{path}: a CSV holds one schedule, not {count}; draw them one by one")
 
 
 def _weights(schedule: Schedule) -> float:

@@ -1,0 +1,217 @@
+"""The subcommand `draw`: a pipeline's schedule as a chart, or several on one scale, with the numbers beside them."""
+
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from jaxscale.errors import UserError, near_miss, unknown
+
+if TYPE_CHECKING:
+    from jaxscale.pipeline.costs import Costs
+    from jaxscale.pipeline.plan import PipelinePlan
+    from jaxscale.pipeline.schedule import Schedule
+
+PICTURES = ("pipeline",)
+PRICES = {"f": "forward", "i": "input", "w": "weight", "b": "backward", "u": "update", "link": "link"}
+"""What --cost may price, and its name in `Costs`."""
+
+
+def _shown(metavar: str, default: str | None = None) -> dict[str, str]:
+    return {"metavar": metavar} | ({} if default is None else {"default": default})
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Draw a pipeline schedule: who computes which stage, when, and how much is idle.
+
+    For example:
+      jaxscale draw pipeline zb-v:4x8
+      jaxscale draw pipeline zb-v:4x8 --cost f=1,i=1.2,w=0.8 -o chart.svg
+      jaxscale draw pipeline --compare 1f1b:8x32,lockstep:8x32,v=2,zb-h1:8x32
+      jaxscale draw pipeline 1f1b:4x8 --experiment experiments/llama_8b.py --platform "tpu v5p:4x4x4"
+
+    SCHEDULE is NAME:PxM, P devices and M microbatches (jaxscale draw pipeline lists the names), or file:PATH, which
+    reads PyTorch's CSV.
+
+    Times are those of our executor, one program in which devices wait for their neighbours; --machine dataflow shows
+    separate programs, as papers do.
+
+    Fields of the experiment are set by path: --model.layers 16
+
+    Args:
+        picture: what to draw: pipeline.
+        schedule: the schedule, such as 1f1b:4x8.
+        compare: several, by commas, on one scale; what follows a comma and has no colon, as v=2, belongs to the one
+            before.
+        cost: what a device takes for one microbatch, in any unit: f forward, i input gradient, w weight gradient; also
+            b (a backward in one, i + w by itself), u (update) and link (a message). 1 each, if it is not given.
+        experiment: price the stages of this experiment's model, by roofline; its plan's pipeline, if no schedule is
+            named.
+        variant: one of the experiment's VARIANTS.
+        platform: where it runs, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
+        machine: how devices wait for one another.
+        updates: of an asynchronous schedule, how many to draw.
+        out: write the chart here: .svg, .html (explains what is under the pointer), or .csv for PyTorch.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("picture", "schedule")
+    takes_fields: ClassVar[bool] = True
+
+    picture: str = dataclasses.field(metadata=_shown("pipeline"))
+    schedule: str | None = dataclasses.field(default=None, metadata=_shown("[SCHEDULE]", ""))
+    compare: str | None = dataclasses.field(default=None, metadata=_shown("SCHEDULE,SCHEDULE,...", "one schedule"))
+    cost: str | None = dataclasses.field(default=None, metadata=_shown("f=1,i=1,w=1", "1 each"))
+    experiment: str | None = dataclasses.field(default=None, metadata=_shown("FILE", "--cost"))
+    variant: str | None = dataclasses.field(default=None, metadata=_shown("NAME", "the file's experiment()"))
+    platform: str | None = dataclasses.field(default=None, metadata=_shown("PLATFORM", "local"))
+    machine: Literal["neighbour", "dataflow"] = "neighbour"
+    updates: int | None = dataclasses.field(default=None, metadata=_shown("INT", "as many as show the steady state"))
+    out: str | None = dataclasses.field(default=None, metadata=_shown("CHART.SVG", "the terminal alone"))
+
+    def check(self) -> None:
+        """What can be known without importing JAX."""
+        if self.picture not in PICTURES:
+            if ":" in self.picture:
+                raise UserError(f"draw: got {self.picture!r} for the picture: jaxscale draw pipeline {self.picture}")
+            raise unknown("picture", self.picture, PICTURES)
+        if self.schedule is not None and self.compare is not None:
+            raise UserError(f"draw pipeline: got {self.schedule} and --compare: put all of them behind --compare")
+        if self.schedule is None and self.compare is None and self.experiment is None:
+            from jaxscale.pipeline.plan import FORMS
+
+            forms = ", ".join(form for name, form in FORMS.items() if name != "auto")
+            raise UserError(f"draw pipeline: got no schedule, expected one such as 1f1b:4x8; there are {forms}")
+        if self.updates is not None and self.updates < 1:
+            raise UserError(f"--updates: got {self.updates}, expected a whole number >= 1")
+        if self.experiment is None:
+            for name in ("variant", "platform"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"--{name} is of --experiment FILE: add it, or leave --{name} out")
+        elif self.cost is not None:
+            raise UserError("--cost and --experiment both say what stages take: leave one out")
+        else:
+            from jaxscale.platforms.platform import Platform
+            from jaxscale.training.outline import outline
+
+            outline(self.experiment, self.variant)
+            if self.platform is not None and self.platform.strip().lower() != "local":
+                Platform.parse(self.platform)
+        prices_of(self.cost)
+        count = len(self._scheduled(self._plans()))
+        if self.out is not None:
+            from jaxscale.pipeline.draw import check_ending
+
+            check_ending(self.out, count)
+
+    def run(self, fields: Mapping[str, str]) -> None:
+        """Draw it."""
+        from jaxscale.pipeline.costs import Costs
+        from jaxscale.pipeline.draw import Chart
+        from jaxscale.pipeline.simulate import simulate
+
+        if self.experiment is None:
+            if fields:
+                raise UserError(f"--{next(iter(fields))} is a field of an experiment: add --experiment FILE")
+            prices = prices_of(self.cost)
+            priced = [(str(plan), one, Costs.alike(one, **prices)) for plan, one in self._scheduled(self._plans())]
+        else:
+            priced = self._priced(fields)
+        drawn = tuple((name, simulate(schedule, costs, self.machine)) for name, schedule, costs in priced)
+        chart = Chart(drawn, timed=self.experiment is not None)
+        print(
+            chart.text(
+                shutil.get_terminal_size((100, 24)).columns,
+                color=sys.stdout.isatty() and "NO_COLOR" not in os.environ,
+                unicode=(sys.stdout.encoding or "").lower().startswith("utf"),
+            )
+        )
+        if self.out is not None:
+            chart.write(self.out)
+            print(f"written to {self.out}")
+
+    def _plans(self) -> "list[PipelinePlan]":
+        """What the command line names; none where the experiment says."""
+        from jaxscale.pipeline.plan import PipelinePlan
+
+        texts = split_schedules(self.compare) if self.compare is not None else [self.schedule] if self.schedule else []
+        return [PipelinePlan.parse(text) for text in texts]
+
+    def _scheduled(self, plans: "list[PipelinePlan]") -> "list[tuple[PipelinePlan, Schedule]]":
+        """The schedule of each; of an asynchronous one so long that most of it neither fills nor drains."""
+        if plans and self.updates is not None and not any(plan.asynchronous for plan in plans):
+            raise UserError("--updates is of asynchronous schedules: draw pipedream, pipemare or 2bw, or leave it out")
+        found = []
+        for plan in plans:
+            enough = max(3, -(-4 * (plan.ranks or 1) // (plan.microbatches or 1)))
+            found.append((plan, plan.schedule((self.updates or enough) if plan.asynchronous else 1)))
+        return found
+
+    def _priced(self, fields: Mapping[str, str]) -> "list[tuple[str, Schedule, Costs]]":
+        """Name, schedule and costs of each, by the experiment."""
+        from jaxscale.cli.commands import planned_platform
+        from jaxscale.planning.stage_prices import stage_costs
+        from jaxscale.training.source import load
+
+        assert self.experiment is not None
+        experiment, _ = load(self.experiment, self.variant, dict(fields))
+        plans = self._plans() or [plan for plan in (experiment.plan.pipeline,) if plan is not None]
+        if not plans:
+            raise UserError(f"draw pipeline: {self.experiment} has no pipeline in its plan; name one, such as 1f1b:4x8")
+        platform = planned_platform(self.platform or "local")
+        return [
+            (str(plan), schedule, stage_costs(experiment, platform, plan, schedule))
+            for plan, schedule in self._scheduled(plans)
+        ]
+
+
+def prices_of(text: str | None) -> dict[str, float]:
+    """The prices of a text such as "f=1,i=1.2,w=0.8".
+
+    Raises:
+        UserError: a letter that is none of f, i, w, b, u and link, one twice, or what is no number >= 0.
+
+    Example:
+        >>> prices_of("f=1,b=2.5")
+        {'forward': 1.0, 'backward': 2.5}
+    """
+    found: dict[str, float] = {}
+    for part in filter(None, map(str.strip, (text or "").split(","))):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if name.lower() not in PRICES:
+            raise UserError(
+                f"--cost {text!r}: unknown price {name!r}: expected some of {', '.join(PRICES)}, such as f=1,i=1,w=1"
+                f"{near_miss(name.lower(), PRICES)}"
+            )
+        if PRICES[name.lower()] in found:
+            raise UserError(f"--cost {text!r}: {name} is given twice; give it once")
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if not equals or not 0 <= number < float("inf"):
+            raise UserError(f"--cost {text!r}: got {part!r}, expected a number >= 0, such as {name}=1")
+        found[PRICES[name.lower()]] = number
+    if found.get("forward") == 0:
+        raise UserError(f"--cost {text!r}: a forward that takes no time leaves nothing to draw; give f=1")
+    return found
+
+
+def split_schedules(text: str) -> list[str]:
+    """The schedules of --compare: at commas, but for those before an option, which has no colon.
+
+    Example:
+        >>> split_schedules("1f1b:8x32, interleaved:8x32,v=2,zb-v:8x32")
+        ['1f1b:8x32', 'interleaved:8x32,v=2', 'zb-v:8x32']
+    """
+    found: list[str] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        if found and "=" in part and ":" not in part:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    if not found:
+        raise UserError(f"--compare {text!r}: got no schedule, expected some, such as 1f1b:8x32,zb-h1:8x32")
+    return found
