@@ -36,18 +36,8 @@ PLATFORMS = ("tpu v5e:2x2", "gpu h100 x 4")
 MIB = 2**20
 STASHES: tuple[Stash, ...] = ("input", "residuals")
 UPDATES = frozenset(
-    [
-        "parameter",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "while",
-        "conditional",
-        "dynamic-update-slice",
-        "fusion",
-        "opt-barrier",
-        "call",
-    ]
+    {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "opt-barrier", "fusion"}
+    | {"dynamic-update-slice"}
 )
 """Instructions that hand a pool on, or put something into it in place."""
 
