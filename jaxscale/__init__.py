@@ -19,6 +19,7 @@ _WHERE = {
     "MemoryPlan": "jaxscale.memory.plan",
     "explain": "jaxscale.planning.explain",
     "fit": "jaxscale.planning.fit",
+    "menu": "jaxscale.planning.menu",
 }
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from jaxscale.memory.plan import MemoryPlan
     from jaxscale.planning.explain import explain
     from jaxscale.planning.fit import fit
+    from jaxscale.planning.menu import menu
     from jaxscale.platforms.platform import Platform
     from jaxscale.sharding.mesh import MeshSpec
     from jaxscale.step.experiment import Experiment
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Experiment", "MemoryPlan", "MeshSpec", "Plan", "Platform", "Run", "UserError", "__version__", "explain", "fit",
-    "train",
+    "menu", "train",
 ]  # fmt: skip
 
 

@@ -22,16 +22,18 @@ from jaxscale.memory.stack_plan import hull
 from jaxscale.platforms.platform import Chip
 
 POINTS = 8
-"""Save sets solved for each kind of block."""
+"""Save sets solved for each of several kinds of block."""
+ALIKE_POINTS = 23
+"""The same where all blocks are of one kind, of which Rotor's table is small."""
 _TIE = 1e-6
 """FLOP of a byte that is computed again without any."""
 
 
-def block_options(graph: BlockGraph, objective: Objective) -> tuple[SaveSet, ...]:
+def block_options(graph: BlockGraph, objective: Objective, points: int = POINTS) -> tuple[SaveSet, ...]:
     """Ways to keep a block: everything first, then by falling bytes down to nothing."""
     everything = save_set(graph, (EVERYTHING,))
-    points = hull(menu(graph, POINTS, objective=objective), objective)
-    return (everything, *(save for save in reversed(points) if save.bytes < everything.bytes))
+    curve = hull(menu(graph, points, objective=objective), objective)
+    return (everything, *(save for save in reversed(curve) if save.bytes < everything.bytes))
 
 
 def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: Objective) -> Stage:
@@ -75,7 +77,8 @@ def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None
         )
     objective: Objective = "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
     graphs = {call.fingerprint: call.graph for call in calls}
-    options = {kind: block_options(graph, objective) for kind, graph in graphs.items()}
+    points = POINTS if len(graphs) > 1 else ALIKE_POINTS
+    options = {kind: block_options(graph, objective, points) for kind, graph in graphs.items()}
     kinds = {kind: block_stage(graph, options[kind], objective) for kind, graph in graphs.items()}
     order = [call.fingerprint for call in calls for _ in range(call.count)]
     stages = [kinds[kind] for kind in order]

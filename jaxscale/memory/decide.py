@@ -74,11 +74,7 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
         case "sqrt" | "periodic" | "revolve" | "chain":
             return decide_chain(plan, calls, chip)
         case "save" if _scanned(calls):
-            [call] = calls
-            stack = plan_stack(call.graph, call.count, budget, objective=objective)
-            if len(stack.groups) == 1 and stack.segment is None:
-                return _uniform(plan, calls, [group.save for group in stack.groups if group.save is not None])
-            return _stacked(plan, calls[0], stack)
+            return _of_stack(plan, calls, objective, None)
         case "save":
             return _uniform(plan, calls, share(calls, budget, objective=objective))
         case "greedy" | "dtr_static":
@@ -92,6 +88,8 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
             return _uniform(
                 plan, calls, [greedy(graph, rooms[kind], score, objective=objective) for kind, graph in kinds.items()]
             )
+        case "offload" if plan.selector == "pofo" and _scanned(calls):
+            return _of_stack(plan, calls, "seconds", Host(2**62, host_bandwidth(chip)))
         case "offload" if plan.selector is not None:
             return _uniform(plan, calls, _offloaded(plan, calls, kinds, Host(2**62, host_bandwidth(chip))))
         case _:
@@ -158,6 +156,15 @@ def treatment_for(decision: Decision, *, unroll: int = 1) -> Treatment:
 def _scanned(calls: Sequence[BlockCall]) -> bool:
     """Whether the model is one scanned stack of alike blocks."""
     return len(calls) == 1 and calls[0].rolled and calls[0].count > 1
+
+
+def _of_stack(plan: MemoryPlan, calls: Sequence[BlockCall], objective: Objective, host: Host | None) -> Decision:
+    """The optimum of a scanned stack: one save set for all its layers, two groups, or two levels."""
+    [call] = calls
+    stack = plan_stack(call.graph, call.count, plan.budget or 0, objective=objective, host=host)
+    if len(stack.groups) == 1 and stack.segment is None:
+        return _uniform(plan, calls, [group.save for group in stack.groups if group.save is not None])
+    return _stacked(plan, call, stack)
 
 
 def _uniform(plan: MemoryPlan, calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Decision:

@@ -19,6 +19,7 @@ The solver is HiGHS, through scipy.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
@@ -201,10 +202,17 @@ def menu(
     Returns:
         By rising bytes and falling cost. Budgets with one and the same optimum give one save set.
     """
+    if isinstance(points, int):
+        return _menu(graph, points, objective, host)
     program = _Program(graph, objective, host, None)
-    if not isinstance(points, int):
-        found = {size.bytes: size for size in map(program.at, points)}
-        return tuple(found[size] for size in sorted(found))
+    found = {size.bytes: size for size in map(program.at, points)}
+    return tuple(found[size] for size in sorted(found))
+
+
+@functools.lru_cache(maxsize=64)
+def _menu(graph: BlockGraph, points: int, objective: Objective, host: Host | None) -> tuple[SaveSet, ...]:
+    """Several budgets of one model, and several rules, ask for the same curve."""
+    program = _Program(graph, objective, host, None)
     found = [program.at(0), program.at(graph.needed_bytes)]
     found = found[:1] if found[0].bytes == found[1].bytes else found
     # between neighbours, from the lowest budget to the one behind the highest that was not tried yet
@@ -354,7 +362,7 @@ class _Program:
         # of the sets that cost as little, the smallest, if the solver's tolerance lets it find one
         small = self._solve(self.bytes, budget, spent * (1 + 1e-9) + 1e-9)
         found = min((self._set(answer) for answer in (best, small) if answer is not None), key=self._price)
-        everything = self.host is None and budget >= self.graph.needed_bytes and self._price(found)[0] > 0
+        everything = budget >= self.graph.needed_bytes and self._price(found)[0] > 0
         return save_set(self.graph, (EVERYTHING,)) if everything else found
 
     def within(self, most: float) -> SaveSet:

@@ -18,7 +18,7 @@ from jaxscale.costs.block import BlockGraph
 from jaxscale.costs.collect import BlockCall
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import Group, SaveSet, StackDecision
-from jaxscale.memory.graph import Objective, menu, solve
+from jaxscale.memory.graph import Host, Objective, menu, solve
 from jaxscale.values.byte_sizes import bytes_at_least, bytes_text
 
 GROUPS_GAIN = 0.005
@@ -35,7 +35,9 @@ def work_of(graph: BlockGraph, objective: Objective) -> float:
     return graph.flop if objective == "flop" else graph.seconds
 
 
-def plan_stack(graph: BlockGraph, layers: int, budget: int, *, objective: Objective = "flop") -> StackDecision:
+def plan_stack(
+    graph: BlockGraph, layers: int, budget: int, *, objective: Objective = "flop", host: Host | None = None
+) -> StackDecision:
     """What the layers of a scanned stack keep within a budget.
 
     Args:
@@ -43,16 +45,19 @@ def plan_stack(graph: BlockGraph, layers: int, budget: int, *, objective: Object
         layers: L.
         budget: bytes of the whole stack, inputs of blocks counted.
         objective: what to make least.
+        host: a second place for values, which asks for seconds; then there is no second level.
 
     Raises:
         UserError: a budget that not even two levels hold.
     """
     inputs = layers * graph.carried_bytes
+    if budget < inputs and host is not None:
+        raise too_small(budget, inputs, "save:BYTES for a scanned stack, ")
     if budget < inputs:
         return _two_levels(graph, layers, budget, objective)
     room = budget - inputs
-    uniform = solve(graph, room // layers, objective=objective)
-    mixed = _mixture(menu(graph, objective=objective), layers, room, objective)
+    uniform = solve(graph, room // layers, objective=objective, host=host)
+    mixed = _mixture(menu(graph, objective=objective, host=host), layers, room, objective)
     gain = layers * cost_of(uniform, objective) - sum(g.layers * cost_of(g.save, objective) for g in mixed if g.save)
     if len(mixed) > 1 and gain > GROUPS_GAIN * 3 * layers * work_of(graph, objective):
         return StackDecision(mixed)

@@ -4,7 +4,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 
+from jaxscale.errors import UserError
 from jaxscale.planning.timeline import Item
 from jaxscale.values.units import size
 
@@ -14,6 +16,9 @@ COLORS = (
     "#4e79a7", "#59a14f", "#9c755f", "#bab0ac", "#76b7b2", "#f28e2b", "#e15759", "#b07aa1", "#edc948", "#ff9da7",
 )  # fmt: skip
 """Of kinds of tensor, in the order they are stacked (Tableau's ten)."""
+
+CUT = 3
+"""Costs so many times as far above the least as their median are drawn at the edge."""
 
 STEPS = 400
 """Moments that are drawn at most; of neighbours the fullest."""
@@ -134,6 +139,59 @@ def curve(points: Sequence[Point], limit: int | None = None) -> str:
     return _svg(parts, HEIGHT, "time against memory")
 
 
+def lines(curves: Mapping[str, Sequence[Point]], across_name: str) -> str:
+    """Several rules' plans by bytes (across) and by cost (upwards), a line for each rule, as an SVG image.
+
+    What lies more than `CUT` times as far above 1 as the median of all is drawn at the upper edge.
+
+    Args:
+        curves: plans of each rule.
+        across_name: what is drawn.
+
+    Example:
+        >>> curves = {"save": [Point("save:0B", 0, 1.3), Point("save:9B", 9, 1.0)], "none": [Point("none", 9, 1.0)]}
+        >>> lines(curves, "bytes").count("<polyline")
+        2
+    """
+    points = [point for found in curves.values() for point in found]
+    right = RIGHT + 8 * max(map(len, curves))
+    far = max([point.bytes for point in points] + [1])
+    high = _top([point.cost for point in points])
+
+    def place(point: Point) -> tuple[float, float]:
+        x = LEFT + (WIDTH - LEFT - right) * point.bytes / far
+        return x, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (min(point.cost, high) - 1) / (high - 1)
+
+    parts = []
+    for step in range(5):
+        x, y = place(Point("", far * step // 4, 1 + (high - 1) * step / 4))
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text(LEFT - 8, y + 4, f"{(high - 1) * step / 4:+.0%}", "end"))
+        parts.append(_text(x, HEIGHT - BOTTOM + 16, size(far * step / 4), "middle"))
+    for number, (rule, found) in enumerate(curves.items()):
+        color = f"hsl({number * 360 // len(curves)} 65% 45%)"
+        ordered = [(*place(point), point) for point in sorted(found, key=lambda point: point.bytes)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in ordered)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+        for x, y, point in ordered:
+            told = f"{escape(point.name)}: {size(point.bytes)}, {point.cost - 1:+.1%}"
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"><title>{told}</title></circle>')
+        y = TOP + 12 + 18 * number
+        parts.append(f'<circle cx="{WIDTH - right + 14}" cy="{y - 4}" r="4" fill="{color}"/>')
+        parts.append(_text(WIDTH - right + 24, y, rule))
+    parts.append(_text((LEFT + WIDTH - right) / 2, HEIGHT - 4, across_name, "middle"))
+    if any(point.cost > high for point in points):
+        parts.append(_text(WIDTH - right - 4, TOP + 14, "at this edge: far above it", "end"))
+    return _svg(parts, max(HEIGHT, TOP + 18 * len(curves)), "time against memory")
+
+
+def _top(costs: Sequence[float]) -> float:
+    """Up to which cost a picture reaches: past it a few points would press all others flat."""
+    above = sorted(cost - 1 for cost in costs)
+    middle = above[len(above) // 2] if above else 0.0
+    return 1 + max(min(max(above, default=0.0), CUT * middle), 0.1) * 1.1
+
+
 def table(items: Sequence[Item], rows: int = 60) -> str:
     """Arrays as an HTML table, the biggest first; what comes after `rows` is one line."""
     cells = [
@@ -155,6 +213,29 @@ def page(title: str, parts: Sequence[tuple[str, str]]) -> str:
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>"
         f"<body><h1>{escape(title)}</h1>{body}</body></html>\n"
     )
+
+
+def framed(html: str, height: int) -> str:
+    """A page in a frame for notebooks, so that its style stays its own.
+
+    Example:
+        >>> framed("<p>", 100)
+        '<iframe srcdoc="&lt;p&gt;" style="width:100%;height:100px;border:0"></iframe>'
+    """
+    return f'<iframe srcdoc="{escape(html)}" style="width:100%;height:{height}px;border:0"></iframe>'
+
+
+def write_picture(path: str | Path, svg: Callable[[], str], html: Callable[[], str]) -> None:
+    """Write a page, or a picture alone where the name ends in .svg.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    path = Path(path)
+    try:
+        path.write_text(svg() if path.suffix == ".svg" else html())
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; give another name") from error
 
 
 def _thinned(moments: Sequence[Mapping[str, int]]) -> tuple[list[Mapping[str, int]], list[int]]:

@@ -72,3 +72,14 @@ def bytes_at_least(count: int) -> str:
     unit = next((name for name in ("PiB", "TiB", "GiB", "MiB", "KiB") if count >= UNITS[name]), "B")
     hundredths = -(-count * 100 // UNITS[unit])
     return f"{(Decimal(hundredths) / 100).normalize():f}{unit}"
+
+
+def short_budget(count: int) -> int:
+    """So many bytes or a few more, at most 0.8 % more, of which `bytes_text` is short.
+
+    Example:
+        >>> bytes_text(1_215_968_048), bytes_text(short_budget(1_215_968_048)), short_budget(96)
+        ('1215968048B', '1160MiB', 96)
+    """
+    grain = 2 ** max(count.bit_length() - 8, 0)
+    return -(-count // grain) * grain
