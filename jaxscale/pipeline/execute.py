@@ -91,7 +91,7 @@ def execute(
     names = tuple(tables.columns)
     rows = jnp.asarray(np.stack([tables.columns[name] for name in names], axis=1))
     # (ticks, columns): what this device does
-    rows = lax.dynamic_index_in_dim(rows, lax.axis_index(axis), 2, keepdims=False)
+    rows = vary(lax.dynamic_index_in_dim(rows, lax.axis_index(axis), 2, keepdims=False), manual)
     ways = {way: steps for way, steps in (("from_left", 1), ("from_right", -1)) if tables.meets(way)}
     flags = {"from_left": tables.right, "from_right": tables.left}
     ranks = tables.schedule.ranks
