@@ -134,6 +134,7 @@ class Fit:
         platform: such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
         limit: device memory to plan for, such as 14GiB.
         host_limit: host memory for each device.
+        compile_block: compile only the fullest piece of the step, for a nearer estimate.
         verify: compile the step for the platform, and show the compiler's word.
         plan_file: take the plan from this plan.json.
     """
@@ -148,6 +149,7 @@ class Fit:
         default=None, metadata=_shown("BYTES", "what the platform's programs may use")
     )
     host_limit: str | None = dataclasses.field(default=None, metadata=_shown("BYTES", "an equal share of the host's"))
+    compile_block: bool = False
     verify: bool = False
     plan_file: str | None = dataclasses.field(default=None, metadata=_shown("PLAN.JSON", "the experiment's plan"))
 
@@ -169,6 +171,7 @@ class Fit:
             planned_platform(self.platform),
             limit=bytes_of(self.limit, "--limit"),
             host_limit=bytes_of(self.host_limit, "--host-limit"),
+            compile_block=self.compile_block,
             verify=self.verify,
             make=source.remake,
         )

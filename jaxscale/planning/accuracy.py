@@ -12,6 +12,9 @@ FILE = Path(__file__).with_name("accuracy.json")
 MARGIN = 0.15
 """An estimate nearer to the limit than this share of it is too close to call, and worth measuring."""
 
+NEARER_MARGIN = 0.1
+"""The same where the piece of the step that decides was compiled."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
@@ -34,15 +37,18 @@ class Accuracy:
         programs: how many.
         median: of the distances, as a share of what the compiler said.
         worst: the largest.
+        compiled: the piece that decides was compiled.
     """
 
     programs: int
     median: float
     worst: float
+    compiled: bool = False
 
     def __str__(self) -> str:
+        how = " with the fullest piece compiled" if self.compiled else ""
         return (
-            f"estimates of {self.programs} compiled train steps were off by {self.median:.0%} in the median, "
+            f"estimates{how} of {self.programs} compiled train steps were off by {self.median:.0%} in the median, "
             f"{self.worst:.0%} at worst"
         )
 
@@ -57,7 +63,12 @@ def factors(kind: str) -> Factors:
     return Factors(**_recorded().get("factors", {}).get(kind, {}))
 
 
-def recorded(kind: str) -> Accuracy | None:
-    """How far estimates for a kind of platform have been off; `None` where none was recorded."""
-    found = _recorded().get("accuracy", {}).get(kind)
-    return None if found is None else Accuracy(**found)
+def recorded(kind: str, *, compiled: bool = False) -> Accuracy | None:
+    """How far estimates for a kind of platform have been off; `None` where none was recorded.
+
+    Args:
+        kind: "tpu", "gpu" or "cpu".
+        compiled: those for which the piece that decides was compiled.
+    """
+    found = _recorded().get("compiled" if compiled else "accuracy", {}).get(kind)
+    return None if found is None else Accuracy(**found, compiled=compiled)

@@ -1,31 +1,34 @@
-"""Estimate: device and host bytes of a whole train step, itemised, from its traced program; nothing is compiled.
+"""Estimate: device and host bytes of a whole train step, itemised, from its traced program.
 
 The step is traced for the platform's mesh as described, so it is the very program that would run: the plan's remat,
 microbatches, chunked loss, precision and placements are in it. Arguments (state, batch) are exact; what lives within
 the step is found by walking the program (`timeline.py`), times a factor for each kind of platform that was fitted to
 compiled programs (`accuracy.json`, which `experiments/benchmarks/fit_accuracy.py --record` regenerates).
 
-It leaves out what only a compiler knows: the order of independent operations, and how well buffers pack.
+Nothing is compiled unless asked for. What only a compiler knows is then left out: the order of independent operations,
+and how well buffers pack. `compile_block` asks it about the piece of the step that decides (`piece_compile.py`).
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
-from jaxscale.costs.trace import jaxpr_flop
+from jaxscale.errors import UserError
 from jaxscale.planning import accuracy
-from jaxscale.planning.flat import Program, flatten
+from jaxscale.planning.flat import Program
 from jaxscale.planning.kinds import both_passes, kinds_of
-from jaxscale.planning.placements import Placements, dims_of, place
+from jaxscale.planning.pieces import Piece, pieces_of
+from jaxscale.planning.placements import Placements
 from jaxscale.planning.program import described_step
-from jaxscale.planning.timeline import Compiler, Item, Timeline, timeline
+from jaxscale.planning.timeline import Item, Timeline, timeline
+from jaxscale.planning.traced import TracedStep, traced_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.memory_space import COPY
 from jaxscale.step.build import TrainStep
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
-from jaxscale.trees import path_name
 from jaxscale.values.units import size
 
 KINDS = (
@@ -48,6 +51,7 @@ class Estimate:
         timeline: what is alive when, beside the arguments.
         arguments: the state and the batch, leaf by leaf.
         said: how the mesh was chosen and what the memory rule came to, a line each.
+        compiled: the pieces of the step whose temporaries are the compiler's word.
     """
 
     platform: str
@@ -58,6 +62,7 @@ class Estimate:
     timeline: Timeline = dataclasses.field(repr=False)
     arguments: tuple[Item, ...] = dataclasses.field(repr=False, default=())
     said: tuple[str, ...] = ()
+    compiled: tuple[str, ...] = ()
 
     @property
     def device_bytes(self) -> int:
@@ -69,6 +74,23 @@ class Estimate:
         """Bytes of host memory per device, all kinds together."""
         return sum(self.host.values())
 
+    @property
+    def moments(self) -> tuple[dict[str, int], ...]:
+        """Live bytes by kind, the arguments' too, from the first operation to the last; a loop's body once."""
+        constant = _by_kind(self.arguments)
+        return tuple(constant | moment.by_kind for moment in self.timeline.moments)
+
+    @property
+    def turn(self) -> int:
+        """Number of the first moment of the backward pass."""
+        found = self.timeline.moments
+        return next((number for number, moment in enumerate(found) if moment.backward), len(found))
+
+    @property
+    def alive(self) -> tuple[Item, ...]:
+        """What is alive at the peak, arguments among it, the biggest first."""
+        return tuple(sorted((*self.arguments, *self.timeline.items), key=lambda item: -item.bytes))
+
     def __str__(self) -> str:
         lines = [f"{'':18}{'device':>12}{'host':>12}"]
         for kind in KINDS:
@@ -79,49 +101,65 @@ class Estimate:
         return "\n".join(lines)
 
 
-def estimate(experiment: Experiment, platform: Platform | str, plan: Plan | None = None) -> Estimate:
+def estimate(
+    experiment: Experiment,
+    platform: Platform | str,
+    plan: Plan | None = None,
+    *,
+    compile_block: bool = False,
+    make: Callable[[], Experiment] | None = None,
+) -> Estimate:
     """Itemised bytes of an experiment's train step on a platform.
 
     Args:
         experiment: what to train.
         platform: where, such as "tpu v5e:4x4"; it need not be here.
         plan: how; the experiment's own by default.
+        compile_block: compile the piece of the step that needs the most memory (the passes of one block, or the loss)
+            for the platform, and take the compiler's word for its temporaries.
+        make: makes the experiment anew in the process that compiles; needed where the experiment does not pickle.
 
     Raises:
-        UserError: the plan does not fit the model, the batch or the platform.
+        UserError: the plan does not fit the model, the batch or the platform; no compiler for `compile_block`.
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     step = described_step(experiment, platform, plan)
-    return of_step(step, batch_shapes(experiment), platform)
+    measure = None
+    if compile_block:
+        from jaxscale.planning.piece_compile import piece_bytes
+
+        measure = partial(piece_bytes, make or partial(_same, experiment), platform, step.plan)
+    return of_step(step, batch_shapes(experiment), platform, measure)
 
 
-def of_step(step: TrainStep, batch: Any, platform: Platform) -> Estimate:
+def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[Piece], int] | None = None) -> Estimate:
     """The estimate of a step that is built.
 
     Args:
         step: on the platform's devices, or their description.
         batch: arrays or shapes of a global batch.
         platform: where.
-    """
-    import jax
+        measure: says how many bytes of temporaries a piece of the step takes, by compiling it.
 
-    shapes = step.abstract_batch(batch)
-    state = step.layout.abstract
-    traced = jax.make_jaxpr(step.step_fn)(state, shapes)
-    program = flatten(traced)
-    leaves = [*jax.tree.leaves(state), *jax.tree.leaves(shapes)]
-    given = [dims_of(leaf.sharding, len(leaf.shape)) for leaf in leaves]
-    for value, (path, _) in zip(program.inputs, _paths({"state": state, "batch": shapes}), strict=False):
-        program.names[value] = path_name(path).removeprefix("params/")
-    placed = place(program, given, step.mesh.shape, tiled=platform.chip.kind == "tpu")
-    factors = accuracy.factors(platform.chip.kind)
-    found = timeline(program, placed, kinds_of, _compiler(platform, step.plan, factors))
-    arguments, host = _arguments(program, placed, {"state": state, "batch": shapes})
+    Raises:
+        UserError: the step has no pieces that could be measured.
+    """
+    traced = traced_step(step, batch, platform)
+    program, placed = traced.program, traced.placed
+    pieces: dict[Piece, int | None] = dict.fromkeys(pieces_of(program))
+    if measure is not None and not pieces:
+        raise UserError("compile-block: the blocks are in no loop; --verify compiles the whole step")
+    found = timeline(program, placed, kinds_of, traced.compiler, pieces)
+    while measure is not None and (piece := _fullest(found)) is not None and pieces[piece] is None:
+        pieces[piece] = measure(piece)
+        found = timeline(program, placed, kinds_of, traced.compiler, pieces)
+    arguments, host = _arguments(traced, batch)
     device = _by_kind(arguments)
     for item in found.items:
         device[item.kind] = device.get(item.kind, 0) + item.bytes
-    packing = round(found.bytes * (factors.packing - 1))
-    if packing:
+    compiled = tuple(piece.name for piece, taken in pieces.items() if taken is not None)
+    packing = round(found.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
+    if packing and not compiled:
         device["packing"] = packing
     there = _by_kind(host)
     if there:
@@ -132,15 +170,16 @@ def of_step(step: TrainStep, batch: Any, platform: Platform) -> Estimate:
     if platform.chip.kind != "cpu":
         # a checkpoint is copied to the host before it is written behind the run's back
         there["checkpoint"] = sum(item.bytes for item in (*arguments, *host) if item.kind != "batch")
-    return Estimate(str(platform), step.plan, device, there, jaxpr_flop(traced).total, found, arguments, step.said)
+    return Estimate(str(platform), step.plan, device, there, traced.flop, found, arguments, step.said, compiled)
 
 
-def _compiler(platform: Platform, plan: Plan, factors: accuracy.Factors) -> Compiler:
-    """What the platform's compiler fuses into products, as its compiled programs show."""
-    fuses: Literal["no", "all", "local"] = "no"
-    if platform.chip.kind == "tpu":
-        fuses = "local" if platform.topology is not None and len(platform.topology) == 2 else "all"
-    return Compiler(fuses, plan.zero > 1, factors.gather)
+def _fullest(found: Timeline) -> Piece | None:
+    """The piece of a step that needs the most memory."""
+    return found.moments[found.peak].piece if found.moments else None
+
+
+def _same(experiment: Experiment) -> Experiment:
+    return experiment
 
 
 def _by_kind(items: tuple[Item, ...]) -> dict[str, int]:
@@ -166,21 +205,13 @@ def _kept_on_host(program: Program, placed: Placements) -> int:
     return total
 
 
-def _paths(given: Any) -> list[Any]:
-    """Paths and leaves of the state and the batch, in the order of a program's inputs."""
-    import jax
-
-    return [leaf for part in ("state", "batch") for leaf in jax.tree_util.tree_flatten_with_path(given[part])[0]]
-
-
-def _arguments(program: Program, placed: Placements, given: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+def _arguments(traced: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """The arguments on the device and those in host memory, by the names of their leaves."""
     device, host = [], []
     first = {"params": "parameters", "optimizer": "optimizer state"}
-    for value, (path, leaf) in zip(program.inputs, _paths(given), strict=False):
-        name = path_name(path)
+    for value, (name, leaf) in zip(traced.program.inputs, traced.leaves, strict=False):
         root, _, rest = name.partition("/")
-        kind = first.get(root, "batch" if root in given["batch"] else "model state")
-        item = Item(rest or name, kind, placed.bytes_of(leaf, placed.dims[value]))
+        kind = first.get(root, "batch" if root in batch else "model state")
+        item = Item(rest or name, kind, traced.placed.bytes_of(leaf, traced.placed.dims[value]))
         (host if getattr(leaf.sharding, "memory_kind", None) == "pinned_host" else device).append(item)
     return tuple(device), tuple(host)

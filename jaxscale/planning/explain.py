@@ -7,6 +7,7 @@ peak, and its timeline.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from html import escape
 from pathlib import Path
 
 from jaxscale.costs import roofline
@@ -16,7 +17,7 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.cheapest import MENU
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import Fit, fit
-from jaxscale.planning.pictures import Point, curve, page, stacked, table
+from jaxscale.planning.pictures import Point, curve, framed, page, stacked, table, write_picture
 from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.planning.timeline import Item
 from jaxscale.platforms.platform import Platform
@@ -79,7 +80,7 @@ class Explained:
         """A page that stands alone: verdict, timeline, who is alive at the peak, time against memory."""
         source = "as the compiler lists them" if self.fit.verified else "by estimate, from the traced program"
         parts = [
-            ("", f"<pre>{_escaped(str(self.fit))}</pre>"),
+            ("", f"<pre>{escape(str(self.fit))}</pre>"),
             ("Live bytes per device through a step", self.svg()),
             (f"Alive at the peak, {source}", table(self.alive)),
         ]
@@ -88,8 +89,7 @@ class Explained:
         return page(f"Memory of {self.fit.name} on {self.fit.platform}", parts)
 
     def _repr_html_(self) -> str:
-        """The page in a frame, so that its style stays its own."""
-        return f'<iframe srcdoc="{_escaped(self.html())}" style="width:100%;height:800px;border:0"></iframe>'
+        return framed(self.html(), 800)
 
     def write(self, path: str | Path) -> None:
         """Write the page, or the timeline alone where the name ends in .svg.
@@ -97,11 +97,7 @@ class Explained:
         Raises:
             UserError: the file cannot be written.
         """
-        path = Path(path)
-        try:
-            path.write_text(self.svg() if path.suffix == ".svg" else self.html())
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror}; give another --out") from error
+        write_picture(path, self.svg, self.html)
 
 
 def explain(
@@ -126,12 +122,7 @@ def explain(
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     found = fit(experiment, platform, plan, limit=limit)
     guess = found.estimate
-    constant: dict[str, int] = {}
-    for item in guess.arguments:
-        constant[item.kind] = constant.get(item.kind, 0) + item.bytes
-    alive = tuple(sorted((*guess.arguments, *guess.timeline.items), key=lambda item: -item.bytes))
-    moments = tuple(constant | moment.by_kind for moment in guess.timeline.moments)
-    turn = next((n for n, moment in enumerate(guess.timeline.moments) if moment.backward), len(moments))
+    alive, moments, turn = guess.alive, guess.moments, guess.turn
     if verify:
         from jaxscale.platforms.compile import compile_report
 
@@ -209,9 +200,3 @@ def _curve(experiment: Experiment, platform: Platform, plan: Plan) -> tuple[str,
 
 def _same(experiment: Experiment) -> Experiment:
     return experiment
-
-
-def _escaped(text: str) -> str:
-    from html import escape
-
-    return escape(text)

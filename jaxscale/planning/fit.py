@@ -1,11 +1,14 @@
 """fit: does an experiment's train step fit a platform, who takes the space, and what would help most.
 
-The answer is an estimate (`estimate.py`) and says so, until `verify` asks the platform's own compiler.
+The answer is an estimate (`estimate.py`) and says so, until `verify` asks the platform's own compiler; `compile_block`
+asks it about one piece of the step.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from html import escape
+from pathlib import Path
 from typing import Any
 
 from jaxscale.errors import UserError
@@ -14,6 +17,7 @@ from jaxscale.planning import accuracy
 from jaxscale.planning.accuracy import MARGIN
 from jaxscale.planning.cheapest import NothingFits, cheapest_fit
 from jaxscale.planning.estimate import Estimate, estimate
+from jaxscale.planning.pictures import framed, page, stacked, table, write_picture
 from jaxscale.planning.program import lowered_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.report import CompileReport
@@ -33,17 +37,19 @@ class Help:
     Args:
         flags: as the command line takes it.
         saves: bytes of device memory per device.
+        needs: what it then takes.
         fits: whether the step then fits device and host, by estimate.
     """
 
     flags: str
     saves: int
+    needs: int
     fits: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Whether a train step fits, as a value that prints itself.
+    """Whether a train step fits, as a value that prints and draws itself.
 
     Args:
         name: of the experiment.
@@ -99,6 +105,8 @@ class Fit:
     def verdict(self) -> str:
         """One sentence."""
         said = "the compiler says" if self.verified else "by estimate"
+        if self.estimate.compiled and not self.verified:
+            said += f", {' and '.join(self.estimate.compiled)} compiled"
         if self.report is not None and self.report.crashed is not None:
             return f"unknown: {self.report.crashed}"
         if self.report is not None and self.report.oom is not None and self.report.oom.memory == "on-chip":
@@ -116,6 +124,15 @@ class Fit:
             return f"{word}, narrowly: {room}\n(may be off by {MARGIN:.0%}; --verify asks the compiler)"
         return f"{word}: {room}"
 
+    @property
+    def way(self) -> str:
+        """How it would fit, one sentence; empty where it does, or where no change that was weighed is enough."""
+        found = next((one for one in self.helps if one.fits), None)
+        if self.fits or found is None or self.limit is None:
+            return ""
+        narrowly = ", narrowly" if found.needs > (1 - MARGIN) * self.limit else ""
+        return f"it fits with {found.flags}{narrowly}: {size(found.needs)} by estimate; --verify asks the compiler"
+
     def __str__(self) -> str:
         plan = self.estimate.plan
         told = [f"mesh {plan.mesh}", f"zero {plan.zero}", plan.precision, f"memory {plan.memory}"]
@@ -125,6 +142,7 @@ class Fit:
             f"{self.name} on {self.platform}: {', '.join(told)}",
             *self.estimate.said,
             self.verdict,
+            *([self.way] if self.way else []),
             "",
             str(self.estimate),
         ]
@@ -134,16 +152,43 @@ class Fit:
                 f"{'the compiler':18}{size(self.report.device_bytes):>12}{size(self.report.host_bytes or 0):>12}"
             )
             lines.append(f"the estimate is off by {off:+.1%}")
-        elif (known := accuracy.recorded(self.platform.chip.kind)) is not None:
+        elif (known := self._known()) is not None:
             lines.append(str(known))
         if self.helps:
             wide = max(len(one.flags) for one in self.helps)
-            lines += ["", "what would help most:"]
+            lines += ["", "what would help most (of fit and train alike):"]
             lines += [
                 f"  {one.flags:{wide}}  saves {size(one.saves):>8}{', and fits' if one.fits else ''}"
                 for one in self.helps
             ]
         return "\n".join(lines)
+
+    def _known(self) -> accuracy.Accuracy | None:
+        return accuracy.recorded(self.platform.chip.kind, compiled=bool(self.estimate.compiled))
+
+    def svg(self) -> str:
+        """Live bytes by kind through a step, by estimate, and the limit."""
+        return stacked(self.estimate.moments, self.limit, self.estimate.turn)
+
+    def html(self) -> str:
+        """A page that stands alone: verdict and table, live bytes through a step, who is alive at the peak."""
+        parts = [
+            ("", f"<pre>{escape(str(self))}</pre>"),
+            ("Live bytes per device through a step, by estimate", self.svg()),
+            ("Alive at the peak, by estimate", table(self.estimate.alive)),
+        ]
+        return page(f"{self.name} on {self.platform}", parts)
+
+    def _repr_html_(self) -> str:
+        return framed(self.html(), 600)
+
+    def write(self, path: str | Path) -> None:
+        """Write the page, or the picture alone where the name ends in .svg.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        write_picture(path, self.svg, self.html)
 
 
 def fit(
@@ -153,6 +198,7 @@ def fit(
     *,
     limit: int | None = None,
     host_limit: int | None = None,
+    compile_block: bool = False,
     verify: bool = False,
     make: Callable[[], Experiment] | None = None,
 ) -> Fit:
@@ -164,11 +210,14 @@ def fit(
         plan: how; the experiment's own by default.
         limit: bytes of device memory to plan for; what the platform's programs may use by default.
         host_limit: bytes of host memory per device; an equal share of the host's by default.
+        compile_block: compile the piece of the step that needs the most memory (the passes of one block, or the loss)
+            for the platform, and take its temporaries into the estimate.
         verify: compile the step for the platform, and show what the compiler says beside the estimate.
         make: makes the experiment anew in the process that compiles; needed where the experiment does not pickle.
 
     Raises:
-        UserError: the plan does not fit the model, the batch or the platform; no compiler for `verify`.
+        UserError: the plan does not fit the model, the batch or the platform; no compiler for `compile_block` or
+            `verify`.
 
     Example:
         >>> from jaxscale.models import Decoder
@@ -190,7 +239,8 @@ def fit(
             plan = cheapest_fit(experiment, platform, limit, plan)
         except NothingFits as nothing:
             plan = nothing.least
-    found = Fit(experiment.name, platform, estimate(experiment, platform, plan), limit, host_limit)
+    guess = estimate(experiment, platform, plan, compile_block=compile_block, make=make)
+    found = Fit(experiment.name, platform, guess, limit, host_limit)
     if verify:
         from jaxscale.platforms.compile import compile_report
 
@@ -207,7 +257,9 @@ def helps(experiment: Experiment, platform: Platform, found: Fit) -> tuple[Help,
 
     Where none of them is enough, the last entry is as many of them together as are.
     """
-    now, plan = found.estimate.device_bytes, found.estimate.plan
+    plan = found.estimate.plan
+    formula = estimate(experiment, platform, plan) if found.estimate.compiled else found.estimate
+    now = formula.device_bytes
 
     def weigh(flags: str, changed: Plan) -> Help | None:
         try:
@@ -215,10 +267,10 @@ def helps(experiment: Experiment, platform: Platform, found: Fit) -> tuple[Help,
         except UserError:  # this model or batch does not take it
             return None
         fits = dataclasses.replace(found, estimate=other, report=None).fits
-        return Help(flags, now - other.device_bytes, fits)
+        return Help(flags, now - other.device_bytes, other.device_bytes, fits)
 
     weighed = []
-    for flags, fields in _changes(experiment, found.estimate):
+    for flags, fields in _changes(experiment, formula):
         one = weigh(flags, dataclasses.replace(plan, **fields))
         while one is not None and not one.fits and (more := _more(experiment, plan, fields.get("microbatches"))):
             fields = {"microbatches": more}

@@ -5,7 +5,7 @@ result needs is dropped, as a compiler would. Values are numbers; what is known 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -24,7 +24,8 @@ class Operation:
         outputs: the values it makes.
         params: of the primitive.
         backward: it belongs to the backward pass.
-        source: where it comes from, as JAX records it.
+        equation: as JAX traced it; its settings and its source are there.
+        literals: what stands in place of the inputs that are `None`, by their place among the inputs.
         loop: the body of a loop.
     """
 
@@ -33,7 +34,8 @@ class Operation:
     outputs: tuple[int, ...]
     params: dict[str, Any]
     backward: bool = False
-    source: Any = None
+    equation: Any = None
+    literals: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     loop: "Program | None" = None
 
     @property
@@ -41,7 +43,7 @@ class Operation:
         """The line that it comes from, as "file.py:12 (function)"."""
         from jax.extend.source_info_util import summarize
 
-        return "" if self.source is None else summarize(self.source).rpartition("/")[2]
+        return "" if self.equation is None else summarize(self.equation.source_info).rpartition("/")[2]
 
 
 @dataclasses.dataclass(eq=False)
@@ -81,6 +83,7 @@ class _Flattener:
         self.names: dict[int, str] = {}
         self.operations: list[Operation] = []
         self.constants: list[int | None] = []
+        self.literals: dict[Any, Any] = {}  # of variables that a call was given a literal for
 
     def program(self, jaxpr: Any) -> Program:
         inner = getattr(jaxpr, "jaxpr", jaxpr)
@@ -103,6 +106,14 @@ class _Flattener:
     def _read(env: dict[Any, int | None], var: Any) -> int | None:
         return None if hasattr(var, "val") else env[var]
 
+    def _same(self, var: Any, given: Any) -> None:
+        """A variable is what another one, or a literal, is."""
+        if hasattr(given, "val") or given in self.literals:
+            self.literals[var] = self._literal(given)
+
+    def _literal(self, var: Any) -> Any:
+        return var.val if hasattr(var, "val") else self.literals[var]
+
     def _run(self, jaxpr: Any, env: dict[Any, int | None], backward: bool) -> None:
         for eqn in jaxpr.eqns:
             inputs = tuple(self._read(env, var) for var in eqn.invars)
@@ -112,23 +123,29 @@ class _Flattener:
                 if inputs[0] is not None:
                     self.names[inputs[0]] = eqn.params["name"]
                 env[eqn.outvars[0]] = inputs[0]
+                self._same(eqn.outvars[0], eqn.invars[0])
                 continue
             called = None if kind in (*LOOPS, "pallas_call", "shard_map") else _called(eqn)
             if called is not None:
                 inner = getattr(called, "jaxpr", called)
                 inside: dict[Any, int | None] = {var: self._new(var.aval) for var in inner.constvars}
                 self.constants += inside.values()
-                inside |= dict(zip(inner.invars, inputs[len(inputs) - len(inner.invars) :], strict=True))
+                first = len(inputs) - len(inner.invars)
+                inside |= dict(zip(inner.invars, inputs[first:], strict=True))
+                for var, given in zip(inner.invars, eqn.invars[first:], strict=True):
+                    self._same(var, given)
                 self._run(inner, inside, back)
                 for var, found in zip(eqn.outvars, inner.outvars, strict=True):
                     env[var] = self._read(inside, found)
+                    self._same(var, found)
                 continue
             loop = None
             if kind in LOOPS:
                 loop = flatten(eqn.params["jaxpr" if kind == "scan" else "body_jaxpr"])
             outputs = tuple(self._new(var.aval) for var in eqn.outvars)
             env |= dict(zip(eqn.outvars, outputs, strict=True))
-            self.operations.append(Operation(kind, inputs, outputs, eqn.params, back, eqn.source_info, loop))
+            literals = {at: self._literal(var) for at, var in enumerate(eqn.invars) if inputs[at] is None}
+            self.operations.append(Operation(kind, inputs, outputs, eqn.params, back, eqn, literals, loop))
 
 
 def _called(eqn: Any) -> Any:

@@ -1,5 +1,7 @@
 """What the values of a traced train step are for: kept activations, gradients, the loss, a compute copy."""
 
+from collections.abc import Sequence
+
 from jaxscale.planning.flat import Operation, Program
 
 EXPRESSIONS = ("convert_element_type", "sharding_constraint", "optimization_barrier", "copy", "reshape", "transpose")
@@ -29,7 +31,7 @@ def kinds_of(program: Program) -> dict[int, str]:
     for value in program.outputs:
         if value is not None:
             last_read[value] = len(operations)
-    head, tail = _loss(operations)
+    head, tail = loss_range(operations)
     end = max(at for at, operation in enumerate(operations) if operation.backward)
     for at, operation in enumerate(operations):
         for value in operation.outputs:
@@ -50,7 +52,7 @@ def both_passes(program: Program) -> bool:
     return len({operation.backward for operation in program.operations}) == 2
 
 
-def _loss(operations: list[Operation]) -> tuple[int, int]:
+def loss_range(operations: Sequence[Operation]) -> tuple[int, int]:
     """Places of the last loop over layers of the forward pass, and of the first of the backward pass."""
     first_back = next(at for at, operation in enumerate(operations) if operation.backward)
     tails = [at for at, o in enumerate(operations) if o.loop is not None and o.params.get("reverse")]

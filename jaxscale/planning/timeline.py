@@ -10,11 +10,12 @@ factors for what remains).
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from jaxscale.compat import scan_counts
 from jaxscale.planning.flat import Operation, Program
+from jaxscale.planning.pieces import Piece
 from jaxscale.planning.placements import Placements
 
 HEAVY = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -63,12 +64,14 @@ class Moment:
         total: live bytes, on one device.
         by_kind: the same, by kind.
         backward: it belongs to the backward pass.
+        piece: the piece of the step that it belongs to.
     """
 
     label: str
     total: int
     by_kind: dict[str, int]
     backward: bool = False
+    piece: Piece | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +113,13 @@ class Compiler:
     gather: float = 1.0
 
 
-def timeline(program: Program, placed: Placements, kinds: Kinds, compiler: Compiler) -> Timeline:
+Pieces = Mapping[Piece, int | None]
+"""Pieces of a step, and the bytes of temporaries that a compiler said each takes, where it was asked."""
+
+
+def timeline(
+    program: Program, placed: Placements, kinds: Kinds, compiler: Compiler, pieces: Pieces | None = None
+) -> Timeline:
     """Live bytes of what a program makes; its arguments are its caller's.
 
     Args:
@@ -118,8 +127,41 @@ def timeline(program: Program, placed: Placements, kinds: Kinds, compiler: Compi
         placed: where its values lie.
         kinds: the kind of each value of a program; "transients" for those it leaves out.
         compiler: what it fuses.
+        pieces: those of the program; one that was compiled is a single moment.
     """
-    return _Sweep(program, placed, kinds, compiler).run()
+    return _Sweep(program, placed, kinds, compiler, pieces=pieces or {}).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """Which values of a program are arrays.
+
+    Args:
+        bytes: of each of them.
+        sources: the arrays that each value is made of; itself, where it is one.
+    """
+
+    bytes: Mapping[int, int]
+    sources: Mapping[int, frozenset[int]]
+
+
+def arrays_of(program: Program, placed: Placements, compiler: Compiler, path: Sequence[int]) -> Arrays:
+    """The arrays of the program that loops, one in the other, run.
+
+    Args:
+        program: the outermost.
+        placed: where its values lie.
+        compiler: what it fuses.
+        path: the place of each loop in the program it belongs to.
+    """
+    stacked = None
+    for at in path:
+        operation = program.operations[at]
+        assert operation.loop is not None
+        program, placed, stacked = operation.loop, placed.loops[at], len(carries(operation))
+    sweep = _Sweep(program, placed, lambda _: {}, compiler, stacked)
+    sweep.classify()
+    return Arrays(sweep.arrays, sweep.sources)
 
 
 @dataclasses.dataclass(eq=False)
@@ -131,9 +173,22 @@ class _Live:
 
 class _Sweep:
     def __init__(
-        self, program: Program, placed: Placements, kinds: Kinds, compiler: Compiler, stacked: int | None = None
+        self,
+        program: Program,
+        placed: Placements,
+        kinds: Kinds,
+        compiler: Compiler,
+        stacked: int | None = None,
+        *,
+        pieces: Pieces | None = None,
+        path: tuple[int, ...] = (),
     ):
-        """`stacked`: outputs from this one on are written into the caller's stacks; `None` for a program of its own."""
+        """`stacked`: outputs from this one on are written into the caller's stacks; `None` for a program of its own.
+        `path`: the loops that the program is in.
+        """
+        self.path = path
+        self.pieces = pieces or {}
+        self.own = {at: piece for piece in self.pieces if piece.path == path for at in piece.places}
         self.program, self.placed, self.all_kinds, self.compiler = program, placed, kinds, compiler
         self.kinds = kinds(program)
         self.in_loop = stacked is not None
@@ -207,7 +262,7 @@ class _Sweep:
             return own
         return min(own, max(self.bytes_of(user.outputs[0]) for user in users))
 
-    def _classify(self) -> None:
+    def classify(self) -> None:
         """Which values are arrays, their bytes, and of which arrays the others are made."""
         for operation in self.program.operations:
             read = [value for value in operation.inputs if value is not None]
@@ -225,7 +280,7 @@ class _Sweep:
                     self.sources[value] = made_of
 
     def run(self) -> Timeline:
-        self._classify()
+        self.classify()
         last: dict[int, int] = {}
         for place, operation in enumerate(self.program.operations):
             # an expression is computed where an array is made of it
@@ -241,25 +296,37 @@ class _Sweep:
         moments: list[Moment] = []
         best: tuple[int, tuple[Item, ...]] = (-1, ())
         at = 0
+        before: dict[int, Item] = {}
         for place, operation in enumerate(self.program.operations):
+            piece = self.own.get(place)
+            temporaries = None if piece is None else self.pieces[piece]
             made = [value for value in operation.outputs if value in self.arrays]
-            if not made:
-                continue
             dying = [value for value in live if last.get(value, -1) <= place]
             reused = self._in_place(operation, made, dying, live)
             for value in reused:
                 del live[value]
+            if piece is not None and place == piece.start:
+                before = dict(live)
             for value in made:
                 if self.arrays[value]:
                     live[value] = self._item(operation, value)
-            extra = self._inside(operation, place)
+            after = {value: item for value, item in live.items() if last.get(value, -1) > place}
+            if piece is not None and temporaries is not None:
+                extra = []
+                if place == piece.stop - 1:
+                    kind = "loss" if piece.name == "loss" else "transients"
+                    extra = [_Inner(piece.name, (Item(f"{piece.name}, compiled", kind, temporaries),))]
+                    live = before | after
+            else:
+                extra = self._inside(operation, place) if made else []
             for inner in extra:
                 total, by_kind = _sums([*live.values(), *inner.items])
-                moments.append(Moment(inner.label, total, by_kind, operation.backward or inner.backward))
+                backward = operation.backward or inner.backward
+                moments.append(Moment(inner.label, total, by_kind, backward, piece or inner.piece))
                 if total > best[0]:
                     best, at = (total, (*live.values(), *inner.items)), len(moments) - 1
-            for value in [value for value in live if last.get(value, -1) <= place]:
-                del live[value]
+            if made or extra:
+                live = after
         items = tuple(sorted(best[1], key=lambda item: -item.bytes))
         return Timeline(tuple(moments), at, items)
 
@@ -273,7 +340,7 @@ class _Sweep:
             return []
         candidates = list(dying)
         if operation.kind in ("scan", "while"):
-            state = _carries(operation)
+            state = carries(operation)
             made = operation.outputs[: len(state)]
             own = {source for value in state if value is not None for source in self.sources[value]}
             candidates = [value for value in candidates if value in own]
@@ -291,8 +358,16 @@ class _Sweep:
         """What an operation needs while it runs, beside arguments and results."""
         label = operation.kind
         if operation.loop is not None:
-            state = _carries(operation)
-            body = _Sweep(operation.loop, self.placed.loops[place], self.all_kinds, self.compiler, stacked=len(state))
+            state = carries(operation)
+            body = _Sweep(
+                operation.loop,
+                self.placed.loops[place],
+                self.all_kinds,
+                self.compiler,
+                len(state),
+                pieces=self.pieces,
+                path=(*self.path, place),
+            )
             found = body.moments_with_items() or [_Inner(label, ())]
             if all(self.kinds.get(value) == "loss" for value in operation.outputs):
                 return [_renamed(inner) for inner in found]
@@ -311,13 +386,10 @@ class _Sweep:
         out = []
         for number, moment in enumerate(found.moments):
             if number == found.peak:
-                out.append(_Inner(moment.label, found.items, moment.backward))
+                items = found.items
             else:
-                out.append(
-                    _Inner(
-                        moment.label, tuple(Item(kind, kind, n) for kind, n in moment.by_kind.items()), moment.backward
-                    )
-                )
+                items = tuple(Item(kind, kind, n) for kind, n in moment.by_kind.items())
+            out.append(_Inner(moment.label, items, moment.backward, moment.piece))
         return out
 
     def _item(self, operation: Operation, value: int) -> Item:
@@ -376,6 +448,7 @@ class _Inner:
     label: str
     items: tuple[Item, ...]
     backward: bool = False
+    piece: Piece | None = None
 
 
 def _renamed(inner: _Inner) -> _Inner:
@@ -384,7 +457,7 @@ def _renamed(inner: _Inner) -> _Inner:
     return dataclasses.replace(inner, items=tuple(items))
 
 
-def _carries(operation: Operation) -> tuple[int | None, ...]:
+def carries(operation: Operation) -> tuple[int | None, ...]:
     """The initial state of a loop."""
     if operation.kind == "scan":
         consts, carries = scan_counts(operation.params)

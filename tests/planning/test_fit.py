@@ -1,6 +1,7 @@
 """Verdicts, limits, what would help, the compiler's word."""
 
 import dataclasses
+import xml.etree.ElementTree as ElementTree
 from functools import partial
 
 import pytest
@@ -84,6 +85,27 @@ def test_several_changes_together_where_one_is_not_enough(planned):
 
 def test_one_that_fits_well_asks_for_nothing(planned):
     assert fit(planned(), V5E).helps == ()
+
+
+def test_how_it_would_fit_is_told_in_one_sentence(planned):
+    experiment = planned(precision="bfloat16")
+    found = fit(experiment, V5E, limit=needs(experiment) // 2)
+    first = next(one for one in found.helps if one.fits)
+    assert found.way.startswith(f"it fits with {first.flags}")
+    assert first.needs == needs(experiment) - first.saves
+    assert str(found).splitlines()[3] == found.way
+    assert fit(experiment, V5E).way == ""
+
+
+def test_it_draws_itself(planned, tmp_path):
+    found = fit(planned(precision="bfloat16"), V5E)
+    assert ElementTree.fromstring(found.svg()).tag.endswith("svg")
+    assert found.verdict in found.html()
+    assert "srcdoc" in found._repr_html_()
+    found.write(tmp_path / "fit.svg")
+    assert (tmp_path / "fit.svg").read_text() == found.svg()
+    with pytest.raises(UserError, match="cannot be written"):
+        found.write(tmp_path / "none" / "fit.html")
 
 
 @pytest.mark.parametrize("name", ["limit", "host_limit"])

@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.compat import rebind
 from jaxscale.planning.flat import flatten
 
 
@@ -70,3 +72,27 @@ def test_of_a_branch_the_longest_counts():
         return jax.lax.cond(x > 0, lambda x: x, lambda x: jnp.sin(jnp.cos(x)), x)
 
     assert [kind for kind in kinds(fn, 1.0) if kind in ("sin", "cos")] == ["cos", "sin"]
+
+
+def test_it_computes_what_was_traced():
+    """Literals that calls are given, and constants inside of them, are kept."""
+
+    @jax.jit
+    def scaled(x, by, add):
+        return x * by + add
+
+    def fn(x):
+        y = scaled(x, 2.0, 1.0)
+        z = scaled(y, x.sum(), 3.0)
+        z = scaled(z, 0.5, x.mean())
+        return jax.lax.scan(lambda carry, row: (jnp.tanh(carry + row), carry), z[0], z)
+
+    x = jnp.linspace(0.0, 1.0, 12).reshape(3, 4)
+    program = flatten(jax.make_jaxpr(fn)(x))
+    values = dict(zip(program.inputs, [x], strict=True))
+    for one in program.operations:
+        given = [one.literals[at] if value is None else values[value] for at, value in enumerate(one.inputs)]
+        values |= zip(one.outputs, rebind(one.equation, given), strict=True)
+    found = [values[value] for value in program.outputs if value is not None]
+    for mine, theirs in zip(found, jax.tree.leaves(fn(x)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
