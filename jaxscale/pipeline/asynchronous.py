@@ -1,0 +1,313 @@
+"""The executor of asynchronous schedules: a pipeline that never drains, with the updates inside.
+
+Like `execute.py`, one scan over the ticks of a table, here one without end (`stream.py`), of which each call runs the
+ticks in which its microbatches enter. A stage updates its own weights right after the backward that completes a group
+of microbatches; who still computes with older weights finds them in a slot. All that lives from one tick to the next is
+handed back (`in_flight`) and given to the next call, so nothing drains between steps of training, and a checkpoint of
+it restores exactly.
+
+What stages share (embedding, head) is each stage's own here, and each updates its copy: the first stage's embedding and
+the last stage's head are those that count. So tied weights have no meaning here, and norms over all stages (clipping)
+none either: the caller refuses them.
+
+References:
+    Harlap et al., "PipeDream", 2018 (https://arxiv.org/abs/1806.03377); Narayanan et al., "Memory-Efficient
+    Pipeline-Parallel DNN Training" (2BW), 2021 (https://arxiv.org/abs/2006.09503); Yang et al., "PipeMare", 2021
+    (https://arxiv.org/abs/1910.05124).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.passes import At, Context, FromInput, FromResiduals, StageFunction
+from jaxscale.pipeline.pipemare import Remedies, delay_of
+from jaxscale.pipeline.pools import empty, gradients, read, vary, where, write
+from jaxscale.pipeline.stream import COLUMNS, Stream
+
+WAYS = {"from_left": 1, "from_right": -1}
+"""Where messages come from, and the step that each takes along the ranks."""
+InFlight = dict[str, Any]
+"""What lives between ticks on one device, every leaf with a first dim of 1: messages, batches, versions, sums."""
+
+
+class UpdateAt(NamedTuple):
+    """Which update of which stage.
+
+    Args:
+        stage: int32, traced.
+        number: int32, updates that this stage has made before, since the pipe was filled.
+    """
+
+    stage: Any
+    number: Any
+
+
+Update = Callable[[Any, Any, Any, UpdateAt], tuple[Any, Any]]
+"""`update(parameters, gradients, optimizer, at) -> (parameters, optimizer)` of one stage; gradients are float32 sums
+over the group of microbatches. It may reduce over manual axes other than the pipe's."""
+
+
+class Advanced(NamedTuple):
+    """What a call gives back.
+
+    Args:
+        parameters: the newest of this stage.
+        optimizer: its optimizer's state.
+        in_flight: to go on with.
+        sums: what the forwards of these ticks returned as such, on this device: of microbatches of earlier calls, too.
+    """
+
+    parameters: Any
+    optimizer: Any
+    in_flight: InFlight
+    sums: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Asynchronous:
+    """A stream, ready to run; its methods are called inside a `jax.shard_map` that is manual over `manual`.
+
+    Parameters are a pair (weights, shared) of this device's stage, leaves (1, ...), and so are gradients.
+
+    Args:
+        stream: what to do.
+        stage: as of `execute`; gets weights and shared without their first dim, `at.microbatch` counts within a call.
+        update: of one stage.
+        x: shapes of the message between stages.
+        compute: from parameters to what stages compute with (a cast); `None` takes them as they are.
+        remedies: PipeMare's.
+        axis: of the mesh, along which the stages lie.
+        manual: all manual axes.
+
+    Raises:
+        UserError: a correction for a schedule that keeps the weights of its forwards.
+    """
+
+    stream: Stream
+    stage: StageFunction
+    update: Update
+    x: Any
+    compute: Callable[[Any], Any] | None = None
+    remedies: Remedies = dataclasses.field(default_factory=Remedies)
+    axis: str = "pipe"
+    manual: tuple[str, ...] = ("pipe",)
+
+    def __post_init__(self) -> None:
+        if self.remedies.correction is not None and not self.stream.newest:
+            raise UserError(
+                f"schedule {self.stream.name}: got a correction of the weights of backwards, but they are those of the "
+                "forwards there; expected it with pipemare alone"
+            )
+
+    def fill(self, parameters: Any, batch: Any, key: Any) -> InFlight:
+        """An empty pipe, for calls with batches like this one.
+
+        Args:
+            parameters: to start with.
+            batch: leaves (n, ...), n microbatches a call; only shapes are read.
+            key: as the calls get it; only its type is read.
+        """
+        parameters, batch, key = self._vary((parameters, batch, key))
+        one = jax.tree.map(lambda leaf: leaf[0], batch)
+        places = self.stream.carried + _microbatches(batch)
+        state: InFlight = {
+            "tick": jnp.int32(0),
+            "messages": empty(self.x, self.stream.messages + 1),
+            "boxes": {way: _zeros(self.x) for way in WAYS},
+            "kept": empty(self._passes(parameters, one, key).kept, self.stream.kept),
+            "batch": empty(one, places),
+            "key": jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (places, *leaf.shape)), key),
+            "versions": (),
+            "gradients": (),
+            "change": (),
+        }
+        if self._copies:
+            copy = self._computed(parameters)
+            state["versions"] = jax.tree.map(lambda leaf: jnp.repeat(leaf, self.stream.versions, 0), copy)
+        if self.stream.group > 1:
+            state["gradients"] = _float32(parameters)
+        if self.remedies.correction is not None:
+            state["change"] = _float32(parameters)
+        return jax.tree.map(lambda leaf: leaf[None], self._vary(state))
+
+    def advance(self, parameters: Any, optimizer: Any, in_flight: InFlight, batch: Any, key: Any) -> Advanced:
+        """Let n microbatches enter, and do what falls into the ticks until the next may.
+
+        Args:
+            parameters: the newest.
+            optimizer: state, as `update` takes it.
+            in_flight: from `fill`, or from the call before.
+            batch: leaves (n, ...).
+            key: handed to the stage with these microbatches.
+
+        Raises:
+            UserError: another number of microbatches than the pipe was filled for.
+        """
+        entered, expected = _microbatches(batch), self._microbatches(in_flight)
+        if entered != expected:
+            raise UserError(f"got {entered} microbatches, expected {expected}, as the pipe was filled for")
+        state = jax.tree.map(lambda leaf: leaf[0], in_flight)
+        batch, key = self._vary((batch, key))
+        numbers = state["tick"] // self.stream.pace + jnp.arange(entered)
+        slots = numbers % (self.stream.carried + entered)
+        state["batch"] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state["batch"], batch)
+        state["key"] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state["key"], key)
+        return self._run(parameters, optimizer, state, entered, ticks=self.stream.pace * entered, enters=True)
+
+    def drain(self, parameters: Any, optimizer: Any, in_flight: InFlight) -> Advanced:
+        """Let all that is in the pipe come out; to go on, `fill` it again. Arguments as of `advance`."""
+        state = jax.tree.map(lambda leaf: leaf[0], in_flight)
+        ticks = self.stream.tail - self.stream.pace
+        return self._run(parameters, optimizer, state, self._microbatches(in_flight), ticks=ticks, enters=False)
+
+    def _run(
+        self, parameters: Any, optimizer: Any, state: InFlight, entered: int, *, ticks: int, enters: bool
+    ) -> Advanced:
+        stream = self.stream
+        state = self._vary({**state, "parameters": parameters, "optimizer": optimizer})
+        rows = lax.dynamic_index_in_dim(jnp.asarray(stream.rows), lax.axis_index(self.axis), 2, keepdims=False)
+        # microbatches from this one on do not exist yet
+        end = state["tick"] // stream.pace + (entered if enters else 0)
+        period = len(stream.rows) - stream.beginning
+        one, key = (read(state[name], 0) for name in ("batch", "key"))
+        passes = self._passes(state["parameters"], one, key)
+        zeros = self._vary(_zeros(self.x))
+        state["sums"] = self._vary(_float32(jax.eval_shape(passes.forward, self._context(state, one, key), zeros)[1]))
+
+        def tick(state: dict[str, Any], _: None) -> tuple[dict[str, Any], None]:
+            time = state["tick"]
+            later = jnp.maximum(time - stream.beginning, 0)
+            place = jnp.where(time < stream.beginning, time, stream.beginning + later % period)
+            row: dict[str, Any] = dict(zip(COLUMNS, rows[place], strict=True))
+            row["microbatch"] += stream.turns * (later // period)
+            kind = jnp.where(row["microbatch"] < end, row["kind"], 0)
+            messages = state["messages"]
+            for way in WAYS:
+                messages = write(messages, row[way], state["boxes"][way])
+            # operands leave the pool before anything is put into it again, or XLA copies it in every tick
+            (x, g), messages = lax.optimization_barrier(
+                ((read(messages, row["x"]), read(messages, row["g"])), messages)
+            )
+            x = where(lax.axis_index(self.axis) > 0, x)
+            g = where(lax.axis_index(self.axis) < stream.ranks - 1, g)
+            others = {name: value for name, value in state.items() if name not in ("tick", "messages", "boxes")}
+
+            def action(run: Any) -> Callable[..., Any]:
+                return lambda state, x, g: self._vary(run(passes, state, row, x, g))
+
+            runs = [action(run) for run in (lambda _, state, row, x, g: (state, x), self._forward, self._backward)]
+            others, message = lax.switch(kind, runs, others, x, g)
+            boxes = {way: self._sent(message, step) for way, step in WAYS.items()}
+            return self._vary({**others, "tick": time + 1, "messages": messages, "boxes": boxes}), None
+
+        state, _ = lax.scan(tick, state, None, length=ticks)
+        parameters, optimizer, sums = (state.pop(name) for name in ("parameters", "optimizer", "sums"))
+        return Advanced(parameters, optimizer, jax.tree.map(lambda leaf: leaf[None], state), sums)
+
+    def _forward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
+        del g
+        with jax.named_scope("pipeline_F"):
+            y, sums, kept = passes.forward(self._context_of(state, row, self._read(state, row)), x)
+        total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), state["sums"], sums)
+        return {**state, "sums": total, "kept": write(state["kept"], row["kept"], kept)}, y
+
+    def _backward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
+        stage = lax.axis_index(self.axis)
+        weights = self._read(state, row)
+        if self.remedies.correction is not None:
+            delay = delay_of(self.stream.delays, stage)
+            corrected = self.remedies.corrected(state["parameters"], state["change"], delay)
+            weights = jax.tree.map(lambda leaf: leaf[0], self._computed(corrected))
+        with jax.named_scope("pipeline_B"):
+            context = self._context_of(state, row, weights)
+            own, shared, dx = passes.backward(context, x, read(state["kept"], row["kept"]), g)
+        found = jax.tree.map(lambda leaf: leaf.astype(jnp.float32)[None], gradients((own, shared), weights))
+        if self.stream.group == 1:
+            return self._updated(state, row, found), dx
+        state = {**state, "gradients": jax.tree.map(jnp.add, state["gradients"], found)}
+
+        def update(state: dict[str, Any]) -> dict[str, Any]:
+            new = self._updated(state, row, state["gradients"])
+            return self._vary({**new, "gradients": jax.tree.map(jnp.zeros_like, new["gradients"])})
+
+        return lax.cond(row["updates"] == 1, update, lambda state: self._vary(state), state), dx
+
+    def _updated(self, state: dict[str, Any], row: dict[str, Any], found: Any) -> dict[str, Any]:
+        """The state after an update of this stage."""
+        stage, number = lax.axis_index(self.axis), row["microbatch"] // self.stream.group
+        old, delay = state["parameters"], delay_of(self.stream.delays, stage)
+        with jax.named_scope("pipeline_U"):
+            new, optimizer = self.update(old, found, state["optimizer"], UpdateAt(stage, number))
+            new = self.remedies.rescheduled(old, new, delay, number)
+            state = {**state, "parameters": new, "optimizer": optimizer}
+            if self.remedies.correction is not None:
+                state["change"] = self.remedies.followed(state["change"], old, new, delay)
+            if self._copies:
+                copy = jax.tree.map(lambda leaf: leaf[0], self._computed(new))
+                state["versions"] = write(state["versions"], row["writes"], copy)
+        return state
+
+    @property
+    def _copies(self) -> bool:
+        """Whether what stages compute with is kept apart from the parameters."""
+        return self.stream.versions > 1 or self.compute is not None
+
+    def _computed(self, parameters: Any) -> Any:
+        return parameters if self.compute is None else self.compute(parameters)
+
+    def _read(self, state: dict[str, Any], row: dict[str, Any]) -> Any:
+        """(weights, shared) as the action of this row computes with them."""
+        if self._copies:
+            return read(state["versions"], row["reads"])
+        return jax.tree.map(lambda leaf: leaf[0], state["parameters"])
+
+    def _passes(self, parameters: Any, microbatch: Any, key: Any) -> Any:
+        if self.stream.stash == "input":
+            return FromInput(self.stage, self._vary)
+        state = {"parameters": parameters}
+        zeros = self._vary(_zeros(self.x))
+        return FromResiduals(self.stage, self._vary, self._context(state, microbatch, key), zeros, split=False)
+
+    def _context(self, state: dict[str, Any], microbatch: Any, key: Any) -> Context:
+        """Of some action, for its shapes."""
+        weights, shared = jax.tree.map(lambda leaf: leaf[0], self._computed(state["parameters"]))
+        return self._vary(Context(weights, shared, microbatch, At(jnp.int32(0), jnp.int32(0)), key))
+
+    def _context_of(self, state: dict[str, Any], row: dict[str, Any], pair: Any) -> Context:
+        """Of the action of this row."""
+        places = jax.tree.leaves(state["batch"])[0].shape[0]
+        microbatch, key = (read(state[name], row["microbatch"] % places) for name in ("batch", "key"))
+        at = At(lax.axis_index(self.axis), row["microbatch"] % (places - self.stream.carried))
+        weights, shared = pair
+        return Context(weights, shared, microbatch, at, key)
+
+    def _microbatches(self, in_flight: InFlight) -> int:
+        """Microbatches that enter with each call."""
+        return jax.tree.leaves(in_flight["batch"])[0].shape[1] - self.stream.carried
+
+    def _sent(self, message: Any, step: int) -> Any:
+        """What comes from the neighbour."""
+        ranks = self.stream.ranks
+        route = [(rank, (rank + step) % ranks) for rank in range(ranks)]
+        return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis, route), message)
+
+    def _vary(self, tree: Any) -> Any:
+        return vary(tree, self.manual)
+
+
+def _microbatches(batch: Any) -> int:
+    return jax.tree.leaves(batch)[0].shape[0]
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def _float32(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
