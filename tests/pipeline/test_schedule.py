@@ -1,6 +1,7 @@
 """A schedule checks itself: against every order there is of a small one, and faults by rank and cell."""
 
 import dataclasses
+import graphlib
 import itertools
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.check import Fault
+from jaxscale.pipeline.csv import parse_csv, to_csv
 from jaxscale.pipeline.schedule import Schedule, Versions
 from jaxscale.pipeline.schedules import METHODS
 
@@ -223,6 +225,62 @@ def test_one_action_dropped_doubled_or_moved_is_refused_where_it_is(name, number
         assert (fault.rank, fault.cell) == (rank, cell + 1)
     else:
         assert (fault.rank, fault.cell) == ((rank + 1) % 4, len(orders[(rank + 1) % 4]) - 1)
+
+
+@st.composite
+def any_schedule(draw) -> tuple[Orders, tuple[int, ...], int]:
+    """Orders that can be done: stages anywhere, backwards fused or apart, in any sequence that their inputs allow."""
+    ranks, extra, microbatches = draw(st.integers(1, 4)), draw(st.integers(0, 3)), draw(st.integers(1, 4))
+    places = draw(st.permutations([*range(ranks), *(draw(st.integers(0, ranks - 1)) for _ in range(extra))]))
+    last = len(places) - 1
+    needs: dict[str, list[str]] = {}
+    apart = {(s, i): draw(st.booleans()) for s in range(last + 1) for i in range(microbatches)}
+    for (stage, i), split in apart.items():
+        needs[f"{stage}F{i}"] = [f"{stage - 1}F{i}"] if stage else []
+        above = [f"{stage + 1}{'I' if apart[stage + 1, i] else 'B'}{i}"] if stage < last else []
+        needs[f"{stage}{'I' if split else 'B'}{i}"] = [f"{stage}F{i}", *above]
+        if split:
+            needs[f"{stage}W{i}"] = [f"{stage}I{i}"]
+    rows: list[list[str]] = [[] for _ in range(ranks)]
+    done: set[str] = set()
+    while len(done) < len(needs):
+        cell = draw(st.sampled_from(sorted(c for c in needs if c not in done and done.issuperset(needs[c]))))
+        done.add(cell)
+        rows[places[int(cell[0])]].append(cell)
+    return acts(*map(" ".join, rows)), tuple(places), microbatches
+
+
+@settings(max_examples=40, deadline=None)
+@given(any_schedule(), st.integers(0, 10**6))
+def test_whatever_can_be_done_is_taken_and_survives_the_csv(case, number):
+    orders, places, microbatches = case
+    schedule = Schedule("any", orders, len(places), microbatches, (places,), (0,) * microbatches)
+    for lower in (False, True):
+        again = parse_csv(to_csv(schedule, lower=lower), "any")
+        assert (again.orders, again.routes, again.route) == (schedule.orders, schedule.routes, schedule.route)
+    rank = number % schedule.ranks
+    swapped = [list(order) for order in orders]
+    cell = number // 7 % (len(swapped[rank]) - 1)
+    swapped[rank][cell : cell + 2] = swapped[rank][cell : cell + 2][::-1]
+    fault = None
+    try:
+        dataclasses.replace(schedule, orders=tuple(map(tuple, swapped)))
+    except Fault as found:
+        fault = found
+    assert (fault is not None) == circular(schedule, swapped)
+
+
+def circular(schedule: Schedule, orders: list[list[Action]]) -> bool:
+    """Whether the graph of inputs and orders has a circle."""
+    graph = {action: set(schedule.inputs(action)) for order in orders for action in order}
+    for order in orders:
+        for one, following in itertools.pairwise(order):
+            graph[following].add(one)
+    try:
+        tuple(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError:
+        return True
+    return False
 
 
 def test_it_is_data_and_needs_no_jax():
