@@ -137,9 +137,11 @@ class Fit:
         compile_block: compile only the fullest piece of the step, for a nearer estimate.
         verify: compile the step for the platform, and show the compiler's word.
         plan_file: take the plan from this plan.json.
+        batch: rows of the global batch.
     """
 
     positional: ClassVar[tuple[str, ...]] = ("file", "variant")
+    of_experiment: ClassVar[tuple[str, ...]] = ("batch",)
     takes_fields: ClassVar[bool] = True
 
     file: str = dataclasses.field(metadata=_shown("FILE"))
@@ -152,6 +154,7 @@ class Fit:
     compile_block: bool = False
     verify: bool = False
     plan_file: str | None = dataclasses.field(default=None, metadata=_shown("PLAN.JSON", "the experiment's plan"))
+    batch: int | None = dataclasses.field(default=None, metadata=_shown("INT", "the experiment's"))
 
     def check(self) -> None:
         """What can be known without importing JAX."""
@@ -193,9 +196,11 @@ class Explain:
         limit: device memory to plan for, such as 14GiB.
         verify: compile the step for the platform, and show who is alive by the compiler's word.
         plan_file: take the plan from this plan.json.
+        batch: rows of the global batch.
     """
 
     positional: ClassVar[tuple[str, ...]] = ("file", "variant")
+    of_experiment: ClassVar[tuple[str, ...]] = ("batch",)
     takes_fields: ClassVar[bool] = True
 
     file: str = dataclasses.field(metadata=_shown("FILE"))
@@ -207,12 +212,15 @@ class Explain:
     )
     verify: bool = False
     plan_file: str | None = dataclasses.field(default=None, metadata=_shown("PLAN.JSON", "the experiment's plan"))
+    batch: int | None = dataclasses.field(default=None, metadata=_shown("INT", "the experiment's"))
 
     def check(self) -> None:
         """What can be known without importing JAX."""
         check_planned(self)
         if self.out is not None and not self.out.endswith((".html", ".svg")):
             raise UserError(f"--out {self.out}: expected a name that ends in .html or .svg")
+        if self.out is not None:
+            check_writable(self.out, "--out")
 
     def load(self, fields: Mapping[str, str]) -> Any:
         """The experiment and its source, with the fields set on the command line."""
@@ -418,12 +426,16 @@ def check_planned(command: Fit | Explain) -> None:
     from jaxscale.training.outline import outline
 
     outline(command.file, command.variant)
-    if command.platform.strip().lower() != "local":
-        Platform.parse(command.platform)
+    platform = None if command.platform.strip().lower() == "local" else Platform.parse(command.platform)
     bytes_of(command.limit, "--limit")
     bytes_of(getattr(command, "host_limit", None), "--host-limit")
     if command.plan_file is not None:
         read_plan(Path(command.plan_file))
+    if command.verify and platform is not None:
+        from jaxscale.platforms.detect import accelerators
+        from jaxscale.platforms.target import target
+
+        target(platform, accelerators())
 
 
 def load_planned(command: Fit | Explain, fields: Mapping[str, str]) -> Any:
@@ -432,13 +444,16 @@ def load_planned(command: Fit | Explain, fields: Mapping[str, str]) -> Any:
     from jaxscale.training.source import load
 
     plan = None if command.plan_file is None else read_plan(Path(command.plan_file))
-    return load(command.file, command.variant, dict(fields), plan)
+    own = {} if command.batch is None else {"batch": str(command.batch)}
+    return load(command.file, command.variant, own | dict(fields), plan)
 
 
 def planned_platform(text: str) -> Any:
     """The platform of a text; JAX's backend is started for the local one alone."""
+    from jaxscale.platforms.detect import hush_absent_gpus
     from jaxscale.platforms.platform import Platform
 
+    hush_absent_gpus()
     if text.strip().lower() == "local":
         from jaxscale.training.backend import start_backend
 
@@ -450,7 +465,24 @@ def bytes_of(text: str | None, flag: str) -> int | None:
     """The bytes that a flag says."""
     from jaxscale.values.byte_sizes import parse_bytes
 
-    return None if text is None else parse_bytes(text, flag)
+    if text is None:
+        return None
+    count = parse_bytes(text, flag)
+    if not count:
+        raise UserError(f"{flag} {text}: expected at least 1B, or leave it out")
+    return count
+
+
+def check_writable(path: str, flag: str) -> None:
+    """Refuse a file that cannot be written, before the work whose result goes there."""
+    file = Path(path)
+    new = not file.exists()
+    try:
+        file.open("ab").close()
+        if new:
+            file.unlink()
+    except OSError as error:
+        raise UserError(f"{flag} {path} cannot be written: {error.strerror}; give another name") from None
 
 
 def check_run(run_dir: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxscale.platforms.described import abstract, lower_for, without_memories
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.build import TrainStep, build
 from jaxscale.step.experiment import Experiment
@@ -36,8 +37,10 @@ def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: P
         plan: how; the experiment's own by default.
     """
     experiment = make()
-    step = build(experiment, plan, devices=devices)
-    return step.step_fn.lower(step.layout.abstract, step.abstract_batch(batch_shapes(experiment)))
+    on = [abstract(device) for device in devices] if without_memories(devices) else devices
+    step = build(experiment, plan, devices=on)
+    traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment)))
+    return traced.lower() if on is devices else lower_for(devices[: step.devices], traced)
 
 
 def compiled_bytes(experiment: Experiment, plan: Plan) -> int:

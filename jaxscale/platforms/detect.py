@@ -4,6 +4,7 @@ An unknown chip is no error: it becomes a Chip without a peak, so a run on it tr
 """
 
 import dataclasses
+import logging
 import math
 import os
 import pathlib
@@ -69,6 +70,19 @@ def accelerators(devices: pathlib.Path = pathlib.Path("/dev")) -> frozenset[str]
     return frozenset(
         kind for kind, patterns in DEVICE_FILES.items() if any(next(devices.glob(one), None) for one in patterns)
     )
+
+
+def hush_absent_gpus() -> None:
+    """Where no GPU is, keep to itself what JAX says of the CUDA plugin, which is there to compile ahead of time.
+
+    JAX starts every plugin it finds, and logs a traceback of the drivers that this one does not find.
+    """
+    if "gpu" not in accelerators():
+        logging.getLogger("jax._src.xla_bridge").addFilter(_of_no_cuda_plugin)
+
+
+def _of_no_cuda_plugin(record: logging.LogRecord) -> bool:
+    return not ("plugin configuration error" in record.getMessage() and "xla_cuda" in record.getMessage())
 
 
 def host_memory() -> int | None:

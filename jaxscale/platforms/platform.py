@@ -240,7 +240,8 @@ def _parse_gpu(text: str, rest: str) -> Platform:
     if not name:
         raise UserError(f"platform {text!r} names no gpu: expected one of {', '.join(known)}, such as 'gpu h100 x 8'")
     if name not in known:
-        raise unknown("gpu", name, [*known, *ALIASES])
+        whole = re.split(r"[\s:]", rest)[0]  # an x in a name is no count
+        raise unknown("gpu", whole, [*known, *ALIASES])
     return Platform(known[name], _count(text, tail))
 
 

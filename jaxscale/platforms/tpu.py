@@ -186,13 +186,13 @@ def check_topology(name: str, topology: tuple[int, ...]) -> None:
     chips = math.prod(topology)
     written = "x".join(map(str, topology))
     texts = {"x".join(map(str, shape)): shape for shape in known}
-    same = [text for text, shape in texts.items() if math.prod(shape) == chips]
-    sizes = sorted({math.prod(shape) for shape in known}, key=lambda size: abs(size - chips))[:2]
-    near = (
-        same
-        or difflib.get_close_matches(written, texts, n=2)
-        or [text for text, shape in texts.items() if math.prod(shape) in sizes]
+    counts = {text: math.prod(shape) for text, shape in texts.items()}
+    same = [text for text, count in counts.items() if count == chips]
+    sizes = sorted(set(counts.values()), key=lambda size: abs(size - chips))[:2]
+    alike = difflib.get_close_matches(
+        written, [text for text, count in counts.items() if chips <= 2 * count <= 4 * chips]
     )
+    near = same or alike[:2] or [text for text, count in counts.items() if count in sizes]
     rule = "2x2x1, 2x2x2, 2x2x4, 2x4x4, or multiples of 4 in rising order" if name in _LARGEST else ", ".join(texts)
     raise UserError(
         f"tpu {name} has no slice {written} ({chips} chips): expected {rule}; did you mean "

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jaxscale.platforms.detect import accelerators
+from jaxscale.platforms.detect import accelerators, hush_absent_gpus
 
 
 def has_accelerator(devices: Path = Path("/dev")) -> bool:
@@ -36,6 +36,7 @@ def start_backend() -> None:
     """
     import jax
 
+    hush_absent_gpus()
     config: Any = jax.config
     if not os.environ.get("JAX_PLATFORMS") and not config.jax_platforms and not has_accelerator():
         config.update("jax_platforms", "cpu")

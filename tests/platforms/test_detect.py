@@ -1,10 +1,12 @@
 import dataclasses
 import itertools
+import logging
 from typing import Any
 
 import jax
 import pytest
 
+from jaxscale.platforms import detect as detect_module
 from jaxscale.platforms.detect import detect, host_memory
 from jaxscale.platforms.platform import Platform
 
@@ -94,3 +96,14 @@ def test_memory_that_the_backend_cannot_tell():
 
     platform = detect([Described("TPU v5 lite", "tpu", (0, 0, 0))])
     assert platform.device_memory == int(15.75 * 2**30)
+
+
+@pytest.mark.parametrize("here", [frozenset(), frozenset({"gpu"})])
+def test_what_jax_says_of_a_plugin_without_its_gpu_is_not_shown(here, monkeypatch, caplog):
+    monkeypatch.setattr(detect_module, "accelerators", lambda: here)
+    logger = logging.getLogger("jax._src.xla_bridge")
+    monkeypatch.setattr(logger, "filters", [])
+    detect_module.hush_absent_gpus()
+    logger.error("Jax plugin configuration error: Exception when calling %s.initialize()", "jax_plugins.xla_cuda13")
+    logger.error("another matter")
+    assert [record.getMessage()[:10] for record in caplog.records] == [*(["Jax plugin"] if here else []), "another ma"]

@@ -1,0 +1,72 @@
+"""Programs for devices whose description lacks their memories: GPUs that the CUDA plugin only describes.
+
+JAX drops the memory kind of a sharding over such devices without a word, and the program would keep on the device what
+was meant for the host. The compiler itself knows both memories. So the program is traced and lowered over an abstract
+mesh, whose shardings keep their memory kinds, and the devices are named when it is compiled.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredFor:
+    """A program lowered over an abstract mesh, and the devices to compile it for.
+
+    Args:
+        lowered: `jax.stages.Lowered`.
+        devices: as many as its mesh has, in its order.
+    """
+
+    lowered: Any
+    devices: tuple[Any, ...]
+
+    def as_text(self, **options: Any) -> str:
+        """The program's text."""
+        return self.lowered.as_text(**options)
+
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Any:
+        """The program compiled for its devices, a `jax.stages.Compiled`."""
+        return self.lowered.compile(compiler_options, device_assignment=self.devices)
+
+
+def without_memories(devices: Sequence[Any]) -> bool:
+    """Whether JAX knows no memory of these devices.
+
+    Example:
+        >>> import jax
+        >>> without_memories(jax.devices())
+        False
+    """
+    return not devices[0].addressable_memories()
+
+
+def abstract(device: Any) -> Any:
+    """A device as `jax.sharding.AbstractMesh` takes it."""
+    from jax.sharding import AbstractDevice
+
+    return AbstractDevice(device.device_kind, None, device.platform)
+
+
+def lower_for(devices: Sequence[Any], traced: Any) -> LoweredFor:
+    """Lower a program that was traced over an abstract mesh.
+
+    Args:
+        devices: of its mesh, in the mesh's order.
+        traced: `jax.stages.Traced`.
+
+    Example:
+        >>> import jax
+        >>> from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+        >>> mesh = AbstractMesh((1,), ("x",), abstract_device=abstract(jax.devices()[0]))
+        >>> x = jax.ShapeDtypeStruct((4,), "float32", sharding=NamedSharding(mesh, PartitionSpec("x")))
+        >>> compiled = lower_for(jax.devices()[:1], jax.jit(lambda x: x + 1).trace(x)).compile()
+        >>> compiled.memory_analysis().argument_size_in_bytes
+        16
+    """
+    import jax
+
+    platform = {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform)
+    with jax.default_device(devices[0]):  # whose client compiles
+        return LoweredFor(traced.lower(lowering_platforms=(platform,)), tuple(devices))
