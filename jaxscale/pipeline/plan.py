@@ -124,6 +124,21 @@ class PipelinePlan:
         """Whether the schedule updates the weights on its way."""
         return self.name in METHODS and METHODS[self.name].steps
 
+    def shape(self) -> tuple[int, int]:
+        """Devices on the pipe axis, and microbatches of a batch.
+
+        Raises:
+            UserError: a file that is missing or wrong; `auto`, before it has been chosen.
+
+        Example:
+            >>> PipelinePlan.parse("pipedream:4").shape()
+            (4, 1)
+        """
+        if self.path is None and self.ranks is not None and self.name != "auto":
+            return self.ranks, self.microbatches or 1
+        found = self.schedule()
+        return found.ranks, found.microbatches
+
     def schedule(self, updates: int = 1, ranks: int | None = None) -> Schedule:
         """The schedule.
 

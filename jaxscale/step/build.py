@@ -322,21 +322,26 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     plan = experiment.plan if plan is None else plan
     devices = list(jax.devices() if devices is None else devices)
     plan, said = resolve_mesh(plan, experiment.batch, devices)
-    layers = getattr(experiment.model, "layers", None)
+    stages = None
+    if plan.pipeline is not None:
+        stages = stages_of(experiment, plan)
+        said += f"; {stages}"
+    layers = getattr(experiment.model, "layers", None) if stages is None else stages.depth
     if isinstance(layers, int) and plan.unroll > layers:
-        said += f"; unroll {plan.unroll}: the model has {layers} layers, all run in one iteration"
+        whose = "the model" if stages is None else "a stage"
+        said += f"; unroll {plan.unroll}: {whose} has {layers} layers, all run in one iteration"
         plan = dataclasses.replace(plan, unroll=layers)
     assert plan.mesh is not None
     check_model(plan, experiment.model)
     check_memory(plan)
-    mesh, decision, stages = plan.mesh.build(devices), None, None
-    if plan.pipeline is not None:
-        stages = stages_of(experiment, plan)
-        said += f"; {stages}"
+    mesh, decision = plan.mesh.build(devices), None
     functional, rule, optimizer, layout = _placed(experiment, plan, mesh, stages=stages)
     if needs_decision(plan.memory):
-        decision = decide_memory(Objective(experiment, plan, functional, layout), devices)
-        if groups := layers_of_groups(decision):
+        parts = (experiment, plan, functional, layout)
+        objective = Objective(*parts) if stages is None else Pipelined(stages, *parts)
+        decision = decide_memory(objective, devices)
+        groups = layers_of_groups(decision)
+        if groups and stages is None:  # a stage's layers are few: those of a group are cut from the rest in the step
             functional, rule, optimizer, layout = _placed(experiment, plan, mesh, groups)
     layout.check_axes_used(experiment.model)
     layout.check_zero_used(optimizer)

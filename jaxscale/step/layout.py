@@ -45,8 +45,9 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
             f"attention: splash is a TPU kernel, and this runs on {devices[0].platform}: take auto, or chunked"
         )
     if plan.pipeline is not None:
-        mesh = None if plan.mesh is None else dataclasses.replace(plan.mesh, pipe=plan.pipeline.ranks)
-        plan = dataclasses.replace(plan, mesh=mesh, microbatches=plan.pipeline.microbatches)
+        ranks, microbatches = plan.pipeline.shape()
+        mesh = None if plan.mesh is None else dataclasses.replace(plan.mesh, pipe=ranks)
+        plan = dataclasses.replace(plan, mesh=mesh, microbatches=microbatches)
     if batch % plan.microbatches:
         raise UserError(
             f"batch {batch} does not divide into {plan.microbatches} microbatches: "
@@ -54,7 +55,7 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
         )
     rows = batch // plan.microbatches
     if plan.mesh is None:
-        pipe = 1 if plan.pipeline is None else plan.pipeline.ranks
+        pipe = 1 if plan.pipeline is None else plan.pipeline.shape()[0]
         if pipe > len(devices):
             raise UserError(
                 f"pipeline {plan.pipeline} takes {pipe} devices, and there are {len(devices)}: take fewer stages"

@@ -54,6 +54,16 @@ class Objective:
         self.layout = layout
         self.treatment = blocks.Treatment(unroll=plan.unroll) if treatment is None else treatment
 
+    @property
+    def stage_depth(self) -> int | None:
+        """Blocks that run one after the other on a device; `None` for all of the model's."""
+        return None
+
+    @property
+    def stages_here(self) -> int:
+        """Stages of a pipeline on one device."""
+        return 1
+
     @contextlib.contextmanager
     def tracing(self, *, plainly: bool = False) -> Iterator[None]:
         """The plan in force: placements, blocks and the precision of matrix products, while the model is traced.

@@ -58,6 +58,16 @@ class Pipelined(Objective):
         self.training = tabulate(stages.schedule, self.plan.stash)
         self.scoring = tabulate(stages.schedule, forward_only=True)
 
+    @property
+    def stage_depth(self) -> int | None:
+        """Blocks that run one after the other on a device: those of the deepest stage."""
+        return self.stages.depth
+
+    @property
+    def stages_here(self) -> int:
+        """Stages of a pipeline on one device."""
+        return self.stages.schedule.chunks
+
     # -- the mesh ------------------------------------------------------------------------------------------------------
 
     @property
@@ -188,6 +198,27 @@ class Pipelined(Objective):
     def _loss_of(self, module: Any, batch: Batch, context: Context) -> Loss:
         loss = self.experiment.model.loss(module, batch, context)
         return Loss(loss.total, loss.weight, jnp.asarray(loss.penalty, jnp.float32))
+
+    def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Any, examples: Array) -> Array:
+        """The objective of one microbatch on one stage, as a device sees it: to trace, not to run."""
+        stacked, shared = self._split(self._copies(self.functional.in_rows(params)))
+        parts, spec = self._parts(self._loss_of), self._specs("compute")
+        rows = PartitionSpec(tuple(axis for axis in BATCH_AXES if axis in self.manual))
+
+        def body(stacked: Any, shared: Any, batch: Any, examples: Any, key: Any) -> Any:
+            one = jax.tree.map(lambda leaf: leaf[0], self._chunks(stacked))
+            given = (one, shared, (batch, examples), key, jnp.int32(0))
+            with self._inside():
+                return parts.behind(parts.inside(parts.before(*given), *given), *given).total
+
+        return jax.shard_map(
+            body,
+            mesh=self.layout.mesh,
+            in_specs=(spec[0], spec[1], rows, rows, PartitionSpec()),
+            out_specs=PartitionSpec(),
+            axis_names=set(self.manual),
+            check_vma=False,
+        )(stacked, shared, batch, examples, key)
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Loss, Params, Params]:
         """Sums of the loss, mean gradients in float32, and the model's other state, of a global batch."""

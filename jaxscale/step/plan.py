@@ -110,14 +110,15 @@ class Plan:
                 if getattr(self, name) != getattr(Plan, name):
                     raise UserError(f"{name}: got {getattr(self, name)} without a pipeline; add one, or leave it out")
             return
-        if self.mesh is not None and self.mesh.pipe not in (1, pipeline.ranks):
+        ranks, microbatches = pipeline.shape()
+        if self.mesh is not None and self.mesh.pipe not in (1, ranks):
             raise UserError(
-                f"pipeline {pipeline} takes {pipeline.ranks} devices along pipe, and mesh {self.mesh} says "
+                f"pipeline {pipeline} takes {ranks} devices along pipe, and mesh {self.mesh} says "
                 f"{self.mesh.pipe}: leave pipe out of the mesh"
             )
-        if self.microbatches not in (1, pipeline.microbatches):
+        if self.microbatches not in (1, microbatches):
             raise UserError(
-                f"pipeline {pipeline} splits a batch into {pipeline.microbatches} microbatches, and microbatches says "
+                f"pipeline {pipeline} splits a batch into {microbatches} microbatches, and microbatches says "
                 f"{self.microbatches}: leave it out"
             )
         for name, value in (("weights", self.weights), ("gradients", self.gradients)):

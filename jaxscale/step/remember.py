@@ -4,6 +4,7 @@
 their values, bytes per device and microbatch, FLOP, and seconds where the chip's rates are known.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,7 +80,13 @@ def decide_memory(objective: Objective, devices: Sequence[Any]) -> Decision:
     chip = chip_of(devices[0].device_kind, devices[0].platform)
     if plan.rule == "offload" and chip.kind == "cpu":
         chip = chips()[REHEARSED]
-    return decide(plan, traced_blocks(objective, chip), chip)
+    calls, stages = traced_blocks(objective, chip), objective.stages_here
+    if stages == 1 or plan.budget is None:
+        return decide(plan, calls, chip)
+    # the budget is that of all blocks on a device; its stages are alike
+    one = decide(dataclasses.replace(plan, budget=plan.budget // stages), calls, chip)
+    total = {name: stages * getattr(one, name) for name in ("bytes", "host_bytes", "flop")}
+    return dataclasses.replace(one, plan=plan, **total)
 
 
 def _check_made_for(plan: MemoryPlan, decision: Decision, calls: Sequence[BlockCall]) -> None:
@@ -105,7 +112,7 @@ def _no_segments(plan: MemoryPlan) -> UserError:
 
 
 def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[BlockCall, ...]:
-    """The blocks of the model, as one microbatch of a train step calls them.
+    """The blocks of the model, or of a pipeline's stage, as one microbatch of a train step calls them.
 
     Args:
         objective: of the step.
@@ -120,7 +127,9 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
     # what the step computes is given, not made: a block sees it as it will
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(rows, dtype="int32")))
     with objective.tracing(plainly=True):
-        return collect(objective.loss_of_masters, functional.whole, functional.rest, batch, key, examples, chip=chip)
+        calls = collect(objective.loss_of_masters, functional.whole, functional.rest, batch, key, examples, chip=chip)
+    depth = objective.stage_depth
+    return calls if depth is None else tuple(dataclasses.replace(call, count=depth) for call in calls)
 
 
 def treatment_of(plan: Plan, decision: Decision | None) -> Treatment:
