@@ -102,9 +102,9 @@ class Draw:
         prices_of(self.cost)
         count = len(self._scheduled(self._plans()))
         if self.out is not None:
-            from jaxscale.pipeline.draw import check_ending
+            from jaxscale.pipeline.draw import check_file
 
-            check_ending(self.out, count)
+            check_file(self.out, count)
 
     def run(self, fields: Mapping[str, str]) -> None:
         """Draw it."""

@@ -9,9 +9,10 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.chart_svg import svg_chart
 from jaxscale.pipeline.chart_text import PLAIN, columns_per_second, text_chart
 from jaxscale.pipeline.csv import to_csv
-from jaxscale.pipeline.footprint import versions
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.simulate import Simulation, simulate
+from jaxscale.pipeline.ticks import ticks
+from jaxscale.pipeline.versions import lives, ring
 from jaxscale.values.units import duration, size
 
 ENDINGS = (".svg", ".html", ".csv")
@@ -111,7 +112,7 @@ class Chart:
                 written to.
         """
         path = Path(path)
-        check_ending(path, len(self.drawn))
+        check_file(path, len(self.drawn))
         made = {
             ".svg": lambda: self.svg() + "\n",
             ".html": self.html,
@@ -146,16 +147,20 @@ class Chart:
         return [*cells, f"{_weights(simulation.schedule):g}", self.clock(apart.seconds)]
 
 
-def check_ending(path: str | Path, count: int) -> None:
-    """Refuse a file of which we do not know how to write it.
+def check_file(path: str | Path, count: int) -> None:
+    """Refuse a file that could not be written, before anything is drawn.
 
     Args:
         path: where.
         count: how many schedules.
 
     Raises:
-        UserError: another ending than .svg, .html or .csv; a CSV of several schedules.
+        UserError: another ending than .svg, .html or .csv; a CSV of several schedules; a folder that does not exist.
     """
+    if not Path(path).parent.is_dir():
+        raise UserError(
+            f"{path} cannot be written: there is no folder {Path(path).parent}; make it, or give another name"
+        )
     suffix = Path(path).suffix
     if suffix not in ENDINGS:
         raise UserError(f"{path}: expected a name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
@@ -165,7 +170,10 @@ def check_ending(path: str | Path, count: int) -> None:
 
 def _weights(schedule: Schedule) -> float:
     """Copies and versions of weights on the rank that has most, as multiples of its share of the model."""
-    held = (sum(versions(schedule, stage) for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks))
+    lived = lives(schedule, ticks(schedule)) if schedule.versions else {}
+    held = (
+        sum(ring(lived[stage]) if lived else 1 for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)
+    )
     return max(held) * schedule.ranks / schedule.stages
 
 
