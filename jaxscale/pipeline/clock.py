@@ -1,0 +1,142 @@
+"""Clock: one schedule under many costs at once, as the neighbour machine of `simulate.py` runs it.
+
+A partition and a search try thousands of costs or orders. The ticks of a schedule do not depend on what its passes
+take, so its table is made once and time goes through it for a whole batch of costs. Time is a maximum of sums along
+paths through the table; `path` tells the one that decides, as how often it meets each pass and each link: a linear
+function of the costs that is never above the true seconds, and meets them where it was found.
+"""
+
+import collections
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.schedule import Kind, Schedule
+from jaxscale.pipeline.ticks import rows
+
+
+class Path(NamedTuple):
+    """The passes and messages that decide when a schedule ends.
+
+    Args:
+        seconds: from the first start to the last end.
+        passes: how often each of `Clock.passes` is on it.
+        links: how often each link is on it.
+    """
+
+    seconds: float
+    passes: np.ndarray
+    links: np.ndarray
+
+
+class Clock:
+    """The ticks of a schedule, ready to be timed.
+
+    Args:
+        schedule: what each rank does.
+
+    Raises:
+        UserError: a message between ranks that are no neighbours on the ring.
+
+    Example:
+        >>> from jaxscale.pipeline.schedules import METHODS
+        >>> clock = Clock(METHODS["1f1b"].schedule(4, 8))
+        >>> seconds = [[{"F": 1.0, "B": 2.0}[kind.value] for kind, _ in clock.passes]]
+        >>> clock.seconds(np.array(seconds), np.zeros((1, 4))).tolist()
+        [40.0]
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        table = rows(schedule)
+        self.passes: tuple[tuple[Kind, int], ...] = tuple(
+            sorted({(action.kind, action.stage) for order in schedule.orders for action in order})
+        )
+        number = {one: index for index, one in enumerate(self.passes)}
+        idle = len(self.passes)
+        self._table = np.full((len(table), schedule.ranks), idle)
+        for tick, row in enumerate(table):
+            for rank, action in enumerate(row):
+                if action is not None:
+                    self._table[tick, rank] = number[action.kind, action.stage]
+        self.crossings = _crossings(schedule)
+        source = {action: tick for tick, row in enumerate(table) for action in row if action is not None}
+        self._sends = np.zeros(len(table), bool)
+        for action in source:
+            for needed in schedule.inputs(action):
+                if schedule.rank(needed) != schedule.rank(action):
+                    self._sends[source[needed]] = True
+
+    def seconds(self, passes: np.ndarray, links: np.ndarray) -> np.ndarray:
+        """Seconds of the schedule under each of a batch of costs.
+
+        Args:
+            passes: float[batch, passes], seconds of each of `passes`.
+            links: float[batch, ranks], seconds of a message between ranks r and r + 1.
+        """
+        return collections.deque(self._run(passes, links), maxlen=1)[0].max(1)
+
+    def path(self, passes: np.ndarray, links: np.ndarray, blur: float = 0.0) -> Path:
+        """What decides the seconds under one set of costs, float[passes] and float[ranks].
+
+        Args:
+            passes: seconds of each of `passes`.
+            links: seconds of each link.
+            blur: of paths that come within about so many seconds of each other, a mean instead of the longest: it
+                changes less from one set of costs to the next, and is never above the true seconds either.
+        """
+        times = [now[0] for now in self._run(passes[None], links[None])]
+        counts, crossed = np.zeros(len(self.passes) + 1), np.zeros(self.schedule.ranks)
+        share = _shares(times[-1][None].T, blur)[:, 0]
+        # backwards through time: times[2 t + 1] is the end of tick t, times[2 t + 2] the end of its exchange
+        for tick in range(len(self._table) - 1, -1, -1):
+            if self._sends[tick]:
+                ends = times[2 * tick + 1]
+                come = np.stack([ends, np.roll(ends, 1) + np.roll(links, 1), np.roll(ends, -1) + links])
+                stay, left, right = _shares(come, blur) * share
+                crossed += np.roll(left, -1) + right
+                share = stay + np.roll(left, -1) + np.roll(right, 1)
+            np.add.at(counts, self._table[tick], share)
+        return Path(float(times[-1].max()), counts[:-1], crossed)
+
+    def _run(self, passes: np.ndarray, links: np.ndarray) -> Iterator[np.ndarray]:
+        """Times [batch, rank] at the start, and after the passes and the exchange of each tick."""
+        takes = np.concatenate([passes, np.zeros((len(passes), 1))], 1)
+        left, right = np.roll(np.arange(links.shape[1]), 1), np.roll(np.arange(links.shape[1]), -1)
+        left_links = links[:, left]
+        now = np.zeros(links.shape)
+        yield now
+        for row, sends in zip(self._table, self._sends, strict=True):
+            now = now + takes[:, row]
+            yield now
+            if sends:
+                now = np.maximum(now, np.maximum(now[:, left] + left_links, now[:, right] + links))
+            yield now
+
+
+def _shares(times: np.ndarray, blur: float) -> np.ndarray:
+    """How much each row of a column counts, all to the latest without a blur; columns add up to 1."""
+    if not blur:
+        return np.eye(len(times))[times.argmax(0)].T
+    weights = np.exp((times - times.max(0)) / blur)
+    return weights / weights.sum(0)
+
+
+def _crossings(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    """(stage, link) for each message from a stage to the next that crosses a link; link r joins ranks r and r + 1."""
+    found = set()
+    for route in schedule.routes:
+        for stage, (here, there) in enumerate(itertools.pairwise(route)):
+            if here == there:
+                continue
+            if (there - here) % schedule.ranks not in (1, schedule.ranks - 1):
+                raise UserError(
+                    f"schedule {schedule.name}: stage {stage} on rank {here} sends to rank {there}, which is no "
+                    f"neighbour on the ring of {schedule.ranks}; the executor sends to neighbours alone"
+                )
+            forward = (there - here) % schedule.ranks == 1 and (schedule.ranks > 2 or there > here)
+            found.add((stage, here if forward else there))
+    return tuple(sorted(found))

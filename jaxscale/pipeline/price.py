@@ -1,0 +1,89 @@
+"""Price, Device: what a block costs a device of a pipeline, and what a device has, as the partition reads them."""
+
+import dataclasses
+import math
+
+from jaxscale.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Price:
+    """What one block costs, for one microbatch, on one kind of device. Prices of neighbours add up.
+
+    Args:
+        forward: seconds of its forward.
+        input_gradient: seconds of its input gradient (I).
+        weight_gradient: seconds of its weight gradient (W); a backward in one action takes I + W.
+        weight_bytes: all that lives for its weights: the weights, their gradients, the optimizer's state.
+        version_bytes: one more version of its weights (asynchronous schedules).
+        stash_bytes: kept from the forward of a microbatch to its backward (or W).
+        between_bytes: kept besides from I to W, where the two are apart.
+        message_bytes: what leaves it forward; as much comes back as gradient.
+        working_bytes: alive only while it runs. Of neighbours the largest counts.
+
+    Raises:
+        UserError: a price that is negative or no number.
+
+    Example:
+        >>> Price(1.0, 1.0, 1.0, stash_bytes=10).times(2.0) == Price(2.0, 2.0, 2.0, stash_bytes=10)
+        True
+        >>> Price(1.0, 1.0, 1.0, weight_bytes=10, stash_bytes=10).share(2) == Price(
+        ...     0.5, 0.5, 0.5, weight_bytes=10, stash_bytes=5
+        ... )
+        True
+    """
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    weight_bytes: float = 0
+    version_bytes: float = 0
+    stash_bytes: float = 0
+    between_bytes: float = 0
+    message_bytes: float = 0
+    working_bytes: float = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            given = getattr(self, field.name)
+            if not (math.isfinite(given) and given >= 0):
+                raise UserError(f"price of a block: {field.name} is {given}, expected a finite number >= 0")
+
+    def times(self, factor: float) -> "Price":
+        """The same block on a device that takes `factor` times the seconds."""
+        seconds = ("forward", "input_gradient", "weight_gradient")
+        return dataclasses.replace(self, **{name: getattr(self, name) * factor for name in seconds})
+
+    def share(self, parts: float) -> "Price":
+        """One of so many equal parts of the work and of what is kept: a smaller microbatch. Weights stay whole."""
+        kept = ("weight_bytes", "version_bytes")
+        names = (field.name for field in dataclasses.fields(self) if field.name not in kept)
+        return dataclasses.replace(self, **{name: getattr(self, name) / parts for name in names})
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A place on the pipe axis, and the link from it to the next place (of the last one: back to the first).
+
+    Args:
+        memory_bytes: for all that this program keeps there; `None`: no bound.
+        kind: names its price list, where devices are unlike.
+        link: bytes/s to and from the next device.
+        latency: seconds of a message on that link, however small.
+
+    Raises:
+        UserError: no memory, a link of no bytes/s, a negative latency.
+    """
+
+    memory_bytes: float | None = None
+    kind: str = ""
+    link: float = math.inf
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes is not None and not self.memory_bytes > 0:
+            raise UserError(f"device: got {self.memory_bytes} bytes of memory, expected more than 0, or None")
+        if not self.link > 0:
+            raise UserError(f"device: got a link of {self.link} bytes/s, expected more than 0")
+        if not (math.isfinite(self.latency) and self.latency >= 0):
+            raise UserError(f"device: got a latency of {self.latency} seconds, expected 0 or more")
