@@ -12,8 +12,8 @@ What it leaves to its caller: the `jax.shard_map` around it, every reduction ove
 device's own sums), unequal stages (inside the stage function), updates (`asynchronous.py` has those inside a schedule).
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ __all__ = ["At", "Executed", "Lowering", "StageFunction", "execute"]
 
 Lowering = Literal["switch", "phased"]
 """How a table becomes a program: a branch per tick, or the kinds of a lock-step table written out without branches."""
+_Tick: TypeAlias = Callable[[Any, Any, Mapping[str, Any], Sequence[int]], Any]
 
 
 class Executed(NamedTuple):
@@ -88,77 +89,87 @@ def execute(
     _check(tables, weights, batch, lowering)
     weights, shared, batch, key = vary((weights, shared, batch, key), manual)
     actions = Actions(tables, stage, weights, shared, batch, key, x, manual)
-    names = tuple(tables.columns)
-    rows = jnp.asarray(np.stack([tables.columns[name] for name in names], axis=1))
-    # (ticks, columns): what this device does
-    rows = vary(lax.dynamic_index_in_dim(rows, lax.axis_index(axis), 2, keepdims=False), manual)
-    ways = {way: steps for way, steps in (("from_left", 1), ("from_right", -1)) if tables.meets(way)}
-    flags = {"from_left": tables.right, "from_right": tables.left}
-    ranks = tables.schedule.ranks
+    table = np.stack([tables.columns[name] for name in tables.columns], axis=1)
+    own = lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(axis), 2, keepdims=False)
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
+    state = {
+        "messages": empty(x, tables.messages + 1),
+        "boxes": {way: nothing for way in MESSAGES if tables.meets(way)},
+        "sums": actions.start(),
+    }
+    run = _one_loop if lowering == "switch" else _few_loops
+    sums = run(tables, _tick(tables, actions, axis, manual), vary(own, manual), vary(state, manual))["sums"]
+    return Executed(sums["sums"], sums.get("weights"), sums.get("shared"))
 
-    def send(way: str, message: Any, flag: Any) -> Any:
-        """To the neighbour; `flag` is the same on all devices, so they exchange together or not at all."""
-        route = [(rank, (rank + ways[way]) % ranks) for rank in range(ranks)]
+
+def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) -> _Tick:
+    """One tick: `tick(state, row, travels, kinds)`."""
+    ranks = tables.schedule.ranks
+    routes = {
+        way: [(rank, (rank + step) % ranks) for rank in range(ranks)]
+        for way, step in (("from_left", 1), ("from_right", -1))
+    }
+
+    def send(message: Any, way: str, travels: Any) -> Any:
+        """To the neighbour; `travels` is the same on all devices, so they exchange together or not at all."""
 
         def shift(tree: Any) -> Any:
-            return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, route), tree)
+            return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, routes[way]), tree)
 
-        if isinstance(flag, (bool, np.bool_)):
-            return shift(message) if flag else message
-        return lax.cond(flag, shift, lambda tree: tree, message)
+        if isinstance(travels, bool):
+            return shift(message) if travels else message
+        return lax.cond(travels, shift, lambda tree: tree, message)
 
-    def tick(state: dict[str, Any], row: dict[str, Any], travels: dict[str, Any], kinds: Sequence[int]) -> Any:
-        messages, boxes = state["messages"], state["boxes"]
-        for way in boxes:
-            messages = write(messages, row[way], boxes[way])
+    def tick(state: Any, row: Any, travels: Mapping[str, Any], kinds: Sequence[int]) -> Any:
+        messages = state["messages"]
+        row = {name: row[place] for place, name in enumerate(tables.columns)}
+        for way, box in state["boxes"].items():
+            messages = write(messages, row[way], box)
         # operands leave the pool before anything is put into it again, or XLA copies it in every tick (hazard 2)
-        operands, messages = lax.optimization_barrier(
-            ({"x": read(messages, row["x"]), "g": read(messages, row["g"])}, messages)
-        )
-        sums, message = actions.run(kinds, state["sums"], row, operands["x"], operands["g"])
-        made = {way: send(way, message, travels[way]) for way in ways}
-        if "to_self" in boxes:
-            made["to_self"] = message
-        return vary({"messages": messages, "boxes": made, "sums": sums}, manual)
+        x, g, messages = lax.optimization_barrier((read(messages, row["x"]), read(messages, row["g"]), messages))
+        sums, message = actions.run(kinds, state["sums"], row, x, g)
+        boxes = {way: send(message, way, travels[way]) if way in travels else message for way in state["boxes"]}
+        return vary({"messages": messages, "boxes": boxes, "sums": sums}, manual)
 
-    state = vary(
-        {
-            "messages": empty(x, tables.messages + 1),
-            "boxes": {way: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x) for way in _boxes(tables)},
-            "sums": actions.start(),
-        },
-        manual,
-    )
-    if lowering == "switch":
-        gates = {way: True if flags[way].all() else jnp.asarray(flags[way]) for way in ways}
-
-        def step(state: Any, over: Any) -> tuple[Any, None]:
-            row, gate = over
-            travels = {way: gate.get(way, True) for way in ways}
-            return tick(state, {name: row[place] for place, name in enumerate(names)}, travels, tables.kinds), None
-
-        varied = {way: gate for way, gate in gates.items() if gate is not True}
-        state, _ = lax.scan(step, state, (rows, varied))
-    else:
-        start = 0
-        for motif, repeats in phases(tables):
-            part = slice(start, start + repeats * len(motif))
-            start = part.stop
-            travels = [{way: flags[way][part][turn :: len(motif)].any() for way in ways} for turn in range(len(motif))]
-
-            def step(state: Any, turns: Any, motif: Any = motif, travels: Any = travels) -> tuple[Any, None]:
-                for turn, (kind, travel) in enumerate(zip(motif, travels, strict=True)):
-                    row = {name: turns[turn, place] for place, name in enumerate(names)}
-                    state = tick(state, row, travel, (kind,))
-                return state, None
-
-            state, _ = lax.scan(step, state, rows[part].reshape(repeats, len(motif), len(names)))
-    found = state["sums"]
-    return Executed(found["sums"], found.get("weights"), found.get("shared"))
+    return tick
 
 
-def _boxes(tables: Tables) -> tuple[str, ...]:
-    return tuple(way for way in MESSAGES if tables.meets(way))
+def _travels(tables: Tables) -> dict[str, np.ndarray]:
+    """For each direction that is used, in which ticks."""
+    flags = {"from_left": tables.right, "from_right": tables.left}
+    return {way: flag for way, flag in flags.items() if flag.any()}
+
+
+def _one_loop(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
+    """All ticks alike, with a branch for each kind; a direction that is used in every tick needs no gate."""
+    flags = _travels(tables)
+    gates = {way: jnp.asarray(flag) for way, flag in flags.items() if not flag.all()}
+
+    def step(state: Any, over: Any) -> tuple[Any, None]:
+        row, gate = over
+        return tick(state, row, {way: gate.get(way, True) for way in flags}, tables.kinds), None
+
+    return lax.scan(step, state, (rows, gates))[0]
+
+
+def _few_loops(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
+    """A loop for each phase of a lock-step table, the kinds of its motif written out."""
+    flags, start = _travels(tables), 0
+    for motif, repeats in phases(tables):
+        part = slice(start, start + repeats * len(motif))
+        gates = [
+            {way: bool(flag[part][turn :: len(motif)].any()) for way, flag in flags.items()}
+            for turn in range(len(motif))
+        ]
+
+        def step(state: Any, turns: Any, motif: Any = motif, gates: Any = gates) -> tuple[Any, None]:
+            for turn, kind in enumerate(motif):
+                state = tick(state, turns[turn], gates[turn], (kind,))
+            return state, None
+
+        state, _ = lax.scan(step, state, rows[part].reshape(repeats, len(motif), -1))
+        start = part.stop
+    return state
 
 
 def _check(tables: Tables, weights: Any, batch: Any, lowering: Lowering) -> None:

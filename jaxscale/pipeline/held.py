@@ -55,7 +55,11 @@ def held(tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch:
         >>> found.kept, found.bytes  # the input, in 4 slots
         ((ShapeDtypeStruct(shape=(4, 2, 8), dtype=float32),), 832)
     """
-    state = jax.eval_shape(lambda *given: Actions(tables, stage, *given, x, ()).start(), weights, shared, batch, key)
+
+    def start(weights: Any, shared: Any, batch: Any, key: Any) -> Any:
+        return Actions(tables, stage, weights, shared, batch, key, x, ()).start()
+
+    state = jax.eval_shape(start, weights, shared, batch, key)
     ends = [x for way in MESSAGES if tables.meets(way)]
     return Held(
         messages=jax.eval_shape(lambda: empty(x, tables.messages + 1)),

@@ -93,10 +93,10 @@ class FromInput:
         order = of(0, 1, 2)
 
         def run(*chosen: Any) -> tuple[Any, Any]:
-            full = list(everything)
-            for place, value in zip(order, chosen, strict=True):
-                full[place] = value
-            return self._stage(*full, *context[2:])[:2]
+            found = dict(zip(order, chosen, strict=True))
+            weights, shared, x = (found.get(place, value) for place, value in enumerate(everything))
+            y, objective, _ = self._stage(weights, shared, x, *context[2:])
+            return y, objective
 
         (y, objective), pull = jax.vjp(run, *of(*everything))
         return pull((cotangents(g, y), self._vary(jnp.ones_like(objective))))

@@ -9,7 +9,7 @@ Slots are allocated ahead (`registers.py`), so memory follows the schedule: 1F1B
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -163,11 +163,11 @@ class _Pool:
     """Lifetimes on each rank, then their slots."""
 
     def __init__(self, ranks: int) -> None:
-        self._lives: list[list[tuple[int, int, tuple[object, ...]]]] = [[] for _ in range(ranks)]
-        self._found: list[Mapping[object, int]] = []
+        self._lives: list[list[tuple[int, int, Hashable]]] = [[] for _ in range(ranks)]
+        self._found: list[Mapping[Hashable, int]] = []
         self.slots = 0
 
-    def live(self, rank: int, first: int, last: int, name: tuple[object, ...]) -> None:
+    def live(self, rank: int, first: int, last: int, name: Hashable) -> None:
         """A value is written in tick `first` and read in tick `last` for the last time."""
         self._lives[rank].append((first, last + 1, name))
 
@@ -178,7 +178,7 @@ class _Pool:
             self._found.append(found)
             self.slots = max(self.slots, count)
 
-    def slot(self, rank: int, name: tuple[object, ...]) -> int:
+    def slot(self, rank: int, name: Hashable) -> int:
         """The slot of a value, 0 for one that does not exist (the first stage has no input message)."""
         return self._found[rank].get(name, 0)
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.compat import varying_axes
 from jaxscale.errors import UserError
-from jaxscale.pipeline.execute import execute
+from jaxscale.pipeline.execute import Lowering, execute
 from jaxscale.pipeline.held import held
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.pipeline.tables import tabulate
@@ -376,7 +376,7 @@ def test_idle_stages_do_not_compute(name, stash):
         assert counts.get(("input", stage), 0) == microbatches
 
 
-def refuses(match, *, lowering="switch", message=None, objective=None, batch=3, name="1f1b"):
+def refuses(match, *, lowering: Lowering = "switch", message=None, objective=None, batch=3, name="1f1b"):
     """Whether a mistake is answered."""
     schedule = METHODS[name].schedule(2, 3)
     mesh = Mesh(np.array(jax.devices()[:2]), ("pipe",), axis_types=(AxisType.Auto,))
