@@ -33,8 +33,8 @@ class Chart:
         >>> schedule = METHODS["zb-h1"].schedule(4, 8)
         >>> chart = Chart((("zb-h1:4x8", simulate(schedule, Costs.alike(schedule))),))
         >>> print(chart.table())
-                   time  bubble  own span  live  weights  apart
-        zb-h1:4x8    27   11.1%      5.9%     4        1     27
+                   time   each  bubble  own span  live  weights  apart
+        zb-h1:4x8    27  3.375   11.1%      5.9%     4        1     27
     """
 
     drawn: tuple[tuple[str, Simulation], ...]
@@ -73,8 +73,10 @@ class Chart:
     def legend(self) -> str:
         """What the columns of the table are."""
         steady = any(simulation.period is not None for _, simulation in self.drawn)
+        state = "; asynchronous: in the steady state" if steady else ""
         lines = [
-            "bubble: idle share of all devices' time" + ("; asynchronous: in the steady state" if steady else ""),
+            f"each: time for each microbatch{state}",
+            f"bubble: idle share of all devices' time{state}",
             "own span: the same between each device's first action and its last",
             "live: activations that the fullest device waits with, in microbatches of its part of the model",
             "weights: how often the fullest device holds the weights of its part of the model",
@@ -89,7 +91,10 @@ class Chart:
 
     def html(self) -> str:
         """A page: chart, numbers, and what an action is under the pointer, with its microbatch lit up everywhere."""
-        title = escape(", ".join(name for name, _ in self.drawn))
+        return page(", ".join(name for name, _ in self.drawn), self.svg() + self.html_table() + self.html_legend())
+
+    def html_table(self) -> str:
+        """The numbers of each schedule, as a table of a page."""
         heads = "".join(f"<th>{escape(head)}</th>" for head in self._heads())
         rows = "".join(
             f"<tr><td>{escape(name)}</td>"
@@ -97,12 +102,11 @@ class Chart:
             + "</tr>"
             for name, simulation in self.drawn
         )
-        legend = "".join(f"<p>{escape(line)}</p>" for line in self.legend().splitlines())
-        return (
-            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-            f"<h1>{title}</h1><p id=told>Point at an action.</p>{self.svg()}"
-            f"<table><tr>{heads}</tr>{rows}</table>{legend}<script>{_SCRIPT}</script></html>\n"
-        )
+        return f"<table><tr>{heads}</tr>{rows}</table>"
+
+    def html_legend(self) -> str:
+        """What the columns are, as paragraphs of a page."""
+        return "".join(f"<p>{escape(line)}</p>" for line in self.legend().splitlines())
 
     def write(self, path: str | Path) -> None:
         """Write a file, of the kind that its name ends in.
@@ -133,18 +137,42 @@ class Chart:
         return any(any(simulation.live_bytes) for _, simulation in self.drawn)
 
     def _heads(self) -> list[str]:
-        return ["", "time", "bubble", "own span", "live", *(["live bytes"] if self._priced else []), "weights", "apart"]
+        return [
+            "",
+            "time",
+            "each",
+            "bubble",
+            "own span",
+            "live",
+            *(["live bytes"] if self._priced else []),
+            "weights",
+            "apart",
+        ]
 
     def _numbers(self, simulation: Simulation) -> list[str]:
         apart = simulate(simulation.schedule, simulation.costs, "dataflow")
         cells = [
             self.clock(simulation.seconds),
+            self.clock(simulation.seconds_per_microbatch),
             f"{simulation.bubble:.1%}",
             f"{abs(simulation.bubble_own_span):.1%}",
             f"{max(simulation.live_shares):g}",
         ]
         cells += [size(max(simulation.live_bytes))] if self._priced else []
         return [*cells, f"{_weights(simulation.schedule):g}", self.clock(apart.seconds)]
+
+
+def page(title: str, body: str) -> str:
+    """An HTML page that stands alone, with what is under the pointer told at its top.
+
+    Args:
+        title: in words.
+        body: HTML, with charts of `Chart.svg`.
+    """
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+        f"<h1>{escape(title)}</h1><p id=told>Point at an action.</p>{body}<script>{_SCRIPT}</script></html>\n"
+    )
 
 
 def check_file(path: str | Path, count: int) -> None:
@@ -179,16 +207,16 @@ def _weights(schedule: Schedule) -> float:
 
 _STYLE = (
     ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;"
-    "padding:0 1rem}h1{font-size:1.3rem}svg{width:100%;height:auto}p{margin:.1rem 0}#told{font-weight:600}"
+    "padding:0 1rem}h1{font-size:1.3rem}svg{width:100%;height:auto}p{margin:.1rem 0}"
+    "#told{font-weight:600;position:sticky;top:0;background:Canvas;padding:.3rem 0}"
     "table{border-collapse:collapse;margin:1rem 0}td,th{padding:.15rem .7rem;text-align:left;"
     "border-bottom:1px solid #8883}th{text-align:right}.r{text-align:right;font-variant-numeric:tabular-nums}"
     "svg.on g[data-m]{opacity:.25}svg.on g.on{opacity:1}"
 )
 _SCRIPT = (
-    "const s=document.querySelector('svg'),told=document.getElementById('told');"
-    "s.addEventListener('mouseover',e=>{const g=e.target.closest('g[data-m]');"
-    "s.querySelectorAll('g.on').forEach(o=>o.classList.remove('on'));s.classList.toggle('on',!!g);"
-    "if(g){told.textContent=g.querySelector('title').textContent;"
-    "s.querySelectorAll(`g[data-m=\"${g.dataset.m}\"]`).forEach(o=>o.classList.add('on'))}});"
-    "s.addEventListener('mouseleave',()=>s.classList.remove('on'))"
+    "const told=document.getElementById('told');document.addEventListener('mouseover',e=>{"
+    "const g=e.target.closest('g[data-m]'),s=e.target.closest('svg');"
+    "document.querySelectorAll('.on').forEach(o=>o.classList.remove('on'));if(!g)return;s.classList.add('on');"
+    "told.textContent=g.querySelector('title').textContent;"
+    "s.querySelectorAll(`g[data-m=\"${g.dataset.m}\"]`).forEach(o=>o.classList.add('on'))})"
 )

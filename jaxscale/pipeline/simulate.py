@@ -84,6 +84,13 @@ class Simulation:
         return (first[last] - first[last - counted * group]) / counted
 
     @property
+    def seconds_per_microbatch(self) -> float:
+        """The makespan over the microbatches; of an asynchronous schedule in the steady state."""
+        if self.period is not None and self.schedule.versions is not None:
+            return self.period / self.schedule.versions.group
+        return self.seconds / self.schedule.microbatches
+
+    @property
     def bubble(self) -> float:
         """Share of all ranks' time that is idle: of the makespan; of the steady state where weights are updated inside.
 

@@ -34,8 +34,8 @@ def test_one_schedule(capsys, monkeypatch):
         "rank 1 │   F0─B0════F1─B1════F2─B2════      │ 1 live",
         "       0     2     4     6     8     10    12",
         "",
-        "          time  bubble  own span  live  weights  apart",
-        "1f1b:2x3    12   25.0%     14.3%     2        1     12",
+        "          time  each  bubble  own span  live  weights  apart",
+        "1f1b:2x3    12     4   25.0%     14.3%     2        1     12",
         "",
     ]
     assert "\x1b" not in out
@@ -69,8 +69,8 @@ def test_prices(capsys):
 
 
 def test_the_machine(capsys):
-    assert " 40   40.0%" in drawn(capsys, "1f1b:4x8")
-    assert " 33   27.3%" in drawn(capsys, "1f1b:4x8", "--machine", "dataflow")
+    assert " 40     5   40.0%" in drawn(capsys, "1f1b:4x8")
+    assert " 33  4.125   27.3%" in drawn(capsys, "1f1b:4x8", "--machine", "dataflow")
 
 
 def test_updates_of_an_asynchronous_schedule(capsys):

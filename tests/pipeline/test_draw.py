@@ -145,13 +145,14 @@ def test_the_page_stands_alone(tmp_path: Path):
 def test_the_numbers():
     drawn = tuple((name, simulated(name)) for name in ("1f1b", "chimera", "interleaved", "zb-v", "pipedream", "2bw"))
     rows = [line.split() for line in Chart(drawn).table().splitlines()]
-    assert rows[0] == ["time", "bubble", "own", "span", "live", "weights", "apart"]
+    assert rows[0] == ["time", "each", "bubble", "own", "span", "live", "weights", "apart"]
     for row, (name, found) in zip(rows[1:], drawn, strict=True):
         apart = simulate(found.schedule, found.costs, "dataflow").seconds
-        assert row[:3] == [name, f"{found.seconds:.5g}", f"{found.bubble:.1%}"]
-        assert float(row[4]) == max(found.live_shares)
-        assert float(row[6]) == pytest.approx(apart, rel=1e-4)
-    assert [row[5] for row in rows[1:]] == ["1", "2", "1", "1", "4", "2"]
+        each = f"{found.seconds_per_microbatch:.5g}"
+        assert row[:4] == [name, f"{found.seconds:.5g}", each, f"{found.bubble:.1%}"]
+        assert float(row[5]) == max(found.live_shares)
+        assert float(row[7]) == pytest.approx(apart, rel=1e-4)
+    assert [row[6] for row in rows[1:]] == ["1", "2", "1", "1", "4", "2"]
     assert "in the steady state" in Chart(drawn).text()
 
 

@@ -215,6 +215,7 @@ def test_the_steady_state_of_asynchronous_schedules_has_no_bubble(name, ranks):
     group = network.schedule.microbatches // (8 * ranks)
     found = network.run(Costs.alike(network.schedule, update=0.5), "dataflow")
     assert found.period == pytest.approx(3.0 * group + 0.5)
+    assert found.seconds_per_microbatch == pytest.approx(3.0 + 0.5 / group)
     assert found.bubble == pytest.approx(0, abs=1e-9)
     assert 1 - sum(found.busy) / (ranks * found.seconds) > 0.01
     # a stage of half the speed sets the pace of all
