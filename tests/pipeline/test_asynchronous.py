@@ -4,6 +4,7 @@ The stage is a residual layer whose backward is written out by hand, so that a b
 forward.
 """
 
+import copy
 import functools
 
 import jax
@@ -14,6 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.errors import UserError
 from jaxscale.pipeline.asynchronous import Advanced, Asynchronous
 from jaxscale.pipeline.pipemare import Remedies
 from jaxscale.pipeline.schedules import METHODS
@@ -24,28 +26,29 @@ RATE, MOMENTUM = 0.004, 0.9
 MESSAGE = jax.ShapeDtypeStruct((ROWS, D), jnp.float32)
 
 
-def stage(weights, shared, x, microbatch, at, key):
+def stage(ranks, weights, shared, x, microbatch, at, key):
     """Embedding, a residual layer, head: the first and the last are there for the first and the last stage alone."""
     x = jnp.where(at.stage == 0, microbatch["inputs"] @ shared["embedding"], x)
     noise = 1 + 0.1 * jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, at.stage), at.microbatch), (ROWS, D))
-    y = x + (jnp.tanh(x @ weights["up"]) * noise) @ weights["down"]
-    last = at.stage == RANKS - 1
-    loss = jnp.where(last, 0.5 * jnp.square(y @ shared["head"] - microbatch["targets"]).sum(), 0.0)
+    y = x + (jnp.tanh(x @ weights["up"]) * noise.astype(x.dtype)) @ weights["down"]
+    last = at.stage == ranks - 1
+    error = (y @ shared["head"]).astype(jnp.float32) - microbatch["targets"]
+    loss = jnp.where(last, 0.5 * jnp.square(error).sum(), 0.0)
     return y, loss, {"loss": loss, "count": jnp.where(last, 1.0, 0.0)}
 
 
-def parameters():
-    keys = iter(jax.random.split(jax.random.key(1), 4 * RANKS))
+def parameters(ranks):
+    keys = iter(jax.random.split(jax.random.key(1), 4 * ranks))
 
     def normal():
         return jax.random.normal(next(keys), (D, D)) / D**0.5
 
-    return [({"up": normal(), "down": normal()}, {"embedding": normal(), "head": normal()}) for _ in range(RANKS)]
+    return [({"up": normal(), "down": normal()}, {"embedding": normal(), "head": normal()}) for _ in range(ranks)]
 
 
-def microbatches(count):
-    names = {"inputs": 2, "targets": 3}
-    return {name: jax.random.normal(jax.random.key(seed), (count, ROWS, D)) for name, seed in names.items()}
+def microbatches(count, replicas=1):
+    shape, names = (count, replicas * ROWS, D), {"inputs": 2, "targets": 3}
+    return {name: jax.random.normal(jax.random.key(seed), shape) for name, seed in names.items()}
 
 
 def update(weights, gradients, momentum, at, group=1):
@@ -56,54 +59,64 @@ def update(weights, gradients, momentum, at, group=1):
     return jax.tree.map(lambda w, m: w - RATE * m, weights, momentum), momentum
 
 
-def executor(name, *, stash="input", **settings):
+def executor(name, ranks=RANKS, *, stash="input", **settings):
     group = GROUP if name == "2bw" else 1
-    table = stream(METHODS[name], RANKS, group, stash)
-    return Asynchronous(table, stage, functools.partial(update, group=group), MESSAGE, **settings)
+    settings = {"update": functools.partial(update, group=group), "x": MESSAGE, **settings}
+    return Asynchronous(stream(METHODS[name], ranks, group, stash), functools.partial(stage, ranks), **settings)
 
 
 class Run:
-    """Calls of an executor on virtual devices."""
+    """An executor on virtual devices; `state` is (parameters, momentum, in flight)."""
 
-    def __init__(self, pipe, entering, *, seed=5):
-        self.key = jax.random.key(seed)
-        mesh = Mesh(np.array(jax.devices()[:RANKS]), ("pipe",), axis_types=(AxisType.Auto,))
-        each, same = P("pipe"), P()
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parameters())
-        like = microbatches(entering)
-        mapped = functools.partial(jax.shard_map, mesh=mesh, axis_names={"pipe"})
+    def __init__(self, pipe, entering, *, replicas=1, seed=5):
+        self.pipe, self.key, self.sums, self.calls, self.states = pipe, jax.random.key(seed), [], 0, []
+        ranks = pipe.stream.ranks
+        devices = np.array(jax.devices()[: ranks * replicas]).reshape(ranks, replicas)
+        mesh = Mesh(devices, ("pipe", "data"), axis_types=(AxisType.Auto,) * 2)
+        each, rows = P("pipe"), P(None, *pipe.manual[1:])
+        own = P(pipe.manual)
+        mapped = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(pipe.manual))
 
-        def advance(parameters, momentum, in_flight, batch, key):
-            found = pipe.advance(parameters, momentum, in_flight, batch, key)
-            return found._replace(sums=lax.psum(found.sums, "pipe"))
+        def reduced(found):
+            # over the data axis the parameters are the same, which the type does not tell
+            same = functools.partial(lax.pmean, axis_name=pipe.manual[1:]) if replicas > 1 else lambda tree: tree
+            parameters, momentum = same((found.parameters, found.optimizer))
+            return Advanced(parameters, momentum, found.in_flight, lax.psum(found.sums, pipe.manual))
 
-        def drain(parameters, momentum, in_flight):
-            found = pipe.drain(parameters, momentum, in_flight)
-            return found._replace(sums=lax.psum(found.sums, "pipe"))
+        def advance(*given):
+            return reduced(pipe.advance(*given))
 
-        specs = each, each, each, same
-        self.fill = jax.jit(mapped(pipe.fill, in_specs=(each, same, same), out_specs=each))
-        self.advance = jax.jit(mapped(advance, in_specs=(each, each, each, same, same), out_specs=Advanced(*specs)))
-        self.drain = jax.jit(mapped(drain, in_specs=(each, each, each), out_specs=Advanced(*specs)))
-        momentum = jax.tree.map(jnp.zeros_like, stacked)
-        self.state = stacked, momentum, self.fill(stacked, like, self.key)
-        self.sums = []
+        def drain(*given):
+            return reduced(pipe.drain(*given))
 
-    def feed(self, batch, call):
-        *self.state, sums = jax.block_until_ready(self.advance(*self.state, batch, jax.random.fold_in(self.key, call)))
+        specs = each, each, own
+        out = Advanced(*specs, P())
+        fill = mapped(pipe.fill, in_specs=(each, rows, P()), out_specs=own)
+        self.advance = jax.jit(mapped(advance, in_specs=(*specs, rows, P()), out_specs=out))
+        self.drain = jax.jit(mapped(drain, in_specs=specs, out_specs=out))
+        start = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parameters(ranks))
+        momentum = jax.tree.map(jnp.zeros_like, start)
+        self.state = start, momentum, jax.jit(fill)(start, microbatches(entering, replicas), self.key)
+
+    def feed(self, batch):
+        self.states.append(self.state)
+        key = jax.random.fold_in(self.key, self.calls)
+        *self.state, sums = jax.block_until_ready(self.advance(*self.state, batch, key))
         self.sums.append(sums)
+        self.calls += 1
 
     def empty(self):
         *self.state, sums = jax.block_until_ready(self.drain(*self.state))
         self.sums.append(sums)
-        return [jax.tree.map(lambda leaf, s=s: leaf[s], self.state[0]) for s in range(RANKS)]
+        return [jax.tree.map(lambda leaf, s=s: leaf[s], self.state[0]) for s in range(self.pipe.stream.ranks)]
 
 
 class Reference:
     """Float64, one microbatch after another: versions[s][n] are the parameters of stage s after n updates."""
 
-    def __init__(self, entering, *, seed=5, recompute=True):
-        start = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), parameters())
+    def __init__(self, ranks, entering, *, seed=5, recompute=True):
+        start = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), parameters(ranks))
+        self.ranks = ranks
         self.versions = [[one] for one in start]
         self.momentum = [jax.tree.map(np.zeros_like, one) for one in start]
         self.key, self.entering, self.recompute = jax.random.key(seed), entering, recompute
@@ -124,7 +137,7 @@ class Reference:
     def backward(self, s, i, one, pair, kept, g):
         """By hand: weights may be other than the forward's."""
         (weights, shared), (x, h, y, error) = pair, kept
-        last = s == RANKS - 1
+        last = s == self.ranks - 1
         dy = error @ shared["head"].T if last else g
         d_pre = (dy @ weights["down"].T) * self.noise(s, i) * (1 - h * h)
         dx = dy + d_pre @ weights["up"].T
@@ -134,19 +147,27 @@ class Reference:
         return dx, (d_weights, d_shared)
 
     def gradients(self, i, batch, at_forward, at_backward):
-        """Of microbatch i, with these parameters of each stage."""
-        one = {name: np.asarray(leaf[i], np.float64) for name, leaf in batch.items()}
+        """Of microbatch i, with these parameters of each stage; the mean of those of every replica's rows."""
+        one = {name: np.asarray(leaf[i], np.float64).reshape(-1, ROWS, D) for name, leaf in batch.items()}
+        replicas = len(one["inputs"])
+        parts = [
+            self.of_rows(i, {name: leaf[r] for name, leaf in one.items()}, at_forward, at_backward)
+            for r in range(replicas)
+        ]
+        return jax.tree.map(lambda *leaves: sum(leaves) / replicas, *parts)
+
+    def of_rows(self, i, one, at_forward, at_backward):
         x, kept, inputs = np.zeros((ROWS, D)), [], []
-        for s in range(RANKS):
+        for s in range(self.ranks):
             inputs.append(x)
             x, own = self.forward(s, i, one, at_forward[s], x)
             kept.append(own)
         self.losses.append(0.5 * np.square(kept[-1][-1]).sum())
         g, found = None, {}
-        for s in reversed(range(RANKS)):
+        for s in reversed(range(self.ranks)):
             own = kept[s] if not self.recompute else self.forward(s, i, one, at_backward[s], inputs[s])[1]
             g, found[s] = self.backward(s, i, one, at_backward[s], own, g)
-        return [found[s] for s in range(RANKS)]
+        return [found[s] for s in range(self.ranks)]
 
     def apply(self, s, gradients, scale=1.0, group=1):
         new, self.momentum[s] = update(self.versions[s][-1], gradients, self.momentum[s], None, group)
@@ -158,20 +179,20 @@ class Reference:
         return [versions[-1] for versions in self.versions]
 
 
-def reference(name, batch, entering, *, recompute=True, anneal=0, correction=None):
+def reference(name, ranks, batch, entering, *, recompute=True, anneal=0, correction=None):
     """Each rule as its paper states it."""
-    found = Reference(entering, recompute=recompute)
+    found = Reference(ranks, entering, recompute=recompute)
     count = len(batch["inputs"])
     if name == "2bw":  # W(t+1) = W(t) - update(gradient at W(t-1))
         for group in range(count // GROUP):
             used = [versions[max(0, group - 1)] for versions in found.versions]
             parts = [found.gradients(i, batch, used, used) for i in range(group * GROUP, (group + 1) * GROUP)]
-            for s in range(RANKS):
+            for s in range(ranks):
                 found.apply(s, jax.tree.map(lambda *leaves: sum(leaves), *(part[s] for part in parts)), group=GROUP)
         return found
     change = [jax.tree.map(np.zeros_like, one) for one in found.newest]
+    delays = [ranks - 1 - s for s in range(ranks)]
     for i in range(count):
-        delays = [RANKS - 1 - s for s in range(RANKS)]
         read = [versions[max(0, i - delay)] for versions, delay in zip(found.versions, delays, strict=True)]
         linear = read if name == "pipedream" else found.newest
         if correction is not None:
@@ -179,8 +200,7 @@ def reference(name, batch, entering, *, recompute=True, anneal=0, correction=Non
                 jax.tree.map(lambda w, c, d=d: w - d * c, w, c) for w, c, d in zip(linear, change, delays, strict=True)
             ]
         for s, gradients in enumerate(found.gradients(i, batch, read, linear)):
-            scale = (1 + delays[s]) ** -(1 - min(i / anneal, 1.0)) if anneal else 1.0
-            found.apply(s, gradients, scale)
+            found.apply(s, gradients, (1 + delays[s]) ** -(1 - min(i / anneal, 1.0)) if anneal else 1.0)
             if correction is not None and delays[s]:
                 kept = correction ** (1 / delays[s])
                 old, new = found.versions[s][-2:]
@@ -197,58 +217,135 @@ def counted(parameters):
     return [weights for weights, _ in parameters], parameters[0][1]["embedding"], parameters[-1][1]["head"]
 
 
-RULES = {
-    "pipedream": {"stash": "residuals"},
-    "2bw": {"stash": "input"},
-    "pipemare": {"stash": "residuals"},
-}
-REMEDY = {"anneal": 8, "correction": 0.135}
+def batches(name, ranks, replicas=1):
+    """Microbatches of 3p updates."""
+    count = 3 * ranks * (GROUP if name == "2bw" else 1)
+    return {key: leaf[:count] for key, leaf in microbatches(3 * ranks * GROUP, replicas).items()}
 
 
-@pytest.fixture(scope="module")
-def references():
-    """Over 3p updates, the same data for all rules."""
-    batch = microbatches(3 * RANKS * GROUP)
-    short = {name: leaf[: 3 * RANKS] for name, leaf in batch.items()}
-    found = {
-        (name, recompute): reference(name, short, 1, recompute=recompute)
-        for name in ("pipedream", "pipemare")
-        for recompute in (True, False)
-    }
-    return found | {("2bw", True): reference("2bw", batch, GROUP)}
-
-
-def check(name, *, stash, entering, anneal=0, correction=None):
-    group = GROUP if name == "2bw" else 1
-    batch = microbatches(3 * RANKS * GROUP)
-    batch = {key: leaf[: 3 * RANKS * group] for key, leaf in batch.items()}
+def check(name, ranks=RANKS, *, stash="input", entering=None, replicas=1, anneal=0, correction=None, **settings):
+    """Weights and losses after 3p updates and what was left in the pipe."""
+    batch, entering = batches(name, ranks, replicas), entering or (GROUP if name == "2bw" else 1)
+    count = len(batch["inputs"])
     remedies = Remedies(anneal=anneal, correction=correction)
-    run = Run(executor(name, stash=stash, remedies=remedies), entering)
-    for call in range(3 * RANKS * group // entering):
-        run.feed({key: leaf[call * entering : (call + 1) * entering] for key, leaf in batch.items()}, call)
+    run = Run(executor(name, ranks, stash=stash, remedies=remedies, **settings), entering, replicas=replicas)
+    for start in range(0, count, entering):
+        run.feed({key: leaf[start : start + entering] for key, leaf in batch.items()})
     newest = run.empty()
-    settings = {"recompute": stash == "input", "anneal": anneal, "correction": correction}
-    expected = reference(name, batch, entering, **settings)
+    told = {"recompute": stash == "input", "anneal": anneal, "correction": correction}
+    expected = reference(name, ranks, batch, entering, **told)
     assert distance(counted(newest), counted(expected.newest)) < 1e-6
-    assert sum(one["count"] for one in run.sums) == 3 * RANKS * group
+    assert sum(one["count"] for one in run.sums) == count * replicas
     np.testing.assert_allclose(sum(one["loss"] for one in run.sums), sum(expected.losses), rtol=1e-6)
-    return newest
+    return run
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_weights_equal_the_closed_form(name):
-    check(name, entering=GROUP if name == "2bw" else 1, **RULES[name])
+def test_weights_of_2bw_equal_the_closed_form():
+    """With a copy to compute with, as mixed precision has."""
+    check("2bw", compute=lambda tree: jax.tree.map(lambda leaf: leaf * 1, tree))
 
 
-def test_both_remedies_of_pipemare_equal_the_closed_form():
-    check("pipemare", stash="residuals", entering=3, **REMEDY)
+def test_weights_of_pipemare_equal_the_closed_form():
+    check("pipemare", stash="residuals")
 
 
-def test_the_rules_differ_from_each_other(references):
+def test_weights_of_pipemare_with_both_remedies_equal_the_closed_form():
+    check("pipemare", stash="residuals", entering=3, anneal=8, correction=0.135)
+
+
+def test_weights_of_pipedream_equal_the_closed_form_and_a_restart_is_exact():
+    run = check("pipedream", stash="residuals")
+    again = copy.copy(run)
+    again.calls, again.sums, again.state = 5, [], from_disk(run.states[5])
+    for i in range(5, 3 * RANKS):
+        again.feed({key: leaf[i : i + 1] for key, leaf in batches("pipedream", RANKS).items()})
+    again.empty()
+    jax.tree.map(np.testing.assert_array_equal, again.state[0], run.state[0])
+    jax.tree.map(np.testing.assert_array_equal, again.sums, run.sums[5:])
+
+
+def from_disk(state):
+    """Every leaf through plain numbers on the host."""
+
+    def through(leaf):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(np.array(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        return np.array(leaf)
+
+    return jax.tree.map(through, state)
+
+
+def test_the_rules_differ_from_each_other():
     """By far more than the executor from each: the tests above can tell them apart."""
-    names = list(references)
-    newest = [counted(one.newest) for one in references.values()]
+    cases = [("pipedream", True), ("pipemare", True), ("pipemare", False), ("2bw", True)]
+    newest = [
+        counted(reference(name, RANKS, batches(name, RANKS), GROUP if name == "2bw" else 1, recompute=flag).newest)
+        for name, flag in cases
+    ]
     for i, one in enumerate(newest):
-        for j, other in enumerate(newest[:i]):
-            if {names[i], names[j]} != {("pipedream", True), ("pipedream", False)}:
-                assert distance(one, other) > 1e-3, (names[i], names[j])
+        for other in newest[:i]:
+            assert distance(one, other) > 1e-3
+
+
+def test_a_program_has_no_exchange_in_a_branch_and_few_versions():
+    """Hazard 1; and PipeDream keeps p versions, PipeMare computing in one type none beside its weights."""
+    for name, slots in (("pipedream", RANKS), ("2bw", 2), ("pipemare", 0)):
+        run = Run(executor(name, stash="residuals"), GROUP)
+        found = jax.make_jaxpr(run.advance)(*run.state, microbatches(GROUP), run.key)
+        assert ("ppermute", False) in (inside := list(inside_branches(found.jaxpr)))
+        assert not [one for one in inside if one[1]]
+        assert {leaf.shape[1] for leaf in jax.tree.leaves(run.state[2]["versions"])} == ({slots} if slots else set())
+
+
+def inside_branches(jaxpr, inside=False):
+    """(collective, whether it stands in a branch) of a program."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("psum", "psum_invariant", "ppermute", "all_gather", "reduce_scatter", "all_to_all"):
+            yield eqn.primitive.name, inside
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from inside_branches(inner, inside or eqn.primitive.name == "cond")
+
+
+def test_mistakes_are_named():
+    with pytest.raises(UserError, match=r"pipedream: got a correction .* expected it with pipemare alone"):
+        executor("pipedream", remedies=Remedies(correction=0.1))
+    with pytest.raises(UserError, match=r"a correction of 1\.5, expected more than 0 and less than 1"):
+        Remedies(correction=1.5)
+    with pytest.raises(UserError, match="rescheduling over -1 updates"):
+        Remedies(anneal=-1)
+    run = Run(executor("2bw"), GROUP)
+    with pytest.raises(UserError, match="got 2 microbatches, expected 4"):
+        run.feed(microbatches(2))
+
+
+def mean_over_replicas(parameters, gradients, momentum, at):
+    return update(parameters, lax.pmean(gradients, "data"), momentum, at)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pipedream", "pipemare"])
+@pytest.mark.parametrize("stash", ["input", "residuals"])
+def test_with_a_data_axis_whose_gradients_the_update_reduces(name, stash):
+    settings = {"update": mean_over_replicas, "manual": ("pipe", "data"), "replicas": 2}
+    check(name, stash=stash, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", ["pipedream", "2bw", "pipemare"])
+@pytest.mark.parametrize("stash", ["input", "residuals"])
+def test_every_rule_on_other_numbers_of_devices(name, ranks, stash):
+    if name == "2bw" and ranks > GROUP:
+        pytest.skip("2BW takes as many microbatches an update as devices")
+    check(name, ranks, stash=stash, entering={1: 1, 2: 3, 3: 9, 8: 4}[ranks] if name != "2bw" else 2 * GROUP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"anneal": 8}, {"correction": 0.135}, {"correction": 0.5, "anneal": 40}])
+@pytest.mark.parametrize("stash", ["input", "residuals"])
+def test_each_remedy(settings, stash):
+    check("pipemare", stash=stash, **settings)
+    if "correction" not in settings:
+        check("pipedream", stash=stash, **settings)
