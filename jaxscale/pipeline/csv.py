@@ -23,10 +23,10 @@ from jaxscale.pipeline.places import count_microbatches, find_routes
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import rows
 
-_PASS = re.compile(r"\d+[FBIW]\d+")
-_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_MESSAGE = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
-_IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_PASS = re.compile(r"\d+[FBIW]\d+", re.ASCII)
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
+_MESSAGE = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)", re.ASCII)
+_IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*", re.ASCII)
 _EXPECTED = (
     "expected a pass such as 0F3 (stage, one of F B I W, microbatch), (0F7;7B3)OVERLAP_F_B, 0SEND_F3 or 0UNSHARD"
 )
@@ -90,7 +90,7 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
     if not orders:
         raise UserError(f"schedule {name}: got an empty file, expected a line for each rank")
     try:
-        microbatches = count_microbatches(action for order in orders for action in order)
+        microbatches = count_microbatches(name, orders)
         routes, route = find_routes(name, orders, microbatches)
         schedule = Schedule(name, tuple(map(tuple, orders)), len(routes[0]), microbatches, routes, route)
     except Fault as fault:

@@ -1,21 +1,35 @@
 """Places: which rank does which stage, found from who runs it in a schedule that does not say."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.check import Fault
 
 
-def count_microbatches(actions: Iterable[Action]) -> int:
-    """How many microbatches there are, by what most stages say: one stage alone may lack the last, or have one more."""
+def count_microbatches(name: str, orders: Sequence[Sequence[Action]]) -> int:
+    """How many microbatches there are, by what most stages say: one stage alone may lack the last, or have one more.
+
+    Args:
+        name: of the schedule, for the message.
+        orders: the actions of each rank.
+
+    Raises:
+        Fault: a microbatch whose number is larger than there are actions.
+    """
     last: dict[tuple[int, bool], int] = defaultdict(int)
-    for action in actions:
-        if action.kind is not Kind.W:
+    for order in orders:
+        for action in order:
             key = action.stage, action.kind is Kind.F
             last[key] = max(last[key], action.microbatch)
     votes = Counter(last.values())
-    return 1 + min(votes, key=lambda one: (-votes[one], one))
+    count = 1 + min(votes, key=lambda one: (-votes[one], one))
+    if count > sum(map(len, orders)):
+        rank, cell = next((r, o.index(a)) for r, o in enumerate(orders) for a in o if a.microbatch == count - 1)
+        raise Fault(
+            name, f"{orders[rank][cell]} is of microbatch {count - 1}, but most below it are nowhere", rank, cell
+        )
+    return count
 
 
 def find_routes(

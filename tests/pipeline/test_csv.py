@@ -4,6 +4,8 @@ import itertools
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
@@ -170,6 +172,9 @@ WRONG = {
     "rank 0, cell 3: got '0X0', expected a pass": changed(GOOD, (0, 3, "0X0")),
     "rank 0, cell 3: got '.0F0;0SEND_F0.OVERLAP_F_B', expected": changed(GOOD, (0, 3, "(0F0;0SEND_F0)OVERLAP_F_B")),
     "rank 0, cell 3: got '{0F0}', expected": changed(GOOD, (0, 3, "{0F0}")),
+    "rank 0, cell 0: 0F99999999 is of microbatch 99999999, but most below it are nowhere": "0F99999999,0B99999999",
+    "rank 0: lacks 0F0": "0W0,0I0",
+    "rank 0, cell 0: got '٣F0'": "٣F0,0B0",
     "rank 1: computes nothing": "0F0,0B0\n,,\n1F0,1B0",
     "rank 1, cell 0: lacks|rank 1: lacks 1RECV_F0, the message of 1F0, which it needs": changed(LOWERED, (1, 0, "")),
     "rank 0: lacks 0SEND_F1, the message of 0F1, which another rank waits for": changed(LOWERED, (0, 4, "")),
@@ -214,6 +219,31 @@ def test_every_cell_on_another_rank_is_named(name):
             with pytest.raises(Fault, match=f"{moved} belongs on rank {rank}$") as raised:
                 parse_csv("\n".join(map(",".join, rows)))
             assert (raised.value.rank, raised.value.cell) == (other, len(rows[other]) - 1)
+
+
+CELLS = ["", "0F0", "0B0", "0I0", "0W0", "1F0", "1B0", "1I0", "1W0", "0F1", "0B1", "1F1", "1B1", "0SEND_F0", "1RECV_F0"]
+CELLS += [
+    "1SEND_B0",
+    "0RECV_B0",
+    "0UNSHARD",
+    "(0F1;0B0)OVERLAP_F_B",
+    "()OVERLAP_F_B",
+    "9999999999F1",
+    "0F-1",
+    '"',
+    "{0}",
+]
+
+
+@given(st.lists(st.lists(st.sampled_from(CELLS), max_size=6), max_size=3))
+def test_any_text_is_taken_or_refused(table):
+    text = "\n".join(map(",".join, table))
+    try:
+        schedule = parse_csv(text)
+    except UserError:
+        return
+    for lower in (False, True):
+        assert parse_csv(to_csv(schedule, lower=lower)).orders == schedule.orders
 
 
 def test_files(tmp_path):
