@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import pathlib
+import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -188,12 +189,27 @@ def copies(platform: str, name: str, stash: Stash, lowering: str, sizes: Sizes) 
     return full_copies(max(texts, key=len), shapes)
 
 
+def chip(platform: str) -> str:
+    """A short name: "v5e"."""
+    return platform.split()[0] if platform.startswith("cpu") else platform.split()[1].split(":")[0]
+
+
+def count_copies(platform: str, sizes: Sizes) -> list[Figure]:
+    """Pools copied by a program with branches, and by one without."""
+    found = []
+    for name, lowering in (("1f1b", "switch"), ("lockstep", "phased")):
+        for stash in STASHES:
+            label = f"{chip(platform)}: {name} {stash}: pools copied in the loop"
+            found.append(Figure(label, copies(platform, name, stash, lowering, sizes), "copies", 0))
+            print(found[-1], file=sys.stderr)
+    return found
+
+
 def measure(platform: str, sizes: Sizes) -> list[Figure]:
-    """Every figure of a platform."""
+    """Bytes as microbatches grow."""
     known: dict[Any, int] = {}
     told: list[Figure] = []
     barred: list[Figure] = []
-    chip = platform.split()[0] if platform.startswith("cpu") else platform.split()[1].split(":")[0]
     few, many = 4, 32
 
     def ask(program: Any, label: str) -> int:
@@ -201,7 +217,8 @@ def measure(platform: str, sizes: Sizes) -> list[Figure]:
             report = compile_report(program, platform)
             assert report.temp_bytes is not None, report
             known[label] = report.temp_bytes
-            told.append(Figure(f"{chip}: {label}", report.temp_bytes / MIB, "MiB"))
+            told.append(Figure(f"{chip(platform)}: {label}", report.temp_bytes / MIB, "MiB"))
+            print(told[-1], file=sys.stderr)
         return known[label]
 
     def one(name: str, microbatches: int, stash: Stash, lowering: str = "switch") -> int:
@@ -213,7 +230,7 @@ def measure(platform: str, sizes: Sizes) -> list[Figure]:
         return ask(functools.partial(usual, microbatches, remat, sizes), label)
 
     def bar(label: str, value: float, limit: float, unit: str = "x") -> None:
-        barred.append(Figure(f"{chip}: {label}", value, unit, limit))
+        barred.append(Figure(f"{chip(platform)}: {label}", value, unit, limit))
 
     flat = [one("1f1b", m, "input") for m in (few, 8, 16, many)]
     bar("1f1b input, most / least", max(flat) / min(flat), 1.01)
@@ -228,11 +245,10 @@ def measure(platform: str, sizes: Sizes) -> list[Figure]:
     for m, limit in ((8, 0.45), (many, 1 / 6)):
         bar(f"1f1b residuals / vmap and roll, m={m}", one("1f1b", m, "residuals") / roll(m, False), limit)
     bar(f"1f1b input / vmap and roll, remat, m={many}", one("1f1b", many, "input") / roll(many, True), 1 / 5)
-    for name, lowering in (("1f1b", "switch"), ("lockstep", "phased")):
-        for stash in STASHES:
-            found = copies(platform, name, stash, lowering, sizes)
-            bar(f"{name} {stash}: pools copied in the loop", found, 0, "copies")
     return [*told, *barred]
+
+
+PARTS = {"bytes": measure, "copies": count_copies}
 
 
 def main() -> None:
@@ -240,11 +256,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small stages, on virtual CPU devices: does it run?")
     parser.add_argument("--platform", action="append", help="only these (v5e:2x2 and h100 x 4 by default)")
+    parser.add_argument("--only", choices=PARTS)
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     sizes = Sizes(width=64, hidden=128, tokens=32) if options.tiny else Sizes()
     platforms = options.platform or (["cpu x 4"] if options.tiny else PLATFORMS)
-    figures = [figure for platform in platforms for figure in measure(platform, sizes)]
+    parts = [part for name, part in PARTS.items() if options.only in (None, name)]
+    figures = [figure for platform in platforms for part in parts for figure in part(platform, sizes)]
     held_all = show(figures, f"Temporary memory of a pipelined step, p={RANKS}")
     if not options.tiny and not held_all:
         raise SystemExit(1)

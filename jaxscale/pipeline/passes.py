@@ -130,7 +130,7 @@ class FromResiduals:
         leaves, self._pull = jax.tree.flatten(pull)
         ends = jax.tree.structure(shapes[0]).num_leaves
         self._span = slice(ends, ends + len(leaves))
-        self._sort(context, leaves)
+        self._sort(context)
         self.kept: tuple[Any, ...] = tuple(
             jax.eval_shape(_plain, leaves[place]) if _is_key(leaves[place]) else leaves[place] for place in self._keep
         )
@@ -140,7 +140,7 @@ class FromResiduals:
             self._halves = divide(self._apart, context, zeros, x, kept=(True, True, False))
         self.cut: tuple[Any, ...] = self._halves.cut if self._halves else ()
 
-    def _sort(self, context: Context, leaves: list[Any]) -> None:
+    def _sort(self, context: Context) -> None:
         """Which residuals are remembered, which are an input of the stage, and which follow from weights alone."""
         jaxpr = self._program.jaxpr
         inputs = {var: place for place, var in enumerate(jaxpr.invars)}
@@ -158,7 +158,6 @@ class FromResiduals:
                 again.append(place)
         self._again = again
         self._follows, self._reads = self._only(*again)
-        del leaves
 
     def _only(self, *places: int) -> tuple[Any, list[bool]]:
         """The program of these residuals alone, and of each input whether it reads it."""
