@@ -37,9 +37,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
         UserError: an odd p, an m that is no multiple.
     """
     if ranks % 2:
-        raise UserError(
-            f"schedule chimera: got {ranks} devices, expected an even number: two directions share them"
-        )
+        raise UserError(f"schedule chimera: got {ranks} devices, expected an even number: two directions share them")
     if microbatches % ranks:
         multiple = f"expected a multiple of the {ranks} devices"
         raise UserError(f"schedule chimera: got {microbatches} microbatches, {multiple}, so that its units are whole")
