@@ -63,7 +63,45 @@ class KeepNamed:
         return self._policy(primitive, *inputs, **params)
 
 
-def keeping(saves: Sequence[SaveSet]) -> Wrapper:
+@dataclasses.dataclass(frozen=True)
+class Keeping:
+    """A wrapper of blocks that keeps of each what its save set says.
+
+    Args:
+        saves: by the fingerprint of the block that each was made for.
+        prepare: what happens to a block's arguments in front of it, in the forward pass and once more in the backward
+            pass; `None` leaves them. Save sets know the block alone.
+        everything: policy of a save set of everything.
+    """
+
+    saves: Mapping[str, SaveSet]
+    prepare: Callable[[Any], Any] | None = None
+    everything: Callable[..., Any] = keep_everything
+
+    def __call__(self, block: BlockFunction, rolled: bool) -> BlockFunction:
+        """The block as it runs."""
+
+        def kept(*args: Any) -> Any:
+            prepare = self.prepare
+            ready = args if prepare is None else jax.eval_shape(prepare, args)
+            closed, shapes = jax.make_jaxpr(block, return_shape=True)(*ready)
+            program = inline(closed)
+            save = _of(program, self.saves)
+            tags = _tags(program, save)
+            policy = self.everything if save.keep == (EVERYTHING,) else _policy(closed, ready, program, save)
+
+            def run(consts: Any, args: Any) -> list[Any]:
+                leaves = jax.tree.leaves(args if prepare is None else prepare(args))
+                given = (*consts, *leaves)
+                return program.run(given, lambda n, value: checkpoint_name(value, tags[n]) if n in tags else value)
+
+            again = jax.checkpoint(run, policy=policy, prevent_cse=not rolled)
+            return jax.tree.unflatten(jax.tree.structure(shapes), again(closed.consts, args))
+
+        return kept
+
+
+def keeping(saves: Sequence[SaveSet]) -> Keeping:
     """What a `blocks.Treatment` needs to run every block under the save set made for it.
 
     Args:
@@ -78,24 +116,7 @@ def keeping(saves: Sequence[SaveSet]) -> Wrapper:
         if by_block.setdefault(save.block, save) != save:
             raise UserError(f"block {save.block}: got two save sets, expected one")
 
-    def wrapper(block: BlockFunction, rolled: bool) -> BlockFunction:
-        def kept(*args: Any) -> Any:
-            closed, shapes = jax.make_jaxpr(block, return_shape=True)(*args)
-            program = inline(closed)
-            save = _of(program, by_block)
-            tags = _tags(program, save)
-            policy = keep_everything if save.keep == (EVERYTHING,) else _policy(closed, args, program, save)
-
-            def run(*given: Any) -> list[Any]:
-                return program.run(given, lambda n, value: checkpoint_name(value, tags[n]) if n in tags else value)
-
-            again = jax.checkpoint(run, policy=policy, prevent_cse=not rolled)
-            made = again(*closed.consts, *jax.tree.leaves(args))
-            return jax.tree.unflatten(jax.tree.structure(shapes), made)
-
-        return kept
-
-    return wrapper
+    return Keeping(by_block)
 
 
 def _of(program: Program, by_block: Mapping[str, SaveSet]) -> SaveSet:

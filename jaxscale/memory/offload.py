@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.blocks import BlockFunction, Treatment, Wrapper, as_it_is
+from jaxscale.memory.keep_named import Keeping
 from jaxscale.sharding.memory_space import to_device
 from jaxscale.typing import Array
 
@@ -86,13 +87,17 @@ def streaming(treatment: Treatment) -> Treatment:
     """The treatment of blocks, with every `Streamed` weight that a block is given fetched where the block runs.
 
     Args:
-        treatment: what else is done to blocks; fetching is part of what it recomputes.
+        treatment: what else is done to blocks; fetching is part of what it recomputes. It runs no segments of several
+            blocks: they would be cut out of the stacked weights first.
     """
 
     def fetching(wrapper: Wrapper) -> Wrapper:
+        if isinstance(wrapper, Keeping):  # whose save sets were made for the block alone
+            return dataclasses.replace(wrapper, prepare=fetched, everything=keep_all_but_weights)
+
         def wrapped(block: BlockFunction, rolled: bool) -> BlockFunction:
             def run(*args: Any) -> Any:
-                return block(*jax.tree.map(_fetched, args, is_leaf=_is_streamed))
+                return block(*fetched(args))
 
             if wrapper is as_it_is:
                 return jax.checkpoint(run, policy=keep_all_but_weights, prevent_cse=not rolled)
@@ -105,6 +110,11 @@ def streaming(treatment: Treatment) -> Treatment:
         wrapper=fetching(treatment.wrapper),
         groups=tuple((layers, fetching(wrapper)) for layers, wrapper in treatment.groups),
     )
+
+
+def fetched(args: Any) -> Any:
+    """The arguments of a block, with every `Streamed` weight on the device."""
+    return jax.tree.map(_fetched, args, is_leaf=_is_streamed)
 
 
 def _is_streamed(leaf: Any) -> bool:

@@ -46,11 +46,8 @@ def check_memory(plan: Plan) -> None:
     if plan.memory.rule == "fit":
         raise UserError("memory fit: it is settled before a step is built; jaxscale train and jaxscale.train do that")
     if needs_decision(plan.memory):
-        if plan.weights == "host":
-            raise UserError(
-                f"memory {plan.memory} with weights host: the blocks that are weighed are not those that run, which "
-                "fetch their weights first; take memory none, full or dots"
-            )
+        if plan.weights == "host" and plan.memory.rule in _OF_SEGMENTS:
+            raise _whole_stack(plan.memory)
         if plan.unroll > 1:
             raise UserError(
                 f"memory {plan.memory} with unroll {plan.unroll}: a scan runs one layer at a time; leave unroll out"
@@ -67,6 +64,14 @@ def decide_memory(objective: Objective, devices: Sequence[Any]) -> Decision:
     Raises:
         UserError: the rule does not fit the model, or its budget is below the least possible.
     """
+    decision = _decided(objective, devices)
+    segments = decision.chain is not None or (decision.stack is not None and decision.stack.segment is not None)
+    if objective.plan.weights == "host" and segments:
+        raise _whole_stack(objective.plan.memory)
+    return decision
+
+
+def _decided(objective: Objective, devices: Sequence[Any]) -> Decision:
     plan = objective.plan.memory
     foreign = getattr(objective.experiment.model, "foreign", False)
     if plan.rule == "file":
@@ -101,6 +106,13 @@ def _check_made_for(plan: MemoryPlan, decision: Decision, calls: Sequence[BlockC
             f"memory {plan}: it was made for block {', '.join(decision.blocks)}, and this model has "
             f"{', '.join(blocks)}: another model, another version of it, or other shapes; make it anew"
         )
+
+
+def _whole_stack(plan: MemoryPlan) -> UserError:
+    return UserError(
+        f"memory {plan} with weights host: segments of several blocks are cut out of the stacked weights, which would "
+        "bring all of them to the device at once; take save:BYTES of at least the blocks' inputs, none, dots or full"
+    )
 
 
 def _no_segments(plan: MemoryPlan) -> UserError:

@@ -9,9 +9,11 @@ import pytest
 from flax import nnx
 
 from jaxscale import blocks
+from jaxscale.costs.collect import collect
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.stack import Chain, Stack
 from jaxscale.memory.apply import wrapper
+from jaxscale.memory.decide import decide, treatment_for
 from jaxscale.memory.offload import Streamed, streaming
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.sharding.memory_space import on_host, to_host
@@ -35,13 +37,17 @@ def loss(graphdef, params, x):
     return (nnx.merge(graphdef, params, copy=True)(x) ** 2).mean()
 
 
-def treatment(memory):
+def treatment(memory, kind="stack"):
+    if ":" in memory:
+        graphdef, params = parts(kind)
+        calls = collect(functools.partial(loss, graphdef), params, jnp.ones((2, 4, WIDTH)))
+        return treatment_for(decide(MemoryPlan.parse(memory), calls))
     made = wrapper(MemoryPlan.parse(memory))
     return blocks.Treatment(blocks.as_it_is if memory == "none" else made)
 
 
 @pytest.mark.parametrize("kind", ["stack", "chain"])
-@pytest.mark.parametrize("memory", ["none", "dots", "full"])
+@pytest.mark.parametrize("memory", ["none", "dots", "full", "save:2KiB", "save:1MiB"])
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_gradients_are_those_of_weights_on_the_device(kind, memory, where):
     graphdef, params = parts(kind)
@@ -49,7 +55,7 @@ def test_gradients_are_those_of_weights_on_the_device(kind, memory, where):
 
     @jax.jit
     def expected(params, x):
-        with blocks.treating(treatment(memory)):
+        with blocks.treating(treatment(memory, kind)):
             return jax.grad(functools.partial(loss, graphdef))(params, x)
 
     def streamed(params, x):
@@ -57,7 +63,7 @@ def test_gradients_are_those_of_weights_on_the_device(kind, memory, where):
 
         def of(moving):
             given = jax.tree.map(lambda m, h: Streamed(m) if where == "host" else Streamed(h, m), moving, held)
-            with blocks.treating(streaming(treatment(memory))):
+            with blocks.treating(streaming(treatment(memory, kind))):
                 return loss(graphdef, given, x)
 
         gradients = jax.grad(of)(held if where == "host" else jax.tree.map(jnp.zeros_like, params))
@@ -68,7 +74,7 @@ def test_gradients_are_those_of_weights_on_the_device(kind, memory, where):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected(params, x))
 
 
-@pytest.mark.parametrize("memory", ["none", "dots", "full"])
+@pytest.mark.parametrize("memory", ["none", "dots", "full", "save:2KiB", "save:1MiB", "greedy:2KiB"])
 def test_no_weight_is_kept_for_the_backward_pass(memory):
     """A scan that kept fetched weights would stack them for all layers: its residuals show none of their shape."""
     graphdef, params = parts("stack")

@@ -91,6 +91,16 @@ def test_a_memory_plan_changes_nothing_but_memory(memory, plain):
         assert any(memory in line for line in step.describe())
 
 
+@pytest.mark.parametrize("memory", ["save:24KiB", "save:14KiB:flop", "offload:pofo:24KiB"])
+def test_weights_stream_from_the_host_under_a_decision(memory, plain):
+    step = step_of(memory, weights="host")
+    step.compile(BATCH)
+    loss, norm, params = trained(step)
+    np.testing.assert_allclose([loss, norm], plain[:2], rtol=1e-5)
+    for name, array in params.items():
+        np.testing.assert_allclose(array, plain[2][name], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
 def test_an_offload_that_shows_no_host_bytes_is_an_error(monkeypatch):
     step = step_of("offload:pofo:24KiB")
     assert step.decision is not None
@@ -135,7 +145,8 @@ def test_activations_on_a_host_that_is_too_small_are_refused(monkeypatch):
         ("chain:1KiB", {}, "least"),
         ("periodic:7", {}, "7"),
         ("save:24KiB", {"unroll": 2}, "leave unroll out"),
-        ("save:24KiB", {"weights": "host"}, "with weights host"),
+        ("sqrt", {"weights": "host"}, "sqrt with weights host: segments of several blocks are cut out"),
+        ("save:5KiB", {"weights": "host"}, "5KiB with weights host: segments of several blocks are cut out"),
         ("fit", {}, "settled before"),
     ],
 )
