@@ -11,11 +11,13 @@ from jaxscale.pipeline.ticks import rows, ticks
 
 
 def longest(schedule: Schedule) -> dict[Action, int]:
-    """The tick of an action as the longest path to it."""
+    """The tick of an action as the longest path to it; updates take no tick of their own."""
     before = {order[i]: order[i - 1] for order in schedule.orders for i in range(1, len(order))}
 
     @functools.cache
     def tick(action: Action) -> int:
+        if action.kind is Kind.U:
+            return tick(before[action])
         needs = [*schedule.inputs(action), *([before[action]] if action in before else [])]
         return 1 + max((tick(one) for one in needs), default=-1)
 
