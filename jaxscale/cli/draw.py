@@ -140,14 +140,12 @@ class Draw:
         return [PipelinePlan.parse(text) for text in texts]
 
     def _scheduled(self, plans: "list[PipelinePlan]") -> "list[tuple[PipelinePlan, Schedule]]":
-        """The schedule of each; of an asynchronous one so long that most of it neither fills nor drains."""
+        """The schedule of each."""
+        from jaxscale.pipeline.draw import drawable
+
         if plans and self.updates is not None and not any(plan.asynchronous for plan in plans):
             raise UserError("--updates is of asynchronous schedules: draw pipedream, pipemare or 2bw, or leave it out")
-        found = []
-        for plan in plans:
-            enough = max(3, -(-4 * (plan.ranks or 1) // (plan.microbatches or 1)))
-            found.append((plan, plan.schedule((self.updates or enough) if plan.asynchronous else 1)))
-        return found
+        return [(plan, drawable(plan, self.updates)) for plan in plans]
 
     def _priced(self, fields: Mapping[str, str]) -> "list[tuple[str, Schedule, Costs]]":
         """Name, schedule and costs of each, by the experiment."""

@@ -1,6 +1,7 @@
 """The chart of one schedule or several, on one scale and with numbers: for a terminal, as SVG, as a page."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -9,6 +10,7 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.chart_svg import svg_chart
 from jaxscale.pipeline.chart_text import PLAIN, columns_per_second, text_chart
 from jaxscale.pipeline.csv import to_csv
+from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.simulate import Simulation, simulate
 from jaxscale.pipeline.ticks import ticks
@@ -160,6 +162,23 @@ class Chart:
         ]
         cells += [size(max(simulation.live_bytes))] if self._priced else []
         return [*cells, f"{_weights(simulation.schedule):g}", self.clock(apart.seconds)]
+
+
+def drawable(plan: PipelinePlan, updates: int | None = None) -> Schedule:
+    """The schedule of a plan; an asynchronous one so long that most of it neither fills nor drains.
+
+    Args:
+        plan: what to draw.
+        updates: of an asynchronous one; `None`: enough.
+
+    Example:
+        >>> drawable(PipelinePlan.parse("pipedream:4")).microbatches
+        16
+    """
+    if not plan.asynchronous:
+        return plan.schedule()
+    assert plan.ranks is not None
+    return plan.schedule(updates or max(3, math.ceil(4 * plan.ranks / (plan.microbatches or 1))))
 
 
 def page(title: str, body: str) -> str:

@@ -2,10 +2,11 @@
 
 One program on many devices (SPMD) exchanges messages at the end of every tick, so a result is there one tick later. An
 action takes the first tick in which its rank is free and its inputs are there. Of a lock-step schedule (`cycle`) a tick
-is of one kind on all ranks: kinds come in turn, and a turn that no rank takes is left out.
+is of one kind on all ranks: kinds come in turn, and a turn that no rank takes is left out. An update inside a schedule
+belongs to the tick of the backward before it.
 """
 
-from jaxscale.pipeline.action import Action
+from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.schedule import Schedule
 
 
@@ -34,18 +35,24 @@ def ticks(schedule: Schedule) -> dict[Action, int]:
             if kind in (None, action.kind) and all(one in at for one in schedule.inputs(action)):
                 placed.append((rank, action))
         for rank, action in placed:
-            at[action] = tick
-            position[rank] += 1
-        left -= len(placed)
+            order = schedule.orders[rank]
+            while True:
+                at[action] = tick
+                position[rank] += 1
+                left -= 1
+                if position[rank] == len(order) or order[position[rank]].kind is not Kind.U:
+                    break
+                action = order[position[rank]]
         tick += bool(placed)
     return at
 
 
 def rows(schedule: Schedule) -> list[list[Action | None]]:
-    """The table: for each tick what each rank does, `None` where it is idle."""
+    """The table: for each tick what each rank does, `None` where it is idle; updates are left out."""
     at = ticks(schedule)
     table: list[list[Action | None]] = [[None] * schedule.ranks for _ in range(1 + max(at.values()))]
     for rank, order in enumerate(schedule.orders):
         for action in order:
-            table[at[action]][rank] = action
+            if action.kind is not Kind.U:
+                table[at[action]][rank] = action
     return table

@@ -1,0 +1,159 @@
+"""Every pipeline schedule beside every other: one page with charts, seconds, bubbles and what waits in memory.
+
+    python experiments/schedules.py [-o schedules.html] [--tiny]
+
+Simulated, on paper: nothing is compiled, no device is needed. Three things to compare on: equal stages, F = I = W;
+equal stages whose backward runs the forward again; and Llama 3.1 8B on a v5p:4x4x4, stages priced by roofline, with
+head and loss on the last stage. Whatever stands in `jaxscale/pipeline/schedules/` is drawn.
+"""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+from jaxscale.pipeline.costs import Costs
+from jaxscale.pipeline.draw import Chart, drawable, page
+from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.schedules import METHODS
+from jaxscale.pipeline.simulate import Simulation, simulate
+
+Pricing = Callable[[PipelinePlan, Schedule], Costs]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What schedules are compared on.
+
+    Args:
+        title: in words.
+        ranks: devices on the pipe axis.
+        microbatches: of a step.
+        price: costs of a schedule's stages.
+        timed: whether they are seconds.
+    """
+
+    title: str
+    ranks: int
+    microbatches: int
+    price: Pricing
+    timed: bool = False
+
+
+def texts(ranks: int, microbatches: int) -> list[str]:
+    """The text form of every method, those that interleave with 2 stages a device too."""
+    found = []
+    for name, method in METHODS.items():
+        size = f"{ranks}" if method.streams else f"{ranks}x{microbatches}"
+        found += [f"{name}:{size}", *([f"{name}:{size},v=2"] if method.interleaves and method.chunks != 2 else [])]
+    return found
+
+
+def equal(again: float = 0.0) -> Pricing:
+    """Stages of one unit a pass, of which the backward computes some again."""
+    return lambda plan, schedule: Costs.alike(schedule, 1.0, 1.0 + again, 1.0)
+
+
+def llama() -> Pricing:
+    """Llama 3.1 8B on 64 chips of a v5p, a device's share of a stage and of a microbatch's rows."""
+    from llama_8b import experiment
+
+    from jaxscale.planning.stage_prices import costs_of, link_seconds, model_prices
+    from jaxscale.platforms.platform import Platform
+    from jaxscale.step.stages import Stages
+
+    platform = Platform.parse("tpu v5p:4x4x4")
+    known = {}
+
+    def price(plan: PipelinePlan, schedule: Schedule) -> Costs:
+        count = plan.microbatches or 16
+        if (schedule.ranks, count) not in known:
+            known[schedule.ranks, count] = model_prices(experiment(), platform, schedule.ranks, count)
+        model = known[schedule.ranks, count]
+        layers = Stages.even(schedule, len(model.blocks)).layers
+        return costs_of(model, layers, (link_seconds(platform, model),) * schedule.ranks)
+
+    return price
+
+
+def simulations(case: Case) -> list[tuple[str, Simulation]]:
+    """Every schedule that is defined for the case, the fastest first."""
+    found = []
+    for text in texts(case.ranks, case.microbatches):
+        plan = PipelinePlan.parse(text)
+        schedule = drawable(plan)
+        found.append((text, simulate(schedule, case.price(plan, schedule))))
+    return sorted(found, key=lambda one: one[1].seconds_per_microbatch)
+
+
+def curves(ranks: int, counts: Sequence[int], price: Pricing) -> str:
+    """Time of a microbatch beyond its work, over the number of microbatches: an SVG image."""
+    width, height, left, bottom = 1000, 420, 60, 40
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for count in counts:
+        for text, found in simulations(Case("", ranks, count, price)):
+            lines.setdefault(text.partition(":")[0] + text.partition(",")[2], []).append((count, found.bubble))
+    top = max(bubble for line in lines.values() for _, bubble in line)
+    low, high = math.log(counts[0]), math.log(counts[-1])
+
+    def place(count: int, bubble: float) -> str:
+        across = left + (math.log(count) - low) / (high - low) * (width - left - 180)
+        return f"{across:.1f},{height - bottom - bubble / top * (height - bottom - 20):.1f}"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif"'
+        f' font-size="12" fill="#777"><path d="M{left} 20V{height - bottom}H{width - 180}" fill="none" stroke="#888"/>'
+    ]
+    for count in counts:
+        across = place(count, 0).partition(",")[0]
+        parts.append(f'<text x="{across}" y="{height - 22}" text-anchor="middle">{count}</text>')
+    parts.append(f'<text x="{width - 180}" y="{height - 6}" text-anchor="end">microbatches</text>')
+    for step in range(5):
+        y = place(counts[0], top * step / 4).partition(",")[2]
+        parts.append(f'<text x="{left - 6}" y="{y}" text-anchor="end">{top * step / 4:.0%}</text>')
+    for number, (name, line) in enumerate(sorted(lines.items(), key=lambda one: -one[1][-1][1])):
+        color = f"hsl({number * 360 // len(lines)} 65% 45%)"
+        points = " ".join(place(*point) for point in line)
+        parts.append(
+            f'<g><title>{escape(name)}</title><polyline points="{points}" fill="none" stroke="{color}" '
+            f'stroke-width="2"/></g><text x="{width - 165}" y="{30 + 18 * number}" fill="{color}">{escape(name)}</text>'
+        )
+    return "".join([*parts, "</svg>"])
+
+
+def section(case: Case) -> tuple[str, Chart]:
+    """The part of the page for a case."""
+    chart = Chart(tuple(simulations(case)), case.timed)
+    return f"<h2>{escape(case.title)}</h2>{chart.html_table()}{chart.html_legend()}{chart.svg()}", chart
+
+
+def main() -> None:
+    """Simulate, print the tables, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="few devices and microbatches, no model")
+    parser.add_argument("-o", "--output", type=Path, default=Path("schedules.html"), help="where to write the page")
+    arguments = parser.parse_args()
+    ranks, count = (2, 4) if arguments.tiny else (4, 16)
+    cases = [
+        Case(f"{ranks} devices, {count} microbatches, F = I = W", ranks, count, equal()),
+        Case(f"{ranks} devices, {count} microbatches, the forward runs again: I = 2 F", ranks, count, equal(1.0)),
+    ]
+    if not arguments.tiny:
+        cases.insert(1, Case("8 devices, 32 microbatches, F = I = W", 8, 32, equal()))
+        cases.append(Case("Llama 3.1 8B on a v5p:4x4x4, 4 stages, 16 microbatches", 4, 16, llama(), timed=True))
+    body = []
+    for case in cases:
+        made, chart = section(case)
+        body.append(made)
+        print(f"{case.title}\n{chart.table()}\n")
+    ranks, counts = (2, (4, 8)) if arguments.tiny else (8, (8, 16, 24, 32, 48, 64))
+    body.insert(1, f"<h2>Bubble over microbatches, {ranks} devices, F = I = W</h2>{curves(ranks, counts, equal())}")
+    arguments.output.write_text(page("Pipeline schedules", "".join(body)))
+    print(f"written to {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()
