@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
 from jaxscale.layers.visibility import Visibility
@@ -165,13 +165,18 @@ def _on_devices(
         k, v = jnp.repeat(k, copies, 1), jnp.repeat(v, copies, 1)
     kv_spec = PartitionSpec(q_spec[0], q_spec[1], None, None)
     kernel = _kernel(visibility, heads, queries, head_shards, q_shards, soft_cap, interpret)
-    kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(q_spec[1], q_spec[2])))
+    # within a region that is manual over some axes (a pipeline's), the kernel becomes manual over the others
+    left = set(mesh.axis_names) - set(mesh.manual_axes)
+    auto = (AxisType.Auto,) * len(mesh.axis_names)
+    everywhere = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto) if mesh.manual_axes else mesh
+    kernel_spec = kernel.manual_sharding_spec(NamedSharding(everywhere, PartitionSpec(q_spec[1], q_spec[2])))
     segments_spec = None if segments is None else (PartitionSpec(q_spec[0], q_spec[2]), PartitionSpec(q_spec[0], None))
     sharded = jax.shard_map(
         _rows,
         mesh=mesh,
         in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, segments_spec),
         out_specs=q_spec,
+        axis_names=left,
         check_vma=False,
     )
     return sharded(kernel, q, k, v, segments)

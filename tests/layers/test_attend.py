@@ -304,6 +304,22 @@ def test_splash_lowers_for_a_tpu():
     assert text.count("tpu_custom_call") >= 3
 
 
+def test_splash_lowers_where_some_axes_are_manual():
+    """As within a pipeline's stage: the kernel is manual over what is left, and its heads lie over tensor."""
+    mesh, arguments = MeshSpec.parse("pipe:2,tensor:2").build(), _draw(LONG, LONG, width=64, dtype=jnp.bfloat16)
+
+    def body(q, k, v):
+        with layout(jax.sharding.get_abstract_mesh(), AxisRules(batch=())):
+            return attend_splash(q, k, v, Visibility(), scale=0.125, soft_cap=None)
+
+    region = jax.shard_map(
+        body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), axis_names={"pipe"}, check_vma=False
+    )
+    text = jax.jit(region).trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" in text
+    assert '"tensor"' in text
+
+
 def test_what_splash_cannot_do_is_refused_by_name():
     q, k, v = _draw(LONG, LONG)
     with pytest.raises(UserError, match="TPU kernel, and this runs on cpu"):
