@@ -62,7 +62,7 @@ def _panel(
 ) -> tuple[list[str], float]:
     """One schedule, and how high it is."""
     schedule = simulation.schedule
-    row = 24 if schedule.ranks <= 8 else 16
+    row, digits = 24 if schedule.ranks <= 8 else 16, len(str(schedule.microbatches - 1))
     bottom = top + HEADING + row * schedule.ranks
     parts = [f'<text class="h" x="{LEFT}" y="{top + 18:.0f}">{escape(heading)}</text>']
     parts.append(
@@ -78,10 +78,10 @@ def _panel(
             told = f"{_told(action, rank)}, {clock(start) if start else '0'} to {clock(end)}"
             drawn = max(width - 0.8, width / 2)  # a gap between neighbours
             box = f'<rect class="{shade}" x="{x:.2f}" y="{y + 1}" width="{drawn:.2f}" height="{row - 2}"/>'
-            label = str(action.microbatch)
-            if action.kind is not Kind.U and width > _PER_LETTER * len(label) + 2:
+            if action.kind is not Kind.U and width > _PER_LETTER * digits + 2:
                 dark = " d" if action.stage != first else ""
-                box += f'<text class="m{dark}" x="{x + width / 2:.2f}" y="{y + row / 2 + 4:.1f}">{label}</text>'
+                place = f'x="{x + width / 2:.2f}" y="{y + row / 2 + 4:.1f}"'
+                box += f'<text class="m{dark}" {place}>{action.microbatch}</text>'
             parts.append(f'<g data-m="{action.microbatch}"><title>{escape(told)}</title>{box}</g>')
     seconds = simulation.seconds
     for number in range(int(seconds / step_of(seconds, 10)) + 1):
