@@ -2,8 +2,14 @@
 
     jaxscale fit experiments/llama_8b.py --platform "tpu v5e:4x4"
 
-On these 16 chips it does not fit by estimate: 22.7 GiB of 15.75 per device, of which 12 are logits and their gradient.
-In four microbatches (--plan.microbatches 4) it does, with 12.5 GiB.
+On these 16 chips it does not fit as it is, and the command says how it would:
+
+    does not fit: 22.7 GiB of 15.8 GiB per device, by estimate
+    it fits with --plan.microbatches 4: 12.5 GiB by estimate; --verify asks the compiler
+
+Of the 22.7 GiB, 12 are logits and their gradient. With --plan.microbatches 4 --verify the compiler of v5e says
+13.6 GiB: it fits, and the estimate is 8.1 % too low (JAX 0.12.0.1, libtpu 0.0.51; 82 s of one core, 2026-11-22).
+
 The data are bytes of Shakespeare: they stand for text of the same shape, and no file is read for an estimate.
 """
 

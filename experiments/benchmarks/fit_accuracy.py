@@ -29,19 +29,26 @@ from typing import Any
 from figures import Figure, show
 
 from jaxscale.planning import accuracy
-from jaxscale.planning.estimate import Estimate, estimate
-from jaxscale.planning.fit import MARGIN
-from jaxscale.planning.program import lowered_step
+from jaxscale.planning.accuracy import MARGIN, NEARER_MARGIN
+from jaxscale.planning.estimate import Estimate, of_step
+from jaxscale.planning.piece_compile import piece_bytes
+from jaxscale.planning.pieces import Piece
+from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.compile import compile_report
 from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.usable import usable_bytes
+from jaxscale.step.plan import Plan
+from jaxscale.step.rows import batch_shapes
 from jaxscale.training.source import load
 
 MODELS = Path(__file__).with_name("fit_models.py")
 RECORDING = Path(__file__).with_name("fit_accuracy.jsonl")
 FITTED = ("small", "mixture")
-NEAR = (0.8, 1.25)
-"""Limits made from what the compiler says, to sit just below and just above it."""
+FAR = (0.8, 1.25)
+"""Limits made from what the compiler says, to sit below and above it."""
+
+JUST = 0.002
+"""By so much more than the margin two further limits lie below and above it: there an exact estimate is just called."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,15 +103,26 @@ CASES = (
     Case("vit", "tpu v5e:2x2", "fsdp:4", "memory=dots microbatches=2"),
     Case("wide", "tpu v5e:2x4", "fsdp:4,tensor:2", "memory=dots"),
     Case("mixture", "tpu v6e:2x2", "fsdp:4", "memory=dots zero=1"),
+    Case("small", "tpu v5e:2x2", "fsdp:4", "memory=save:512MiB"),
+    Case("wide", "tpu v5p:2x2x1", "fsdp:4", "memory=offload:pofo:512MiB"),
+    Case("vit", "tpu v5e:2x2", "fsdp:4", "memory=full precision=float32"),
+    Case("wide", "gpu h100 x 4", "fsdp:4", "memory=save:1GiB"),
+    Case("small", "gpu h100 x 4", "fsdp:4", "memory=full precision=float32"),
+    Case("mixture", "tpu v6e:2x2", "fsdp:4", "memory=full optimizer_state=streamed"),
+    Case("vit", "tpu v6e:2x2", "fsdp:4", "memory=save:1GiB"),
+    Case("wide", "tpu v5e:2x2", "fsdp:4", "memory=full optimizer_state=streamed"),
+    Case("small", "tpu v6e:2x2", "fsdp:4", "memory=offload:pofo:256MiB"),
+    Case("mixture", "tpu v5p:2x2x1", "fsdp:4", "memory=save:512MiB precision=float32"),
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Judged:
-    """An estimate beside what the compiler says."""
+    """Both estimates of a step beside what the compiler says of it."""
 
     case: Case
-    guess: Estimate
+    formula: Estimate
+    nearer: Estimate
     compiled: int
     arguments: int
 
@@ -114,12 +132,60 @@ class Judged:
         return self.case.platform.split()[0]
 
     def bytes(self, packing: float) -> float:
-        """The estimate under another factor for packing."""
-        return sum(item.bytes for item in self.guess.arguments) + self.guess.timeline.bytes * packing
+        """The formula's estimate under another factor for packing."""
+        return sum(item.bytes for item in self.formula.arguments) + self.formula.timeline.bytes * packing
 
-    def off(self, packing: float) -> float:
-        """By how much it is too high, as a share of what the compiler says."""
-        return self.bytes(packing) / self.compiled - 1
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One way to estimate, on all recorded cases.
+
+    Args:
+        name: of it.
+        bars: of the median and of the worst.
+        under: bar of the worst under-estimate.
+        margin: share of a limit within which a verdict is too close to call.
+        guesses: bytes of each case.
+    """
+
+    name: str
+    bars: tuple[float, float]
+    under: float | None
+    margin: float
+    guesses: dict[Judged, float]
+
+    def off(self, one: Judged) -> float:
+        """By how much an estimate is too high, as a share of what the compiler says."""
+        return self.guesses[one] / one.compiled - 1
+
+    def figures(self, cases: list[Judged], which: str) -> list[Figure]:
+        """How far the estimates of some cases are off."""
+        offs = [self.off(one) for one in cases]
+        return [
+            Figure(f"{self.name}: median off, {which}", statistics.median(map(abs, offs)), "", self.bars[0]),
+            Figure(f"{self.name}: worst off, {which}", max(map(abs, offs)), "", self.bars[1]),
+            Figure(f"{self.name}: worst under-estimate, {which}", -min([*offs, 0.0]), "", self.under),
+        ]
+
+    def verdicts(self, cases: list[Judged]) -> list[Figure]:
+        """Of how many limits each, how many are too close to call, and how many of the rest are wrong."""
+        total = close = wrong = 0
+        shares = (*FAR, (1 - JUST) / (1 + self.margin), (1 + JUST) / (1 - self.margin))
+        for one in cases:
+            own = usable_bytes(Platform.parse(one.case.platform))
+            limits = [one.compiled * share for share in shares] + ([own] if own is not None else [])
+            for limit in limits:
+                total += 1
+                if abs(self.guesses[one] - limit) <= self.margin * limit:
+                    close += 1
+                else:
+                    wrong += (self.guesses[one] <= limit) != (one.compiled <= limit)
+        return [
+            Figure(f"{self.name}: margin", self.margin, "", 0.15),
+            Figure(f"{self.name}: verdicts", total, "verdicts"),
+            Figure(f"{self.name}: verdicts inside the margin", close / total, "", 0.25),
+            Figure(f"{self.name}: wrong verdicts outside it", wrong, "verdicts", 0),
+        ]
 
 
 def recorded() -> dict[Case, dict[str, Any]]:
@@ -133,51 +199,61 @@ def record() -> None:
     """Compile what was not recorded yet; every program is written down as soon as it is compiled."""
     known = recorded()
     for case in CASES:
-        if case in known:
-            continue
-        _, source = load(MODELS, case.model, case.overrides)
-        report = compile_report(partial(lowered_step, make=source.remake), case.platform)
-        if report.device_bytes is None or report.temp_bytes is None:
-            print(f"{case}: no program: {report.crashed or report.oom}", flush=True)
-            continue
-        row = {
-            "case": dataclasses.asdict(case),
-            "arguments": report.argument_bytes,
-            "temporaries": report.temp_bytes,
-            "device": report.device_bytes,
-            "versions": dict(report.versions),
-        }
-        with RECORDING.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{case}: {report.device_bytes} bytes in {report.seconds:.0f} s", flush=True)
+        experiment, source = load(MODELS, case.model, case.overrides)
+        if case not in known:
+            report = compile_report(partial(lowered_step, make=source.remake), case.platform)
+            if report.device_bytes is None or report.temp_bytes is None:
+                print(f"{case}: no program: {report.crashed or report.oom}", flush=True)
+                continue
+            known[case] = {
+                "case": dataclasses.asdict(case),
+                "arguments": report.argument_bytes,
+                "temporaries": report.temp_bytes,
+                "device": report.device_bytes,
+                "versions": dict(report.versions),
+            }
+            write(known)
+            print(f"{case}: {report.device_bytes} bytes in {report.seconds:.0f} s", flush=True)
+        if "pieces" not in known[case]:
+            pieces: dict[str, int] = {}
+            platform = Platform.parse(case.platform)
+            of_step(
+                described_step(experiment, platform),
+                batch_shapes(experiment),
+                platform,
+                partial(measured, pieces, source.remake, platform, experiment.plan),
+            )
+            known[case]["pieces"] = pieces
+            write(known)
+            print(f"{case}: {pieces}", flush=True)
+
+
+def measured(pieces: dict[str, int], make: Any, platform: Platform, plan: Plan, piece: Piece) -> int:
+    """What the compiler says of a piece, written down in `pieces`."""
+    pieces[piece.name] = piece_bytes(make, platform, plan, piece)
+    return pieces[piece.name]
+
+
+def write(rows: dict[Case, dict[str, Any]]) -> None:
+    """Write the recording anew."""
+    draft = RECORDING.with_suffix(".part")
+    draft.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
+    draft.replace(RECORDING)
 
 
 def judged(cases: dict[Case, dict[str, Any]]) -> Iterator[Judged]:
     """The estimates of recorded cases."""
     for case, row in cases.items():
         experiment, _ = load(MODELS, case.model, case.overrides)
-        yield Judged(case, estimate(experiment, case.platform), row["device"], row["arguments"])
+        platform = Platform.parse(case.platform)
+        step, batch = described_step(experiment, platform), batch_shapes(experiment)
+        nearer = of_step(step, batch, platform, lambda piece, row=row: row["pieces"][piece.name])
+        yield Judged(case, of_step(step, batch, platform), nearer, row["device"], row["arguments"])
 
 
 def packing(fitted: list[Judged]) -> float:
-    """The factor that makes the median of the estimates right."""
-    return statistics.median((one.compiled - one.arguments) / one.guess.timeline.bytes for one in fitted)
-
-
-def verdicts(cases: list[Judged], factor: dict[str, float]) -> tuple[int, int, int]:
-    """(verdicts, those too close to call, wrong ones among the rest)."""
-    total = close = wrong = 0
-    for one in cases:
-        guess = one.bytes(factor[one.kind])
-        own = usable_bytes(Platform.parse(one.case.platform))
-        limits = [one.compiled * share for share in NEAR] + ([own] if own is not None else [])
-        for limit in limits:
-            total += 1
-            if abs(guess - limit) <= MARGIN * limit:
-                close += 1
-            else:
-                wrong += (guess <= limit) != (one.compiled <= limit)
-    return total, close, wrong
+    """The factor that makes the median of the formula's estimates right."""
+    return statistics.median((one.compiled - one.arguments) / one.formula.timeline.bytes for one in fitted)
 
 
 def main() -> None:
@@ -190,7 +266,7 @@ def main() -> None:
     if args.record:
         record()
         return
-    cases = recorded()
+    cases = {case: row for case, row in recorded().items() if "pieces" in row}
     if args.tiny:
         first = {case.model: case for case in reversed(cases)}
         cases = {case: cases[case] for case in first.values()}
@@ -199,36 +275,30 @@ def main() -> None:
     for kind in sorted({one.kind for one in found}):
         fitted = [one for one in found if one.kind == kind and one.case.model in FITTED]
         factor[kind] = round(packing(fitted), 3) if fitted else 1.0
+    columns = (
+        Column("formula", (0.07, 0.18), 0.15, MARGIN, {one: one.bytes(factor[one.kind]) for one in found}),
+        Column("compiled", (0.05, 0.12), None, NEARER_MARGIN, {one: one.nearer.device_bytes for one in found}),
+    )
     for one in found:
-        off = one.off(factor[one.kind])
-        print(f"{one.case.model:8} {one.case.platform:14} {one.case.mesh:16} {one.case.fields:45} {off:+7.1%}")
-    test = [one for one in found if one.case.model not in FITTED]
-    offs = [one.off(factor[one.kind]) for one in test]
-    everything = [one.off(factor[one.kind]) for one in found]
-    total, close, wrong = verdicts(found, factor)
+        told = f"{one.case.model:8} {one.case.platform:14} {one.case.mesh:16} {one.case.fields:45}"
+        offs = "".join(f"{column.off(one):+8.1%}" for column in columns)
+        print(f"{told}{offs}  {', '.join(one.nearer.compiled)}")
+    blind = [one for one in found if one.case.model not in FITTED]
     figures = [
         Figure("programs", len(found), "programs", None if args.tiny else 24, ">="),
-        Figure("median off, models not fitted", statistics.median(map(abs, offs)), "", 0.07),
-        Figure("worst off, models not fitted", max(map(abs, offs)), "", 0.18),
-        Figure("worst under-estimate, models not fitted", -min([*offs, 0.0]), "", 0.15),
-        Figure("median off, all", statistics.median(map(abs, everything)), "", 0.07),
-        Figure("worst off, all", max(map(abs, everything)), "", 0.18),
-        Figure("worst under-estimate, all", -min([*everything, 0.0]), "", 0.15),
         *(Figure(f"packing on {kind}", value, "x") for kind, value in factor.items()),
-        Figure("verdicts", total, "verdicts"),
-        Figure("verdicts too close to call", close / total, "", 0.25),
-        Figure("wrong verdicts outside the margin", wrong, "verdicts", 0),
     ]
+    for column in columns:
+        figures += column.figures(blind, "models not fitted") + column.figures(found, "all") + column.verdicts(found)
     holds = show(figures, "Estimates of train steps against their compilers")
     if args.write:
-        by_kind = {kind: [abs(one.off(factor[kind])) for one in found if one.kind == kind] for kind in factor}
-        told = {
-            "factors": {kind: {"packing": value} for kind, value in factor.items()},
-            "accuracy": {
+        told = {"factors": {kind: {"packing": value} for kind, value in factor.items()}}
+        for name, column in zip(("accuracy", "compiled"), columns, strict=True):
+            off = {kind: [abs(column.off(one)) for one in found if one.kind == kind] for kind in factor}
+            told[name] = {
                 kind: {"programs": len(ones), "median": statistics.median(ones), "worst": max(ones)}
-                for kind, ones in by_kind.items()
-            },
-        }
+                for kind, ones in off.items()
+            }
         accuracy.FILE.write_text(json.dumps(told, indent=2) + "\n")
     if not holds and not args.tiny:
         raise SystemExit(1)

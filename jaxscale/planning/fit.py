@@ -99,7 +99,12 @@ class Fit:
         """Whether this is an estimate too near to the limit to call."""
         if self.verified or self.limit is None:
             return False
-        return abs(self.device_bytes - self.limit) <= MARGIN * self.limit
+        return abs(self.device_bytes - self.limit) <= self.margin * self.limit
+
+    @property
+    def margin(self) -> float:
+        """An estimate nearer to the limit than this share of it is too close to call."""
+        return NEARER_MARGIN if self.estimate.compiled else MARGIN
 
     @property
     def verdict(self) -> str:
@@ -121,7 +126,7 @@ class Fit:
             )
         word = "fits" if self.fits else "does not fit"
         if self.close:
-            return f"{word}, narrowly: {room}\n(may be off by {MARGIN:.0%}; --verify asks the compiler)"
+            return f"{word}, narrowly: {room}\n(may be off by {self.margin:.0%}; --verify asks the compiler)"
         return f"{word}: {room}"
 
     @property

@@ -38,17 +38,17 @@ def stage(ranks, weights, shared, x, microbatch, at, key):
 
 
 def parameters(ranks):
-    keys = iter(jax.random.split(jax.random.key(1), 4 * ranks))
+    rng = np.random.default_rng(1)
 
     def normal():
-        return jax.random.normal(next(keys), (D, D)) / D**0.5
+        return rng.normal(size=(D, D)).astype(np.float32) / np.float32(D**0.5)
 
     return [({"up": normal(), "down": normal()}, {"embedding": normal(), "head": normal()}) for _ in range(ranks)]
 
 
 def microbatches(count, replicas=1):
     shape, names = (count, replicas * ROWS, D), {"inputs": 2, "targets": 3}
-    return {name: jax.random.normal(jax.random.key(seed), shape) for name, seed in names.items()}
+    return {name: np.random.default_rng(seed).normal(size=shape).astype(np.float32) for name, seed in names.items()}
 
 
 def update(weights, gradients, momentum, at, group=1):
@@ -94,8 +94,8 @@ class Run:
         fill = mapped(pipe.fill, in_specs=(each, rows, P()), out_specs=own)
         self.advance = jax.jit(mapped(advance, in_specs=(*specs, rows, P()), out_specs=out))
         self.drain = jax.jit(mapped(drain, in_specs=specs, out_specs=out))
-        start = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parameters(ranks))
-        momentum = jax.tree.map(jnp.zeros_like, start)
+        start = jax.tree.map(lambda *leaves: np.stack(leaves), *parameters(ranks))
+        momentum = jax.tree.map(np.zeros_like, start)
         self.state = start, momentum, jax.jit(fill)(start, microbatches(entering, replicas), self.key)
 
     def feed(self, batch):
@@ -245,10 +245,6 @@ def test_weights_of_2bw_equal_the_closed_form():
     check("2bw", compute=lambda tree: jax.tree.map(lambda leaf: leaf * 1, tree))
 
 
-def test_weights_of_pipemare_equal_the_closed_form():
-    check("pipemare", stash="residuals")
-
-
 def test_weights_of_pipemare_with_both_remedies_equal_the_closed_form():
     check("pipemare", stash="residuals", entering=3, anneal=8, correction=0.135)
 
@@ -333,13 +329,13 @@ def test_with_a_data_axis_whose_gradients_the_update_reduces(name, stash):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", ["pipedream", "2bw", "pipemare"])
 @pytest.mark.parametrize("stash", ["input", "residuals"])
 def test_every_rule_on_other_numbers_of_devices(name, ranks, stash):
     if name == "2bw" and ranks > GROUP:
         pytest.skip("2BW takes as many microbatches an update as devices")
-    check(name, ranks, stash=stash, entering={1: 1, 2: 3, 3: 9, 8: 4}[ranks] if name != "2bw" else 2 * GROUP)
+    check(name, ranks, stash=stash, entering={1: 1, 2: 3, 3: 9, 4: 1, 8: 4}[ranks] if name != "2bw" else 2 * GROUP)
 
 
 @pytest.mark.slow

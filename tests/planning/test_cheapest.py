@@ -5,10 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxscale.costs.block import BlockGraph
+from jaxscale.costs.collect import BlockCall
 from jaxscale.errors import UserError
 from jaxscale.planning import cheapest
 from jaxscale.planning.cheapest import cheapest_fit
 from jaxscale.planning.estimate import estimate
+from jaxscale.planning.prices import Prices
 from jaxscale.planning.program import compiled_bytes
 from jaxscale.platforms.detect import detect
 from jaxscale.platforms.platform import Platform
@@ -21,6 +24,7 @@ class Model:
     """A model whose memory plans are given by formula: what is asked of it, and what it answers."""
 
     base, most, least, step, work = 100 * MIB, 900 * MIB, 40 * MIB, 7 * MIB, 3000
+    calls = (BlockCall("block", BlockGraph("block", (), (), (), (), (), ()), (), 8, True, 0),)
 
     def __init__(self):
         self.asked = []
@@ -43,9 +47,13 @@ class Model:
         self.asked.append(str(plan.memory))
         return SimpleNamespace(plan=plan, decision=SimpleNamespace(bytes=self.kept(plan.memory)))
 
+    def prices(self, experiment, platform, plan):
+        """Of a platform whose rates nobody knows."""
+        return Prices(platform, self.calls, 1)
+
     def of_step(self, step, batch, platform):
         memory = step.plan.memory
-        return SimpleNamespace(flop=self.flop(memory), device_bytes=self.taken(memory))
+        return SimpleNamespace(flop=self.flop(memory), device_bytes=self.taken(memory), host_bytes=0)
 
     def taken(self, memory) -> int:
         return self.base + self.kept(memory)
@@ -56,6 +64,8 @@ def model(monkeypatch):
     made = Model()
     monkeypatch.setattr(cheapest, "described_step", made.described_step)
     monkeypatch.setattr(cheapest, "of_step", made.of_step)
+    monkeypatch.setattr(Prices, "of", made.prices)
+    monkeypatch.setattr(Prices, "timed", False)
     return made
 
 

@@ -1,0 +1,22 @@
+"""What was recorded of estimates holds what is promised of them."""
+
+import pytest
+
+from jaxscale.planning import accuracy
+
+
+@pytest.mark.parametrize("kind", ["tpu", "gpu"])
+@pytest.mark.parametrize(("compiled", "median", "worst"), [(False, 0.07, 0.18), (True, 0.05, 0.12)])
+def test_the_recorded_estimates(kind, compiled, median, worst):
+    found = accuracy.recorded(kind, compiled=compiled)
+    assert found is not None
+    assert found.median <= median
+    assert found.worst <= worst
+    # a verdict outside the margin was right for every one of them
+    assert found.worst <= (accuracy.NEARER_MARGIN if compiled else accuracy.MARGIN)
+    assert ("piece compiled" in str(found)) == compiled
+
+
+def test_what_was_not_recorded():
+    assert accuracy.recorded("cpu") is None
+    assert accuracy.factors("cpu") == accuracy.Factors()
