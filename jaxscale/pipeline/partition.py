@@ -40,7 +40,7 @@ from jaxscale.values.byte_sizes import bytes_at_least
 Stash = Literal["residuals", "input"]
 """What waits for a backward: what `jax.vjp` keeps, or what enters the stage."""
 
-_TURNS = 32  # of program against clock
+_TURNS = 24  # of program against clock
 _BLUR = 0.002  # of the seconds: paths so near the longest count too, so that the clock's answers change little
 _TIMED = 3  # features that are seconds, the first ones
 _POWERS = (2, 4, 8)
@@ -289,7 +289,7 @@ class _Problem:
                 self.holds.append(linear)
 
     def _least_memory(self, ratios: list[np.ndarray], width: int) -> tuple[np.ndarray, float]:
-        """The partition whose largest ratio is least; where ranks hold one stage each, by the program alone."""
+        """A partition whose largest ratio is at most 1, else that whose largest is least."""
         alone = self.chain.largest(ratios)
         best, cut = self.chain.shortest(alone, most=True)
         if all(linear.any(1).sum() == 1 for linear in ratios):
@@ -298,7 +298,7 @@ class _Problem:
         every = every.reshape(len(every), -1)
         most = every @ self.chain.of(cut[None]).ravel()
         best, used = float(most.max()), [int(most.argmax())]
-        while True:
+        while best > 1:
             cuts = self.chain.branch([ratios[index] for index in used], (), alone, best * (1 - 1e-12), width).cuts
             if not len(cuts):
                 return cut, best
@@ -310,6 +310,7 @@ class _Problem:
             elif binding in used or len(used) >= _FUNCTIONS:
                 return cut, best
             used.append(binding)
+        return cut, best
 
     def _too_large(self, cut: np.ndarray, ratio: float) -> UserError:
         needs = self.bytes(cut)
