@@ -14,7 +14,7 @@ from typing import Any
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning import accuracy
-from jaxscale.planning.accuracy import MARGIN
+from jaxscale.planning.accuracy import MARGIN, NEARER_MARGIN
 from jaxscale.planning.cheapest import NothingFits, cheapest_fit
 from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.pictures import framed, page, stacked, table, write_picture
