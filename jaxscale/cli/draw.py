@@ -25,19 +25,18 @@ def _shown(metavar: str, default: str | None = None) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Draw a pipeline schedule: who computes which stage, when, and how much is idle.
+    """Draw a pipeline schedule: who computes which stage, when.
 
     For example:
       jaxscale draw pipeline zb-v:4x8
       jaxscale draw pipeline zb-v:4x8 --cost f=1,i=1.2,w=0.8 -o chart.svg
       jaxscale draw pipeline --compare 1f1b:8x32,lockstep:8x32,v=2,zb-h1:8x32
-      jaxscale draw pipeline 1f1b:4x8 --experiment experiments/llama_8b.py --platform "tpu v5p:4x4x4"
+      jaxscale draw pipeline 1f1b:4x8 --experiment FILE --platform "tpu v5p:4x4x4"
 
-    SCHEDULE is NAME:PxM, P devices and M microbatches (jaxscale draw pipeline lists the names), or file:PATH, which
-    reads PyTorch's CSV.
+    SCHEDULE is NAME:PxM, P devices and M microbatches, or file:PATH, a CSV.
+    (jaxscale draw pipeline, without one, lists the names)
 
-    Times are those of our executor, one program in which devices wait for their neighbours; --machine dataflow shows
-    separate programs, as papers do.
+    Times are of one program, where devices wait for their neighbours: --machine.
 
     Fields of the experiment are set by path: --model.layers 16
 
@@ -52,9 +51,10 @@ class Draw:
             named.
         variant: one of the experiment's VARIANTS.
         platform: where it runs, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
-        machine: how devices wait for one another.
+        machine: how devices wait for one another: for their neighbours, as ours do, or only for what they need, as do
+            separate programs, and those of papers.
         updates: of an asynchronous schedule, how many to draw.
-        out: write the chart here: .svg, .html (explains what is under the pointer), or .csv for PyTorch.
+        out: write the chart here: .svg, .html (explains what is under the pointer), or .csv as PyTorch has it.
     """
 
     positional: ClassVar[tuple[str, ...]] = ("picture", "schedule")
