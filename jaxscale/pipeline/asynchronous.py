@@ -285,7 +285,7 @@ class Asynchronous:
         microbatch, key = (read(state[name], row["microbatch"] % places) for name in ("batch", "key"))
         at = At(lax.axis_index(self.axis), row["microbatch"] % (places - self.stream.carried))
         weights, shared = pair
-        return Context(weights, shared, microbatch, at, key)
+        return self._vary(Context(weights, shared, microbatch, at, key))
 
     def _microbatches(self, in_flight: InFlight) -> int:
         """Microbatches that enter with each call."""

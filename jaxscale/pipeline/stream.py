@@ -93,7 +93,7 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
     """
     if not method.steps:
         raise UserError(f"schedule {method.name} is synchronous, expected one that updates weights on its way")
-    short = _Timed(method.schedule(ranks, microbatches, updates=-(-4 * ranks // microbatches)), stash)
+    short = _Timed(method.schedule(ranks, microbatches, updates=4 + 4 * ranks // microbatches), stash)
     turns = math.lcm(short.slots["x"], short.slots["g"], short.slots["versions"] * microbatches)
     enough = 4 * ranks + 2 * microbatches + 2 * turns
     timed = _Timed(method.schedule(ranks, microbatches, updates=-(-enough // microbatches)), stash)
