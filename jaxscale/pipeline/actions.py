@@ -119,19 +119,20 @@ class Actions:
     def _backward(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
         kept = read(state["kept"], row["residual"])
         weights, shared, dx = self._passes.backward(self._context(row), x, kept, g)
-        return self._accumulate(state, row, weights, shared, live), dx
+        return self._accumulate_shared(self._accumulate(state, row, weights, live), shared, live), dx
 
     def _inner(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
         kept = read(state["kept"], row["residual"])
-        dx, cut = self._passes.inner(self._context(row), x, kept, g)
+        shared, dx, cut = self._passes.inner(self._context(row), x, kept, g)
+        state = self._accumulate_shared(state, shared, live)
         return {**state, "cut": self._put(state["cut"], row["cut"], cut, live)}, dx
 
     def _outer(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
         kept, cut = read(state["kept"], row["residual"]), read(state["cut"], row["cut"])
-        weights, shared = self._passes.outer(self._context(row), x, kept, g, cut)
-        return self._accumulate(state, row, weights, shared, live), g
+        weights = self._passes.outer(self._context(row), x, kept, g, cut)
+        return self._accumulate(state, row, weights, live), g
 
-    def _accumulate(self, state: State, row: Row, weights: Any, shared: Any, live: Any) -> State:
+    def _accumulate(self, state: State, row: Row, weights: Any, live: Any) -> State:
         chunk = row["chunk"]
 
         def add(total: Any, gradient: Any, like: Any) -> Any:
@@ -141,14 +142,13 @@ class Actions:
                 return _add(total, gradient[None])
             return write(total, chunk, _add(read(total, chunk), gradient))
 
-        def add_shared(total: Any, gradient: Any, like: Any) -> Any:
+        return {**state, "weights": jax.tree.map(add, state["weights"], _only(live, weights), self._weights)}
+
+    def _accumulate_shared(self, state: State, shared: Any, live: Any) -> State:
+        def add(total: Any, gradient: Any, like: Any) -> Any:
             return _add(total, gradient) if differentiable(like) else total
 
-        return {
-            **state,
-            "weights": jax.tree.map(add, state["weights"], _only(live, weights), self._weights),
-            "shared": jax.tree.map(add_shared, state["shared"], _only(live, shared), self._shared),
-        }
+        return {**state, "shared": jax.tree.map(add, state["shared"], _only(live, shared), self._shared)}
 
     def _put(self, pool: Any, slot: Any, value: Any, live: Any) -> Any:
         """Into a slot; an idle device puts back what was there."""

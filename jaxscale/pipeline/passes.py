@@ -5,8 +5,8 @@ in the backward. `FromResiduals` remembers what `jax.vjp` keeps of the forward, 
 anyway: weights and what depends on weights alone (a cast copy), the microbatch, the key. How much that is, any
 `jax.checkpoint` inside the stage decides.
 
-Each also gives a backward in two halves for zero-bubble schedules: `inner`, the gradient of the input, and `outer`,
-those of the weights.
+Each also gives a backward in two halves for zero-bubble schedules: `inner`, the gradients of the input and of what
+stages share, and `outer`, those of the weights.
 """
 
 from collections.abc import Callable
@@ -76,16 +76,17 @@ class FromInput:
         weights, shared, dx = self._pull(lambda w, s, x: (w, s, x), context, x, g)
         return weights, shared, gradients(dx, x)
 
-    def inner(self, context: Context, x: Any, kept: Any, g: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The gradient of the input, and what to leave for the outer half."""
+    def inner(self, context: Context, x: Any, kept: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """The gradients of what is shared and of the input, and what to leave for the outer half."""
         del kept
-        (dx,) = self._pull(lambda w, s, x: (x,), context, x, g)
-        return gradients(dx, x), ()
+        shared, dx = self._pull(lambda w, s, x: (s, x), context, x, g)
+        return shared, gradients(dx, x), ()
 
-    def outer(self, context: Context, x: Any, kept: Any, g: Any, cut: Any) -> tuple[Any, Any]:
-        """The gradients of weights and of what is shared."""
+    def outer(self, context: Context, x: Any, kept: Any, g: Any, cut: Any) -> Any:
+        """The gradients of the weights."""
         del kept, cut
-        return self._pull(lambda w, s, x: (w, s), context, x, g)
+        (weights,) = self._pull(lambda w, s, x: (w,), context, x, g)
+        return weights
 
     def _pull(self, of: Callable[..., tuple[Any, ...]], context: Context, x: Any, g: Any) -> tuple[Any, ...]:
         """Gradients with respect to some of (weights, shared, x) alone: XLA need not find out what is left out."""
@@ -176,21 +177,23 @@ class FromResiduals:
         (weights, shared), dx = self._both(context, kept, g)
         return weights, shared, gradients(dx, x)
 
-    def inner(self, context: Context, x: Any, kept: Any, g: Any) -> tuple[Any, tuple[Any, ...]]:
+    def inner(self, context: Context, x: Any, kept: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """As `FromInput.inner`; reads no input."""
         assert self._halves is not None
-        dx, cut = self._halves.first(context, list(kept), g)
-        return gradients(dx, x), cut
+        (shared, dx), cut = self._halves.first(context, list(kept), g)
+        return shared, gradients(dx, x), cut
 
-    def outer(self, context: Context, x: Any, kept: Any, g: Any, cut: Any) -> tuple[Any, Any]:
+    def outer(self, context: Context, x: Any, kept: Any, g: Any, cut: Any) -> Any:
         """As `FromInput.outer`; reads neither input nor incoming gradient."""
         assert self._halves is not None
         return self._halves.second(cut, context, list(kept), g)
 
     def _apart(self, context: Context, kept: Any, g: Any) -> tuple[Any, Any]:
-        """The backward as what is wanted at once, and what is not."""
-        weights, dx = self._both(context, kept, g)
-        return dx, weights
+        """The backward as what is wanted at once, and what is not: were the gradient of the head not made at once, that
+        of the logits would have to wait with the rest, in slots of every rank.
+        """
+        (weights, shared), dx = self._both(context, kept, g)
+        return (shared, dx), weights
 
     def _both(self, context: Context, kept: Any, g: Any) -> tuple[Any, Any]:
         inputs = jax.tree.leaves(context)
