@@ -100,11 +100,11 @@ class Draw:
             if self.platform is not None and self.platform.strip().lower() != "local":
                 Platform.parse(self.platform)
         prices_of(self.cost)
-        count = len(self._scheduled(self._plans()))
+        schedules = [schedule for _, schedule in self._scheduled(self._plans())]
         if self.out is not None:
             from jaxscale.pipeline.draw import check_file
 
-            check_file(self.out, count)
+            check_file(self.out, schedules)
 
     def run(self, fields: Mapping[str, str]) -> None:
         """Draw it."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -118,7 +118,7 @@ class Chart:
                 written to.
         """
         path = Path(path)
-        check_file(path, len(self.drawn))
+        check_file(path, [simulation.schedule for _, simulation in self.drawn])
         made = {
             ".svg": lambda: self.svg() + "\n",
             ".html": self.html,
@@ -194,15 +194,16 @@ def page(title: str, body: str) -> str:
     )
 
 
-def check_file(path: str | Path, count: int) -> None:
+def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
     """Refuse a file that could not be written, before anything is drawn.
 
     Args:
         path: where.
-        count: how many schedules.
+        schedules: what is drawn.
 
     Raises:
-        UserError: another ending than .svg, .html or .csv; a CSV of several schedules; a folder that does not exist.
+        UserError: another ending than .svg, .html or .csv; a CSV of several schedules, or of one that updates weights
+            on its way; a folder that does not exist.
     """
     if not Path(path).parent.is_dir():
         raise UserError(
@@ -211,8 +212,11 @@ def check_file(path: str | Path, count: int) -> None:
     suffix = Path(path).suffix
     if suffix not in ENDINGS:
         raise UserError(f"{path}: expected a name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
-    if suffix == ".csv" and count > 1:
-        raise UserError(f"{path}: a CSV holds one schedule, not {count}; draw them one by one")
+    if suffix == ".csv":
+        if len(schedules) > 1:
+            raise UserError(f"{path}: a CSV holds one schedule, not {len(schedules)}; draw them one by one")
+        for schedule in schedules:
+            to_csv(schedule)  # refuses what the CSV has no word for
 
 
 def _weights(schedule: Schedule) -> float:
