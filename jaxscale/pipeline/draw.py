@@ -95,6 +95,9 @@ class Chart:
         """A page: chart, numbers, and what an action is under the pointer, with its microbatch lit up everywhere."""
         return page(", ".join(name for name, _ in self.drawn), self.svg() + self.html_table() + self.html_legend())
 
+    def _repr_html_(self) -> str:
+        return self.svg() + self.html_table()
+
     def html_table(self) -> str:
         """The numbers of each schedule, as a table of a page."""
         heads = "".join(f"<th>{escape(head)}</th>" for head in self._heads())

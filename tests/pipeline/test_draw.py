@@ -50,8 +50,7 @@ def test_a_column_shows_who_works_in_it(name):
             assert same, (name, rank, lines[rank])
 
 
-@pytest.mark.parametrize("name", sorted(METHODS))
-@pytest.mark.parametrize("width", [44, 80, 200])
+@pytest.mark.parametrize(("name", "width"), [*((name, 80) for name in sorted(METHODS)), ("zb-v", 44), ("2bw", 200)])
 def test_a_chart_keeps_within_the_terminal(name, width):
     for found in (simulated(name), simulated(name, forward=0.7, input=1.3)):
         chart = text_chart(found, width)
@@ -164,6 +163,12 @@ def test_seconds_and_bytes_where_they_are_known():
     assert "6.00 MiB" in text
     assert "15.0 ms" in text
     assert "8.00 ms" in text.splitlines()[2]
+
+
+def test_a_notebook_shows_the_chart():
+    shown = Chart((("1f1b", simulated("1f1b")),))._repr_html_()
+    assert shown.startswith("<svg")
+    assert "<table>" in shown
 
 
 def test_a_csv_that_reads_back(tmp_path: Path):
