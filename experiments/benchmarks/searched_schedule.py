@@ -6,25 +6,22 @@ Each set: F of a stage uniform within 20 % of 1, I 0.8 to 1.3 times F, W 0.6 to 
 at most p whole-stage activations; neighbour machine. The bar: never slower than the best named schedule (1f1b, gpipe,
 lock-step, ZB-H1, ZB-H2, Chimera, ... as far as their activations fit), and for p=2, m=3 equal to all orders there are.
 Told: the mean and the largest share of the seconds that the search saves, and how far it is above the bound on average;
-also with 1.5p activations and with stages that differ by 50 %; and the same without Chimera, whose ranks hold two
-stages' weights.
+also with 1.5p activations and with stages that differ by 50 % (16 sets each). Chimera, whose ranks hold two stages'
+weights, is among the named in the lines that say so.
 
 """
 
 import argparse
-import pathlib
 import random
 import statistics
-import sys
 import time
 
 from figures import Figure, show
 
 from jaxscale.pipeline.costs import Costs
+from jaxscale.pipeline.exhaustive import fastest
 from jaxscale.pipeline.search import Searched, search
 from jaxscale.pipeline.simulate import simulate
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tests" / "pipeline"))
 
 
 def some_costs(seed: int, stages: int, spread: float) -> Costs:
@@ -38,22 +35,22 @@ def some_costs(seed: int, stages: int, spread: float) -> Costs:
 def compared(label: str, found: list[Searched]) -> list[Figure]:
     """The figures of one kind of question."""
     gains = [100 * one.gain for one in found]
-    return [
+    figures = [
         Figure(f"{label}_slower_than_named", sum(gain < -1e-9 for gain in gains), "sets", 0),
         Figure(f"{label}_saved_mean", statistics.mean(gains), "%"),
         Figure(f"{label}_saved_most", max(gains), "%"),
-        Figure(f"{label}_above_bound", 100 * statistics.mean(one.distance for one in found), "%"),
     ]
+    if "chimera" not in label:  # with two routes there is no bound but the mean work of a rank
+        figures.append(Figure(f"{label}_above_bound", 100 * statistics.mean(one.distance for one in found), "%"))
+    return figures
 
 
 def small(sets: int) -> Figure:
     """Largest relative difference to the fastest of all orders, p=2 and m=3."""
-    from test_search import exhaustive  # the definition stands with the tests
-
     worst = 0.0
     for seed in range(sets):
         costs = some_costs(seed, 2, 0.2)
-        worst = max(worst, abs(search(costs, 2, 3, copies=1).seconds / exhaustive(costs, 3, 2) - 1))
+        worst = max(worst, abs(search(costs, 2, 3, copies=1).seconds / fastest(costs, 3, 2) - 1))
     return Figure("p2_m3_beside_all_orders", worst, "relative", 1e-9)
 
 
@@ -65,18 +62,20 @@ def main() -> None:
     sets, sizes = (3, ((4, 8),)) if tiny else (50, ((4, 8), (4, 16), (8, 16), (8, 32)))
     figures = [small(min(sets, 10))]
     start, searches = time.process_time(), 0
-    for memory, spread, copies in ((1.0, 0.2, 2), (1.0, 0.2, 1), (1.5, 0.2, 1), (1.0, 0.5, 1), (1.5, 0.5, 1)):
+    few = min(sets, 16)  # of what is only told
+    questions = ((1.0, 0.2, 2, sets), (1.0, 0.2, 1, sets), (1.5, 0.2, 1, few), (1.0, 0.5, 1, few), (1.5, 0.5, 1, few))
+    for memory, spread, copies, count in questions:
         for ranks, microbatches in sizes:
             found = []
-            for seed in range(sets):
+            for seed in range(count):
                 costs = some_costs(seed, ranks, spread)
                 one = search(costs, ranks, microbatches, memory * ranks, copies=copies)
                 assert abs(simulate(one.schedule, costs).seconds - one.seconds) < 1e-9
                 found.append(one)
-            searches += sets
+            searches += count
             label = f"p{ranks}_m{microbatches}_{memory:g}p_{spread:.0%}{'' if copies == 1 else '_chimera'}"
             figures += compared(label, found)
-            print(label, *(f"{f.value:.4g}" for f in figures[-4:]), flush=True)
+            print(*(f"{f.name} {f.value:.4g}" for f in compared(label, found)), flush=True)
     figures.append(Figure("one_search", (time.process_time() - start) / searches, "s"))
     show(figures, f"{sets} sets of costs")
 

@@ -65,6 +65,24 @@ class Model:
     last: Price | None = None
     shared_bytes: float = 0
 
+    def share(self, parts: float) -> "Model":
+        """The prices of a microbatch of so many, where these are of a whole batch and its time is in proportion."""
+        first, last = (None if price is None else price.share(parts) for price in (self.first, self.last))
+        return Model(tuple(block.share(parts) for block in self.blocks), first, last, self.shared_bytes)
+
+
+class TooLarge(UserError):
+    """No partition fits.
+
+    Args:
+        message: what the user reads.
+        ratio: how many times the memory is needed, by the partition that needs least.
+    """
+
+    def __init__(self, message: str, ratio: float) -> None:
+        super().__init__(message)
+        self.ratio = ratio
+
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
@@ -139,8 +157,8 @@ def partition(
         width: partial partitions that branch and bound keeps; more of them are slower, and nearer the best.
 
     Raises:
-        UserError: more stages than blocks, another number of devices than ranks, a kind without prices; nothing fits:
-            with the least memory that would do, and what would lower it.
+        TooLarge: nothing fits: with the least memory that would do, and what would lower it.
+        UserError: more stages than blocks, another number of devices than ranks, a kind without prices.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -312,7 +330,7 @@ class _Problem:
             used.append(binding)
         return cut, best
 
-    def _too_large(self, cut: np.ndarray, ratio: float) -> UserError:
+    def _too_large(self, cut: np.ndarray, ratio: float) -> TooLarge:
         needs = self.bytes(cut)
         given = [device.memory_bytes for device in self.devices]
         rank = max(range(len(needs)), key=lambda rank: needs[rank] / (given[rank] or np.inf))
@@ -323,10 +341,11 @@ class _Problem:
         if max(self.schedule.live) * self.schedule.ranks > self.schedule.ranks**2 * self.schedule.chunks:
             lower.append("a schedule with fewer activations alive (1f1b)")
         lower.append("more devices on the pipe axis, or weights sharded over data (ZeRO)")
-        return UserError(
+        return TooLarge(
             f"{self.schedule.name}: no partition of {self.blocks} blocks into {self.schedule.stages} stages fits; the "
             f"one that needs least needs {bytes_at_least(needs[rank])} on rank {rank}, which has "
-            f"{bytes_at_least(memory)} ({ratio:.2f} times as much); what would lower it: {'; '.join(lower)}"
+            f"{bytes_at_least(memory)} ({ratio:.2f} times as much); what would lower it: {'; '.join(lower)}",
+            ratio,
         )
 
     # time
@@ -343,17 +362,25 @@ class _Problem:
         moved = [self._moved(float(seconds[index]), cuts[index]) for index in seconds.argsort(kind="stable")[:_MOVED]]
         best, cut = min(moved, key=lambda one: one[0])
         self.chain.possible &= alone <= best * (1 + _CLOSE)
-        bound, weights, played = self._play(cut, best)
-        seconds = self.seconds(played)
-        if seconds.min() < best:
-            best, cut = self._moved(float(seconds.min()), played[seconds.argmin()])
-        paths = [weights, self.path(cut)]
+        best, cut, bound = self._branched(best, cut, -np.inf, [], alone, width)
+        if best > bound * (1 + _CLOSE):
+            value, weights, played = self._play(cut, best)
+            seconds = self.seconds(played)
+            if seconds.min() < best:
+                best, cut = self._moved(float(seconds.min()), played[seconds.argmin()])
+            best, cut, bound = self._branched(best, cut, max(bound, value), [weights], alone, width)
+        return self._value(cut, float(best), float(min(bound, best)))
+
+    def _branched(
+        self, best: float, cut: np.ndarray, bound: float, paths: list[np.ndarray], alone: np.ndarray, width: int
+    ) -> tuple[float, np.ndarray, float]:
+        """Branch and bound from a partition on, again while it finds a faster one: seconds, partition, bound."""
         holds = self._tightest(cut)
         while best > bound * (1 + _CLOSE):
+            paths = [*paths, self.path(cut)]
             found = self.chain.branch(paths, holds, alone, best, width)
             if not len(found.cuts):
-                bound = max(bound, min(best, found.bound))
-                break
+                return best, cut, max(bound, min(best, found.bound))
             seconds = self.seconds(found.cuts)
             lowest = int(seconds.argmin())
             better = float(seconds[lowest])
@@ -364,8 +391,7 @@ class _Problem:
             if np.isinf(found.bound) or not improved:
                 break
             best, cut = self._moved(best, cut)
-            paths.append(self.path(cut))
-        return self._value(cut, float(best), float(min(bound, best)))
+        return best, cut, bound
 
     def _tightest(self, cut: np.ndarray) -> list[np.ndarray]:
         """Of the linear functions of memory those that are nearest their limit."""

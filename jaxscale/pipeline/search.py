@@ -18,16 +18,16 @@ References:
     search; Kirkpatrick, Gelatt and Vecchi 1983, simulated annealing.
 """
 
+import collections
 import dataclasses
 import math
 import random
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.batch_clock import BatchClock
+from jaxscale.pipeline.batch_clock import KINDS, BatchClock
 from jaxscale.pipeline.costs import Costs
 from jaxscale.pipeline.schedule import Action, Kind, Schedule
 from jaxscale.pipeline.simulate import simulate
@@ -38,10 +38,9 @@ _LISTS = 48
 _CLOSE = 1e-9  # seconds so near the bound meet it
 _HEAT = 0.01  # of the seconds: what a change may cost at first
 
-Letter = tuple[Kind, int]
-"""A pass without its microbatch, which is counted: its kind and its stage."""
-Word = list[Letter]
-"""What a rank does, in order."""
+_F, _B, _I, _W = range(4)  # as in KINDS
+Word = list[int]
+"""What a rank does, in order: of each pass kind * stages + stage; its microbatch is counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +221,7 @@ class _Route:
         self, starts: Sequence[Sequence[Sequence[Action]]], changes: int, floor: float
     ) -> tuple[float, tuple[tuple[Action, ...], ...]]:
         """The fastest orders that were found."""
-        states = [[[(action.kind, action.stage) for action in order] for order in orders] for orders in starts]
+        states = [[self._word(order) for order in orders] for orders in starts]
         states += [listed for _ in range(_LISTS) if (listed := self._listed()) is not None]
         numbers = np.stack([np.stack([self._numbers(word) for word in words]) for words in states])
         seconds = self.clock.seconds(numbers)
@@ -263,22 +262,22 @@ class _Route:
         for _ in range(50):
             new = list(word)
             for _ in range(self.rng.choice((1, 1, 2))):
-                self._change(new, rank)
+                self._change(new)
             if new != word and self._valid(new):
                 return new
         return word
 
-    def _change(self, word: Word, rank: int) -> None:
-        rng, at = self.rng, self.rng.randrange(len(word))
-        kind, stage = word[at]
-        if kind is Kind.B and rng.random() < 0.5:  # split
-            word[at] = (Kind.I, stage)
-            word.insert(min(len(word), at + 1 + rng.randrange(4)), (Kind.W, stage))
-        elif kind is Kind.I and rng.random() < 0.3:  # join with the next weight gradient
-            later = next((index for index in range(at + 1, len(word)) if word[index] == (Kind.W, stage)), None)
-            if later is not None:
-                del word[later]
-                word[at] = (Kind.B, stage)
+    def _change(self, word: Word) -> None:
+        rng, at = self.rng, int(self.rng.random() * len(word))
+        kind, stage = divmod(word[at], self.clock.stages)
+        weight = _W * self.clock.stages + stage
+        if kind == _B and rng.random() < 0.5:  # split
+            word[at] = _I * self.clock.stages + stage
+            word.insert(min(len(word), at + 1 + rng.randrange(4)), weight)
+        elif kind == _I and rng.random() < 0.3:  # join with the next weight gradient
+            if weight in word[at:]:
+                del word[word.index(weight, at)]
+                word[at] = _B * self.clock.stages + stage
         else:
             letter = word.pop(at)
             far = len(word) if rng.random() < 0.1 else 6
@@ -286,95 +285,114 @@ class _Route:
 
     def _valid(self, word: Word) -> bool:
         """Whether forwards come before their gradients, those before theirs, and no more wait than may."""
-        count: Counter[Letter] = Counter()
+        stages, limit = self.clock.stages, self.limit
+        forward, apart = [0] * stages, [0] * stages  # that wait for a gradient, and for W alone
         waiting = 0
-        for kind, stage in word:
-            count[kind, stage] += 1
-            if kind is Kind.F:
+        for letter in word:
+            kind, stage = divmod(letter, stages)
+            if kind == _F:
+                forward[stage] += 1
                 waiting += 1
-                if waiting > self.limit:
+                if waiting > limit:
                     return False
-            elif kind is Kind.W:
+            elif kind == _W:
                 waiting -= 1
-                if count[Kind.W, stage] > count[Kind.I, stage]:
+                apart[stage] -= 1
+                if apart[stage] < 0:
                     return False
             else:
-                waiting -= kind is Kind.B
-                if count[Kind.B, stage] + count[Kind.I, stage] > count[Kind.F, stage]:
+                forward[stage] -= 1
+                if forward[stage] < 0:
                     return False
+                if kind == _B:
+                    waiting -= 1
+                else:
+                    apart[stage] += 1
         return True
 
-    def _actions(self, word: Word) -> Iterator[Action]:
-        """The word with its microbatches: of each kind and stage in order, W after W of those whose I stands alone."""
-        forwards: Counter[int] = Counter()
-        gradients: Counter[int] = Counter()
-        apart: dict[int, list[int]] = {}
-        for kind, stage in word:
-            if kind is Kind.F:
-                yield Action(kind, stage, forwards[stage])
-                forwards[stage] += 1
-            elif kind is Kind.W:
-                yield Action(kind, stage, apart[stage].pop(0))
+    def _word(self, order: Sequence[Action]) -> Word:
+        return [KINDS.index(action.kind) * self.clock.stages + action.stage for action in order]
+
+    def _passes(self, word: Word) -> list[int]:
+        """The numbers of `BatchClock`: microbatches of each kind and stage in order, W of those whose I is alone."""
+        stages, m = self.clock.stages, self.microbatches
+        forward, gradient = [0] * stages, [0] * stages
+        apart: list[collections.deque[int]] = [collections.deque() for _ in range(stages)]
+        found = []
+        for letter in word:
+            kind, stage = divmod(letter, stages)
+            if kind == _F:
+                microbatch = forward[stage]
+                forward[stage] += 1
+            elif kind == _W:
+                microbatch = apart[stage].popleft()
             else:
-                if kind is Kind.I:
-                    apart.setdefault(stage, []).append(gradients[stage])
-                yield Action(kind, stage, gradients[stage])
-                gradients[stage] += 1
+                microbatch = gradient[stage]
+                gradient[stage] += 1
+                if kind == _I:
+                    apart[stage].append(microbatch)
+            found.append(letter * m + microbatch)
+        return found
+
+    def _actions(self, word: Word) -> Iterator[Action]:
+        for number in self._passes(word):
+            letter, microbatch = divmod(number, self.microbatches)
+            kind, stage = divmod(letter, self.clock.stages)
+            yield Action(KINDS[kind], stage, microbatch)
 
     def _numbers(self, word: Word) -> np.ndarray:
         found = np.full(self.clock.length + 1, self.clock.end)
-        found[: len(word)] = [self.clock.number(action) for action in self._actions(word)]
+        found[: len(word)] = self._passes(word)
         return found
 
     def _listed(self) -> list[Word] | None:
         """Orders by one list of priorities; `None` where they get stuck for memory."""
-        rng, costs, m = self.rng, self.costs, self.microbatches
-        first = {kind: rng.random() + (kind is not Kind.W) * rng.random() for kind in (Kind.F, Kind.I, Kind.W)}
+        rng, stages, m = self.rng, self.clock.stages, self.microbatches
+        first = [rng.random() + rng.random(), 0.0, rng.random() + rng.random(), rng.random()]
         deep = rng.choice((0.0, 1.0, -1.0))  # whether later stages of a rank go before earlier ones
-        even = rng.random() * rng.choice(
-            (0, 1)
-        )  # how much a pass is put off that is longer than the others' of its tick
-        fused = rng.random() < 0.3
+        even = rng.random() * rng.choice((0, 1))  # how much a pass is put off that is longer than its tick so far
+        back = _B if rng.random() < 0.3 else _I
+        first[back] = first[_I]
         warm = [self.limit if rng.random() < 0.3 else max(1, self.limit - rank) for rank in range(self.ranks)]
-        count: Counter[Letter] = Counter()
+        takes = [[self.costs.seconds(kind, stage) for stage in range(stages)] for kind in KINDS]
+        unit = max(self.costs.forward) or 1.0
+        count = [[0] * stages for _ in KINDS]
         waiting = [0] * self.ranks
         words: list[Word] = [[] for _ in range(self.ranks)]
-        back = Kind.B if fused else Kind.I
-        left = self.clock.stages * m * (2 if fused else 3)
+        left = stages * m * (2 if back == _B else 3)
         while left:
-            taken: list[tuple[int, Letter]] = []
+            taken: list[tuple[int, int, int]] = []
             longest = 0.0
-            for rank in range(self.ranks):
+            for rank, own in enumerate(self.stages):
                 ready = []
-                for s in self.stages[rank]:
-                    f, g, w = count[Kind.F, s], count[back, s], count[Kind.W, s]
-                    before = count[Kind.F, s - 1] if s else m
-                    behind = count[back, s + 1] if s + 1 < self.clock.stages else m
-                    ahead = warm[rank] if len(self.stages[rank]) == 1 else self.limit
+                ahead = warm[rank] if len(own) == 1 else self.limit
+                for stage in own:
+                    f, g, w = count[_F][stage], count[back][stage], count[_W][stage]
+                    before = count[_F][stage - 1] if stage else m
+                    behind = count[back][stage + 1] if stage + 1 < stages else m
                     if f < before and waiting[rank] < self.limit and f - g < ahead:
-                        ready.append((Kind.F, s))
+                        ready.append((_F, stage))
                     if g < min(f, behind):
-                        ready.append((back, s))
-                    if not fused and w < g:
-                        ready.append((Kind.W, s))
-                if ready:
-                    full = waiting[rank] >= self.limit
-                    letter = max(
-                        ready,
-                        key=lambda one, full=full, longest=longest: (
-                            first[Kind.I if one[0] is Kind.B else one[0]]
-                            + (full and one[0] is Kind.W) * 0.5
-                            + deep * one[1] / self.clock.stages
-                            - even * max(0.0, costs.seconds(*one) - longest) / max(costs.forward)
-                        ),
-                    )
-                    longest = max(longest, costs.seconds(*letter))
-                    taken.append((rank, letter))
+                        ready.append((back, stage))
+                    if back == _I and w < g:
+                        ready.append((_W, stage))
+                if not ready:
+                    continue
+                worth = [
+                    first[kind]
+                    + (kind == _W and waiting[rank] >= self.limit) * 0.5
+                    + deep * stage / stages
+                    - even * max(0.0, takes[kind][stage] - longest) / unit
+                    for kind, stage in ready
+                ]
+                kind, stage = ready[worth.index(max(worth))]
+                longest = max(longest, takes[kind][stage])
+                taken.append((rank, kind, stage))
             if not taken:
                 return None
-            for rank, letter in taken:
-                count[letter] += 1
-                waiting[rank] += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(letter[0], 0)
-                words[rank].append(letter)
+            for rank, kind, stage in taken:
+                count[kind][stage] += 1
+                waiting[rank] += (1, -1, 0, -1)[kind]
+                words[rank].append(kind * stages + stage)
             left -= len(taken)
         return words

@@ -1,8 +1,6 @@
 """The search for schedules: against every order there is, the named ones, the simulator and the bound."""
 
-import itertools
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,6 +8,7 @@ import pytest
 from jaxscale.errors import UserError
 from jaxscale.pipeline.batch_clock import BatchClock
 from jaxscale.pipeline.costs import Costs
+from jaxscale.pipeline.exhaustive import fastest, orders
 from jaxscale.pipeline.schedule import Action, Kind, Schedule
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.pipeline.search import bound, search
@@ -22,50 +21,18 @@ def some_costs(rng: random.Random, stages: int, spread: float = 0.2) -> Costs:
     return Costs(tuple(forward), tuple(f * inner for f in forward), tuple(f * weight for f in forward))
 
 
-def words(stage: int, microbatches: int, most: int) -> Iterator[tuple[Action, ...]]:
-    """Every order of one stage's passes with microbatches of a kind in order, each backward whole or in two."""
-
-    def extend(word: tuple[Action, ...], f: int, g: int, apart: tuple[int, ...]) -> Iterator[tuple[Action, ...]]:
-        waiting = f - sum(action.kind in (Kind.B, Kind.W) for action in word)
-        if f == g == microbatches and not apart:
-            yield word
-        if f < microbatches and waiting < most:
-            yield from extend((*word, Action(Kind.F, stage, f)), f + 1, g, apart)
-        if g < f:
-            yield from extend((*word, Action(Kind.B, stage, g)), f, g + 1, apart)
-            yield from extend((*word, Action(Kind.I, stage, g)), f, g + 1, (*apart, g))
-        if apart:
-            yield from extend((*word, Action(Kind.W, stage, apart[0])), f, g, apart[1:])
-
-    return extend((), 0, 0, ())
-
-
-def exhaustive(costs: Costs, microbatches: int, most: int) -> float:
-    """Seconds of the fastest of all orders of two stages."""
-    clock = BatchClock(costs, (0, 1), 2, microbatches)
-    rows = [[clock.numbers([word, ()])[0] for word in words(stage, microbatches, most)] for stage in range(2)]
-    pairs = itertools.product(*(range(len(row)) for row in rows))
-    best = np.inf
-    tables = [np.stack(row) for row in rows]
-    while chunk := list(itertools.islice(pairs, 20_000)):
-        first, second = np.array(chunk).T
-        best = min(best, float(clock.seconds(np.stack([tables[0][first], tables[1][second]], 1)).min()))
-    return best
-
-
 @pytest.mark.parametrize(("seed", "most"), [(0, 2), (1, 3), (2, 2), (3, 3)])
 def test_two_ranks_three_microbatches_as_fast_as_any_order(seed: int, most: int) -> None:
     costs = some_costs(random.Random(seed), 2, 0.5)
     found = search(costs, 2, 3, most, copies=1)
-    best = exhaustive(costs, 3, most)
+    best = fastest(costs, 3, most)
     assert found.seconds == pytest.approx(best, rel=1e-9)
     assert found.bound <= best * (1 + 1e-9)
 
 
-def test_there_are_as_many_words_as_there_should_be() -> None:
-    # one microbatch: F B or F I W; with all backwards in two and no limit, the tableaux of 3 rows and m columns
-    assert len(list(words(0, 1, 1))) == 2
-    split = [word for word in words(0, 3, 3) if not any(action.kind is Kind.B for action in word)]
+def test_there_are_as_many_orders_as_there_should_be() -> None:
+    # with all backwards in two and no limit, the tableaux of 3 rows and m columns
+    split = [word for word in orders(0, 3, 3) if not any(action.kind is Kind.B for action in word)]
     assert len(split) == 42
 
 
@@ -119,16 +86,16 @@ def test_equal_costs_meet_the_bound(ranks: int, microbatches: int) -> None:
 def test_the_clock_of_many_orders_is_the_simulator(name: str) -> None:
     rng = random.Random(name)
     schedules = [METHODS[name].schedule(4, 8)]
-    orders = schedules[0].orders
+    start = schedules[0].orders
     route = schedules[0].routes[0]
     for _ in range(40):  # orders that a search would try, those that wait for ever left out
         rank = rng.randrange(4)
-        word = list(orders[rank])
+        word = list(start[rank])
         at = rng.randrange(len(word) - 1)
         word[at], word[at + 1] = word[at + 1], word[at]
         try:
             schedules.append(
-                Schedule("x", (*orders[:rank], tuple(word), *orders[rank + 1 :]), len(route), 8, (route,), (0,) * 8)
+                Schedule("x", (*start[:rank], tuple(word), *start[rank + 1 :]), len(route), 8, (route,), (0,) * 8)
             )
         except UserError:
             continue
