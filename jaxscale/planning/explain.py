@@ -10,20 +10,21 @@ from functools import partial
 from html import escape
 from pathlib import Path
 
-from jaxscale.costs import roofline
 from jaxscale.errors import UserError
-from jaxscale.memory.decide import decide
+from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.planning.cheapest import MENU
+from jaxscale.memory.selectors import SELECTORS
+from jaxscale.planning.cheapest import menu_of, searched
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import Fit, fit
 from jaxscale.planning.pictures import Point, curve, framed, page, stacked, table, write_picture
-from jaxscale.planning.program import described_step, lowered_step
+from jaxscale.planning.prices import Prices
+from jaxscale.planning.program import lowered_step
 from jaxscale.planning.timeline import Item
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
-from jaxscale.step.remember import traced_blocks
+from jaxscale.values.byte_sizes import bytes_text, short_budget
 from jaxscale.values.units import size
 
 SHARES = (0.5, 0.25, 0.125)
@@ -31,7 +32,7 @@ SHARES = (0.5, 0.25, 0.125)
 SHOWN = 20
 """Arrays that the text lists."""
 
-HEURISTICS = ("greedy", "dtr_static", "offload:pofo", "offload:vdnn")
+RULES = ("greedy", "dtr_static", *(f"offload:{selector}" for selector in SELECTORS))
 """Rules on the curve of time against memory beside the menu, at the budget in its middle."""
 
 
@@ -64,8 +65,11 @@ class Explained:
             lines.append(f"  {size(sum(item.bytes for item in rest)):>10}  {len(rest)} smaller ones")
         if self.plans:
             wide = max(len(point.name) for point in self.plans)
-            lines += ["", f"{'memory plan':{wide}}{'bytes per device':>18}{self._cost:>9}"]
-            lines += [f"{point.name:{wide}}{size(point.bytes):>18}{point.cost:>8.2f}x" for point in self.plans]
+            heads = ("per device", "kept", "a block", self._cost)
+            lines += ["", f"{'memory plan':{wide}}" + "".join(f"{head:>12}" for head in heads)]
+            for point in self.plans:
+                cells = (size(point.bytes), *map(_size, (point.kept, point.kept_of_a_block)), f"{point.cost:.2f}x")
+                lines.append(f"{point.name:{wide}}" + "".join(f"{cell:>12}" for cell in cells))
         return "\n".join(lines)
 
     @property
@@ -123,6 +127,7 @@ def explain(
     found = fit(experiment, platform, plan, limit=limit)
     guess = found.estimate
     alive, moments, turn = guess.alive, guess.moments, guess.turn
+    prices = Prices.of(experiment, platform, guess.plan)
     if verify:
         from jaxscale.platforms.compile import compile_report
 
@@ -140,12 +145,14 @@ def explain(
         alive,
         moments,
         turn,
-        tuple(compare(experiment, platform, guess.plan, _curve(experiment, platform, guess.plan))),
-        roofline.rate(platform.chip, "bfloat16") is not None,
+        tuple(compare(experiment, platform, guess.plan, _curve(experiment, platform, guess.plan, prices), prices)),
+        prices.timed,
     )
 
 
-def compare(experiment: Experiment, platform: Platform, plan: Plan, memory: Sequence[str]) -> list[Point]:
+def compare(
+    experiment: Experiment, platform: Platform, plan: Plan, memory: Sequence[str], prices: Prices
+) -> list[Point]:
     """Bytes and cost of a step under each of several memory plans, the cost as a multiple of the least.
 
     The cost is modelled seconds, copies to the host that nothing hides among them; FLOP where no rates are known.
@@ -155,6 +162,7 @@ def compare(experiment: Experiment, platform: Platform, plan: Plan, memory: Sequ
         platform: where.
         plan: how; its memory plan is replaced, and is the first of those weighed.
         memory: text forms of memory plans.
+        prices: of the model's blocks.
     """
     weighed = {}
     for text in dict.fromkeys((str(plan.memory), *memory)):
@@ -163,39 +171,45 @@ def compare(experiment: Experiment, platform: Platform, plan: Plan, memory: Sequ
         except UserError:  # a budget below the least, or a rule that this model does not take
             continue
     cost: Mapping[str, float] = {text: found.flop for text, found in weighed.items()}
-    cost = _seconds(experiment, platform, plan, cost) or cost
+    cost = prices.steps(cost) if prices.timed else cost
     least = min(cost.values()) or 1
-    return [
-        Point(text, found.device_bytes, cost[text] / least, text == str(plan.memory)) for text, found in weighed.items()
-    ]
+    points = []
+    for text, found in weighed.items():
+        kept = _decision(prices, text)
+        points.append(
+            Point(
+                text,
+                found.device_bytes,
+                cost[text] / least,
+                text == str(plan.memory),
+                None if kept is None else kept.bytes * prices.stages,
+                None if kept is None else round(kept.bytes_of_a_block),
+            )
+        )
+    return points
 
 
-def _seconds(
-    experiment: Experiment, platform: Platform, plan: Plan, flop: Mapping[str, float]
-) -> Mapping[str, float] | None:
-    """Modelled seconds of a step under each memory plan, from FLOP of all devices; `None` where nothing tells them."""
-    chip, parts = platform.chip, plan.microbatches
-    if (rate := roofline.rate(chip, "bfloat16")) is None:
-        return None
-    step = described_step(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
-    calls = traced_blocks(step.objective, chip)
-    inside = 3 * parts * sum(call.count * call.graph.flop for call in calls)
-    beside = max(0.0, min(flop.values()) / platform.devices - inside) / rate
-    work = beside + 3 * parts * sum(call.count * call.graph.seconds for call in calls)
-    if not calls:  # no plan changes anything
-        return dict.fromkeys(flop, work)
-    return {text: work + parts * decide(MemoryPlan.parse(text), calls, chip).seconds for text in flop}
-
-
-def _curve(experiment: Experiment, platform: Platform, plan: Plan) -> tuple[str, ...]:
-    """Memory plans on the curve: the menu, save sets, and the heuristics at the budget between them."""
-    if getattr(experiment.model, "foreign", False) or plan.unroll > 1:
-        return ("none", "dots", "full")
+def _curve(experiment: Experiment, platform: Platform, plan: Plan, prices: Prices) -> tuple[str, ...]:
+    """Memory plans on the curve: the menu, optimal plans, and every other rule at the budget between them."""
     everything = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
     kept = max((moment.by_kind.get("kept activations", 0) for moment in everything.timeline.moments), default=0)
-    budgets = [f"{max(round(kept * share / 2**20), 1)}MiB" for share in SHARES]
-    saves = [f"save:{budget}" for budget in budgets]
-    return (*MENU, *saves, *(f"{rule}:{budgets[len(budgets) // 2]}" for rule in HEURISTICS))
+    budgets = [bytes_text(short_budget(round(kept * share))) for share in SHARES]
+    optimal = [f"{rule}:{budget}" for rule in searched(experiment, plan, prices) for budget in budgets]
+    # where nothing tells time, copies to a host would look free
+    others = [rule for rule in RULES if optimal and (prices.timed or not rule.startswith("offload"))]
+    others = [f"{rule}:{budgets[len(budgets) // 2]}" for rule in others]
+    return (*menu_of(experiment, plan), *optimal, *others)
+
+
+def _decision(prices: Prices, text: str) -> Decision | None:
+    try:
+        return prices.decision(MemoryPlan.parse(text)) if prices.calls else None
+    except UserError:  # offload on a CPU, which plans it as for another chip
+        return None
+
+
+def _size(count: int | None) -> str:
+    return "" if count is None else size(count)
 
 
 def _same(experiment: Experiment) -> Experiment:

@@ -16,12 +16,13 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning import accuracy
 from jaxscale.planning.accuracy import MARGIN, NEARER_MARGIN
 from jaxscale.planning.cheapest import NothingFits, cheapest_fit
+from jaxscale.planning.pipeline_choice import pipeline_choice
 from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.pictures import framed, page, stacked, table, write_picture
 from jaxscale.planning.program import lowered_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.report import CompileReport
-from jaxscale.platforms.usable import usable_bytes
+from jaxscale.platforms.usable import host_share, usable_bytes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.values.units import size
@@ -237,11 +238,13 @@ def fit(
         if value is not None and value < 1:
             raise UserError(f"{name}: got {value} bytes, expected at least 1")
     limit = usable_bytes(platform) if limit is None else limit
-    host_limit = _host_share(platform) if host_limit is None else host_limit
+    host_limit = host_share(platform) if host_limit is None else host_limit
     plan = experiment.plan if plan is None else plan
+    if plan.pipeline is not None and plan.pipeline.name == "auto":
+        plan, _ = pipeline_choice(experiment, platform, limit, plan)
     if plan.memory.rule == "fit":
         try:
-            plan = cheapest_fit(experiment, platform, limit, plan)
+            plan = cheapest_fit(experiment, platform, limit, plan, host_limit=host_limit)
         except NothingFits as nothing:
             plan = nothing.least
     guess = estimate(experiment, platform, plan, compile_block=compile_block, make=make)
@@ -330,14 +333,6 @@ def _more(experiment: Experiment, plan: Plan, now: int | None) -> int | None:
     assert plan.mesh is not None
     rows = experiment.batch // plan.mesh.batch_shards
     return None if now is None else next((n for n in range(now * 2, rows + 1) if rows % n == 0), None)
-
-
-def _host_share(platform: Platform) -> int | None:
-    """Bytes of host memory for each device."""
-    chip = platform.chip
-    if chip.host_memory is None or chip.chips_per_host is None:
-        return None
-    return chip.host_memory // (chip.chips_per_host * chip.devices)
 
 
 def _same(experiment: Experiment) -> Experiment:

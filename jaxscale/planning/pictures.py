@@ -33,12 +33,16 @@ class Point:
         bytes: of device memory, per device.
         cost: FLOP, or seconds, as a multiple of the least.
         chosen: it is the plan in question.
+        kept: bytes of activations, of the whole model; `None` where nothing tells.
+        kept_of_a_block: the same of one block.
     """
 
     name: str
     bytes: int
     cost: float
     chosen: bool = False
+    kept: int | None = None
+    kept_of_a_block: int | None = None
 
 
 def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, turn: int | None = None) -> str:
@@ -100,14 +104,16 @@ def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, turn
 def curve(points: Sequence[Point], limit: int | None = None) -> str:
     """Plans by bytes (across) and by cost (upwards), as an SVG image.
 
+    What lies more than `CUT` times as far above 1 as the median of all is drawn at the upper edge.
+
     Args:
         points: the plans.
         limit: bytes that there are, drawn as a line.
     """
     widest = max(point.bytes for point in points)
     far = (max(widest, limit) if limit is not None and limit < 2.5 * widest else widest) * 1.12
-    high = max(point.cost for point in points)
-    high = 1 + max(high - 1, 0.1) * 1.25
+    edge = _top([point.cost for point in points])
+    high = 1 + (edge - 1) * 1.15
 
     def across(count: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * count / far
@@ -126,7 +132,7 @@ def curve(points: Sequence[Point], limit: int | None = None) -> str:
         parts.append(_text(x - 5, TOP + 12, f"limit {size(limit)}", "end"))
     named: list[tuple[float, float, float]] = []
     for point in sorted(points, key=lambda point: not point.chosen):
-        x, y, radius = across(point.bytes), down(point.cost), 7 if point.chosen else 5
+        x, y, radius = across(point.bytes), down(min(point.cost, edge)), 7 if point.chosen else 5
         color = COLORS[6] if point.chosen else COLORS[0]
         told = f"{escape(point.name)}: {size(point.bytes)}, {point.cost:.2f}x"
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{color}"><title>{told}</title></circle>')
@@ -134,7 +140,8 @@ def curve(points: Sequence[Point], limit: int | None = None) -> str:
         free = all(abs(x - other) > wide + half or abs(y - level) > 13 for other, level, half in named)
         if free or point.chosen:  # a name that would lie on another is shown under the pointer alone
             named.append((x, y, wide))
-            parts.append(_text(x, y - 11, point.name, "middle"))
+            above = f" {point.cost:.1f}x" if point.cost > edge else ""
+            parts.append(_text(x, y - 11, point.name + above, "middle"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, "bytes per device", "middle"))
     return _svg(parts, HEIGHT, "time against memory")
 

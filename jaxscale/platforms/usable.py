@@ -1,4 +1,4 @@
-"""The bytes of device memory that a program may take, per device: the limit to plan for where the user names none."""
+"""The bytes of memory that a program may take, per device: the limit to plan for where the user names none."""
 
 import os
 
@@ -35,6 +35,19 @@ def usable_bytes(platform: Platform) -> int | None:
         memory = TARGETS[chip.name].memory if chip.name in TARGETS else chip.memory
         return int(memory * _fraction())
     return platform.device_memory
+
+
+def host_share(platform: Platform) -> int | None:
+    """Bytes of host memory for each device of a platform; `None` where the chip's table does not tell.
+
+    Example:
+        >>> host_share(Platform.parse("tpu v5e:4x4")) / 2**30
+        48.0
+    """
+    chip = platform.chip
+    if chip.host_memory is None or chip.chips_per_host is None:
+        return None
+    return chip.host_memory // (chip.chips_per_host * chip.devices)
 
 
 def _fraction() -> float:

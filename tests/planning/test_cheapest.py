@@ -8,6 +8,7 @@ import pytest
 from jaxscale.costs.block import BlockGraph
 from jaxscale.costs.collect import BlockCall
 from jaxscale.errors import UserError
+from jaxscale.memory.decision import Decision
 from jaxscale.planning import cheapest
 from jaxscale.planning.cheapest import cheapest_fit
 from jaxscale.planning.estimate import estimate
@@ -24,6 +25,7 @@ class Model:
     """A model whose memory plans are given by formula: what is asked of it, and what it answers."""
 
     base, most, least, step, work = 100 * MIB, 900 * MIB, 40 * MIB, 7 * MIB, 3000
+    spared, hosted = 0, 50 * MIB
     calls = (BlockCall("block", BlockGraph("block", (), (), (), (), (), ()), (), 8, True, 0),)
 
     def __init__(self):
@@ -34,13 +36,13 @@ class Model:
         if memory.rule == "save" and budget < self.least:
             raise UserError("below the least possible")
         share = {"none": 1.0, "dots": 0.5, "jax": 0.3, "full": self.least / self.most, "sqrt": 0.2}
-        kept = min(budget, self.most) if memory.rule == "save" else int(share[memory.rule] * self.most)
+        kept = int(share[memory.rule] * self.most) if memory.rule in share else min(budget, self.most)
         return kept if memory.rule == "none" else kept // self.step * self.step
 
     def flop(self, memory) -> int:
         # half of what is kept costs nothing to compute again; the other half a third of the step
         again = max(0.0, 1 - self.kept(memory) / (self.most / 2))
-        worse = {"save": 0, "none": 0, "dots": 0, "jax": 100, "full": 0, "sqrt": 1000}[memory.rule]
+        worse = {"jax": 100, "sqrt": 1000, "offload": -self.spared}.get(memory.rule, 0)
         return int(self.work * (1 + again / 3)) + worse
 
     def described_step(self, experiment, platform, plan):
@@ -53,7 +55,10 @@ class Model:
 
     def of_step(self, step, batch, platform):
         memory = step.plan.memory
-        return SimpleNamespace(flop=self.flop(memory), device_bytes=self.taken(memory), host_bytes=0)
+        return SimpleNamespace(flop=self.flop(memory), device_bytes=self.taken(memory), host_bytes=self.hosted)
+
+    def decision(self, memory):
+        return Decision(memory, seconds=float(self.flop(memory) - self.work))
 
     def taken(self, memory) -> int:
         return self.base + self.kept(memory)
@@ -86,6 +91,48 @@ def test_the_largest_save_set_that_fits_is_found(experiment, model, limit):
     assert model.flop(memory) - fitting(model, limit * MIB) <= near + 1
     assert len(model.asked) == len(set(model.asked)) <= cheapest.ESTIMATES + len(cheapest.MENU) + 1
     assert len(str(memory)) <= len("save:888.5MiB")
+
+
+@pytest.mark.parametrize(
+    ("spared", "host", "plan", "rule"),
+    [
+        (200, 2**40, {}, "offload"),
+        (20, 2**40, {}, "save"),
+        (200, 49 * MIB, {}, "save"),
+        (200, 2**40, {"weights": "host"}, "save"),
+    ],
+)
+def test_offload_is_taken_where_it_spares_enough_time_and_fits_the_host(
+    experiment, model, monkeypatch, spared, host, plan, rule
+):
+    monkeypatch.setattr(Prices, "timed", True)
+    monkeypatch.setattr(Prices, "passes", 3000.0)
+    monkeypatch.setattr(Prices, "decision", lambda self, memory: model.decision(memory))
+    model.spared = spared
+    plan = dataclasses.replace(experiment.plan, **plan)
+    memory = cheapest_fit(experiment, V5E, 400 * MIB, plan, host_limit=host).memory
+    assert memory.rule == rule
+    assert model.taken(memory) <= 400 * MIB
+    if plan.weights == "host":  # whose plans run no segments of blocks
+        assert "sqrt" not in model.asked
+
+
+@pytest.mark.slow
+def test_of_all_that_fits_the_least_time_is_taken(planned):
+    """By estimate, on a chip whose rates are known; and nothing that does not go with the rest is even asked."""
+    for place in ("device", "host"):
+        experiment = planned("fsdp:4", precision="bfloat16", weights=place)
+        limit = estimate(experiment, V5E).device_bytes * 4 // 5
+        plan = cheapest_fit(experiment, V5E, limit)
+        prices = Prices.of(experiment, V5E, experiment.plan)
+        assert estimate(experiment, V5E, plan).device_bytes <= limit
+        assert plan.memory.rule in ("save", "offload")
+        least = prices.seconds(prices.decision(plan.memory))
+        assert least <= prices.seconds(prices.decision(cheapest.MemoryPlan("full")))
+        for text in ("dots", "full"):
+            other = dataclasses.replace(plan, memory=cheapest.MemoryPlan.parse(text))
+            if estimate(experiment, V5E, other).device_bytes <= limit:
+                assert least <= prices.seconds(prices.decision(other.memory))
 
 
 def test_what_fits_as_it_is_is_asked_nothing_else(experiment, model):

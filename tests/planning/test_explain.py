@@ -6,6 +6,7 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.memory.selectors import SELECTORS
 from jaxscale.planning.explain import explain
 from jaxscale.planning.pictures import Point, curve, stacked
 
@@ -49,7 +50,20 @@ def test_the_curve_has_the_plan_in_question(explained):
     # seconds count the copies to the host: a rule that only swaps is far behind
     assert "Time" in str(found)
     cost = {name.rpartition(":")[0]: point.cost for name, point in by_name.items() if point.cost > 1}
-    assert cost["offload:vdnn"] > max(cost["offload:pofo"], cost["save"])
+    assert {"greedy", "dtr_static", *(f"offload:{name}" for name in SELECTORS)} <= cost.keys()
+    swaps = [cost[f"offload:{name}"] for name in ("vdnn", "tflms", "autoswap", "swapadvisor")]
+    assert min(swaps) > max(cost["offload:pofo"], cost["save"])
+
+
+def test_what_is_kept_is_told_of_the_model_and_of_a_block(explained):
+    by_name = {point.name: point for point in explained.plans}
+    layers = 4
+    for name, point in by_name.items():
+        assert point.kept is not None
+        assert point.kept_of_a_block == pytest.approx(point.kept / layers, abs=1)
+        if MemoryPlan.parse(name).budget is not None:
+            assert point.kept <= MemoryPlan.parse(name).budget
+    assert "a block" in str(explained)
 
 
 def test_the_page_stands_alone(explained, tmp_path):
@@ -96,3 +110,11 @@ def test_long_timelines_are_thinned_and_keep_their_peak():
 
 def test_a_curve_escapes_names():
     drawn(curve([Point("<a>&", 10, 1.0), Point("b", 20, 1.5, True)], limit=15))
+
+
+def test_a_point_far_above_the_others_does_not_press_them_flat():
+    root = drawn(curve([Point("a", 10, 1.0), Point("b", 9, 1.1), Point("c", 8, 1.2), Point("far", 7, 50.0)]))
+    heights = {(node[0].text or "").split(":")[0]: float(node.get("cy", "")) for node in root if len(node)}
+    assert heights["b"] - heights["c"] > 30
+    assert heights["far"] < heights["c"]
+    assert any("far 50.0x" in (node.text or "") for node in root)
