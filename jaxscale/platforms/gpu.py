@@ -152,7 +152,10 @@ B200 = Chip(
     memory=180 * 10**9,  # DGX B200 datasheet: 1440 GB / 8
     memory_bandwidth=8e12,  # DGX B200 datasheet: 64 TB/s / 8
     chips_per_host=8,  # DGX B200 datasheet
-    links=(_nvlink(900e9, "NVIDIA DGX B200 datasheet: 1.8 TB/s a GPU, both ways"),),
+    links=(
+        _nvlink(900e9, "NVIDIA DGX B200 datasheet: 1.8 TB/s a GPU, both ways"),
+        _pcie(64e9, "NVIDIA DGX B200 user guide: hosts are PCIe Gen5, as those of H100; the GPU itself has Gen6"),
+    ),
 )
 
 GPUS = (T4, L4, A100_40, A100_80, A100_40_PCIE, A100_80_PCIE, H100, H100_PCIE, H200, B200)

@@ -121,7 +121,8 @@ V7X = Chip(
     kind="tpu",
     device_kinds=("TPU7x",),
     source=(
-        "Cloud TPU documentation, TPU7x (Ironwood): 2307 TFLOP/s bf16, 4614 fp8, 192 GiB, 7380 GB/s, RAM 960 GB",
+        "Cloud TPU documentation, TPU7x (Ironwood): 2307 TFLOP/s bf16, 4614 fp8, 192 GiB, 7380 GB/s, RAM 960 GB; the "
+        "page says nothing of the link to the host, which is planned with as the slowest of the tables",
         _PROBE,
     ),
     bfloat16=2307e12,  # TPU7x page

@@ -141,7 +141,7 @@ class TrainStep:
         return lines + describe(self.layout)
 
     def memory(self, batch: Batch) -> dict[str, int]:
-        """Bytes per device of what lives between steps, by kind of tensor."""
+        """Bytes per device of what lives in its own memory between steps, by kind of tensor."""
         abstract = self.layout.abstract
         return {
             "parameters": local_bytes(abstract.params),
@@ -149,6 +149,16 @@ class TrainStep:
             "model state": local_bytes((abstract.rest, abstract.watch, abstract.step)),
             "batch": local_bytes(self.abstract_batch(batch)),
         }
+
+    def host_memory(self) -> dict[str, int]:
+        """Bytes on each device's share of its host, by kind of tensor; nothing where all is on the device."""
+        abstract = self.layout.abstract
+        kinds = {
+            "parameters": local_bytes(abstract.params, host=True),
+            "optimizer": local_bytes(abstract.optimizer, host=True),
+            "kept activations": 0 if self.decision is None else self.decision.host_bytes,
+        }
+        return {kind: count for kind, count in kinds.items() if count}
 
     def model_flop(self, batch: Batch) -> int:
         """FLOP of the matrix products and convolutions of a step's forward and backward pass, nothing recomputed."""

@@ -292,14 +292,17 @@ class _Training:
         self.event("compile", **dataclasses.asdict(facts))
         flop = int(self.step.model_flop(batch))
         memory = self.step.memory(batch)
+        hosted = self.step.host_memory()
         lasting = {f"{kind.replace(' ', '_')}_bytes": size for kind, size in memory.items()}
+        lasting |= {f"host_{kind.replace(' ', '_')}_bytes": size for kind, size in hosted.items()}
         copy = self.step.canonical_copy_bytes
         lasting["checkpoint_copy_bytes"] = copy
         self.event("predicted", model_flop=flop, parameters=self.step.parameters, **lasting)
         if is_first():
             kinds = {**memory, "gradients and activations": facts.temp_bytes}
             with place.writing(self.folder):
-                place.write_json(self.folder / "layout.json", {**self.step.layout.table(), "memory": kinds})
+                table = {**self.step.layout.table(), "memory": kinds, "host_memory": hosted}
+                place.write_json(self.folder / "layout.json", table)
                 if self.step.decision is not None:
                     place.write_json(self.folder / "memory.json", to_json(self.step.decision))
         device = None if self.one_at_a_time else self.step.mesh.local_devices[0]

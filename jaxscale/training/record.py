@@ -173,6 +173,13 @@ class RunRecord:
         return {kind: float(last[name]) for name, kind in names.items() if isinstance(last.get(name), int | float)}
 
     @property
+    def host_memory(self) -> dict[str, float]:
+        """Bytes on each device's share of its host, by kind of tensor; nothing where all is on the device."""
+        kinds = self.layout.get("host_memory")
+        found = kinds.items() if isinstance(kinds, dict) else ()
+        return {str(kind): float(value) for kind, value in found if isinstance(value, int | float)}
+
+    @property
     def device_memory(self) -> tuple[str, np.ndarray] | None:
         """The field and column of device memory that the backend told, in bytes per step."""
         rows = self.rows("train")

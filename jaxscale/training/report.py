@@ -211,6 +211,9 @@ def _plan(run: RunRecord) -> str:
     bar = memory_bar(run.memory, float(capacity) if isinstance(capacity, int | float) else None)
     if bar:
         stack += f'<div class="sheet"><h3>Memory per device, of the compiled step</h3>{bar}</div>'
+    bar = memory_bar(run.host_memory)
+    if bar:
+        stack += f'<div class="sheet"><h3>On the host, for each device</h3>{bar}</div>'
     whole = run.layout.get("unsplit")
     notes = ""
     if isinstance(whole, list) and whole:

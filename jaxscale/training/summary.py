@@ -98,6 +98,9 @@ def _lines(run: RunRecord) -> list[tuple[str, str]]:
         seen = {kind: value for kind, value in memory.items() if value >= 0.005 * sum(memory.values())}
         parts = ", ".join(f"{kind} {size(value)}" for kind, value in seen.items())
         lines.append(("memory", f"{size(sum(memory.values()))} per device: {parts}"))
+    if run.host_memory:
+        parts = ", ".join(f"{kind} {size(value)}" for kind, value in run.host_memory.items())
+        lines.append(("host memory", f"{size(sum(run.host_memory.values()))} for each device: {parts}"))
     mesh = [words for topic, words in plan_in_words(run.plan, run.layout, run.experiment) if topic == "Mesh"]
     if mesh:
         lines.append(("mesh", mesh[0]))

@@ -148,7 +148,10 @@ def test_the_module_of_a_state_has_its_weights_on_the_device():
 
 
 def test_a_cpu_rehearses_and_says_so():
-    told = make(weights="host", optimizer_state="streamed").describe()
+    step = make(weights="host", optimizer_state="streamed")
+    told, lies, here = step.describe(), step.host_memory(), make().memory(BATCH)
+    assert (lies["parameters"], lies["optimizer"]) == (here["parameters"], here["optimizer"] - 8)  # two counts stay
+    assert make().host_memory() == {}
     assert any("weights host, optimizer_state streamed" in line and "per device on the host" in line for line in told)
     assert any("a rehearsal" in line for line in told)
     assert not any("host" in line for line in make().describe())

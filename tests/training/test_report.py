@@ -427,6 +427,16 @@ def test_the_summary_tells_the_run(tmp_path):
     assert "\x1b[" in summary(run, color=True)
 
 
+def test_what_lies_on_the_host_is_told(tmp_path):
+    run = make_run(tmp_path)
+    assert "host" not in summary(run)
+    layout = json.loads((run / "layout.json").read_text()) | {"host_memory": {"parameters": 3 * 2**20}}
+    (run / "layout.json").write_text(json.dumps(layout))
+    assert "3.00 MiB for each device: parameters 3.00 MiB" in summary(run, width=100)
+    write_report(run)
+    assert "On the host, for each device" in (run / "report.html").read_text()
+
+
 def test_a_report_is_written_without_jax(tmp_path):
     make_run(tmp_path / "run", steps=30)
     code = f"""
