@@ -98,6 +98,12 @@ class Train:
         start_backend()
         from jaxscale.training.loop import train
 
+        pipeline = experiment.plan.pipeline
+        if pipeline is not None and pipeline.name == "auto":
+            from jaxscale.planning.pipeline_choice import pipeline_choice
+            from jaxscale.platforms.detect import detect
+
+            experiment = dataclasses.replace(experiment, plan=pipeline_choice(experiment, detect())[0])
         if experiment.plan.memory.rule == "fit":
             from jaxscale.planning.cheapest import cheapest_fit
             from jaxscale.planning.program import compiled_bytes

@@ -6,8 +6,9 @@ their place in the mesh (row-major), not by their id, and replica groups are spe
     {{0,1},{2,3}}      [2,2]<=[4]  (iota; [2,2]<=[2,2]T(1,0) transposed)      mesh['data'=2,'fsdp'=2] {'fsdp'}
 
 XLA:CPU never forms a reduce-scatter, and a TPU prints one as a fusion: an all-reduce of n devices whose every use takes
-1/n of it (copies, converts and tuples aside) is listed as the reduce-scatter that it is. It leaves out what a kernel
-sends by itself (remote copies of Pallas), and host transfers.
+1/n of it (copies, converts and tuples aside) is listed as the reduce-scatter that it is. Between TPU slices a program
+sends by way of the hosts (`megascale.py`): listed with what a device hands over. It leaves out what a kernel sends by
+itself (remote copies of Pallas), and other host transfers.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from jaxscale.platforms import megascale
 from jaxscale.platforms.hlo_program import (
     ARRAY,
     Computation,
@@ -93,7 +95,9 @@ def collectives(text: str, mesh: Any) -> list[Collective]:
         >>> [(c.kind, c.axes, c.bytes) for c in collectives(program, {"data": 2, "fsdp": 2})]
         [('all-reduce', ('data',), 16)]
     """
-    sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    sizes, crossing = megascale.split(
+        dict(mesh if isinstance(mesh, Mapping) else mesh.shape), megascale.slices_of(text)
+    )
     devices = math.prod(sizes.values())
     axes_of = {groups_of(sizes, axes): axes for axes in _subsets(sizes)}
     program = Program(text)
@@ -102,6 +106,11 @@ def collectives(text: str, mesh: Any) -> list[Collective]:
         runs, in_loop, known = program.runs(computation.name)
         for op in computation.instructions.values():
             kind = _KINDS.get(op.opcode.removesuffix("-start"))
+            sent = megascale.kind_of(op.attributes) if op.opcode == "send" else None
+            if sent is not None and runs:
+                dtype, shape = ARRAY.findall(op.type)[0]
+                size = array_bytes((dtype, shape))
+                found.append(Collective(sent, crossing, size, runs, dtype, computation.name, in_loop, known))
             if kind is None or not runs:
                 continue
             if kind == "collective-permute":

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxscale.errors import UserError, unknown
+from jaxscale.slices import across
 from jaxscale.values import check_types
 
 AXES = ("replica", "data", "pipe", "fsdp", "expert", "sequence", "tensor")
@@ -105,4 +106,33 @@ class MeshSpec:
         sizes, types = tuple(self.sizes.values()), (AxisType.Auto,) * len(AXES)
         if isinstance(devices[0], AbstractDevice):
             return AbstractMesh(sizes, AXES, axis_types=types, abstract_device=devices[0])
-        return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices[: self.devices])
+        used = devices[: self.devices]
+        slices = len({getattr(device, "slice_index", 0) for device in used})
+        if slices == 1:
+            return jax.make_mesh(sizes, AXES, axis_types=types, devices=used)
+        from jax.experimental.mesh_utils import create_hybrid_device_mesh
+
+        across = self.across(slices)
+        inside = [size // ways for size, ways in zip(sizes, across, strict=True)]
+        return jax.sharding.Mesh(create_hybrid_device_mesh(inside, across, used), AXES, axis_types=types)
+
+    def across(self, slices: int) -> tuple[int, ...]:
+        """Into how many parts each axis is cut by the network between slices: the slowest axes lie across it.
+
+        Args:
+            slices: TPU slices of as many chips each.
+
+        Raises:
+            UserError: the slices do not divide the axes, from the slowest on.
+
+        Example:
+            >>> MeshSpec.parse("pipe:4,fsdp:8").across(2)
+            (1, 1, 2, 1, 1, 1, 1)
+        """
+        found = across(tuple(self.sizes.values()), slices)
+        if found is None:
+            raise UserError(
+                f"mesh {self} on {slices} slices: expected axes that {slices} divides, such as replica:{slices}; what "
+                "lies across slices sends its messages over the slow network between them"
+            )
+        return found

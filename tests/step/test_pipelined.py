@@ -9,6 +9,7 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
+from jaxscale.platforms.hlo import collectives
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import TrainStep, build
 from jaxscale.step.experiment import Experiment
@@ -94,14 +95,25 @@ def test_a_checkpoint_is_of_the_model_and_not_of_the_schedule(reference: Any) ->
             assert np.array_equal(again[name], leaf), name
 
 
+def check_wires(step: TrainStep) -> None:
+    """Inside the loop over ticks neighbours send messages, and nothing is reduced; after it, once."""
+    found = collectives(step._executable.as_text(), step.mesh)
+    inside = {(one.kind, one.axes) for one in found if one.in_loop}
+    assert inside == {("collective-permute", ("pipe",))}
+    gradients = [one for one in found if not one.in_loop and "fsdp" in (one.axes or ())]
+    assert gradients
+    assert all(one.count == 1 for one in gradients)
+
+
 def test_a_step_trains(reference: Any) -> None:
     plans = [ONE, override(Plan(), {"pipeline": "1f1b:3x4", "zero": "1", "mesh": "fsdp:2"})]
     experiment = dataclasses.replace(EXPERIMENT, steps=3)
     losses = []
     for plan in plans:
         step = build(experiment, plan)
-        compiled = step.compile(batch())
-        assert compiled.temp_bytes > 0
+        step.compile(batch())
+        if plan.pipeline is not None:
+            check_wires(step)
         state = step.init()
         found = []
         for _ in range(3):

@@ -1,0 +1,62 @@
+"""What a pipelined step sends, as the TPU's own compiler has it: on one slice, and with the pipe across two."""
+
+import functools
+
+import pytest
+
+from jaxscale.models.decoder import Decoder
+from jaxscale.planning.program import lowered_step
+from jaxscale.platforms.compile import compile_report
+from jaxscale.platforms.platform import Platform
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
+from jaxscale.values import override
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("libtpu")
+
+LENGTH, VOCAB, EMBED = 128, 1024, 128
+
+
+class Tokens:
+    """Batches of which only the shapes are asked for."""
+
+    def shapes(self, rows):
+        return {name: ((rows, LENGTH), "int32") for name in ("tokens", "targets")}
+
+
+def experiment():
+    model = Decoder(vocab=VOCAB, context=LENGTH, layers=4, embed=EMBED, heads=2, tied=True)
+    return Experiment("compiled", model, Tokens(), batch=32)
+
+
+def report(platform, **changes):
+    plan = override(Plan(precision="bfloat16"), changes)
+    return compile_report(functools.partial(lowered_step, make=experiment, plan=plan), Platform.parse(platform))
+
+
+@pytest.mark.parametrize("zero", ["1", "2"])
+def test_gradients_cross_the_data_axes_once(zero):
+    found = report("tpu v5e:2x4", pipeline="1f1b:2x4", mesh="data:2,fsdp:2", zero=zero).collectives
+    inside = [one for one in found if one.in_loop]
+    assert {(one.kind, one.axes) for one in inside} == {("collective-permute", ("pipe",))}
+    outside = [one for one in found if not one.in_loop and set(one.axes or ()) & {"data", "fsdp"}]
+    assert outside
+    assert all(one.count == 1 for one in outside)
+
+
+def test_across_slices_go_messages_scalars_and_what_stages_share_once():
+    found = report("tpu v5e:2x2 x 2", pipeline="1f1b:2x4", mesh="fsdp:4", zero="1").collectives
+    crossing = [one for one in found if "pipe" in (one.axes or ("pipe",))]
+    inside, outside = ([one for one in crossing if one.in_loop == loop] for loop in (True, False))
+    rows = 32 // 4 // 4
+    assert {(one.kind, one.bytes) for one in inside} == {("collective-permute", rows * LENGTH * EMBED * 2)}
+    table = VOCAB * EMBED
+    gathers = [one for one in outside if one.kind == "all-gather"]
+    scatters = [one for one in outside if one.kind == "reduce-scatter" and one.bytes == 4 * table]
+    assert len(scatters) == 1
+    assert all(one.count == 1 for one in outside)
+    # the rest: the table's shard, in bfloat16, gains and biases, and scalars
+    assert sum(one.bytes for one in gathers) <= 2 * table // 4
+    left = sum(one.bytes for one in outside) - sum(one.bytes for one in (*gathers, *scatters))
+    assert left < 0.5 * 4 * table
