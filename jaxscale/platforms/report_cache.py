@@ -17,12 +17,8 @@ from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.report import CompileReport
 
-FORMAT = 2
+FORMAT = 3
 """Counts up when reports of the same program mean something else than before."""
-
-
-READER = 2
-"""Counted up when what is read of a compiled program changes: reports made before are not taken."""
 
 
 def key(
@@ -47,7 +43,6 @@ def key(
         "format": FORMAT,
         "platform": str(platform),
         "versions": dict(versions),
-        "read by": READER,
         "options": {name: repr(value) for name, value in sorted(options.items())},
         "environment": {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
         "explain": explain,
