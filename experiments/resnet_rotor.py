@@ -9,8 +9,9 @@ other way round, so that no rule for alike blocks fits. `chain:BYTES` solves for
 up to eight ways to keep each block. Digits of 8 x 8 pixels, a fifth held out, 200 steps of AdamW.
 
 Both variants end at a held-out loss of 0.0406 and accuracy of 0.992, in a minute on two CPU cores. The compiled step's
-temporary bytes and FLOP, JAX 0.12 on a CPU: 11.5 MB keeping all, 8.9 MB and as many FLOP with `chain:8MB`, 5.7 MB and
-9 % more FLOP with `chain:4MB` (JAX 0.10's CPU backend runs blocks again and spares nothing, unless they are scanned).
+temporary bytes and FLOP, JAX 0.12 on a CPU: 11.5 MB keeping all, 6.2 MB and 5.0 % more FLOP with `chain:4MB`, 5.3 MB
+and 17.9 % more with `chain:2MB`; a budget is what is kept, and what the block at work needs comes on top (JAX 0.10's
+CPU backend runs blocks again and spares nothing, unless they are scanned).
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """A U-Net of unlike blocks sharpens handwritten digits, and a budget in bytes places its recomputation.
 
     jaxscale train experiments/unet_chain.py
-    jaxscale train experiments/unet_chain.py --plan.mesh 1 --plan.memory chain:7MB
+    jaxscale train experiments/unet_chain.py --plan.mesh 1 --plan.memory chain:2MB
 
 Images of 4 x 4 pixels, each the mean of 2 x 2, become 8 x 8 again; what is told is the mean squared error of a pixel.
 Skips make a U-Net no chain, until they travel with the features: each block takes the list, adds to it on the way
