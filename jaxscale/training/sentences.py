@@ -105,6 +105,8 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
         )
     if plan.get("sequence_parallel"):
         words.append(("Sequence parallel", "Norms and residuals are split along the sequence over the tensor axis."))
+    if plan.get("pipeline"):
+        words.append((f"Pipeline: {plan['pipeline']}", _pipeline(plan)))
     if "precision" in plan:
         words.append(("Precision", _precision(plan)))
     memory = plan.get("memory")
@@ -142,8 +144,22 @@ _SPOKEN = (
     | frozenset(
         ("version", "type", "mesh", "zero", "sequence_parallel", "microbatches", "precision", "matmul", "reduce")
     )
+    | frozenset(("pipeline", "stages", "stash", "anneal", "correction"))
     | frozenset(("memory", "loss_chunk", "attention", "unroll", "rules"))
 )
+
+
+def _pipeline(plan: dict[str, Any]) -> str:
+    stages = plan.get("stages")
+    cut = f"of {', '.join(map(str, stages))} blocks" if isinstance(stages, list | tuple) else "of as many blocks each"
+    parts = [f"Stages {cut} run by this schedule."]
+    if plan.get("stash") == "input":
+        parts.append("A stage keeps its input alone and runs again for its backward pass.")
+    if plan.get("anneal"):
+        parts.append(f"Stale stages learn more slowly for the first {plan['anneal']} updates.")
+    if plan.get("correction"):
+        parts.append(f"Backward passes read weights corrected for the delay, by {plan['correction']}.")
+    return " ".join(parts)
 
 
 def _mesh(sizes: dict[str, int], *, chosen: bool) -> str:

@@ -398,6 +398,15 @@ def test_the_plan_in_words_names_what_it_does_not_know():
     assert plan_in_words({}, {}, {}) == []
 
 
+def test_the_words_of_a_pipeline():
+    words = dict(plan_in_words({"pipeline": "1f1b:2x4", "stages": [3, 1], "stash": "input"}, {}, {}))
+    assert words["Pipeline: 1f1b:2x4"] == (
+        "Stages of 3, 1 blocks run by this schedule. "
+        "A stage keeps its input alone and runs again for its backward pass."
+    )
+    assert "of as many blocks each" in dict(plan_in_words({"pipeline": "2bw:2x4"}, {}, {}))["Pipeline: 2bw:2x4"]
+
+
 def test_the_words_say_what_lies_on_the_host():
     words = dict(plan_in_words(to_json(Plan(optimizer_state="streamed")), {}, {}))
     assert words["In host memory"].endswith("slice by slice.")
