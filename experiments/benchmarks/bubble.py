@@ -21,15 +21,25 @@ of 27, interleaved 29 instead of 16.
 import argparse
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from figures import Figure, show
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxscale.pipeline.costs import Costs
+from jaxscale.pipeline.execute import At, execute
+from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.pipeline.simulate import Machine, Network, Simulation
+from jaxscale.pipeline.tables import tabulate
 
 RATIOS = ((1.0, 1.0, 1.0), (1.0, 1.3, 0.6), (0.7, 0.8, 1.1))
 """Seconds of F, I, W."""
+NAMES = ("gpipe", "1f1b", "lockstep", "interleaved", "chimera", "zb-h1", "zb-v")
 BAR = 1e-9
 
 
@@ -110,7 +120,7 @@ def waiting(p: int, m: int) -> list[Figure]:
     """Bubbles of both machines, F = I = W."""
     machines: tuple[Machine, ...] = ("neighbour", "dataflow")
     figures = []
-    for name in ("gpipe", "1f1b", "lockstep", "interleaved", "chimera", "zb-h1", "zb-v"):
+    for name in NAMES:
         network = Network(METHODS[name].schedule(p, m))
         for machine in machines:
             found = network.run(Costs.alike(network.schedule), machine)
@@ -118,13 +128,81 @@ def waiting(p: int, m: int) -> list[Figure]:
     return figures
 
 
+def step_seconds(schedule: Schedule, costs: Costs, unit: float) -> float:
+    """Seconds of a step of the executor whose passes sleep as long as the costs say, times `unit`."""
+    passes = {"F": costs.forward, "I": costs.input, "W": costs.weight}
+
+    def sleep(kind: str, stage: Any, after: Any) -> Any:
+        def rest(stage: Any, after: Any) -> np.ndarray:
+            time.sleep(unit * passes[kind][int(stage)])
+            return np.zeros((), np.float32)
+
+        return jax.pure_callback(rest, jax.ShapeDtypeStruct((), jnp.float32), stage, after)
+
+    @jax.custom_vjp
+    def product(x: Any, weight: Any, stage: Any) -> Any:
+        return x @ weight + sleep("F", stage, x[0, 0])
+
+    def forward(x: Any, weight: Any, stage: Any) -> Any:
+        return product(x, weight, stage), (x, weight, stage)
+
+    def backward(kept: Any, g: Any) -> Any:
+        x, weight, stage = kept
+        inner = sleep("I", stage, g[0, 0])
+        outer = sleep("W", stage, inner)  # one after the other, as the work they stand for
+        return g @ weight.T + inner, x.T @ g + outer, np.zeros((), jax.dtypes.float0)
+
+    product.defvjp(forward, backward)
+
+    def stage(weights: Any, shared: Any, x: Any, microbatch: Any, at: At, key: Any) -> Any:
+        del shared, key
+        y = product(jnp.where(at.stage == 0, microbatch, x), weights, at.stage)
+        return y, jnp.where(at.stage == schedule.stages - 1, y.sum(), 0.0), {}
+
+    tables, message = tabulate(schedule, "residuals"), jax.ShapeDtypeStruct((2, 4), jnp.float32)
+
+    def body(weights: Any, batch: Any) -> Any:
+        return execute(tables, stage, weights[0], {}, batch, None, message).weight_gradients[None]
+
+    mesh = Mesh(np.array(jax.devices()[: schedule.ranks]), ("pipe",), axis_types=(AxisType.Auto,))
+    step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P("pipe"), P()), out_specs=P("pipe"), axis_names={"pipe"}))
+    given = jnp.full((schedule.ranks, schedule.chunks, 4, 4), 0.25), jnp.ones((schedule.microbatches, 2, 4))
+    compiled = step.lower(*given).compile()
+    start = time.monotonic()
+    jax.block_until_ready(compiled(*given))
+    return time.monotonic() - start
+
+
+def executed(p: int, m: int, unit: float) -> list[Figure]:
+    """How far a step of the executor, less the same without sleeping, is from what the neighbour machine says."""
+    figures = []
+    for name in NAMES:
+        schedule = METHODS[name].schedule(p, m)
+        costs = Costs.alike(schedule)
+        slept, unslept = (step_seconds(schedule, costs, seconds) for seconds in (unit, 0.0))
+        told = Network(schedule).run(costs).seconds
+        off = (slept - unslept) / unit / told - 1
+        figures.append(Figure(f"{name}_{p}x{m}_executed", (slept - unslept) / unit, "units"))
+        figures.append(Figure(f"{name}_{p}x{m}_executed_off_neighbour", abs(100 * off), "%", 5))
+    return figures
+
+
 def main() -> bool:
     """Every figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="2 and 4 devices, few microbatches: does it run?")
-    tiny = parser.parse_args().tiny
-    figures = closed_forms((2, 4), 2) if tiny else closed_forms((2, 4, 8, 16), 8)
-    return show(figures + waiting(4, 8), "idle share of pipelines")
+    parser.add_argument("--unit", type=float, default=0.15, help="seconds that a forward sleeps")
+    parser.add_argument("--only", choices=("formulas", "executor"), help="leave the other part out")
+    arguments = parser.parse_args()
+    figures = []
+    if arguments.only != "executor":
+        figures += closed_forms((2, 4), 2) if arguments.tiny else closed_forms((2, 4, 8, 16), 8)
+        figures += waiting(4, 8)
+    if arguments.only != "formulas":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 4)
+        figures += executed(4, 4, 0.01) if arguments.tiny else executed(4, 8, arguments.unit)
+    return show(figures, "idle share of pipelines") or arguments.tiny
 
 
 if __name__ == "__main__":
