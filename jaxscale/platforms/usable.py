@@ -42,7 +42,7 @@ def host_share(platform: Platform) -> int | None:
 
     Example:
         >>> host_share(Platform.parse("tpu v5e:4x4")) / 2**30
-        48.0
+        64.0
     """
     chip = platform.chip
     if chip.host_memory is None or chip.chips_per_host is None:
