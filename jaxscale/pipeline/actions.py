@@ -68,11 +68,11 @@ class Actions:
             state["cut"] = empty(self._passes.cut, self._tables.cuts)
         return state
 
-    def run(self, kinds: Sequence[int], state: State, row: Row, x: Any, g: Any) -> tuple[State, Any]:
-        """One action, of one of these kinds.
+    def alone(self, kind: int, state: State, row: Row, x: Any, g: Any) -> tuple[State, Any]:
+        """The action of a tick of one kind, without a branch: an idle device drops what it computes.
 
         Args:
-            kinds: which are possible; with one alone there is no branch, and an idle device drops what it computes.
+            kind: of the tick.
             state: of this device.
             row: what to do.
             x: the message in slot `x`.
@@ -81,32 +81,42 @@ class Actions:
         Returns:
             The state, and the message to send.
         """
-        x = where(row["stage"] > 0, x)
-        g = where(row["stage"] < self._last, g)
-        if len(kinds) == 1:
-            live = row["kind"] != IDLE
-            # zeros go in, so that what idle devices compute is finite as far as it can be (hazard 7)
-            return self._action(kinds[0])(state, row, where(live, x), where(live, g), live)
+        # zeros go in, so that what idle devices compute is finite as far as it can be (hazard 7)
+        live = row["kind"] != IDLE
+        return self._action(kind, state, row, where(live, x), where(live, g), live)
 
-        def branch(kind: int) -> Callable[[State, Any, Any], tuple[State, Any]]:
-            return lambda state, x, g: self._vary(self._action(kind)(state, row, x, g, None))
+    def one_of(self, kinds: Sequence[int], state: State, row: Row, messages: Any) -> tuple[State, Any]:
+        """The action of a tick, by a branch for each kind that reads its operands by itself.
+
+        Args:
+            kinds: which are possible.
+            state: of this device.
+            row: what to do.
+            messages: the pool.
+
+        Returns:
+            As `alone`.
+        """
+
+        def branch(kind: int) -> Callable[[State, Any], tuple[State, Any]]:
+            def run(state: State, messages: Any) -> tuple[State, Any]:
+                x, g = (read(messages, row[name]) for name in ("x", "g"))
+                return self._vary(self._action(kind, state, row, x, g, None))
+
+            return run
 
         places = [0] * (1 + max(kinds))
         for place, kind in enumerate(kinds):
             places[kind] = place
-        return lax.switch(jnp.asarray(places)[row["kind"]], [branch(kind) for kind in kinds], state, x, g)
+        return lax.switch(jnp.asarray(places)[row["kind"]], [branch(kind) for kind in kinds], state, messages)
 
-    def _action(self, kind: int) -> Callable[[State, Row, Any, Any, Any], tuple[State, Any]]:
+    def _action(self, kind: int, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
         if kind == IDLE:
-            return lambda state, row, x, g, live: (state, x)
+            return state, _nothing(x)
         name = KINDS[kind - 1]
         run = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._inner, Kind.W: self._outer}[name]
-
-        def named(*args: Any) -> tuple[State, Any]:
-            with jax.named_scope(f"pipeline_{name.value}"):
-                return run(*args)
-
-        return named
+        with jax.named_scope(f"pipeline_{name.value}"):
+            return run(state, row, where(row["stage"] > 0, x), where(row["stage"] < self._last, g), live)
 
     def _forward(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
         del g
@@ -130,7 +140,7 @@ class Actions:
     def _outer(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
         kept, cut = read(state["kept"], row["residual"]), read(state["cut"], row["cut"])
         weights = self._passes.outer(self._context(row), x, kept, g, cut)
-        return self._accumulate(state, row, weights, live), g
+        return self._accumulate(state, row, weights, live), _nothing(x)
 
     def _accumulate(self, state: State, row: Row, weights: Any, live: Any) -> State:
         chunk = row["chunk"]
@@ -163,6 +173,11 @@ class Actions:
 
     def _vary(self, tree: Any) -> Any:
         return vary(tree, self._manual)
+
+
+def _nothing(x: Any) -> Any:
+    """A message that nobody reads."""
+    return jax.tree.map(jnp.zeros_like, x)
 
 
 def _add(total: Any, value: Any) -> Any:

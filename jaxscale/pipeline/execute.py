@@ -125,9 +125,12 @@ def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) ->
         row = {name: row[place] for place, name in enumerate(tables.columns)}
         for way, box in state["boxes"].items():
             messages = write(messages, row[way], box)
-        # operands leave the pool before anything is put into it again, or XLA copies it in every tick (hazard 2)
-        x, g, messages = lax.optimization_barrier((read(messages, row["x"]), read(messages, row["g"]), messages))
-        sums, message = actions.run(kinds, state["sums"], row, x, g)
+        if len(kinds) == 1:
+            # operands leave the pool before anything is put into it again, or XLA copies it in every tick (hazard 2)
+            x, g, messages = lax.optimization_barrier((read(messages, row["x"]), read(messages, row["g"]), messages))
+            sums, message = actions.alone(kinds[0], state["sums"], row, x, g)
+        else:
+            sums, message = actions.one_of(kinds, state["sums"], row, messages)
         boxes = {way: send(message, way, travels[way]) if way in travels else message for way in state["boxes"]}
         return vary({"messages": messages, "boxes": boxes, "sums": sums}, manual)
 
