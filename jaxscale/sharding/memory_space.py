@@ -68,9 +68,14 @@ def check_host_memory(devices: Iterable[Any], what: str) -> None:
         if isinstance(device, AbstractDevice):
             continue  # a device of this kind is not here to be asked; TPUs and GPUs have such a memory
         kinds = [memory.kind for memory in device.addressable_memories()]
+        if not kinds:
+            raise UserError(
+                f"{what}: {device.device_kind} is described and not here, and JAX lists no memories of it: a part of "
+                "the step cannot be compiled for it; take fit --verify, which compiles the whole, or keep it on the "
+                "device"
+            )
         if HOST_KIND not in kinds:
             raise UserError(
                 f"{what}: {device.device_kind} ({device.platform}) has no memory of kind {HOST_KIND} "
-                f"(it has {', '.join(kinds) or 'none that JAX lists'}), so nothing can be put on the host; "
-                "keep it on the device"
+                f"(it has {', '.join(kinds)}), so nothing can be put on the host; keep it on the device"
             )

@@ -28,7 +28,12 @@ def test_the_space_is_part_of_the_type_and_the_gradient_goes_back():
 def test_devices_without_host_memory_are_refused():
     check_host_memory(jax.devices(), "weights host")
     assert rehearses(jax.devices())
-    device = types.SimpleNamespace(device_kind="Abacus", platform="wood", addressable_memories=list)
-    with pytest.raises(UserError, match=r"weights host: Abacus \(wood\) has no memory of kind pinned_host"):
+    memories = [types.SimpleNamespace(kind="device")]
+    device = types.SimpleNamespace(device_kind="Abacus", platform="wood", addressable_memories=lambda: memories)
+    says = r"weights host: Abacus \(wood\) has no memory of kind pinned_host \(it has device\)"
+    with pytest.raises(UserError, match=says):
+        check_host_memory([device], "weights host")
+    memories.clear()
+    with pytest.raises(UserError, match=r"weights host: Abacus is described and not here.* take fit --verify"):
         check_host_memory([device], "weights host")
     assert not rehearses([device])
