@@ -5,6 +5,12 @@
 Stages of two residual MLP layers (d 2048, ff 8192, bfloat16, 2048 tokens a microbatch) on p=4 devices; temporary bytes
 of one device, which leave out weights, batch and the returned float32 gradients. Beside our schedules stands what is
 usual in JAX, `jax.grad` over a scan of `vmap` over stages and a roll, which keeps every microbatch's activations.
+
+Compiled for v5e on 2026-11-22 (JAX 0.12.0.1, libtpu 0.0.51), MiB: 1F1B that keeps a stage's input 209 at m = 4, 8, 16
+and 32, one that keeps residuals 785 at m = 4, 8 and 32; lock-step 226 and 225; GPipe with residuals 737 and 5,233 at
+m = 4 and 32, 0.4 % off slots x bytes. The usual way: 2,161 and 6,289 at m = 8 and 32, 1,529 with remat: 1F1B takes
+0.36, 0.125 and 0.14 of it. No pool is copied in device memory; a lock-step program without branches carries its pool
+of 3 messages in fast memory, and moves it out and in again around its work.
 """
 
 import argparse
@@ -41,6 +47,8 @@ UPDATES = frozenset(
     | {"dynamic-update-slice"}
 )
 """Instructions that hand a pool on, or put something into it in place."""
+FAST = "S(1)"
+"""How a TPU's compiler marks what lies in VMEM."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,25 +167,31 @@ def temporary(platform: str, program: Any) -> int:
     return report.temp_bytes
 
 
-def full_copies(text: str, shapes: frozenset[str]) -> int:
+def full_copies(text: str, shapes: frozenset[str]) -> tuple[int, int]:
     """Instructions inside loops, and in what they call, that make something of a pool's shape without updating it.
 
     Args:
         text: a compiled program.
         shapes: of the pools, as XLA prints them: "4,2048,8192".
+
+    Returns:
+        How many copy within device memory, and how many move a pool into a TPU's fast memory, or out of it.
     """
-    program, found = Program(text), 0
+    program, copied, staged = Program(text), 0, 0
     for computation in program.computations.values():
         if not program.runs(computation.name)[1]:
             continue
         for op in computation.instructions.values():
-            if op.opcode not in UPDATES:
-                found += any(dims in shapes for _, dims in ARRAY.findall(op.type))
-    return found
+            if op.opcode not in UPDATES and any(dims in shapes for _, dims in ARRAY.findall(op.type)):
+                # the second half of a move names one side alone
+                start = computation.instructions.get(op.operands[0], op) if op.operands else op
+                fast = FAST in op.type or FAST in start.type
+                copied, staged = copied + (not fast), staged + fast
+    return copied, staged
 
 
-def copies(platform: str, name: str, stash: Stash, lowering: str, sizes: Sizes) -> int:
-    """Pools copied in the loop of a schedule."""
+def copies(platform: str, name: str, stash: Stash, lowering: str, sizes: Sizes) -> tuple[int, int]:
+    """Pools copied in the loop of a schedule, and moved."""
     # a pool of flags has the shape of much else, and no bytes
     shapes = frozenset(",".join(map(str, leaf.shape)) for leaf in pools(name, 8, stash, sizes) if leaf.ndim > 1)
     with tempfile.TemporaryDirectory() as folder:
@@ -200,9 +214,11 @@ def count_copies(platform: str, sizes: Sizes) -> list[Figure]:
     found = []
     for name, lowering in (("1f1b", "switch"), ("lockstep", "phased")):
         for stash in STASHES:
-            label = f"{chip(platform)}: {name} {stash}: pools copied in the loop"
-            found.append(Figure(label, copies(platform, name, stash, lowering, sizes), "copies", 0))
-            print(found[-1], file=sys.stderr)
+            copied, staged = copies(platform, name, stash, lowering, sizes)
+            label = f"{chip(platform)}: {name} {stash}: pools"
+            found.append(Figure(f"{label} copied in the loop", copied, "copies", 0))
+            found.append(Figure(f"{label} in and out of fast memory", staged, "instructions"))
+            print(*found[-2:], file=sys.stderr)
     return found
 
 

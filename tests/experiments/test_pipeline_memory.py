@@ -22,5 +22,5 @@ def test_no_pool_is_copied_in_the_loop(platform, compiler):
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert ended.stdout, ended.stderr
     figures = json.loads(ended.stdout.splitlines()[-1])
-    assert len(figures) == 4
+    assert len(figures) == 8
     assert [name for name, figure in figures.items() if not figure["holds"]] == []
