@@ -190,19 +190,19 @@ class Asynchronous:
             messages = state["messages"]
             for way in WAYS:
                 messages = write(messages, row[way], state["boxes"][way])
-            # operands leave the pool before anything is put into it again, or XLA copies it in every tick
-            (x, g), messages = lax.optimization_barrier(
-                ((read(messages, row["x"]), read(messages, row["g"])), messages)
-            )
-            x = where(lax.axis_index(self.axis) > 0, x)
-            g = where(lax.axis_index(self.axis) < stream.ranks - 1, g)
             others = {name: value for name, value in state.items() if name not in ("tick", "messages", "boxes")}
 
             def action(run: Any) -> Callable[..., Any]:
-                return lambda state, x, g: self._vary(run(passes, state, row, x, g))
+                def branch(state: Any, messages: Any) -> Any:
+                    # each reads its operands by itself, or a TPU moves the pool into its fast memory for all of them
+                    x = where(lax.axis_index(self.axis) > 0, read(messages, row["x"]))
+                    g = where(lax.axis_index(self.axis) < stream.ranks - 1, read(messages, row["g"]))
+                    return self._vary(run(passes, state, row, x, g))
 
-            runs = [action(run) for run in (lambda _, state, row, x, g: (state, x), self._forward, self._backward)]
-            others, message = lax.switch(kind, runs, others, x, g)
+                return branch
+
+            runs = [action(run) for run in (_idle, self._forward, self._backward)]
+            others, message = lax.switch(kind, runs, others, messages)
             boxes = {way: self._sent(message, step) for way, step in WAYS.items()}
             return self._vary({**others, "tick": time + 1, "messages": messages, "boxes": boxes}), None
 
@@ -299,6 +299,12 @@ class Asynchronous:
 
     def _vary(self, tree: Any) -> Any:
         return vary(tree, self.manual)
+
+
+def _idle(passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
+    """Nothing is done, and what is sent nobody reads."""
+    del passes, row, g
+    return state, jax.tree.map(jnp.zeros_like, x)
 
 
 def _microbatches(batch: Any) -> int:
