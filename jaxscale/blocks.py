@@ -282,12 +282,14 @@ class Cut:
         starts: the first layer of every stage, this one's among them.
         padded: some stage has rows that are no layer.
         between: what happens where the blocks would run.
+        gather: makes a block's parameters whole, right before it runs, from the parts that this device has.
     """
 
     numbers: Int[Array, "K"]
     starts: tuple[int, ...]
     padded: bool
     between: Between
+    gather: Callable[[Any], Any] | None = None
 
 
 _cut: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default=None)

@@ -205,7 +205,7 @@ class Stack(nnx.Module):
         def run(x: Any) -> Any:
             for start, stop, wrapper in treatment.runs(rows):
                 alike = _Alike(
-                    [make(graphdef) for make in cycle],
+                    [_gathered(make(graphdef), cut) for make in cycle],
                     _where_alive(wrapper) if cut.padded else wrapper,
                     treatment.unroll,
                     treatment.segment,
@@ -218,6 +218,14 @@ class Stack(nnx.Module):
             return x
 
         return run
+
+
+def _gathered(block: BlockFunction, cut: Cut) -> BlockFunction:
+    """A block that makes its parameters whole first."""
+    if cut.gather is None:
+        return block
+    gather = cut.gather
+    return lambda params, *given: block(gather(params), *given)
 
 
 def _where_alive(wrapper: Wrapper) -> Wrapper:

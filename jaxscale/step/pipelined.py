@@ -6,9 +6,10 @@ the pipeline is these three, the first and the last behind a `cond` on the stage
 it as the schedule says.
 
 All of it stands in one `shard_map`, manual over the pipe axis and over the axes that rows lie on, so that gradients are
-added up in the loop and reduced once, after it; tensor and sequence axes, and fsdp under ZeRO 3, stay with the
-compiler. What all stages share (embedding, head, norms outside the blocks) is split over the pipe axis between steps,
-gathered once before the loop, and its gradients are scattered once after it.
+added up in the loop and reduced once, after it (those of ZeRO 3 are scattered by each backward, as its weights are
+gathered by each pass); tensor and sequence axes stay with the compiler. What all stages share (embedding, head, norms
+outside the blocks) is split over the pipe axis between steps, gathered once before the loop, and its gradients are
+scattered once after it.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from jaxscale.pipeline.passes import At
 from jaxscale.pipeline.tables import Tables, tabulate
 from jaxscale.sharding import place
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.zero import placed_axes
 from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS
 from jaxscale.step.objective import Objective, positive
 from jaxscale.step.rows import microbatches
@@ -55,8 +57,16 @@ class Pipelined(Objective):
     def __init__(self, stages: Stages, *given: Any) -> None:
         super().__init__(*given)
         self.stages = stages
-        self.training = tabulate(stages.schedule, self.plan.stash)
-        self.scoring = tabulate(stages.schedule, forward_only=True)
+
+    @functools.cached_property
+    def training(self) -> Tables:
+        """What is done in which tick of a step."""
+        return tabulate(self.stages.schedule, self.plan.stash)
+
+    @functools.cached_property
+    def scoring(self) -> Tables:
+        """The same of a forward pass alone."""
+        return tabulate(self.stages.schedule, forward_only=True)
 
     @property
     def stage_depth(self) -> int | None:
@@ -72,9 +82,8 @@ class Pipelined(Objective):
 
     @property
     def manual(self) -> tuple[str, ...]:
-        """Axes that are manual inside: the pipe's, and those of rows, but fsdp where it splits the weights."""
-        rows = [axis for axis in BATCH_AXES if not (axis == "fsdp" and self.plan.zero == 3)]
-        return (PIPE_AXIS, *rows)
+        """Axes that are manual inside: the pipe's, and those of rows."""
+        return (PIPE_AXIS, *BATCH_AXES)
 
     def _kept(self, spec: PartitionSpec) -> PartitionSpec:
         """The manual axes of a placement: what `shard_map` is told."""
@@ -96,7 +105,7 @@ class Pipelined(Objective):
 
     # -- the model in parts --------------------------------------------------------------------------------------------
 
-    def _split(self, params: Params) -> tuple[dict[str, Array], dict[str, Array]]:
+    def _split(self, params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
         """Stacked parameters and shared ones, by name."""
         named = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
         stacked = {name: leaf for name, leaf in named.items() if self.functional.stacked(name)}
@@ -109,12 +118,12 @@ class Pipelined(Objective):
 
     def _parts(self, of: Callable[[Any, Batch, Context], Any]) -> "_Parts":
         """The model as what stands before its blocks, its blocks, and what stands behind them."""
-        numbers = jnp.asarray(self.stages.numbers)
+        numbers, gather = jnp.asarray(self.stages.numbers), self._gather if self.plan.zero == 3 else None
 
         def traced(between: blocks.Between, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
             batch, examples = microbatch
             module = self.functional.module(self._whole(stacked, shared), {})
-            cut = Cut(numbers[stage], self.stages.starts, self.stages.padded, between)
+            cut = Cut(numbers[stage], self.stages.starts, self.stages.padded, between, gather)
             try:
                 with blocks.cutting(cut):
                     return of(module, batch, self.context(key, examples))
@@ -137,6 +146,23 @@ class Pipelined(Objective):
             return traced(lambda run, _: x, *given)
 
         return _Parts(before, inside, behind)
+
+    def _gather(self, params: Params) -> Params:
+        """A block's parameters, whole: ZeRO 3 gathers them when it runs, and again in the backward pass."""
+        names = [name.split("/") for name in self.layout.placements if self.functional.stacked(name)]
+        alike = next((n for n in range(min(map(len, names))) if len({name[n] for name in names}) > 1), None)
+        parts = names[0][:alike] if alike is not None else names[0]
+        start = len(parts) - parts[::-1].index("layers")
+        specs = {"/".join(name[start:]): self.layout.placements["/".join(name)].compute for name in names}
+
+        def whole(path: Any, leaf: Array) -> Array:
+            for dim, entry in enumerate(specs[path_name(path)]):
+                if "fsdp" in ((entry,) if isinstance(entry, str) else entry or ()):
+                    # the first dim of a placement is the layers', which a block has no more
+                    leaf = jax.lax.all_gather(leaf, "fsdp", axis=dim - 1, tiled=True)
+            return leaf
+
+        return jax.tree_util.tree_map_with_path(whole, params)
 
     def _stage(self, of: Callable[[Any, Batch, Context], Any], objective: Callable[[Any], Any]) -> Callable[..., Any]:
         """One stage, as `pipeline.execute` calls it; `of` gives sums, `objective` what of them is differentiated."""
@@ -258,18 +284,31 @@ class Pipelined(Objective):
         """The weights that stages read: in the type computed in, and what they share gathered over the pipe axis."""
         dtype = jnp.dtype(self.plan.precision)
 
-        def copy(param: Array, master: NamedSharding, compute: NamedSharding) -> Array:
+        def copy(path: Any, param: Array, master: NamedSharding) -> Array:
+            compute = NamedSharding(self.layout.mesh, self._reads(path_name(path)))
             if jnp.issubdtype(param.dtype, jnp.floating) and dtype != param.dtype:
                 # cast first, so that half the bytes are gathered
                 param = jax.lax.with_sharding_constraint(param.astype(dtype), master)
                 param = jax.lax.optimization_barrier(param)
             return jax.lax.with_sharding_constraint(param, compute)
 
-        return jax.tree.map(copy, params, self.layout.masters, self.layout.computes)
+        return jax.tree_util.tree_map_with_path(copy, params, self.layout.masters)
+
+    def _reads(self, name: str) -> PartitionSpec:
+        """The placement that a step's loop reads a parameter in: what stages share is whole."""
+        spec = self.layout.placements[name].compute
+        return spec if self.functional.stacked(name) else self._without(spec, "fsdp")
+
+    @staticmethod
+    def _without(spec: PartitionSpec, axis: str) -> PartitionSpec:
+        entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+        left = [tuple(one for one in entry if one != axis) for entry in entries]
+        return PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in left))
 
     def _specs(self, kind: str) -> tuple[dict[str, PartitionSpec], dict[str, PartitionSpec]]:
         """The manual axes of the placements of stacked and of shared parameters."""
-        found = {name: self._kept(getattr(p, kind)) for name, p in self.layout.placements.items()}
+        placed = self.layout.placements
+        found = {n: self._kept(self._reads(n) if kind == "compute" else getattr(p, kind)) for n, p in placed.items()}
         stacked = {name: spec for name, spec in found.items() if self.functional.stacked(name)}
         return stacked, {name: spec for name, spec in found.items() if name not in stacked}
 
@@ -299,7 +338,8 @@ class Pipelined(Objective):
         """One gradient, added up over the devices that computed parts of it, and scattered as it is placed."""
         if self.plan.reduce == "bfloat16":
             gradient = gradient.astype(jnp.bfloat16)
-        over = [axis for axis in self.manual if not (axis == PIPE_AXIS and self.functional.stacked(name))]
+        done = {PIPE_AXIS, *({"fsdp"} & placed_axes(self._reads(name)))} if self.functional.stacked(name) else set()
+        over = [axis for axis in self.manual if axis not in done]
         for dim, entry in enumerate(spec):
             for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
                 if axis in over:
