@@ -118,3 +118,15 @@ def over(found: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placem
     """
     between = {name: split(shape, None, getattr(found, name), mesh, axis) for name in ("master", "state", "gradient")}
     return dataclasses.replace(found, **between)
+
+
+def stacked_over(found: Placement, axis: str) -> Placement:
+    """A placement of copies, one on each device of a mesh axis: the first dim of what is placed.
+
+    Example:
+        >>> one = PartitionSpec("tensor")
+        >>> stacked_over(Placement(one, one, one, one), "pipe").master
+        PartitionSpec('pipe', 'tensor')
+    """
+    kinds = (field.name for field in dataclasses.fields(Placement))
+    return Placement(**{kind: PartitionSpec(axis, *getattr(found, kind)) for kind in kinds})

@@ -8,7 +8,7 @@ Loss and gradients come from `step/objective.py`, their places from `step/layout
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jaxscale.optim.offloaded import Advance, global_norm
 from jaxscale.platforms.detect import host_memory
 from jaxscale.sharding.memory_space import check_host_memory
 from jaxscale.step import rows
-from jaxscale.step.canonical import Canonical
+from jaxscale.step.canonical import IN_FLIGHT, Canonical
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional, in_groups
 from jaxscale.step.host import advance_of, check_host_bytes, check_host_size, check_offload, describe
@@ -34,6 +34,7 @@ from jaxscale.step.plan import Plan
 from jaxscale.step.remember import check_memory, decide_memory, layers_of_groups, needs_decision, said_of, treatment_of
 from jaxscale.step.stages import Stages, stages_of
 from jaxscale.step.state import TrainState, Watch
+from jaxscale.step.streamed import Streamed, check_streamed
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Batch, Float, Params
 
@@ -74,6 +75,7 @@ class TrainStep:
         said: how the mesh was chosen and what the memory rule came to, a line each.
         decision: what the plan's memory rule comes to; `None` for one that says by itself what blocks keep.
         stages: of its pipeline; `None` without one.
+        streamed: what the step of an asynchronous pipeline computes; `None` for any other.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class TrainStep:
         said: Sequence[str],
         decision: Decision | None = None,
         stages: Stages | None = None,
+        streamed: Streamed | None = None,
     ) -> None:
         self.experiment = experiment
         self.plan = plan
@@ -98,7 +101,8 @@ class TrainStep:
         self.decision = decision
         self.stages = stages
         parts = (experiment, plan, functional, layout, treatment_of(plan, decision))
-        self.objective = Objective(*parts) if stages is None else Pipelined(stages, *parts)
+        self.streamed = streamed
+        self.objective = streamed or (Objective(*parts) if stages is None else Pipelined(stages, *parts))
         state, batches, whole = layout.state, layout.batch, NamedSharding(layout.mesh, PartitionSpec())
         self.step_fn = jax.jit(
             self._step, donate_argnums=0, in_shardings=(state, batches), out_shardings=(state, whole)
@@ -147,6 +151,7 @@ class TrainStep:
             "parameters": local_bytes(abstract.params),
             "optimizer": local_bytes(abstract.optimizer),
             "model state": local_bytes((abstract.rest, abstract.watch, abstract.step)),
+            **({"in flight": local_bytes(abstract.in_flight)} if self.streamed else {}),
             "batch": local_bytes(self.abstract_batch(batch)),
         }
 
@@ -208,7 +213,13 @@ class TrainStep:
         step, watch = jax.jit(
             lambda: (jnp.zeros((), jnp.int32), Watch.start()), out_shardings=(state.step, state.watch)
         )()
-        return TrainState(step, params, optimizer, rest, watch)
+        return self._filled(TrainState(step, params, optimizer, rest, watch))
+
+    def _filled(self, state: TrainState) -> TrainState:
+        """The state with an empty pipe, where it has one that is not drained."""
+        if self.streamed is None:
+            return state
+        return jax.jit(self.streamed.filled, out_shardings=self.layout.state, donate_argnums=0)(state)
 
     @functools.cached_property
     def _canonical(self) -> Canonical:
@@ -228,8 +239,18 @@ class TrainStep:
         return self._canonical.take_apart(state)
 
     def from_canonical(self, arrays: Mapping[str, Array]) -> TrainState:
-        """The state of a canonical form, placed as `canonical_abstract` says. The arrays are given away with it."""
-        return self._canonical.put_together(dict(arrays))
+        """The state of a canonical form, placed as `canonical_abstract` says. The arrays are given away with it.
+
+        What an asynchronous pipeline had in flight may be missing, and it then begins empty.
+        """
+        state = self._canonical.put_together(dict(arrays))
+        lacking = any(leaf is None for leaf in jax.tree.leaves(state.in_flight, is_leaf=lambda leaf: leaf is None))
+        return self._filled(dataclasses.replace(state, in_flight=())) if lacking else state
+
+    def describe_restored(self, names: Container[str]) -> list[str]:
+        """What a user should know of a checkpoint with arrays of these names, one line each."""
+        lacking = any(name.startswith(f"{IN_FLIGHT}/") and name not in names for name in self.canonical_abstract())
+        return [f"pipeline {self.plan.pipeline}: nothing was in flight under this plan; it begins empty"] * lacking
 
     def module(self, state: TrainState) -> Any:
         """The user's module with the parameters of a state, for generation, export, or a look inside."""
@@ -293,21 +314,16 @@ class TrainStep:
     # -- the step itself -----------------------------------------------------------------------------------------------
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        if self.streamed is not None:
+            after, found = self.streamed.step(state, batch)
+            return after, {**found, **self._progress(state.watch, after.watch)}
         loss, gradients, rest = self.objective.gradients(state, batch)
         mean = loss.total / positive(loss.weight)
         norm = global_norm(gradients, self.layout.gradients)
         good, watch = state.watch.judge(mean, norm, self.experiment.guard)
         # a bad step leaves parameters, optimizer and batch statistics as they were
         params, optimizer = self.advance(gradients, state.optimizer, state.params, norm, good)
-        rate = self.experiment.optimizer.schedule_fn(self.experiment.steps)(state.watch.good)
-        metrics = {
-            "loss": mean,
-            "grad_norm": norm,
-            "learning_rate": jnp.asarray(rate, jnp.float32),
-            "weight": loss.weight,
-            "skipped": watch.skipped,
-            "skipped_in_row": watch.in_row,
-        }
+        metrics = {"loss": mean, "grad_norm": norm, "weight": loss.weight, **self._progress(state.watch, watch)}
         after = TrainState(
             step=state.step + 1,
             params=params,
@@ -316,6 +332,14 @@ class TrainStep:
             watch=watch,
         )
         return after, metrics
+
+    def _progress(self, before: Watch, after: Watch) -> Metrics:
+        rate = self.experiment.optimizer.schedule_fn(self.experiment.steps)(before.good)
+        return {
+            "learning_rate": jnp.asarray(rate, jnp.float32),
+            "skipped": after.skipped,
+            "skipped_in_row": after.in_row,
+        }
 
 
 def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence[Any] | None = None) -> TrainStep:
@@ -344,8 +368,10 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     assert plan.mesh is not None
     check_model(plan, experiment.model)
     check_memory(plan)
-    mesh, decision = plan.mesh.build(devices), None
+    mesh, decision, streamed = plan.mesh.build(devices), None, None
     functional, rule, optimizer, layout = _placed(experiment, plan, mesh, stages=stages)
+    if plan.asynchronous:
+        check_streamed(plan, rule, functional.params)
     if needs_decision(plan.memory):
         parts = (experiment, plan, functional, layout)
         objective = Objective(*parts) if stages is None else Pipelined(stages, *parts)
@@ -361,8 +387,14 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
         check_host_memory(devices, f"memory {plan.memory}")
     check_host_size(layout, host_memory(), kept)
     lines = [said] if decision is None else [said, said_of(decision, devices[0].platform)]
+    if plan.asynchronous:
+        assert stages is not None
+        parts = (experiment, plan, functional, layout, treatment_of(plan, decision))
+        streamed = Streamed(stages, optimizer, *parts)
+        functional, layout = streamed.held, streamed.places
+        lines.append(str(streamed))
     advance = advance_of(plan, rule, experiment.optimizer.clip, optimizer, layout)
-    return TrainStep(experiment, plan, functional, layout, optimizer, advance, lines, decision, stages)
+    return TrainStep(experiment, plan, functional, layout, optimizer, advance, lines, decision, stages, streamed)
 
 
 def _placed(

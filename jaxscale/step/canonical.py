@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 PARAMS = "params"
 """Prefix of the parameters' names: what evaluation, generation and export restore, beside `REST`."""
 REST = "rest"
+IN_FLIGHT = "in_flight"
+"""Prefix of what an asynchronous pipeline has in it, which another plan, or another version, leaves behind."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Canonical:
         return arrays
 
     def put_together(self, arrays: Mapping[str, Array]) -> TrainState:
-        """The train state of a canonical form, which is given away.
+        """The train state of a canonical form, which is given away; leaves in flight are `None` where it has none.
 
         Arrays that are stacked or padded are deleted leaf by leaf, so that little more than one state lives at a time;
         the others become part of the state.
@@ -132,6 +134,9 @@ class Canonical:
         # an array of a stack in groups is read by several leaves, and freed by the last
         waiting = collections.Counter(name for part in self._parts for name in part.names)
         for leaf, part in zip(self._leaves, self._parts, strict=True):
+            if part.names[0].startswith(f"{IN_FLIGHT}/") and part.names[0] not in arrays:
+                leaves.append(None)
+                continue
             given = [arrays[name] for name in part.names]
             waiting.subtract(part.names)
             if waiting[part.names[0]] or part.rows is not None:
@@ -190,6 +195,7 @@ def _parts(step: "TrainStep") -> TrainState:
     plain = functional
     if functional.vocab_multiple > 1:
         plain = Functional.of(functional.model, functional.seed, 1, functional.groups, functional.rows)
+        plain = plain.copied(functional.copies)
     shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(plain.params).items()}
     abstract = step.layout.abstract
 
@@ -197,6 +203,8 @@ def _parts(step: "TrainStep") -> TrainState:
         full = f"{prefix}/{path_name(path)}" if path else prefix
         if name is None or len(leaf.shape) != len(shapes[name]):
             return _plain(full, leaf)
+        if name in functional.copies:  # the others are zeros
+            return Part((full,), 0, shapes[name], order=(functional.copies[name].index(0),))
         axes = functional.names.get(name) or ()
         if "layers" not in axes:
             return Part((full,), None, shapes[name])
@@ -239,6 +247,10 @@ def _parts(step: "TrainStep") -> TrainState:
             by_path(lambda path, leaf: _plain(f"{REST}/{path_name(path)}", leaf), abstract.rest), lambda part: True
         ),
         watch=by_path(lambda path, leaf: _plain(f"watch/{path_name(path)}", leaf), abstract.watch),
+        in_flight=by_path(
+            lambda path, leaf: _plain(f"{IN_FLIGHT}/{step.objective.pipe_name}/{path_name(path)}", leaf),
+            abstract.in_flight,
+        ),
     )
 
 

@@ -6,6 +6,7 @@ The graph definition of the NNX module is closed over; parameters are one nested
 import dataclasses
 import functools
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -38,6 +39,8 @@ class Functional:
         groups: layers in each group of the model's stack, which keeps each group's parameters as a stack of its own.
         rows: under a pipeline, the layer that each row of a stacked parameter is, in the order of the devices; -1 for a
             row that pads a shorter stage, which is zero. Empty: the layers in order.
+        copies: under an asynchronous pipeline, of each parameter that is not of a layer, the same of its copies: 0 for
+            the stage that reads it, and -1 for all others, whose copy is zero.
     """
 
     model: Model
@@ -49,6 +52,7 @@ class Functional:
     rest: Params
     groups: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
+    copies: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -77,6 +81,13 @@ class Functional:
         made = cls(model, seed, vocab_multiple, graphdef, masters, names, nnx.to_pure_dict(rest), groups, rows)
         return dataclasses.replace(made, params=jax.eval_shape(made.in_rows, masters)) if rows else made
 
+    def copied(self, copies: Mapping[str, tuple[int, ...]]) -> "Functional":
+        """The same with a copy for each stage of what is not of a layer."""
+        if not copies:
+            return self
+        made = dataclasses.replace(self, copies=copies)
+        return dataclasses.replace(made, params=jax.eval_shape(made.in_rows, self.whole))
+
     @functools.cached_property
     def whole(self) -> Params:
         """Abstract parameters as the module has them, whatever their rows."""
@@ -93,10 +104,15 @@ class Functional:
 
     def in_rows(self, params: Params) -> Params:
         """Parameters of the module, its layers in the rows that they have under a pipeline."""
-        rows = self.rows
 
         def spread(path: Any, leaf: Any) -> Any:
-            if not rows or not self.stacked(path_name(path)):
+            name = path_name(path)
+            if name in self.copies:
+                rows = self.copies[name]
+                leaf = leaf[None] if hasattr(leaf, "at") else Alone(leaf)
+            elif self.rows and self.stacked(name):
+                rows = self.rows
+            else:
                 return leaf
             if not hasattr(leaf, "at"):  # of a file: read when it is asked for
                 return Rows(leaf, rows)
@@ -111,9 +127,14 @@ class Functional:
         if not self.rows:
             return params
         order = jnp.array([self.rows.index(layer) for layer in range(max(self.rows) + 1)])
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf[order] if self.stacked(path_name(path)) else leaf, params
-        )
+
+        def gathered(path: Any, leaf: Any) -> Any:
+            name = path_name(path)
+            if name in self.copies:
+                return leaf[self.copies[name].index(0)]
+            return leaf[order] if self.stacked(name) else leaf
+
+        return jax.tree_util.tree_map_with_path(gathered, params)
 
     def create(self) -> tuple[Params, Params]:
         """Parameters and other state of a new module: a function to jit with `out_shardings`."""
@@ -187,6 +208,27 @@ class Rows:
         return np.concatenate(
             [part if row >= 0 else np.zeros_like(part) for part, row in zip(found, self.rows[first], strict=True)]
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """An array-like with a first dim of 1 before those of another one, read when asked for."""
+
+    whole: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array, with its first dim."""
+        return (1, *self.whole.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Of the whole."""
+        return self.whole.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        return np.asarray(self.whole[tuple(rest)])[None][first]
 
 
 def in_groups(params: Params, groups: tuple[int, ...]) -> Params:

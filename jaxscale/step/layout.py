@@ -15,7 +15,7 @@ from jaxscale.memory.offload import of_a_block
 from jaxscale.sharding.memory_space import HOST_KIND
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.sharding.zero import Placement, over, placed_axes, placement
+from jaxscale.sharding.zero import Placement, over, placed_axes, placement, stacked_over
 from jaxscale.step.functional import Functional
 from jaxscale.step.plan import Plan
 from jaxscale.step.state import TrainState, Watch
@@ -167,10 +167,23 @@ class Layout:
         rules, copied = effective_rules(plan), plan.precision != "float32"
         params = named_leaves(functional.params)
         placements = {
-            name: placement(leaf.shape, functional.names.get(name), plan.zero, copied, mesh, rules)
+            name: placement(
+                leaf.shape[1:] if name in functional.copies else leaf.shape,
+                functional.names.get(name),
+                plan.zero,
+                copied,
+                mesh,
+                rules,
+            )
             for name, leaf in params.items()
         }
-        if plan.pipeline is not None:
+        if functional.copies:
+            # a stage's copy of what all share stays on its device
+            placements = {
+                name: stacked_over(found, PIPE_AXIS) if name in functional.copies else found
+                for name, found in placements.items()
+            }
+        elif plan.pipeline is not None:
             # what all stages share is gathered to be read, and split over them between steps
             placements = {
                 name: found if functional.stacked(name) else over(found, PIPE_AXIS, params[name].shape, mesh)

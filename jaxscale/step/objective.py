@@ -54,6 +54,9 @@ class Objective:
         self.layout = layout
         self.treatment = blocks.Treatment(unroll=plan.unroll) if treatment is None else treatment
 
+    pipe_name = ""
+    """Of what an asynchronous pipeline has in it between steps."""
+
     @property
     def stage_depth(self) -> int | None:
         """Blocks that run one after the other on a device; `None` for all of the model's."""

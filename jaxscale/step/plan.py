@@ -28,6 +28,10 @@ class Plan:
         stages: blocks of each stage, in order; `None` gives every stage as many.
         stash: what a stage keeps of a forward for its backward: what the memory plan says of each block, or its "input"
             alone, and it runs again.
+        anneal: updates over which the smaller rates of an asynchronous pipeline's stale stages fade (PipeMare's
+            rescheduling); 0: none; `None`: a quarter of the run for pipemare, else none.
+        correction: of the weights that pipemare's backwards read, what is left of a change after the delay, below 1; 0:
+            none; `None`: exp(-2) = 0.135.
         precision: type to compute in; parameters and optimizer state stay float32.
         matmul: precision of float32 matrix products, as in `jax.default_matmul_precision`.
         reduce: type in which gradients are reduced across devices; `None` is the type computed in.
@@ -54,6 +58,8 @@ class Plan:
     pipeline: PipelinePlan | None = None
     stages: tuple[int, ...] | None = None
     stash: Literal["residuals", "input"] = "residuals"
+    anneal: int | None = None
+    correction: float | None = None
     precision: Literal["float32", "bfloat16"] = "float32"
     matmul: Literal["default", "high", "highest"] = "default"
     reduce: Literal["float32", "bfloat16"] | None = None
@@ -98,6 +104,11 @@ class Plan:
                     f"sequence_parallel shards over the tensor axis, and mesh {self.mesh} has none: add tensor:N"
                 )
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether a pipeline updates its stages' weights on its way."""
+        return self.pipeline is not None and self.pipeline.asynchronous
+
     def _check_pipeline(self) -> None:
         pipeline = self.pipeline
         if pipeline is None:
@@ -106,9 +117,26 @@ class Plan:
                     f"mesh {self.mesh}: nothing says what the devices along pipe do; add a pipeline such as "
                     f"1f1b:{self.mesh.pipe}x{4 * self.mesh.pipe}"
                 )
-            for name in ("stages", "stash"):
+            for name in ("stages", "stash", "anneal", "correction"):
                 if getattr(self, name) != getattr(Plan, name):
                     raise UserError(f"{name}: got {getattr(self, name)} without a pipeline; add one, or leave it out")
+            return
+        for name in ("anneal", "correction"):
+            if getattr(self, name) is not None and not self.asynchronous:
+                raise UserError(
+                    f"{name}: got {getattr(self, name)} with pipeline {pipeline}, whose gradients are of the newest "
+                    "weights; leave it out, or take pipemare:P"
+                )
+        if self.anneal is not None and self.anneal < 0:
+            raise UserError(f"anneal: got {self.anneal}, expected 0 updates or more")
+        if self.correction is not None and not 0 <= self.correction < 1:
+            raise UserError(f"correction: got {self.correction}, expected 0 (none) or more, and less than 1")
+        if self.correction and pipeline.name != "pipemare":
+            raise UserError(
+                f"correction: got {self.correction} with pipeline {pipeline}, whose backwards read the weights of "
+                "their forwards; leave it out, or take pipemare:P"
+            )
+        if pipeline.name == "auto":  # settled when the platform is known
             return
         ranks, microbatches = pipeline.shape()
         if self.mesh is not None and self.mesh.pipe not in (1, ranks):

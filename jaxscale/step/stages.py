@@ -141,8 +141,7 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     """The stages of a plan's pipeline for a model.
 
     Raises:
-        UserError: the model's blocks are no stack, are fewer than the stages, or others than the plan says; the
-            schedule is asynchronous.
+        UserError: the model's blocks are no stack, are fewer than the stages, or others than the plan says.
     """
     assert plan.pipeline is not None
     functional = Functional.of(experiment.model, experiment.seed)
@@ -160,8 +159,6 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
         )
     (count,) = layers
     schedule = plan.pipeline.schedule()
-    if schedule.versions is not None:
-        raise UserError(f"pipeline {plan.pipeline}: asynchronous updates have no train step yet")
     if plan.stages is None:
         return Stages.even(schedule, count)
     if sum(plan.stages) != count:

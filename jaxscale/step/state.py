@@ -58,6 +58,7 @@ class TrainState:
         optimizer: the optax state.
         rest: the model's other state (batch statistics, generators of dropout), a nested dict.
         watch: memory of past gradient norms.
+        in_flight: what an asynchronous pipeline has in it between steps; nothing elsewhere.
     """
 
     step: Int[Array, ""]
@@ -65,3 +66,4 @@ class TrainState:
     optimizer: Any
     rest: Params
     watch: Watch
+    in_flight: Any = ()

@@ -200,7 +200,8 @@ class Checkpoints:
         """The newest checkpoint that verifies, in the layout and dtypes asked for.
 
         Args:
-            abstract: name to shape, dtype and sharding; names of the checkpoint that are missing here are not read.
+            abstract: name to shape, dtype and sharding; names of the checkpoint that are missing here are not read. A
+                checkpoint may lack what a pipeline of this plan would have in flight.
             step: take this one and no other.
             set_aside: rename damaged ones to STEP.damaged, so that their steps can be saved again.
             say: told about each damaged checkpoint.
@@ -248,6 +249,7 @@ class Checkpoints:
         from jaxscale.training.checksum import checksums
 
         content = on_all(lambda: self._matching(step, abstract), DamagedError)
+        abstract = {name: leaf for name, leaf in abstract.items() if name in content["arrays"]}
         arrays = on_all(lambda: self._load(step, content["arrays"], abstract), DamagedError)
         sums = checksums(arrays)  # equal on all processes
         wrong = [name for name in abstract if list(sums[name]) != content["arrays"][name][2:]]
@@ -437,7 +439,11 @@ def _path(folder: Any) -> Any:
 
 
 def _same_arrays(entries: Mapping[str, Any], abstract: Mapping[str, Any], path: Any) -> None:
+    from jaxscale.step.canonical import IN_FLIGHT
+
     for name, leaf in abstract.items():
+        if name not in entries and name.startswith(f"{IN_FLIGHT}/"):
+            continue
         if name not in entries:
             raise UserError(
                 f"{path} has no array {name!r}, which the model needs: it was saved by another model or optimizer"

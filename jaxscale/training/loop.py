@@ -203,6 +203,8 @@ class _Training:
         description = restored.description
         self.n, self.tokens, self.best = description.step, description.tokens, description.best
         self.held_out, self.data_state = description.loss, description.data
+        for line in self.step.describe_restored(restored.arrays):
+            self.say(line)
         state = self.step.from_canonical(restored.arrays)
         self.skipped = int(jax_get(state.watch.skipped))
         damaged = {str(at): why for at, why in restored.damaged.items()}

@@ -1,0 +1,241 @@
+"""The step of an asynchronous pipeline: weights of a loop that knows no pipeline, restarts to the last bit, refusals.
+
+The loop takes gradients of the whole model on one device, at weights put together from the versions that each stage
+would read, and updates each stage by itself.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxscale.errors import UserError
+from jaxscale.models.decoder import Decoder
+from jaxscale.optim.optimizer import Optimizer
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.build import TrainStep, build, decays
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
+from jaxscale.values import override
+
+ROWS, CONTEXT, VOCAB = 8, 4, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Random tokens, rows of unlike weight."""
+
+    def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        kinds = {"tokens": "int32", "targets": "int32", "weights": "float32"}
+        return {name: ((batch, CONTEXT), kind) for name, kind in kinds.items()}
+
+
+MODEL = Decoder(vocab=VOCAB, context=CONTEXT, layers=2, embed=4, heads=1, dropout=0.1)
+# a rule in which a wrong delay shows, and rounding does not grow; most gradients are clipped
+RULE = Optimizer(name="sgd", learning_rate=0.3, momentum=0.5, clip=0.3, warmup=2)
+EXPERIMENT = Experiment("streamed", MODEL, Rows(), optimizer=RULE, batch=ROWS, steps=8)
+STEPS = 5
+
+
+def batch(number: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(number)
+    found = {name: rng.integers(0, VOCAB, (ROWS, CONTEXT)).astype(np.int32) for name in ("tokens", "targets")}
+    chance = rng.random((ROWS, CONTEXT)) < np.linspace(0.3, 1, ROWS)[:, None]
+    return {**found, "weights": chance.astype(np.float32)}
+
+
+def step_of(text: str, experiment: Experiment = EXPERIMENT) -> TrainStep:
+    return build(experiment, override(Plan(), dict(part.split("=", 1) for part in text.split("; "))))
+
+
+def fed(step: TrainStep, state: Any, numbers: range) -> tuple[Any, list[dict[str, float]]]:
+    told = []
+    for number in numbers:
+        state, metrics = jax.block_until_ready(step.run(state, step.place(batch(number))))
+        told.append({name: float(value) for name, value in metrics.items()})
+    return state, told
+
+
+def on_host(step: TrainStep, state: Any) -> dict[str, np.ndarray]:
+    return {name: np.array(leaf) for name, leaf in step.to_canonical(state).items()}
+
+
+def restored(step: TrainStep, saved: dict[str, np.ndarray]) -> Any:
+    wanted = {name: leaf for name, leaf in step.canonical_abstract().items() if name in saved}
+    return step.from_canonical({name: jax.device_put(saved[name], leaf.sharding) for name, leaf in wanted.items()})
+
+
+def parameters(saved: dict[str, Any]) -> dict[str, Any]:
+    return {name: leaf for name, leaf in saved.items() if name.startswith("params/")}
+
+
+class Reference:
+    """Versions of each stage's weights, by their names in a checkpoint."""
+
+    def __init__(self, ranks: int, alone: TrainStep) -> None:
+        self.step, experiment, model = alone, alone.experiment, alone.experiment.model
+        self.state = self.step.init()
+        assert isinstance(model, Decoder)
+        self.ranks, layers = ranks, model.layers
+        whole = parameters(on_host(self.step, self.state))
+
+        def stage(name: str) -> int:
+            parts = name.split("/")
+            if "layers" in parts:
+                return int(parts[parts.index("layers") + 1]) * ranks // layers
+            return 0 if "embedding" in parts else ranks - 1
+
+        self.versions = [[{n: leaf for n, leaf in whole.items() if stage(n) == s}] for s in range(ranks)]
+        self.rules = [
+            experiment.optimizer.build(experiment.steps, {n: decays(None, leaf.shape) for n, leaf in own[0].items()})
+            for own in self.versions
+        ]
+        self.states = [rule.init(own[0]) for rule, own in zip(self.rules, self.versions, strict=True)]
+        self.norms: list[list[float]] = [[] for _ in range(ranks)]
+
+    def feed(self, number: int, reads: list[int]) -> None:
+        """One update of each stage, by a gradient at these versions."""
+        read = [own[at] for own, at in zip(self.versions, reads, strict=True)]
+        names = {name: jnp.asarray(leaf) for part in read for name, leaf in part.items()}
+        arrays = {**self.step.to_canonical(self.state), **names, "step": jnp.int32(number)}
+        state = self.step.from_canonical(arrays)
+        found = self.step.gradients_fn(state, self.step.place(batch(number)))
+        self.state = dataclasses.replace(state, params=found)
+        named = parameters(on_host(self.step, self.state))
+        for s, rule in enumerate(self.rules):
+            own = {name: named[name] for name in self.versions[s][-1]}
+            updates, self.states[s] = rule.update(own, self.states[s], self.versions[s][-1])
+            self.norms[s].append(float(optax.tree.norm(own)))
+            self.versions[s].append(jax.tree.map(np.asarray, optax.apply_updates(self.versions[s][-1], updates)))
+
+
+def check(step: TrainStep, alone: TrainStep, steps: int = STEPS, bound: float = 2e-6) -> None:
+    """A step's weights after so many batches are those of the loop."""
+    plan = step.plan.pipeline
+    assert plan is not None
+    assert plan.ranks is not None
+    expected = Reference(plan.ranks, alone)
+    for number in range(steps):
+        delays = [plan.ranks - 1 - s for s in range(plan.ranks)] if plan.name == "pipedream" else [1] * plan.ranks
+        expected.feed(number, [max(0, number - delay) for delay in delays])
+    state, told = fed(step, step.init(), range(steps))
+    made = np.asarray(state.in_flight["watch"].good).reshape(plan.ranks, -1)[:, 0]
+    assert made[-1] == state.watch.good
+    assert made[-1] > steps - plan.ranks
+    found = on_host(step, state)
+    for s, versions in enumerate(expected.versions):
+        newest, before = versions[made[s]], versions[made[s] - 1]
+        for name, leaf in newest.items():
+            assert np.abs(found[name] - leaf).max() <= bound * np.abs(leaf).max(), name
+        # another delay would show
+        assert (
+            max(np.abs(leaf - before[name]).max() / np.abs(leaf).max() for name, leaf in newest.items()) > 1e3 * bound
+        )
+    # norms of the gradients that were applied in the last step
+    last = np.sqrt(sum(expected.norms[s][count - 1] ** 2 for s, count in enumerate(made)))
+    assert abs(told[-1]["grad_norm"] - last) <= 1e-5 * last
+
+
+@pytest.fixture(scope="module")
+def pipedream() -> TrainStep:
+    return step_of("pipeline=pipedream:2; mesh=data:1")
+
+
+@pytest.fixture(scope="module")
+def alone() -> TrainStep:
+    return build(EXPERIMENT, Plan(mesh=MeshSpec()), devices=jax.devices()[:1])
+
+
+def test_weights_equal_a_loop_of_whole_gradients_and_clipping_is_by_stage(
+    pipedream: TrainStep, alone: TrainStep
+) -> None:
+    check(pipedream, alone)
+
+
+def test_a_restart_is_exact_and_any_plan_goes_on(pipedream: TrainStep, alone: TrainStep) -> None:
+    state, before = fed(pipedream, pipedream.init(), range(3))
+    saved = on_host(pipedream, state)
+    state, after = fed(pipedream, state, range(3, 6))
+    again, repeated = fed(pipedream, restored(pipedream, saved), range(3, 6))
+    assert after == repeated
+    one, other = on_host(pipedream, state), on_host(pipedream, again)
+    names = [name for name in one if "/pipe/" not in name]  # zeros of slots that nothing reads may differ
+    for name in names:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+    assert all(metrics["weight"] > 0 for metrics in before)
+    # one device takes the parameters, optimizer and all, and leaves what is in flight
+    plain = alone.canonical_abstract()
+    assert not any(name.startswith("in_flight") for name in plain)
+    taken = on_host(alone, restored(alone, saved))
+    assert set(taken) == {name for name in saved if not name.startswith("in_flight")}
+    for name, leaf in taken.items():
+        np.testing.assert_array_equal(leaf, saved[name], err_msg=name)
+    # and the other way round: a pipe that is filled anew
+    begun = restored(pipedream, taken)
+    assert pipedream.describe_restored(taken) == [
+        "pipeline pipedream:2: nothing was in flight under this plan; it begins empty"
+    ]
+    assert not pipedream.describe_restored(saved)
+    for name, leaf in taken.items():
+        np.testing.assert_allclose(on_host(pipedream, begun)[name], leaf, rtol=1e-6, err_msg=name)
+    # the newest weights are evaluated
+    placed = alone.place(batch(9)), pipedream.place(batch(9))
+    expected = alone.evaluate(restored(alone, taken), placed[0])
+    found = pipedream.evaluate(begun, placed[1])
+    np.testing.assert_allclose(float(found.total), float(expected.total), rtol=1e-6)
+    assert pipedream.parameters == alone.parameters
+    shown, wanted = (step.module(restored(step, taken)).head.weight[...] for step in (pipedream, alone))
+    np.testing.assert_array_equal(np.asarray(shown), np.asarray(wanted))
+
+
+def test_a_bad_gradient_skips_the_update_of_each_stage(pipedream: TrainStep) -> None:
+    state, _ = fed(pipedream, pipedream.init(), range(3))
+    bad = batch(3)
+    bad["weights"] = np.where(bad["weights"] > 0, np.nan, bad["weights"]).astype(np.float32)
+    state, _ = pipedream.run(state, pipedream.place(bad))
+    state, told = fed(pipedream, state, range(4, 7))
+    assert told[-1]["skipped"] == 1
+    assert told[-1]["skipped_in_row"] == 0
+    assert [list(np.asarray(getattr(state.in_flight["watch"], name))) for name in ("skipped", "good")] == [
+        [1, 1],
+        [5, 5],
+    ]
+    assert all(np.isfinite(leaf).all() for leaf in parameters(on_host(pipedream, state)).values())
+
+
+REFUSALS = [
+    ("pipeline=pipedream:2; mesh=fsdp:2; zero=1", {}, r"zero 1 with pipeline pipedream:2: .* take zero 0"),
+    ("pipeline=pipemare:2; optimizer_state=streamed", {}, "optimizer_state streamed with pipeline pipemare:2"),
+    ("pipeline=2bw:2x4; mesh=sequence:2", {}, "weights in flight are not split over sequence"),
+    ("pipeline=pipedream:2; mesh=data:1", {"model": {"tied": True}}, r"embedding/weight is read before .* \(tied"),
+    ("pipeline=2bw:2x4; mesh=data:1", {"optimizer": {"name": "adafactor"}}, "update mixes elements of a tensor"),
+    ("pipeline=1f1b:2x4; anneal=3", {}, "anneal: got 3 with pipeline 1f1b:2x4, whose gradients"),
+    ("anneal=3", {}, "anneal: got 3 without a pipeline"),
+    ("pipeline=pipemare:2; anneal=-1", {}, "anneal: got -1, expected 0"),
+    ("pipeline=pipemare:2; correction=1", {}, "correction: got 1.0, expected 0"),
+    ("pipeline=2bw:2x4; correction=0.1", {}, "correction: got 0.1 with pipeline 2bw:2x4"),
+    ("pipeline=pipedream:4", {}, "4 stages, and the model has 2 layers"),
+    ("pipeline=2bw:2x3", {}, "batch 8 does not divide into 3 microbatches"),
+]
+
+
+@pytest.mark.parametrize(("text", "changes", "message"), REFUSALS, ids=[case[2] for case in REFUSALS])
+def test_what_updates_by_stage_cannot_mean_is_refused(text: str, changes: Any, message: str) -> None:
+    parts = {name: dataclasses.replace(getattr(EXPERIMENT, name), **fields) for name, fields in changes.items()}
+    with pytest.raises(UserError, match="(?s).*" + message):
+        step_of(text, dataclasses.replace(EXPERIMENT, **parts))
+
+
+def test_a_step_says_what_is_done_by_stage(pipedream: TrainStep) -> None:
+    assert pipedream.describe()[1] == (
+        "pipeline pipedream:2: gradients are up to 1 updates old; each stage clips by its own gradient's norm and "
+        "skips bad updates by itself"
+    )
+    assert pipedream.memory(batch(0))["in flight"] > 0
+    state = pipedream.init()
+    with pytest.raises(UserError, match="a step has no gradients of its own"):
+        pipedream.gradients_fn(state, pipedream.place(batch(0)))
