@@ -29,6 +29,12 @@ and 0.10.2:
     margin                                15 %         12 %
     of 200 verdicts inside it             21 %         20 %
     wrong outside it                         0            0
+
+In all decoders recorded memory is fullest in the loss, or close to it. Where it is in the blocks both can be further
+off, as one further program showed: 6 layers of 1,024, a vocabulary of 4,096, 64 rows of 1,024 tokens on a v5e:2x2 under
+fsdp:4, zero 3, memory full and splash attention take 1.92 GiB, the formula says 1.51 and a compiled piece 1.67. The
+block's temporaries are right; this compiler keeps the logits (256 MiB) until the blocks are done, for the head's
+gradient, which nothing needs earlier.
 """
 
 import argparse
@@ -123,10 +129,10 @@ CASES = (
     Case("wide", "gpu h100 x 4", "fsdp:4", "memory=save:1GiB"),
     Case("small", "gpu h100 x 4", "fsdp:4", "memory=full precision=float32"),
     Case("mixture", "tpu v6e:2x2", "fsdp:4", "memory=full optimizer_state=streamed"),
-    Case("vit", "tpu v6e:2x2", "fsdp:4", "memory=save:1GiB"),
-    Case("wide", "tpu v5e:2x2", "fsdp:4", "memory=full optimizer_state=streamed"),
     Case("small", "tpu v6e:2x2", "fsdp:4", "memory=offload:pofo:256MiB"),
+    Case("wide", "tpu v5e:2x2", "fsdp:4", "memory=full optimizer_state=streamed"),
     Case("mixture", "tpu v5p:2x2x1", "fsdp:4", "memory=save:512MiB precision=float32"),
+    Case("vit", "tpu v6e:2x2", "fsdp:4", "memory=save:1GiB"),
 )
 
 

@@ -1,25 +1,17 @@
 """The pieces of a step: which there are, and what the compiler says of one compiled by itself."""
 
-import dataclasses
-
 import jax
 import pytest
 
-from jaxscale.data import Text
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.models.decoder import Decoder
 from jaxscale.planning.estimate import estimate, of_step
 from jaxscale.planning.fit import fit
 from jaxscale.planning.piece_compile import lowered_piece
 from jaxscale.planning.pieces import pieces_of
-from jaxscale.planning.program import described_step, lowered_step
+from jaxscale.planning.program import described_step
 from jaxscale.planning.traced import traced_step
-from jaxscale.platforms.compile import compile_report
 from jaxscale.platforms.platform import Platform
-from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
 
 CPU = Platform.parse("cpu x 4")
@@ -91,32 +83,7 @@ def test_the_compiler_s_word_on_a_piece(planned):
     assert 0.5 < found.device_bytes / estimate(experiment, CPU).device_bytes < 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Lowered:
-    """The whole step."""
-
-    experiment: Experiment
-
-    def __call__(self, devices):
-        return lowered_step(devices, self._same)
-
-    def _same(self):
-        return self.experiment
-
-
 def test_blocks_in_no_loop_have_no_piece(planned):
     experiment = planned(memory=MemoryPlan.parse("revolve:2"))
     with pytest.raises(UserError, match="compile-block: the blocks are in no loop"):
         estimate(experiment, CPU, compile_block=True)
-
-
-@pytest.mark.slow
-def test_an_accelerator_s_compiler():
-    pytest.importorskip("libtpu")
-    model = Decoder(vocab=4096, context=1024, layers=6, embed=1024, heads=8, mlp=4096)
-    plan = Plan(mesh=MeshSpec.parse("fsdp:4"), zero=3, precision="bfloat16", memory=MemoryPlan("full"))
-    experiment = Experiment(name="middle", model=model, data=Text("text.txt", context=1024), batch=64, plan=plan)
-    platform = Platform.parse("tpu v5e:2x2")
-    step = compile_report(Lowered(experiment), platform)
-    assert step.device_bytes is not None
-    assert estimate(experiment, platform, compile_block=True).device_bytes == pytest.approx(step.device_bytes, rel=0.12)
