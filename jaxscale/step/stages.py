@@ -159,10 +159,18 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
         )
     (count,) = layers
     schedule = plan.pipeline.schedule()
+    # layers of unlike attention come in turn, and a stage has whole turns of them
+    period = len(getattr(experiment.model, "windows", ()) or (None,))
     if plan.stages is None:
-        return Stages.even(schedule, count)
+        return Stages.even(schedule, count, period)
     if sum(plan.stages) != count:
         raise UserError(
             f"stages: {', '.join(map(str, plan.stages))} are {sum(plan.stages)} blocks, and the model has {count}"
         )
-    return Stages(schedule, plan.stages)
+    found = Stages(schedule, plan.stages)
+    if any(start % period for start in found.starts):
+        raise UserError(
+            f"stages: {', '.join(map(str, plan.stages))}: the blocks of this model repeat every {period}, so each stage "
+            f"but the last takes a multiple of {period}"
+        )
+    return found
