@@ -13,12 +13,12 @@ FILE = Path(__file__).parents[2] / "experiments" / "async_pipeline.py"
 @pytest.mark.slow
 def test_it_runs(tmp_path):
     page = tmp_path / "curves.html"
-    options = ["--tiny", "--half", "--steps", "100", "--seeds", "0", "--rules", "synchronous", "2bw", "pipemare"]
+    options = ["--tiny", "--half", "--steps", "50", "--seeds", "0", "--rules", "synchronous", "2bw", "pipemare"]
     command = [sys.executable, str(FILE), *options, "-o", str(page)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
-    assert found["synchronous first"] == 50
+    assert found["synchronous first"] == 25
     losses = [loss for (loss,) in found["held out"].values()]
     assert len(losses) == 3
     assert max(losses) - min(losses) < 0.2
