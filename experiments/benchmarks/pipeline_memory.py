@@ -13,8 +13,8 @@ m = 4 and 32, 0.4 % off slots x bytes. The usual way: 2,161 and 6,289 at m = 8 a
 of 3 messages in fast memory, and moves it out and in again around its work.
 
 For H100, likewise: 1F1B 296 and 816 at every m, lock-step 376 and 392, GPipe 296 and 520 (input) and 808 and 5,288
-(residuals), both growing by slots x bytes to 0.01 %. The usual way 2,044, 6,348 and 1,532: 0.40, 0.13 and 0.19 of it. No
-pool is copied.
+(residuals), both growing by slots x bytes to 0.01 %. The usual way 2,044, 6,348 and 1,532: 0.40, 0.13 and 0.19 of it.
+No pool is copied.
 """
 
 import argparse
