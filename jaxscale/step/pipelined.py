@@ -27,6 +27,7 @@ from jaxscale.pipeline.execute import execute
 from jaxscale.pipeline.passes import At
 from jaxscale.pipeline.tables import Tables, tabulate
 from jaxscale.sharding import place
+from jaxscale.sharding.memory_space import to_device
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.zero import placed_axes
 from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS
@@ -285,6 +286,7 @@ class Pipelined(Objective):
         dtype = jnp.dtype(self.plan.precision)
 
         def copy(path: Any, param: Array, master: NamedSharding) -> Array:
+            master = NamedSharding(master.mesh, master.spec)  # which may lie on the host
             compute = NamedSharding(self.layout.mesh, self._reads(path_name(path)))
             if jnp.issubdtype(param.dtype, jnp.floating) and dtype != param.dtype:
                 # cast first, so that half the bytes are gathered
@@ -292,7 +294,7 @@ class Pipelined(Objective):
                 param = jax.lax.optimization_barrier(param)
             return jax.lax.with_sharding_constraint(param, compute)
 
-        return jax.tree_util.tree_map_with_path(copy, params, self.layout.masters)
+        return jax.tree_util.tree_map_with_path(copy, to_device(params), self.layout.masters)
 
     def _reads(self, name: str) -> PartitionSpec:
         """The placement that a step's loop reads a parameter in: what stages share is whole."""

@@ -106,14 +106,23 @@ def check_wires(step: TrainStep) -> None:
     assert all(one.count == 1 for one in gradients)
 
 
-def test_a_step_trains(reference: Any) -> None:
-    plans = [ONE, override(Plan(), {"pipeline": "1f1b:3x4", "zero": "1", "mesh": "fsdp:2"})]
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pipeline": "1f1b:3x4", "zero": "1", "mesh": "fsdp:2"},
+        pytest.param({"pipeline": "zb-h1:2x4", "optimizer_state": "host"}, marks=pytest.mark.slow),
+        pytest.param({"pipeline": "1f1b:2x4", "optimizer_state": "streamed"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_step_trains(changes: dict[str, str], reference: Any) -> None:
+    plans = [ONE, override(Plan(), changes)]
     experiment = dataclasses.replace(EXPERIMENT, steps=3)
     losses = []
     for plan in plans:
         step = build(experiment, plan)
         step.compile(batch())
-        if plan.pipeline is not None:
+        if plan.zero:
             check_wires(step)
         state = step.init()
         found = []
