@@ -8,9 +8,9 @@ nothing, and without any, where they compute on zeros. Then processor seconds of
 of 512 ticks, best of 3, and instructions of the two programs.
 
 Measured on 2 busy cores on 2026-11-22 (JAX 0.10.2, virtual CPU devices): no schedule off by a pass. A step with a
-branch per tick takes 0.63 of the processor time of one without at m=2, and 1.15 at m=8, for XLA:CPU copies the slots in every
-branch, which v5e and H100 do not (`pipeline_memory.py`). 512 ticks compile in 1.007 times the processor seconds of 16,
-to as many instructions (600).
+branch per tick takes 0.63 of the processor time of one without at m=2, and 1.15 at m=8, for XLA:CPU copies the slots
+in every branch, which v5e and H100 do not (`pipeline_memory.py`). 512 ticks compile in 1.007 times the processor
+seconds of 16, to as many instructions (600).
 """
 
 import argparse
