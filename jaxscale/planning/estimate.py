@@ -32,8 +32,8 @@ from jaxscale.step.rows import batch_shapes
 from jaxscale.values.units import size
 
 KINDS = (
-    "parameters", "optimizer state", "model state", "batch", "compute copy", "kept activations", "loss", "gradients",
-    "gathered weights", "transients", "packing", "second copy", "checkpoint",
+    "parameters", "optimizer state", "model state", "batch", "compute copy", "kept activations", "stash", "loss",
+    "gradients", "gathered weights", "transients", "packing", "second copy", "checkpoint",
 )  # fmt: skip
 """Kinds of tensor, in the order of tables."""
 

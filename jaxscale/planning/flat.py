@@ -2,16 +2,24 @@
 
 Calls (`jit`, `checkpoint`, custom derivatives) are written out in place, loops keep a program of their own, and what no
 result needs is dropped, as a compiler would. Values are numbers; what is known of them lies beside the list.
+
+The `shard_map` of a pipelined step is written out in place too: an "enter" gives a device's part of an array, a "leave"
+the array of these parts. Within it a `cond` keeps a program for each branch; elsewhere its longest stands for it.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxscale.compat import scan_counts
+
 CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """Parameters that hold the program of a call."""
 
 LOOPS = ("scan", "while")
+
+PIPE = "pipe"
+"""Axis of the mesh along which a pipeline's stages lie."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,6 +35,8 @@ class Operation:
         equation: as JAX traced it; its settings and its source are there.
         literals: what stands in place of the inputs that are `None`, by their place among the inputs.
         loop: the body of a loop.
+        branches: of a `cond` of a pipelined step.
+        manual: axes of the mesh that shapes know of already, within a pipelined step.
     """
 
     kind: str
@@ -37,6 +47,8 @@ class Operation:
     equation: Any = None
     literals: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     loop: "Program | None" = None
+    branches: "tuple[Program, ...]" = ()
+    manual: frozenset[str] = frozenset()
 
     @property
     def line(self) -> str:
@@ -65,8 +77,12 @@ class Program:
     names: dict[int, str]
 
 
-def flatten(jaxpr: Any) -> Program:
+def flatten(jaxpr: Any, manual: frozenset[str] = frozenset()) -> Program:
     """The flat program of a jaxpr, open or closed.
+
+    Args:
+        jaxpr: the function.
+        manual: it is part of a pipelined step that is manual over these axes.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -74,11 +90,20 @@ def flatten(jaxpr: Any) -> Program:
         >>> [operation.kind for operation in flatten(jaxpr).operations]
         ['sin', 'add']
     """
-    return _Flattener().program(jaxpr)
+    return _Flattener(manual).program(jaxpr)
+
+
+def carries(operation: Operation) -> tuple[int | None, ...]:
+    """The initial state of a loop."""
+    if operation.kind == "scan":
+        consts, carries = scan_counts(operation.params)
+        return operation.inputs[consts : consts + carries]
+    return operation.inputs[operation.params["cond_nconsts"] + operation.params["body_nconsts"] :]
 
 
 class _Flattener:
-    def __init__(self) -> None:
+    def __init__(self, manual: frozenset[str]) -> None:
+        self.manual = manual
         self.shapes: dict[int, Any] = {}
         self.names: dict[int, str] = {}
         self.operations: list[Operation] = []
@@ -125,7 +150,11 @@ class _Flattener:
                 env[eqn.outvars[0]] = inputs[0]
                 self._same(eqn.outvars[0], eqn.invars[0])
                 continue
-            called = None if kind in (*LOOPS, "pallas_call", "shard_map") else _called(eqn)
+            if kind == "shard_map" and PIPE in eqn.params["newly_manual_axes"]:
+                self._region(eqn, inputs, env, back)
+                continue
+            known = (*LOOPS, "pallas_call", "shard_map", *(("cond",) if self.manual else ()))
+            called = None if kind in known else _called(eqn)
             if called is not None:
                 inner = getattr(called, "jaxpr", called)
                 inside: dict[Any, int | None] = {var: self._new(var.aval) for var in inner.constvars}
@@ -141,11 +170,38 @@ class _Flattener:
                 continue
             loop = None
             if kind in LOOPS:
-                loop = flatten(eqn.params["jaxpr" if kind == "scan" else "body_jaxpr"])
+                loop = flatten(eqn.params["jaxpr" if kind == "scan" else "body_jaxpr"], self.manual)
+            branches = ()
+            if kind == "cond":
+                branches = tuple(flatten(branch, self.manual) for branch in eqn.params["branches"])
             outputs = tuple(self._new(var.aval) for var in eqn.outvars)
             env |= dict(zip(eqn.outvars, outputs, strict=True))
             literals = {at: self._literal(var) for at, var in enumerate(eqn.invars) if inputs[at] is None}
-            self.operations.append(Operation(kind, inputs, outputs, eqn.params, back, eqn, literals, loop))
+            self.operations.append(
+                Operation(kind, inputs, outputs, eqn.params, back, eqn, literals, loop, branches, self.manual)
+            )
+
+    def _region(self, eqn: Any, inputs: Sequence[int | None], env: dict[Any, int | None], back: bool) -> None:
+        """A pipelined step's `shard_map`: its operations, between those that enter and those that leave."""
+        inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+        outside, self.manual = self.manual, frozenset(eqn.params["newly_manual_axes"])
+        inside: dict[Any, int | None] = {var: self._new(var.aval) for var in inner.constvars}
+        self.constants += inside.values()
+
+        def cross(kind: str, value: int, var: Any, spec: Any) -> int:
+            made = self._new(var.aval)
+            self.operations.append(Operation(kind, (value,), (made,), {"spec": spec}, back, eqn, manual=self.manual))
+            return made
+
+        for var, given, value, spec in zip(inner.invars, eqn.invars, inputs, eqn.params["in_specs"], strict=True):
+            inside[var] = None if value is None else cross("enter", value, var, spec)
+            self._same(var, given)
+        self._run(inner, inside, back)
+        for var, found, spec in zip(eqn.outvars, inner.outvars, eqn.params["out_specs"], strict=True):
+            value = self._read(inside, found)
+            env[var] = None if value is None else cross("leave", value, var, spec)
+            self._same(var, found)
+        self.manual = outside
 
 
 def _called(eqn: Any) -> Any:

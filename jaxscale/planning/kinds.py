@@ -2,7 +2,11 @@
 
 from collections.abc import Sequence
 
-from jaxscale.planning.flat import Operation, Program
+from jaxscale.planning.flat import Operation, Program, carries
+from jaxscale.planning.regions import tick_loops
+
+MOVES = ("enter", "slice", "dynamic_slice", "squeeze", "broadcast_in_dim", "ppermute", "concatenate")
+"""What becomes of a pipelined step's weights on their way to the stages; Chimera joins two copies of them."""
 
 EXPRESSIONS = ("convert_element_type", "sharding_constraint", "optimization_barrier", "copy", "reshape", "transpose")
 
@@ -12,9 +16,13 @@ def kinds_of(program: Program) -> dict[int, str]:
 
     A value that is made in the forward pass and read in the backward pass is kept; between the last loop of the one and
     the first of the other it belongs to the loss; one of the backward pass that is read after it is a gradient. A
-    program that is neither step nor microbatch has transients alone.
+    program that is neither step nor microbatch has transients alone. What a pipeline hands from tick to tick is a sum
+    of gradients where something reads it afterwards, else stash: messages, and what forwards keep.
     """
     operations = program.operations
+    ticks = tick_loops(program)
+    if ticks:
+        return _of_pipeline(program, ticks)
     copies = _made_of(program, set(program.inputs))
     microbatches = [operation for operation in operations if operation.loop is not None and both_passes(operation.loop)]
     if microbatches and not any(operation.params.get("reverse") for operation in operations):
@@ -65,11 +73,25 @@ def loss_range(operations: Sequence[Operation]) -> tuple[int, int]:
     return (heads[-1] if heads else first_back, tails[0] if tails else first_back)
 
 
-def _made_of(program: Program, given: set[int]) -> set[int]:
+def _of_pipeline(program: Program, ticks: Sequence[Operation]) -> dict[int, str]:
+    found = dict.fromkeys(_made_of(program, set(program.inputs), (*EXPRESSIONS, *MOVES)), "compute copy")
+    read = {value for operation in program.operations for value in operation.inputs}
+    for operation in ticks:
+        for start, end in zip(carries(operation), operation.outputs, strict=False):
+            kind = "gradients" if end in read else "stash"
+            found |= {value: kind for value in (start, end) if value is not None}
+    after = max(map(program.operations.index, ticks))
+    for operation in program.operations[after + 1 :]:
+        if operation.manual:  # they are reduced
+            found |= dict.fromkeys(operation.outputs, "gradients")
+    return found
+
+
+def _made_of(program: Program, given: set[int], kinds: Sequence[str] = EXPRESSIONS) -> set[int]:
     """Values that are arguments in another type or place."""
     found: set[int] = set()
     for operation in program.operations:
-        if operation.kind in EXPRESSIONS and not operation.backward:
+        if operation.kind in kinds and not operation.backward:
             read = {value for value in operation.inputs if value is not None}
             if read and read <= given | found:
                 found.update(operation.outputs)

@@ -32,6 +32,7 @@ class Placements:
         gathered: bytes of weights that are brought together for an operation, by its place in the program.
         summed: places of products whose results are sums over devices of the fsdp axis.
         loops: the same of the body of a loop, by the loop's place.
+        branches: the same of the branches of a `cond`.
     """
 
     sizes: Mapping[str, int]
@@ -40,6 +41,7 @@ class Placements:
     gathered: dict[int, int] = dataclasses.field(default_factory=dict)
     summed: set[int] = dataclasses.field(default_factory=set)
     loops: dict[int, "Placements"] = dataclasses.field(default_factory=dict)
+    branches: dict[int, "tuple[Placements, ...]"] = dataclasses.field(default_factory=dict)
 
     def ways(self, axes: Sequence[str]) -> int:
         """Parts into which mesh axes split a dim."""
@@ -177,6 +179,13 @@ def _forward(program: Program, operation: Operation, at: int, found: Placements)
         outs = _loop(operation, at, dims, found)
     elif kind == "sharding_constraint":
         outs = [dims_of(operation.params["sharding"], len(program.shapes[operation.outputs[0]].shape))]
+    elif operation.branches:
+        outs = _cond(program, operation, at, dims, found)
+    elif kind == "enter":
+        outs = [tuple(tuple(axis for axis in axes if axis not in operation.manual) for axes in dims[0])]
+    elif kind == "leave":
+        told = dims_of(_Spec(operation.params["spec"]), len(dims[0]))
+        outs = [tuple((*manual, *axes) for manual, axes in zip(told, dims[0], strict=True))]
     elif kind == "shard_map":
         outs = [
             dims_of(_Spec(spec), len(program.shapes[v].shape))
@@ -230,9 +239,10 @@ def _loop(operation: Operation, at: int, dims: list[Dims], found: Placements) ->
         dims = dims[operation.params["cond_nconsts"] :]
         consts = operation.params["body_nconsts"]
         carries = len(dims) - consts
+    sizes = _left(operation, found)
     xs = [placed[1:] for placed in dims[consts + carries :]]
     state = list(dims[consts : consts + carries])
-    inside = place(body, [*dims[:consts], *state, *xs], found.sizes, tiled=found.tiled)
+    inside = place(body, [*dims[:consts], *state, *xs], sizes, tiled=found.tiled)
     for _ in range(_FIXPOINT):
         after = [
             _whole(body.shapes[i]) if v is None else inside.dims[v]
@@ -242,10 +252,30 @@ def _loop(operation: Operation, at: int, dims: list[Dims], found: Placements) ->
         if joined == state:
             break
         state = joined
-        inside = place(body, [*dims[:consts], *state, *xs], found.sizes, tiled=found.tiled)
+        inside = place(body, [*dims[:consts], *state, *xs], sizes, tiled=found.tiled)
     found.loops[at] = inside
     stacked = [((), *(inside.dims[value] if value is not None else ())) for value in body.outputs[carries:]]
     return [*state, *stacked]
+
+
+def _left(operation: Operation, found: Placements) -> dict[str, int]:
+    """The mesh axes that shapes within an operation do not know of."""
+    return {axis: size for axis, size in found.sizes.items() if axis not in operation.manual}
+
+
+def _cond(program: Program, operation: Operation, at: int, dims: list[Dims], found: Placements) -> list[Dims]:
+    """As the branch places it that spreads it most."""
+    sizes = _left(operation, found)
+    found.branches[at] = tuple(place(one, dims[1:], sizes, tiled=found.tiled) for one in operation.branches)
+    outs = []
+    for number, value in enumerate(operation.outputs):
+        told = [
+            inside.dims[made]
+            for inside, one in zip(found.branches[at], operation.branches, strict=True)
+            if (made := one.outputs[number]) is not None
+        ]
+        outs.append(max(told, key=lambda dims: _parts(found, dims), default=_whole(program.shapes[value])))
+    return outs
 
 
 def _dot(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:

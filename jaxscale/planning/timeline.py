@@ -13,10 +13,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from jaxscale.compat import scan_counts
-from jaxscale.planning.flat import Operation, Program
+from jaxscale.planning import regions
+from jaxscale.planning.flat import Operation, Program, carries
 from jaxscale.planning.pieces import Piece
 from jaxscale.planning.placements import Placements
+
+COLLECTIVES = ("ppermute", "psum", "psum_invariant", "all_gather", "reduce_scatter")
+"""What a pipelined step sends."""
 
 HEAVY = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 """Operations that read their operands several times: what two of them read is made once."""
@@ -24,16 +27,19 @@ HEAVY = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 ARRAYS = (
     "scan", "while", "shard_map", "pallas_call", "custom_call", "gather", "scatter", "scatter-add", "scatter_add",
     "device_put", "sort", "top_k", "cumsum", "cumlogsumexp", "cummax", "concatenate", "dynamic_update_slice", "fft",
-    "triangular_solve", "random_bits", "threefry2x32", "argmax", "argmin", "split",
+    "triangular_solve", "random_bits", "threefry2x32", "argmax", "argmin", "split", "cond", *COLLECTIVES,
 )  # fmt: skip
 """Operations whose results are arrays of their own, beside products and reductions."""
 
-TAKERS = ("scan", "while", "shard_map", "pallas_call", "custom_call", "sort", "top_k", "fft")
+TAKERS = ("scan", "while", "shard_map", "pallas_call", "custom_call", "sort", "top_k", "fft", "cond", *COLLECTIVES)
 """Operations that take arrays, not expressions."""
 
 SCATTERS = ("scatter-add", "scatter_add", "scatter")
 
-VIEWS = ("reshape", "squeeze", "expand_dims", "sharding_constraint", "optimization_barrier", "copy", "pvary")
+VIEWS = (
+    "reshape", "squeeze", "expand_dims", "sharding_constraint", "optimization_barrier", "copy", "pvary", "pcast",
+    "enter", "leave",
+)  # fmt: skip
 """Operations that change no bytes."""
 
 RENAMED = (*VIEWS, "convert_element_type", "transpose")
@@ -204,6 +210,7 @@ class _Sweep:
         self.sources: dict[int, frozenset[int]] = {value: frozenset() for value in program.inputs}
         self.written = _written(program)
         self.arrays: dict[int, int] = {}
+        self.given = set(program.inputs) if self.in_loop else set()
 
     def bytes_of(self, value: int) -> int:
         return self.placed.bytes_of(self.program.shapes[value], self.placed.dims[value])
@@ -212,7 +219,7 @@ class _Sweep:
         """Whether the results of an operation need memory, whoever reads them."""
         if operation.kind in SCATTERS and _one_of_each_row(operation, self.program):
             return False
-        if operation.kind == "sharding_constraint":
+        if operation.kind in ("sharding_constraint", "enter"):
             return self._gathers(operation)
         return operation.kind in (*HEAVY, *ARRAYS) or operation.kind.startswith("reduce_")
 
@@ -268,9 +275,15 @@ class _Sweep:
             read = [value for value in operation.inputs if value is not None]
             made_of = frozenset().union(*(self.sources[value] for value in read)) if read else frozenset()
             is_array = self._is_array(operation)
+            within = regions.within(operation, self.given)
+            self.given |= within
             for value in operation.outputs:
                 view = operation.kind in VIEWS and len(read) == 1 and len(made_of) <= 1
-                if is_array or (self._taken(value) and not view):
+                if value in within:
+                    self.sources[value] = frozenset()
+                elif regions.whole(operation, self.program):
+                    self.sources[value] = made_of
+                elif is_array or (self._taken(value) and not view):
                     self.sources[value] = frozenset((value,))
                     size = self._narrowed(value) if operation.kind in HEAVY else self.bytes_of(value)
                     if value in self.stacks:
@@ -334,8 +347,11 @@ class _Sweep:
         self, operation: Operation, made: Sequence[int], dying: Sequence[int], live: dict[int, Item]
     ) -> list[int]:
         """Arrays whose place the results take: of an elementwise operation, or the state of a loop."""
-        if operation.kind in HEAVY or operation.kind in ("gather", "sort", "top_k", "shard_map", "pallas_call"):
+        if operation.kind in (*HEAVY, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call"):
             return []
+        if operation.branches:
+            pairs = [(made, old) for made, read in regions.handed_on(operation) for old in self.sources[read]]
+            return [old for made, old in pairs if old in dying and live[old].bytes == self.arrays.get(made)]
         if operation.kind.startswith("reduce_") or (self.compiler.fuses == "no" and operation.loop is None):
             return []
         candidates = list(dying)
@@ -372,6 +388,12 @@ class _Sweep:
             if all(self.kinds.get(value) == "loss" for value in operation.outputs):
                 return [_renamed(inner) for inner in found]
             return found
+        if operation.branches:
+            found = []
+            for branch, placed in zip(operation.branches, self.placed.branches[place], strict=True):
+                inside = _Sweep(branch, placed, self.all_kinds, self.compiler, 0, path=(*self.path, place))
+                found += inside.moments_with_items()
+            return found or [_Inner(label, ())]
         gathered = int(self.compiler.gather * self.placed.gathered.get(place, 0))
         if gathered and self.in_loop and self.compiler.fuses == "local" and self._around_ring(place):
             # around a ring the result is put together part by part: there are an old and a new one
@@ -397,7 +419,8 @@ class _Sweep:
         name, kind, line = _origin(operation, value, self.program)
         text = f"{shape.dtype}{list(shape.shape)}" if hasattr(shape, "dtype") else str(shape)
         label = f"{name} {text}" if name else f"{text} {kind}, {line}"
-        return Item(label, self.kinds.get(value, "transients"), self.arrays[value])
+        other = "gathered weights" if operation.kind == "all_gather" else "transients"
+        return Item(label, self.kinds.get(value, other), self.arrays[value])
 
 
 def _origin(operation: Operation, value: int, program: Program) -> tuple[str, str, str]:
@@ -455,14 +478,6 @@ def _renamed(inner: _Inner) -> _Inner:
     """What is transient within the loss belongs to it."""
     items = (dataclasses.replace(one, kind="loss") if one.kind == "transients" else one for one in inner.items)
     return dataclasses.replace(inner, items=tuple(items))
-
-
-def carries(operation: Operation) -> tuple[int | None, ...]:
-    """The initial state of a loop."""
-    if operation.kind == "scan":
-        consts, carries = scan_counts(operation.params)
-        return operation.inputs[consts : consts + carries]
-    return operation.inputs[operation.params["cond_nconsts"] + operation.params["body_nconsts"] :]
 
 
 def _sums(items: Sequence[Item]) -> tuple[int, dict[str, int]]:

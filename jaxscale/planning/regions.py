@@ -1,0 +1,52 @@
+"""The loop over ticks of a pipelined step: which arrays its branches change in their place.
+
+A tick puts a message into its slot and hands pools and sums to a `cond`, whose branches change some of them and hand on
+the rest; none of it is an array of its own. What a branch computes lives and dies within it, so that the branch which
+needs the most decides.
+"""
+
+import math
+from collections.abc import Iterator, Set
+
+from jaxscale.planning.flat import Operation, Program
+
+SLICES = ("slice", "dynamic_slice")
+
+
+def handed_on(operation: Operation) -> Iterator[tuple[int, int]]:
+    """Results of a `cond` that some branch takes from an operand as it is, each with this operand."""
+    for number, made in enumerate(operation.outputs):
+        for branch in operation.branches:
+            inside = branch.outputs[number]
+            if inside is not None and inside in branch.inputs:
+                at = 1 + branch.inputs.index(inside)  # the first operand says which branch
+                read = operation.inputs[at] if at < len(operation.inputs) else None
+                if read is not None:
+                    yield made, read
+                    break
+
+
+def within(operation: Operation, given: Set[int]) -> set[int]:
+    """Results that take the place of what the caller gave: slots are written, sums are added to."""
+    if not operation.manual:
+        return set()
+    if operation.kind == "dynamic_update_slice":
+        return set(operation.outputs) if operation.inputs[0] in given else set()
+    return {made for made, read in handed_on(operation) if read in given}
+
+
+def whole(operation: Operation, program: Program) -> bool:
+    """Whether a slice is of all there is: the only slot of a pool, the only stage of a device."""
+    if not operation.manual or operation.kind not in SLICES or operation.inputs[0] is None:
+        return False
+    read, made = program.shapes[operation.inputs[0]], program.shapes[operation.outputs[0]]
+    return math.prod(read.shape) == math.prod(made.shape)
+
+
+def tick_loops(program: Program) -> list[Operation]:
+    """The loops over ticks of a pipelined step."""
+    return [
+        operation
+        for operation in program.operations
+        if operation.loop is not None and operation.manual and any(one.branches for one in operation.loop.operations)
+    ]
