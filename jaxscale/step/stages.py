@@ -170,7 +170,7 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     found = Stages(schedule, plan.stages)
     if any(start % period for start in found.starts):
         raise UserError(
-            f"stages: {', '.join(map(str, plan.stages))}: the blocks of this model repeat every {period}, so each stage "
-            f"but the last takes a multiple of {period}"
+            f"stages: {', '.join(map(str, plan.stages))}: the blocks of this model repeat every {period}, so each "
+            f"stage but the last takes a multiple of {period}"
         )
     return found
