@@ -16,9 +16,9 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning import accuracy
 from jaxscale.planning.accuracy import MARGIN, NEARER_MARGIN
 from jaxscale.planning.cheapest import NothingFits, cheapest_fit
-from jaxscale.planning.pipeline_choice import pipeline_choice
 from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.pictures import framed, page, stacked, table, write_picture
+from jaxscale.planning.pipeline_choice import pipeline_choice
 from jaxscale.planning.program import lowered_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.report import CompileReport
