@@ -7,12 +7,12 @@ the end.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
 
 from jaxscale.blocks import Loss
 from jaxscale.errors import UserError
@@ -145,8 +145,9 @@ def _shards(hidden: Any) -> _Shards:
         return _Shards(1, 1)
     mesh, rules = found
     partition = spec(hidden.shape[:2], ("batch", "inner_seq"), mesh, rules)
-    shard = NamedSharding(mesh, partition).shard_shape(hidden.shape[:2])
-    return _Shards(hidden.shape[0] // shard[0], hidden.shape[1] // shard[1])
+    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in (*partition, None, None)[:2]]
+    # by hand: a sharding on a mesh with manual axes, inside a pipeline, does not tell its shards
+    return _Shards(*(math.prod(mesh.shape[axis] for axis in axes) for axes in entries))
 
 
 def _split(x: Any, shards: _Shards, chunk: int) -> Any:

@@ -32,6 +32,7 @@ class Plan:
             rescheduling); 0: none; `None`: a quarter of the run for pipemare, else none.
         correction: of the weights that pipemare's backwards read, what is left of a change after the delay, below 1; 0:
             none; `None`: exp(-2) = 0.135.
+        synchronous_steps: of an asynchronous pipeline, to begin with: a warm-up, after which the pipe fills.
         precision: type to compute in; parameters and optimizer state stay float32.
         matmul: precision of float32 matrix products, as in `jax.default_matmul_precision`.
         reduce: type in which gradients are reduced across devices; `None` is the type computed in.
@@ -60,6 +61,7 @@ class Plan:
     stash: Literal["residuals", "input"] = "residuals"
     anneal: int | None = None
     correction: float | None = None
+    synchronous_steps: int = 0
     precision: Literal["float32", "bfloat16"] = "float32"
     matmul: Literal["default", "high", "highest"] = "default"
     reduce: Literal["float32", "bfloat16"] | None = None
@@ -117,18 +119,19 @@ class Plan:
                     f"mesh {self.mesh}: nothing says what the devices along pipe do; add a pipeline such as "
                     f"1f1b:{self.mesh.pipe}x{4 * self.mesh.pipe}"
                 )
-            for name in ("stages", "stash", "anneal", "correction"):
+            for name in ("stages", "stash", "anneal", "correction", "synchronous_steps"):
                 if getattr(self, name) != getattr(Plan, name):
                     raise UserError(f"{name}: got {getattr(self, name)} without a pipeline; add one, or leave it out")
             return
-        for name in ("anneal", "correction"):
-            if getattr(self, name) is not None and not self.asynchronous:
+        for name in ("anneal", "correction", "synchronous_steps"):
+            if getattr(self, name) != getattr(Plan, name) and not self.asynchronous:
                 raise UserError(
                     f"{name}: got {getattr(self, name)} with pipeline {pipeline}, whose gradients are of the newest "
                     "weights; leave it out, or take pipemare:P"
                 )
-        if self.anneal is not None and self.anneal < 0:
-            raise UserError(f"anneal: got {self.anneal}, expected 0 updates or more")
+        for name in ("anneal", "synchronous_steps"):
+            if (getattr(self, name) or 0) < 0:
+                raise UserError(f"{name}: got {getattr(self, name)}, expected 0 or more")
         if self.correction is not None and not 0 <= self.correction < 1:
             raise UserError(f"correction: got {self.correction}, expected 0 (none) or more, and less than 1")
         if self.correction and pipeline.name != "pipemare":

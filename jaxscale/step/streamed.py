@@ -15,7 +15,8 @@ the last, which the traced model tells; the other copies are zeros and stay so. 
 Between steps the train state holds the newest weights, the optimizer's state, and what is in flight: messages, batches,
 what forwards keep, older weights, sums of gradients, each stage's watch and counts. A checkpoint has it under a name
 that is made of the plan, so a step with another plan, another pipeline or none leaves it behind: microbatches that were
-under way are lost, some of whose updates have been made. Restored without it, a pipe is filled anew.
+under way are lost, some of whose updates have been made. Restored without it, a pipe is filled anew. The plan's
+`synchronous_steps` come first: one synchronous step after another, clipped and watched as a whole.
 """
 
 import functools
@@ -135,7 +136,9 @@ class Streamed(Pipelined):
         late = max(self.stream.delays)
         told = f"gradients are up to {late} updates old" if late else "gradients are of the newest weights"
         clips = "" if self.experiment.optimizer.clip is None else " clips by its own gradient's norm and"
-        return f"{self.asked}: {told}; each stage{clips} skips bad updates by itself"
+        first = self.plan.synchronous_steps
+        waits = f"the first {first} steps are synchronous, then " if first else ""
+        return f"{self.asked}: {waits}{told}; each stage{clips} skips bad updates by itself"
 
     def _remedies(self) -> Remedies:
         """PipeMare's, as the plan says, or as published; others have none unless asked for."""
@@ -147,9 +150,14 @@ class Streamed(Pipelined):
         return Remedies(anneal=anneal, correction=correction or None)
 
     @functools.cached_property
+    def training(self) -> Tables:
+        """Of a synchronous step."""
+        return tabulate(METHODS["1f1b"].schedule(self.ranks, self.group, None, 1), self.plan.stash)
+
+    @functools.cached_property
     def scoring(self) -> Tables:
-        """A forward pass of the newest weights, by a schedule that waits for nothing."""
-        return tabulate(METHODS["gpipe"].schedule(self.ranks, self.group, None, 1), forward_only=True)
+        """A forward pass of the newest weights."""
+        return tabulate(METHODS["1f1b"].schedule(self.ranks, self.group, None, 1), forward_only=True)
 
     # -- the model, looked at ------------------------------------------------------------------------------------------
 
@@ -342,6 +350,29 @@ class Streamed(Pipelined):
 
         The norm is that of all gradients that stages have updated by, together; 0 where none has.
         """
+        first = self.plan.synchronous_steps
+        if not first:
+            return self._streamed(state, batch)
+        return jax.lax.cond(state.step < first, self._waiting, self._streamed, state, dict(batch))
+
+    def _waiting(self, state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, Array]]:
+        """A synchronous step, after which the pipe is empty."""
+        loss, gradients, _ = super().gradients(self._newest(state), batch)
+        found = self.held.in_rows(self.functional.in_layers(gradients))
+        found = jax.lax.with_sharding_constraint(found, self.places.masters)
+        mean, norm = loss.total / positive(loss.weight), optax.tree.norm(found)
+        good, watch = state.watch.judge(mean, norm, self.experiment.guard)
+        params, optimizer = self.advance(found, state.optimizer, state.params, norm, good)
+        after = replace(state, step=state.step + 1, params=params, optimizer=optimizer, watch=watch)
+        return self.filled(after), {"loss": mean, "grad_norm": norm, "weight": loss.weight}
+
+    def _newest(self, state: TrainState) -> TrainState:
+        """The state of a synchronous pipeline with these weights, its optimizer aside."""
+        stacked, shared = self._split(state.params)
+        newest = {name: leaf[self.held.copies[name].index(0)] for name, leaf in shared.items()}
+        return replace(state, params=self._whole(stacked, newest), in_flight=())
+
+    def _streamed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, Array]]:
         owned, _ = self._divided(jax.tree.leaves(state.optimizer))
         stacked = {i: not owner or self.functional.stacked(owner) for i, owner in enumerate(self._owners)}
         each, same, rows = PartitionSpec(PIPE_AXIS), PartitionSpec(), PartitionSpec(None, BATCH_AXES)
@@ -392,6 +423,4 @@ class Streamed(Pipelined):
         raise UserError(f"{self.asked}: a step has no gradients of its own: each stage updates by others, on its way")
 
     def _sums(self, of: Any, state: TrainState, batch: Batch) -> Any:
-        stacked, shared = self._split(state.params)
-        newest = {name: leaf[self.held.copies[name].index(0)] for name, leaf in shared.items()}
-        return super()._sums(of, replace(state, params=self._whole(stacked, newest), in_flight=()), batch)
+        return super()._sums(of, self._newest(state), batch)
