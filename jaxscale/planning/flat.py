@@ -18,6 +18,9 @@ CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 LOOPS = ("scan", "while")
 
+TAKES = ("slice", "dynamic_slice", "squeeze", "lt", "add", "select_n")
+"""Operations that take a part of an array by its number; a negative number counts from the end."""
+
 PIPE = "pipe"
 """Axis of the mesh along which a pipeline's stages lie."""
 
@@ -173,7 +176,7 @@ class _Flattener:
                 loop = flatten(eqn.params["jaxpr" if kind == "scan" else "body_jaxpr"], self.manual)
             branches = ()
             if kind == "cond":
-                branches = tuple(flatten(branch, self.manual) for branch in eqn.params["branches"])
+                branches = tuple(_late(flatten(branch, self.manual)) for branch in eqn.params["branches"])
             outputs = tuple(self._new(var.aval) for var in eqn.outvars)
             env |= dict(zip(eqn.outvars, outputs, strict=True))
             literals = {at: self._literal(var) for at, var in enumerate(eqn.invars) if inputs[at] is None}
@@ -202,6 +205,30 @@ class _Flattener:
             env[var] = None if value is None else cross("leave", value, var, spec)
             self._same(var, found)
         self.manual = outside
+
+
+def _late(program: Program) -> Program:
+    """The program with what it takes out of its arguments (slots, weights) taken out where it is first read."""
+    taken = set(program.inputs)
+    waiting: dict[int, Operation] = {}
+    order: list[Operation] = []
+
+    def append(operation: Operation) -> None:
+        for value in operation.inputs:
+            if value in waiting:
+                append(waiting.pop(value))
+        order.append(operation)
+
+    for operation in program.operations:
+        read = {value for value in operation.inputs if value is not None}
+        if operation.kind in TAKES and read <= taken:
+            taken.update(operation.outputs)
+            waiting[operation.outputs[0]] = operation
+        else:
+            append(operation)
+    while waiting:  # they are returned
+        append(waiting.pop(next(iter(waiting))))
+    return dataclasses.replace(program, operations=order)
 
 
 def _called(eqn: Any) -> Any:

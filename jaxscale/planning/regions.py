@@ -5,8 +5,9 @@ the rest; none of it is an array of its own. What a branch computes lives and di
 needs the most decides.
 """
 
+import collections
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 
 from jaxscale.planning.flat import Operation, Program
 
@@ -33,6 +34,21 @@ def within(operation: Operation, given: Set[int]) -> set[int]:
     if operation.kind == "dynamic_update_slice":
         return set(operation.outputs) if operation.inputs[0] in given else set()
     return {made for made, read in handed_on(operation) if read in given}
+
+
+def returned(program: Program, renamed: Sequence[str]) -> set[int]:
+    """Values of a branch that it returns in another shape or type: they are made where the result lies.
+
+    Args:
+        program: the branch.
+        renamed: operations that change shape or type alone.
+    """
+    readers = collections.Counter(value for operation in program.operations for value in set(operation.inputs))
+    found = {value for value in program.outputs if value is not None}
+    for operation in reversed(program.operations):
+        if operation.kind in renamed and operation.outputs[0] in found and readers[operation.inputs[0]] == 1:
+            found.update(value for value in operation.inputs if value is not None)
+    return found - {None, *program.inputs}
 
 
 def whole(operation: Operation, program: Program) -> bool:

@@ -188,6 +188,7 @@ class _Sweep:
         *,
         pieces: Pieces | None = None,
         path: tuple[int, ...] = (),
+        branch: bool = False,
     ):
         """`stacked`: outputs from this one on are written into the caller's stacks; `None` for a program of its own.
         `path`: the loops that the program is in.
@@ -201,6 +202,7 @@ class _Sweep:
         self.stacks: dict[int, int] = {}
         if stacked is not None:
             self.stacks = {value: 0 for value in program.outputs[stacked:] if value is not None}
+            self.stacks |= dict.fromkeys(regions.returned(program, RENAMED), 0) if branch else {}
         self.users: dict[int, list[int]] = {}
         for place, operation in enumerate(program.operations):
             for value in operation.inputs:
@@ -391,7 +393,7 @@ class _Sweep:
         if operation.branches:
             found = []
             for branch, placed in zip(operation.branches, self.placed.branches[place], strict=True):
-                inside = _Sweep(branch, placed, self.all_kinds, self.compiler, 0, path=(*self.path, place))
+                inside = _Sweep(branch, placed, self.all_kinds, self.compiler, 0, branch=True)
                 found += inside.moments_with_items()
             return found or [_Inner(label, ())]
         gathered = int(self.compiler.gather * self.placed.gathered.get(place, 0))
