@@ -1,5 +1,5 @@
 """How far estimates have been off, and the factors that were fitted: from `accuracy.json`, which
-`experiments/benchmarks/fit_accuracy.py --record` writes.
+`experiments/benchmarks/fit_accuracy.py --write` writes.
 """
 
 import dataclasses
@@ -9,11 +9,17 @@ from pathlib import Path
 
 FILE = Path(__file__).with_name("accuracy.json")
 
+PIPELINED_FILE = Path(__file__).with_name("accuracy_pipelined.json")
+"""The same of pipelined steps, by kind of platform: `experiments/benchmarks/pipeline_fit.py --write`."""
+
 MARGIN = 0.15
 """An estimate nearer to the limit than this share of it is too close to call, and worth measuring."""
 
 NEARER_MARGIN = 0.12
 """The same where the piece of the step that decides was compiled."""
+
+UNKNOWN_MARGIN = 0.3
+"""The same of pipelined steps, where none was compiled for that kind of platform."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,24 +44,28 @@ class Accuracy:
         median: of the distances, as a share of what the compiler said.
         worst: the largest.
         compiled: the piece that decides was compiled.
+        pipelined: they have a pipeline.
     """
 
     programs: int
     median: float
     worst: float
     compiled: bool = False
+    pipelined: bool = False
 
     def __str__(self) -> str:
+        which = "pipelined " * self.pipelined
         how = " with the fullest piece compiled" if self.compiled else ""
         return (
-            f"estimates{how} of {self.programs} compiled train steps were off by {self.median:.0%} in the median, "
-            f"{self.worst:.0%} at worst"
+            f"estimates{how} of {self.programs} compiled {which}train steps were off by {self.median:.0%} in the "
+            f"median, {self.worst:.0%} at worst"
         )
 
 
 @functools.cache
 def _recorded() -> dict:
-    return json.loads(FILE.read_text()) if FILE.exists() else {}
+    found = json.loads(FILE.read_text()) if FILE.exists() else {}
+    return found | {"pipelined": json.loads(PIPELINED_FILE.read_text()) if PIPELINED_FILE.exists() else {}}
 
 
 def factors(kind: str) -> Factors:
@@ -63,12 +73,27 @@ def factors(kind: str) -> Factors:
     return Factors(**_recorded().get("factors", {}).get(kind, {}))
 
 
-def recorded(kind: str, *, compiled: bool = False) -> Accuracy | None:
+def recorded(kind: str, *, compiled: bool = False, pipelined: bool = False) -> Accuracy | None:
     """How far estimates for a kind of platform have been off; `None` where none was recorded.
 
     Args:
         kind: "tpu", "gpu" or "cpu".
         compiled: those for which the piece that decides was compiled.
+        pipelined: those of pipelined steps.
     """
-    found = _recorded().get("compiled" if compiled else "accuracy", {}).get(kind)
-    return None if found is None else Accuracy(**found, compiled=compiled)
+    which = "pipelined" if pipelined else "compiled" if compiled else "accuracy"
+    found = _recorded().get(which, {}).get(kind)
+    return None if found is None else Accuracy(**found, compiled=compiled, pipelined=pipelined)
+
+
+def margin(kind: str, *, compiled: bool = False, pipelined: bool = False) -> float:
+    """An estimate nearer to the limit than this share of it is too close to call.
+
+    Args:
+        kind: "tpu", "gpu" or "cpu".
+        compiled: the piece that decides was compiled.
+        pipelined: it is of a pipelined step.
+    """
+    if pipelined and recorded(kind, pipelined=True) is None:
+        return UNKNOWN_MARGIN
+    return NEARER_MARGIN if compiled else MARGIN

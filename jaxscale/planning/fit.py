@@ -13,13 +13,14 @@ from typing import Any
 
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.pipeline.simulate import Simulation
 from jaxscale.planning import accuracy
-from jaxscale.planning.accuracy import MARGIN, NEARER_MARGIN
 from jaxscale.planning.cheapest import NothingFits, cheapest_fit
 from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.pictures import framed, page, stacked, table, write_picture
 from jaxscale.planning.pipeline_choice import pipeline_choice
 from jaxscale.planning.program import lowered_step
+from jaxscale.planning.stage_prices import simulated
 from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.report import CompileReport
 from jaxscale.platforms.usable import host_share, usable_bytes
@@ -60,6 +61,7 @@ class Fit:
         host_limit: bytes of host memory per device, likewise.
         report: what the compiler says, once it was asked.
         helps: changes of the plan, the one that saves most first.
+        clock: a pipelined step's schedule with the seconds of its stages; `None` where nothing tells the chip's rates.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Fit:
     host_limit: int | None
     report: CompileReport | None = None
     helps: tuple[Help, ...] = ()
+    clock: Simulation | None = None
 
     @property
     def verified(self) -> bool:
@@ -105,7 +108,8 @@ class Fit:
     @property
     def margin(self) -> float:
         """An estimate nearer to the limit than this share of it is too close to call."""
-        return NEARER_MARGIN if self.estimate.compiled else MARGIN
+        compiled, pipelined = bool(self.estimate.compiled), self.estimate.plan.pipeline is not None
+        return accuracy.margin(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
 
     @property
     def verdict(self) -> str:
@@ -136,7 +140,7 @@ class Fit:
         found = next((one for one in self.helps if one.fits), None)
         if self.fits or found is None or self.limit is None:
             return ""
-        narrowly = ", narrowly" if found.needs > (1 - MARGIN) * self.limit else ""
+        narrowly = ", narrowly" if found.needs > (1 - self.margin) * self.limit else ""
         return f"it fits with {found.flags}{narrowly}: {size(found.needs)} by estimate; --verify asks the compiler"
 
     def __str__(self) -> str:
@@ -147,6 +151,7 @@ class Fit:
         lines = [
             f"{self.name} on {self.platform}: {', '.join(told)}",
             *self.estimate.said,
+            *([_told(self.clock)] if self.clock is not None else []),
             self.verdict,
             *([self.way] if self.way else []),
             "",
@@ -170,7 +175,8 @@ class Fit:
         return "\n".join(lines)
 
     def _known(self) -> accuracy.Accuracy | None:
-        return accuracy.recorded(self.platform.chip.kind, compiled=bool(self.estimate.compiled))
+        compiled, pipelined = bool(self.estimate.compiled), self.estimate.plan.pipeline is not None
+        return accuracy.recorded(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
 
     def svg(self) -> str:
         """Live bytes by kind through a step, by estimate, and the limit."""
@@ -248,7 +254,8 @@ def fit(
         except NothingFits as nothing:
             plan = nothing.least
     guess = estimate(experiment, platform, plan, compile_block=compile_block, make=make)
-    found = Fit(experiment.name, platform, guess, limit, host_limit)
+    clock = None if plan.pipeline is None else simulated(experiment, platform, guess.plan)
+    found = Fit(experiment.name, platform, guess, limit, host_limit, clock=clock)
     if verify:
         from jaxscale.platforms.compile import compile_report
 
@@ -333,6 +340,12 @@ def _more(experiment: Experiment, plan: Plan, now: int | None) -> int | None:
     assert plan.mesh is not None
     rows = experiment.batch // plan.mesh.batch_shards
     return None if now is None else next((n for n in range(now * 2, rows + 1) if rows % n == 0), None)
+
+
+def _told(clock: Simulation) -> str:
+    """Seconds and bubble of a pipelined step, one line."""
+    seconds, of = (clock.seconds, "step") if clock.period is None else (clock.period, "update")
+    return f"simulated: {seconds:.3g} s a {of} at the chip's rates, bubble {clock.bubble:.0%}, without reductions"
 
 
 def _same(experiment: Experiment) -> Experiment:

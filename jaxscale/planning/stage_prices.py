@@ -21,13 +21,16 @@ from jaxscale.errors import UserError
 from jaxscale.memory.decide import decide
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.pipeline.costs import Costs
+from jaxscale.pipeline.draw import drawable
 from jaxscale.pipeline.partition import Model
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.price import Price
 from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.simulate import Simulation, simulate
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.build import TrainStep, build
 from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
 from jaxscale.step.remember import traced_blocks
 from jaxscale.step.rows import batch_shapes
 from jaxscale.step.stages import Stages
@@ -54,6 +57,22 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
         layers = Stages.even(schedule, len(model.blocks)).layers
     links = (link_seconds(platform, model),) * schedule.ranks
     return costs_of(model, layers, links, recompute=experiment.plan.stash == "input")
+
+
+def simulated(experiment: Experiment, platform: Platform, plan: Plan) -> Simulation | None:
+    """A plan's pipeline with the seconds of its stages; `None` where nothing tells how fast the chip is.
+
+    Args:
+        experiment: what to train.
+        platform: where.
+        plan: with a pipeline, and its mesh settled.
+    """
+    assert plan.pipeline is not None
+    if roofline.rate(platform.chip, "bfloat16") is None:
+        return None
+    schedule = drawable(plan.pipeline)
+    costs = stage_costs(dataclasses.replace(experiment, plan=plan), platform, plan.pipeline, schedule)
+    return simulate(schedule, costs)
 
 
 def costs_of(model: Model, layers: Sequence[int], links: tuple[float, ...] = (), *, recompute: bool = False) -> Costs:
