@@ -1,10 +1,10 @@
-"""The four models whose train steps `fit_accuracy.py` compiles, as variants of one experiment file.
+"""The models whose train steps `fit_accuracy.py` and `pipeline_fit.py` compile, as variants of one experiment file.
 
     jaxscale fit experiments/benchmarks/fit_models.py wide --platform "tpu v5e:2x2"
 
 A dense decoder in two sizes, a vision transformer, and a mixture of experts with dense dispatch (GShard, Lepikhin et
 al. 2020, arXiv:2006.16668): one-hot tensors bring each token to its experts and back, up to a capacity. All are scans
-of 4 to 8 layers.
+of 4 to 8 layers. A decoder that compiles soon is for pipelines alone.
 """
 
 import dataclasses
@@ -166,9 +166,14 @@ def vit() -> Experiment:
     return Experiment(name="vit", model=model, data=Pixels(model.image), batch=256, plan=PLAN)
 
 
+def little() -> Experiment:
+    """A dense decoder of 4 layers, 512 wide."""
+    return _text("little", Decoder(vocab=8192, context=512, layers=4, embed=512, heads=4, mlp=2048), 64)
+
+
 def experiment() -> Experiment:
     """The smallest of them."""
     return small()
 
 
-VARIANTS = {"small": small, "wide": wide, "mixture": mixture, "vit": vit}
+VARIANTS = {"small": small, "wide": wide, "mixture": mixture, "vit": vit, "little": little}
