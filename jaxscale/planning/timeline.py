@@ -15,6 +15,7 @@ from typing import Literal
 
 from jaxscale.planning import regions
 from jaxscale.planning.flat import Operation, Program, carries
+from jaxscale.planning.late import outlasting
 from jaxscale.planning.pieces import Piece
 from jaxscale.planning.placements import Placements
 
@@ -307,6 +308,8 @@ class _Sweep:
         for value in self.returned:
             for source in self.sources.get(value, ()):
                 last[source] = end
+        rings = [place for place in self.placed.summed if self._around_ring(place)]
+        late = outlasting(self.program, rings, self._is_array) if self.compiler.fuses == "local" else {}
         live: dict[int, Item] = {}
         moments: list[Moment] = []
         best: tuple[int, tuple[Item, ...]] = (-1, ())
@@ -316,7 +319,7 @@ class _Sweep:
             piece = self.own.get(place)
             temporaries = None if piece is None else self.pieces[piece]
             made = [value for value in operation.outputs if value in self.arrays]
-            dying = [value for value in live if last.get(value, -1) <= place]
+            dying = [value for value in live if max(last.get(value, -1), late.get(value, -1)) <= place]
             reused = self._in_place(operation, made, dying, live)
             for value in reused:
                 del live[value]
@@ -325,13 +328,14 @@ class _Sweep:
             for value in made:
                 if self.arrays[value]:
                     live[value] = self._item(operation, value)
-            after = {value: item for value, item in live.items() if last.get(value, -1) > place}
+            read = {value: item for value, item in live.items() if last.get(value, -1) > place}
+            after = read | {value: item for value, item in live.items() if late.get(value, -1) > place}
             if piece is not None and temporaries is not None:
                 extra = []
                 if place == piece.stop - 1:
                     kind = "loss" if piece.name == "loss" else "transients"
                     extra = [_Inner(piece.name, (Item(f"{piece.name}, compiled", kind, temporaries),))]
-                    live = before | after
+                    live = before | read  # what else is late is among the temporaries
             else:
                 extra = self._inside(operation, place) if made else []
             for inner in extra:
