@@ -1,5 +1,6 @@
-"""One of two processes of four CPU devices each, for test_two_processes.py: one_of_two.py PORT INDEX OUT."""
+"""One of two processes of four CPU devices each, for test_two_processes.py: one_of_two.py PORT INDEX OUT PLAN."""
 
+import json
 import os
 import sys
 
@@ -11,16 +12,18 @@ from jax.experimental import multihost_utils
 from test_equal_training import STEPS, an_experiment, layout, packed
 
 from jaxscale.step.build import build
+from jaxscale.values import override
 
 
 def main() -> None:
-    port, index, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    port, index, out, changes = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.distributed.initialize(f"localhost:{port}", 2, index)
-    step = build(an_experiment(), layout("replica:2,fsdp:2,tensor:2", zero=3))
+    step = build(an_experiment(), override(layout("1"), changes))
     part, parts = step.data_shard()
-    assert (part, parts) == (index, 2)
+    # rows lie across the processes, or the stages of a pipeline do, and each has all rows
+    assert (part, parts) == ((0, 1) if "pipeline" in changes else (index, 2))
     rows = {k: np.split(v, parts)[part] for k, v in packed().items()}
     state, batch, numbers, first = step.init(), step.place(rows), [], {}
     for i in range(STEPS):
