@@ -56,6 +56,18 @@ def biggest(folder):
     return max((f for f in folder.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
 
 
+def test_what_a_pipeline_has_in_flight_may_be_missing(tmp_path):
+    checkpoints = saved(tmp_path / "c", 3)
+    wanted = abstract()
+    more = {"in_flight/pipedream-0123/tick": wanted["step"], "params/other": wanted["step"]}
+    flight, other = ({**wanted, name: leaf} for name, leaf in more.items())
+    found = checkpoints.restore(flight)
+    assert found is not None
+    assert set(found.arrays) == set(wanted)
+    with pytest.raises(UserError, match="has no array 'params/other'"):
+        checkpoints.restore(other)
+
+
 def test_what_is_saved_comes_back(tmp_path):
     checkpoints = saved(tmp_path / "c", 3)
     restored = checkpoints.restore(abstract())
