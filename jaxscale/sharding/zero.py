@@ -125,8 +125,8 @@ def stacked_over(found: Placement, axis: str) -> Placement:
 
     Example:
         >>> one = PartitionSpec("tensor")
-        >>> stacked_over(Placement(one, one, one, one), "pipe").master
-        PartitionSpec('pipe', 'tensor')
+        >>> list(stacked_over(Placement(one, one, one, one), "pipe").master)
+        ['pipe', 'tensor']
     """
     kinds = (field.name for field in dataclasses.fields(Placement))
     return Placement(**{kind: PartitionSpec(axis, *getattr(found, kind)) for kind in kinds})
