@@ -133,6 +133,10 @@ CASES = (
     Case("wide", "tpu v5e:2x2", "fsdp:4", "memory=full optimizer_state=streamed"),
     Case("mixture", "tpu v5p:2x2x1", "fsdp:4", "memory=save:512MiB precision=float32"),
     Case("vit", "tpu v6e:2x2", "fsdp:4", "memory=save:1GiB"),
+    # a small vocabulary: fullest in the blocks
+    Case("middle", "tpu v5e:2x2", "fsdp:4", "memory=full"),
+    Case("middle", "tpu v6e:2x2", "fsdp:4", "memory=none"),
+    Case("middle", "gpu h100 x 4", "fsdp:4", "memory=full"),
 )
 
 
@@ -234,23 +238,24 @@ def record() -> None:
             }
             write(known)
             print(f"{case}: {report.device_bytes} bytes in {report.seconds:.0f} s", flush=True)
-        if "pieces" not in known[case]:
-            pieces: dict[str, int] = {}
-            platform = Platform.parse(case.platform)
-            of_step(
-                described_step(experiment, platform),
-                batch_shapes(experiment),
-                platform,
-                partial(measured, pieces, source.remake, platform, experiment.plan),
-            )
-            known[case]["pieces"] = pieces
+        pieces = known[case].setdefault("pieces", {})
+        before = dict(pieces)
+        platform = Platform.parse(case.platform)
+        of_step(
+            described_step(experiment, platform),
+            batch_shapes(experiment),
+            platform,
+            partial(measured, pieces, source.remake, platform, experiment.plan),
+        )
+        if pieces != before:
             write(known)
             print(f"{case}: {pieces}", flush=True)
 
 
 def measured(pieces: dict[str, int], make: Any, platform: Platform, plan: Plan, piece: Piece) -> int:
     """What the compiler says of a piece, written down in `pieces`."""
-    pieces[piece.name] = piece_bytes(make, platform, plan, piece)
+    if piece.name not in pieces:
+        pieces[piece.name] = piece_bytes(make, platform, plan, piece)
     return pieces[piece.name]
 
 

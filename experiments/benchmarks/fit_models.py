@@ -2,7 +2,7 @@
 
     jaxscale fit experiments/benchmarks/fit_models.py wide --platform "tpu v5e:2x2"
 
-A dense decoder in two sizes, a vision transformer, and a mixture of experts with dense dispatch (GShard, Lepikhin et
+A dense decoder in three sizes, a vision transformer, and a mixture of experts with dense dispatch (GShard, Lepikhin et
 al. 2020, arXiv:2006.16668): one-hot tensors bring each token to its experts and back, up to a capacity. All are scans
 of 4 to 8 layers. A decoder that compiles soon is for pipelines alone.
 """
@@ -155,6 +155,11 @@ def wide() -> Experiment:
     return _text("wide", model, 16)
 
 
+def middle() -> Experiment:
+    """A dense decoder of 6 layers, 1,024 wide, with a vocabulary so small that its blocks need more than its loss."""
+    return _text("middle", Decoder(vocab=4096, context=1024, layers=6, embed=1024, heads=8, mlp=4096), 64)
+
+
 def mixture() -> Experiment:
     """Six layers of eight experts."""
     return _text("mixture", Mixture(), 32)
@@ -176,4 +181,4 @@ def experiment() -> Experiment:
     return small()
 
 
-VARIANTS = {"small": small, "wide": wide, "mixture": mixture, "vit": vit, "little": little}
+VARIANTS = {"small": small, "middle": middle, "wide": wide, "mixture": mixture, "vit": vit, "little": little}
