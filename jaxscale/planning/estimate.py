@@ -208,7 +208,7 @@ def _kept_on_host(program: Program, placed: Placements) -> int:
 def _arguments(traced: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """The arguments on the device and those in host memory, by the names of their leaves."""
     device, host = [], []
-    first = {"params": "parameters", "optimizer": "optimizer state"}
+    first = {"params": "parameters", "optimizer": "optimizer state", "in_flight": "stash"}
     for value, (name, leaf) in zip(traced.program.inputs, traced.leaves, strict=False):
         root, _, rest = name.partition("/")
         kind = first.get(root, "batch" if root in batch else "model state")

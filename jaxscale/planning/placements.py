@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.compat import scan_counts
-from jaxscale.planning.flat import Operation, Program
+from jaxscale.planning.flat import Operation, Program, carries
 from jaxscale.trees import leaf_bytes
 
 Dims = tuple[tuple[str, ...], ...]
@@ -177,6 +177,9 @@ def _forward(program: Program, operation: Operation, at: int, found: Placements)
     kind = operation.kind
     if kind in ("scan", "while"):
         outs = _loop(operation, at, dims, found)
+        if operation.manual:  # slots and sums of a pipelined step are zeros, made where the loop has them
+            made = zip(carries(operation), outs, strict=False)
+            found.dims |= {value: dims for value, dims in made if value is not None and value not in program.inputs}
     elif kind == "sharding_constraint":
         outs = [dims_of(operation.params["sharding"], len(program.shapes[operation.outputs[0]].shape))]
     elif operation.branches:

@@ -9,9 +9,11 @@ import collections
 import math
 from collections.abc import Iterator, Sequence, Set
 
-from jaxscale.planning.flat import Operation, Program
+from jaxscale.planning.flat import Operation, Program, carries
 
 SLICES = ("slice", "dynamic_slice")
+SAME = (*SLICES, "squeeze", "reshape", "broadcast_in_dim", "pcast")
+"""Operations that keep an array as it is, where they keep its size."""
 
 
 def handed_on(operation: Operation) -> Iterator[tuple[int, int]]:
@@ -27,10 +29,15 @@ def handed_on(operation: Operation) -> Iterator[tuple[int, int]]:
                     break
 
 
-def within(operation: Operation, given: Set[int]) -> set[int]:
-    """Results that take the place of what the caller gave: slots are written, sums are added to."""
+def within(operation: Operation, given: Set[int], program: Program) -> set[int]:
+    """Results that are, or take the place of, what the caller gave: slots are written, sums are added to."""
     if not operation.manual:
         return set()
+    if operation.kind in ("enter", *SAME) and (operation.kind == "enter" or whole(operation, program, SAME)):
+        return set(operation.outputs) if operation.inputs[0] in given else set()
+    if _ticks(operation):  # what is in flight in an asynchronous pipeline: the step's argument, and given back
+        pairs = zip(operation.outputs, carries(operation), strict=False)
+        return {made for made, read in pairs if read in given}
     if operation.kind == "dynamic_update_slice":
         return set(operation.outputs) if operation.inputs[0] in given else set()
     return {made for made, read in handed_on(operation) if read in given}
@@ -51,9 +58,9 @@ def returned(program: Program, renamed: Sequence[str]) -> set[int]:
     return found - {None, *program.inputs}
 
 
-def whole(operation: Operation, program: Program) -> bool:
+def whole(operation: Operation, program: Program, kinds: Sequence[str] = SLICES) -> bool:
     """Whether a slice is of all there is: the only slot of a pool, the only stage of a device."""
-    if not operation.manual or operation.kind not in SLICES or operation.inputs[0] is None:
+    if not operation.manual or operation.kind not in kinds or operation.inputs[0] is None:
         return False
     read, made = program.shapes[operation.inputs[0]], program.shapes[operation.outputs[0]]
     return math.prod(read.shape) == math.prod(made.shape)
@@ -61,8 +68,8 @@ def whole(operation: Operation, program: Program) -> bool:
 
 def tick_loops(program: Program) -> list[Operation]:
     """The loops over ticks of a pipelined step."""
-    return [
-        operation
-        for operation in program.operations
-        if operation.loop is not None and operation.manual and any(one.branches for one in operation.loop.operations)
-    ]
+    return [operation for operation in program.operations if _ticks(operation)]
+
+
+def _ticks(operation: Operation) -> bool:
+    return operation.loop is not None and bool(operation.manual and any(o.branches for o in operation.loop.operations))

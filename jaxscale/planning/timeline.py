@@ -213,7 +213,7 @@ class _Sweep:
         self.sources: dict[int, frozenset[int]] = {value: frozenset() for value in program.inputs}
         self.written = _written(program)
         self.arrays: dict[int, int] = {}
-        self.given = set(program.inputs) if self.in_loop else set()
+        self.given = set(program.inputs) if self.in_loop or regions.tick_loops(program) else set()
 
     def bytes_of(self, value: int) -> int:
         return self.placed.bytes_of(self.program.shapes[value], self.placed.dims[value])
@@ -278,7 +278,8 @@ class _Sweep:
             read = [value for value in operation.inputs if value is not None]
             made_of = frozenset().union(*(self.sources[value] for value in read)) if read else frozenset()
             is_array = self._is_array(operation)
-            within = regions.within(operation, self.given)
+            gathers = is_array and operation.kind == "enter"
+            within = set() if gathers else regions.within(operation, self.given, self.program)
             self.given |= within
             for value in operation.outputs:
                 view = operation.kind in VIEWS and len(read) == 1 and len(made_of) <= 1
@@ -299,8 +300,8 @@ class _Sweep:
         self.classify()
         last: dict[int, int] = {}
         for place, operation in enumerate(self.program.operations):
-            # an expression is computed where an array is made of it
-            if any(value in self.arrays for value in operation.outputs):
+            # an expression is computed where an array is made of it; what goes into a slot goes there at once
+            if any(value in self.arrays for value in operation.outputs) or operation.loop or operation.branches:
                 for value in operation.inputs:
                     for source in self.sources[value] if value is not None else ():
                         last[source] = place
@@ -337,7 +338,7 @@ class _Sweep:
                     extra = [_Inner(piece.name, (Item(f"{piece.name}, compiled", kind, temporaries),))]
                     live = before | read  # what else is late is among the temporaries
             else:
-                extra = self._inside(operation, place) if made else []
+                extra = self._inside(operation, place) if made or operation.loop or operation.branches else []
             for inner in extra:
                 total, by_kind = _sums([*live.values(), *inner.items])
                 backward = operation.backward or inner.backward

@@ -1,0 +1,143 @@
+"""Estimates of pipelined steps: what hands on from tick to tick, branches, seconds; recorded programs."""
+
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.pipeline.tables import tabulate
+from jaxscale.planning import accuracy
+from jaxscale.planning.estimate import estimate
+from jaxscale.planning.fit import fit
+from jaxscale.planning.flat import flatten
+from jaxscale.planning.kinds import kinds_of
+from jaxscale.planning.placements import place
+from jaxscale.planning.timeline import Compiler, timeline
+from jaxscale.training.source import load
+
+V5E = "tpu v5e:2x2"
+BENCHMARKS = Path(__file__).parents[2] / "experiments" / "benchmarks"
+KB = 32 * 32 * 4
+X = jax.ShapeDtypeStruct((2 * 32, 32), jnp.float32)  # 4 KB on each of two devices
+
+
+def walked(body):
+    """Live bytes of a function of one device's part of X, in a region that is manual over the pipe axis."""
+    mesh = AbstractMesh((2,), ("pipe",))
+    spec = PartitionSpec("pipe")
+    run = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"pipe"}, check_vma=False)
+    program = flatten(jax.make_jaxpr(run)(X))
+    placed = place(program, [(("pipe",), ())], {"pipe": 2})
+    return timeline(program, placed, kinds_of, Compiler("all"))
+
+
+def branched(*branches):
+    """A loop over ticks that takes a branch in each, on a pool of three slots."""
+
+    def body(x):
+        pool = jnp.zeros((3, *x.shape))
+
+        def tick(pool, turn):
+            return jax.lax.switch(turn % len(branches), [lambda pool, f=f: f(pool, x) for f in branches], pool), None
+
+        pool, _ = jax.lax.scan(tick, pool, jnp.arange(4))
+        return pool[0]
+
+    return walked(body)
+
+
+def idle(pool, x):
+    return pool
+
+
+def little(pool, x):
+    return jax.lax.dynamic_update_index_in_dim(pool, x @ x, 1, 0)
+
+
+def much(pool, x):
+    a, b, c = (x @ (x + n) for n in range(3))
+    return jax.lax.dynamic_update_index_in_dim(pool, (a @ b) @ (b @ c) + a, 1, 0)
+
+
+def test_a_pool_lies_once_whoever_writes_it():
+    found = branched(idle, little)
+    assert found.bytes // KB == 3 + 1  # the pool, and the product on its way into it; scalars
+    assert {item.kind for item in found.items} == {"gradients", "transients"}  # it is read after the loop
+
+
+def test_the_branch_that_needs_the_most_decides():
+    one, other = branched(idle, much), branched(much, little, idle)
+    assert one.bytes == other.bytes > branched(idle, little).bytes
+
+
+def test_shapes_within_are_of_a_device():
+    assert walked(lambda x: (x @ x.T) @ x).bytes == 2 * KB
+    assert walked(lambda x: jax.lax.psum(jnp.sin(x), "pipe") * x).bytes == 2 * KB  # what is sent, and what comes
+
+
+@pytest.fixture(scope="module")
+def piped(experiment):
+    """Device bytes by kind under a pipeline."""
+
+    def make(pipeline, rows=1, **fields):
+        plan = PipelinePlan.parse(pipeline)
+        batch = rows * plan.shape()[1]
+        planned = dataclasses.replace(experiment.plan, pipeline=plan, precision="bfloat16", **fields)
+        return dataclasses.replace(experiment, plan=planned, batch=batch)
+
+    return make
+
+
+def test_1f1b_is_flat_and_gpipe_grows_by_its_slots(piped):
+    message = 128 * 128 * 2  # one row of 128 tokens, 128 wide, in bfloat16
+
+    def stash(pipeline):
+        return estimate(piped(pipeline, stash="input"), V5E).device["stash"]
+
+    def slots(pipeline):
+        return tabulate(PipelinePlan.parse(pipeline).schedule(), "input").messages
+
+    assert stash("1f1b:4x8") == stash("1f1b:4x16")
+    more = slots("gpipe:4x16") - slots("gpipe:4x8")
+    assert more > 0
+    assert stash("gpipe:4x16") - stash("gpipe:4x8") == more * message
+
+
+def test_seconds_and_margin(piped):
+    found = fit(piped("1f1b:4x8"), V5E)
+    assert found.clock is not None
+    assert 0.27 < found.clock.bubble < 0.6  # (p-1)/(m+p-1), and what the head adds to the last stage
+    assert "simulated: " in str(found)
+    assert found.margin == accuracy.MARGIN
+    assert "pipelined train steps" in str(found)
+    assert fit(piped("1f1b:4x8"), "gpu h100 x 4").margin == accuracy.UNKNOWN_MARGIN
+    assert fit(piped("1f1b:4x8"), "cpu x 4").clock is None
+
+
+def test_the_recorded_estimates():
+    found = accuracy.recorded("tpu", pipelined=True)
+    assert found is not None
+    assert found.median <= 0.1
+    assert found.worst <= accuracy.margin("tpu", pipelined=True)
+
+
+@pytest.mark.slow
+def test_recorded_programs():
+    offs = []
+    for line in (BENCHMARKS / "pipeline_fit.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        case = row["case"]
+        told = dict(word.split("=") for word in case["fields"].split())
+        told |= {"mesh": case["mesh"], "pipeline": case["pipeline"]}
+        fields = {f"plan.{name}": text for name, text in told.items()}
+        experiment, _ = load(BENCHMARKS / "fit_models.py", case["model"], fields)
+        offs.append(estimate(experiment, case["platform"]).device_bytes / row["device"] - 1)
+    assert statistics.median(map(abs, offs)) <= 0.1
+    assert min(offs) >= -0.1
+    assert max(offs) <= accuracy.MARGIN
