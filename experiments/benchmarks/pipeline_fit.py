@@ -62,6 +62,11 @@ CASES = (
     Case("little", TPU, "chimera:2x4", "fsdp:2", "stash=input memory=full zero=1"),
     Case("little", TPU, "interleaved:2x4,v=2", "fsdp:2", "stash=residuals memory=full zero=1"),
     Case("little", TPU, "1f1b:2x4", "tensor:2", "stash=residuals memory=full zero=0"),
+    Case("little", TPU, "2bw:2x4", "data:2", "stash=residuals memory=full zero=0"),
+    Case("little", TPU, "pipedream:2", "data:2", "stash=input memory=full zero=0"),
+    Case("little", "gpu h100 x 4", "1f1b:2x4", "fsdp:2", "stash=residuals memory=full zero=1"),
+    Case("vit", TPU, "1f1b:4x8", "pipe:4", "stash=residuals memory=full zero=0"),
+    Case("little", "gpu h100 x 4", "gpipe:4x8", "pipe:4", "stash=input memory=full zero=0"),
 )
 
 
