@@ -247,10 +247,10 @@ class TrainStep:
         lacking = any(leaf is None for leaf in jax.tree.leaves(state.in_flight, is_leaf=lambda leaf: leaf is None))
         return self._filled(dataclasses.replace(state, in_flight=())) if lacking else state
 
-    def describe_restored(self, names: Container[str]) -> list[str]:
-        """What a user should know of a checkpoint with arrays of these names, one line each."""
+    def describe_restored(self, names: Container[str]) -> str:
+        """What a user should know of a checkpoint with arrays of these names, behind a semicolon; mostly nothing."""
         lacking = any(name.startswith(f"{IN_FLIGHT}/") and name not in names for name in self.canonical_abstract())
-        return [f"pipeline {self.plan.pipeline}: nothing was in flight under this plan; it begins empty"] * lacking
+        return f"; nothing was in flight for pipeline {self.plan.pipeline} as it is now: it begins empty" * lacking
 
     def module(self, state: TrainState) -> Any:
         """The user's module with the parameters of a state, for generation, export, or a look inside."""

@@ -203,13 +203,11 @@ class _Training:
         description = restored.description
         self.n, self.tokens, self.best = description.step, description.tokens, description.best
         self.held_out, self.data_state = description.loss, description.data
-        for line in self.step.describe_restored(restored.arrays):
-            self.say(line)
         state = self.step.from_canonical(restored.arrays)
         self.skipped = int(jax_get(state.watch.skipped))
         damaged = {str(at): why for at, why in restored.damaged.items()}
         fields: dict[str, Any] = {"damaged": damaged} if damaged else {}
-        self.say(f"continuing {self.folder} after step {self.n}")
+        self.say(f"continuing {self.folder} after step {self.n}{self.step.describe_restored(restored.arrays)}")
         assert self.earlier is not None
         for line, more in self.earlier.changes(self.experiment, self.source, self.n):
             self.say(line)

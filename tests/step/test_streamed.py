@@ -175,9 +175,9 @@ def test_a_restart_is_exact_and_any_plan_goes_on(pipedream: TrainStep, alone: Tr
         np.testing.assert_array_equal(leaf, saved[name], err_msg=name)
     # and the other way round: a pipe that is filled anew
     begun = restored(pipedream, taken)
-    assert pipedream.describe_restored(taken) == [
-        "pipeline pipedream:2: nothing was in flight under this plan; it begins empty"
-    ]
+    assert pipedream.describe_restored(taken) == (
+        "; nothing was in flight for pipeline pipedream:2 as it is now: it begins empty"
+    )
     assert not pipedream.describe_restored(saved)
     for name, leaf in taken.items():
         np.testing.assert_allclose(on_host(pipedream, begun)[name], leaf, rtol=1e-6, err_msg=name)
