@@ -19,7 +19,10 @@ NEARER_MARGIN = 0.12
 """The same where the piece of the step that decides was compiled."""
 
 UNKNOWN_MARGIN = 0.3
-"""The same of pipelined steps, where none was compiled for that kind of platform."""
+"""The same of pipelined steps, where fewer than `ENOUGH` were compiled for that kind of platform."""
+
+ENOUGH = 5
+"""Compiled pipelined programs of a kind of platform that make the margin of its others good for them too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +97,6 @@ def margin(kind: str, *, compiled: bool = False, pipelined: bool = False) -> flo
         compiled: the piece that decides was compiled.
         pipelined: it is of a pipelined step.
     """
-    if pipelined and recorded(kind, pipelined=True) is None:
+    if pipelined and ((known := recorded(kind, pipelined=True)) is None or known.programs < ENOUGH):
         return UNKNOWN_MARGIN
     return NEARER_MARGIN if compiled else MARGIN
