@@ -142,18 +142,21 @@ class FromResiduals:
         self.cut: tuple[Any, ...] = self._halves.cut if self._halves else ()
 
     def _sort(self, context: Context) -> None:
-        """Which residuals are remembered, which are an input of the stage, and which follow from weights alone."""
+        """Which residuals are remembered, which are an input of the stage, and which follow from weights and stage."""
         jaxpr = self._program.jaxpr
         inputs = {var: place for place, var in enumerate(jaxpr.invars)}
         whole = len(jax.tree.leaves(context))
-        found = len(jax.tree.leaves((context.weights, context.shared)))
+        # the head of the last stage, behind a `cond` on the stage's number, would lie in every slot otherwise
+        again_from = Context(weights=True, shared=True, microbatch=False, at=True, key=False)
+        free = [flag for flag, part in zip(again_from, context, strict=True) for _ in jax.tree.leaves(part)]
+        free += [False] * (len(jaxpr.invars) - whole)
         self._given: dict[int, int] = {}
         self._keep: list[int] = []
         again: list[int] = []
         for place, var in enumerate(jaxpr.outvars[self._span]):
             if not isinstance(var, jex.Literal) and inputs.get(var, whole) < whole:
                 self._given[place] = inputs[var]
-            elif any(self._only(place)[1][found:]):
+            elif any(reads and not flag for reads, flag in zip(self._only(place)[1], free, strict=True)):
                 self._keep.append(place)
             else:
                 again.append(place)
