@@ -81,7 +81,9 @@ class Simulation:
         if not counted:
             return self.seconds / updates
         last = (updates - 1) * group
-        return (first[last] - first[last - counted * group]) / counted
+        found = (first[last] - first[last - counted * group]) / counted
+        # too few updates, and no steady state has been reached: no rank can do its work faster than without a pause
+        return found if found * updates >= max(self.busy) * (1 - 1e-9) else self.seconds / updates
 
     @property
     def seconds_per_microbatch(self) -> float:

@@ -8,13 +8,15 @@ decide.
 
 import dataclasses
 import functools
+import itertools
 
 from jaxscale.costs import roofline
 from jaxscale.errors import UserError
-from jaxscale.pipeline.auto import Choice, choose
+from jaxscale.pipeline.auto import Candidate, Choice, choose
 from jaxscale.pipeline.partition import Model
 from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.pipeline.price import Device
+from jaxscale.pipeline.price import Device, Price
+from jaxscale.planning.estimate import estimate
 from jaxscale.planning.program import described_step
 from jaxscale.planning.stage_prices import model_prices
 from jaxscale.platforms.platform import Platform, chips
@@ -22,11 +24,15 @@ from jaxscale.platforms.usable import usable_bytes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.layout import local_bytes
 from jaxscale.step.plan import Plan
+from jaxscale.step.stages import period_of
+from jaxscale.values.units import size
 
 STAND_IN = "v5e"
 """Whose rates price the blocks where nothing tells the platform's own."""
 MOST = 16
 """Microbatches tried per device on the pipe axis, at most."""
+TRIED = 24
+"""Of the fastest, how many are weighed as whole steps until one fits."""
 
 
 def pipeline_choice(
@@ -62,9 +68,11 @@ def pipeline_choice(
     if roofline.rate(platform.chip, "bfloat16") is None:
         priced = dataclasses.replace(platform, chip=dataclasses.replace(chips()[STAND_IN], kind=platform.chip.kind))
 
+    period = period_of(experiment.model)
+
     @functools.cache
     def prices(microbatches: int) -> Model:
-        return model_prices(experiment, priced, ranks, microbatches)
+        return in_turns(model_prices(experiment, priced, ranks, microbatches), period)
 
     devices = None
     limit = usable_bytes(platform) if limit is None else limit
@@ -73,14 +81,58 @@ def pipeline_choice(
             Device(memory_bytes=max(0, limit - _settled_bytes(experiment, platform, plan, ranks, counts)))
         ] * ranks
     found = choose(prices, ranks, counts, devices)
-    layers = tuple(b - a for a, b in zip(found.partition.boundaries, found.partition.boundaries[1:], strict=False))
-    settled = dataclasses.replace(
-        plan,
-        pipeline=PipelinePlan.parse(str(found.best)),
-        stages=None if len(set(layers)) == 1 else layers,
-        stash=found.best.stash,
+
+    def settled(one: Candidate) -> Plan:
+        assert one.partition is not None
+        bounds = one.partition.boundaries
+        layers = tuple(period * (after - before) for before, after in itertools.pairwise(bounds))
+        return dataclasses.replace(
+            plan,
+            pipeline=PipelinePlan.parse(str(one)),
+            stages=None if len(set(layers)) == 1 else layers,
+            stash=one.stash,
+        )
+
+    if limit is None:
+        return settled(found.best), found
+    least: tuple[int, Candidate] | None = None
+    fastest = [one for one in found.candidates if one.partition is not None][:TRIED]
+    for one in (found.best, *(one for one in fastest if one is not found.best)):
+        # the prices know what waits for a backward; the estimate knows the rest of a step
+        taken = estimate(experiment, platform, settled(one)).device_bytes
+        if taken <= limit:
+            return settled(one), found
+        least = (taken, one) if least is None or taken < least[0] else least
+    assert least is not None
+    raise UserError(
+        f"pipeline {plan.pipeline}: of the {len(fastest)} fastest none fits {size(limit)}; {least[1]} takes the least, "
+        f"{size(least[0])}: take more devices, memory full, ZeRO over an fsdp axis, or a loss in chunks"
     )
-    return settled, found
+
+
+def in_turns(model: Model, period: int) -> Model:
+    """Prices of whole turns of unlike blocks, where a stage can begin with no other.
+
+    Example:
+        >>> from jaxscale.pipeline.price import Price
+        >>> [price.forward for price in in_turns(Model((Price(1, 1, 1),) * 4), 2).blocks]
+        [2, 2]
+    """
+    if period == 1:
+        return model
+    turns = [model.blocks[start : start + period] for start in range(0, len(model.blocks), period)]
+    added = [field.name for field in dataclasses.fields(Price) if field.name not in ("message_bytes", "working_bytes")]
+    return dataclasses.replace(
+        model,
+        blocks=tuple(
+            dataclasses.replace(
+                turn[0],
+                working_bytes=max(one.working_bytes for one in turn),
+                **{name: sum(getattr(one, name) for one in turn) for name in added},
+            )
+            for turn in turns
+        ),
+    )
 
 
 def _settled_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: int, counts: list[int]) -> int:

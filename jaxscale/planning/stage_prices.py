@@ -51,7 +51,7 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
     Raises:
         UserError: more stages than blocks, devices or rows that do not divide, a chip whose rates nothing tells.
     """
-    model = model_prices(experiment, platform, schedule.ranks, pipeline.microbatches or schedule.microbatches)
+    model = model_prices(experiment, platform, schedule.ranks, pipeline.shape()[1])
     layers = experiment.plan.stages
     if layers is None or len(layers) != schedule.stages or sum(layers) != len(model.blocks):
         layers = Stages.even(schedule, len(model.blocks)).layers

@@ -139,7 +139,17 @@ class Plan:
                 f"correction: got {self.correction} with pipeline {pipeline}, whose backwards read the weights of "
                 "their forwards; leave it out, or take pipemare:P"
             )
-        if pipeline.name == "auto":  # settled when the platform is known
+        for name, value in (("weights", self.weights), ("gradients", self.gradients)):
+            if value == "host":
+                raise UserError(
+                    f"{name} host with pipeline {pipeline}: a stage's weights are read in every tick; leave one out"
+                )
+        if pipeline.name == "auto":  # the rest is settled when the platform is known
+            if self.microbatches != 1:
+                raise UserError(
+                    f"pipeline {pipeline} chooses how many microbatches, and microbatches says {self.microbatches}: "
+                    "leave it out"
+                )
             return
         ranks, microbatches = pipeline.shape()
         if self.mesh is not None and self.mesh.pipe not in (1, ranks):
@@ -152,11 +162,6 @@ class Plan:
                 f"pipeline {pipeline} splits a batch into {microbatches} microbatches, and microbatches says "
                 f"{self.microbatches}: leave it out"
             )
-        for name, value in (("weights", self.weights), ("gradients", self.gradients)):
-            if value == "host":
-                raise UserError(
-                    f"{name} host with pipeline {pipeline}: a stage's weights are read in every tick; leave one out"
-                )
 
 
 def read_plan(path: Any) -> Plan:

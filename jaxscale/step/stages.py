@@ -9,11 +9,13 @@ parameters, and the other is sent a copy at the start of every step.
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import numpy as np
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.tables import tabulate
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
 from jaxscale.step.plan import Plan
@@ -127,12 +129,17 @@ class Stages:
         for chunk in range(own, self.schedule.chunks):
             pairs, sent = [], set()
             for rank in range(self.schedule.ranks):
-                stage = self.schedule.stages_of(rank)[chunk]
-                home = self.schedule.routes[0][stage]
-                sent.add(self.homes[home].index(stage))
-                pairs.append((home, rank))
-            assert len(sent) == 1, "a rank is sent one chunk of another's"
-            assert len({home for home, _ in pairs}) == len(pairs), "a route is a permutation"
+                stages = self.schedule.stages_of(rank)
+                if chunk < len(stages):
+                    home = self.schedule.routes[0][stages[chunk]]
+                    sent.add(self.homes[home].index(stages[chunk]))
+                    pairs.append((home, rank))
+            if len(sent) > 1 or len({home for home, _ in pairs}) < self.schedule.ranks:
+                raise UserError(
+                    f"pipeline {self.schedule.name}: two ranks do the same stage, and copies of weights go from one "
+                    "rank to several, or come from several; expected a second route that passes each rank's stage to "
+                    "one other rank, as Chimera's does"
+                )
             found.append((sent.pop(), tuple(pairs)))
         return tuple(found)
 
@@ -159,10 +166,9 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
         )
     (count,) = layers
     schedule = plan.pipeline.schedule()
-    # layers of unlike attention come in turn, and a stage has whole turns of them
-    period = len(getattr(experiment.model, "windows", ()) or (None,))
+    period = period_of(experiment.model)
     if plan.stages is None:
-        return Stages.even(schedule, count, period)
+        return _checked(Stages.even(schedule, count, period), plan)
     if sum(plan.stages) != count:
         raise UserError(
             f"stages: {', '.join(map(str, plan.stages))} are {sum(plan.stages)} blocks, and the model has {count}"
@@ -173,4 +179,27 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
             f"stages: {', '.join(map(str, plan.stages))}: the blocks of this model repeat every {period}, so each "
             f"stage but the last takes a multiple of {period}"
         )
-    return found
+    return _checked(found, plan)
+
+
+def _checked(stages: Stages, plan: Plan) -> Stages:
+    """Stages that can be placed, of a schedule whose messages go between neighbours.
+
+    Raises:
+        UserError: they cannot.
+    """
+    assert len(stages.copies) == stages.schedule.chunks - len(stages.homes[0])
+    if stages.schedule.versions is None:
+        tabulate(stages.schedule, plan.stash)
+    return stages
+
+
+def period_of(model: Any) -> int:
+    """Layers after which a model's blocks repeat: those of unlike attention come in turn, and a stage has whole turns.
+
+    Example:
+        >>> from jaxscale.models import Decoder
+        >>> period_of(Decoder(vocab=8, context=8, layers=4, embed=8, heads=2, windows=(4, None)))
+        2
+    """
+    return len(getattr(model, "windows", ()) or (None,))
