@@ -1,12 +1,16 @@
-"""How far `jaxscale fit` is off for pipelined steps: estimates against what the compiler of a TPU v5e says.
+"""How far `jaxscale fit` is off for pipelined steps: estimates against what compilers for TPU v5e and H100 say.
 
     python experiments/benchmarks/pipeline_fit.py --record    # compile what is not in pipeline_fit.jsonl yet
     python experiments/benchmarks/pipeline_fit.py             # judge the estimates of what was recorded
     python experiments/benchmarks/pipeline_fit.py --write     # and write planning/accuracy_pipelined.json, for fit
     python experiments/benchmarks/pipeline_fit.py --tiny      # judge the first program
 
-Recording needs libtpu (extra aot-tpu), no device, and a minute of one core per program; stopped, it goes on where it
-was. Nothing was fitted to these programs.
+Recording needs libtpu and the CUDA plugin (extras aot-tpu and aot-gpu), no device, and a minute of a core per program;
+stopped, it goes on where it was. No factor was fitted to these programs; what estimates know of a pipeline's loop was
+learnt from the first eight.
+
+Recorded with JAX 0.12.0.1, libtpu 0.0.51 (2026-11-22): 11 programs for v5e, off by 3.9 % in the median and 7.0 % at
+worst (an under-estimate, of 2bw); two for H100, too high by 6.2 and 6.3 %.
 """
 
 import argparse

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.tables import tabulate
@@ -29,7 +29,7 @@ X = jax.ShapeDtypeStruct((2 * 32, 32), jnp.float32)  # 4 KB on each of two devic
 
 def walked(body):
     """Live bytes of a function of one device's part of X, in a region that is manual over the pipe axis."""
-    mesh = AbstractMesh((2,), ("pipe",))
+    mesh = AbstractMesh((2,), ("pipe",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("pipe")
     run = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"pipe"}, check_vma=False)
     program = flatten(jax.make_jaxpr(run)(X))
