@@ -93,26 +93,16 @@ class Train:
         from jaxscale.training.backend import start_backend
 
         experiment, source = self.load(fields)
-        if self.limit is not None and experiment.plan.memory.rule != "fit":
+        pipeline = experiment.plan.pipeline
+        automatic = pipeline is not None and pipeline.name == "auto"
+        if self.limit is not None and experiment.plan.memory.rule != "fit" and not automatic:
             raise UserError("--limit is what --plan.memory fit plans for: add it, or leave --limit out")
         start_backend()
+        from jaxscale.planning.settle import settled
         from jaxscale.training.loop import train
 
-        pipeline = experiment.plan.pipeline
-        if pipeline is not None and pipeline.name == "auto":
-            from jaxscale.planning.pipeline_choice import pipeline_choice
-            from jaxscale.platforms.detect import detect
-
-            experiment = dataclasses.replace(experiment, plan=pipeline_choice(experiment, detect())[0])
-        if experiment.plan.memory.rule == "fit":
-            from jaxscale.planning.cheapest import cheapest_fit
-            from jaxscale.planning.program import compiled_bytes
-            from jaxscale.platforms.detect import detect
-
-            limit = bytes_of(self.limit, "--limit")
-            plan = cheapest_fit(experiment, detect(), limit, measure=compiled_bytes)
-            experiment = dataclasses.replace(experiment, plan=plan)
-
+        plan = settled(experiment, experiment.plan, bytes_of(self.limit, "--limit"))
+        experiment = dataclasses.replace(experiment, plan=plan)
         out = self.out or str(Path("runs") / "-".join(filter(None, (experiment.name, self.variant))))
         train(
             experiment,

@@ -8,7 +8,7 @@
 | as a file | csv.py (PyTorch's), messages.py, places.py |
 | in time | ticks.py (all ranks move together), simulate.py (seconds, bubbles), clock.py, costs.py |
 | as a chart | draw.py, chart_text.py, chart_svg.py |
-| blocks to stages | partition.py, chain_cut.py, footprint.py, price.py |
+| blocks to stages | partition.py, chain_cut.py, footprint.py, price.py, virtual_workers.py |
 | found, not named | search.py, batch_clock.py, exhaustive.py; auto.py (`auto:P`: schedule, microbatches, partition) |
 | as a program | execute.py, actions.py, passes.py; tables.py, registers.py, phases.py; pools.py, held.py |
 | in two halves | split.py, halves.py (input and weight gradients apart) |

@@ -78,7 +78,7 @@ def pipeline_choice(
     limit = usable_bytes(platform) if limit is None else limit
     if limit is not None:
         devices = [
-            Device(memory_bytes=max(0, limit - _settled_bytes(experiment, platform, plan, ranks, counts)))
+            Device(memory_bytes=max(1, limit - _settled_bytes(experiment, platform, plan, ranks, counts)))
         ] * ranks
     found = choose(prices, ranks, counts, devices)
 

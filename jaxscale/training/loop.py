@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxscale.errors import Diverged, Preempted, UserError
+from jaxscale.planning.settle import settled
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.training import directory as place
@@ -81,7 +82,7 @@ def train(
         raise UserError(f"log_every: got {log_every!r}, expected a whole number >= 1")
     traced = None if profile is None else Profiler(ProfileRange.parse(profile).within(experiment.steps))
     start_backend()
-    plan = experiment.plan if plan is None else plan
+    plan = settled(experiment, experiment.plan if plan is None else plan)
     folder = run_path(place.default_directory(experiment) if out is None else out)
     display = Display(experiment.steps, quiet=quiet or not is_first(), name=experiment.name)
     return _Training(experiment, plan, folder, resume, log_every, traced, source, display, devices).run()

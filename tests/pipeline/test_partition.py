@@ -12,11 +12,12 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.clock import Clock
 from jaxscale.pipeline.costs import Costs
 from jaxscale.pipeline.footprint import footprints
-from jaxscale.pipeline.partition import Model, Partition, Stash, partition, virtual_workers
+from jaxscale.pipeline.partition import Model, Partition, Stash, partition
 from jaxscale.pipeline.price import Device, Price
 from jaxscale.pipeline.schedule import Kind, Schedule
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.pipeline.simulate import simulate
+from jaxscale.pipeline.virtual_workers import virtual_workers
 
 ALIKE = Price(1, 1, 1)
 

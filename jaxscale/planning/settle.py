@@ -1,0 +1,42 @@
+"""Settle: from a plan that leaves a choice open to one that a step is built from, for the devices of this process.
+
+`pipeline auto:P` becomes the best schedule (`pipeline_choice.py`), `memory fit` the cheapest memory plan that fits
+(`cheapest.py`), which this machine's compiler confirms.
+"""
+
+import dataclasses
+
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
+
+
+def settled(experiment: Experiment, plan: Plan, limit: int | None = None) -> Plan:
+    """The plan with nothing left to choose.
+
+    Args:
+        experiment: what to train.
+        plan: as asked for.
+        limit: bytes of device memory per device to plan for; what programs may use here by default.
+
+    Raises:
+        UserError: nothing that could be chosen fits.
+
+    Example:
+        >>> from jaxscale.models import Decoder
+        >>> tiny = Experiment("tiny", Decoder(vocab=8, context=8, layers=2, embed=8, heads=2), data=None)
+        >>> settled(tiny, Plan(zero=1)).zero
+        1
+    """
+    automatic = plan.pipeline is not None and plan.pipeline.name == "auto"
+    if not automatic and plan.memory.rule != "fit":
+        return plan
+    from jaxscale.planning.cheapest import cheapest_fit
+    from jaxscale.planning.pipeline_choice import pipeline_choice
+    from jaxscale.planning.program import compiled_bytes
+    from jaxscale.platforms.detect import detect
+
+    if automatic:
+        plan, _ = pipeline_choice(experiment, detect(), limit, plan)
+    if plan.memory.rule != "fit":
+        return plan
+    return cheapest_fit(dataclasses.replace(experiment, plan=plan), detect(), limit, measure=compiled_bytes)

@@ -1,0 +1,60 @@
+"""What is left open in a plan is chosen before a step is built."""
+
+import dataclasses
+
+import pytest
+
+from jaxscale.errors import UserError
+from jaxscale.models.decoder import Decoder
+from jaxscale.pipeline.partition import Model
+from jaxscale.pipeline.price import Price
+from jaxscale.planning.pipeline_choice import in_turns, pipeline_choice
+from jaxscale.planning.settle import settled
+from jaxscale.platforms.platform import Platform
+from jaxscale.step.build import build
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
+from jaxscale.values import override
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Shapes of batches."""
+
+    def shapes(self, rows):
+        return dict.fromkeys(("tokens", "targets"), ((rows, 8), "int32"))
+
+
+MODEL = Decoder(vocab=12, context=8, layers=4, embed=8, heads=2, windows=(4, None))
+EXPERIMENT = Experiment("settled", MODEL, Tokens(), batch=4)
+
+
+def test_a_settled_plan_stays_as_it_is():
+    plan = override(Plan(), {"pipeline": "gpipe:2x2", "zero": "1"})
+    assert settled(EXPERIMENT, plan) is plan
+
+
+@pytest.mark.slow
+def test_auto_becomes_a_schedule_that_builds():
+    plan = settled(EXPERIMENT, override(Plan(), {"pipeline": "auto:2", "mesh": "data:2"}))
+    assert plan.pipeline.name != "auto"
+    assert plan.pipeline.ranks == 2
+    assert 4 % (2 * plan.pipeline.microbatches) == 0
+    step = build(EXPERIMENT, plan)
+    assert all(start % 2 == 0 for start in step.stages.starts)
+
+
+def test_auto_keeps_to_the_limit():
+    plan = override(Plan(), {"pipeline": "auto:2", "mesh": "data:2"})
+    with pytest.raises(UserError, match=r"auto:2.*(none|nothing) fits"):
+        pipeline_choice(EXPERIMENT, Platform.parse("tpu v5e:2x2"), 1024, plan)
+
+
+def test_turns_of_unlike_blocks_are_one_to_a_partition():
+    model = in_turns(Model((Price(1, 2, 3, message_bytes=7), Price(2, 2, 2, message_bytes=7)) * 2), 2)
+    assert model.blocks == (Price(3, 4, 5, message_bytes=7),) * 2
+
+
+def test_auto_with_a_number_of_microbatches_is_refused():
+    with pytest.raises(UserError, match="chooses how many microbatches"):
+        override(Plan(), {"pipeline": "auto:2", "microbatches": "2"})
