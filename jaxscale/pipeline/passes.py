@@ -147,8 +147,9 @@ class FromResiduals:
         inputs = {var: place for place, var in enumerate(jaxpr.invars)}
         whole = len(jax.tree.leaves(context))
         # the head of the last stage, behind a `cond` on the stage's number, would lie in every slot otherwise
-        again_from = Context(weights=True, shared=True, microbatch=False, at=True, key=False)
-        free = [flag for flag, part in zip(again_from, context, strict=True) for _ in jax.tree.leaves(part)]
+        again_from = ("weights", "shared", "at")
+        named = zip(Context._fields, context, strict=True)
+        free = [name in again_from for name, part in named for _ in jax.tree.leaves(part)]
         free += [False] * (len(jaxpr.invars) - whole)
         self._given: dict[int, int] = {}
         self._keep: list[int] = []

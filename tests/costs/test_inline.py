@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from costs.blocks import decoder_block, drawn
 from jax.ad_checkpoint import checkpoint_name
 
@@ -87,6 +88,7 @@ print(graph.fingerprint, [value.name for value in graph.values])
 """
 
 
+@pytest.mark.slow
 def test_fingerprint_and_names_are_those_of_every_process():
     tests = str(Path(__file__).parents[1])
     found = []

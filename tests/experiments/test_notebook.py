@@ -30,6 +30,7 @@ def test_notebooks_are_stored_without_outputs_and_addresses(name):
     assert "://" not in text
 
 
+@pytest.mark.slow
 def test_the_notebook_on_memory_runs(capsys, monkeypatch):
     monkeypatch.chdir(FOLDER)
     notebook = cells(json.loads((FOLDER / "memory.ipynb").read_text("utf-8")))

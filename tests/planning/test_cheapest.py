@@ -182,6 +182,7 @@ def test_several_layers_an_iteration_take_plain_plans_alone(experiment, model):
     assert model.asked == ["none", "dots", "full"]
 
 
+@pytest.mark.slow
 def test_on_this_machine_what_is_chosen_fits_and_recomputes_little(planned):
     experiment = planned("data:8")
     everything, nothing = (compiled_bytes(experiment, planned("data:8", memory=memory).plan) for memory in PLANS)

@@ -24,6 +24,7 @@ def explained(planned):
     return explain(planned(**plan), V5E)
 
 
+@pytest.mark.slow
 def test_everything_alive_adds_up_to_the_estimate(explained):
     found = explained
     guess = found.fit.estimate
@@ -31,6 +32,7 @@ def test_everything_alive_adds_up_to_the_estimate(explained):
     assert [item.bytes for item in found.alive] == sorted((item.bytes for item in found.alive), reverse=True)
 
 
+@pytest.mark.slow
 def test_the_model_s_own_names(explained):
     found = explained
     names = [item.name for item in found.alive]
@@ -40,6 +42,7 @@ def test_the_model_s_own_names(explained):
     assert "by estimate" in str(found)
 
 
+@pytest.mark.slow
 def test_the_curve_has_the_plan_in_question(explained):
     found = explained
     assert [point.name for point in found.plans if point.chosen] == ["dots"]
@@ -55,6 +58,7 @@ def test_the_curve_has_the_plan_in_question(explained):
     assert min(swaps) > max(cost["offload:pofo"], cost["save"])
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_told_of_the_model_and_of_a_block(explained):
     by_name = {point.name: point for point in explained.plans}
     layers = 4
@@ -66,6 +70,7 @@ def test_what_is_kept_is_told_of_the_model_and_of_a_block(explained):
     assert "a block" in str(explained)
 
 
+@pytest.mark.slow
 def test_the_page_stands_alone(explained, tmp_path):
     found = explained
     page = found.html()
@@ -81,6 +86,7 @@ def test_the_page_stands_alone(explained, tmp_path):
         found.write(tmp_path / "nowhere" / "memory.html")
 
 
+@pytest.mark.slow
 def test_the_compiler_s_own_listing(planned):
     found = explain(planned("data:2"), "cpu x 2", limit=2**30, verify=True)
     assert found.fit.verified

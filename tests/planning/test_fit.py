@@ -74,6 +74,7 @@ def test_what_would_help_names_flags_and_is_true(planned):
         assert best.saves == needs(experiment) - estimate(experiment, V5E, plan).device_bytes
 
 
+@pytest.mark.slow
 def test_several_changes_together_where_one_is_not_enough(planned):
     experiment = planned(precision="bfloat16")
     singles = fit(experiment, V5E, limit=needs(experiment) // 2).helps
@@ -174,6 +175,7 @@ def test_a_maker_pickles(file):
     assert again.plan.zero == 3
 
 
+@pytest.mark.slow
 def test_memory_fit_that_nothing_fits_is_a_verdict_of_the_least(planned):
     experiment = planned()
     asked = dataclasses.replace(experiment, plan=dataclasses.replace(experiment.plan, memory=MemoryPlan("fit")))

@@ -67,8 +67,8 @@ def plain():
     [
         "jax:dots_with_no_batch_dims_saveable",
         "sqrt",
-        "periodic:4",
-        "revolve:2",
+        pytest.param("periodic:4", marks=pytest.mark.slow),
+        pytest.param("revolve:2", marks=pytest.mark.slow),
         "chain:24KiB",
         "save:24KiB",
         "save:14KiB:flop",
