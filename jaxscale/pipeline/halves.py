@@ -260,7 +260,9 @@ def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
         return [value if flag else None for value, flag in zip(outs, first, strict=True)], cut
 
     def run_second(given: Sequence[Any], cut: Sequence[Any]) -> list[Any]:
-        run = lambda values, own: (halves.second(values, own), [])  # noqa: E731
+        def run(values: Any, own: Any) -> tuple[list[Any], list[Any]]:
+            return halves.second(values, own), []
+
         outs, _ = loop((given, list(cut)), halves.reads_second, late, made_second, run)
         return [value if flag else None for value, flag in zip(outs, second, strict=True)]
 

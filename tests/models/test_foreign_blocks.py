@@ -168,8 +168,8 @@ def test_which_submodules_repeat():
 
     class Sequences(nnx.Module):
         def __init__(self, rngs):
-            layer = lambda: nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), jax.nn.relu)  # noqa: E731
-            self.body = nnx.Sequential(*(layer() for _ in range(3)), nnx.Linear(8, 2, rngs=rngs))
+            layers = (nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), jax.nn.relu) for _ in range(3))
+            self.body = nnx.Sequential(*layers, nnx.Linear(8, 2, rngs=rngs))
 
     class Nested(nnx.Module):
         def __init__(self, rngs):

@@ -244,7 +244,7 @@ def test_bfloat16_messages_of_any_structure():
 
     exact = sum(jax.grad(whole)(weights, x) for x in batch["x"])
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, exact, rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-6)
 
 
 def test_residuals_leave_out_weights_and_what_depends_on_them_alone():
