@@ -11,6 +11,7 @@ from jaxscale.errors import UserError, near_miss, unknown
 
 if TYPE_CHECKING:
     from jaxscale.pipeline.costs import Costs
+    from jaxscale.pipeline.draw import Chart
     from jaxscale.pipeline.plan import PipelinePlan
     from jaxscale.pipeline.schedule import Schedule
 
@@ -32,6 +33,7 @@ class Draw:
       jaxscale draw pipeline zb-v:4x8 --cost f=1,i=1.2,w=0.8 -o chart.svg
       jaxscale draw pipeline --compare 1f1b:8x32,lockstep:8x32,v=2,zb-h1:8x32
       jaxscale draw pipeline 1f1b:4x8 --experiment FILE --platform "tpu v5p:4x4x4"
+      jaxscale draw pipeline --measured RUN_DIR
 
     SCHEDULE is NAME:PxM, P devices and M microbatches, or file:PATH, a CSV.
     (jaxscale draw pipeline, without one, lists the names)
@@ -51,6 +53,8 @@ class Draw:
             named.
         variant: one of the experiment's VARIANTS.
         platform: where it runs, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
+        measured: draw the pipeline of this run, as the trace of its --profile steps shows it, and below it what these
+            seconds of its actions come to on the --machine.
         machine: how devices wait for one another: for their neighbours, as ours do, or only for what they need, as do
             separate programs, and those of papers.
         updates: of an asynchronous schedule, how many to draw.
@@ -67,6 +71,7 @@ class Draw:
     experiment: str | None = dataclasses.field(default=None, metadata=_shown("FILE", "--cost"))
     variant: str | None = dataclasses.field(default=None, metadata=_shown("NAME", "the file's experiment()"))
     platform: str | None = dataclasses.field(default=None, metadata=_shown("PLATFORM", "local"))
+    measured: str | None = dataclasses.field(default=None, metadata=_shown("RUN_DIR", "--cost"))
     machine: Literal["neighbour", "dataflow"] = "neighbour"
     updates: int | None = dataclasses.field(default=None, metadata=_shown("INT", "as many as show the steady state"))
     out: str | None = dataclasses.field(default=None, metadata=_shown("CHART.SVG", "the terminal alone"))
@@ -77,6 +82,9 @@ class Draw:
             if ":" in self.picture:
                 raise UserError(f"draw: got {self.picture!r} for the picture: jaxscale draw pipeline {self.picture}")
             raise unknown("picture", self.picture, PICTURES)
+        if self.measured is not None:
+            self._check_measured()
+            return
         if self.schedule is not None and self.compare is not None:
             raise UserError(f"draw pipeline: got {self.schedule} and --compare: put all of them behind --compare")
         if self.schedule is None and self.compare is None and self.experiment is None:
@@ -109,18 +117,17 @@ class Draw:
     def run(self, fields: Mapping[str, str]) -> None:
         """Draw it."""
         from jaxscale.pipeline.costs import Costs
-        from jaxscale.pipeline.draw import Chart
-        from jaxscale.pipeline.simulate import simulate
 
-        if self.experiment is None:
-            if fields:
-                raise UserError(f"--{next(iter(fields))} is a field of an experiment: add --experiment FILE")
+        if self.experiment is None and fields:
+            raise UserError(f"--{next(iter(fields))} is a field of an experiment: add --experiment FILE")
+        if self.measured is not None:
+            chart = self._as_measured()
+        elif self.experiment is None:
             prices = prices_of(self.cost)
             priced = [(str(plan), one, Costs.alike(one, **prices)) for plan, one in self._scheduled(self._plans())]
+            chart = self._simulated(priced)
         else:
-            priced = self._priced(fields)
-        drawn = tuple((name, simulate(schedule, costs, self.machine)) for name, schedule, costs in priced)
-        chart = Chart(drawn, timed=self.experiment is not None)
+            chart = self._simulated(self._priced(fields))
         print(
             chart.text(
                 shutil.get_terminal_size((100, 24)).columns,
@@ -131,6 +138,36 @@ class Draw:
         if self.out is not None:
             chart.write(self.out)
             print(f"written to {self.out}")
+
+    def _simulated(self, priced: "list[tuple[str, Schedule, Costs]]") -> "Chart":
+        from jaxscale.pipeline.draw import Chart
+        from jaxscale.pipeline.simulate import simulate
+
+        drawn = tuple((name, simulate(schedule, costs, self.machine)) for name, schedule, costs in priced)
+        return Chart(drawn, timed=self.experiment is not None)
+
+    def _check_measured(self) -> None:
+        from jaxscale.pipeline.draw import check_file
+        from jaxscale.training.traced_actions import checked
+
+        for name in ("schedule", "compare", "cost", "experiment", "variant", "platform", "updates"):
+            if getattr(self, name) is not None:
+                raise UserError(f"draw pipeline: got {name} beside --measured, whose run says it all: leave it out")
+        pipeline = checked(self.measured).pipeline
+        if self.out is not None and pipeline is not None:
+            check_file(self.out, [pipeline.schedule()] * 2)
+
+    def _as_measured(self) -> "Chart":
+        """The run's chart, and what its seconds come to on paper."""
+        from jaxscale.pipeline.draw import Chart
+        from jaxscale.pipeline.simulate import simulate
+        from jaxscale.training.traced_actions import measured_run
+
+        plan, found, steps = measured_run(self.measured)
+        said = f"mean of {steps} steps" if steps > 1 else "one step"
+        paper = simulate(found.schedule, found.costs, self.machine)
+        drawn = ((f"{plan.pipeline} measured, {said}", found), (f"{plan.pipeline} simulated with its means", paper))
+        return Chart(drawn, timed=True)
 
     def _plans(self) -> "list[PipelinePlan]":
         """What the command line names; none where the experiment says."""

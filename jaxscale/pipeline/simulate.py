@@ -34,7 +34,7 @@ class Simulation:
     Args:
         schedule: what ran.
         costs: what its passes took.
-        machine: how ranks wait for one another.
+        machine: how ranks wait for one another; "measured": as they did (`measured.py`).
         spans: start and end of each action in seconds, in the order of `schedule.orders`.
 
     Example:
@@ -47,7 +47,7 @@ class Simulation:
 
     schedule: Schedule
     costs: Costs
-    machine: Machine
+    machine: Machine | Literal["measured"]
     spans: tuple[tuple[Span, ...], ...]
 
     @functools.cached_property

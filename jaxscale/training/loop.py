@@ -32,6 +32,7 @@ from jaxscale.training.run import Run
 from jaxscale.training.signals import Agreement, Stop
 from jaxscale.training.source import Source, versions
 from jaxscale.training.storage import run_path
+from jaxscale.training.traced_actions import described
 from jaxscale.values import to_json
 
 
@@ -276,7 +277,7 @@ class _Training:
                 more = self._settle_pending(pending)
                 told_to_stop, pending = told_to_stop or more[0], None
             if self.profile is not None and (last or told_to_stop or self.profile.ends(self.n)):
-                self.profile.after(self.n, self.folder, state, self.event, self.say)
+                self.profile.after(self.n, self.folder, state, self.event, self.say, described(self.step))
                 self.meter.resume()
             if pausing:
                 self._pause(state, saved_data_state, stopping=told_to_stop and not last, save_now=save_now)

@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -223,6 +223,7 @@ class Profiler:
         state: Any,
         event: Callable[..., None] | None = None,
         say: Callable[[str], None] | None = None,
+        beside: Mapping[str, str] | None = None,
     ) -> Summary | None:
         """Stop tracing when `state` is there, write the summary, and tell of it.
 
@@ -232,6 +233,7 @@ class Profiler:
             state: what the step returns; waited for, so that the trace holds the whole step.
             event: called as `event("profile", ...)` with the figures of the busiest device.
             say: called with the summary's text.
+            beside: further files for the trace's folder: text by name.
 
         Returns:
             The summary; None where no trace was running.
@@ -246,6 +248,8 @@ class Profiler:
         found = summary_of(self._folder, steps=step + 1 - first)
         if jax.process_index() == 0:
             (self._folder / SUMMARY).write_text(f"{found}\n")
+            for name, text in (beside or {}).items():
+                (self._folder / name).write_text(text)
         if is_remote(folder):
             _upload(self._folder, folder / FOLDER)
             shutil.rmtree(self._folder)
@@ -279,12 +283,7 @@ def summary_of(folder: Any, steps: int | None = None) -> Summary:
     Raises:
         UserError: there is no trace.
     """
-    sessions = sorted(Path(folder).glob("plugins/profile/*"))
-    files = sorted(sessions[-1].glob("*.xplane.pb")) if sessions else []
-    if not files:
-        raise UserError(
-            f"no trace in {folder}: expected plugins/profile/*/*.xplane.pb, as jax.profiler.start_trace writes"
-        )
+    files = newest_trace(folder)
     from jax.profiler import ProfileData
 
     # making ProfileData's classes warns about their lack of __module__, and kills Python 3.12 where that is an error
@@ -292,6 +291,21 @@ def summary_of(folder: Any, steps: int | None = None) -> Summary:
         warnings.simplefilter("ignore")
         times = [time for file in files for time in device_times(ProfileData.from_file(str(file)).planes)]
     return Summary(tuple(times), steps)
+
+
+def newest_trace(folder: Any) -> list[Path]:
+    """The files of the newest trace under a folder, one for each process.
+
+    Raises:
+        UserError: there is no trace.
+    """
+    sessions = sorted(Path(folder).glob("plugins/profile/*"))
+    files = sorted(sessions[-1].glob("*.xplane.pb")) if sessions else []
+    if not files:
+        raise UserError(
+            f"no trace in {folder}: expected plugins/profile/*/*.xplane.pb, as jax.profiler.start_trace writes"
+        )
+    return files
 
 
 def device_times(planes: Iterable[Any]) -> list[DeviceTime]:

@@ -1,0 +1,76 @@
+"""The chart of a run's trace, and what it refuses."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from jaxscale.cli import main
+from jaxscale.errors import UserError
+from jaxscale.models.decoder import Decoder
+from jaxscale.step.build import build
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
+from jaxscale.training.profile import FOLDER, Profiler, ProfileRange
+from jaxscale.training.traced_actions import ACTIONS, actions_of, described, measured_run
+from jaxscale.values import override, to_json
+
+
+def test_a_run_is_drawn_as_it_was(tmp_path, capsys):
+    model = Decoder(vocab=12, context=8, layers=2, embed=8, heads=2)
+    step = build(
+        Experiment("traced", model, None, batch=4), override(Plan(), {"pipeline": "1f1b:2x2", "mesh": "data:2"})
+    )
+    rng = np.random.default_rng(0)
+    batch = {name: rng.integers(0, 12, (4, 8)).astype(np.int32) for name in ("tokens", "targets")}
+    assert described(step) == {}
+    step.compile(batch)
+    assert set(actions_of(step.program or "")) == {"F", "B"}
+    state, profiler = step.init(), Profiler(ProfileRange(2, 4))
+    for n in range(1, 4):
+        profiler.before(n, tmp_path)
+        state, metrics = step.run(state, step.place(batch))
+        float(metrics["loss"])
+        if profiler.ends(n):
+            profiler.after(n, tmp_path, state, beside=described(step))
+    (tmp_path / "plan.json").write_text(json.dumps({"version": 1, **to_json(step.plan)}))
+    plan, found, steps = measured_run(tmp_path)
+    assert str(plan.pipeline) == "1f1b:2x2"
+    assert steps == 2
+    for order in found.spans:
+        assert all(start < end for start, end in order)
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(order))
+    at = {
+        action: span
+        for order, spans in zip(found.schedule.orders, found.spans, strict=True)
+        for action, span in zip(order, spans, strict=True)
+    }
+    for action, (start, _) in at.items():
+        for needed in found.schedule.inputs(action):
+            assert at[needed][1] <= start, (str(needed), str(action))
+    assert main(["draw", "pipeline", "--measured", str(tmp_path)]) == 0
+    assert "1f1b:2x2 measured, mean of 2 steps" in capsys.readouterr().out
+    assert main(["draw", "pipeline", "gpipe:2x2", "--measured", str(tmp_path)]) == 2
+    assert "got schedule beside --measured" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("plan", "told", "message"),
+    [
+        (None, None, "is no run: it has no plan.json"),
+        ({}, None, "was trained without a pipeline"),
+        ({"pipeline": "pipedream:2"}, None, "never drains, and a step holds parts of several batches"),
+        ({"pipeline": "1f1b:2x2"}, None, "train it with --profile FIRST:LAST"),
+        ({"pipeline": "1f1b:2x2"}, {"processes": 2}, "one of 2 processes, whose clocks differ"),
+        ({"pipeline": "1f1b:2x2"}, {"processes": 1, "operations": {}}, "no branch for each kind of action"),
+    ],
+)
+def test_runs_that_cannot_be_drawn(tmp_path, plan, told, message):
+    if plan is not None:
+        (tmp_path / "plan.json").write_text(json.dumps({"version": 1, **plan}))
+    if told is not None:
+        (tmp_path / FOLDER).mkdir()
+        (tmp_path / FOLDER / ACTIONS).write_text(json.dumps(told))
+    with pytest.raises(UserError, match=message):
+        measured_run(tmp_path)
