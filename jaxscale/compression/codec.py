@@ -1,0 +1,289 @@
+"""Codec: the mean of a gradient over an axis whose links are slow, from few bytes.
+
+A codec sees one leaf on one device: the local shard of this replica's own gradient. It runs inside a region that is
+manual over the axis (`jax.shard_map`), or under `jax.vmap(axis_name=axis)` on one device, and uses collectives over
+that axis alone. What a message leaves out goes, with error feedback, into a residual that is added to the next
+gradient (Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847), so that
+
+    sum of residuals after + n * mean = sum of gradients + sum of residuals before.
+
+Every rule is per layer: a leaf of stacked layers is mapped over its first dim, and a matrix is (everything else, last
+axis). `OnePhase` and `TwoPhase` codecs write `encode` and `decode` only; each file of `codecs/` defines one and is
+found by itself. Left out here: which leaves a codec is for, NaN and Inf, metrics (`reduce.py`).
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale import values
+from jaxscale.compat import varying_axes
+from jaxscale.errors import UserError, unknown
+from jaxscale.typing import Array, Float, Int, Key
+
+State = dict[str, Any]
+"""What a codec keeps of a leaf on one device and replica: arrays by name; `residual` is float32 in the leaf's shape."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec(abc.ABC):
+    """How gradients are averaged over a slow axis. The text form is `NAME[:VALUE][,FIELD=VALUE...]`.
+
+    Args:
+        feedback: what a message leaves out is kept and added to the next gradient.
+        start: steps that send the exact mean before the first that is compressed.
+
+    Example:
+        >>> codec = Codec.parse("powersgd:4,start=100")
+        >>> codec, str(codec)
+        (PowerSGD(rank=4, feedback=True, start=100), 'powersgd:4,start=100')
+        >>> from jaxscale.compression import wire
+        >>> Codec.parse("int8").wire_bytes((1024, 1024), n=2), wire.exact((1024, 1024), n=2)
+        (1064960, 4194304)
+        >>> Codec.parse("powersgd:4,strat=100")
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: unknown option of codec powersgd 'strat': expected one of feedback, rank, start; did \
+you mean 'start'?
+    """
+
+    name: ClassVar[str]
+    """The word of the text form."""
+    value: ClassVar[str | None] = None
+    """The field that stands behind the colon."""
+    unit: ClassVar[str] = ""
+    """What may follow its number: the bit of `qsgd:4bit`."""
+    random: ClassVar[bool] = False
+    """Whether `reduce` needs a key."""
+
+    feedback: bool = dataclasses.field(default=True, kw_only=True)
+    start: int = dataclasses.field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        values.check_types(self)
+        if self.start < 0:
+            raise UserError(f"start: got {self.start}, expected a number of steps >= 0")
+
+    # ---- as text
+
+    @classmethod
+    def parse(cls, text: str) -> "Codec":
+        """The codec of its text form.
+
+        Raises:
+            UserError: an unknown codec or option, with the near miss; a value that the codec refuses.
+        """
+        from jaxscale.compression.codecs import CODECS
+
+        head, *options = (part.strip() for part in text.strip().split(","))
+        name, colon, value = head.partition(":")
+        if name.lower() not in CODECS:
+            raise unknown("codec", name, CODECS)
+        codec = CODECS[name.lower()]
+        if bool(colon) != (codec.value is not None):
+            raise UserError(f"codec {text!r}: expected {codec.form()}")
+        given = {} if codec.value is None else {codec.value: value.removesuffix(codec.unit)}
+        hints = values.field_types(codec)
+        for option in options:
+            key, equals, value = (part.strip() for part in option.partition("="))
+            if key not in hints:
+                raise unknown(f"option of codec {codec.name}", key, hints)
+            if not equals or key in given:
+                raise UserError(f"codec {text!r}: got {option!r}, expected each option once: {codec.form()}")
+            given[key] = value
+        try:
+            return codec(**{key: values.parse(value, hints[key], key) for key, value in given.items()})
+        except UserError as error:
+            raise UserError(f"codec {text!r}: {error}") from None
+
+    def __str__(self) -> str:
+        shown = f":{_text(getattr(self, self.value))}{self.unit}" if self.value else ""
+        options = [
+            f",{field.name}={_text(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)
+            if field.name != self.value and getattr(self, field.name) != field.default
+        ]
+        return f"{self.name}{shown}{''.join(options)}"
+
+    @classmethod
+    def form(cls) -> str:
+        """The text form as a message says it.
+
+        Example:
+            >>> from jaxscale.compression.codecs import CODECS
+            >>> CODECS["qsgd"].form()
+            'qsgd:BITSbit[,block=...][,feedback=...][,start=...]'
+        """
+        value = f":{cls.value.upper()}{cls.unit}" if cls.value else ""
+        return f"{cls.name}{value}" + "".join(f"[,{key}=...]" for key in values.field_types(cls) if key != cls.value)
+
+    # ---- what a caller asks
+
+    @property
+    def timed(self) -> bool:
+        """Whether `reduce` does another thing at some steps than at others, and needs the step's number."""
+        return self.start > 0
+
+    def refusal(self, shape: Sequence[int], n: int, *, layers: bool = False) -> str | None:
+        """Why this codec can't take a leaf, as a message says it; `None` where it can.
+
+        Args:
+            shape: of the leaf, as one device has it.
+            n: devices on the axis.
+            layers: the first dim is stacked layers.
+        """
+        if n < 2:
+            return f"got an axis of {n}, expected 2 or more replicas: there is nothing to send"
+        if layers and not shape:
+            return "got a scalar, expected stacked layers"
+        if math.prod(shape) == 0:
+            return f"got a leaf of shape {tuple(shape)}, expected elements"
+        return self._refusal(tuple(shape[layers:]), n)
+
+    def init(self, shape: Sequence[int], key: Key | None, n: int, *, layers: bool = False) -> State:
+        """The state of one leaf on one device and replica, before the first step.
+
+        Args:
+            shape: of the leaf, as one device has it.
+            key: the same on every replica.
+            n: devices on the axis.
+            layers: the first dim is stacked layers.
+
+        Raises:
+            UserError: a leaf or an axis that the codec can't take.
+        """
+        if why := self.refusal(shape, n, layers=layers):
+            raise UserError(f"codec {self}: {why}")
+        if not layers:
+            return self._init(tuple(shape), key, n)
+        each = [self._init(tuple(shape[1:]), _at(key, layer), n) for layer in range(shape[0])]
+        return jax.tree.map(lambda *parts: jnp.stack(parts), *each)
+
+    def reduce(
+        self,
+        gradient: Float[Array, "..."],
+        state: State,
+        axis: str,
+        key: Key | None = None,
+        step: Int[Array, ""] | None = None,
+        *,
+        layers: bool = False,
+    ) -> tuple[Float[Array, "..."], State]:
+        """The mean of a leaf over an axis, the same on every replica, and the state after it.
+
+        Args:
+            gradient: this replica's own, any float dtype.
+            state: what `init` or the last step left.
+            axis: name of the axis; the region is manual over it, or a `jax.vmap` of that name.
+            key: of step and leaf, the same on every replica; needed where `random`.
+            step: updates made before this one, the same on every replica; needed where `timed`.
+            layers: the first dim is stacked layers.
+
+        Returns:
+            The mean, float32, and the new state.
+        """
+        assert key is not None or not self.random, f"codec {self} rounds at random: give reduce a key"
+        assert step is not None or not self.timed, f"codec {self} changes with time: give reduce the step"
+        gradient = gradient.astype(jnp.float32)
+
+        def one_layer(gradient: Array, state: State, key: Key | None) -> tuple[Array, State]:
+            return self._reduce(gradient, state, axis, key, step)
+
+        def compressed(gradient: Array, state: State) -> tuple[Array, State]:
+            if layers:
+                keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(gradient)))
+                mean, after = jax.vmap(one_layer)(gradient, state, keys)
+            else:
+                mean, after = one_layer(gradient, state, key)
+            return mean, jax.tree.map(_typed_like, after, state)
+
+        def exact(gradient: Array, state: State) -> tuple[Array, State]:
+            return lax.pmean(gradient, axis), state
+
+        if not self.start:
+            return compressed(gradient, state)
+        assert step is not None
+        return lax.cond(step < self.start, exact, compressed, gradient, state)
+
+    def wire_bytes(self, shape: Sequence[int], n: int, *, layers: bool = False) -> int:
+        """Bytes that one device sends over the axis in one compressed step; `wire.exact` is the float32 mean's.
+
+        Args:
+            shape: of the leaf, as one device has it.
+            n: devices on the axis.
+            layers: the first dim is stacked layers.
+        """
+        return shape[0] * self._wire_bytes(tuple(shape[1:]), n) if layers else self._wire_bytes(tuple(shape), n)
+
+    def resize(self, states: State, shape: Sequence[int], n: int, *, layers: bool = False) -> State:
+        """States of another number of replicas, with the mean of what the residuals still owe kept.
+
+        Args:
+            states: of one leaf on one device, with a leading dim for the replicas that were.
+            shape: of the leaf, as one device has it.
+            n: replicas that will be.
+            layers: the first dim of the leaf is stacked layers.
+
+        Returns:
+            The same with a leading dim of n.
+        """
+        if not layers:
+            return self._resize(states, tuple(shape), n)
+        return jax.vmap(lambda mine: self._resize(mine, tuple(shape[1:]), n), in_axes=1, out_axes=1)(states)
+
+    # ---- what a kind of codec writes, of one layer
+
+    def _refusal(self, shape: tuple[int, ...], n: int) -> str | None:
+        return None
+
+    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> State:
+        return {"residual": jnp.zeros(shape, jnp.float32)} if self.feedback else {}
+
+    @abc.abstractmethod
+    def _reduce(
+        self, gradient: Array, state: State, axis: str, key: Key | None, step: Array | None
+    ) -> tuple[Array, State]: ...
+
+    @abc.abstractmethod
+    def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int: ...
+
+    def _resize(self, states: State, shape: tuple[int, ...], n: int) -> State:
+        """What is alike on all replicas, and residuals: each replica takes the mean."""
+        return {name: _repeated(jnp.mean(part, 0), n) for name, part in states.items()}
+
+    def owed(self, gradient: Array, state: State) -> Array:
+        """What a message should say: the gradient and what earlier messages left out."""
+        return gradient + state["residual"] if self.feedback else gradient
+
+
+def matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of a leaf seen as a matrix: everything else, and the last axis.
+
+    Example:
+        >>> matrix((3, 3, 64, 128)), matrix((768,))
+        ((576, 128), (1, 768))
+    """
+    return math.prod(shape[:-1]), (shape[-1] if shape else 1)
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _at(key: Key | None, layer: int) -> Key | None:
+    return None if key is None else jax.random.fold_in(key, layer)
+
+
+def _repeated(value: Array, n: int) -> Array:
+    return jnp.broadcast_to(value, (n, *value.shape))
+
+
+def _typed_like(value: Array, like: Array) -> Array:
+    """A value marked as varying over the manual axes over which another does."""
+    missing = tuple(sorted(varying_axes(like) - varying_axes(value)))
+    return lax.pcast(value, missing, to="varying") if missing else value

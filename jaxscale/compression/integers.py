@@ -1,0 +1,86 @@
+"""Whole numbers for floats, a float32 scale for each block: the arithmetic that int8, int4 and QSGD share.
+
+With L = 2^(bits-1) - 1 levels on each side, a block x of scale s = max|x| has the codes round(x L / s) and stands for
+codes * s / L: no element is off by more than s / 2L. Codes of 4 bits or fewer lie two in a byte: what XLA sends of an
+int4 array is a byte each. Left out: entropy coding.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.typing import Array, Float, Int, Key
+
+
+class Coded(NamedTuple):
+    """Blocks as whole numbers.
+
+    Args:
+        codes: int8, two to a byte of 4 bits.
+        scale: largest magnitude of each block.
+    """
+
+    codes: Int[Array, "*rows block"]
+    scale: Float[Array, "*rows"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Integers:
+    """Blocks of floats to whole numbers and back.
+
+    Args:
+        bits: of each code, 2 to 8.
+        block: elements that share a scale; even where codes lie two in a byte.
+
+    Example:
+        >>> rule = Integers(bits=4, block=4)
+        >>> rule.decode(rule.encode(jnp.array([7.0, -3.4, 0.0, 1.0]), None))
+        Array([ 7., -3.,  0.,  1.], dtype=float32)
+    """
+
+    bits: int
+    block: int
+
+    def __post_init__(self) -> None:
+        assert 2 <= self.bits <= 8
+        assert self.block % 2 == 0 or self.bits > 4
+
+    @property
+    def levels(self) -> int:
+        """L: codes lie in [-L, L]."""
+        return 2 ** (self.bits - 1) - 1
+
+    def encode(self, x: Float[Array, "... elements"], key: Key | None) -> Coded:
+        """Codes and scales of each block of the last dim.
+
+        Args:
+            x: float32, whose last dim the block divides.
+            key: rounds at random, up with the probability of what would be cut off, so that the mean is right; `None`
+                rounds to the nearest.
+        """
+        blocks = x.reshape(*x.shape[:-1], -1, self.block)
+        scale = jnp.max(jnp.abs(blocks), -1)
+        # a block of zeros, or of numbers whose inverse is infinite, is zeros
+        inverse = jnp.where(scale > 2.0**-100, self.levels / scale, 0.0)
+        scaled = blocks * inverse[..., None]
+        whole = jnp.round(scaled) if key is None else jnp.floor(scaled + jax.random.uniform(key, scaled.shape))
+        codes = jnp.clip(whole, -self.levels, self.levels).astype(jnp.int8)
+        return Coded(_two_in_a_byte(codes) if self.bits <= 4 else codes, scale)
+
+    def decode(self, coded: Coded) -> Float[Array, "... elements"]:
+        """What the codes stand for, float32."""
+        codes = _one_in_a_byte(coded.codes) if self.bits <= 4 else coded.codes
+        blocks = codes.astype(jnp.float32) * (coded.scale / self.levels)[..., None]
+        return blocks.reshape(*blocks.shape[:-2], -1)
+
+
+def _two_in_a_byte(codes: Array) -> Array:
+    """The first half of each block in the low nibbles, the second in the high ones: no lane moves within a half."""
+    low, high = jnp.split(codes, 2, axis=-1)
+    return (low & 15) | (high << 4)
+
+
+def _one_in_a_byte(packed: Array) -> Array:
+    return jnp.concatenate([(packed << 4) >> 4, packed >> 4], axis=-1)

@@ -1,0 +1,61 @@
+"""How many bytes one device sends over an axis of n devices, for each collective that a codec uses.
+
+Those of the ring algorithms, which send the least: Patarasu and Yuan (2009), "Bandwidth optimal all-reduce algorithms".
+What a compiled program really sends is counted by the compile report; latency is left out.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxscale.trees import tree_bytes
+
+FLOAT32 = 4
+"""Bytes of a float32."""
+
+
+def all_reduce(payload: int, n: int) -> int:
+    """Bytes that one device sends to add up `payload` bytes over n devices: 2 (n-1)/n of them.
+
+    Example:
+        >>> all_reduce(4096, 2), all_reduce(4096, 8)
+        (4096, 7168)
+    """
+    return math.ceil(2 * (n - 1) * payload / n)
+
+
+def all_gather(payload: int, n: int) -> int:
+    """Bytes that one device sends so that all have the `payload` bytes of each: n-1 times its own.
+
+    Example:
+        >>> all_gather(100, 8)
+        700
+    """
+    return (n - 1) * payload
+
+
+def all_to_all(payload: int, n: int) -> int:
+    """Bytes that one device sends to give each of n its part of `payload` bytes: (n-1)/n of them.
+
+    Example:
+        >>> all_to_all(4096, 8)
+        3584
+    """
+    return math.ceil((n - 1) * payload / n)
+
+
+def exact(shape: Sequence[int], n: int) -> int:
+    """Bytes that one device sends for the mean of a float32 leaf as it is: what every codec is measured against.
+
+    Example:
+        >>> exact((1024, 1024), 2) / 2**20
+        4.0
+    """
+    return all_reduce(FLOAT32 * math.prod(shape), n)
+
+
+def message_bytes(message: Any) -> int:
+    """Bytes of a message, given as arrays or their shapes."""
+    return tree_bytes(jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), message))
