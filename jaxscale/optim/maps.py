@@ -1,0 +1,247 @@
+r"""What a code of a few bits stands for: the maps between codes and numbers of at most 1 that quantized arrays use.
+
+* `soft8`, `sqrt8`: companding by arithmetic (FlashOptim, Gonzalez Ortiz et al. 2026, arXiv 2602.23349), of first and
+  second moments. Ours has no zero among the second moment's levels, as Li et al. ask for: a root of it that rounds to
+  zero makes an update many times too long.
+* `dynamic8`, `dynamic8_unsigned`, `dynamic4`: decades, each with twice the levels of the one below (Dettmers et al.
+  2021, arXiv 2110.02861), value for value those of `bitsandbytes.functional.create_dynamic_map`.
+* `linear4_unsigned`: :math:`(k + 1) / 16`, four bits without zero (Li et al. 2023, arXiv 2309.01507).
+* `e4m3`, `sqrt_e4m3`: eight-bit floating point, of a first moment and of the root of a second.
+
+Every map is elementwise arithmetic: on TPU a table lookup is a gather, which costs three thousand times the traffic.
+The table is the definition, and stands beside it: `Map.table`. Left out: quantile maps, which need a sort.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.errors import UserError, unknown
+from jaxscale.typing import Array
+
+Elementwise = Callable[[Array], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Map:
+    """Codes of a few bits and the numbers that they stand for.
+
+    Args:
+        name: names it in `MAPS`.
+        dtype: of the codes.
+        signed: numbers from -1 to 1; else from 0.
+        zero: the code of an array of zeros (whose scale is 0: it need not stand for 0).
+        encode: from float32 numbers of at most 1 to the nearest codes; of two equally near, the dynamic maps take the
+            lower, the others the even one.
+        decode: from codes to float32.
+
+    Example:
+        >>> m = MAPS["dynamic8"]
+        >>> int(m.encode(jnp.float32(0.5))), round(float(m.decode(jnp.uint8(255))), 3), m.bits
+        (219, 1.0, 8)
+    """
+
+    name: str
+    dtype: np.dtype
+    signed: bool
+    zero: int
+    encode: Elementwise
+    decode: Elementwise
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return int(jnp.iinfo(self.dtype).bits if self.integer else jnp.finfo(self.dtype).bits)
+
+    @property
+    def integer(self) -> bool:
+        """Whether codes are whole numbers, one apart for neighbouring values."""
+        return bool(jnp.issubdtype(self.dtype, jnp.integer))
+
+    @property
+    def table(self) -> np.ndarray:
+        """The numbers of all codes, ascending, float32; of the dynamic maps, as bitsandbytes has them to the bit."""
+        if self.name.startswith("dynamic"):
+            return dynamic_table(self.bits, self.signed)
+        if self.integer:
+            ends = jnp.iinfo(self.dtype)
+            lowest = -int(ends.max) if self.signed else int(ends.min)
+            codes = np.arange(lowest, int(ends.max) + 1)
+        else:
+            codes = np.arange(2**self.bits, dtype=np.uint8).view(self.dtype).astype(np.float32)
+            codes = codes[np.isfinite(codes) & (codes >= (-np.inf if self.signed else 0))]
+        with jax.ensure_compile_time_eval():
+            return np.unique(np.asarray(self.decode(jnp.asarray(codes).astype(self.dtype))))
+
+
+def dynamic_table(bits: int, signed: bool) -> np.ndarray:
+    r"""The dynamic map, ascending, in float32.
+
+    Decade :math:`i = 0 \dots b - 2` of :math:`b` bits has :math:`n = 2^i` values (unsigned :math:`2^{i + 1}`), the
+    middles of :math:`n` equal parts of :math:`[0.1, 1]`, times :math:`10^{i - b + 2}`; also 0 and 1, and no -1.
+
+    Args:
+        bits: of a code.
+        signed: half of the codes for numbers below 0.
+
+    Returns:
+        `2**bits` values, to the bit those of bitsandbytes, whose `torch.linspace` has a float32 step and adds it by a
+        fused multiply-add, from both ends to the middle.
+
+    Example:
+        >>> dynamic_table(4, True).round(4)[7:].tolist()  # doctest: +NORMALIZE_WHITESPACE
+        [0.0, 0.005499999970197678, 0.032499998807907104, 0.07750000059604645, 0.21250000596046448, 0.4375,
+         0.6625000238418579, 0.887499988079071, 1.0]
+    """
+    values = [0.0, 1.0]
+    decades = bits - 1
+    for decade in range(decades):
+        n = 2 ** (decade if signed else decade + 1)
+        step, start = np.float64(np.float32(1 - np.float32(0.1)) / np.float32(n)), np.float64(np.float32(0.1))
+        index = np.arange(n + 1)
+        edges = np.where(index < (n + 1) // 2, start + step * index, 1.0 - step * (n - index)).astype(np.float32)
+        middles = np.float32(10.0 ** (decade - decades + 1)) * ((edges[:-1] + edges[1:]) / np.float32(2))
+        values += middles.tolist() + ((-middles).tolist() if signed else [])
+    return np.sort(np.asarray(values, np.float32))
+
+
+def _dynamic(name: str, bits: int, signed: bool, dtype: type) -> Map:
+    """The dynamic map by arithmetic: a code's distance from zero is n + k, for bin k of the n of its decade."""
+    table = dynamic_table(bits, signed)
+    decades, first = bits - 1, 0 if signed else 1
+    positive = table[table > 0]  # the last is 1
+    middles = (positive[:-1] + positive[1:]) / np.float32(2)
+    lowest, last = float(positive[0] / np.float32(2)), float(middles[-1])
+    # between the last value of a decade and the first of the next
+    bounds = [float(middles[2 ** (i + first) - 2**first - 1]) for i in range(1, decades)]
+    tens = [float(np.float32(10.0 ** (i - decades + 1))) for i in range(decades)]
+    top = 2**decades if signed else 2**bits - 1
+
+    def encode(y: Array) -> Array:
+        a = jnp.abs(y)
+        decade = jnp.zeros(a.shape, jnp.int32)
+        up = jnp.full(a.shape, 10.0 ** (decades - 1), jnp.float32)
+        for i, bound in enumerate(bounds, 1):
+            above = a > bound
+            decade = jnp.where(above, i, decade)
+            up = jnp.where(above, float(10 ** (decades - 1 - i)), up)
+        n = jax.lax.bitcast_convert_type((decade + (first + 127)) << 23, jnp.float32)  # 2**(decade + first)
+        k = jnp.clip(jnp.ceil((a * up - 0.1) * (n * (1 / 0.9))) - 1, 0, n - 1)
+        distance = (n + k).astype(jnp.int32) - first
+        distance = jnp.where(a > last, top, jnp.where(a > lowest, distance, 0))
+        code = 2**decades - 1 + jnp.where(y < 0, -jnp.minimum(distance, top - 1), distance) if signed else distance
+        return code.astype(dtype)
+
+    def decode(codes: Array) -> Array:
+        code = codes.astype(jnp.int32) - (2**decades - 1 if signed else 0)
+        distance = jnp.abs(code) + first
+        exponent = jax.lax.bitcast_convert_type(jnp.maximum(distance, 1).astype(jnp.float32), jnp.int32) >> 23
+        inverse = jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)  # 1 / n
+        ten = jnp.full(code.shape, tens[-1], jnp.float32)
+        for i in range(decades - 2, -1, -1):
+            ten = jnp.where(exponent <= 127 + first + i, tens[i], ten)
+        value = ten * (0.1 + 0.9 * ((distance.astype(jnp.float32) + 0.5) * inverse - 1))
+        value = jnp.where(code == top, 1.0, jnp.where(code == 0, 0.0, value))
+        return jnp.where(code < 0, -value, value) if signed else value
+
+    return Map(name, jnp.dtype(dtype), signed, 2**decades - 1 if signed else 0, encode, decode)
+
+
+def _soft8_encode(y: Array) -> Array:
+    return jnp.round(y * 254 / (1 + jnp.abs(y))).astype(jnp.int8)
+
+
+def _soft8_decode(codes: Array) -> Array:
+    t = codes.astype(jnp.float32)
+    return t / (254 - jnp.abs(t))  # 127 is 1 to the bit: an array decoded and encoded again is the same
+
+
+def _sqrt8_encode(y: Array) -> Array:
+    return (jnp.maximum(jnp.round(jnp.sqrt(y) * 256), 1) - 1).astype(jnp.uint8)
+
+
+def _sqrt8_decode(codes: Array) -> Array:
+    return jnp.square((codes.astype(jnp.float32) + 1) * (1 / 256))
+
+
+def _linear4_encode(y: Array) -> Array:
+    return (jnp.maximum(jnp.round(y * 16), 1) - 1).astype(jnp.int32).astype(jnp.uint4)
+
+
+def _linear4_decode(codes: Array) -> Array:
+    return (codes.astype(jnp.int32).astype(jnp.float32) + 1) * (1 / 16)
+
+
+def _e4m3_encode(y: Array) -> Array:
+    return (y * 448).astype(jnp.float8_e4m3fn)
+
+
+def _e4m3_decode(codes: Array) -> Array:
+    return codes.astype(jnp.float32) * (1 / 448)
+
+
+def _sqrt_e4m3_encode(y: Array) -> Array:
+    return (jnp.sqrt(y) * 448).astype(jnp.float8_e4m3fn)
+
+
+def _sqrt_e4m3_decode(codes: Array) -> Array:
+    return jnp.square(codes.astype(jnp.float32) * (1 / 448))
+
+
+_ALL = (
+    Map("soft8", jnp.dtype(jnp.int8), True, 0, _soft8_encode, _soft8_decode),
+    Map("sqrt8", jnp.dtype(jnp.uint8), False, 0, _sqrt8_encode, _sqrt8_decode),
+    _dynamic("dynamic8", 8, True, jnp.uint8),
+    _dynamic("dynamic8_unsigned", 8, False, jnp.uint8),
+    _dynamic("dynamic4", 4, True, jnp.uint4),
+    Map("linear4_unsigned", jnp.dtype(jnp.uint4), False, 0, _linear4_encode, _linear4_decode),
+    Map("e4m3", jnp.dtype(jnp.float8_e4m3fn), True, 0, _e4m3_encode, _e4m3_decode),
+    Map("sqrt_e4m3", jnp.dtype(jnp.float8_e4m3fn), False, 0, _sqrt_e4m3_encode, _sqrt_e4m3_decode),
+)
+
+MAPS: Mapping[str, Map] = {m.name: m for m in _ALL}
+"""Every map by name."""
+
+
+def map_of(name: str) -> Map:
+    """A map by its name.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    if name not in MAPS:
+        raise unknown("map", name, MAPS)
+    return MAPS[name]
+
+
+def encode_by_table(y: Array, map: Map) -> Array:
+    """Position of the nearest value in a map's table: the definition of `Map.encode`, by search.
+
+    Args:
+        y: float32 of at most 1.
+        map: any; the lower of two equally near values is taken.
+    """
+    bounds = (map.table[:-1] + map.table[1:]) / np.float32(2)
+    return jnp.searchsorted(jnp.asarray(bounds), y, side="left")
+
+
+def neighbour(map: Map, codes: Array, above: Array) -> Array:
+    """The next code up, or down, where there is one: what stochastic rounding chooses against the nearest.
+
+    Args:
+        map: of whole codes.
+        codes: of it.
+        above: where to go up.
+
+    Raises:
+        UserError: a floating-point map.
+    """
+    if not map.integer:
+        raise UserError(f"map {map.name!r} can't round stochastically: take one of whole codes, such as 'soft8'")
+    ends = jnp.iinfo(map.dtype)
+    lowest = -int(ends.max) if map.dtype == jnp.int8 else int(ends.min)
+    moved = codes.astype(jnp.int32) + jnp.where(above, 1, -1)
+    return jnp.clip(moved, lowest, int(ends.max)).astype(map.dtype)

@@ -1,0 +1,196 @@
+r"""Arrays in a few bits: a code for each number, and a float32 scale for each block of a column.
+
+A block is `block` numbers below one another, along the second-minor dim. Codes keep the array's shape, so they take its
+sharding; scales have that dim divided by the block. On TPU, whose arrays lie in tiles of (8, 128) over the last two
+dims, this is what XLA fuses without a copy: blocks along the last dim, as everyone else has them, cost 16 bytes of
+temporary memory for each number (Dettmers et al. 2021, arXiv 2110.02861, flatten and take 256 in a row).
+
+    scale = max |x|     of a block; a NaN or infinity in x counts as 0, and becomes 0
+    codes = nearest code to x / scale
+
+Left out: scales in fewer bits, a second level of them, and the rank-1 scales of Li et al. 2023, which are maxima over
+sharded dims.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.errors import UserError
+from jaxscale.optim.maps import MAPS, map_of, neighbour
+from jaxscale.typing import Array, Float, Key
+
+LEAST = 2.0**-126
+"""Least scale divided by: what lies below is flushed to zero, and 0 / 0 is NaN."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["map", "block"])
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """An array in a few bits, as a pytree of two arrays.
+
+    Args:
+        codes: of the array's shape, in the dtype of its map.
+        scale: float32, of that shape but for the second-minor dim, which is divided by the block.
+        map: names what codes stand for, in `maps.MAPS`.
+        block: numbers of a column that share a scale.
+
+    Example:
+        >>> q = encode(jnp.ones((2, 512, 3)), "soft8", 256)
+        >>> q.shape, q.codes.dtype.name, q.scale.shape
+        ((2, 512, 3), 'int8', (2, 2, 3))
+    """
+
+    codes: Any
+    scale: Any
+    map: str
+    block: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what it decodes to."""
+        return self.codes.shape
+
+    @property
+    def ndim(self) -> int:
+        """Of what it decodes to."""
+        return self.codes.ndim
+
+    @property
+    def size(self) -> int:
+        """Numbers in what it decodes to."""
+        return math.prod(self.codes.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Of what it decodes to: float32."""
+        return jnp.dtype(jnp.float32)
+
+
+def is_quantized(x: Any) -> bool:
+    """Whether a node of a tree is a quantized array: `is_leaf` of tree functions."""
+    return isinstance(x, Quantized)
+
+
+def encode(x: Array, map: str, block: int, key: Key | None = None) -> Quantized:
+    """An array in a few bits.
+
+    Args:
+        x: of two dims or more, any floating dtype. NaN and infinities become 0.
+        map: names what codes stand for, in `maps.MAPS`; of x >= 0 where it is unsigned.
+        block: numbers of a column that share a scale; divides the second-minor dim.
+        key: rounds stochastically, so that the mean over keys is `x`; `None` to the nearest.
+
+    Raises:
+        UserError: the block does not divide, the array has no columns, or there is no such map.
+
+    Example:
+        >>> x = jnp.array([[0.5, -8.0], [1.0, 4.0]])
+        >>> print(decode(encode(x, "soft8", 2)).round(2))
+        [[ 0.5  -8.  ]
+         [ 1.    4.02]]
+    """
+    scale = scales(x, map, block)
+    return Quantized(codes(x, scale, map, block, key), scale, map, block)
+
+
+def scales(x: Array, map: str, block: int) -> Float[Array, "..."]:
+    """The scale of each block: the largest finite distance from zero."""
+    map_of(map)
+    check_block(x.shape, block)
+    largest = jnp.max(jnp.abs(_finite(x)).reshape(_blocked(x.shape, block)), -2)
+    return jnp.minimum(largest, 1 / LEAST)  # the inverse of a larger one is flushed to zero
+
+
+def codes(x: Array, scale: Array, map: str, block: int, key: Key | None = None) -> Array:
+    """The codes of an array whose scales are known; what lies beyond its scale becomes the last code.
+
+    Args:
+        x: of two dims or more.
+        scale: of `scales`.
+        map: names what codes stand for.
+        block: numbers of a column that share a scale.
+        key: rounds stochastically.
+    """
+    m = MAPS[map]
+    y = _finite(x).reshape(_blocked(x.shape, block)) * (1 / jnp.maximum(scale, LEAST))[..., None, :]
+    y = jnp.clip(y, -1.0 if m.signed else 0.0, 1.0)
+    found = m.encode(y)
+    if key is not None:
+        near = m.decode(found)
+        other = neighbour(m, found, y > near)
+        gap = m.decode(other) - near
+        chance = (y - near) / jnp.where(gap == 0, 1, gap)
+        found = jnp.where(jax.random.uniform(key, y.shape) < chance, other, found)
+    return found.reshape(x.shape)
+
+
+def decode(q: Quantized) -> Float[Array, "..."]:
+    """The float32 array that a quantized one stands for.
+
+    Example:
+        >>> decode(zeros((2, 2), "linear4_unsigned", 2)).tolist()
+        [[0.0, 0.0], [0.0, 0.0]]
+    """
+    values = MAPS[q.map].decode(q.codes).reshape(_blocked(q.shape, q.block))
+    return (values * q.scale[..., None, :]).reshape(q.shape)
+
+
+def zeros(shape: tuple[int, ...], map: str, block: int) -> Quantized:
+    """A quantized array of zeros, made without encoding any: XLA would fold that, for seconds a leaf.
+
+    Args:
+        shape: of two dims or more.
+        map: names what codes stand for.
+        block: divides the second-minor dim.
+    """
+    m = map_of(map)
+    check_block(shape, block)
+    scale = jnp.zeros((*shape[:-2], shape[-2] // block, shape[-1]), jnp.float32)
+    return Quantized(jnp.full(shape, m.zero, m.dtype), scale, map, block)
+
+
+def block_of(rows: int, most: int) -> int:
+    """Numbers of a column that share a scale, for columns of so many on each device.
+
+    The largest divisor of `rows` of at most `most`. Where that is less than an eighth of `most`, scales would take more
+    than half a byte for each number in 8 bits: then the whole column, which is coarser and honest about its bytes.
+
+    Args:
+        rows: of the second-minor dim on one device.
+        most: numbers that may share a scale.
+
+    Example:
+        >>> block_of(4096, 256), block_of(688, 256), block_of(8, 256), block_of(2 * 1009, 256)
+        (256, 172, 8, 2018)
+    """
+    best = next(n for n in range(min(rows, most), 0, -1) if rows % n == 0)
+    return rows if best < min(rows, most // 8) else best
+
+
+def check_block(shape: tuple[int, ...], block: int) -> None:
+    """Refuse a block that does not divide the columns of an array.
+
+    Raises:
+        UserError: so, or the array has fewer than two dims.
+    """
+    if len(shape) < 2:
+        raise UserError(f"an array of shape {shape} can't be quantized: blocks lie along the second-last dim of two")
+    if block < 1 or shape[-2] % block:
+        raise UserError(
+            f"blocks of {block} do not divide the {shape[-2]} rows of {shape}: expected a divisor, such as "
+            f"{block_of(shape[-2], max(block, 1))}"
+        )
+
+
+def _blocked(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-2] // block, block, shape[-1])
+
+
+def _finite(x: Array) -> Array:
+    x = x.astype(jnp.float32)
+    return jnp.where(jnp.abs(x) < jnp.inf, x, 0)
