@@ -35,7 +35,7 @@ from jaxscale.step.remember import check_memory, decide_memory, layers_of_groups
 from jaxscale.step.stages import Stages, stages_of
 from jaxscale.step.state import TrainState, Watch
 from jaxscale.step.streamed import Streamed, check_streamed
-from jaxscale.step.update import Update
+from jaxscale.trees import path_name
 from jaxscale.typing import Array, Batch, Float, Params
 
 Metrics = dict[str, Array]
@@ -374,19 +374,19 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     check_model(plan, experiment.model)
     check_memory(plan)
     mesh, decision, streamed = plan.mesh.build(devices), None, None
-    functional, update, layout = _placed(experiment, plan, mesh, stages=stages)
+    functional, rule, optimizer, layout = _placed(experiment, plan, mesh, stages=stages)
     if plan.asynchronous:
-        check_streamed(plan, update.plain, functional.params)
+        check_streamed(plan, rule, functional.params)
     if needs_decision(plan.memory):
         parts = (experiment, plan, functional, layout)
         objective = Objective(*parts) if stages is None else Pipelined(stages, *parts)
         decision = decide_memory(objective, devices)
         groups = layers_of_groups(decision)
         if groups and stages is None:  # a stage's layers are few: those of a group are cut from the rest in the step
-            functional, update, layout = _placed(experiment, plan, mesh, groups)
+            functional, rule, optimizer, layout = _placed(experiment, plan, mesh, groups)
     layout.check_axes_used(experiment.model)
-    layout.check_zero_used(update.whole)
-    check_offload(plan, experiment.model, update.plain, functional.params, devices)
+    layout.check_zero_used(optimizer)
+    check_offload(plan, experiment.model, rule, functional.params, devices)
     kept = 0 if decision is None else decision.host_bytes
     if kept:
         check_host_memory(devices, f"memory {plan.memory}")
@@ -395,21 +395,32 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     if plan.asynchronous:
         assert stages is not None
         parts = (experiment, plan, functional, layout, treatment_of(plan, decision))
-        streamed = Streamed(stages, update.whole, *parts)
+        streamed = Streamed(stages, optimizer, *parts)
         functional, layout = streamed.held, streamed.places
         lines.append(str(streamed))
-    advance = advance_of(plan, update, layout)
-    return TrainStep(experiment, plan, functional, layout, update.whole, advance, lines, decision, stages, streamed)
+    advance = advance_of(plan, rule, experiment.optimizer.clip, optimizer, layout)
+    return TrainStep(experiment, plan, functional, layout, optimizer, advance, lines, decision, stages, streamed)
 
 
 def _placed(
     experiment: Experiment, plan: Plan, mesh: Any, groups: tuple[int, ...] = (), stages: Stages | None = None
-) -> tuple[Functional, Update, Layout]:
-    """The model as functions, its optimizer, and where their arrays lie."""
+) -> tuple[Functional, optax.GradientTransformation, optax.GradientTransformation, Layout]:
+    """The model as functions, its optimizer without and with clipping, and where their arrays lie."""
     layers = () if stages is None else stages.rows
     functional = Functional.of(experiment.model, experiment.seed, vocab_multiple(plan), groups, layers)
-    update = Update.of(experiment, plan, functional, mesh)
-    return functional, update, Layout.of(functional, update.whole, plan, mesh)
+    mask = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: decays(functional.names.get(path_name(path)), leaf.shape), functional.params
+    )
+    rule = experiment.optimizer.rule(experiment.steps, mask)
+    optimizer = experiment.optimizer.build(experiment.steps, mask)
+    return functional, rule, optimizer, Layout.of(functional, optimizer, plan, mesh)
+
+
+def decays(names: tuple[str | None, ...] | None, shape: tuple[int, ...]) -> bool:
+    """Whether weight decay is meant for a parameter: a matrix or a kernel, the stacked dim aside; no norm, no bias."""
+    if names is None:
+        return len(shape) > 1
+    return sum(name != "layers" for name in names) > 1 and "norm" not in names
 
 
 def _place_host_array(array: Any, abstract: jax.ShapeDtypeStruct) -> Array:
