@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.decoder import Decoder, Llama3Scaling, MlpKind
+from jaxscale.optim.leaves import leaves_of
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.mesh import AXES, MeshSpec
 from jaxscale.sharding.rules import AxisRules
@@ -171,7 +172,7 @@ def valid(draw: Callable[..., Any]) -> Drawn:
         "model": model,
         "optimizer": {
             "name": optimizer,
-            "momentum": momentum,
+            "momentum": momentum if optimizer == "sgd" else None,
             "schedule": draw(st.sampled_from(["cosine", "linear", "constant"])),
             "warmup": draw(st.sampled_from([0, 3])),
             "decay": draw(st.sampled_from(["matrices", "all"])),
@@ -242,7 +243,9 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "b1": [1.0, -0.1],
         "b2": [1.5],
         "eps": [-1e-8, math.inf],
-        "momentum": [-0.5, math.inf],
+        "momentum": [-0.5, 0.9, math.inf],
+        "trust": [0.02],
+        "rank": [0, 4],
         "weight_decay": [-0.1, math.inf],
         "decay": ["none"],
         "clip": [0.0, -1.0],
@@ -378,7 +381,8 @@ def invalid(draw: Callable[..., Any]) -> Drawn:
 def constants() -> None:
     """Optax makes its zeros eagerly: once in a process, whatever is refused after it."""
     for name in get_args(field_types(Optimizer)["name"]):
-        Optimizer(name=name).build(4, True).init({"x": np.zeros(1, np.float32)})
+        params = {"x": np.zeros(1, np.float32)}
+        Optimizer(name=name).build(4, leaves_of(params)).init(params)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Optimizer: an optax optimizer and its schedule as a value that the command line, JSON and tests can name.
 
-The update rules are optax's own. `custom` takes any other optax transformation.
+The update rules and the options that each takes stand in `rules.py`. `custom` takes any other optax transformation.
 """
 
 import dataclasses
@@ -9,10 +9,18 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from jaxscale.errors import UserError
+from jaxscale.optim.rules import RULES, Given
 from jaxscale.values import check_types
 
-Name = Literal["adamw", "sgd", "lion", "adafactor"]
+Name = Literal[
+    "adamw", "nadamw", "adan", "ademamix", "adopt", "lion", "sgd", "adafactor", "schedule_free", "lars", "lamb", "muon",
+    "soap", "galore",
+]  # fmt: skip
 Schedule = Literal["cosine", "linear", "constant"]
+
+_POSITIVE = ("learning_rate", "clip", "trust", "rank", "every", "max_dim")
+_NOT_NEGATIVE = ("final_learning_rate", "warmup", "weight_decay", "momentum", "eps", "alpha")
+_SHARES = ("b1", "b2", "b3")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,17 +31,50 @@ class Optimizer:
     from ``learning_rate`` to ``final_learning_rate`` along the schedule until the last step. Gradients are first
     clipped to global norm ``clip``.
 
+    | name | what it is | options and their defaults |
+    |---|---|---|
+    | adamw | Adam with decoupled decay | b1 0.9, b2 0.95, eps 1e-08, decay 0.1 |
+    | nadamw | AdamW with Nesterov's momentum | b1 0.9, b2 0.95, eps 1e-08, decay 0.1 |
+    | adan | adaptive Nesterov momentum | b1 0.98, b2 0.92, b3 0.99, eps 1e-08, decay 0.1 |
+    | ademamix | AdamW with a second, slow momentum | b1 0.9, b2 0.999, b3 0.9999, alpha 5, eps 1e-08, decay 0.1 |
+    | adopt | Adam that converges with any b2 | b1 0.9, b2 0.9999, eps 1e-06, decay 0.1 |
+    | lion | sign of a momentum | b1 0.9, b2 0.95, decay 0.1 |
+    | sgd | descent | momentum 0, decay 0.1 |
+    | adafactor | second moments factored into rows and columns | decay 0.1 |
+    | schedule_free | AdamW that averages in place of a schedule | b1 0.9, b2 0.95, eps 1e-08, decay 0.1 |
+    | lars | sgd for large batches | momentum 0.9, trust 0.02, decay 0.0001 |
+    | lamb | Adam for large batches | b1 0.9, b2 0.999, eps 1e-06, decay 0.01 |
+    | muon | orthogonalised momentum | momentum 0.95, scale moonshot, precision bfloat16, and those of adamw |
+    | soap | Adam in Shampoo's eigenbasis | b1 0.95, b2 0.95, eps 1e-08, every 10, max_dim 10000, decay 0.1 |
+    | galore | AdamW in a low-rank subspace | b1 0.9, b2 0.95, eps 1e-08, rank 128, every 200, decay 0.1 |
+
+    On the command line `--optimizer muon` is short for `--optimizer.name muon`. An option that the rule does not take
+    is refused; one that is `None` has the rule's default. Layers that are stacked in one array are each a tensor of
+    their own to lars, lamb, muon, soap and galore, and a kernel is the matrix (everything else, last dim). The last
+    three take projections and kernels; embeddings, head, gains and biases get AdamW, at the same learning rate.
+    schedule_free trains at a point between its average and its fast iterate, and that point is what is evaluated.
+
     Args:
         name: the update rule.
         learning_rate: its peak.
         final_learning_rate: at the end; `None` is a tenth of the peak.
         warmup: updates of linear warm-up.
-        schedule: how the rate falls after the warm-up.
-        b1: decay of the first moment (adamw, lion).
-        b2: decay of the second moment (adamw, lion).
-        eps: added to the root of the second moment (adamw).
-        momentum: of sgd; 0 keeps no state.
-        weight_decay: decoupled: every update takes this times the learning rate off a weight.
+        schedule: how the rate falls after the warm-up; `None` is cosine, and constant for schedule_free.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        b3: decay of the third (adan), of the slow first one (ademamix).
+        eps: added to the root of the second moment.
+        momentum: of sgd, where 0 keeps no state, lars and muon.
+        alpha: weight of the slow first moment (ademamix).
+        trust: ratio of an update's norm to its weight's, at learning rate 1 (lars).
+        scale: of an orthogonal update of n rows and m columns: "keller" is sqrt(max(1, m / n)), "moonshot"
+            0.2 sqrt(max(n, m)), which goes with AdamW's learning rates (muon).
+        precision: of the orthogonalisation, and of what it sends between devices: bfloat16 or float32 (muon).
+        rank: of the projection (galore).
+        every: updates between new bases (soap, galore).
+        max_dim: dims above it keep their own basis (soap).
+        weight_decay: decoupled: every update takes this times the learning rate off a weight. lars and lamb count it in
+            their trust ratio.
         decay: what is decayed: "matrices" spares norms, biases and other vectors; "all" spares nothing.
         clip: global norm that gradients are clipped to; `None` never clips.
         custom: a function of the schedule (step to learning rate) that returns any optax transformation; replaces
@@ -42,37 +83,63 @@ class Optimizer:
     Example:
         >>> round(Optimizer(learning_rate=1e-3, warmup=99).learning_rate_at(0, steps=1000), 8)
         1e-05
+        >>> Optimizer(name="lars", b1=0.9)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: optimizer.b1: lars has none, got 0.9: leave it out, or none; lars takes ...
     """
 
     name: Name = "adamw"
     learning_rate: float = 1e-3
     final_learning_rate: float | None = None
     warmup: int = 0
-    schedule: Schedule = "cosine"
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    momentum: float = 0.0
-    weight_decay: float = 0.1
+    schedule: Schedule | None = None
+    b1: float | None = None
+    b2: float | None = None
+    b3: float | None = None
+    eps: float | None = None
+    momentum: float | None = None
+    alpha: float | None = None
+    trust: float | None = None
+    scale: Literal["keller", "moonshot"] | None = None
+    precision: Literal["float32", "bfloat16"] | None = None
+    rank: int | None = None
+    every: int | None = None
+    max_dim: int | None = None
+    weight_decay: float | None = None
     decay: Literal["matrices", "all"] = "matrices"
     clip: float | None = 1.0
     custom: Callable[[Callable[[Any], Any]], Any] | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
-        for field in ("learning_rate", "clip"):
+        for field in _POSITIVE:
             value = getattr(self, field)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise UserError(f"optimizer.{field}: got {value!r}, expected a number above 0")
-        for field in ("final_learning_rate", "warmup", "weight_decay", "momentum", "eps"):
+        for field in _NOT_NEGATIVE:
             value = getattr(self, field)
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise UserError(f"optimizer.{field}: got {value!r}, expected 0 or more")
-        for field in ("b1", "b2"):
-            if not 0 <= getattr(self, field) < 1:
+        for field in _SHARES:
+            value = getattr(self, field)
+            if value is not None and not 0 <= value < 1:
+                raise UserError(f"optimizer.{field}: got {value!r}, expected a number from 0 up to, not including, 1")
+        if self.custom is None:
+            self.options()
+            if self.schedule is not None and self.schedule not in RULES[self.name].schedules:
                 raise UserError(
-                    f"optimizer.{field}: got {getattr(self, field)!r}, expected a number from 0 up to, not including, 1"
+                    f"optimizer.schedule: got {self.schedule}, and {self.name} takes "
+                    f"{' or '.join(RULES[self.name].schedules)}: it averages in place of a falling rate"
                 )
+
+    def options(self) -> dict[str, Any]:
+        """Every option of the rule by name: the fields that are set, and its own defaults.
+
+        Example:
+            >>> Optimizer(name="lars", trust=0.01).options()
+            {'momentum': 0.9, 'trust': 0.01, 'weight_decay': 0.0001}
+        """
+        return RULES[self.name].options(self.name, {option: getattr(self, option) for option in OPTIONS})
 
     def schedule_fn(self, steps: int) -> Callable[[Any], Any]:
         """Learning rate as an optax schedule: a function of the number of updates made."""
@@ -81,9 +148,10 @@ class Optimizer:
         peak = self.learning_rate
         final = peak / 10 if self.final_learning_rate is None else self.final_learning_rate
         rest = max(steps - self.warmup, 1)
-        if self.schedule == "cosine":
+        schedule = self.schedule or ("cosine" if self.custom is not None else RULES[self.name].schedule)
+        if schedule == "cosine":
             after = optax.cosine_decay_schedule(peak, rest, alpha=final / peak)
-        elif self.schedule == "linear":
+        elif schedule == "linear":
             after = optax.linear_schedule(peak, final, rest)
         else:
             after = optax.constant_schedule(peak)
@@ -96,63 +164,35 @@ class Optimizer:
         """Learning rate of update number `update`, counted from 0, in a run of `steps`."""
         return float(self.schedule_fn(steps)(update))
 
-    def build(self, steps: int, decay_mask: Any) -> Any:
+    def build(self, steps: int, leaves: Any) -> Any:
         """The optax transformation: clipping, then `rule`.
 
         Args:
             steps: updates of the run, for the schedule.
-            decay_mask: tree like the parameters; true where `decay="matrices"` decays.
+            leaves: tree of `jaxscale.optim.leaves.Leaf` like the parameters.
         """
         import optax
 
-        rule = self.rule(steps, decay_mask)
+        rule = self.rule(steps, leaves)
         return rule if self.clip is None else optax.chain(optax.clip_by_global_norm(self.clip), rule)
 
-    def rule(self, steps: int, decay_mask: Any) -> Any:
+    def rule(self, steps: int, leaves: Any) -> Any:
         """The optax transformation without clipping.
 
         Args:
             steps: updates of the run, for the schedule.
-            decay_mask: tree like the parameters; true where `decay="matrices"` decays.
+            leaves: tree of `jaxscale.optim.leaves.Leaf` like the parameters.
         """
-        import optax
+        import jax
 
         rate = self.schedule_fn(steps)
-        mask = decay_mask if self.decay == "matrices" else None
         if self.custom is not None:
             return self.custom(rate)
-        if self.name == "adamw":
-            return optax.adamw(rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=mask)
-        if self.name == "lion":
-            return optax.lion(rate, self.b1, self.b2, weight_decay=self.weight_decay, mask=mask)
-        if self.name == "adafactor":
-            return optax.chain(optax.adafactor(rate), decoupled_decay(rate, self.weight_decay, mask))
-        sgd = optax.sgd(rate, momentum=self.momentum or None)
-        return optax.chain(sgd, decoupled_decay(rate, self.weight_decay, mask))
+        mask = jax.tree.map(lambda leaf: getattr(leaf, "decays", leaf), leaves) if self.decay == "matrices" else None
+        return RULES[self.name].make(Given(rate, self.options(), leaves, mask))
 
 
-def decoupled_decay(rate: Callable[[Any], Any], decay: float, mask: Any) -> Any:
-    """Weight decay behind an update rule: takes `rate * decay` of each weight off its update.
-
-    Args:
-        rate: learning rate by the number of updates made.
-        decay: share of a weight, in units of the learning rate.
-        mask: tree of bools like the parameters; `None` decays all.
-    """
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    if not decay:
-        return optax.identity()
-
-    def init(params: Any) -> Any:
-        return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        share = decay * rate(state.count)
-        chosen = jax.tree.map(lambda _: True, params) if mask is None else mask
-        after = jax.tree.map(lambda u, p, on: u - share * p if on else u, updates, params, chosen)
-        return after, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
-
-    return optax.GradientTransformation(init, update)
+OPTIONS = tuple(
+    field.name for field in dataclasses.fields(Optimizer) if any(field.name in rule.defaults for rule in RULES.values())
+)
+"""Fields that are options of some rules and not of others."""

@@ -1,3 +1,5 @@
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,10 +7,13 @@ import optax
 import pytest
 
 from jaxscale.errors import UserError
-from jaxscale.optim.optimizer import Optimizer
+from jaxscale.optim.leaves import leaves_of
+from jaxscale.optim.optimizer import Name, Optimizer
+from jaxscale.optim.rules import RULES
 
 PARAMS = {"w": jnp.ones((4, 4)), "norm": jnp.ones((4,))}
 MASK = {"w": True, "norm": False}
+LEAVES = leaves_of(PARAMS)
 GRADS = jax.tree.map(lambda p: 0.1 * p, PARAMS)
 
 
@@ -51,7 +56,7 @@ def test_the_other_schedules(schedule):
     ids=lambda v: getattr(v, "name", ""),
 )
 def test_updates_equal_optax(value, reference):
-    ours = value.build(10, MASK)
+    ours = value.build(10, LEAVES)
     state, state_ref = ours.init(PARAMS), reference.init(PARAMS)
     for _ in range(2):
         updates, state = ours.update(GRADS, state, PARAMS)
@@ -59,16 +64,23 @@ def test_updates_equal_optax(value, reference):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, expected)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "adopt", "sgd", "lion", "adafactor", "muon"])
 def test_weight_decay_takes_its_share_of_the_learning_rate_off_and_no_more(name):
     rate, decay = 1e-2, 0.5
     decayed, plain = (
-        Optimizer(name=name, learning_rate=rate, weight_decay=d, momentum=0.9, schedule="constant", clip=None)
+        Optimizer(
+            name=name,
+            learning_rate=rate,
+            weight_decay=d,
+            momentum=0.9 if name == "sgd" else None,
+            schedule="constant",
+            clip=None,
+        )
         for d in (decay, 0.0)
     )
     found = []
     for value in (decayed, plain):
-        rule = value.build(10, MASK)
+        rule = value.build(10, LEAVES)
         state = rule.init(PARAMS)
         for _ in range(2):  # the second update sees what the first left in moments and momentum
             updates, state = rule.update(GRADS, state, PARAMS)
@@ -84,8 +96,38 @@ def test_weight_decay_takes_its_share_of_the_learning_rate_off_and_no_more(name)
         ({"b2": 1.0}, "from 0 up to, not including, 1"),
         ({"warmup": -1}, "expected 0 or more"),
         ({"clip": -1.0}, "expected a number above 0"),
+        (
+            {"name": "lars", "b1": 0.9},
+            "optimizer.b1: lars has none, got 0.9: leave it out, or none; lars takes momentum",
+        ),
+        ({"momentum": 0.9}, "optimizer.momentum: adamw has none"),
+        ({"name": "muno"}, "did you mean 'muon'"),
+        ({"name": "schedule_free", "schedule": "cosine"}, "schedule_free takes constant"),
+        ({"name": "muon", "scale": "kellar"}, "did you mean 'keller'"),
+        ({"name": "galore", "rank": 0}, "expected a number above 0"),
     ],
 )
 def test_bad_constants_are_refused(fields, says):
     with pytest.raises(UserError, match=says):
         Optimizer(**fields)
+
+
+def test_every_rule_has_a_row_and_options_that_are_fields():
+    assert set(get_args(Name)) == set(RULES)
+    table = {line.split("|")[1].strip(): line for line in str(Optimizer.__doc__).splitlines() if "    | " in line}
+    for name, rule in RULES.items():
+        assert Optimizer(name=name).options() == dict(rule.defaults)
+        for option, value in rule.defaults.items():
+            told = f"{option} {value:g}" if isinstance(value, float) else f"{option} {value}"
+            alike = "those of adamw" in table[name] and RULES["adamw"].defaults.get(option) == value
+            assert told.replace("weight_decay", "decay") in table[name] or alike, (name, option)
+
+
+def test_options_that_are_set_reach_the_rule():
+    assert Optimizer(name="lars", trust=0.01).options() == {"momentum": 0.9, "trust": 0.01, "weight_decay": 1e-4}
+    assert Optimizer(name="sgd", momentum=0.0).options()["momentum"] == 0.0
+
+
+def test_schedule_free_has_a_constant_rate_and_others_fall():
+    assert Optimizer(name="schedule_free").learning_rate_at(90, 100) == pytest.approx(1e-3)
+    assert Optimizer().learning_rate_at(100, 100) == pytest.approx(1e-4)

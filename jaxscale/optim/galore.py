@@ -1,0 +1,58 @@
+"""GaLore (Zhao et al. 2024, arXiv 2403.03507): Adam in a low-rank subspace of each matrix's gradients, layer by layer.
+
+The rule is `optax.contrib.scale_by_galore`, which knows no stacked layers; `per_layer` hands it one matrix at a time.
+Embeddings, head, gains and biases get AdamW. Its moments have rank x (the shorter dim) numbers, its projection rank x
+(the longer): neither has the shape of the parameter, so ZeRO and quantization leave them as they are.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+from optax import contrib
+
+from jaxscale.optim.per_layer import Rule, by_kind, per_layer
+
+
+def galore(
+    rate: float | Callable[[Any], Any],
+    *,
+    rank: int = 128,
+    every: int = 200,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    leaves: Any = None,
+    mask: Any = None,
+) -> Rule:
+    r"""Adam in a low-rank subspace: with P the first singular vectors of a gradient, taken anew every so many updates,
+
+    .. math:: w \leftarrow w - \eta \left(P \, \mathrm{adam}(P^\top g) + \lambda w\right)
+
+    The paper's scale (0.25) is left at 1: it is part of the learning rate.
+
+    Args:
+        rate: learning rate, or a schedule.
+        rank: of the projection, at most the shorter dim of a matrix.
+        every: updates between new projections, each a singular value decomposition.
+        b1, b2, eps: Adam's.
+        weight_decay: lambda.
+        leaves: tree of `Leaf` like the parameters; `None` judges by shapes and paths.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> params = {"w": jnp.ones((8, 4))}
+        >>> rule = galore(0.1, rank=1)
+        >>> state = rule.init(params)
+        >>> sorted({leaf.shape for leaf in optax.tree.get(state, "projector").values()})
+        [(8, 1)]
+    """
+    inner = contrib.scale_by_galore(rank, every, base_optimizer=optax.scale_by_adam(b1, b2, eps))
+    rules = {"matrix": per_layer(inner, leaves, matrices=True), "rest": optax.scale_by_adam(b1, b2, eps)}
+    return optax.chain(
+        by_kind(rules, lambda leaf: "matrix" if leaf.kind == "matrix" else "rest", leaves),
+        optax.add_decayed_weights(weight_decay, mask=mask),
+        optax.scale_by_learning_rate(rate),
+    )

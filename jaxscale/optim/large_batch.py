@@ -1,0 +1,177 @@
+r"""Large batches: how the learning rate goes with them, how a batch grows, and rules that scale each layer by itself.
+
+With k times the batch, SGD's learning rate is multiplied by k (Goyal et al. 2017, arXiv 1706.02677) after a warm-up,
+and Adam's by sqrt(k) (Malladi et al. 2022, arXiv 2205.10287). Where that diverges, LARS (You et al. 2017, arXiv
+1708.03888) and LAMB (You et al. 2020, arXiv 1904.00962) scale each layer's update by the norm of its weights. Both are
+chains of optax's pieces; what is added is that stacked layers are scaled one by one, and which parameters are not
+scaled at all: gains and biases, as in the papers' own programs. `experiments/large_batch_digits.py` shows all of it.
+
+A growing batch (Smith et al. 2018, arXiv 1711.00489) is several runs, each of which resumes the last: `ramp_up`.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import optax
+
+from jaxscale.errors import UserError, unknown
+from jaxscale.optim.per_layer import Rule, by_kind, per_layer
+
+if TYPE_CHECKING:
+    from jaxscale.optim.optimizer import Optimizer
+
+Scaling = Literal["linear", "sqrt"]
+_EXPONENTS = {"linear": 1.0, "sqrt": 0.5}
+
+
+def scaled(optimizer: "Optimizer", ratio: float, rule: Scaling = "linear", *, warmup: int | None = None) -> "Optimizer":
+    """An optimizer tuned at one batch, for another that is `ratio` times as large.
+
+    Args:
+        optimizer: as it was tuned.
+        ratio: new batch by old.
+        rule: the learning rate goes with the ratio ("linear", SGD) or its square root ("sqrt", Adam).
+        warmup: updates of linear warm-up; the optimizer's own by default.
+
+    Example:
+        >>> from jaxscale.optim.optimizer import Optimizer
+        >>> large = scaled(Optimizer(name="sgd", learning_rate=0.05), 32, warmup=17)
+        >>> large.learning_rate, large.warmup
+        (1.6, 17)
+    """
+    if rule not in _EXPONENTS:
+        raise unknown("scaling rule", rule, _EXPONENTS)
+    if not (ratio > 0 and math.isfinite(ratio)):
+        raise UserError(f"ratio: got {ratio!r}, expected new batch by old, a number above 0")
+    factor = ratio ** _EXPONENTS[rule]
+    final = optimizer.final_learning_rate
+    return dataclasses.replace(
+        optimizer,
+        learning_rate=optimizer.learning_rate * factor,
+        final_learning_rate=None if final is None else final * factor,
+        warmup=optimizer.warmup if warmup is None else warmup,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A part of a run at one batch.
+
+    Args:
+        steps: updates of it.
+        batch: rows of the global batch.
+    """
+
+    steps: int
+    batch: int
+
+
+def ramp_up(rows: int, start: int, end: int, over: int, *, factor: int = 2) -> tuple[Phase, ...]:
+    """The phases of a run whose batch grows by a factor at a time.
+
+    Every phase but the last takes alike many rows of `over`.
+
+    Args:
+        rows: to train on, in all.
+        start, end: rows of the first batch and of the last, which is the first times a power of `factor`.
+        over: rows before the last batch is reached.
+        factor: by which it grows.
+
+    Example:
+        >>> ramp_up(10_000, 32, 128, over=2_048)
+        (Phase(steps=32, batch=32), Phase(steps=16, batch=64), Phase(steps=62, batch=128))
+    """
+    if start < 1 or factor < 2 or rows < 1:
+        raise UserError(f"ramp_up: got {rows} rows, start {start} and factor {factor}, expected 1, 1 and 2 or more")
+    sizes = list(itertools.takewhile(lambda size: size <= end, (start * factor**n for n in itertools.count())))
+    if not sizes or sizes[-1] != end:
+        raise UserError(f"ramp_up: got {start} to {end} by {factor}, expected an end that is start times a power of it")
+    if not 0 <= over < rows:
+        raise UserError(f"ramp_up: got over {over} of {rows} rows, expected fewer than all")
+    growing = [Phase(steps, size) for size in sizes[:-1] if (steps := over // (len(sizes) - 1) // size)]
+    left = rows - sum(phase.steps * phase.batch for phase in growing)
+    return (*growing, Phase(max(left // end, 1), end))
+
+
+def lars(
+    rate: float | Callable[[Any], Any],
+    *,
+    momentum: float = 0.9,
+    trust: float = 0.02,
+    weight_decay: float = 1e-4,
+    leaves: Any = None,
+    mask: Any = None,
+) -> Rule:
+    r"""Layer-wise adaptive rate scaling, of layers that may be stacked.
+
+    .. math:: m \leftarrow \mu m - \eta \tau \frac{|w|}{|g + \lambda w|} (g + \lambda w), \quad w \leftarrow w + m
+
+    Args:
+        rate: learning rate, or a schedule.
+        momentum: mu.
+        trust: tau. The paper's 0.001 goes with learning rates 20 times as large: only their product matters.
+        weight_decay: lambda.
+        leaves: tree of `Leaf` like the parameters; `None` judges by shapes.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+
+    References:
+        You et al. 2017, arXiv 1708.03888.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> params = {"w": jnp.array([[3.0, 4.0]])}
+        >>> rule = lars(1.0, trust=0.1, weight_decay=0.0)
+        >>> update, _ = rule.update({"w": jnp.array([[0.0, 2.0]])}, rule.init(params), params)
+        >>> update["w"].tolist()
+        [[0.0, -0.5]]
+    """
+    return optax.chain(
+        optax.add_decayed_weights(weight_decay, mask=mask),
+        _trusted(trust, leaves),
+        optax.scale_by_learning_rate(rate),
+        optax.trace(decay=momentum),
+    )
+
+
+def lamb(
+    rate: float | Callable[[Any], Any],
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    leaves: Any = None,
+    mask: Any = None,
+) -> Rule:
+    r"""Adam whose update of each layer has the norm of its weights, of layers that may be stacked.
+
+    .. math:: u = \frac{\hat m}{\sqrt{\hat v} + \epsilon} + \lambda w, \quad w \leftarrow w - \eta \frac{|w|}{|u|} u
+
+    `optax.lamb` takes one norm over all layers of a stacked array, and scales gains and biases too.
+
+    Args:
+        rate: learning rate, or a schedule.
+        b1, b2, eps: Adam's.
+        weight_decay: lambda.
+        leaves: tree of `Leaf` like the parameters; `None` judges by shapes.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+
+    References:
+        You et al. 2020, arXiv 1904.00962.
+    """
+    return optax.chain(
+        optax.scale_by_adam(b1, b2, eps),
+        optax.add_decayed_weights(weight_decay, mask=mask),
+        _trusted(1.0, leaves),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def _trusted(trust: float, leaves: Any) -> Rule:
+    """Each layer's update scaled to its weights' norm; gains and biases as they are."""
+    ratio = per_layer(optax.scale_by_trust_ratio(trust_coefficient=trust), leaves)
+    rules = {"scaled": ratio, "plain": optax.identity()}
+    return by_kind(rules, lambda leaf: "plain" if leaf.kind == "vector" else "scaled", leaves)

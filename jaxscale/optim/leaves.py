@@ -1,0 +1,128 @@
+"""Leaf: what an update rule may know of a parameter beside its numbers, read off its logical axes.
+
+Layers of a stack lie in one array, layers first. A rule that treats each number by itself need not know it; one that
+takes a norm, a row or a singular vector does (LARS and LAMB are "layer-wise", Muon and SOAP take matrices). Which
+parameters are matrices, and which tables, gains and biases, follows from the names of their axes too. A parameter
+without names is judged by its shape and its path, as a foreign module's are.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+
+from jaxscale.trees import path_name
+from jaxscale.typing import Params
+
+Kind = Literal["matrix", "table", "vector"]
+
+STACKED = ("layers", "expert")
+"""Logical axes along which alike tensors are stacked: each is a tensor of its own."""
+
+_TABLES = ("wte", "wpe", "head", "lm_head", "classifier", "logits")
+"""Modules of foreign models whose matrices are embeddings or heads, beside all that have "emb" in their name."""
+_FUSED = ("qkv", "c_attn", "in_proj")
+"""Modules of foreign models that hold the projections of queries, keys and values side by side."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What a rule may know of a parameter.
+
+    Args:
+        shape: of the whole.
+        kind: "matrix" for projections and convolutions; "table" for embeddings, positions and the head; "vector" for
+            gains, biases and what else has no two dims.
+        stack: leading dims along which alike tensors are stacked.
+        decays: whether weight decay is meant for it.
+        parts: matrices that lie side by side along the last dim: 3 in a fused projection of queries, keys and values.
+        sharding: `NamedSharding` of optimizer state of its shape; `None` on one device.
+
+    Example:
+        >>> leaf = leaf_of("blocks/layers/mlp/up/weight", ("layers", "embed", "mlp"), (2, 8, 24))
+        >>> leaf.kind, leaf.tensors, leaf.rows, leaf.columns
+        ('matrix', 2, 8, 24)
+    """
+
+    shape: tuple[int, ...]
+    kind: Kind
+    stack: int = 0
+    decays: bool = True
+    parts: int = 1
+    sharding: Any = None
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors are stacked in it; 1 where it is one."""
+        return math.prod(self.shape[: self.stack])
+
+    @property
+    def rows(self) -> int:
+        """Rows of one tensor as a matrix: (everything else, last dim)."""
+        return math.prod(self.shape[self.stack : -1])
+
+    @property
+    def columns(self) -> int:
+        """Columns of one tensor as a matrix."""
+        return self.shape[-1] if len(self.shape) > self.stack else 1
+
+
+def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], sharding: Any = None) -> Leaf:
+    """What a rule may know of a parameter.
+
+    Args:
+        name: its path, joined by slashes.
+        axes: logical axis of each dim; `None` for a parameter without names.
+        shape: of the parameter.
+        sharding: of optimizer state of its shape.
+    """
+    shape, modules = tuple(shape), name.lower().split("/")
+    stack = 0
+    if axes is not None:
+        stack = next((dim for dim, axis in enumerate(axes) if axis not in STACKED), len(axes))
+    inner = () if axes is None else axes[stack:]
+    table = bool({"vocab", "position"} & set(inner)) or any(part in _TABLES for part in modules)
+    if axes is None:
+        table = table or any("emb" in part for part in modules)
+    if len(shape) - stack < 2 or "norm" in inner:
+        kind: Kind = "vector"
+    else:
+        kind = "table" if table else "matrix"
+    fused = kind == "matrix" and shape[-1] % 3 == 0 and any(word in part for part in modules for word in _FUSED)
+    return Leaf(shape, kind, stack, decays(axes, shape), 3 if fused else 1, sharding)
+
+
+def leaves_of(params: Params) -> Any:
+    """Tree of `Leaf` like the parameters, for parameters without logical axes.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> found = leaves_of({"embedding": jnp.ones((5, 4)), "mlp": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}})
+        >>> found["embedding"].kind, found["mlp"]["kernel"].kind, found["mlp"]["bias"].kind
+        ('table', 'matrix', 'vector')
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf_of(path_name(path), None, leaf.shape), params)
+
+
+def facts_of(leaves: Any, tree: Any) -> list[Leaf]:
+    """The `Leaf` of each array of a tree, in order.
+
+    Args:
+        leaves: tree of `Leaf` like it; `None` judges by shapes and paths.
+        tree: of arrays. One of another shape than its leaf stands for nothing, and is a vector.
+    """
+    found = jax.tree.structure(tree).flatten_up_to(leaves_of(tree) if leaves is None else leaves)
+    shapes = [tuple(array.shape) for array in jax.tree.leaves(tree)]
+    return [
+        leaf if leaf.shape == shape else Leaf(shape, "vector", decays=False)
+        for leaf, shape in zip(found, shapes, strict=True)
+    ]
+
+
+def decays(axes: Sequence[str | None] | None, shape: Sequence[int]) -> bool:
+    """Whether weight decay is meant for a parameter: a matrix or a kernel, the stacked dim aside; no norm, no bias."""
+    if axes is None:
+        return len(shape) > 1
+    return sum(axis != "layers" for axis in axes) > 1 and "norm" not in axes

@@ -1,0 +1,229 @@
+r"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): momentum whose singular values are set to one.
+
+    u = momentum of g;  X = u / |u|;  five times X <- a X + (b A + c A A) X with A = X X';  w <- w - rate * scale * X
+
+Projections and kernels get it, as the matrix (everything else, last dim), layer by layer; embeddings, the head, gains
+and biases get AdamW. Two scales are in use: Jordan's sqrt(max(1, m / n)) for n rows and m columns, and 0.2 sqrt(max(n,
+m)), whose updates are as large as AdamW's and take its learning rates (Liu et al. 2025, arXiv 2502.16982).
+
+Where a matrix is sharded, every product of the iteration would be reduced over the mesh. Instead an all-to-all brings
+whole layers to each device, which orthogonalises its own, and another one takes them back: each device sends its shard
+twice and no more, in bfloat16 if asked. Layers that do not divide the mesh are padded; alike matrices of which none
+divides are put in one stack first. Left out: layers are not spread over axes that replicate them (data), which would
+save products and cost a gather.
+
+Momentum has optax's form (an average, its bias corrected, then Nesterov's step), so that updates equal
+`optax.contrib.muon`, which knows no stacked layers, and reduces.
+"""
+
+import collections
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.optim.leaves import Leaf, facts_of
+from jaxscale.optim.per_layer import Rule, by_kind
+from jaxscale.typing import Array, Float, Params
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Jordan's quintic: singular values from 0.005 on come to lie between 0.7 and 1.2 in five steps."""
+STEPS = 5
+_EPS = 1e-8
+"""Beside the norm of a matrix: a zero matrix stays zero."""
+
+Scale = Literal["keller", "moonshot"]
+Dtype = Literal["float32", "bfloat16"]
+
+
+def muon(
+    rate: float | Callable[[Any], Any],
+    *,
+    momentum: float = 0.95,
+    scale: Scale = "moonshot",
+    precision: Dtype = "bfloat16",
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    leaves: Any = None,
+    mask: Any = None,
+) -> Rule:
+    """Muon for projections and kernels, AdamW for the rest.
+
+    Args:
+        rate: learning rate, or a schedule, of both.
+        momentum: decay of the average of gradients.
+        scale: of an orthogonal update.
+        precision: of the orthogonalisation, and of what it sends between devices. Between bfloat16 and float32, updates
+            of Gaussian matrices differ by 4 %.
+        b1, b2, eps: AdamW's.
+        weight_decay: decoupled.
+        leaves: tree of `Leaf` like the parameters, with shardings where there is a mesh; `None` judges by shapes.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+
+    Example:
+        >>> params = {"w": jnp.zeros((2, 2)), "b": jnp.zeros(2)}
+        >>> rule = muon(1.0, scale="keller", precision="float32")
+        >>> gradients = {"w": jnp.array([[3.0, 0.0], [0.0, 0.1]]), "b": jnp.ones(2)}
+        >>> update, _ = rule.update(gradients, rule.init(params), params)
+        >>> [round(float(x), 1) for x in jnp.diag(update["w"])]  # singular values 3 and 0.1
+        [-0.7, -1.1]
+    """
+    rules = {"matrix": scale_by_muon(momentum, scale, precision, leaves), "rest": optax.scale_by_adam(b1, b2, eps)}
+    return optax.chain(
+        by_kind(rules, lambda leaf: "matrix" if leaf.kind == "matrix" else "rest", leaves),
+        optax.add_decayed_weights(weight_decay, mask=mask),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+class MuonState(NamedTuple):
+    """State of `scale_by_muon`.
+
+    Args:
+        step: updates made.
+        mu: average of gradients, like the parameters.
+    """
+
+    step: Array
+    mu: Params
+
+
+def scale_by_muon(
+    momentum: float = 0.95, scale: Scale = "moonshot", precision: Dtype = "bfloat16", leaves: Any = None
+) -> Rule:
+    """Momentum, orthogonalised layer by layer; what is no matrix is left as the momentum is.
+
+    Args:
+        momentum: decay of the average of gradients.
+        scale: of an orthogonal update.
+        precision: of the orthogonalisation, and of what it sends between devices.
+        leaves: tree of `Leaf` like the parameters; `None` judges by shapes and paths.
+    """
+
+    def init(params: Any) -> MuonState:
+        return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        step = state.step + 1
+        mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
+        ahead = optax.tree.bias_correction(mu, momentum, step + 1)
+        now = optax.tree.bias_correction(updates, momentum, step)
+        found = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, ahead, now)
+        arrays, treedef = jax.tree.flatten(found)
+        facts = facts_of(leaves, updates)
+        chosen = [number for number, leaf in enumerate(facts) if leaf.kind == "matrix"]
+        news = orthogonal([arrays[n] for n in chosen], [facts[n] for n in chosen], precision)
+        for number, new in zip(chosen, news, strict=True):
+            leaf = facts[number]
+            arrays[number] = factor(leaf.rows, leaf.columns // leaf.parts, scale) * new.astype(arrays[number].dtype)
+        return treedef.unflatten(arrays), MuonState(step, mu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def factor(rows: int, columns: int, scale: Scale) -> float:
+    """What an orthogonal update is multiplied by.
+
+    Example:
+        >>> factor(1024, 4096, "keller"), factor(1024, 4096, "moonshot")
+        (2.0, 12.8)
+    """
+    if scale == "keller":
+        return math.sqrt(max(1.0, columns / rows))
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def newton_schulz(x: Float[Array, "N R C"], steps: int = STEPS) -> Float[Array, "N R C"]:
+    """Matrices with singular values near 1 and the singular vectors of those given, in their dtype.
+
+    Args:
+        x: matrices.
+        steps: of the iteration.
+    """
+    a, b, c = COEFFICIENTS
+    norms = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(1, 2), keepdims=True))
+    x = (x.astype(jnp.float32) / (norms + _EPS)).astype(x.dtype)
+    if tall := x.shape[1] > x.shape[2]:
+        x = x.swapaxes(1, 2)
+    # a TPU multiplies float32 in bfloat16 unless told otherwise
+    precise = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    for _ in range(steps):
+        square = jnp.einsum("nrc,nsc->nrs", x, x, precision=precise)
+        inner = b * square + c * jnp.einsum("nrs,nst->nrt", square, square, precision=precise)
+        x = a * x + jnp.einsum("nrs,nsc->nrc", inner, x, precision=precise)
+    return x.swapaxes(1, 2) if tall else x
+
+
+def orthogonal(arrays: Sequence[Array], leaves: Sequence[Leaf], precision: Dtype = "bfloat16") -> list[Array]:
+    """`newton_schulz` of every matrix of some parameters, each device with whole matrices of its own.
+
+    Args:
+        arrays: like parameters of kind "matrix".
+        leaves: of each; with a sharding, arrays come from there and go back.
+        precision: of the products and of what is sent.
+
+    Returns:
+        Arrays of the same shapes in that precision.
+    """
+    stacks: dict[Any, list[int]] = collections.defaultdict(list)
+    matrices = [_matrices(array.astype(precision), leaf) for array, leaf in zip(arrays, leaves, strict=True)]
+    for number, (stack, leaf) in enumerate(zip(matrices, leaves, strict=True)):
+        axes = _axes(leaf)
+        whole = not axes or stack.shape[0] % _ways(leaf, axes) == 0
+        # alike ones that do not divide the mesh alone may do so together
+        alike = number if whole else (stack.shape[1:], axes, leaf.sharding.mesh, leaf.sharding.spec[leaf.stack :])
+        stacks[alike].append(number)
+    found: list[Any] = [None] * len(arrays)
+    for members in stacks.values():
+        sizes = [matrices[number].shape[0] for number in members]
+        stack = jnp.concatenate([matrices[number] for number in members]) if len(members) > 1 else matrices[members[0]]
+        leaf = leaves[members[0]]
+        axes = _axes(leaf)
+        if axes:
+            stack = jnp.pad(stack, ((0, -len(stack) % _ways(leaf, axes)), (0, 0), (0, 0)))
+            owned = NamedSharding(leaf.sharding.mesh, PartitionSpec(axes))
+            stack = jax.lax.with_sharding_constraint(stack, owned)
+            stack = jax.lax.with_sharding_constraint(newton_schulz(stack), owned)
+        else:
+            stack = newton_schulz(stack)
+        start = 0
+        for number, size in zip(members, sizes, strict=True):
+            part = _leaf_shaped(stack[start : start + size] if len(stack) > size else stack, leaves[number])
+            if axes:
+                part = jax.lax.with_sharding_constraint(part, leaves[number].sharding)
+            found[number], start = part, start + size
+    return found
+
+
+def _matrices(array: Array, leaf: Leaf) -> Array:
+    """A leaf as matrices along the first dim; projections that lie side by side are matrices of their own."""
+    stack = array.reshape(leaf.tensors, leaf.rows, leaf.columns)
+    if leaf.parts == 1:
+        return stack
+    apart = stack.reshape(leaf.tensors, leaf.rows, leaf.parts, -1).swapaxes(1, 2)
+    return apart.reshape(leaf.tensors * leaf.parts, leaf.rows, -1)
+
+
+def _leaf_shaped(stack: Array, leaf: Leaf) -> Array:
+    """The inverse of `_matrices`."""
+    if leaf.parts > 1:
+        stack = stack.reshape(leaf.tensors, leaf.parts, leaf.rows, -1).swapaxes(1, 2)
+    return stack.reshape(leaf.shape)
+
+
+def _axes(leaf: Leaf) -> tuple[str, ...]:
+    """Mesh axes that the leaf lies over."""
+    if leaf.sharding is None:
+        return ()
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in leaf.sharding.spec]
+    return tuple(axis for entry in entries for axis in entry if leaf.sharding.mesh.shape[axis] > 1)
+
+
+def _ways(leaf: Leaf, axes: Sequence[str]) -> int:
+    return math.prod(leaf.sharding.mesh.shape[axis] for axis in axes)

@@ -1,0 +1,177 @@
+r"""SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo's statistics, layer by layer.
+
+    L <- b2 L + (1 - b2) g g',  R <- b2 R + (1 - b2) g' g;  Q_L, Q_R their eigenvectors, every k updates by one power
+    iteration and a QR decomposition;  w <- w - rate * Q_L adam(Q_L' g Q_R) Q_R'
+
+As in the authors' program the first update only finds the bases, the first moment lies in the space of the weights, and
+the second in that of the bases, its rows and columns sorted with them. A side longer than `max_dim` keeps its own
+basis. Embeddings, head, gains and biases get AdamW. Beside Adam's moments a matrix of n rows and m
+columns has 2 n n + 2 m m numbers of state. They are not quantized: small eigenvalues would be lost, and bases would no
+longer be orthogonal. Left out: Shampoo's grafting, and blocks of a large matrix.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxscale.optim.per_layer import Rule, by_kind, per_layer
+from jaxscale.typing import Array, Params
+
+
+def soap(
+    rate: float | Callable[[Any], Any],
+    *,
+    b1: float = 0.95,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    every: int = 10,
+    max_dim: int = 10_000,
+    weight_decay: float = 0.1,
+    leaves: Any = None,
+    mask: Any = None,
+) -> Rule:
+    """SOAP for projections and kernels, AdamW for the rest.
+
+    Args:
+        rate: learning rate, or a schedule, of both.
+        b1, b2, eps: Adam's; b2 is that of the statistics too.
+        every: updates between new bases.
+        max_dim: longest side that has a basis.
+        weight_decay: decoupled.
+        leaves: tree of `Leaf` like the parameters; `None` judges by shapes and paths.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+
+    Example:
+        >>> params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+        >>> state = soap(0.1).init(params)
+        >>> sorted(leaf.shape for leaf in jax.tree.leaves(state) if leaf.size == 9)  # statistics and basis of the rows
+        [(3, 3), (3, 3)]
+    """
+    matrix = per_layer(scale_by_soap(b1, b2, eps, every, max_dim), leaves, matrices=True)
+    return optax.chain(
+        by_kind(
+            {"matrix": matrix, "rest": optax.scale_by_adam(b1, b2, eps)},
+            lambda leaf: "matrix" if leaf.kind == "matrix" else "rest",
+            leaves,
+        ),
+        optax.add_decayed_weights(weight_decay, mask=mask),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+class Sides(NamedTuple):
+    """Trees like the parameters of (n, n) and (m, m) arrays; of one number where a side has no basis."""
+
+    rows: Params
+    columns: Params
+
+
+class SoapState(NamedTuple):
+    """State of `scale_by_soap`.
+
+    Args:
+        step: updates seen, the first of which moved nothing.
+        mu: average of gradients.
+        nu: average of squared gradients in the bases.
+        GG: averages of g g' and g' g.
+        Q: their eigenvectors, in columns.
+    """
+
+    step: Array
+    mu: Params
+    nu: Params
+    GG: Sides
+    Q: Sides
+
+
+def scale_by_soap(
+    b1: float = 0.95, b2: float = 0.95, eps: float = 1e-8, every: int = 10, max_dim: int = 10_000
+) -> Rule:
+    """Adam in the eigenbasis of Shampoo's statistics, of matrices; arrays of other ranks get Adam.
+
+    Args:
+        b1, b2, eps: Adam's; b2 is that of the statistics too.
+        every: updates between new bases.
+        max_dim: longest side that has a basis.
+    """
+
+    def side(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+        return (shape[dim], shape[dim]) if len(shape) == 2 and shape[dim] <= max_dim else (1,)
+
+    def init(params: Any) -> SoapState:
+        def sides() -> Sides:
+            return Sides(
+                *(jax.tree.map(lambda p, dim=dim: jnp.zeros(side(p.shape, dim), jnp.float32), params) for dim in (0, 1))
+            )
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return SoapState(jnp.zeros((), jnp.int32), zeros, zeros, sides(), sides())
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        treedef = jax.tree.structure(updates)
+        columns = zip(
+            jax.tree.leaves(updates),
+            *map(treedef.flatten_up_to, (state.mu, state.nu, *state.GG, *state.Q)),
+            strict=True,
+        )
+        rows = [_one(state.step, b1, b2, eps, every, *column) for column in columns]
+        found, mu, nu, *sides = (treedef.unflatten(row) for row in zip(*rows, strict=True))
+        return found, SoapState(state.step + 1, mu, nu, Sides(*sides[:2]), Sides(*sides[2:]))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _one(
+    seen: Array, b1: float, b2: float, eps: float, every: int, g: Array, mu: Array, nu: Array, *sides: Array
+) -> tuple[Array, ...]:
+    """Update and state of one array."""
+    statistics, bases = sides[:2], sides[2:]
+    # an array of no basis moves in its first update too
+    late = jnp.int32(any(basis.ndim == 2 for basis in bases))
+    turn = jnp.maximum(seen + 1 - late, 1)
+    first = seen < late
+    moved = _turned(g, bases)
+    new_mu = b1 * mu + (1 - b1) * g
+    new_nu = b2 * nu + (1 - b2) * jnp.square(moved)
+    hat = _turned(new_mu, bases) / (1 - b1**turn)
+    step = _turned(hat / (jnp.sqrt(new_nu / (1 - b2**turn)) + eps), bases, back=True)
+    mu, nu = jnp.where(first, mu, new_mu), jnp.where(first, nu, new_nu)
+    products = (lambda: _product(g, g.T), lambda: _product(g.T, g))
+    statistics = tuple(
+        b2 * GG + (1 - b2) * product() if GG.ndim == 2 else GG for GG, product in zip(statistics, products, strict=True)
+    )
+
+    def found() -> tuple[Array, ...]:
+        return nu, *(jnp.linalg.eigh(GG)[1][:, ::-1] if GG.ndim == 2 else GG for GG in statistics)
+
+    def refined() -> tuple[Array, ...]:
+        after, news = nu, []
+        for dim, (GG, Q) in enumerate(zip(statistics, bases, strict=True)):
+            if GG.ndim == 2:
+                order = jnp.argsort(-jnp.sum(Q * _product(GG, Q), axis=0))
+                after = jnp.take(after, order, axis=dim)
+                Q = jnp.linalg.qr(_product(GG, jnp.take(Q, order, axis=1)))[0]
+            news.append(Q)
+        return after, *news
+
+    if any(basis.ndim == 2 for basis in bases):
+        which = jnp.where(first, 0, jnp.where(turn % every == 0, 1, 2))
+        nu, *bases = jax.lax.switch(which, [found, refined, lambda: (nu, *bases)])
+    return jnp.where(first, jnp.zeros_like(g), step).astype(g.dtype), mu, nu, *statistics, *bases
+
+
+def _turned(x: Array, bases: Any, *, back: bool = False) -> Array:
+    """A matrix in the bases, or from there back."""
+    left, right = bases
+    if left.ndim == 2:
+        x = _product(left if back else left.T, x)
+    if right.ndim == 2:
+        x = _product(x, right.T if back else right)
+    return x
+
+
+def _product(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
