@@ -42,14 +42,14 @@ class Codec(abc.ABC):
     Example:
         >>> codec = Codec.parse("powersgd:4,start=100")
         >>> codec, str(codec)
-        (PowerSGD(rank=4, feedback=True, start=100), 'powersgd:4,start=100')
+        (PowerSGD(feedback=True, start=100, rank=4), 'powersgd:4,start=100')
         >>> from jaxscale.compression import wire
         >>> Codec.parse("int8").wire_bytes((1024, 1024), n=2), wire.exact((1024, 1024), n=2)
         (1064960, 4194304)
         >>> Codec.parse("powersgd:4,strat=100")
         Traceback (most recent call last):
-        jaxscale.errors.UserError: unknown option of codec powersgd 'strat': expected one of feedback, rank, start; did \
-you mean 'start'?
+        jaxscale.errors.UserError: unknown option of codec powersgd 'strat': expected one of feedback, rank, start; \
+did you mean 'start'?
     """
 
     name: ClassVar[str]
@@ -117,7 +117,7 @@ you mean 'start'?
         Example:
             >>> from jaxscale.compression.codecs import CODECS
             >>> CODECS["qsgd"].form()
-            'qsgd:BITSbit[,block=...][,feedback=...][,start=...]'
+            'qsgd:BITSbit[,feedback=...][,start=...][,block=...]'
         """
         value = f":{cls.value.upper()}{cls.unit}" if cls.value else ""
         return f"{cls.name}{value}" + "".join(f"[,{key}=...]" for key in values.field_types(cls) if key != cls.value)
