@@ -1,128 +1,185 @@
 """Asynchronous pipelines beside synchronous training: what stale weights cost, and what mends it.
 
     python experiments/async_pipeline.py [-o curves.html] [--steps 2000] [--seeds 0 1] [--rules 2bw pipedream ...]
-        [--half] [--tiny]
+        [--halves 2bw ...] [--tiny]
+    python experiments/async_pipeline.py --check [--tiny]
 
-The default recipe (`shakespeare.py`) without tied weights, its 4 layers on 4 stages, an update per batch of 12 rows;
-2BW cuts a batch into 4 microbatches. `synchronous` runs on one device. With `--half` the first half of the steps is
-synchronous, and the pipe fills then. Learning curves are of training batches, the table of the held-out text.
+The default recipe (`shakespeare.py`) without tied weights, its 4 layers on 4 stages, an update per batch of 12 rows.
+Each of `--rules` from the first step on, and each of `--halves` after a first half of synchronous steps. Learning
+curves are of training batches, the table of the held-out text, by the newest weights.
+
+The rules run as `stale_weights.py` has them: a loop on one device with the weights of some updates ago, for 4 virtual
+devices on 2 cores take many times as long. `--check` trains 16 batches by that loop and by the executor, through the
+train step on 4 of 8 virtual devices, and compares the weights of each stage.
 """
 
 import argparse
 import dataclasses
 import importlib
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from stale_weights import Rule, StaleWeights
 
-jax.config.update("jax_platforms", "cpu")
-# twice the devices used: XLA:CPU has a thread for each, and those that wait in an exchange would starve the others
-jax.config.update("jax_num_cpu_devices", 8)
-
-import numpy as np  # noqa: E402 (after the number of devices)
-
-from jaxscale import Experiment, Plan  # noqa: E402
-from jaxscale.pipeline.plan import PipelinePlan  # noqa: E402
-from jaxscale.step.build import TrainStep, build  # noqa: E402
+from jaxscale import Experiment, Plan
+from jaxscale.pipeline.pipemare import Remedies
+from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.step.build import TrainStep, build
+from jaxscale.step.state import TrainState
+from jaxscale.typing import Params
 
 STAGES = 4
 POINT = 25
 """Steps of one point of a curve."""
-RULES: dict[str, dict[str, Any]] = {
-    "synchronous": {},
-    "2bw": {"pipeline": f"2bw:{STAGES}x4"},
-    "pipedream": {"pipeline": f"pipedream:{STAGES}"},
-    "pipedream, rescheduled": {"pipeline": f"pipedream:{STAGES}", "anneal": 500},
-    "pipemare, no remedy": {"pipeline": f"pipemare:{STAGES}", "anneal": 0, "correction": 0.0},
-    "pipemare, rescheduled": {"pipeline": f"pipemare:{STAGES}", "anneal": 500, "correction": 0.0},
-    "pipemare, corrected": {"pipeline": f"pipemare:{STAGES}", "anneal": 0, "correction": 0.135},
-    "pipemare": {"pipeline": f"pipemare:{STAGES}", "anneal": 500, "correction": 0.135},
+ANNEAL = 4
+"""Rescheduling fades over one of so many parts of a run, as the train step has it unless told otherwise."""
+CORRECTION = 0.135
+CHECKED = 16
+"""Batches that loop and executor are compared over: more than 3p updates of every stage."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to train.
+
+    Args:
+        schedule: of the pipeline; empty for one device.
+        rescheduled: by PipeMare's first remedy.
+        corrected: by its second.
+    """
+
+    schedule: str = ""
+    rescheduled: bool = False
+    corrected: bool = False
+
+    def remedies(self, steps: int) -> Remedies:
+        """In a run of so many steps."""
+        anneal = steps // ANNEAL if self.rescheduled else 0
+        return Remedies(anneal=anneal, correction=CORRECTION if self.corrected else None)
+
+    def plan(self, steps: int) -> Plan:
+        """That runs it by the executor."""
+        remedies = self.remedies(steps)
+        pipeline = PipelinePlan.parse(f"{self.schedule}:{STAGES}" + ("x4" if self.schedule == "2bw" else ""))
+        if self.schedule != "pipemare":
+            return Plan(pipeline=pipeline)
+        return Plan(pipeline=pipeline, anneal=remedies.anneal, correction=remedies.correction or 0.0)
+
+
+WAYS = {
+    "synchronous": Way(),
+    "2bw": Way("2bw"),
+    "pipedream": Way("pipedream"),
+    "pipemare": Way("pipemare", rescheduled=True, corrected=True),
+    "pipemare, rescheduled": Way("pipemare", rescheduled=True),
+    "pipemare, corrected": Way("pipemare", corrected=True),
+    "pipemare, no remedy": Way("pipemare"),
 }
+RULES = [name for name, way in WAYS.items() if way.schedule]
 
 Curve = list[tuple[int, float]]
 """(step, mean loss of training since the point before)."""
 
 
-def recipe(rule: str, seed: int, steps: int, tiny: bool) -> Experiment:
-    """The default recipe, untied, by a rule."""
+def recipe(seed: int, steps: int, tiny: bool, plan: Plan | None = None) -> Experiment:
+    """The default recipe, untied."""
     found = importlib.import_module("shakespeare").experiment()
     model = dataclasses.replace(found.model, tied=False, **({"embed": 32, "context": 16} if tiny else {}))
     data = dataclasses.replace(found.data, context=model.context)
-    asked = RULES[rule]
-    plan = Plan(**{**asked, "pipeline": PipelinePlan.parse(asked["pipeline"])}) if asked else Plan()
+    plan = found.plan if plan is None else plan
     return dataclasses.replace(found, model=model, data=data, seed=seed, steps=steps, plan=plan)
 
 
-def run(step: TrainStep, state: Any, first: int, last: int, curve: Curve) -> Any:
-    """The state after the steps from `first` to before `last`."""
-    data = step.experiment.data.open(step.experiment.batch, step.experiment.seed)
-    losses: list[float] = []
-    with data.train() as batches:
-        for number in range(last):
-            batch = next(batches)
-            if number < first:
-                continue
-            state, metrics = step.run(state, step.place(batch))
-            losses.append(float(metrics["loss"]))  # waits, as the CPU platform needs
-            if len(losses) == POINT:
-                # while the pipe fills, no microbatch reaches the last stage
-                seen = [loss for loss in losses if math.isfinite(loss)]
-                curve.append((number + 1, float(np.mean(seen))))
-                losses.clear()
-    return state
+class Trained:
+    """Training on one device, in parts.
+
+    Args:
+        plain: the train step.
+    """
+
+    def __init__(self, plain: TrainStep) -> None:
+        self.plain = plain
+        self._data = plain.experiment.data.open(plain.experiment.batch, plain.experiment.seed)
+
+    def synchronous(self, state: TrainState, first: int, last: int) -> tuple[TrainState, Curve]:
+        """The state after the steps from `first` to before `last`."""
+
+        def step(state: TrainState, number: int, batch: Any) -> tuple[TrainState, Any]:
+            del number
+            state, metrics = self.plain.run(state, batch)
+            return state, metrics["loss"]
+
+        return self._through(step, state, first, last)
+
+    def stale(self, way: Way, state: TrainState, first: int, last: int) -> tuple[Params, Curve]:
+        """The newest weights after the same steps by a rule."""
+        rule = Rule.of(way.schedule, STAGES, way.remedies(self.plain.experiment.steps))
+        loop = StaleWeights(self.plain, rule)
+
+        def step(stages: Any, number: int, batch: Any) -> tuple[Any, Any]:
+            return loop.update(stages, jnp.int32(number - first), batch)
+
+        stages, curve = self._through(step, loop.begin(state), first, last)
+        return loop.whole(stages), curve
+
+    def _through(self, step: Any, state: Any, first: int, last: int) -> tuple[Any, Curve]:
+        curve: Curve = []
+        losses: list[float] = []
+        with self._data.train() as batches:
+            for number in range(last):
+                batch = next(batches)
+                if number < first:
+                    continue
+                state, loss = step(state, number, self.plain.place(batch))
+                losses.append(float(loss))
+                if len(losses) == POINT:
+                    curve.append((number + 1, float(np.mean(losses))))
+                    losses.clear()
+        return state, curve
+
+    def held_out(self, params: Params) -> float:
+        """Mean nats per target of the held-out text."""
+        state = dataclasses.replace(self.plain.init(), params=params)
+        found = [self.plain.evaluate(state, self.plain.place(batch)) for batch in self._data.evaluation()]
+        return float(sum(one.total for one in found) / sum(one.weight for one in found))
 
 
-def placed(arrays: dict[str, Any], step: TrainStep) -> Any:
-    """The state of a canonical form, as from a checkpoint; a pipe is filled anew."""
-    places = step.canonical_abstract()
-    own = {name: jax.device_put(leaf, places[name].sharding) for name, leaf in arrays.items() if name in places}
-    return step.from_canonical(own)
-
-
-def held_out(step: TrainStep, state: Any) -> float:
-    """Mean nats per target of the held-out text, by the newest weights."""
-    data = step.experiment.data.open(step.experiment.batch, step.experiment.seed)
-    found = [step.evaluate(state, step.place(batch)) for batch in data.evaluation()]
-    return float(sum(one.total for one in found) / sum(one.weight for one in found))
-
-
-def main() -> None:
-    """Train by every rule and show what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
-    parser.add_argument("--half", action="store_true")
-    parser.add_argument("--tiny", action="store_true")
-    given = parser.parse_args()
-    done = given.steps // 2 if given.half else 0
+def train(given: argparse.Namespace) -> None:
+    """Train by every rule, and show what came of it."""
     found: dict[str, list[float]] = {}
     curves: dict[str, Curve] = {}
+
+    def note(name: str, seed: int, params: Params, curve: Curve, began: float) -> None:
+        loss = run.held_out(params)
+        found.setdefault(name, []).append(loss)
+        curves[f"{name}, seed {seed}"] = curve
+        print(f"{name:36} seed {seed}  held out {loss:.4f}  {time.perf_counter() - began:.0f} s", flush=True)
+
+    half = given.steps // 2
     for seed in given.seeds:
-        plain = build(recipe("synchronous", seed, given.steps, given.tiny), devices=jax.devices()[:1])
-        begun: Curve = []
-        kept = None
-        if done:
-            # on the host: states are given away, and every rule begins with this one
-            kept = jax.device_get(plain.to_canonical(run(plain, plain.init(), 0, done, begun)))
-        for rule in given.rules:
-            began, curve = time.perf_counter(), list(begun)
-            step = plain
-            if RULES[rule]:
-                step = build(recipe(rule, seed, given.steps, given.tiny), devices=jax.devices()[:STAGES])
-            state = step.init() if kept is None else placed(kept, step)
-            loss = held_out(step, run(step, state, done, given.steps, curve))
-            found.setdefault(rule, []).append(loss)
-            curves[f"{rule}, seed {seed}"] = curve
-            print(f"{rule:24} seed {seed}  held out {loss:.4f}  {time.perf_counter() - began:.0f} s", flush=True)
+        run = Trained(build(recipe(seed, given.steps, given.tiny), devices=jax.devices()[:1]))
+        began = time.perf_counter()
+        state, begun = run.synchronous(run.plain.init(), 0, half)
+        # on the host, for a step gives its state away
+        kept = jax.device_get(state)
+        state, curve = run.synchronous(state, half, given.steps)
+        note("synchronous", seed, state.params, begun + curve, began)
+        for name in given.halves:
+            began = time.perf_counter()
+            params, curve = run.stale(WAYS[name], jax.device_put(kept), half, given.steps)
+            note(f"{name}, after half synchronous", seed, params, begun + curve, began)
+        for name in given.rules:
+            began = time.perf_counter()
+            params, curve = run.stale(WAYS[name], run.plain.init(), 0, given.steps)
+            note(name, seed, params, curve, began)
     if given.output:
         write(given.output, curves)
-    print(json.dumps({"steps": given.steps, "synchronous first": done, "held out": found}))
+    print(json.dumps({"steps": given.steps, "seeds": given.seeds, "held out": found}))
 
 
 def write(path: Path, curves: dict[str, Curve]) -> None:
@@ -135,6 +192,74 @@ def write(path: Path, curves: dict[str, Curve]) -> None:
     ]
     chart = line_chart("Loss of training, nats per character", series, tall=True)
     path.write_text(f"<!doctype html><meta charset=utf-8><title>Asynchronous pipelines</title>{chart}")
+
+
+def check(given: argparse.Namespace) -> None:
+    """Of each rule, how far loop and executor are apart: 2e-3 at most of what weights without delay differ by."""
+    plain = build(recipe(0, given.steps, given.tiny), devices=jax.devices()[:1])
+    with plain.experiment.data.open(plain.experiment.batch, 0).train() as batches:
+        chosen = [batch for _, batch in zip(range(CHECKED), batches, strict=False)]
+    found = {}
+    undelayed = _history(plain, Rule((0,) * STAGES), chosen)
+    for name in given.rules:
+        way = WAYS[name]
+        history = _history(plain, Rule.of(way.schedule, STAGES, way.remedies(given.steps)), chosen)
+        step = build(recipe(0, given.steps, given.tiny, way.plan(given.steps)), devices=jax.devices()[:STAGES])
+        state = step.init()
+        for batch in chosen:
+            state, metrics = step.run(state, step.place(batch))
+            jax.block_until_ready(metrics)  # or calls that wait for each other could take all threads
+        # what entered last is still under way: each stage has made its own number of updates
+        made = [int(count) for count in np.asarray(state.in_flight["watch"].good).reshape(STAGES, -1)[:, 0]]
+        newest = StaleWeights(plain, Rule((0,) * STAGES)).begin(
+            dataclasses.replace(plain.init(), params=jax.device_get(step.functional.in_layers(state.params)))
+        )
+        apart, beside = (
+            max(_apart(newest[s].versions[0], of[count][s]) for s, count in enumerate(made))
+            for of in (history, undelayed)
+        )
+        found[name] = apart / beside
+        print(f"{name:24} updates {made}  apart {apart:.1e}, from weights without delay {beside:.1e}", flush=True)
+    print(json.dumps(found))
+    if max(found.values()) > 2e-3:
+        raise SystemExit("loop and executor differ")
+
+
+def _history(plain: TrainStep, rule: Rule, batches: list[Any]) -> list[list[Params]]:
+    """The newest weights of each stage, after each update."""
+    loop = StaleWeights(plain, rule)
+    stages = loop.begin(plain.init())
+    found = [[stage.versions[0] for stage in stages]]
+    for number, batch in enumerate(batches):
+        stages, _ = loop.update(stages, jnp.int32(number), plain.place(batch))
+        found.append([stage.versions[0] for stage in stages])
+    return found
+
+
+def _apart(one: Params, other: Params) -> float:
+    """The largest difference of a weight."""
+    pairs = zip(*(jax.tree.leaves(jax.device_get(tree)) for tree in (one, other)), strict=True)
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+def main() -> None:
+    """As the arguments say."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--rules", nargs="*", default=RULES, choices=RULES)
+    parser.add_argument("--halves", nargs="*", default=RULES[:3], choices=RULES)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    given = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    if given.check:
+        # twice the devices used: XLA:CPU has a thread for each, and those that wait in an exchange would starve others
+        jax.config.update("jax_num_cpu_devices", 2 * STAGES)
+        check(given)
+    else:
+        train(given)
 
 
 if __name__ == "__main__":
