@@ -12,15 +12,17 @@ Two ways to apply an optax rule, of one signature, that never hold more of the s
 state afterwards would need both whole on the device, and the norm that gradients are clipped by.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.compat import compute_on_host
+from jaxscale.compat import compute_on_host, rebind
 from jaxscale.optim.elementwise import check_elementwise
+from jaxscale.optim.quantize import is_quantized
 from jaxscale.optim.slices import SLICE_BYTES, Cut, cut, sweep
 from jaxscale.sharding.memory_space import on_host as lies_on_host
 from jaxscale.sharding.memory_space import to_device, to_host
@@ -49,15 +51,22 @@ def plainly(optimizer: optax.GradientTransformation) -> Advance:
 
 
 def streamed(
-    rule: optax.GradientTransformation, params: Params, *, clip: float | None = None, slice_bytes: int = SLICE_BYTES
+    rule: optax.GradientTransformation,
+    params: Params,
+    *,
+    clip: float | None = None,
+    slice_bytes: int = SLICE_BYTES,
+    elementwise: optax.GradientTransformation | None = None,
 ) -> Advance:
     """Apply a rule slice by slice, on the device, to state (and weights, and gradients) that may lie on the host.
 
     Args:
-        rule: an optax transformation that treats each number by itself.
+        rule: an optax transformation that treats each number by itself. Its state may be quantized: slices cut no block.
         params: shapes of the parameters, with the sharding of the optimizer's state where there is a mesh.
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
         slice_bytes: of one tensor on each device, at most, where it can be cut so small.
+        elementwise: the rule within `rule` that must treat each number by itself, where that one shares a scale in a
+            block; `rule` itself by default.
 
     Raises:
         UserError: the rule mixes elements.
@@ -70,11 +79,11 @@ def streamed(
         >>> after["w"].shape, float(after["w"][3, 1])
         ((4, 2), 0.5)
     """
-    check_elementwise(rule, params)
+    check_elementwise(rule if elementwise is None else elementwise, params)
     treedef = jax.tree.structure(params)
     cuts = [
-        cut(leaf.shape, leaf.dtype.itemsize, getattr(leaf, "sharding", None), slice_bytes)
-        for leaf in jax.tree.leaves(params)
+        cut(leaf.shape, leaf.dtype.itemsize, getattr(leaf, "sharding", None), slice_bytes, units)
+        for leaf, units in zip(jax.tree.leaves(params), _units(rule, params), strict=True)
     ]
     cuts = [c if c.pieces > 1 else Cut() for c in cuts]
 
@@ -142,12 +151,43 @@ def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) ->
             return _where(good, (optax.apply_updates(old[0], updates), after), old)
 
         old = (params, inner)
+        if any(is_quantized(leaf) for leaf in jax.tree.leaves(inner, is_leaf=is_quantized)):
+            update = _constants_there(update)
         spaces = jax.tree.map(lambda _: jax.memory.Space.Host, old)
         new = compute_on_host(update, spaces)(*to_host((gradients, old, norm, good)))
         weights, after = jax.tree.map(lambda new, old: new if lies_on_host(old) else to_device(new), new, old)
         return weights, after if clip is None else (state[0], after)
 
     return advance
+
+
+def _constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of arrays in host memory whose constants are there too: JAX makes arrays of them on the device."""
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        for eqn in jaxpr.eqns:
+            given = [x.val if hasattr(x, "val") else known[x] for x in eqn.invars]
+            inner = eqn.params.get("jaxpr")
+            if eqn.primitive.name in ("jit", "pjit") and inner is not None:
+                made = run(inner.jaxpr, inner.consts, given)
+            else:
+                if any(lies_on_host(x) for x in given):
+                    given = [x if jax.numpy.ndim(x) == 0 else to_host(x) for x in given]
+                made = rebind(eqn, given)
+            known |= dict(zip(eqn.outvars, made, strict=True))
+        return [x.val if hasattr(x, "val") else known[x] for x in jaxpr.outvars]
+
+    def there(*args: Any) -> Any:
+        shapes = jax.tree.map(shape, args)
+        closed, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
+        found = run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), found)
+
+    return there
 
 
 def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Array, ""]:
@@ -185,23 +225,43 @@ def _clipped(gradient: Array, norm: Array, clip: float | None) -> Array:
 
 def _owners(rule: optax.GradientTransformation, state: Any, treedef: Any) -> Any:
     """For each leaf of a state the number of the parameter it belongs to; -1 for none."""
-
-    def masked(leaf: Any) -> bool:
-        return isinstance(leaf, optax.MaskedNode)
-
-    return optax.tree.map_params(
+    return _of_params(
         rule,
-        lambda leaf, number: leaf if masked(leaf) else number,
+        lambda leaf, number: jax.tree.map(lambda _: number, leaf),
         state,
         treedef.unflatten(range(treedef.num_leaves)),
-        transform_non_params=lambda _: -1,
-        is_leaf=masked,
     )
 
 
+def _of_params(rule: optax.GradientTransformation, function: Callable[..., Any], state: Any, *trees: Any) -> Any:
+    """A function of each part of a state that is of a parameter (an array, a quantized one, an empty node); -1 else."""
+    return optax.tree.map_params(
+        rule,
+        function,
+        state,
+        *trees,
+        transform_non_params=lambda _: -1,
+        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode) or is_quantized(leaf),
+    )
+
+
+def _units(rule: optax.GradientTransformation, params: Params) -> list[tuple[int, ...]]:
+    """Of each parameter, what of each dim a slice must keep together: the blocks of its quantized state."""
+    leaves, treedef = jax.tree.flatten(params)
+    units = [[1] * len(leaf.shape) for leaf in leaves]
+
+    def note(leaf: Any, number: int) -> Any:
+        if is_quantized(leaf):
+            units[number][-2] = math.lcm(units[number][-2], leaf.block)
+        return leaf
+
+    _of_params(rule, note, jax.eval_shape(rule.init, params), treedef.unflatten(range(len(leaves))))
+    return [tuple(unit) for unit in units]
+
+
 def _in_place_of(leaves: list[Array], chosen: list[int], parts: list[Array]) -> list[Array]:
-    """As many leaves, empty but for the chosen ones."""
-    found: list[Any] = [jnp.zeros((0,), leaf.dtype) for leaf in leaves]
+    """As many leaves, empty but for the chosen ones; of as many dims, for blocks lie along the last but one."""
+    found: list[Any] = [jnp.zeros((0,) * max(leaf.ndim, 1), leaf.dtype) for leaf in leaves]
     for i, part in zip(chosen, parts, strict=True):
         found[i] = part
     return found

@@ -106,6 +106,7 @@ def quantize_state(
     *,
     local: Params | None = None,
     layers: Params | None = None,
+    platform: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optax transformation whose moments are kept in a few bits between steps.
 
@@ -119,6 +120,7 @@ def quantize_state(
             every shard. Without it blocks divide the whole.
         layers: a tree of bools like the parameters: the first dim is stacked layers, along which no block lies. Without
             it blocks lie along the second-last dim of two or more, whatever that is.
+        platform: where updates run: "tpu", "gpu" or "cpu"; `None` asks when a program is compiled.
 
     Returns:
         The transformation. Its `init` raises `UserError` where no leaf would be quantized.
@@ -158,6 +160,8 @@ def quantize_state(
         def stepped(state: Any) -> tuple[Any, Any]:
             return inner.update(updates, _decoded(state), params, **extra)
 
+        if platform is not None:
+            return (_again if platform == "gpu" else _once)(stepped, state)
         return jax.lax.platform_dependent(
             state,
             cuda=functools.partial(_again, stepped),

@@ -33,7 +33,13 @@ class Cut:
     pieces: int = 1
 
 
-def cut(shape: Sequence[int], itemsize: int, sharding: Sharding | None, slice_bytes: int = SLICE_BYTES) -> Cut:
+def cut(
+    shape: Sequence[int],
+    itemsize: int,
+    sharding: Sharding | None,
+    slice_bytes: int = SLICE_BYTES,
+    units: Sequence[int] | None = None,
+) -> Cut:
     """The fewest equal parts of at most `slice_bytes` along the first dim that lies whole on each device.
 
     Where no dim gives parts so small, the one that gives the smallest. A leading dim of layers is never sharded, and
@@ -44,12 +50,15 @@ def cut(shape: Sequence[int], itemsize: int, sharding: Sharding | None, slice_by
         itemsize: bytes of an element.
         sharding: of the array; `None` for one device.
         slice_bytes: of a part on each device.
+        units: of each dim, what stays together: a slice is a multiple of it; `None` cuts anywhere.
 
     Example:
         >>> cut((16, 1024, 4096), 4, None)
         Cut(dim=0, pieces=16)
         >>> cut((16, 1024), 4, None)
         Cut(dim=0, pieces=1)
+        >>> cut((4096, 4096), 4, None), cut((4096, 4096), 4, None, units=(2048, 1))
+        (Cut(dim=0, pieces=4), Cut(dim=1, pieces=4))
     """
     local = tuple(shape) if sharding is None else sharding.shard_shape(tuple(shape))
     size = math.prod(local) * itemsize
@@ -57,8 +66,9 @@ def cut(shape: Sequence[int], itemsize: int, sharding: Sharding | None, slice_by
     for dim, (whole, part) in enumerate(zip(shape, local, strict=True)):
         if whole != part:
             continue
-        divisors = [n for n in range(1, whole + 1) if whole % n == 0]
-        pieces = next((n for n in divisors if size <= n * slice_bytes), whole)
+        count = whole if units is None else whole // units[dim]
+        divisors = [n for n in range(1, count + 1) if count % n == 0]
+        pieces = next((n for n in divisors if size <= n * slice_bytes), count)
         if size <= pieces * slice_bytes:
             return Cut(dim, pieces)
         best = Cut(dim, pieces) if pieces > best.pieces else best

@@ -35,7 +35,7 @@ from jaxscale.step.remember import check_memory, decide_memory, layers_of_groups
 from jaxscale.step.stages import Stages, stages_of
 from jaxscale.step.state import TrainState, Watch
 from jaxscale.step.streamed import Streamed, check_streamed
-from jaxscale.trees import path_name
+from jaxscale.step.update import Update
 from jaxscale.typing import Array, Batch, Float, Params
 
 Metrics = dict[str, Array]
@@ -115,6 +115,8 @@ class TrainStep:
         self.evaluate_fn = jax.jit(self.objective.evaluate, in_shardings=(state, batches), out_shardings=whole)
         self.accuracy_fn = jax.jit(self.objective.accuracy, in_shardings=(state, batches), out_shardings=whole)
         self._executable: Any = None
+        # up to JAX 0.10 a compiled program refuses its own 4-bit arrays; `jit` runs the same program, compiled once
+        self._by_jit = any(leaf.dtype in (jnp.int4, jnp.uint4) for leaf in jax.tree.leaves(layout.abstract.optimizer))
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
@@ -302,7 +304,7 @@ class TrainStep:
             The next state, and scalars: `loss` (nats per target), `grad_norm` before clipping, `learning_rate`,
             `weight` (targets), `skipped` (steps so far that were not applied), `skipped_in_row`.
         """
-        return (self._executable or self.step_fn)(state, batch)
+        return (self.step_fn if self._executable is None or self._by_jit else self._executable)(state, batch)
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Array]) -> Loss:
         """Sums of the loss of a batch, without dropout, microbatch by microbatch as in training."""
@@ -374,19 +376,19 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     check_model(plan, experiment.model)
     check_memory(plan)
     mesh, decision, streamed = plan.mesh.build(devices), None, None
-    functional, rule, optimizer, layout = _placed(experiment, plan, mesh, stages=stages)
+    functional, update, layout = _placed(experiment, plan, mesh, stages=stages)
     if plan.asynchronous:
-        check_streamed(plan, rule, functional.params)
+        check_streamed(plan, update.plain, functional.params)
     if needs_decision(plan.memory):
         parts = (experiment, plan, functional, layout)
         objective = Objective(*parts) if stages is None else Pipelined(stages, *parts)
         decision = decide_memory(objective, devices)
         groups = layers_of_groups(decision)
         if groups and stages is None:  # a stage's layers are few: those of a group are cut from the rest in the step
-            functional, rule, optimizer, layout = _placed(experiment, plan, mesh, groups)
+            functional, update, layout = _placed(experiment, plan, mesh, groups)
     layout.check_axes_used(experiment.model)
-    layout.check_zero_used(optimizer)
-    check_offload(plan, experiment.model, rule, functional.params, devices)
+    layout.check_zero_used(update.whole)
+    check_offload(plan, experiment.model, update.plain, functional.params, devices)
     kept = 0 if decision is None else decision.host_bytes
     if kept:
         check_host_memory(devices, f"memory {plan.memory}")
@@ -395,32 +397,21 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     if plan.asynchronous:
         assert stages is not None
         parts = (experiment, plan, functional, layout, treatment_of(plan, decision))
-        streamed = Streamed(stages, optimizer, *parts)
+        streamed = Streamed(stages, update.whole, *parts)
         functional, layout = streamed.held, streamed.places
         lines.append(str(streamed))
-    advance = advance_of(plan, rule, experiment.optimizer.clip, optimizer, layout)
-    return TrainStep(experiment, plan, functional, layout, optimizer, advance, lines, decision, stages, streamed)
+    advance = advance_of(plan, update, layout)
+    return TrainStep(experiment, plan, functional, layout, update.whole, advance, lines, decision, stages, streamed)
 
 
 def _placed(
     experiment: Experiment, plan: Plan, mesh: Any, groups: tuple[int, ...] = (), stages: Stages | None = None
-) -> tuple[Functional, optax.GradientTransformation, optax.GradientTransformation, Layout]:
-    """The model as functions, its optimizer without and with clipping, and where their arrays lie."""
+) -> tuple[Functional, Update, Layout]:
+    """The model as functions, its optimizer, and where their arrays lie."""
     layers = () if stages is None else stages.rows
     functional = Functional.of(experiment.model, experiment.seed, vocab_multiple(plan), groups, layers)
-    mask = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: decays(functional.names.get(path_name(path)), leaf.shape), functional.params
-    )
-    rule = experiment.optimizer.rule(experiment.steps, mask)
-    optimizer = experiment.optimizer.build(experiment.steps, mask)
-    return functional, rule, optimizer, Layout.of(functional, optimizer, plan, mesh)
-
-
-def decays(names: tuple[str | None, ...] | None, shape: tuple[int, ...]) -> bool:
-    """Whether weight decay is meant for a parameter: a matrix or a kernel, the stacked dim aside; no norm, no bias."""
-    if names is None:
-        return len(shape) > 1
-    return sum(name != "layers" for name in names) > 1 and "norm" not in names
+    update = Update.of(experiment, plan, functional, mesh)
+    return functional, update, Layout.of(functional, update.whole, plan, mesh)
 
 
 def _place_host_array(array: Any, abstract: jax.ShapeDtypeStruct) -> Array:

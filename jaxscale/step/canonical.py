@@ -3,7 +3,8 @@
 A flat dict of arrays by name. Stacked parameters are one array per layer (`.../layers/3/...`), the padding of a
 vocabulary is cut off, generators are their plain key data. Optimizer state that has its parameter's shape is treated as
 the parameter is. A stack that keeps its layers in groups (`blocks.grouping`) has the names of one stack: parameters by
-layer, and what is left stacked, such as running statistics, joined.
+layer, and what is left stacked, such as running statistics, joined. A quantized array is two, `NAME/codes.MAP` and
+`NAME/scale`, from whose shapes the block is read; 4-bit codes take a byte each there.
 
 Taking a state apart copies it on the devices, whole: with Adam up to 12 bytes a parameter beside the state, until the
 copy has reached the host. No step runs meanwhile, so a save needs more memory than a step only where gradients and
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxscale.optim.quantize import is_quantized
 from jaxscale.sharding.memory_space import in_memory_of, on_host, to_device, to_host
 from jaxscale.sharding.zero import split
 from jaxscale.step.functional import Functional
@@ -38,6 +40,11 @@ REST = "rest"
 IN_FLIGHT = "in_flight"
 """Prefix of what an asynchronous pipeline has in it, which another plan, or another version, leaves behind."""
 
+CODES, SCALE = "codes.", "scale"
+"""The last part of the names of a quantized array's two: the map follows the first."""
+WIDE = {"uint4": jnp.dtype(jnp.uint8), "int4": jnp.dtype(jnp.int8)}
+"""Types of codes that checkpoints hold a byte each of."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -51,6 +58,7 @@ class Part:
         rows: of the array, along its first dim, which the leaf is: one group's layers of a stack in groups.
         order: rows of a stacked leaf that have the names, in their order; empty: all. The others are zeros, which pad
             a pipeline's shorter stages.
+        dtype: of the arrays, where it is not the leaf's.
     """
 
     names: tuple[str, ...]
@@ -59,6 +67,7 @@ class Part:
     key: str | None = None
     rows: tuple[int, int] | None = None
     order: tuple[int, ...] = ()
+    dtype: Any = None
 
     def rows_of(self) -> list[tuple[int, str]]:
         """Row and name of each array of a stacked leaf."""
@@ -103,7 +112,7 @@ class Canonical:
         groups: dict[str, dict[int, Array]] = {}
         ways: dict[str, Any] = {}
         for leaf, part in zip(jax.tree.leaves(state), self._parts, strict=True):
-            back = to_host if on_host(leaf) else _as_it_is
+            back = functools.partial(_given_back, dtype=part.dtype, host=on_host(leaf))
             if part.stacked is not None and part.rows is None and leaf.shape == part.shape:
                 for i, name in part.rows_of():
                     one = jax.lax.index_in_dim(leaf, i, part.stacked, keepdims=False)
@@ -156,8 +165,9 @@ class Canonical:
         return jax.tree.unflatten(self._treedef, leaves)
 
 
-def _as_it_is(array: Array) -> Array:
-    return array
+def _given_back(array: Array, dtype: Any, host: bool) -> Array:
+    array = array if dtype is None else array.astype(dtype)
+    return to_host(array) if host else array
 
 
 @functools.lru_cache(maxsize=1024)
@@ -199,20 +209,28 @@ def _parts(step: "TrainStep") -> TrainState:
     shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(plain.params).items()}
     abstract = step.layout.abstract
 
-    def of_param(prefix: str, path: Any, name: str | None, leaf: Any) -> Part:
+    def of_param(prefix: str, path: Any, name: str | None, leaf: Any, role: str = "") -> Part:
+        """The part of a leaf that is treated as parameter `name` is; `role` tells an array of a quantized one."""
+        if role:
+            path = path[:-1]
         full = f"{prefix}/{path_name(path)}" if path else prefix
         if name is None or len(leaf.shape) != len(shapes[name]):
             return _plain(full, leaf)
+        shape, end = shapes[name], f"/{role}" if role else ""
+        if role == SCALE:  # blocks along the last dim but one, which is never padded
+            shape = (*shape[:-2], leaf.shape[-2], shape[-1])
+        dtype = WIDE.get(str(leaf.dtype)) if role else None
         if name in functional.copies:  # the others are zeros
-            return Part((full,), 0, shapes[name], order=(functional.copies[name].index(0),))
+            return Part((full + end,), 0, shape, order=(functional.copies[name].index(0),), dtype=dtype)
         axes = functional.names.get(name) or ()
         if "layers" not in axes:
-            return Part((full,), None, shapes[name])
+            return Part((full + end,), None, shape, dtype=dtype)
         dim, order = axes.index("layers"), functional.rows
         if order:
             alive = tuple(row for row, layer in enumerate(order) if layer >= 0)
-            return Part(tuple(layer_name(full, order[row]) for row in alive), dim, shapes[name], order=alive)
-        return Part(tuple(layer_name(full, i) for i in range(leaf.shape[dim])), dim, shapes[name])
+            names = tuple(layer_name(full, order[row]) + end for row in alive)
+            return Part(names, dim, shape, order=alive, dtype=dtype)
+        return Part(tuple(layer_name(full, i) + end for i in range(leaf.shape[dim])), dim, shape, dtype=dtype)
 
     def one_stack(tree: Any, stacked: Callable[[Any], bool]) -> Any:
         """Leaves that are not taken apart, of stacks in groups: one array for all groups."""
@@ -232,13 +250,17 @@ def _parts(step: "TrainStep") -> TrainState:
         return jax.tree.unflatten(treedef, [joined(part) for part in parts])
 
     owners = jax.tree.unflatten(jax.tree.structure(abstract.optimizer), step.layout.owners(step.optimizer))
+    roles = jax.tree.map(_roles, abstract.optimizer, is_leaf=is_quantized)
     by_path = jax.tree_util.tree_map_with_path
     return TrainState(
         step=by_path(lambda _, leaf: _plain("step", leaf), abstract.step),
         params=by_path(lambda path, leaf: of_param(PARAMS, path, path_name(path), leaf), abstract.params),
         optimizer=one_stack(
             by_path(
-                lambda path, leaf, owner: of_param("optimizer", path, owner or None, leaf), abstract.optimizer, owners
+                lambda path, leaf, owner, role: of_param("optimizer", path, owner or None, leaf, role),
+                abstract.optimizer,
+                owners,
+                roles,
             ),
             # optax puts an array of one number where a parameter has no state of a kind
             lambda part: len(part.shape) > 0 and part.shape != (1,),
@@ -252,6 +274,13 @@ def _parts(step: "TrainStep") -> TrainState:
             abstract.in_flight,
         ),
     )
+
+
+def _roles(leaf: Any) -> Any:
+    """The last part of the name of each array of a quantized one; "" for any other array."""
+    if not is_quantized(leaf):
+        return ""
+    return dataclasses.replace(leaf, codes=CODES + leaf.map, scale=SCALE)
 
 
 def _plain(name: str, leaf: Any) -> Part:

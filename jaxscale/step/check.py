@@ -28,6 +28,7 @@ from jaxscale.platforms.hlo import Collective, collectives
 from jaxscale.sharding.memory_space import rehearses
 from jaxscale.step.layout import BATCH_AXES
 from jaxscale.step.plan import Plan
+from jaxscale.step.products import check_traced_products
 from jaxscale.trees import named_leaves
 from jaxscale.typing import Batch
 
@@ -76,6 +77,7 @@ def check_traced(step: "TrainStep", jaxpr: Any, batch: Batch) -> None:
                 f"precision bfloat16: {1 - share:.0%} of the FLOP of this model's matrix products are not in bfloat16; "
                 "it turns activations or weights into float32 by itself: leave that to the plan, or ask for float32"
             )
+    check_traced_products(plan, equations)
     if plan.loss_chunk is not None and not _reads(step, batch, "loss_chunk", 1, None):
         raise UserError(f"loss_chunk {plan.loss_chunk}: this model's loss is not one over positions; leave it out")
     if plan.attention in ("plain", "chunked") and not _reads(step, batch, "attention", "plain", "chunked"):
@@ -154,19 +156,20 @@ def check_state(step: "TrainStep", shardings: Any) -> None:
     layout = step.layout
     if not step.plan.zero or step.mesh.shape["fsdp"] == 1:
         return
-    shapes = {name: leaf.shape for name, leaf in named_leaves(layout.abstract.params).items()}
+    owners, state = layout.owners(step.optimizer), jax.tree.leaves(layout.abstract.optimizer)
     tensors = [
-        (f"optimizer state of {name}", name, layout.placements[name].state, sharding)
-        for name, sharding in zip(layout.owners(step.optimizer), jax.tree.leaves(shardings.optimizer), strict=True)
+        (f"optimizer state of {name}", leaf.shape, layout.placements[name].state, sharding)
+        for name, leaf, sharding in zip(owners, state, jax.tree.leaves(shardings.optimizer), strict=True)
         if name
     ]
+    params = named_leaves(layout.abstract.params)
     tensors += [
-        (f"parameter {name}", name, layout.placements[name].master, sharding)
+        (f"parameter {name}", params[name].shape, layout.placements[name].master, sharding)
         for name, sharding in named_leaves(shardings.params).items()
     ]
-    for what, name, spec, found in tensors:
-        expected = NamedSharding(step.mesh, spec).shard_shape(shapes[name])
-        part = found.shard_shape(shapes[name])
+    for what, shape, spec, found in tensors:
+        expected = NamedSharding(step.mesh, spec).shard_shape(shape)
+        part = found.shard_shape(shape)
         if part != expected:
             raise NoEffect(
                 f"zero {step.plan.zero}: the compiled step keeps the {what} in parts of {part}, "

@@ -24,6 +24,7 @@ from jaxscale.sharding.memory_space import COPY, HOST_KIND, check_host_memory, r
 from jaxscale.step.check import NoEffect
 from jaxscale.step.layout import Layout, local_bytes, masters_on_host
 from jaxscale.step.plan import Plan
+from jaxscale.step.update import Update
 from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Params
 from jaxscale.values.byte_sizes import bytes_text
@@ -161,32 +162,25 @@ def brought_whole(text: str, shape: Sequence[int]) -> bool:
     return re.search(rf"= \({array}, {there}, [^=]*\) copy-start\(", text) is not None
 
 
-def advance_of(
-    plan: Plan,
-    rule: optax.GradientTransformation,
-    clip: float | None,
-    whole: optax.GradientTransformation,
-    layout: Layout,
-) -> Advance:
+def advance_of(plan: Plan, update: Update, layout: Layout) -> Advance:
     """How the optimizer's step is made under a plan.
 
     Args:
         plan: where weights and state are.
-        rule: the optimizer without clipping.
-        clip: global norm that gradients are clipped to.
-        whole: the optimizer, clipping and all.
-        layout: where the optimizer's state lies.
+        update: the optimizer.
+        layout: where its state lies.
     """
     if plan.optimizer_state == "host":
-        return on_host(rule, clip=clip)
+        return on_host(update.rule, clip=update.clip)
     if not uses_host(plan):
-        return plainly(whole)
+        return plainly(update.whole)
 
     def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(layout.mesh, layout.placements[path_name(path)].state)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return streamed(rule, jax.tree_util.tree_map_with_path(placed, layout.abstract.params), clip=clip)
+    params = jax.tree_util.tree_map_with_path(placed, layout.abstract.params)
+    return streamed(update.rule, params, clip=update.clip, elementwise=update.plain)
 
 
 def streamed_weights(

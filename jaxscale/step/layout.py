@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
 from jaxscale.memory.offload import of_a_block
+from jaxscale.optim.quantize import is_quantized
 from jaxscale.sharding.memory_space import HOST_KIND
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
@@ -24,6 +25,8 @@ from jaxscale.trees import leaf_bytes, named_leaves, path_name
 BATCH_AXES = ("replica", "data", "fsdp")
 PIPE_AXIS = "pipe"
 """Along which stages lie."""
+REPLICA_AXIS = "replica"
+"""The slow one: copies of the whole model, across slices or nodes."""
 
 
 def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, str]:
@@ -137,6 +140,36 @@ def check_model(plan: Plan, model: Any) -> None:
             raise UserError(f"context {length} is not a multiple of {ways}, over which the mesh {plan.mesh} splits it")
 
 
+def placements_of(functional: Functional, plan: Plan, mesh: Any) -> dict[str, Placement]:
+    """Where the tensors of each parameter live, by its name."""
+    rules, copied = effective_rules(plan), plan.precision != "float32"
+    params = named_leaves(functional.params)
+    placements = {
+        name: placement(
+            leaf.shape[1:] if name in functional.copies else leaf.shape,
+            functional.names.get(name),
+            plan.zero,
+            copied,
+            mesh,
+            rules,
+        )
+        for name, leaf in params.items()
+    }
+    if functional.copies:
+        # a stage's copy of what all share stays on its device
+        return {
+            name: stacked_over(found, PIPE_AXIS) if name in functional.copies else found
+            for name, found in placements.items()
+        }
+    if plan.pipeline is None:
+        return placements
+    # what all stages share is gathered to be read, and split over them between steps
+    return {
+        name: found if functional.stacked(name) else over(found, PIPE_AXIS, params[name].shape, mesh)
+        for name, found in placements.items()
+    }
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """Where the train state lives.
@@ -164,31 +197,7 @@ class Layout:
     @classmethod
     def of(cls, functional: Functional, optimizer: optax.GradientTransformation, plan: Plan, mesh: Any) -> "Layout":
         """Place every leaf; nothing is allocated."""
-        rules, copied = effective_rules(plan), plan.precision != "float32"
-        params = named_leaves(functional.params)
-        placements = {
-            name: placement(
-                leaf.shape[1:] if name in functional.copies else leaf.shape,
-                functional.names.get(name),
-                plan.zero,
-                copied,
-                mesh,
-                rules,
-            )
-            for name, leaf in params.items()
-        }
-        if functional.copies:
-            # a stage's copy of what all share stays on its device
-            placements = {
-                name: stacked_over(found, PIPE_AXIS) if name in functional.copies else found
-                for name, found in placements.items()
-            }
-        elif plan.pipeline is not None:
-            # what all stages share is gathered to be read, and split over them between steps
-            placements = {
-                name: found if functional.stacked(name) else over(found, PIPE_AXIS, params[name].shape, mesh)
-                for name, found in placements.items()
-            }
+        rules, placements = effective_rules(plan), placements_of(functional, plan, mesh)
 
         def tree(kind: str, hosted: Callable[[str], bool] = lambda name: False) -> Any:
             def of(path: Any, _: Any) -> NamedSharding:
@@ -204,12 +213,14 @@ class Layout:
         opt = jax.eval_shape(optimizer.init, functional.params)
         opt_shardings = optax.tree.map_params(
             optimizer,
-            # factored and scalar states have another shape than the parameter: they stay whole
-            lambda leaf, param, sharding: sharding if leaf.shape == param.shape else whole,
+            # factored and scalar states have another shape than the parameter: they stay whole; codes and scales of a
+            # quantized one, whose blocks divide a shard, lie alike
+            lambda leaf, param, sharding: _alike(leaf, sharding if leaf.shape == param.shape else whole),
             opt,
             functional.params,
             tree("state", lambda _: plan.optimizer_state != "device"),
             transform_non_params=lambda _: whole,
+            is_leaf=is_quantized,
         )
         watch = jax.eval_shape(Watch.start)
         step = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
@@ -259,16 +270,20 @@ class Layout:
             )
 
     def owners(self, optimizer: optax.GradientTransformation) -> list[str]:
-        """For each leaf of the optimizer's state, the parameter whose shape and place it shares; "" for none."""
+        """For each leaf of the optimizer's state, the parameter whose shape and place it shares; "" for none.
+
+        Of a quantized array, codes and scales alike.
+        """
         params = self.abstract.params
         names = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), params)
         owners = optax.tree.map_params(
             optimizer,
-            lambda leaf, param, name: name if leaf.shape == param.shape else "",
+            lambda leaf, param, name: _alike(leaf, name if leaf.shape == param.shape else ""),
             self.abstract.optimizer,
             params,
             names,
             transform_non_params=lambda _: "",
+            is_leaf=is_quantized,
         )
         return jax.tree.leaves(owners)
 
@@ -301,6 +316,11 @@ class Layout:
             "parameters": sorted(rows, key=lambda row: -row["bytes"]),
             "unsplit": self.unsplit(),
         }
+
+
+def _alike(leaf: Any, value: Any) -> Any:
+    """The value in the place of an array, or of both arrays of a quantized one."""
+    return jax.tree.map(lambda _: value, leaf)
 
 
 def local_bytes(tree: Any, *, host: bool = False) -> int:

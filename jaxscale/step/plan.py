@@ -42,6 +42,8 @@ class Plan:
         gradients: where those of streamed weights go; the host's are read back slice by slice.
         optimizer_state: on the device; on the host and "streamed" through it in slices (ZeRO-Infinity); or on the
             "host", where its CPU updates it and the float32 weights (ZeRO-Offload).
+        state: bits of the optimizer's moments: int8 (softsign and square-root companding), dynamic8 (Dettmers' map),
+            int4, fp8, in blocks with a scale; embeddings, heads, norms and small arrays stay float32.
         loss_chunk: target positions of a row scored at a time by the loss; `None` scores all at once.
         attention: implementation of attention: auto, plain, chunked (never holds S x S), splash (TPU).
         unroll: layers per iteration of the scan over layers.
@@ -69,6 +71,7 @@ class Plan:
     weights: Literal["device", "host"] = "device"
     gradients: Literal["device", "host"] = "device"
     optimizer_state: Literal["device", "streamed", "host"] = "device"
+    state: Literal["float32", "int8", "dynamic8", "int4", "fp8"] = "float32"
     loss_chunk: int | None = None
     attention: Literal["auto", "plain", "chunked", "splash"] = "auto"
     unroll: int = 1
@@ -94,6 +97,11 @@ class Plan:
             raise UserError(
                 f"gradients host: nothing adds up the gradients of {self.microbatches} microbatches there; take "
                 "gradients device, or microbatches 1"
+            )
+        if self.state != "float32" and self.asynchronous:
+            raise UserError(
+                f"state {self.state} with pipeline {self.pipeline}: a stage updates its own layers in the middle of a "
+                "step, and blocks of a state are of all; take state float32, or a synchronous pipeline"
             )
         self._check_pipeline()
         if self.mesh is not None:

@@ -126,6 +126,10 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
         hosted.append("The host's CPU updates the master weights.")
     if hosted:
         words.append(("In host memory", " ".join(hosted)))
+    if plan.get("state", "float32") != "float32":
+        words.append((f"Optimizer state: {plan['state']}", _STATE.get(str(plan["state"]), "As its name says.")))
+    if plan.get("master") == "split":
+        words.append(("Master weights", "Kept as the bfloat16 that passes read and 8 bits of correction."))
     if plan.get("unroll", 1) != 1:
         words.append(("Layers", f"The scan over layers takes {plan['unroll']} at a time."))
     rest = {name: value for name, value in plan.items() if name not in _SPOKEN}
@@ -139,13 +143,19 @@ _HOSTED = {
     "gradients": "Gradients of those weights go to the host as they are made.",
     "optimizer_state": "Optimizer state stays on the host.",
 }
+_STATE = {
+    "int8": "Moments are kept in 8 bits (softsign and square-root companding), a scale for each block of a column.",
+    "dynamic8": "Moments are kept in 8 bits by Dettmers' dynamic map, a scale for each block of a column.",
+    "int4": "Moments are kept in 4 bits, the second without a zero, a scale for each block of a column.",
+    "fp8": "Moments are kept as 8-bit floating point (e4m3), a scale for each block of a column.",
+}
 _SPOKEN = (
     frozenset(_HOSTED)
     | frozenset(
         ("version", "type", "mesh", "zero", "sequence_parallel", "microbatches", "precision", "matmul", "reduce")
     )
     | frozenset(("pipeline", "stages", "stash", "anneal", "correction", "synchronous_steps"))
-    | frozenset(("memory", "loss_chunk", "attention", "unroll", "rules"))
+    | frozenset(("memory", "state", "master", "loss_chunk", "attention", "unroll", "rules"))
 )
 
 

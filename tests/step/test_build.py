@@ -13,10 +13,11 @@ from flax import nnx
 
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign import ForeignModel, classification
+from jaxscale.optim.leaves import decays
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.platforms.hlo import collectives
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.build import build, decays
+from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment, Guard
 from jaxscale.step.plan import Plan
 from jaxscale.trees import named_leaves

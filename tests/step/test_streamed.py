@@ -15,9 +15,10 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
+from jaxscale.optim.leaves import leaves_of
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.build import TrainStep, build, decays
+from jaxscale.step.build import TrainStep, build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.values import override
@@ -90,7 +91,7 @@ class Reference:
 
         self.versions = [[{n: leaf for n, leaf in whole.items() if stage(n) == s}] for s in range(ranks)]
         self.rules = [
-            experiment.optimizer.build(experiment.steps, {n: decays(None, leaf.shape) for n, leaf in own[0].items()})
+            experiment.optimizer.build(experiment.steps, leaves_of(own[0]))
             for own in self.versions
         ]
         self.states = [rule.init(own[0]) for rule, own in zip(self.rules, self.versions, strict=True)]

@@ -1,0 +1,176 @@
+"""Conversion: the arrays of a checkpoint whose optimizer state has other bits or blocks, as those that a step wants.
+
+Names say it all: a float32 array is NAME; a quantized one NAME/codes.MAP and NAME/scale, whose rows give the block.
+What a step wants in shorter blocks gets its scales repeated, to the bit; longer blocks, another map or float32 are
+decoded and encoded anew, array by array, where they lie.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.optim.maps import MAPS
+from jaxscale.optim.quantize import Quantized, decode, encode
+from jaxscale.sharding.memory_space import to_device
+from jaxscale.step.canonical import CODES, SCALE
+from jaxscale.typing import Array
+
+Abstract = Mapping[str, jax.ShapeDtypeStruct]
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """How the arrays of a checkpoint become those that are wanted.
+
+    Args:
+        abstract: what to read: name to shape, dtype and sharding.
+        convert: from the arrays read, which are given away, to those wanted.
+        said: what a user should know, a line each.
+    """
+
+    abstract: dict[str, jax.ShapeDtypeStruct]
+    convert: Callable[[dict[str, Array]], dict[str, Array]]
+    said: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How an array of a canonical form is kept.
+
+    Args:
+        map: of its codes; "" for a plain array.
+        block: numbers of a column that share a scale; 0 for a plain array.
+    """
+
+    map: str = ""
+    block: int = 0
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Of the arrays that are kept.
+
+        Example:
+            >>> Form("soft8", 256).names("w"), Form().names("w")
+            (('w/codes.soft8', 'w/scale'), ('w',))
+        """
+        return (f"{name}/{CODES}{self.map}", f"{name}/{SCALE}") if self.map else (name,)
+
+    def __str__(self) -> str:
+        return f"{self.map} in blocks of {self.block}" if self.map else "float32"
+
+
+def forms_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Form]:
+    """The quantized arrays among the arrays of a canonical form, by name.
+
+    Args:
+        shapes: of its arrays.
+
+    Example:
+        >>> forms_of({"w/codes.soft8": (512, 4), "w/scale": (2, 4), "b": (4,)})
+        {'w': Form(map='soft8', block=256)}
+    """
+    found = {}
+    for name, shape in shapes.items():
+        base, _, last = name.rpartition("/")
+        scale = shapes.get(f"{base}/{SCALE}")
+        if last.startswith(CODES) and last.removeprefix(CODES) in MAPS and scale is not None and scale[-2]:
+            found[base] = Form(last.removeprefix(CODES), shape[-2] // scale[-2])
+    return found
+
+
+def conversion(entries: Mapping[str, Sequence[Any]], abstract: Abstract) -> Conversion:
+    """How the arrays of a checkpoint become those that a step wants.
+
+    Args:
+        entries: shape and dtype of each array of the checkpoint, by name.
+        abstract: name to shape, dtype and sharding of what is wanted; what is missing in the checkpoint in every form
+            is asked for as it is, and refused by whoever reads.
+    """
+    there = forms_of({name: entry[0] for name, entry in entries.items()})
+    wanted = forms_of({name: leaf.shape for name, leaf in abstract.items()})
+    plain = Form()
+    changes: dict[str, tuple[Form, Form]] = {}
+    for name in {*there, *wanted}:
+        # a name that neither side has plainly or in codes is left alone
+        old, new = there.get(name, plain), wanted.get(name, plain)
+        have = name in there or name in entries
+        want = name in wanted or name in abstract
+        if have and want and old != new:
+            changes[name] = (old, new)
+    read = dict(abstract)
+    for name, (old, new) in changes.items():
+        like = abstract[new.names(name)[0]]
+        for part in new.names(name):
+            del read[part]
+        for part in old.names(name):
+            shape, dtype = tuple(entries[part][0]), entries[part][1]
+            read[part] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=fitting(like.sharding, shape))
+
+    def convert(arrays: dict[str, Array]) -> dict[str, Array]:
+        arrays = dict(arrays)
+        for name, (old, new) in changes.items():
+            given = [arrays.pop(part) for part in old.names(name)]
+            targets = [abstract[part] for part in new.names(name)]
+            made = _changed(old, new, tuple((leaf.dtype, leaf.sharding) for leaf in targets))(given)
+            arrays |= dict(zip(new.names(name), made, strict=True))
+            for array in given:
+                if not any(array is kept for kept in made):
+                    array.delete()
+        return arrays
+
+    return Conversion(read, convert, said_of(changes.values()))
+
+
+def said_of(changes: Any) -> tuple[str, ...]:
+    """What a user should know of changes, a line for each kind.
+
+    Example:
+        >>> said_of([(Form(), Form("soft8", 256))] * 2 + [(Form("soft8", 256), Form("soft8", 128))])
+        ('2 arrays of optimizer state were float32 and are now soft8 in blocks of 256',)
+    """
+    counts = collections.Counter((old, new) for old, new in changes if not _exact(old, new))
+    return tuple(
+        f"{count} array{'s' if count > 1 else ''} of optimizer state {'were' if count > 1 else 'was'} {old} and "
+        f"{'are' if count > 1 else 'is'} now {new}"
+        for (old, new), count in counts.items()
+    )
+
+
+def _exact(old: Form, new: Form) -> bool:
+    """Whether codes stay as they are: shorter blocks of the same map."""
+    return old.map == new.map and bool(new.block) and old.block % new.block == 0
+
+
+@functools.lru_cache(maxsize=256)
+def _changed(old: Form, new: Form, targets: tuple[tuple[Any, NamedSharding], ...]) -> Any:
+    """A compiled function from the arrays of one form to those of another."""
+
+    def change(given: list[Array]) -> list[Array]:
+        given = to_device(given)
+        if _exact(old, new):
+            codes, scale = given
+            return [codes, jnp.repeat(scale, old.block // new.block, axis=-2)]
+        whole = given[0]
+        if old.map:
+            whole = decode(Quantized(whole.astype(MAPS[old.map].dtype), given[1], old.map, old.block))
+        if not new.map:
+            return [whole.astype(targets[0][0])]
+        made = encode(whole, new.map, new.block)
+        return [made.codes.astype(targets[0][0]), made.scale]
+
+    return jax.jit(change, out_shardings=[sharding for _, sharding in targets])
+
+
+def fitting(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+    """The sharding of an array of another shape: whole along the dims that do not divide."""
+    mesh, entries = sharding.mesh, list(sharding.spec)[: len(shape)]
+    for dim, entry in enumerate(entries):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        if shape[dim] % functools.reduce(lambda ways, axis: ways * mesh.shape[axis], axes, 1):
+            entries[dim] = None
+    return NamedSharding(mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
