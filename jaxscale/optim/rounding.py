@@ -1,0 +1,103 @@
+r"""Stochastic rounding to bfloat16: up or down by chance, so that the mean is the number itself.
+
+Rounded to the nearest, an update below half a unit in the last place of a bfloat16 weight is lost, every time; rounded
+so, it is kept on average (Gupta et al. 2015, arXiv 1502.02551; of weights in bfloat16, Zamirai et al. 2020, arXiv
+2010.06192). The other way to do without a float32 copy of the weights is `split_weights.py`, which loses less.
+"""
+
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxscale.trees import path_name
+from jaxscale.typing import Array, Key
+
+
+def key_of(seed: int, step: Any, path: str) -> Key:
+    """The key of one leaf in one step: the same after a restart, on any mesh, in whatever order leaves come.
+
+    Args:
+        seed: of the run.
+        step: its number, which may be traced.
+        path: name of the leaf.
+
+    Example:
+        >>> bool((key_of(0, 3, "mlp/up") == key_of(0, 3, "mlp/up")).all())
+        True
+    """
+    named = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()) & 0x7FFFFFFF)
+    return jax.random.fold_in(named, step)
+
+
+def stochastic_bfloat16(x: Array, key: Key) -> Array:
+    """Round float32 numbers to bfloat16, up with the chance that makes the mean right.
+
+    Args:
+        x: float32, any shape. NaN and infinities stay what they are; a number that bfloat16 holds stays itself.
+        key: of the draw.
+
+    Example:
+        >>> x = jnp.full(4096, 1 + 2**-10, jnp.float32)  # an eighth of the way from 1 to the next
+        >>> drawn = stochastic_bfloat16(x, jax.random.key(0)).astype(jnp.float32)
+        >>> sorted(set(drawn.tolist())), bool(abs(drawn.mean() - x[0]) < 2e-4)
+        ([1.0, 1.0078125], True)
+    """
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    chance = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    rounded = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+
+
+class StochasticState(NamedTuple):
+    """State of `stochastic_weights`: the updates made, and the rule's own state."""
+
+    count: Any
+    inner: Any
+
+
+def stochastic_weights(rule: optax.GradientTransformation, seed: int = 0) -> optax.GradientTransformationExtraArgs:
+    """A rule over bfloat16 weights that are rounded stochastically, with no float32 copy of them.
+
+    Args:
+        rule: any optax transformation; it sees weights and gradients in float32, and so its state is.
+        seed: of the rounding, with the number of the update and the weight's path.
+
+    Returns:
+        The transformation, of which `optax.apply_updates` gives the rounded weights. Weights of another dtype than
+        bfloat16 are left to the rule.
+
+    Example:
+        >>> params = {"w": jnp.ones(4096, jnp.bfloat16)}
+        >>> rule = stochastic_weights(optax.sgd(2.0**-10))
+        >>> updates, _ = rule.update(params, rule.init(params), params)
+        >>> moved = optax.apply_updates(params, updates)["w"].astype(jnp.float32)
+        >>> bool(abs(moved.mean() - (1 - 2**-10)) < 2e-4)  # to the nearest, none would have moved
+        True
+    """
+    inner = optax.with_extra_args_support(rule)
+
+    def init(params: Any) -> StochasticState:
+        return StochasticState(jnp.zeros((), jnp.int32), inner.init(in_float32(params)))
+
+    def update(updates: Any, state: StochasticState, params: Any = None, **extra: Any) -> tuple[Any, StochasticState]:
+        whole = in_float32(params)
+        steps, after = inner.update(in_float32(updates), state.inner, whole, **extra)
+
+        def rounded(path: Any, old: Array, whole: Array, step: Array) -> Array:
+            if old.dtype != jnp.bfloat16:
+                return step
+            key = key_of(seed, state.count, path_name(path))
+            return stochastic_bfloat16(whole + step, key).astype(jnp.float32) - whole
+
+        found = jax.tree_util.tree_map_with_path(rounded, params, whole, steps)
+        return found, StochasticState(optax.safe_increment(state.count), after)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def in_float32(tree: Any) -> Any:
+    """A tree with its bfloat16 leaves in float32."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
