@@ -29,6 +29,7 @@ class Context:
         key: PRNG key of this step; `None` for a deterministic pass (evaluation, generation).
         examples: index of every row in the global batch, so that a mask does not depend on mesh or microbatches.
         dtype: type to compute in, as a name ("bfloat16"); `None` computes in the type of the parameters.
+        matmul: how layers multiply, a name in `low_precision.RECIPES` ("int8"); `None` multiplies in `dtype`.
         attention: which implementation of attention: "auto", "plain", "chunked" or "splash".
         loss_chunk: target positions of one row scored at a time by the loss; `None` scores all at once.
     """
@@ -36,6 +37,7 @@ class Context:
     key: Key | None = None
     examples: Int[Array, "B"] | None = None
     dtype: str | None = dataclasses.field(default=None, metadata={"static": True})
+    matmul: str | None = dataclasses.field(default=None, metadata={"static": True})
     attention: str = dataclasses.field(default="auto", metadata={"static": True})
     loss_chunk: int | None = dataclasses.field(default=None, metadata={"static": True})
 

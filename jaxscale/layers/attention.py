@@ -118,9 +118,9 @@ class Attention(nnx.Module):
             window = self.window
         # one gather of a sequence-sharded stream for the three projections, one scatter of what they give back
         x = move(x, ("batch", "seq", "embed"), ("batch", "inner_seq", "embed"))
-        q = checkpoint_name(self.q(x), "attention_q").reshape(batch, length, self.heads, self.head_dim)
-        k = checkpoint_name(self.k(x), "attention_k").reshape(batch, length, self.kv_heads, self.head_dim)
-        v = checkpoint_name(self.v(x), "attention_v").reshape(batch, length, self.kv_heads, self.head_dim)
+        q = checkpoint_name(self.q(x, context), "attention_q").reshape(batch, length, self.heads, self.head_dim)
+        k = checkpoint_name(self.k(x, context), "attention_k").reshape(batch, length, self.kv_heads, self.head_dim)
+        v = checkpoint_name(self.v(x, context), "attention_v").reshape(batch, length, self.kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if positions is None and (self.rotary is not None or cache is not None):
@@ -150,6 +150,7 @@ class Attention(nnx.Module):
         k, v = (move(x, _KEYS_ALONG_QUERIES, _KEYS) for x in (k, v))
         y = attend(q, k, v, **settings)
         y = constrain(y, "batch", "inner_seq", "heads", "head_dim")
-        y = constrain(self.out(y.reshape(batch, length, self.heads * self.head_dim)), "batch", "seq", "embed")
+        y = self.out(y.reshape(batch, length, self.heads * self.head_dim), context)
+        y = constrain(y, "batch", "seq", "embed")
         y = self.dropout(y, context)
         return y if cache is None else (y, cache)

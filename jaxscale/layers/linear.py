@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxscale.blocks import Context
+from jaxscale.layers.low_precision import product
 from jaxscale.typing import Array, Float
 
 Initializer = Callable[..., Any]
@@ -136,7 +138,8 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(init(rngs.params(), (in_size, out_size), jnp.float32), out_sharding=axes)
         self.bias = nnx.Param(jnp.zeros((out_size,), jnp.float32), out_sharding=(axes[1],)) if bias else None
 
-    def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
-        """`x` projected, in the type of `x`."""
-        y = matmul(x, self.weight[...])
+    def __call__(self, x: Float[Array, "*B I"], context: Context = Context()) -> Float[Array, "*B O"]:
+        """`x` projected, in the type of `x`; a context that names a recipe has the product rounded by it."""
+        w = self.weight[...]
+        y = matmul(x, w) if context.matmul is None else product(x, w, context.matmul)
         return y if self.bias is None else add_bias(y, self.bias[...])

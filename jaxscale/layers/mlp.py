@@ -93,10 +93,10 @@ class MLP(nnx.Module):
         """The layer's output, without the residual."""
         activation = _FORMS[self.kind].activation
         x = move(x, ("batch", "seq", "embed"), ("batch", "inner_seq", "embed"))
-        up = constrain(checkpoint_name(self.up(x), "mlp_up"), "batch", "inner_seq", "mlp")
+        up = constrain(checkpoint_name(self.up(x, context), "mlp_up"), "batch", "inner_seq", "mlp")
         if self.gate is None:
             hidden = activation(up)
         else:
-            gate = constrain(checkpoint_name(self.gate(x), "mlp_gate"), "batch", "inner_seq", "mlp")
+            gate = constrain(checkpoint_name(self.gate(x, context), "mlp_gate"), "batch", "inner_seq", "mlp")
             hidden = activation(gate) * up
-        return self.dropout(constrain(self.down(hidden), "batch", "seq", "embed"), context)
+        return self.dropout(constrain(self.down(hidden, context), "batch", "seq", "embed"), context)

@@ -31,6 +31,7 @@ from jaxscale.step.layout import Layout, check_model, local_bytes, masters_on_ho
 from jaxscale.step.objective import Objective, positive
 from jaxscale.step.pipelined import Pipelined
 from jaxscale.step.plan import Plan
+from jaxscale.step.products import check_products, said_of_products
 from jaxscale.step.remember import check_memory, decide_memory, layers_of_groups, needs_decision, said_of, treatment_of
 from jaxscale.step.stages import Stages, stages_of
 from jaxscale.step.state import TrainState, Watch
@@ -374,6 +375,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
         plan = dataclasses.replace(plan, unroll=layers)
     assert plan.mesh is not None
     check_model(plan, experiment.model)
+    check_products(plan, experiment.model)
     check_memory(plan)
     mesh, decision, streamed = plan.mesh.build(devices), None, None
     functional, update, layout = _placed(experiment, plan, mesh, stages=stages)
@@ -394,6 +396,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
         check_host_memory(devices, f"memory {plan.memory}")
     check_host_size(layout, host_memory(), kept)
     lines = [said] if decision is None else [said, said_of(decision, devices[0].platform)]
+    lines += said_of_products(plan, devices)
     if plan.asynchronous:
         assert stages is not None
         parts = (experiment, plan, functional, layout, treatment_of(plan, decision))

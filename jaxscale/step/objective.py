@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
+from jaxscale.layers.low_precision import RECIPES
 from jaxscale.memory.offload import streaming
 from jaxscale.sharding import place
 from jaxscale.sharding.memory_space import on_host, to_device
@@ -74,7 +75,7 @@ class Objective:
         Args:
             plainly: nothing is differentiated, so blocks need no plan for what they keep.
         """
-        matmul = None if self.plan.matmul == "default" else self.plan.matmul
+        matmul = self.plan.matmul if self.plan.matmul in ("high", "highest") else None
         with (
             jax.default_matmul_precision(matmul) if matmul else contextlib.nullcontext(),
             place.layout(self.layout.mesh, self.layout.rules),
@@ -92,6 +93,7 @@ class Objective:
             key=key,
             examples=examples,
             dtype=None if self.plan.precision == "float32" else self.plan.precision,
+            matmul=self.plan.matmul if self.plan.matmul in RECIPES else None,
             attention=self.plan.attention,
             loss_chunk=self.plan.loss_chunk,
         )

@@ -34,7 +34,8 @@ class Plan:
             none; `None`: exp(-2) = 0.135.
         synchronous_steps: of an asynchronous pipeline, to begin with: a warm-up, after which the pipe fills.
         precision: type to compute in; parameters and optimizer state stay float32.
-        matmul: precision of float32 matrix products, as in `jax.default_matmul_precision`.
+        matmul: precision of float32 matrix products, as in `jax.default_matmul_precision`; or what layers round their
+            operands to, gradients too: fp8 (e4m3, e5m2), int8, int4 (radix-4 gradients, Sun et al.), all else as it is.
         reduce: type in which gradients are reduced across devices; `None` is the type computed in.
         memory: what the backward pass keeps of each block: "none" (all), "dots", "full" (recompute all).
         weights: where the weights are that the passes read: on the device, or on the host, from where each block's come
@@ -65,7 +66,7 @@ class Plan:
     correction: float | None = None
     synchronous_steps: int = 0
     precision: Literal["float32", "bfloat16"] = "float32"
-    matmul: Literal["default", "high", "highest"] = "default"
+    matmul: Literal["default", "high", "highest", "fp8", "int8", "int4"] = "default"
     reduce: Literal["float32", "bfloat16"] | None = None
     memory: MemoryPlan = MemoryPlan()
     weights: Literal["device", "host"] = "device"

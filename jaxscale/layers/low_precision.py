@@ -1,0 +1,217 @@
+r"""Products of layers in 8 and 4 bits: fp8, int8, and Sun et al.'s 4-bit training.
+
+A layer has three products, and each operand of each is rounded to a grid before it is multiplied:
+
+    y  = Q(x) Q(w)            over the inputs
+    dx = Q'(dy) Q(w)^T        over the outputs
+    dw = Q(x)^T Q''(dy)       over the tokens
+
+A `Recipe` names the grids; one engine computes every recipe. Scales are made anew from the largest magnitude, of the
+whole operand or of each of its channels, the lines along which a product sums, so that they leave the sum. Rounding is
+straight through: no gradient is taken of it. Codes are what is multiplied, in their own type; where a chip has no such
+product, XLA widens the operands, and the result is the same.
+
+    fp8    e4m3 forward, e5m2 gradients (Micikevicius et al. 2022), a scale for each operand
+    int8   all three products, a scale for each channel
+    int4   INT4 forward, gradients of one sign, three exponent bits and no mantissa in radix 4, +-4^k; a scale for each
+           layer; two-phase rounding: to 4^k where the gradient goes on, to 2 * 4^k where the weight's is made, so that
+           one rounding's errors do not meet the other's (Sun et al. 2020)
+
+int4's gradients have no type of their own: powers of two are exact in e5m2, and INT4 codes in e4m3. What stays as it is
+computed: embeddings, heads, norms, attention's scores and values, optimizers; parameters keep their type and so do
+their gradients. Left out: scales that are learned or remembered (PACT, SAWB, delayed scaling; Sun et al. adjust each
+layer's gradient scale from step to step, here the step's own maximum gives it), stochastic rounding, convolutions.
+
+Why not qwix (0.1.8, tried on JAX 0.10.2 and 0.12): it replaces `jax.lax.dot_general` while a module is called. The
+backward pass of `linear.matmul` is traced after that, so that of a decoder's 63 products of layers 21 became int8, and
+all of attention's with them; it drops the accumulator's type, so that gradients of float32 parameters come out of
+bfloat16 products rounded; and it has no radix 4 and no two phases.
+
+References:
+    Sun et al. 2020, "Ultra-Low Precision 4-bit Training of Deep Neural Networks", NeurIPS.
+    Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.typing import Array, Float
+
+SMALLEST = 2.0**-100
+"""The least magnitude that a scale tells from zero; much less, and a scale would be a denormal, which XLA flushes."""
+STEPS = 7
+"""Magnitudes of a radix-4 number beside zero: what three bits of exponent tell."""
+
+
+def _whole(x: Any, top: float) -> Any:
+    return jnp.clip(jnp.round(x), -top, top)
+
+
+def _cast(x: Any, top: float) -> Any:
+    return jnp.clip(x, -top, top)  # rounding is the cast's to do
+
+
+def radix_4(x: Float[Array, "*B"], top: float) -> Float[Array, "*B"]:
+    """The nearest of 0 and +-top / 4^k, k from 0 to 6; ties go to the greater magnitude.
+
+    With `top` = 4^3 the values are 4^-3 ... 4^3, the even phase of two-phase rounding; with 2 * 4^3 those between.
+
+    Example:
+        >>> radix_4(jnp.array([0.6, 2.4, 2.5, -100.0, 0.001]), 64.0).tolist()
+        [0.25, 1.0, 4.0, -64.0, 0.0]
+    """
+    magnitude, rounded, below = jnp.abs(x), jnp.zeros_like(x), 0.0
+    for k in reversed(range(STEPS)):
+        value = top / 4.0**k
+        rounded += jnp.where(magnitude >= (below + value) / 2, value - below, 0.0)
+        below = value
+    return jnp.where(x < 0, -rounded, rounded)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The values that an operand is rounded to, up to a scale.
+
+    Args:
+        dtype: type of the codes, which are what is multiplied.
+        top: the greatest code.
+        rounding: from float32 numbers and `top` to the nearest codes.
+        doubling: scales are powers of two.
+
+    Example:
+        >>> codes, scale = INT8.encode(jnp.array([[1.0, -2.0], [0.0, 0.0]]), (1,))
+        >>> codes.tolist(), scale.shape
+        ([[64, -127], [0, 0]], (2, 1))
+    """
+
+    dtype: str
+    top: float
+    rounding: Callable[[Any, float], Any]
+    doubling: bool = False
+
+    def encode(self, x: Float[Array, "..."], dims: Sequence[int]) -> tuple[Array, Float[Array, "..."]]:
+        """Codes of an operand and its scale, whose `dims` have size 1: `x` is nearly `codes * scale`."""
+        x = x.astype(jnp.float32)
+        largest = jnp.max(jnp.abs(x), axis=tuple(dims), keepdims=True)
+        scale = jnp.maximum(largest, SMALLEST) / self.top
+        if self.doubling:
+            scale = jnp.exp2(jnp.ceil(jnp.log2(scale)))
+        return self.rounding(x / scale, self.top).astype(self.dtype), scale
+
+
+INT8 = Grid("int8", 127.0, _whole)
+INT4 = Grid("int8", 7.0, _whole)  # XLA:CPU multiplies no 4-bit arguments (jaxlib 0.10.2)
+E4M3 = Grid("float8_e4m3fn", 448.0, _cast)
+E5M2 = Grid("float8_e5m2", 57344.0, _cast)
+FP4_EVEN = Grid("float8_e5m2", 4.0**3, radix_4, doubling=True)
+FP4_ODD = Grid("float8_e5m2", 2 * 4.0**3, radix_4, doubling=True)
+
+
+ROLES = {
+    "forward": "layers' outputs",
+    "onward": "the gradients of their inputs",
+    "inward": "the gradients of their weights",
+}
+"""What a layer's three products give."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How the three products of a layer are computed.
+
+    Args:
+        operands: what activations and weights are rounded to.
+        onward: what the gradient is rounded to where it goes on to the layers before.
+        inward: what it is rounded to where that of the weights is made.
+        channels: operands have a scale for each channel; else one for all.
+        emulated: no chip has these products: they are computed in wider ones, to the same result.
+    """
+
+    operands: Grid
+    onward: Grid
+    inward: Grid
+    channels: bool = False
+    emulated: bool = False
+
+    def types(self, role: str) -> frozenset[str]:
+        """The types that are multiplied in the product of a role."""
+        second = {"forward": self.operands, "onward": self.onward, "inward": self.inward}[role]
+        return frozenset(_carried((self.operands.dtype, second.dtype)))
+
+
+RECIPES = {
+    "fp8": Recipe(E4M3, E5M2, E5M2),
+    "int8": Recipe(INT8, INT8, INT8, channels=True),
+    "int4": Recipe(INT4, FP4_EVEN, FP4_ODD, channels=True, emulated=True),
+}
+"""By the name that a plan's `matmul` has."""
+
+
+def _carried(dtypes: tuple[str, str]) -> tuple[str, str]:
+    """The types in which codes of two types are multiplied: whole numbers meet floats in e4m3, exact to 16."""
+    if len({jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes}) == 1:
+        return dtypes
+    first, second = ("float8_e4m3fn" if jnp.issubdtype(dtype, jnp.integer) else dtype for dtype in dtypes)
+    return first, second
+
+
+def _multiply(a: Any, b: Any, grids: tuple[Grid, Grid], dims: Any, channels: bool, result: Any) -> Any:
+    """The product of two rounded operands, summed over `dims` of the first and of the second."""
+    codes, scales = [], []
+    for x, grid, summed in zip((a, b), grids, dims, strict=True):
+        code, scale = grid.encode(x, summed if channels else range(x.ndim))
+        codes.append(code)
+        scales.append(jnp.squeeze(scale, summed))
+    first, second = (code.astype(t) for code, t in zip(codes, _carried((grids[0].dtype, grids[1].dtype)), strict=True))
+    whole = jnp.issubdtype(first.dtype, jnp.integer)
+    y = jax.lax.dot_general(
+        first, second, (dims, ((), ())), preferred_element_type=jnp.int32 if whole else jnp.float32
+    ).astype(jnp.float32)
+    left, right = scales
+    y = y * left.reshape(left.shape + (1,) * right.ndim) * right.reshape((1,) * left.ndim + right.shape)
+    return y.astype(result)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: Any, w: Any, recipe: Recipe) -> Any:
+    grids = (recipe.operands, recipe.operands)
+    return _multiply(x, w, grids, ((x.ndim - 1,), (0,)), recipe.channels, x.dtype)
+
+
+def _product_forward(x: Any, w: Any, recipe: Recipe) -> Any:
+    return _product(x, w, recipe), (x, w)
+
+
+def _product_backward(recipe: Recipe, residuals: Any, dy: Any) -> Any:
+    x, w = residuals
+    tokens, last = tuple(range(x.ndim - 1)), (x.ndim - 1,)
+    dx = _multiply(dy, w, (recipe.onward, recipe.operands), (last, (1,)), recipe.channels, x.dtype)
+    dw = _multiply(x, dy, (recipe.operands, recipe.inward), (tokens, tokens), recipe.channels, w.dtype)
+    return dx, dw
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def product(x: Float[Array, "*B I"], w: Float[Array, "I O"], recipe: str) -> Float[Array, "*B O"]:
+    """`x @ w` by a recipe, and its gradients, each in the type of what it is of.
+
+    Args:
+        x: activations (*B, I).
+        w: parameters (I, O), in any float type.
+        recipe: its name.
+
+    Returns:
+        (*B, O), in the type of `x`.
+
+    Example:
+        >>> x, w = jnp.array([[1.0, -0.5]]), jnp.array([[1.0], [0.25]])
+        >>> [round(float(product(x, w, name)[0, 0]), 3) for name in ("fp8", "int8", "int4")]
+        [0.875, 0.875, 0.837]
+    """
+    return _product(x, w, RECIPES[recipe])
