@@ -24,12 +24,13 @@ from jaxscale.memory.decision import Decision
 from jaxscale.memory.graph import EVERYTHING
 from jaxscale.memory.keep_named import KeepNamed, keep_everything
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.optim.quantize import is_quantized
 from jaxscale.platforms.hlo import Collective, collectives
 from jaxscale.sharding.memory_space import rehearses
 from jaxscale.step.layout import BATCH_AXES
 from jaxscale.step.plan import Plan
 from jaxscale.step.products import check_traced_products
-from jaxscale.trees import named_leaves
+from jaxscale.trees import leaf_bytes, named_leaves
 from jaxscale.typing import Batch
 
 if TYPE_CHECKING:
@@ -104,10 +105,12 @@ def check_compiled(step: "TrainStep", executable: Any) -> None:
     """Compare the compiled step with its plan.
 
     Raises:
-        NoEffect: ZeRO left state whole or gradients unscattered, or gradients are reduced in another type.
+        NoEffect: ZeRO left state whole or gradients unscattered, moments are kept in more bits, or gradients are
+            reduced in another type.
     """
     plan, mesh = step.plan, step.mesh
     check_state(step, executable.output_shardings[0])
+    check_state_bits(plan, executable.out_info[0].optimizer)
     scatters = plan.zero > 1 and mesh.shape["fsdp"] > 1
     if scatters or (plan.precision == "bfloat16" and math.prod(mesh.shape[axis] for axis in BATCH_AXES) > 1):
         try:
@@ -174,6 +177,31 @@ def check_state(step: "TrainStep", shardings: Any) -> None:
             raise NoEffect(
                 f"zero {step.plan.zero}: the compiled step keeps the {what} in parts of {part}, "
                 f"and {expected} was asked for"
+            )
+
+
+def check_state_bits(plan: Plan, state: Any) -> None:
+    """Compare the bytes that a compiled step keeps the optimizer's moments in with its plan.
+
+    Args:
+        plan: what was asked for.
+        state: shapes and dtypes of the optimizer's state, as the compiled step gives it back.
+
+    Raises:
+        NoEffect: no array is quantized, or one takes more than its bits and a scale for each block.
+    """
+    if plan.state == "float32":
+        return
+    bits = 4 if plan.state == "int4" else 8
+    found = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_quantized) if is_quantized(leaf)]
+    if not found:
+        raise NoEffect(f"state {plan.state}: the compiled step keeps no moment in {bits} bits")
+    for array in found:
+        taken, asked = leaf_bytes(array.codes) + leaf_bytes(array.scale), bits / 8 + 4 / array.block
+        if taken > 1.01 * asked * array.size:
+            raise NoEffect(
+                f"state {plan.state}: the compiled step keeps a moment of shape {array.shape} in "
+                f"{taken / array.size:.2f} bytes a number, and {asked:.2f} was asked for"
             )
 
 

@@ -59,11 +59,13 @@ class Restored:
         description: what it says of itself.
         arrays: the canonical tree.
         damaged: newer checkpoints that were passed over, and why.
+        converted: what was kept in other bits or blocks, a line each.
     """
 
     description: Description
     arrays: dict[str, Any]
     damaged: dict[int, str]
+    converted: tuple[str, ...] = ()
 
 
 class DamagedError(Exception):
@@ -201,7 +203,7 @@ class Checkpoints:
 
         Args:
             abstract: name to shape, dtype and sharding; names of the checkpoint that are missing here are not read. A
-                checkpoint may lack what a pipeline of this plan would have in flight.
+                checkpoint may lack what a pipeline of this plan would have in flight, and have state in other bits.
             step: take this one and no other.
             set_aside: rename damaged ones to STEP.damaged, so that their steps can be saved again.
             say: told about each damaged checkpoint.
@@ -248,20 +250,23 @@ class Checkpoints:
         """
         from jaxscale.training.checksum import checksums
 
-        content = on_all(lambda: self._matching(step, abstract), DamagedError)
-        abstract = {name: leaf for name, leaf in abstract.items() if name in content["arrays"]}
+        content, change = on_all(lambda: self._matching(step, abstract), DamagedError)
+        abstract = {name: leaf for name, leaf in change.abstract.items() if name in content["arrays"]}
         arrays = on_all(lambda: self._load(step, content["arrays"], abstract), DamagedError)
         sums = checksums(arrays)  # equal on all processes
         wrong = [name for name in abstract if list(sums[name]) != content["arrays"][name][2:]]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise DamagedError(f"the checksum of array {wrong[0]!r}{more} does not match its content")
-        return Restored(_description(content), _cast(arrays, abstract), {})
+        return Restored(_description(content), change.convert(_cast(arrays, abstract)), {}, change.said)
 
-    def _matching(self, step: int, abstract: Mapping[str, Any]) -> dict[str, Any]:
+    def _matching(self, step: int, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        from jaxscale.step.conversion import conversion
+
         content = self._read(step)
-        _same_arrays(content["arrays"], abstract, self._at(step))
-        return content
+        change = conversion(content["arrays"], abstract)
+        _same_arrays(content["arrays"], change.abstract, self._at(step))
+        return content, change
 
     def _load(self, step: int, entries: Mapping[str, Any], abstract: Mapping[str, Any]) -> dict[str, Any]:
         import jax
@@ -439,10 +444,10 @@ def _path(folder: Any) -> Any:
 
 
 def _same_arrays(entries: Mapping[str, Any], abstract: Mapping[str, Any], path: Any) -> None:
-    from jaxscale.step.canonical import IN_FLIGHT
+    from jaxscale.step.canonical import OPTIONAL
 
     for name, leaf in abstract.items():
-        if name not in entries and name.startswith(f"{IN_FLIGHT}/"):
+        if name not in entries and name.startswith(OPTIONAL):
             continue
         if name not in entries:
             raise UserError(

@@ -209,7 +209,10 @@ class _Training:
         self.skipped = int(jax_get(state.watch.skipped))
         damaged = {str(at): why for at, why in restored.damaged.items()}
         fields: dict[str, Any] = {"damaged": damaged} if damaged else {}
+        fields |= {"converted": list(restored.converted)} if restored.converted else {}
         self.say(f"continuing {self.folder} after step {self.n}{self.step.describe_restored(restored.arrays)}")
+        for line in restored.converted:
+            self.say(line)
         assert self.earlier is not None
         for line, more in self.earlier.changes(self.experiment, self.source, self.n):
             self.say(line)
