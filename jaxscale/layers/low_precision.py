@@ -7,25 +7,26 @@ A layer has three products, and each operand of each is rounded to a grid before
     dw = Q(x)^T Q''(dy)       over the tokens
 
 A `Recipe` names the grids; one engine computes every recipe. Scales are made anew from the largest magnitude, of the
-whole operand or of each of its channels, the lines along which a product sums, so that they leave the sum. Rounding is
+whole operand or of each of its channels, the lines along which a product sums, so that a sum has one. Rounding is
 straight through: no gradient is taken of it. Codes are what is multiplied, in their own type; where a chip has no such
 product, XLA widens the operands, and the result is the same.
 
     fp8    e4m3 forward, e5m2 gradients (Micikevicius et al. 2022), a scale for each operand
     int8   all three products, a scale for each channel
-    int4   INT4 forward, gradients of one sign, three exponent bits and no mantissa in radix 4, +-4^k; a scale for each
-           layer; two-phase rounding: to 4^k where the gradient goes on, to 2 * 4^k where the weight's is made, so that
-           one rounding's errors do not meet the other's (Sun et al. 2020)
+    int4   INT4 with a scale for each channel; gradients of a sign and three bits of exponent in radix 4, 0 and +-4^k,
+           a scale for each layer, two-phase rounding: to 4^k where the gradient goes on, to 4^k / 2 where the weight's
+           is made, so that the errors of the one are not those of the other (Sun et al. 2020)
 
-int4's gradients have no type of their own: powers of two are exact in e5m2, and INT4 codes in e4m3. What stays as it is
-computed: embeddings, heads, norms, attention's scores and values, optimizers; parameters keep their type and so do
-their gradients. Left out: scales that are learned or remembered (PACT, SAWB, delayed scaling; Sun et al. adjust each
-layer's gradient scale from step to step, here the step's own maximum gives it), stochastic rounding, convolutions.
+No chip multiplies int4's operands: INT4 codes are multiplied in int8, or in e4m3 with gradients, which are powers of
+two and exact in e5m2. What stays as it is computed: embeddings, heads, norms, attention's scores and values; parameters
+keep their type, and so do their gradients. Left out: scales that are learned or remembered (PACT, SAWB, delayed
+scaling; Sun et al. adjust each layer's gradient scale from step to step, here its maximum tells it), stochastic
+rounding, convolutions.
 
-Why not qwix (0.1.8, tried on JAX 0.10.2 and 0.12): it replaces `jax.lax.dot_general` while a module is called. The
-backward pass of `linear.matmul` is traced after that, so that of a decoder's 63 products of layers 21 became int8, and
-all of attention's with them; it drops the accumulator's type, so that gradients of float32 parameters come out of
-bfloat16 products rounded; and it has no radix 4 and no two phases.
+Why not qwix (0.1.8, tried on JAX 0.10.2 and 0.12): it replaces `jax.lax.dot_general` while a module is called, and the
+backward pass of `linear.matmul` is traced later. Of the 63 products of a decoder's layers the 21 forward ones alone
+became int8, and with them attention's and the head's. It hands no type of the accumulator on, so that gradients of
+float32 parameters would be bfloat16 ones, and it has no radix 4 and no two phases.
 
 References:
     Sun et al. 2020, "Ultra-Low Precision 4-bit Training of Deep Neural Networks", NeurIPS.
@@ -59,7 +60,7 @@ def _cast(x: Any, top: float) -> Any:
 def radix_4(x: Float[Array, "*B"], top: float) -> Float[Array, "*B"]:
     """The nearest of 0 and +-top / 4^k, k from 0 to 6; ties go to the greater magnitude.
 
-    With `top` = 4^3 the values are 4^-3 ... 4^3, the even phase of two-phase rounding; with 2 * 4^3 those between.
+    With `top` = 4^3 the values are 4^-3 ... 4^3, the even phase of two-phase rounding; with 4^3 / 2 the odd one.
 
     Example:
         >>> radix_4(jnp.array([0.6, 2.4, 2.5, -100.0, 0.001]), 64.0).tolist()
@@ -81,7 +82,9 @@ class Grid:
         dtype: type of the codes, which are what is multiplied.
         top: the greatest code.
         rounding: from float32 numbers and `top` to the nearest codes.
-        doubling: scales are powers of two.
+        channels: each channel has a scale, a line along the dims that the product sums over; else the operand has one.
+        reach: scales are powers of two, by which the largest magnitude is brought to between this and its half; else
+            it is brought to `top`.
 
     Example:
         >>> codes, scale = INT8.encode(jnp.array([[1.0, -2.0], [0.0, 0.0]]), (1,))
@@ -92,24 +95,25 @@ class Grid:
     dtype: str
     top: float
     rounding: Callable[[Any, float], Any]
-    doubling: bool = False
+    channels: bool = False
+    reach: float | None = None
 
-    def encode(self, x: Float[Array, "..."], dims: Sequence[int]) -> tuple[Array, Float[Array, "..."]]:
-        """Codes of an operand and its scale, whose `dims` have size 1: `x` is nearly `codes * scale`."""
+    def encode(self, x: Float[Array, "..."], summed: Sequence[int]) -> tuple[Array, Float[Array, "..."]]:
+        """Codes of an operand, and its scale, of size 1 along the dims summed over: `x` is nearly `codes * scale`."""
         x = x.astype(jnp.float32)
-        largest = jnp.max(jnp.abs(x), axis=tuple(dims), keepdims=True)
-        scale = jnp.maximum(largest, SMALLEST) / self.top
-        if self.doubling:
+        largest = jnp.max(jnp.abs(x), axis=tuple(summed) if self.channels else None, keepdims=True)
+        scale = jnp.maximum(largest, SMALLEST) / (self.reach or self.top)
+        if self.reach is not None:
             scale = jnp.exp2(jnp.ceil(jnp.log2(scale)))
         return self.rounding(x / scale, self.top).astype(self.dtype), scale
 
 
-INT8 = Grid("int8", 127.0, _whole)
-INT4 = Grid("int8", 7.0, _whole)  # XLA:CPU multiplies no 4-bit arguments (jaxlib 0.10.2)
+INT8 = Grid("int8", 127.0, _whole, channels=True)
+INT4 = Grid("int8", 7.0, _whole, channels=True)  # XLA:CPU multiplies no 4-bit arguments (jaxlib 0.10.2)
 E4M3 = Grid("float8_e4m3fn", 448.0, _cast)
 E5M2 = Grid("float8_e5m2", 57344.0, _cast)
-FP4_EVEN = Grid("float8_e5m2", 4.0**3, radix_4, doubling=True)
-FP4_ODD = Grid("float8_e5m2", 2 * 4.0**3, radix_4, doubling=True)
+FP4_EVEN = Grid("float8_e5m2", 4.0**3, radix_4, reach=4.0**3)
+FP4_ODD = Grid("float8_e5m2", 4.0**3 / 2, radix_4, reach=4.0**3)
 
 
 ROLES = {
@@ -128,14 +132,12 @@ class Recipe:
         operands: what activations and weights are rounded to.
         onward: what the gradient is rounded to where it goes on to the layers before.
         inward: what it is rounded to where that of the weights is made.
-        channels: operands have a scale for each channel; else one for all.
         emulated: no chip has these products: they are computed in wider ones, to the same result.
     """
 
     operands: Grid
     onward: Grid
     inward: Grid
-    channels: bool = False
     emulated: bool = False
 
     def types(self, role: str) -> frozenset[str]:
@@ -146,8 +148,8 @@ class Recipe:
 
 RECIPES = {
     "fp8": Recipe(E4M3, E5M2, E5M2),
-    "int8": Recipe(INT8, INT8, INT8, channels=True),
-    "int4": Recipe(INT4, FP4_EVEN, FP4_ODD, channels=True, emulated=True),
+    "int8": Recipe(INT8, INT8, INT8),
+    "int4": Recipe(INT4, FP4_EVEN, FP4_ODD, emulated=True),
 }
 """By the name that a plan's `matmul` has."""
 
@@ -160,11 +162,11 @@ def _carried(dtypes: tuple[str, str]) -> tuple[str, str]:
     return first, second
 
 
-def _multiply(a: Any, b: Any, grids: tuple[Grid, Grid], dims: Any, channels: bool, result: Any) -> Any:
+def _multiply(a: Any, b: Any, grids: tuple[Grid, Grid], dims: Any, result: Any) -> Any:
     """The product of two rounded operands, summed over `dims` of the first and of the second."""
     codes, scales = [], []
     for x, grid, summed in zip((a, b), grids, dims, strict=True):
-        code, scale = grid.encode(x, summed if channels else range(x.ndim))
+        code, scale = grid.encode(x, summed)
         codes.append(code)
         scales.append(jnp.squeeze(scale, summed))
     first, second = (code.astype(t) for code, t in zip(codes, _carried((grids[0].dtype, grids[1].dtype)), strict=True))
@@ -180,7 +182,7 @@ def _multiply(a: Any, b: Any, grids: tuple[Grid, Grid], dims: Any, channels: boo
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(x: Any, w: Any, recipe: Recipe) -> Any:
     grids = (recipe.operands, recipe.operands)
-    return _multiply(x, w, grids, ((x.ndim - 1,), (0,)), recipe.channels, x.dtype)
+    return _multiply(x, w, grids, ((x.ndim - 1,), (0,)), x.dtype)
 
 
 def _product_forward(x: Any, w: Any, recipe: Recipe) -> Any:
@@ -190,8 +192,8 @@ def _product_forward(x: Any, w: Any, recipe: Recipe) -> Any:
 def _product_backward(recipe: Recipe, residuals: Any, dy: Any) -> Any:
     x, w = residuals
     tokens, last = tuple(range(x.ndim - 1)), (x.ndim - 1,)
-    dx = _multiply(dy, w, (recipe.onward, recipe.operands), (last, (1,)), recipe.channels, x.dtype)
-    dw = _multiply(x, dy, (recipe.operands, recipe.inward), (tokens, tokens), recipe.channels, w.dtype)
+    dx = _multiply(dy, w, (recipe.onward, recipe.operands), (last, (1,)), x.dtype)
+    dw = _multiply(x, dy, (recipe.operands, recipe.inward), (tokens, tokens), w.dtype)
     return dx, dw
 
 
@@ -212,6 +214,6 @@ def product(x: Float[Array, "*B I"], w: Float[Array, "I O"], recipe: str) -> Flo
     Example:
         >>> x, w = jnp.array([[1.0, -0.5]]), jnp.array([[1.0], [0.25]])
         >>> [round(float(product(x, w, name)[0, 0]), 3) for name in ("fp8", "int8", "int4")]
-        [0.875, 0.875, 0.837]
+        [0.875, 0.873, 0.878]
     """
     return _product(x, w, RECIPES[recipe])

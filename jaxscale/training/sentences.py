@@ -46,6 +46,11 @@ _MATMUL = {
     "high": "in three bfloat16 passes where the device would use one",
     "highest": "in full float32",
 }
+_PRODUCTS = {
+    "fp8": "8-bit floating point (e4m3, gradients e5m2), a scale for each operand",
+    "int8": "8-bit whole numbers, gradients too, a scale for each channel",
+    "int4": "4-bit whole numbers, gradients to powers of four in two phases",
+}
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
@@ -200,12 +205,13 @@ def _batch(batch: int, sizes: dict[str, int], microbatches: int) -> str:
 
 
 def _precision(plan: dict[str, Any]) -> str:
-    precision = plan["precision"]
+    precision, asked = plan["precision"], str(plan.get("matmul"))
+    matmul = _MATMUL.get(asked)
+    products = f" Layers round what they multiply to {_PRODUCTS[asked]}." if asked in _PRODUCTS else ""
     if precision == "bfloat16":
         reduce = plan.get("reduce") or "bfloat16"
         return (
             "Computes in bfloat16; master parameters, optimizer state, norms and the loss stay float32. "
-            f"Gradients are reduced across devices in {reduce}."
+            f"Gradients are reduced across devices in {reduce}.{products}"
         )
-    matmul = _MATMUL.get(str(plan.get("matmul")))
-    return f"Everything is {precision}" + (f"; matrix products run {matmul}." if matmul else ".")
+    return f"Everything is {precision}" + (f"; matrix products run {matmul}." if matmul else ".") + products
