@@ -271,8 +271,11 @@ def groups_of(layers: int) -> tuple[int, ...]:
     return groups if sum(groups) == layers and all(count > 0 for count in groups) else (layers,)
 
 
-Between = Callable[[Callable[[Any], Any], Any], Any]
-"""From a function that runs a stage's blocks, and what the model gives to its first block, to what comes after all."""
+Between = Callable[[Callable[..., Any], Any], Any]
+"""From a function that runs a stage's blocks, and what the model gives to its first block, to what comes after all.
+
+A stack gives a function of `x`; a chain one of (start, stop, parameters of each block), which gives it.
+"""
 
 
 @dataclasses.dataclass(frozen=True)

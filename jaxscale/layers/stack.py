@@ -382,6 +382,17 @@ class Chain(nnx.Module):
 
             return Call(blocks.wrap(run, rolled=False), (params, rest))
 
+        cut = blocks.cut()
+        if cut is not None:
+
+            def part(start: int, stop: int, params: Sequence[Any] | None = None) -> Callable[[Any], Any]:
+                """Some of the blocks, with parameters in place of their own."""
+                found = [call(self.layers[index], context.at_layer(index)) for index in range(start, stop)]
+                if params is not None:
+                    found = [one._replace(before=(own, one.before[1])) for one, own in zip(found, params, strict=True)]
+                return lambda x: blocks.run(found, x)[0]
+
+            return cut.between(part, x)
         calls = [call(block, context.at_layer(index)) for index, block in enumerate(self.layers)]
         x, found = blocks.run(calls, x)
         for block, left in zip(self.layers, found, strict=True):

@@ -14,11 +14,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxscale.errors import UserError, unknown
-from jaxscale.pipeline.partition import Model, Partition, Stash, TooLarge, partition
+from jaxscale.pipeline.partition import Model, Partition, TooLarge, partition
 from jaxscale.pipeline.price import Device
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.pipeline.search import NAME
+from jaxscale.pipeline.tables import Stash
 
 Prices = Model | Mapping[str, Model]
 _CLOSE = 1e-9

@@ -24,7 +24,6 @@ References:
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -35,10 +34,8 @@ from jaxscale.pipeline.costs import Costs
 from jaxscale.pipeline.footprint import footprints
 from jaxscale.pipeline.price import Device, Price
 from jaxscale.pipeline.schedule import Kind, Schedule
+from jaxscale.pipeline.tables import Stash
 from jaxscale.values.byte_sizes import bytes_at_least
-
-Stash = Literal["residuals", "input"]
-"""What waits for a backward: what `jax.vjp` keeps, or what enters the stage."""
 
 _TURNS = 24  # of program against clock
 _BLUR = 0.002  # of the seconds: paths so near the longest count too, so that the clock's answers change little

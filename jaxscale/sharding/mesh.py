@@ -2,6 +2,7 @@
 until `build`.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -92,7 +93,7 @@ class MeshSpec:
                 which are not here, it makes an `AbstractMesh`: what can be traced and placed, and not run.
 
         Raises:
-            UserError: fewer devices than the mesh takes.
+            UserError: fewer devices than the mesh takes, or not as many of each TPU slice.
         """
         import jax
         from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -107,7 +108,14 @@ class MeshSpec:
         if isinstance(devices[0], AbstractDevice):
             return AbstractMesh(sizes, AXES, axis_types=types, abstract_device=devices[0])
         used = devices[: self.devices]
-        slices = len({getattr(device, "slice_index", 0) for device in used})
+        counts = collections.Counter(getattr(device, "slice_index", 0) for device in used)
+        slices = len(counts)
+        if len(set(counts.values())) > 1:
+            raise UserError(
+                f"mesh {self} takes {self.devices} devices, and these lie on slices of "
+                f"{' and '.join(str(count) for count in counts.values())}: expected as many of each slice; take a mesh "
+                f"of {min(counts.values()) * slices} devices, or of one slice"
+            )
         if slices == 1:
             return jax.make_mesh(sizes, AXES, axis_types=types, devices=used)
         from jax.experimental.mesh_utils import create_hybrid_device_mesh

@@ -24,6 +24,7 @@ from jaxscale.platforms.detect import host_memory
 from jaxscale.sharding.memory_space import check_host_memory
 from jaxscale.step import rows
 from jaxscale.step.canonical import IN_FLIGHT, Canonical
+from jaxscale.step.chained import Chained, check_chained
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional, in_groups
 from jaxscale.step.host import advance_of, check_host_bytes, check_host_size, check_offload, describe
@@ -103,7 +104,7 @@ class TrainStep:
         self.stages = stages
         parts = (experiment, plan, functional, layout, treatment_of(plan, decision))
         self.streamed = streamed
-        self.objective = streamed or (Objective(*parts) if stages is None else Pipelined(stages, *parts))
+        self.objective = streamed or (Objective(*parts) if stages is None else _pipelined(stages, *parts))
         state, batches, whole = layout.state, layout.batch, NamedSharding(layout.mesh, PartitionSpec())
         self.step_fn = jax.jit(
             self._step, donate_argnums=0, in_shardings=(state, batches), out_shardings=(state, whole)
@@ -379,11 +380,13 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     check_memory(plan)
     mesh, decision, streamed = plan.mesh.build(devices), None, None
     functional, update, layout = _placed(experiment, plan, mesh, stages=stages)
+    if stages is not None and stages.chain is not None:
+        check_chained(plan)
     if plan.asynchronous:
         check_streamed(plan, update.plain, functional.params)
     if needs_decision(plan.memory):
         parts = (experiment, plan, functional, layout)
-        objective = Objective(*parts) if stages is None else Pipelined(stages, *parts)
+        objective = Objective(*parts) if stages is None else _pipelined(stages, *parts)
         decision = decide_memory(objective, devices)
         groups = layers_of_groups(decision)
         if groups and stages is None:  # a stage's layers are few: those of a group are cut from the rest in the step
@@ -405,6 +408,11 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
         lines.append(str(streamed))
     advance = advance_of(plan, update, layout)
     return TrainStep(experiment, plan, functional, layout, update.whole, advance, lines, decision, stages, streamed)
+
+
+def _pipelined(stages: Stages, *given: Any) -> Pipelined:
+    """What the step of a synchronous pipeline computes."""
+    return (Pipelined if stages.chain is None else Chained)(stages, *given)
 
 
 def _placed(

@@ -244,6 +244,7 @@ class Layout:
     def check_axes_used(self, model: Any) -> None:
         """Refuse a mesh axis on which nothing lies: a request without effect."""
         used = {axis for p in self.placements.values() for axis in placed_axes(p.compute)} | set(BATCH_AXES)
+        used |= set() if self.plan.pipeline is None else {PIPE_AXIS}
         if getattr(model, "context", None) is not None:
             used |= set(self.rules.seq)
         for axis, count in self.mesh.shape.items():

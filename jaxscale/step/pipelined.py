@@ -39,7 +39,7 @@ from jaxscale.trees import path_name
 from jaxscale.typing import Array, Batch, Params
 
 
-class _Reached(Exception):
+class Reached(Exception):
     """What the model was traced for has been found."""
 
     def __init__(self, found: Any) -> None:
@@ -109,15 +109,19 @@ class Pipelined(Objective):
     def _split(self, params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
         """Stacked parameters and shared ones, by name."""
         named = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-        stacked = {name: leaf for name, leaf in named.items() if self.functional.stacked(name)}
+        stacked = {name: leaf for name, leaf in named.items() if self._of_a_stage(name)}
         return stacked, {name: leaf for name, leaf in named.items() if name not in stacked}
+
+    def _of_a_stage(self, name: str) -> bool:
+        """Whether a parameter is read by one stage alone."""
+        return self.functional.stacked(name)
 
     def _whole(self, stacked: dict[str, Array], shared: dict[str, Array]) -> Params:
         """The inverse of `_split`."""
         named = {**stacked, **shared}
         return jax.tree_util.tree_map_with_path(lambda path, _: named[path_name(path)], self.functional.params)
 
-    def _parts(self, of: Callable[[Any, Batch, Context], Any]) -> "_Parts":
+    def _parts(self, of: Callable[[Any, Batch, Context], Any]) -> "Parts":
         """The model as what stands before its blocks, its blocks, and what stands behind them."""
         numbers, gather = jnp.asarray(self.stages.numbers), self._gather if self.plan.zero == 3 else None
 
@@ -128,25 +132,25 @@ class Pipelined(Objective):
             try:
                 with blocks.cutting(cut):
                     return of(module, batch, self.context(key, examples))
-            except _Reached as reached:
+            except Reached as reached:
                 return reached.found
 
         def stop(run: Any, x: Any) -> Any:
-            raise _Reached(x)
+            raise Reached(x)
 
         def before(*given: Any) -> Any:
             return traced(stop, *given)
 
         def inside(x: Any, *given: Any) -> Any:
             def between(run: Callable[[Any], Any], _: Any) -> Any:
-                raise _Reached(run(x))
+                raise Reached(run(x))
 
             return traced(between, *given)
 
         def behind(x: Any, *given: Any) -> Any:
             return traced(lambda run, _: x, *given)
 
-        return _Parts(before, inside, behind)
+        return Parts(before, inside, behind)
 
     def _gather(self, params: Params) -> Params:
         """A block's parameters, whole: ZeRO 3 gathers them when it runs, and again in the backward pass."""
@@ -311,20 +315,27 @@ class Pipelined(Objective):
         """The manual axes of the placements of stacked and of shared parameters."""
         placed = self.layout.placements
         found = {n: self._kept(self._reads(n) if kind == "compute" else getattr(p, kind)) for n, p in placed.items()}
-        stacked = {name: spec for name, spec in found.items() if self.functional.stacked(name)}
+        stacked = {name: spec for name, spec in found.items() if self._of_a_stage(name)}
         return stacked, {name: spec for name, spec in found.items() if name not in stacked}
 
     def _chunks(self, stacked: dict[str, Array]) -> dict[str, Array]:
         """Rows of this rank as (chunks, depth, ...), with copies of other ranks' stages where the schedule has two."""
         depth = self.stages.depth
-        own = jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), stacked)
+        return self._with_copies(jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), stacked))
+
+    def _with_copies(self, own: dict[str, Array]) -> dict[str, Array]:
+        """This rank's chunks, and behind them copies of other ranks' where the schedule has two of a stage."""
         for sent, pairs in self.stages.copies:
             copy = jax.tree.map(lambda leaf, s=sent, p=pairs: jax.lax.ppermute(leaf[s], PIPE_AXIS, p)[None], own)
             own = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), own, copy)
         return own
 
     def _home(self, gradients: dict[str, Array]) -> dict[str, Array]:
-        """The inverse of `_chunks` for gradients: those of copies are sent home and added."""
+        """The inverse of `_chunks` for gradients."""
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), self._added_home(gradients))
+
+    def _added_home(self, gradients: dict[str, Array]) -> dict[str, Array]:
+        """Gradients of this rank's chunks; those of copies are sent home and added."""
         own = len(self.stages.homes[0])
 
         def home(leaf: Array) -> Array:
@@ -332,7 +343,7 @@ class Pipelined(Objective):
             for chunk, (sent, pairs) in enumerate(self.stages.copies, own):
                 back = jax.lax.ppermute(leaf[chunk], PIPE_AXIS, [(there, here) for here, there in pairs])
                 mine = mine.at[sent].add(back)
-            return mine.reshape(-1, *leaf.shape[2:])
+            return mine
 
         return jax.tree.map(home, gradients)
 
@@ -352,7 +363,7 @@ class Pipelined(Objective):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parts:
+class Parts:
     """A model in three functions; each takes (stacked, shared, microbatch, key, stage), two of them `x` before.
 
     Args:

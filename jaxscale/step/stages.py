@@ -12,8 +12,10 @@ import itertools
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
 from jaxscale.errors import UserError
+from jaxscale.layers.stack import Chain
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.tables import tabulate
 from jaxscale.step.experiment import Experiment
@@ -29,6 +31,7 @@ class Stages:
     Args:
         schedule: whose stages they are.
         layers: of each stage, in the model's order.
+        chain: where in the model the blocks are, if they are unlike (`layers.Chain`); `None` for a stack.
 
     Raises:
         UserError: a stage without a layer, or layers for another number of stages.
@@ -42,6 +45,7 @@ class Stages:
 
     schedule: Schedule
     layers: tuple[int, ...]
+    chain: str | None = None
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.schedule.stages or min(self.layers) < 1:
@@ -148,38 +152,60 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     """The stages of a plan's pipeline for a model.
 
     Raises:
-        UserError: the model's blocks are no stack, are fewer than the stages, or others than the plan says.
+        UserError: the model shows no blocks, or holds running statistics; there are fewer blocks than stages, or others
+            than the plan says.
     """
     assert plan.pipeline is not None
     functional = Functional.of(experiment.model, experiment.seed)
-    stacked = {name: leaf for name, leaf in named_leaves(functional.params).items() if functional.stacked(name)}
-    if not stacked:
+    layers = [leaf.shape[0] for name, leaf in named_leaves(functional.params).items() if functional.stacked(name)]
+    chains = chains_of(functional)
+    if not layers and not chains:
         raise UserError(
-            f"pipeline {plan.pipeline}: this model has no stack of alike blocks to cut into stages; build it of "
-            "layers.Stack"
+            f"pipeline {plan.pipeline}: this model has no blocks to cut into stages; build it of layers.Stack or "
+            "layers.Chain"
         )
-    layers = {leaf.shape[0] for leaf in stacked.values()}
-    if len(layers) > 1:
+    found = [f"a stack of {count} blocks" for count in sorted(set(layers))]
+    found += [f"a chain of {count} blocks" for count in chains.values()]
+    if len(found) > 1:
         raise UserError(
-            f"pipeline {plan.pipeline}: this model has stacks of {' and '.join(map(str, sorted(layers)))} blocks, and "
-            "one is cut into stages; make it one stack"
+            f"pipeline {plan.pipeline}: this model has {' and '.join(found)}, and one is cut into stages; make it one "
+            "stack, or one chain"
         )
-    (count,) = layers
+    moving = list(named_leaves(functional.rest))
+    if moving:
+        raise UserError(
+            f"pipeline {plan.pipeline}: this model holds running statistics ({moving[0]}), which microbatches would "
+            "change one after the other, and stages at different times; use layer or group norm, or train without a "
+            "pipeline"
+        )
+    (count,), chain = (set(layers), None) if layers else (chains.values(), next(iter(chains)))
     schedule = plan.pipeline.schedule()
     period = period_of(experiment.model)
     if plan.stages is None:
-        return _checked(Stages.even(schedule, count, period), plan)
+        return _checked(dataclasses.replace(Stages.even(schedule, count, period), chain=chain), plan)
     if sum(plan.stages) != count:
         raise UserError(
             f"stages: {', '.join(map(str, plan.stages))} are {sum(plan.stages)} blocks, and the model has {count}"
         )
-    found = Stages(schedule, plan.stages)
-    if any(start % period for start in found.starts):
+    stages = Stages(schedule, plan.stages, chain)
+    if any(start % period for start in stages.starts):
         raise UserError(
             f"stages: {', '.join(map(str, plan.stages))}: the blocks of this model repeat every {period}, so each "
             f"stage but the last takes a multiple of {period}"
         )
-    return _checked(found, plan)
+    return _checked(stages, plan)
+
+
+def chains_of(functional: Functional) -> dict[str, int]:
+    """The chains of unlike blocks of a model, by where they are, and how many blocks each has.
+
+    Example:
+        >>> from jaxscale.models import ResNet
+        >>> chains_of(Functional.of(ResNet(stages=(2, 1), width=8), 0))
+        {'blocks': 3}
+    """
+    module = nnx.merge(functional.graphdef, functional.whole, functional.rest)
+    return {"/".join(map(str, path)): len(one.layers) for path, one in nnx.iter_graph(module) if isinstance(one, Chain)}
 
 
 def _checked(stages: Stages, plan: Plan) -> Stages:

@@ -1,6 +1,7 @@
 """A pipelined train step computes what one device computes, for every layout, and its state is anybody's."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
+from jaxscale.pipeline.csv import to_csv
+from jaxscale.pipeline.schedules import METHODS
 from jaxscale.platforms.hlo import collectives
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import TrainStep, build
@@ -153,3 +156,34 @@ def test_a_step_trains(changes: dict[str, str], reference: Any) -> None:
 def test_a_plan_that_cannot_be_is_refused(changes: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match="(?s).*" + message.replace("'", ".")):
         build(EXPERIMENT, override(Plan(), changes))
+
+
+def test_a_schedule_for_another_number_of_devices_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "four.csv"
+    file.write_text(to_csv(METHODS["1f1b"].schedule(4, 8)))
+    for changes, message in (
+        ({"mesh": "pipe:2"}, "takes 4 devices along pipe, and mesh pipe:2 says 2: leave pipe out of the mesh"),
+        ({"microbatches": "4"}, "splits a batch into 8 microbatches, and microbatches says 4"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build(EXPERIMENT, override(Plan(), {"pipeline": f"file:{file}", **changes}))
+    with pytest.raises(UserError, match="takes 4 devices, and there are 3"):
+        build(EXPERIMENT, override(Plan(), {"pipeline": f"file:{file}"}), devices=jax.devices()[:3])
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A device of a slice, of which nothing else is asked before a program is traced."""
+
+    id: int
+    slice_index: int
+    platform: str = "tpu"
+    device_kind: str = "TPU v5 lite"
+
+
+def test_a_pipe_across_unequal_slices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decoder, "loss", lambda *_: pytest.fail("traced"))
+    chips = [Chip(number, int(number >= 3)) for number in range(4)]
+    for changes in ({"pipeline": "1f1b:4x4"}, {"pipeline": "1f1b:2x4", "mesh": "data:2"}):
+        with pytest.raises(UserError, match="lie on slices of 3 and 1: expected as many of each slice"):
+            build(EXPERIMENT, override(Plan(), changes), devices=chips)

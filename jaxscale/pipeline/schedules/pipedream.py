@@ -16,7 +16,7 @@ def pipedream(ranks: int, microbatches: int, updates: int) -> Schedule:
 
     Args:
         ranks: p, one stage each.
-        microbatches: per update: 1.
+        microbatches: per update: 1 here, more in 2BW.
         updates: how many.
     """
     count = microbatches * updates

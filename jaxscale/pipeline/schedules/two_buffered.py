@@ -5,12 +5,12 @@ group late on all stages alike: W(t+1) = update(W(t), grad at W(t-1)). That take
 g-2 is done everywhere in time.
 """
 
+import dataclasses
+
 from jaxscale.errors import UserError
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.routes import straight
 from jaxscale.pipeline.schedule import Schedule, Versions
-from jaxscale.pipeline.schedules.one_f_one_b import alternating
-from jaxscale.pipeline.weave import with_updates
+from jaxscale.pipeline.schedules.pipedream import pipedream
 
 
 def two_buffered(ranks: int, microbatches: int, updates: int) -> Schedule:
@@ -27,17 +27,8 @@ def two_buffered(ranks: int, microbatches: int, updates: int) -> Schedule:
     if microbatches < ranks:
         what = f"got {microbatches} microbatches per update, expected at least the {ranks} devices"
         raise UserError(f"schedule 2bw: {what}: two versions of the weights are too few otherwise")
-    count = microbatches * updates
-    return Schedule(
-        name="2bw",
-        orders=with_updates(alternating(ranks, count), microbatches),
-        stages=ranks,
-        microbatches=count,
-        routes=(straight(ranks),),
-        route=(0,) * count,
-        versions=Versions(group=microbatches, backward="forward", lag=1),
-        bound=tuple(min(ranks - stage, count) for stage in range(ranks)),
-    )
+    versions = Versions(group=microbatches, backward="forward", lag=1)
+    return dataclasses.replace(pipedream(ranks, microbatches, updates), name="2bw", versions=versions)
 
 
 METHOD = Method("2bw", "1F1B without end, an update per M microbatches, two versions", two_buffered, steps=True)
