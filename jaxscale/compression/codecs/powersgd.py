@@ -60,6 +60,7 @@ def orthonormal(a: Float[Array, "rows rank"]) -> Float[Array, "rows rank"]:
     def clear(column: int | Array, a: Array) -> Array:
         done = jnp.where(jnp.arange(a.shape[1]) < column, a, 0.0)
         given = lax.dynamic_slice_in_dim(a, column, 1, 1)
+        given = given / jnp.maximum(jnp.max(jnp.abs(given)), 2.0**-126)  # squares of small numbers vanish
         left = given
         for _ in range(2):
             left = left - times(done, times(done.T, left))

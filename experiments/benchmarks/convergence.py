@@ -1,0 +1,276 @@
+"""Does training in few bits end where training in float32 does? A small language model, run in pairs.
+
+    python experiments/data/make_data.py OUT && python experiments/benchmarks/convergence.py OUT/english.txt
+    ... [--rows WORDS] [--seeds 0,1] [--tiny]
+
+A transformer of 2 layers and 114 thousand parameters reads English by characters, 400 steps of 16 windows of 48. Each
+row trains it with states or gradients in few bits, from the same weights and batches as its baseline; what counts is
+the difference of validation losses at equal seeds, in nats, averaged over the seeds. Gradients are averaged over 8
+replicas by a codec; leaves of less than 1024 elements and vectors go as they are. Controls must fail: they show what
+the gates can see. Gates are those of the seeds 0 and 1.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import lzma
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from figures import Figure, show
+
+from jaxscale.compression import Codec
+from jaxscale.optim.quantized import quantize_state
+
+STEPS, BATCH, WINDOW, REPLICAS = 400, 16, 48, 8
+SHIPPED = Path(__file__).parents[1] / "data" / "shakespeare.txt"
+WIDTH, LAYERS, HEADS, CHARACTERS = 64, 2, 4, 96
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One way to train.
+
+    Args:
+        name: of the figure.
+        rule: "adamw", "sgdm", "sgd", "zeros" (adamw whose second moment is rounded to 16 levels with zero).
+        states: how the optimizer keeps its state.
+        codec: how gradients are averaged; "" trains on the whole batch.
+        gate: bar of the difference to the baseline.
+        control: the difference must exceed the gate.
+        beside: the row that it is compared with; the exact one of its rule by default.
+    """
+
+    name: str
+    rule: str = "adamw"
+    states: Any = "float32"
+    codec: str = ""
+    gate: float | None = None
+    control: bool = False
+    beside: str = ""
+
+    @property
+    def baseline(self) -> str:
+        """Name of the row that it is compared with."""
+        return self.beside or {"sgdm": "sgdm", "sgd": "sgdm"}.get(self.rule, "adamw")
+
+
+ROWS = (
+    Row("adamw"),
+    Row("sgdm", "sgdm"),
+    Row("adamw_reduce_int8", codec="int8", gate=0.005),
+    Row("sgdm_reduce_powersgd_4", "sgdm", codec="powersgd:4", gate=0.02),
+    Row("control_adamw_reduce_onebit", codec="onebit", gate=0.2, control=True),
+    Row("adamw_state_int8", states="int8", gate=0.02),
+    Row("adamw_state_int4", states="int4", gate=0.03),
+    Row("control_adamw_second_moment_with_zero", "zeros", gate=0.3, control=True),
+    Row("adamw_reduce_int4", codec="int4", gate=0.03),
+    Row("adamw_reduce_qsgd_4bit", codec="qsgd:4bit", gate=0.03),
+    Row("adamw_reduce_powersgd_4", codec="powersgd:4"),
+    Row("control_adamw_reduce_powersgd_4_no_feedback", codec="powersgd:4,feedback=false", gate=0.1, control=True,
+        beside="adamw_reduce_powersgd_4"),
+    Row("adamw_reduce_powersgd_16", codec="powersgd:16", gate=0.05),
+    Row("adamw_reduce_gradzip_4", codec="gradzip:4"),
+    Row("adamw_reduce_topk_0.1_percent", codec="topk:0.001"),
+    Row("adamw_reduce_topk_1_percent", codec="topk:0.01", gate=0.0, beside="adamw_reduce_topk_0.1_percent"),
+    Row("adamw_reduce_topk_10_percent", codec="topk:0.1", gate=0.0, beside="adamw_reduce_topk_1_percent"),
+    Row("adamw_reduce_topk_1_percent_no_feedback", codec="topk:0.01,feedback=false"),
+    Row("sgdm_reduce_topk_1_percent", "sgdm", codec="topk:0.01"),
+    Row("sgdm_reduce_topk_1_percent_no_feedback", "sgdm", codec="topk:0.01,feedback=false"),
+    Row("sgd_reduce_dgc_1_percent", "sgd", codec="dgc:0.01"),
+    Row("sgdm_reduce_int4", "sgdm", codec="int4", gate=0.02),
+    Row("adamw_state_dynamic8", states="dynamic8", gate=0.02),
+    Row("adamw_state_fp8", states="fp8", gate=0.02),
+)  # fmt: skip
+
+
+def read(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Characters of a text (which may be packed by xz) as numbers, most frequent first: training, then validation."""
+    packed = path.read_bytes()
+    text = (lzma.decompress(packed) if path.suffix == ".xz" else packed).decode()
+    order = sorted(collections.Counter(text).items(), key=lambda item: (-item[1], item[0]))
+    numbers = {character: number for number, (character, _) in enumerate(order[: CHARACTERS - 1])}
+    found = np.fromiter((numbers.get(character, CHARACTERS - 1) for character in text), np.int32, len(text))
+    cut = len(found) * 9 // 10
+    return found[:cut], found[cut:]
+
+
+def windows(text: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """Windows of one character more than the model sees, at random places."""
+    starts = np.random.default_rng(seed).integers(0, len(text) - WINDOW - 1, count)
+    return text[starts[:, None] + np.arange(WINDOW + 1)]
+
+
+def weights(key: Any) -> dict[str, Any]:
+    """The model's parameters."""
+    keys = iter(jax.random.split(key, 64))
+
+    def normal(rows: int, columns: int, scale: float) -> Any:
+        return jax.random.normal(next(keys), (rows, columns)) * scale
+
+    inward, deep = WIDTH**-0.5, (2 * LAYERS) ** -0.5
+    return {
+        "embed": normal(CHARACTERS, WIDTH, 0.02),
+        "position_embed": normal(WINDOW, WIDTH, 0.02),
+        "blocks": [
+            {
+                "norm_attention": jnp.ones(WIDTH),
+                "qkv": normal(WIDTH, 3 * WIDTH, inward),
+                "out": normal(WIDTH, WIDTH, inward * deep),
+                "norm_mlp": jnp.ones(WIDTH),
+                "up": normal(WIDTH, 4 * WIDTH, inward),
+                "down": normal(4 * WIDTH, WIDTH, inward / 2 * deep),
+            }
+            for _ in range(LAYERS)
+        ],
+        "norm": jnp.ones(WIDTH),
+        "head": normal(WIDTH, CHARACTERS, inward),
+    }
+
+
+def normed(x: Any, weight: Any) -> Any:
+    """RMS norm."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * weight
+
+
+def loss(params: dict[str, Any], tokens: Any) -> Any:
+    """Nats a character."""
+    given = tokens[:, :-1]
+    x = params["embed"][given] + params["position_embed"]
+    for block in params["blocks"]:
+        qkv = (normed(x, block["norm_attention"]) @ block["qkv"]).reshape(*given.shape, 3, HEADS, WIDTH // HEADS)
+        seen = jax.nn.dot_product_attention(*(qkv[:, :, i] for i in range(3)), is_causal=True)
+        x = x + seen.reshape(x.shape) @ block["out"]
+        x = x + jax.nn.gelu(normed(x, block["norm_mlp"]) @ block["up"]) @ block["down"]
+    logits = normed(x, params["norm"]) @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def rule_of(row: Row, steps: int) -> optax.GradientTransformation:
+    """The optimizer of a row."""
+    rate = {"sgdm": 0.5, "sgd": 0.5}.get(row.rule, 3e-3)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, max(1, steps // 8), steps, rate / 20)
+    if row.rule in ("sgd", "sgdm"):
+        rule = optax.sgd(schedule, momentum=0.9 if row.rule == "sgdm" else None)
+    else:
+        rule = optax.adamw(schedule, b2=0.99, weight_decay=0.01)
+    if row.rule == "zeros":
+        return with_zero(rule)
+    return rule if row.states == "float32" else quantize_state(rule, row.states)
+
+
+def with_zero(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A control: the second moment of each matrix in 16 even levels of which one is zero, by column."""
+
+    def rounded(v: Any) -> Any:
+        if v.ndim < 2:
+            return v
+        most = jnp.maximum(jnp.max(v, 0, keepdims=True), 1e-30)
+        return jnp.round(v / most * 15) / 15 * most
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        updates, state = rule.update(updates, state, params)
+        adam = state[0]
+        return updates, (adam._replace(nu=jax.tree.map(rounded, adam.nu)), *state[1:])
+
+    return optax.GradientTransformation(rule.init, update)
+
+
+def exempt(codec: Codec, leaf: Any) -> bool:
+    """Whether a leaf's mean is exact."""
+    return leaf.ndim < 2 or leaf.size < 1024 or codec.refusal(leaf.shape, REPLICAS) is not None
+
+
+def train(row: Row, text: np.ndarray, held: np.ndarray, seed: int, steps: int) -> float:
+    """Validation loss after so many steps."""
+    return float(_program(row, steps)(jax.random.key(seed), batches(text, seed, steps), held))
+
+
+def batches(text: np.ndarray, seed: int, steps: int) -> np.ndarray:
+    """Those of every step."""
+    return windows(text, steps * BATCH, seed).reshape(steps, REPLICAS, BATCH // REPLICAS, WINDOW + 1)
+
+
+@functools.cache
+def _program(row: Row, steps: int) -> Any:
+    rule = rule_of(row, steps)
+    codec = Codec.parse(row.codec) if row.codec else None
+
+    def replica(params: Any, states: Any, tokens: Any, key: Any, step: Any) -> Any:
+        assert codec is not None
+        leaves, tree = jax.tree.flatten(jax.grad(loss)(params, tokens))
+        means, after = [], []
+        for number, (leaf, state) in enumerate(zip(leaves, states, strict=True)):
+            if exempt(codec, leaf):
+                mean = jax.lax.pmean(leaf, "replica")
+            else:
+                mean, state = codec.reduce(leaf, state, "replica", jax.random.fold_in(key, number), step)
+            means.append(mean)
+            after.append(state)
+        return jax.tree.unflatten(tree, means), after
+
+    def run(key: Any, batches: Any, held: Any) -> Any:
+        params = weights(key)
+        states = []
+        for number, leaf in enumerate(jax.tree.leaves(params)):
+            if codec is None:
+                break
+            state = {} if exempt(codec, leaf) else codec.init(leaf.shape, jax.random.fold_in(key, number), REPLICAS)
+            states.append(jax.tree.map(lambda part: jnp.broadcast_to(part, (REPLICAS, *part.shape)), state))
+
+        def one(carry: Any, given: Any) -> Any:
+            params, kept, states = carry
+            step, tokens = given
+            if codec is None:
+                mean = jax.grad(loss)(params, tokens.reshape(-1, WINDOW + 1))
+            else:
+                mean, states = jax.vmap(
+                    lambda states, tokens: replica(params, states, tokens, jax.random.fold_in(key, step), step),
+                    axis_name="replica",
+                )(states, tokens)
+                mean = jax.tree.map(lambda leaf: leaf[0], mean)
+            updates, kept = rule.update(mean, kept, params)
+            return (optax.apply_updates(params, updates), kept, states), None
+
+        (params, _, _), _ = jax.lax.scan(one, (params, rule.init(params), states), (jnp.arange(steps), batches))
+        return loss(params, held)
+
+    return jax.jit(run)
+
+
+def main() -> None:
+    """Train every row, and show its difference to its baseline."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, nargs="?", default=SHIPPED, help="english.txt, or .xz; else 14 plays")
+    parser.add_argument("--rows", default="", help="rows with any of these words in their name, by commas")
+    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--tiny", action="store_true", help="8 steps: shows that it runs")
+    arguments = parser.parse_args()
+
+    text, rest = read(arguments.text)
+    held, steps = windows(rest, 256, 123), 8 if arguments.tiny else STEPS
+    chosen = [row for row in ROWS if any(word in row.name for word in arguments.rows.split(","))]
+    wanted = {row.name for row in chosen} | {row.baseline for row in chosen}
+    losses: dict[str, list[float]] = {}
+    figures = []
+    for row in (row for row in ROWS if row.name in wanted):
+        start = time.perf_counter()
+        losses[row.name] = [train(row, text, held, int(seed), steps) for seed in arguments.seeds.split(",")]
+        seconds = time.perf_counter() - start
+        delta = float(np.mean(np.subtract(losses[row.name], losses[row.baseline])))
+        print(f"{row.name:45s} {np.round(losses[row.name], 4)} {delta:+.4f}  ({seconds:.0f} s)", flush=True)
+        if row.name == row.baseline:
+            figures.append(Figure(row.name, float(np.mean(losses[row.name])), "nats"))
+        else:
+            figures.append(Figure(f"{row.name}_delta", delta, "nats", row.gate, ">=" if row.control else "<="))
+    show(figures, f"validation loss beside the baseline's, {steps} steps, seeds {arguments.seeds}")
+
+
+if __name__ == "__main__":
+    main()
