@@ -27,7 +27,9 @@ Scaling = Literal["linear", "sqrt"]
 _EXPONENTS = {"linear": 1.0, "sqrt": 0.5}
 
 
-def scaled(optimizer: "Optimizer", ratio: float, rule: Scaling = "linear", *, warmup: int | None = None) -> "Optimizer":
+def scaled(
+    optimizer: "Optimizer", ratio: float, rule: Scaling | str = "linear", *, warmup: int | None = None
+) -> "Optimizer":
     """An optimizer tuned at one batch, for another that is `ratio` times as large.
 
     Args:

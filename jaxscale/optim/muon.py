@@ -187,9 +187,8 @@ def orthogonal(arrays: Sequence[Array], leaves: Sequence[Leaf], precision: Dtype
         axes = _axes(leaf)
         if axes:
             stack = jnp.pad(stack, ((0, -len(stack) % _ways(leaf, axes)), (0, 0), (0, 0)))
-            owned = NamedSharding(leaf.sharding.mesh, PartitionSpec(axes))
-            stack = jax.lax.with_sharding_constraint(stack, owned)
-            stack = jax.lax.with_sharding_constraint(newton_schulz(stack), owned)
+            way = _way(leaf)
+            stack = _along(newton_schulz(_along(stack, way)), way[::-1])
         else:
             stack = newton_schulz(stack)
         start = 0
@@ -199,6 +198,29 @@ def orthogonal(arrays: Sequence[Array], leaves: Sequence[Leaf], precision: Dtype
                 part = jax.lax.with_sharding_constraint(part, leaves[number].sharding)
             found[number], start = part, start + size
     return found
+
+
+def _along(stack: Array, way: Sequence[NamedSharding]) -> Array:
+    for place in way:
+        stack = jax.lax.with_sharding_constraint(stack, place)
+    return stack
+
+
+def _way(leaf: Leaf) -> list[NamedSharding]:
+    """The places through which matrices go from where a leaf lies to where each device has whole ones.
+
+    One dim at a time: of several at once XLA makes a gather.
+    """
+    mesh, way = leaf.sharding.mesh, []
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in leaf.sharding.spec]
+    entries += [()] * (len(leaf.shape) - len(entries))
+    if leaf.stack == 1 and len(leaf.shape) == 3 and leaf.parts == 1:
+        stacked, rows, columns = entries
+        way = [(stacked, rows, columns), ((*stacked, *columns), rows, ()), ((*stacked, *columns, *rows), (), ())]
+        way = [place for number, place in enumerate(way) if place not in way[:number]]
+    else:
+        way = [(_axes(leaf), (), ())]
+    return [NamedSharding(mesh, PartitionSpec(*(axes or None for axes in place))) for place in way]
 
 
 def _matrices(array: Array, leaf: Leaf) -> Array:

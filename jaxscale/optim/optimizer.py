@@ -188,7 +188,7 @@ class Optimizer:
         rate = self.schedule_fn(steps)
         if self.custom is not None:
             return self.custom(rate)
-        mask = jax.tree.map(lambda leaf: getattr(leaf, "decays", leaf), leaves) if self.decay == "matrices" else None
+        mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if self.decay == "matrices" else None
         return RULES[self.name].make(Given(rate, self.options(), leaves, mask))
 
 
