@@ -73,9 +73,9 @@ class StatePolicy:
         unsigned: names of state fields that are quantized as numbers >= 0.
 
     Example:
-        >>> StatePolicy(signed=("z",))
+        >>> StatePolicy(signed=("x0",))
         Traceback (most recent call last):
-        jaxscale.errors.UserError: field 'z' must never be quantized: schedule-free's weights, not a moment; leave it out
+        jaxscale.errors.UserError: field 'x0' must never be quantized: weights; leave it out
     """
 
     skip: str = r"embed|norm|bias|(^|[/_])(head|wte|wpe|scale)(/|$)"
@@ -214,15 +214,15 @@ def _once(stepped: Any, state: Any) -> tuple[Params, Any]:
     return updates, _map(lambda q, new: encode(new, q.map, q.block), state, after)
 
 
-def _again(stepped: Any, state: Any) -> tuple[Params, Any]:
+def _again(stepped: Any, state: Any) -> tuple[Any, Any]:
     """The same, with the rule run once each for updates, scales and codes: each keeps nothing but what it reads.
 
-    XLA for GPU would rather keep the float32 moments than compute them again, four bytes for each; the barriers hide
-    from it that they are the same.
+    XLA for GPU would rather keep float32 moments than compute them again: of the dynamic and the 4-bit maps up to four
+    bytes for each. It drops optimization barriers before it looks for equal expressions, so these must differ.
     """
     updates, after = stepped(state)
-    largest = _map(lambda q, new: scales(new, q.map, q.block), state, stepped(_hidden(state))[1])
-    last = stepped(_hidden(state))[1]
+    largest = _map(lambda q, new: scales(new, q.map, q.block), state, stepped(_disguised(state, -1.0))[1])
+    last = stepped(_disguised(state, -2.0))[1]
 
     def made(q: Any, first: Any, scale: Any, new: Any) -> Any:
         return Quantized(codes(new, scale, q.map, q.block), scale, q.map, q.block) if is_quantized(q) else first
@@ -230,10 +230,17 @@ def _again(stepped: Any, state: Any) -> tuple[Params, Any]:
     return updates, jax.tree.map(made, state, after, largest, last, is_leaf=is_quantized)
 
 
-def _hidden(state: Any) -> Any:
-    return jax.tree.map(
-        lambda q: jax.lax.optimization_barrier(q) if is_quantized(q) else q, state, is_leaf=is_quantized
-    )
+def _disguised(state: Any, impossible: float) -> Any:
+    """The same state by another expression: other codes where a scale is less than it can be."""
+
+    def one(q: Any) -> Any:
+        if not is_quantized(q):
+            return q
+        blocks = q.codes.reshape((*q.scale.shape[:-1], q.block, q.shape[-1]))
+        never = (q.scale < impossible)[..., None, :]
+        return dataclasses.replace(q, codes=jnp.where(never, jnp.zeros((), blocks.dtype), blocks).reshape(q.shape))
+
+    return jax.tree.map(one, state, is_leaf=is_quantized)
 
 
 def _map(function: Any, state: Any, after: Any) -> Any:
@@ -285,14 +292,14 @@ def _local_shape(shape: tuple[int, ...], place: Any) -> tuple[int, ...]:
 
 
 def _nothing(shapes: Any, states: str) -> str:
-    kept = sorted(
-        {path_name(path[:2]) for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0] if leaf.ndim > 1}
-    )
-    never = [f"{name} is {why}" for name, why in NEVER.items() if any(name in path.split("/") for path in kept)]
+    found = jax.tree_util.tree_flatten_with_path(shapes)[0]
+    kept = sorted(path_name(path) for path, leaf in found if leaf.ndim > 0)
+    reasons = {why: name for path in kept for name, why in NEVER.items() if name in path.split("/")}
     return (
-        f"states {states!r} would quantize no leaf of this optimizer's state"
-        + (f" ({', '.join(kept[:4])})" if kept else ", which has none of two dims")
-        + (f": {'; '.join(never[:2])}" if never else "")
+        f"states {states!r} would quantize no leaf of this optimizer's state ("
+        + (", ".join(kept[:3]) + (", ..." if len(kept) > 3 else "") if kept else "it has no arrays")
+        + ")"
+        + "".join(f"; {name}: {why}" for why, name in reasons.items())
         + "; expected moments (mu, nu, trace, ...) of matrices of 4096 numbers or more outside embedding, head and "
         "norms: take states 'float32', or name what to quantize in StatePolicy(signed=..., unsigned=..., least=...)"
     )
