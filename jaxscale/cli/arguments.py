@@ -14,6 +14,8 @@ from jaxscale.errors import UserError, near_miss, unknown
 HELP = ("-h", "--help")
 SHORT = {"-o": "--out"}
 """Flags of one letter."""
+NAMED = {"optimizer": "optimizer.name"}
+"""Fields of the experiment that the name of their group sets: `--optimizer muon`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,8 @@ def read(argv: Sequence[str]) -> Arguments:
     Example:
         >>> read(["train", "a.py", "--steps", "5", "--model.embed=256"])
         Arguments(command='train', own=('a.py', '--steps=5'), fields={'model.embed': '256'}, help=False)
+        >>> read(["train", "a.py", "--optimizer", "muon", "--optimizer.rank", "4"]).fields
+        {'optimizer.name': 'muon', 'optimizer.rank': '4'}
         >>> read(["tarin"])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         jaxscale.errors.UserError: unknown subcommand 'tarin': expected one of doctor, ...; did you mean 'train'?
@@ -77,6 +81,7 @@ def read(argv: Sequence[str]) -> Arguments:
         else:
             flag, equals, text = word[2:].partition("=")
             path = flag.replace("-", "_")
+            path = NAMED.get(path, path) if takes_fields else path
             dotted = takes_fields and "." in path
             if path not in flags and not dotted:
                 paths = "; fields of the experiment are set by path, such as --model.embed 256" if takes_fields else ""
