@@ -14,6 +14,9 @@ from jaxscale.pipeline.costs import Costs
 from jaxscale.pipeline.schedule import Action, Kind
 
 _BATCH = 20_000
+_FEW = 30_000
+_FEW_PASSES = 6
+"""Forwards of all stages: with more, there are more orders than `_FEW`, but for one rank."""
 
 
 def orders(stage: int, microbatches: int, most: int) -> Iterator[tuple[Action, ...]]:
@@ -44,8 +47,8 @@ def orders(stage: int, microbatches: int, most: int) -> Iterator[tuple[Action, .
     return extend((), 0, 0, ())
 
 
-def fastest(costs: Costs, microbatches: int, most: int) -> float:
-    """Seconds of the fastest of all orders of one stage a rank, on the neighbour machine.
+def fastest(costs: Costs, microbatches: int, most: int) -> tuple[float, tuple[tuple[Action, ...], ...]]:
+    """Seconds and passes of the fastest of all orders of one stage a rank, on the neighbour machine.
 
     Args:
         costs: of the stages.
@@ -53,18 +56,32 @@ def fastest(costs: Costs, microbatches: int, most: int) -> float:
         most: activations that a rank may hold.
 
     Example:
-        >>> fastest(Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0)), 2, 2)
+        >>> fastest(Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0)), 2, 2)[0]
         7.0
     """
     clock = BatchClock(costs, tuple(range(costs.stages)), costs.stages, microbatches)
-    tables = [
-        np.stack([clock.numbers([order])[0] for order in orders(stage, microbatches, most)])
-        for stage in range(costs.stages)
-    ]
-    best = np.inf
+    named = [list(orders(stage, microbatches, most)) for stage in range(costs.stages)]
+    tables = [np.stack([clock.numbers([order])[0] for order in own]) for own in named]
+    best, chosen = np.inf, (0,) * costs.stages
     choices = itertools.product(*(range(len(table)) for table in tables))
     while chunk := list(itertools.islice(choices, _BATCH)):
-        chosen = np.array(chunk).T
-        together = np.stack([table[index] for table, index in zip(tables, chosen, strict=True)], 1)
-        best = min(best, float(clock.seconds(together).min()))
-    return float(best)
+        picked = np.array(chunk).T
+        together = np.stack([table[index] for table, index in zip(tables, picked, strict=True)], 1)
+        seconds = clock.seconds(together)
+        first = int(seconds.argmin())
+        if seconds[first] < best:
+            best, chosen = float(seconds[first]), chunk[first]
+    return float(best), tuple(own[index] for own, index in zip(named, chosen, strict=True))
+
+
+def few(stages: int, microbatches: int, most: int) -> bool:
+    """Whether all orders of one stage a rank are timed in a tenth of a second.
+
+    Example:
+        >>> few(2, 3, 3), few(2, 4, 4), few(8, 32, 8)
+        (True, False, False)
+    """
+    if stages * microbatches > _FEW_PASSES:
+        return False
+    one = sum(1 for _ in itertools.islice(orders(0, microbatches, most), _FEW + 1))
+    return one**stages <= _FEW

@@ -4,7 +4,8 @@ Starts from the named schedules that keep within the memory and from list schedu
 what stands first in a list of priorities; 48 lists), all timed on the neighbour machine. Then orders are changed at
 random, a pass moved, or a backward split or joined, in batches; the best of a batch is taken if it is faster, or, less
 and less often, if it is a little slower (simulated annealing). Seeded: the same question has the same answer.
-What is returned is never slower than the best named schedule.
+What is returned is never slower than the best named schedule. Of pipelines so small that all orders are soon timed
+(`exhaustive.few`), they are.
 
 Microbatches are alike, so that every rank takes those of one kind and stage in order: another order of the same passes
 is no faster. The bound: a rank cannot start before its first input comes, and ends with its own passes, or with the
@@ -29,6 +30,7 @@ import numpy as np
 from jaxscale.errors import UserError
 from jaxscale.pipeline.batch_clock import KINDS, BatchClock
 from jaxscale.pipeline.costs import Costs
+from jaxscale.pipeline.exhaustive import fastest, few
 from jaxscale.pipeline.schedule import Action, Kind, Schedule
 from jaxscale.pipeline.simulate import simulate
 
@@ -221,6 +223,9 @@ class _Route:
         self, starts: Sequence[Sequence[Sequence[Action]]], changes: int, floor: float
     ) -> tuple[float, tuple[tuple[Action, ...], ...]]:
         """The fastest orders that were found."""
+        one_each = self.route == tuple(range(self.ranks))
+        if one_each and few(self.ranks, self.microbatches, self.limit):
+            return fastest(self.costs, self.microbatches, self.limit)
         states = [[self._word(order) for order in orders] for orders in starts]
         states += [listed for _ in range(_LISTS) if (listed := self._listed()) is not None]
         numbers = np.stack([np.stack([self._numbers(word) for word in words]) for words in states])
