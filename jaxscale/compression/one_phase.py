@@ -37,12 +37,19 @@ class OnePhase(Codec):
     def decode(self, message: Any, elements: int) -> Float[Array, "elements"]:
         """What a message stands for, float32; the same bits on every device."""
 
+    def message(self, flat: Float[Array, "elements"], key: Key | None) -> Any:
+        """`encode`, done once: what is left over is measured against the very bytes that are sent.
+
+        XLA would compute the message again inside whatever decodes it on this device.
+        """
+        return lax.optimization_barrier(self.encode(flat, key))
+
     def _reduce(
         self, gradient: Array, state: State, axis: str, key: Key | None, step: Array | None
     ) -> tuple[Array, State]:
         own = None if key is None else jax.random.fold_in(key, lax.axis_index(axis))
         owed = self.owed(gradient, state)
-        message = self.encode(owed.reshape(-1), own)
+        message = self.message(owed.reshape(-1), own)
         mean = self.mean(message, gradient.size, axis).reshape(gradient.shape)
         if not self.feedback:
             return mean, {}
@@ -64,10 +71,10 @@ class OnePhase(Codec):
         return total / lax.axis_size(axis)
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
-        return wire.all_gather(self._message(math.prod(shape)), n)
+        return wire.all_gather(self._message_bytes(math.prod(shape)), n)
 
     @functools.lru_cache  # noqa: B019 (a codec is a value, and there are few)
-    def _message(self, elements: int) -> int:
+    def _message_bytes(self, elements: int) -> int:
         """Bytes of a message."""
         key = jax.random.key(0) if self.random else None
         flat = jax.ShapeDtypeStruct((elements,), jnp.float32)

@@ -47,6 +47,13 @@ class TwoPhase(Codec):
     def multiple(self, elements: int) -> int:
         """What the length of a chunk must be a multiple of, where one of so many elements would do."""
 
+    def message(self, chunks: Array, filled: Array, key: Key | None) -> Any:
+        """`encode`, done once: what is left over is measured against the very bytes that are sent.
+
+        XLA would compute the message again inside whatever decodes it on this device.
+        """
+        return lax.optimization_barrier(self.encode(chunks, filled, key))
+
     def chunk(self, elements: int, n: int) -> int:
         """Length of each of n chunks that hold so many elements."""
         least = math.ceil(elements / n)
@@ -69,7 +76,7 @@ class TwoPhase(Codec):
 
         owed = self.owed(gradient, state)
         chunks = _padded(owed.reshape(-1), n * length).reshape(n, length)
-        message = self.encode(chunks, jnp.asarray(filled), first)
+        message = self.message(chunks, jnp.asarray(filled), first)
         received = jax.tree.map(lambda part: lax.all_to_all(part, axis, 0, 0, tiled=True), message)
         mean = jnp.mean(self.decode(received, length), 0)
         if self.feedback:
@@ -77,7 +84,7 @@ class TwoPhase(Codec):
         mine = jnp.asarray(filled)[place]
         if n * length != elements:
             mean = jnp.where(jnp.arange(length) < mine, mean, 0.0)
-        answer = self.encode(mean[None], mine[None], second)
+        answer = self.message(mean[None], mine[None], second)
         told = jax.tree.map(lambda part: all_gather_alike(part, axis), answer)
         result = _unpadded(self.decode(told, length), gradient.shape)
         if not self.feedback:
@@ -88,11 +95,11 @@ class TwoPhase(Codec):
         return result, {"residual": owed - _unpadded(self.decode(message, length), gradient.shape), "server": server}
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
-        message = self._message(self.chunk(math.prod(shape), n), n)
+        message = self._message_bytes(self.chunk(math.prod(shape), n), n)
         return wire.all_to_all(message, n) + wire.all_gather(message // n, n)
 
     @functools.lru_cache  # noqa: B019 (a codec is a value, and there are few)
-    def _message(self, length: int, n: int) -> int:
+    def _message_bytes(self, length: int, n: int) -> int:
         """Bytes of a message of n chunks."""
         key = jax.random.key(0) if self.random else None
         chunks = jax.ShapeDtypeStruct((n, length), jnp.float32)

@@ -81,7 +81,7 @@ class DGC(TopK):
         def at(fraction: float) -> tuple[Array, Array]:
             """The mean of what so many elements stand for, and where this device has sent."""
             codec = dataclasses.replace(self, fraction=fraction, warmup=0)
-            message = codec.encode(owed.reshape(-1), None)
+            message = codec.message(owed.reshape(-1), None)
             ones = message._replace(values=jnp.ones_like(message.values))
             return codec.mean(message, owed.size, axis), codec.decode(ones, owed.size)
 
