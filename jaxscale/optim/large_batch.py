@@ -3,8 +3,9 @@ r"""Large batches: how the learning rate goes with them, how a batch grows, and 
 With k times the batch, SGD's learning rate is multiplied by k (Goyal et al. 2017, arXiv 1706.02677) after a warm-up,
 and Adam's by sqrt(k) (Malladi et al. 2022, arXiv 2205.10287). Where that diverges, LARS (You et al. 2017, arXiv
 1708.03888) and LAMB (You et al. 2020, arXiv 1904.00962) scale each layer's update by the norm of its weights. Both are
-chains of optax's pieces; what is added is that stacked layers are scaled one by one, and which parameters are not
-scaled at all: gains and biases, as in the papers' own programs. `experiments/large_batch_digits.py` shows all of it.
+chains of optax's pieces; what is added is that stacked layers are scaled one by one, and that gains and biases are not
+scaled by norms, as in the papers' own programs: LARS takes their gradients times the trust coefficient, which keeps
+them still at learning rates above 1. `experiments/large_batch_digits.py` shows all of it.
 
 A growing batch (Smith et al. 2018, arXiv 1711.00489) is several runs, each of which resumes the last: `ramp_up`.
 """
@@ -173,7 +174,7 @@ def lamb(
 
 
 def _trusted(trust: float, leaves: Any) -> Rule:
-    """Each layer's update scaled to its weights' norm; gains and biases as they are."""
+    """Each layer's update scaled to its weights' norm times `trust`; gains and biases by `trust` alone."""
     ratio = per_layer(optax.scale_by_trust_ratio(trust_coefficient=trust), leaves)
-    rules = {"scaled": ratio, "plain": optax.identity()}
+    rules = {"scaled": ratio, "plain": optax.scale(trust)}
     return by_kind(rules, lambda leaf: "plain" if leaf.kind == "vector" else "scaled", leaves)
