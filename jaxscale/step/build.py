@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
@@ -37,7 +36,7 @@ from jaxscale.step.remember import check_memory, decide_memory, layers_of_groups
 from jaxscale.step.stages import Stages, stages_of
 from jaxscale.step.state import TrainState, Watch
 from jaxscale.step.streamed import Streamed, check_streamed
-from jaxscale.step.update import Update
+from jaxscale.step.update import Update, said_of_state
 from jaxscale.typing import Array, Batch, Float, Params
 
 Metrics = dict[str, Array]
@@ -72,7 +71,7 @@ class TrainStep:
         plan: how, with the mesh settled.
         functional: the model as pure functions.
         layout: the mesh and every placement.
-        optimizer: the optax transformation.
+        update: the optimizer.
         advance: how its step is made.
         said: how the mesh was chosen and what the memory rule came to, a line each.
         decision: what the plan's memory rule comes to; `None` for one that says by itself what blocks keep.
@@ -86,7 +85,7 @@ class TrainStep:
         plan: Plan,
         functional: Functional,
         layout: Layout,
-        optimizer: optax.GradientTransformation,
+        update: Update,
         advance: Advance,
         said: Sequence[str],
         decision: Decision | None = None,
@@ -97,7 +96,7 @@ class TrainStep:
         self.plan = plan
         self.functional = functional
         self.layout = layout
-        self.optimizer = optimizer
+        self.update, self.optimizer = update, update.whole
         self.advance = advance
         self.said = tuple(said)
         self.decision = decision
@@ -213,12 +212,20 @@ class TrainStep:
         load = getattr(self.experiment.model, "initial_params", None)
         if load is not None:
             loaded = self.functional.in_rows(in_groups(load(), self.functional.groups))
-            params = jax.tree.map(_place_host_array, loaded, self.layout.abstract.params)
+            places = jax.tree.map(
+                lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s),
+                self.functional.params,
+                self.layout.masters,
+            )
+            params = jax.tree.map(_place_host_array, loaded, places)
         return self._fresh(params, rest)
 
     def _fresh(self, params: Params, rest: Params) -> TrainState:
         state = self.layout.state
-        optimizer = jax.jit(self.optimizer.init, out_shardings=state.optimizer)(params)
+        if self.update.split:
+            params, optimizer = jax.jit(self.update.start, out_shardings=(state.params, state.optimizer))(params)
+        else:
+            optimizer = jax.jit(self.optimizer.init, out_shardings=state.optimizer)(params)
         step, watch = jax.jit(
             lambda: (jnp.zeros((), jnp.int32), Watch.start()), out_shardings=(state.step, state.watch)
         )()
@@ -400,6 +407,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     check_host_size(layout, host_memory(), kept)
     lines = [said] if decision is None else [said, said_of(decision, devices[0].platform)]
     lines += said_of_products(plan, devices)
+    lines += said_of_state(plan, layout.abstract.optimizer, functional.parameters)
     if plan.asynchronous:
         assert stages is not None
         parts = (experiment, plan, functional, layout, treatment_of(plan, decision))
@@ -407,7 +415,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
         functional, layout = streamed.held, streamed.places
         lines.append(str(streamed))
     advance = advance_of(plan, update, layout)
-    return TrainStep(experiment, plan, functional, layout, update.whole, advance, lines, decision, stages, streamed)
+    return TrainStep(experiment, plan, functional, layout, update, advance, lines, decision, stages, streamed)
 
 
 def _pipelined(stages: Stages, *given: Any) -> Pipelined:

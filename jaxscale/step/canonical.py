@@ -213,6 +213,8 @@ def _parts(step: "TrainStep") -> TrainState:
         """The part of a leaf that is treated as parameter `name` is; `role` tells an array of a quantized one."""
         if role:
             path = path[:-1]
+        if step.update.split:  # a rule's state has the names that it has without
+            path = tuple(key for key in path if getattr(key, "name", None) != "inner")
         full = f"{prefix}/{path_name(path)}" if path else prefix
         if name is None or len(leaf.shape) != len(shapes[name]):
             return _plain(full, leaf)

@@ -2,13 +2,13 @@
 
 Names say it all: a float32 array is NAME; a quantized one NAME/codes.MAP and NAME/scale, whose rows give the block.
 What a step wants in shorter blocks gets its scales repeated, to the bit; longer blocks, another map or float32 are
-decoded and encoded anew, array by array, where they lie.
+decoded and encoded anew, array by array, where they lie. Weights that were split are joined, and the other way round.
 """
 
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.optim.maps import MAPS
 from jaxscale.optim.quantize import Quantized, decode, encode
+from jaxscale.optim.split_weights import join, split
 from jaxscale.sharding.memory_space import to_device
-from jaxscale.step.canonical import CODES, SCALE
+from jaxscale.step.canonical import CODES, PARAMS, SCALE
 from jaxscale.typing import Array
 
 Abstract = Mapping[str, jax.ShapeDtypeStruct]
@@ -95,12 +96,10 @@ def conversion(entries: Mapping[str, Sequence[Any]], abstract: Abstract) -> Conv
     wanted = forms_of({name: leaf.shape for name, leaf in abstract.items()})
     plain = Form()
     changes: dict[str, tuple[Form, Form]] = {}
-    for name in {*there, *wanted}:
-        # a name that neither side has plainly or in codes is left alone
+    for name in sorted({*there, *wanted}):  # in one order on all processes
         old, new = there.get(name, plain), wanted.get(name, plain)
-        have = name in there or name in entries
-        want = name in wanted or name in abstract
-        if have and want and old != new:
+        saved, asked = name in there or name in entries, name in wanted or name in abstract
+        if saved and asked and old != new:
             changes[name] = (old, new)
     read = dict(abstract)
     for name, (old, new) in changes.items():
@@ -110,9 +109,24 @@ def conversion(entries: Mapping[str, Sequence[Any]], abstract: Abstract) -> Conv
         for part in old.names(name):
             shape, dtype = tuple(entries[part][0]), entries[part][1]
             read[part] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=fitting(like.sharding, shape))
+    have, want = corrections(entries), corrections(abstract)
+    weights = [name for name in abstract if (name in have) != (name in want) and name in entries]
+    for name in weights:
+        like = abstract[name]
+        if name in have:
+            read[name] = jax.ShapeDtypeStruct(like.shape, jnp.bfloat16, sharding=like.sharding)
+            read[have[name]] = jax.ShapeDtypeStruct(like.shape, jnp.int8, sharding=like.sharding)
+        else:
+            read[name] = jax.ShapeDtypeStruct(like.shape, jnp.float32, sharding=like.sharding)
+            del read[want[name]]
 
     def convert(arrays: dict[str, Array]) -> dict[str, Array]:
         arrays = dict(arrays)
+        for name in weights:
+            if name in have:
+                arrays[name] = _joined(abstract[name].sharding)(arrays[name], arrays.pop(have[name]))
+            else:
+                arrays[name], arrays[want[name]] = _split(abstract[name].sharding)(arrays[name])
         for name, (old, new) in changes.items():
             given = [arrays.pop(part) for part in old.names(name)]
             targets = [abstract[part] for part in new.names(name)]
@@ -123,7 +137,31 @@ def conversion(entries: Mapping[str, Sequence[Any]], abstract: Abstract) -> Conv
                     array.delete()
         return arrays
 
-    return Conversion(read, convert, said_of(changes.values()))
+    said = said_of(changes.values())
+    if weights:
+        said = (*said, f"weights were {'split' if have else 'float32'} and are now {'float32' if have else 'split'}")
+    return Conversion(read, convert, said)
+
+
+def corrections(names: Iterable[str]) -> dict[str, str]:
+    """The name of the correction of each parameter, by the parameter's.
+
+    Example:
+        >>> corrections(["params/w", "optimizer/1/correction/w"])
+        {'params/w': 'optimizer/1/correction/w'}
+    """
+    found = ((name, *name.partition("/correction/")) for name in names if name.startswith("optimizer/"))
+    return {f"{PARAMS}/{rest}": name for name, _, middle, rest in found if middle}
+
+
+@functools.lru_cache(maxsize=256)
+def _joined(sharding: NamedSharding) -> Any:
+    return jax.jit(join, out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _split(sharding: NamedSharding) -> Any:
+    return jax.jit(split, out_shardings=(sharding, sharding))
 
 
 def said_of(changes: Any) -> tuple[str, ...]:

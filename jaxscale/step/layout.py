@@ -21,6 +21,7 @@ from jaxscale.step.functional import Functional
 from jaxscale.step.plan import Plan
 from jaxscale.step.state import TrainState, Watch
 from jaxscale.trees import leaf_bytes, named_leaves, path_name
+from jaxscale.typing import Params
 
 BATCH_AXES = ("replica", "data", "fsdp")
 PIPE_AXIS = "pipe"
@@ -140,6 +141,16 @@ def check_model(plan: Plan, model: Any) -> None:
             raise UserError(f"context {length} is not a multiple of {ways}, over which the mesh {plan.mesh} splits it")
 
 
+def kept(plan: Plan, params: Params) -> Params:
+    """Shapes of the weights that are kept between steps: float32, or the bfloat16 of split ones."""
+    if plan.master == "float32":
+        return params
+    return jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16 if jnp.issubdtype(p.dtype, jnp.floating) else p.dtype),
+        params,
+    )
+
+
 def placements_of(functional: Functional, plan: Plan, mesh: Any) -> dict[str, Placement]:
     """Where the tensors of each parameter live, by its name."""
     rules, copied = effective_rules(plan), plan.precision != "float32"
@@ -210,21 +221,22 @@ class Layout:
         masters = tree("master", lambda _: masters_on_host(plan))
 
         whole = NamedSharding(mesh, PartitionSpec())
-        opt = jax.eval_shape(optimizer.init, functional.params)
+        params = kept(plan, functional.params)
+        opt = jax.eval_shape(optimizer.init, params)
         opt_shardings = optax.tree.map_params(
             optimizer,
             # factored and scalar states have another shape than the parameter: they stay whole; codes and scales of a
             # quantized one, whose blocks divide a shard, lie alike
             lambda leaf, param, sharding: _alike(leaf, sharding if leaf.shape == param.shape else whole),
             opt,
-            functional.params,
+            params,
             tree("state", lambda _: plan.optimizer_state != "device"),
             transform_non_params=lambda _: whole,
             is_leaf=is_quantized,
         )
         watch = jax.eval_shape(Watch.start)
         step = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
-        abstract = TrainState(step, functional.params, opt, functional.rest, watch)
+        abstract = TrainState(step, params, opt, functional.rest, watch)
         shardings = TrainState(
             step=jax.tree.map(lambda _: whole, step),
             params=masters,

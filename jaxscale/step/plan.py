@@ -45,6 +45,8 @@ class Plan:
             "host", where its CPU updates it and the float32 weights (ZeRO-Offload).
         state: bits of the optimizer's moments: int8 (softsign and square-root companding), dynamic8 (Dettmers' map),
             int4, fp8, in blocks with a scale; embeddings, heads, norms and small arrays stay float32.
+        master: what weights are kept in between steps: float32, or "split": the bfloat16 that passes read, and 8 bits
+            of correction.
         loss_chunk: target positions of a row scored at a time by the loss; `None` scores all at once.
         attention: implementation of attention: auto, plain, chunked (never holds S x S), splash (TPU).
         unroll: layers per iteration of the scan over layers.
@@ -73,6 +75,7 @@ class Plan:
     gradients: Literal["device", "host"] = "device"
     optimizer_state: Literal["device", "streamed", "host"] = "device"
     state: Literal["float32", "int8", "dynamic8", "int4", "fp8"] = "float32"
+    master: Literal["float32", "split"] = "float32"
     loss_chunk: int | None = None
     attention: Literal["auto", "plain", "chunked", "splash"] = "auto"
     unroll: int = 1
@@ -99,6 +102,7 @@ class Plan:
                 f"gradients host: nothing adds up the gradients of {self.microbatches} microbatches there; take "
                 "gradients device, or microbatches 1"
             )
+        self._check_split()
         if self.state != "float32" and self.asynchronous:
             raise UserError(
                 f"state {self.state} with pipeline {self.pipeline}: a stage updates its own layers in the middle of a "
@@ -119,6 +123,51 @@ class Plan:
     def asynchronous(self) -> bool:
         """Whether a pipeline updates its stages' weights on its way."""
         return self.pipeline is not None and self.pipeline.asynchronous
+
+    def _check_split(self) -> None:
+        if self.master == "float32":
+            return
+        if self.precision != "bfloat16":
+            raise UserError(
+                f"master split: its weights are bfloat16, which the passes read, and precision is {self.precision}; "
+                "add precision bfloat16, or take master float32"
+            )
+        if self.reduce == "float32":
+            raise UserError(
+                "master split with reduce float32: gradients of bfloat16 weights are bfloat16; leave reduce out, or "
+                "take master float32"
+            )
+        for name, value in (("weights", self.weights), ("optimizer_state", self.optimizer_state)):
+            if value != "device":
+                raise UserError(
+                    f"master split with {name} {value}: what is on the host there is the float32 weights, which split "
+                    "weights do without; leave one out"
+                )
+        if self.asynchronous:
+            raise UserError(
+                f"master split with pipeline {self.pipeline}: its stages keep older weights whole; take master "
+                "float32, or a synchronous pipeline"
+            )
+
+    def _check_codec(self) -> None:
+        if not isinstance(self.reduce, Codec):
+            return
+        for name in ("weights", "gradients"):
+            if getattr(self, name) == "host":
+                raise UserError(
+                    f"reduce {self.reduce} with {name} host: a codec takes the gradients of a whole step on the "
+                    f"device, and {name} on the host come block by block; take {name} device, or leave reduce out"
+                )
+        if self.asynchronous:
+            raise UserError(
+                f"reduce {self.reduce} with pipeline {self.pipeline}: a stage updates in the middle of a step, and a "
+                "codec reduces once, after it; take a synchronous pipeline, or leave reduce out"
+            )
+        if self.mesh is not None and self.mesh.replica == 1:
+            raise UserError(
+                f"reduce {self.reduce}: a codec reduces over the replica axis, and mesh {self.mesh} has none: name "
+                "the slow axis replica:N, or leave reduce out"
+            )
 
     def _check_pipeline(self) -> None:
         pipeline = self.pipeline

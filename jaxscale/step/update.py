@@ -8,16 +8,19 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxscale.optim.leaves import leaf_of
-from jaxscale.optim.quantized import quantize_state
+from jaxscale.optim.quantized import quantize_state, state_bytes
+from jaxscale.optim.split_weights import split, split_weights
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
 from jaxscale.step.layout import placements_of
 from jaxscale.step.plan import Plan
-from jaxscale.trees import path_name
+from jaxscale.trees import path_name, tree_bytes
+from jaxscale.typing import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +29,17 @@ class Update:
 
     Args:
         plain: the experiment's rule, without clipping, as if its state were float32.
-        rule: the same with its state as the plan keeps it.
+        rule: the same with its state, and its weights, as the plan keeps them.
         whole: clipping, then that.
         clip: global norm that gradients are clipped to; `None` never clips.
+        split: whether weights are kept as bfloat16, and what that takes off them as part of the state.
     """
 
     plain: optax.GradientTransformation
     rule: optax.GradientTransformation
     whole: optax.GradientTransformation
     clip: float | None
+    split: bool = False
 
     @classmethod
     def of(cls, experiment: Experiment, plan: Plan, functional: Functional, mesh: Any) -> "Update":
@@ -55,7 +60,47 @@ class Update:
         plain = rule = experiment.optimizer.rule(experiment.steps, leaves)
         if plan.state != "float32":
             layers = by_path(lambda path, _: functional.stacked(path_name(path)), functional.params)
-            platform = "cpu" if plan.optimizer_state == "host" else mesh.devices.flat[0].platform
+            device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+            platform = "cpu" if plan.optimizer_state == "host" else device.platform
             rule = quantize_state(rule, plan.state, local=places, layers=layers, platform=platform)
+        if plan.master == "split":
+            rule = split_weights(rule)
         clip = experiment.optimizer.clip
-        return cls(plain, rule, rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule), clip)
+        whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
+        return cls(plain, rule, whole, clip, plan.master == "split")
+
+    def start(self, params: Params) -> tuple[Params, Any]:
+        """Split weights, and the state before the first update.
+
+        Args:
+            params: float32.
+        """
+        pairs = jax.tree.map(
+            lambda p: split(p) if jnp.issubdtype(p.dtype, jnp.floating) else (p, optax.MaskedNode()), params
+        )
+        outer = jax.tree.structure(params)
+        weights, corrections = (outer.unflatten([pair[i] for pair in outer.flatten_up_to(pairs)]) for i in (0, 1))
+        state = self.rule.init(weights)._replace(correction=corrections)
+        return weights, state if self.clip is None else (optax.clip_by_global_norm(self.clip).init(weights), state)
+
+
+def said_of_state(plan: Plan, state: Any, parameters: int) -> list[str]:
+    """What a user should know of a state in few bits, one line; nothing of a float32 one.
+
+    Args:
+        plan: with the bits.
+        state: shapes of the optimizer's state.
+        parameters: how many numbers are trained.
+
+    Example:
+        >>> from jaxscale.optim.quantize import zeros
+        >>> said_of_state(Plan(state="int8"), {"mu": zeros((256, 4), "soft8", 256)}, 2048)
+        ['state int8: 0.51 bytes a parameter; 1,024 moments in 1.02 bytes each, the others in float32']
+    """
+    if plan.state == "float32":
+        return []
+    taken, numbers = state_bytes(state)
+    return [
+        f"state {plan.state}: {tree_bytes(state) / parameters:.2f} bytes a parameter; {numbers:,} moments in "
+        f"{taken / numbers:.2f} bytes each, the others in float32"
+    ]

@@ -16,6 +16,7 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.quantize import Quantized, decode, encode, is_quantized, zeros
 from jaxscale.optim.quantized import state_bytes
+from jaxscale.optim.split_weights import split
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
@@ -163,6 +164,20 @@ class TestConversion:
         assert len(said) == 1
         assert said[0].startswith("1 array of optimizer state was ")
 
+    def test_split_weights_are_joined_and_the_other_way_round_to_the_bit(self):
+        weight, correction = split(self.x)
+        apart = {"params/w": weight, "optimizer/1/correction/w": correction}
+        split_places = self.places({n: (x.shape, x.dtype) for n, x in apart.items()})
+        joined_places = self.places({"params/w": ((16, 4), jnp.float32)})
+        entries = {n: (x.shape, str(x.dtype)) for n, x in apart.items()}
+        change = conversion(entries, joined_places)
+        assert change.said == ("weights were split and are now float32",)
+        whole = change.convert({n: jax.device_put(x, change.abstract[n].sharding) for n, x in apart.items()})
+        np.testing.assert_allclose(whole["params/w"], self.x, rtol=1.6e-5)
+        back = conversion({"params/w": ((16, 4), "float32")}, split_places)
+        assert back.said == ("weights were float32 and are now split",)
+        jax.tree.map(np.testing.assert_array_equal, back.convert(whole), apart)
+
     def test_what_neither_side_has_is_left_alone(self):
         wanted = self.places({"params/w": ((16, 4), jnp.float32), "x/codes.soft8": ((16, 4), jnp.int8)})
         change = conversion({"params/w": ((16, 4), "float32")}, wanted)
@@ -239,4 +254,24 @@ def test_a_state_moves_to_another_layout_bit_by_bit_where_its_blocks_fit_there()
             np.testing.assert_array_equal(np.array(decode(old)), np.array(decode(new)))
     again = one.from_canonical(copied(one, saved))
     for old, new in zip(jax.tree.leaves(trained().state), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(np.array(old), np.array(new))
+
+
+@pytest.mark.slow
+def test_split_weights_train_as_float32_masters_do_at_three_bytes_each():
+    fields = {"mesh": "fsdp:2", "zero": 2, "precision": "bfloat16"}
+    told = []
+    for more in ({}, {"master": "split", "state": "int8"}):
+        step = make(**fields, **more)
+        step.compile(BATCH)
+        state, losses = step.init(), []
+        for _ in range(6):
+            state, metrics = step.run(state, step.place(BATCH))
+            losses.append(float(metrics["loss"]))
+        told.append(losses)
+    np.testing.assert_allclose(told[1], told[0], atol=0.02)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
+    bits = {n: np.array(x) for n, x in step.to_canonical(state).items()}
+    again = step.from_canonical({n: jax.device_put(x, step.canonical_abstract()[n].sharding) for n, x in bits.items()})
+    for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(np.array(old), np.array(new))
