@@ -25,41 +25,41 @@ SHAPE, TINY = (12_208, 4096), (64, 1024)
 REPLICAS = 2
 
 
-def in_turns(programs: dict[str, Callable[[Any], Any]], x: Any, rounds: int) -> dict[str, float]:
+def in_turns(programs: dict[str, Callable[[Any, Any], Any]], x: Any, rounds: int) -> dict[str, float]:
     """Median seconds of each program, run one after another so many times."""
     taken: dict[str, list[float]] = {name: [] for name in programs}
-    compiled = {name: jax.jit(program).lower(x).compile() for name, program in programs.items()}
+    key = jax.random.key(0)  # an argument: XLA would draw a constant's numbers while it compiles
+    compiled = {name: jax.jit(program).lower(x, key).compile() for name, program in programs.items()}
     for number in range(rounds + 1):
         for name, program in compiled.items():
             start = time.perf_counter()
-            jax.block_until_ready(program(x))
+            jax.block_until_ready(program(x, key))
             if number:  # the first touches memory
                 taken[name].append(time.perf_counter() - start)
     return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
-def there_and_back(codec: Codec) -> Callable[[Any], Any]:
+def there_and_back(codec: Codec) -> Callable[[Any, Any], Any]:
     """A leaf as its message, and what that stands for: both are results, as both are needed."""
 
-    def run(x: Any) -> Any:
-        key = jax.random.key(0) if codec.random else None
+    def run(x: Any, key: Any) -> Any:
         if isinstance(codec, TwoPhase):
             length = codec.chunk(x.size, REPLICAS)
             chunks = jnp.pad(x.reshape(-1), (0, REPLICAS * length - x.size)).reshape(REPLICAS, length)
-            message = codec.encode(chunks, jnp.full(REPLICAS, length), key)
+            message = codec.message(chunks, jnp.full(REPLICAS, length), key)
             return message, codec.decode(message, length)
         assert isinstance(codec, OnePhase)
-        message = codec.encode(x.reshape(-1), key)
+        message = codec.message(x.reshape(-1), key)
         return message, codec.decode(message, x.size)
 
     return run
 
 
-def largest(text: str) -> Callable[[Any], Any]:
+def largest(text: str) -> Callable[[Any, Any], Any]:
     """The message of a top-k codec."""
     codec = Codec.parse(text)
     assert isinstance(codec, OnePhase)
-    return lambda x: codec.encode(x.reshape(-1), None)
+    return lambda x, key: codec.encode(x.reshape(-1), None)
 
 
 def main() -> None:
@@ -69,14 +69,14 @@ def main() -> None:
     tiny = parser.parse_args().tiny
     x = jax.random.normal(jax.random.key(0), TINY if tiny else SHAPE)
     others = ("int4", "onebit", "qsgd:8bit", "topk:0.01")
-    programs: dict[str, Callable[[Any], Any]] = {
-        "plus_one": lambda x: x + 1,
+    programs: dict[str, Callable[[Any, Any], Any]] = {
+        "plus_one": lambda x, key: x + 1,
         "int8": there_and_back(Codec.parse("int8")),
     }
     programs |= {text: there_and_back(Codec.parse(text)) for text in others}
     passes = in_turns(programs, x, 2 if tiny else 9)
     sorting = {"block": largest("topk:0.01"), "whole": largest("topk:0.01,block=none")}
-    sorts = in_turns({**sorting, "sort": lambda x: jnp.sort(x.reshape(-1))}, x, 2 if tiny else 3)
+    sorts = in_turns({**sorting, "sort": lambda x, key: jnp.sort(x.reshape(-1))}, x, 2 if tiny else 3)
     figures = [
         Figure("plus_one_seconds", passes["plus_one"], "s"),
         Figure("int8_beside_plus_one", passes["int8"] / passes["plus_one"], "x", 2.0),

@@ -8,6 +8,16 @@ row trains it with states or gradients in few bits, from the same weights and ba
 the difference of validation losses at equal seeds, in nats, averaged over the seeds. Gradients are averaged over 8
 replicas by a codec; leaves of less than 1024 elements and vectors go as they are. Controls must fail: they show what
 the gates can see. Gates are those of the seeds 0 and 1.
+
+Measured so far, on English (plays, Moby Dick, State of the Union), 22 November 2026, JAX 0.10.2, CPU; rows that are not
+here have not been run:
+
+| row | validation loss, seeds 0, 1 | beside the baseline's | gate |
+|---|---|---|---|
+| adamw | 2.2662, 2.3027 | | |
+| sgdm | 2.4770, 2.4234 | | |
+| adamw_reduce_int8 | 2.2663, 2.3028 | +0.0001 | <= 0.005 |
+| sgdm_reduce_powersgd_4 | 2.5172, 2.4802 | +0.0485 | <= 0.02: fails on this text |
 """
 
 import argparse
