@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxscale.pipeline.draw import Chart
     from jaxscale.pipeline.plan import PipelinePlan
     from jaxscale.pipeline.schedule import Schedule
+    from jaxscale.step.experiment import Experiment
 
 PICTURES = ("pipeline",)
 PRICES = {"f": "forward", "i": "input", "w": "weight", "b": "backward", "u": "update", "link": "link"}
@@ -33,6 +34,7 @@ class Draw:
       jaxscale draw pipeline zb-v:4x8 --cost f=1,i=1.2,w=0.8 -o chart.svg
       jaxscale draw pipeline --compare 1f1b:8x32,lockstep:8x32,v=2,zb-h1:8x32
       jaxscale draw pipeline 1f1b:4x8 --experiment FILE --platform "tpu v5p:4x4x4"
+      jaxscale draw pipeline 1f1b:4x8 --experiment FILE --devices "gpu h100 x 2, gpu a100 x 2"
       jaxscale draw pipeline --measured RUN_DIR
 
     SCHEDULE is NAME:PxM, P devices and M microbatches, or file:PATH, a CSV.
@@ -53,6 +55,8 @@ class Draw:
             named.
         variant: one of the experiment's VARIANTS.
         platform: where it runs, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
+        devices: unlike ones, along the pipe: the experiment's blocks are dealt out to them by their speed, and what
+            --plan.stages takes is told; several times as many as P are as many pipelines side by side (HetPipe).
         measured: draw the pipeline of this run, as the trace of its --profile steps shows it, and below it what these
             seconds of its actions come to on the --machine.
         machine: how devices wait for one another: for their neighbours, as ours do, or only for what they need, as do
@@ -71,6 +75,7 @@ class Draw:
     experiment: str | None = dataclasses.field(default=None, metadata=_shown("FILE", "--cost"))
     variant: str | None = dataclasses.field(default=None, metadata=_shown("NAME", "the file's experiment()"))
     platform: str | None = dataclasses.field(default=None, metadata=_shown("PLATFORM", "local"))
+    devices: str | None = dataclasses.field(default=None, metadata=_shown("PLATFORM,PLATFORM,...", "--platform"))
     measured: str | None = dataclasses.field(default=None, metadata=_shown("RUN_DIR", "--cost"))
     machine: Literal["neighbour", "dataflow"] = "neighbour"
     updates: int | None = dataclasses.field(default=None, metadata=_shown("INT", "as many as show the steady state"))
@@ -95,7 +100,7 @@ class Draw:
         if self.updates is not None and self.updates < 1:
             raise UserError(f"--updates: got {self.updates}, expected a whole number >= 1")
         if self.experiment is None:
-            for name in ("variant", "platform"):
+            for name in ("variant", "platform", "devices"):
                 if getattr(self, name) is not None:
                     raise UserError(f"--{name} is of --experiment FILE: add it, or leave --{name} out")
         elif self.cost is not None:
@@ -105,6 +110,8 @@ class Draw:
             from jaxscale.training.outline import outline
 
             outline(self.experiment, self.variant)
+            if self.platform is not None and self.devices is not None:
+                raise UserError("--platform and --devices both say where it runs: leave one out")
             if self.platform is not None and self.platform.strip().lower() != "local":
                 Platform.parse(self.platform)
         prices_of(self.cost)
@@ -150,7 +157,7 @@ class Draw:
         from jaxscale.pipeline.draw import check_file
         from jaxscale.training.traced_actions import checked
 
-        for name in ("schedule", "compare", "cost", "experiment", "variant", "platform", "updates"):
+        for name in ("schedule", "compare", "cost", "experiment", "variant", "platform", "devices", "updates"):
             if getattr(self, name) is not None:
                 raise UserError(f"draw pipeline: got {name} beside --measured, whose run says it all: leave it out")
         pipeline = checked(self.measured).pipeline
@@ -195,11 +202,24 @@ class Draw:
         plans = self._plans() or [plan for plan in (experiment.plan.pipeline,) if plan is not None]
         if not plans:
             raise UserError(f"draw pipeline: {self.experiment} has no pipeline in its plan; name one, such as 1f1b:4x8")
+        if self.devices is not None:
+            return [(str(plan), *self._dealt(experiment, plan, schedule)) for plan, schedule in self._scheduled(plans)]
         platform = planned_platform(self.platform or "local")
         return [
             (str(plan), schedule, stage_costs(experiment, platform, plan, schedule))
             for plan, schedule in self._scheduled(plans)
         ]
+
+    def _dealt(self, experiment: "Experiment", plan: "PipelinePlan", schedule: "Schedule") -> "tuple[Schedule, Costs]":
+        """Over unlike devices."""
+        from jaxscale.planning.unlike_devices import dealt, devices_of
+        from jaxscale.platforms.detect import hush_absent_gpus
+
+        hush_absent_gpus()
+        assert self.devices is not None
+        found = dealt(experiment, devices_of(self.devices, schedule.ranks), plan, schedule)
+        print(f"{plan}: {found}\n")
+        return schedule, found.partition.costs
 
 
 def prices_of(text: str | None) -> dict[str, float]:

@@ -31,6 +31,7 @@ class Actions:
         key: varying.
         x: shapes of the message.
         manual: the manual axes.
+        readers: stages that read what is shared; `None`: all may.
     """
 
     def __init__(
@@ -43,8 +44,11 @@ class Actions:
         key: Any,
         x: Any,
         manual: Sequence[str],
+        readers: Sequence[int] | None = None,
     ) -> None:
         self._tables, self._manual = tables, manual
+        stages = range(tables.schedule.stages)
+        self._reads = None if readers is None else [stage in readers for stage in stages]
         self._weights, self._shared, self._batch, self._key = weights, shared, batch, key
         self._last = tables.schedule.stages - 1
         nothing = {name: jnp.int32(0) for name in ("stage", "microbatch", "chunk")}
@@ -128,14 +132,35 @@ class Actions:
 
     def _backward(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
         kept = read(state["kept"], row["residual"])
-        weights, shared, dx = self._passes.backward(self._context(row), x, kept, g)
-        return self._accumulate_shared(self._accumulate(state, row, weights, live), shared, live), dx
+
+        def run(sums: State, reads: bool) -> tuple[State, Any]:
+            weights, shared, dx = self._passes.backward(self._context(row), x, kept, g)
+            sums = self._accumulate(sums, row, weights, live)
+            return (self._accumulate_shared(sums, shared, live) if reads else sums), dx
+
+        sums, dx = self._where_read(run, {name: state[name] for name in ("weights", "shared")}, row, live)
+        return {**state, **sums}, dx
 
     def _inner(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
         kept = read(state["kept"], row["residual"])
-        shared, dx, cut = self._passes.inner(self._context(row), x, kept, g)
-        state = self._accumulate_shared(state, shared, live)
-        return {**state, "cut": self._put(state["cut"], row["cut"], cut, live)}, dx
+
+        def run(sums: State, reads: bool) -> tuple[State, Any]:
+            shared, dx, cut = self._passes.inner(self._context(row), x, kept, g)
+            return (self._accumulate_shared(sums, shared, live) if reads else sums), (dx, cut)
+
+        sums, (dx, cut) = self._where_read(run, {"shared": state["shared"]}, row, live)
+        return {**state, **sums, "cut": self._put(state["cut"], row["cut"], cut, live)}, dx
+
+    def _where_read(self, run: Callable[[State, bool], Any], sums: State, row: Row, live: Any) -> Any:
+        """`run` of the sums, with gradients of what is shared on stages that read it alone.
+
+        On any other stage they are zeros, as large as embedding and head are, and making and adding them would take
+        longer than the stage. Where a program shall have no branches (`alone`), they are added everywhere.
+        """
+        if self._reads is None or all(self._reads) or live is not None:
+            return run(sums, True)
+        branches = [lambda sums, reads=reads: self._vary(run(sums, reads)) for reads in (True, False)]
+        return lax.cond(jnp.asarray(self._reads)[row["stage"]], *branches, sums)
 
     def _outer(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
         kept, cut = read(state["kept"], row["residual"]), read(state["cut"], row["cut"])

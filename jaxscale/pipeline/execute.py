@@ -61,6 +61,7 @@ def execute(
     axis: str = "pipe",
     manual: Sequence[str] = ("pipe",),
     lowering: Lowering = "switch",
+    readers: Sequence[int] | None = None,
 ) -> Executed:
     """Run a schedule inside a `jax.shard_map` that is manual over `manual`.
 
@@ -78,6 +79,8 @@ def execute(
         axis: of the mesh, along which the stages lie.
         manual: all axes over which the surrounding `jax.shard_map` is manual.
         lowering: "phased" for lock-step tables alone: no branch at all, idle devices compute on zeros and drop it.
+        readers: stages that read anything of `shared`; gradients of it are added up by their backwards alone. `None`:
+            all may.
 
     Returns:
         What this device summed; reduce it over the axes that share the parameters.
@@ -88,7 +91,7 @@ def execute(
     """
     _check(tables, weights, batch, lowering)
     weights, shared, batch, key = vary((weights, shared, batch, key), manual)
-    actions = Actions(tables, stage, weights, shared, batch, key, x, manual)
+    actions = Actions(tables, stage, weights, shared, batch, key, x, manual, readers)
     table = np.stack([tables.columns[name] for name in tables.columns], axis=1)
     own = lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(axis), 2, keepdims=False)
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Cut, Loss
+from jaxscale.compat import prune
 from jaxscale.pipeline.execute import execute
 from jaxscale.pipeline.passes import At
 from jaxscale.pipeline.tables import Tables, tabulate
@@ -214,7 +215,20 @@ class Pipelined(Objective):
             one = jax.tree.map(lambda leaf: leaf[0], (chunks, batch))
             with self._inside():
                 x = jax.eval_shape(self._parts(self._loss_of).before, one[0], shared, one[1], key, jnp.int32(0))
-            done = execute(tables, stage, chunks, shared, batch, key, x, axis=PIPE_AXIS, manual=self.manual)
+                readers = self._readers(x, one[0], shared, one[1], key) if tables.backward else None
+            done = execute(
+                tables,
+                stage,
+                chunks,
+                shared,
+                batch,
+                key,
+                x,
+                axis=PIPE_AXIS,
+                manual=self.manual,
+                lowering=self.plan.lowering,
+                readers=readers,
+            )
             return finish(done)
 
         return jax.shard_map(
@@ -225,6 +239,14 @@ class Pipelined(Objective):
             axis_names=set(self.manual),
             check_vma=False,
         )(stacked, shared, batch, key)
+
+    def _readers(self, x: Any, stacked: Any, shared: Any, microbatch: Any, key: Any) -> tuple[int, ...] | None:
+        """The stages that read what stages share: the first and the last, where blocks read none of it; else `None`."""
+        inside = self._parts(self._loss_of).inside
+        program = jax.make_jaxpr(inside)(x, stacked, shared, microbatch, key, jnp.int32(0))
+        _, used = prune(program, [True] * len(program.jaxpr.outvars))
+        before = len(jax.tree.leaves((x, stacked)))
+        return None if any(used[before : before + len(shared)]) else (0, self.stages.schedule.stages - 1)
 
     def _loss_of(self, module: Any, batch: Batch, context: Context) -> Loss:
         loss = self.experiment.model.loss(module, batch, context)

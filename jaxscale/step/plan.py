@@ -28,6 +28,9 @@ class Plan:
         stages: blocks of each stage, in order; `None` gives every stage as many.
         stash: what a stage keeps of a forward for its backward: what the memory plan says of each block, or its "input"
             alone, and it runs again.
+        lowering: of a pipeline's table: "switch", a branch for each kind of action, so that idle devices do nothing; or
+            "phased", kinds written out one after the other without any branch, where every tick is of one kind
+            (lockstep, gpipe): idle devices then compute on zeros, and what they compute is dropped.
         anneal: updates over which the smaller rates of an asynchronous pipeline's stale stages fade (PipeMare's
             rescheduling); 0: none; `None`: a quarter of the run for pipemare, else none.
         correction: of the weights that pipemare's backwards read, what is left of a change after the delay, below 1; 0:
@@ -64,6 +67,7 @@ class Plan:
     pipeline: PipelinePlan | None = None
     stages: tuple[int, ...] | None = None
     stash: Literal["residuals", "input"] = "residuals"
+    lowering: Literal["switch", "phased"] = "switch"
     anneal: int | None = None
     correction: float | None = None
     synchronous_steps: int = 0
@@ -177,7 +181,7 @@ class Plan:
                     f"mesh {self.mesh}: nothing says what the devices along pipe do; add a pipeline such as "
                     f"1f1b:{self.mesh.pipe}x{4 * self.mesh.pipe}"
                 )
-            for name in ("stages", "stash", "anneal", "correction", "synchronous_steps"):
+            for name in ("stages", "stash", "lowering", "anneal", "correction", "synchronous_steps"):
                 if getattr(self, name) != getattr(Plan, name):
                     raise UserError(f"{name}: got {getattr(self, name)} without a pipeline; add one, or leave it out")
             return
@@ -197,6 +201,8 @@ class Plan:
                 f"correction: got {self.correction} with pipeline {pipeline}, whose backwards read the weights of "
                 "their forwards; leave it out, or take pipemare:P"
             )
+        if self.lowering == "phased" and self.asynchronous:
+            raise UserError(f"lowering phased with pipeline {pipeline}, whose ticks mix kinds: leave it out")
         for name, value in (("weights", self.weights), ("gradients", self.gradients)):
             if value == "host":
                 raise UserError(

@@ -216,7 +216,12 @@ def _checked(stages: Stages, plan: Plan) -> Stages:
     """
     assert len(stages.copies) == stages.schedule.chunks - len(stages.homes[0])
     if stages.schedule.versions is None:
-        tabulate(stages.schedule, plan.stash)
+        table = tabulate(stages.schedule, plan.stash)
+        if plan.lowering == "phased" and not table.lockstep:
+            raise UserError(
+                f"lowering phased with pipeline {plan.pipeline}: in some of its ticks some devices go forward and "
+                "others backward; take lockstep or gpipe, or lowering switch"
+            )
     return stages
 
 

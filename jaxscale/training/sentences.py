@@ -159,7 +159,7 @@ _SPOKEN = (
     | frozenset(
         ("version", "type", "mesh", "zero", "sequence_parallel", "microbatches", "precision", "matmul", "reduce")
     )
-    | frozenset(("pipeline", "stages", "stash", "anneal", "correction", "synchronous_steps"))
+    | frozenset(("pipeline", "stages", "stash", "lowering", "lowering", "anneal", "correction", "synchronous_steps"))
     | frozenset(("memory", "state", "master", "loss_chunk", "attention", "unroll", "rules"))
 )
 
@@ -172,6 +172,8 @@ def _pipeline(plan: dict[str, Any]) -> str:
         parts.append("A stage keeps its input alone and runs again for its backward pass.")
     if plan.get("anneal"):
         parts.append(f"Stale stages learn more slowly for the first {plan['anneal']} updates.")
+    if plan.get("lowering") == "phased":
+        parts.append("The program has no branches: idle devices compute on zeros.")
     if plan.get("synchronous_steps"):
         parts.append(f"The first {plan['synchronous_steps']} steps are synchronous.")
     if plan.get("correction"):

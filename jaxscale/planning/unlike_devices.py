@@ -1,0 +1,118 @@
+"""A model's blocks dealt out to unlike devices: faster ones get more, and each place of the pipe has its own prices.
+
+Groups of devices stand along the pipe in the given order. Where there are several times as many devices as stages, as
+many pipelines run side by side, HetPipe's virtual workers: each gets one device of every run in the order of speed, so
+that they are alike, and share the rows of a microbatch. The partition is `pipeline.partition`'s, with the roofline
+prices of each kind of chip.
+
+    Park et al. 2020, "HetPipe" (arXiv:2005.14038); Zhan and Zhang 2019, "Pipe-torch" (CBD).
+
+Left out: memory (ask `fit` of the platform with the smallest), the links between unlike machines, which no table has (a
+place's own chip's is taken), and training on them: one program runs on alike devices. What `--plan.stages` takes is
+printed.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.partition import Partition, partition
+from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.pipeline.price import Device
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.virtual_workers import virtual_workers
+from jaxscale.planning.pipeline_choice import in_turns
+from jaxscale.planning.stage_prices import model_prices
+from jaxscale.platforms.platform import Platform
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.stages import period_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Dealt:
+    """Blocks on unlike devices.
+
+    Args:
+        partition: of blocks, or of whole turns of unlike ones, to stages.
+        places: the chip that stands for each rank: where workers' differ, the slowest.
+        workers: pipelines side by side.
+        period: blocks of a turn.
+    """
+
+    partition: Partition
+    places: tuple[str, ...]
+    workers: int
+    period: int
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Blocks of each stage: the plan's `stages`."""
+        bounds = self.partition.boundaries
+        return tuple(self.period * (after - before) for before, after in itertools.pairwise(bounds))
+
+    def __str__(self) -> str:
+        side = f", {self.workers} virtual workers side by side" if self.workers > 1 else ""
+        gap = "" if self.partition.exact else f", at most {self.partition.seconds / self.partition.bound - 1:.1%} more"
+        return f"ranks on {', '.join(self.places)}{side}: --plan.stages {','.join(map(str, self.layers))}{gap}"
+
+
+def devices_of(text: str, ranks: int) -> tuple[Platform, ...]:
+    """The groups of devices of a text, such as "gpu h100 x 2, gpu a100 x 2", in the order of the pipe.
+
+    Raises:
+        UserError: no platform, one kind alone, or a number of devices that is no multiple of the ranks.
+
+    Example:
+        >>> [group.devices for group in devices_of("gpu h100 x 2, gpu a100 x 2", 4)]
+        [2, 2]
+    """
+    groups = tuple(Platform.parse(part) for part in text.split(",") if part.strip())
+    count = sum(group.devices for group in groups)
+    if len({group.chip.name for group in groups}) < 2:
+        raise UserError(f"--devices {text!r}: expected two kinds of chips or more; for one, give --platform")
+    if count % ranks:
+        raise UserError(
+            f"--devices {text!r}: {count} devices for {ranks} ranks: expected as many, or a multiple (virtual workers)"
+        )
+    return groups
+
+
+def dealt(experiment: Experiment, groups: Sequence[Platform], pipeline: PipelinePlan, schedule: Schedule) -> Dealt:
+    """The fastest partition of an experiment's blocks over unlike devices.
+
+    Args:
+        experiment: its plan says types, attention and what blocks keep.
+        groups: of devices, along the pipe.
+        pipeline: says how many microbatches.
+        schedule: of it.
+
+    Raises:
+        UserError: a chip whose rates nothing tells, rows that do not divide, a schedule of several routes.
+    """
+    workers = sum(group.devices for group in groups) // schedule.ranks
+    period = period_of(experiment.model)
+    kinds = {group.chip.name: group for group in groups}
+    prices = {
+        name: in_turns(
+            model_prices(experiment, _alone(group, schedule.ranks * workers), schedule.ranks, pipeline.shape()[1]),
+            period,
+        )
+        for name, group in kinds.items()
+    }
+    wires = {name: max((link.bandwidth for link in group.links), default=math.inf) for name, group in kinds.items()}
+    places = tuple(
+        Device(kind=group.chip.name, link=wires[group.chip.name]) for group in groups for _ in range(group.devices)
+    )
+    if workers > 1:
+        seconds = {name: sum(price.forward for price in model.blocks) for name, model in prices.items()}
+        slowness = {name: taken / min(seconds.values()) for name, taken in seconds.items()}
+        places = virtual_workers(places, slowness, workers)
+    found = partition(prices, schedule, places, stash=experiment.plan.stash)
+    return Dealt(found, tuple(place.kind for place in places), workers, period)
+
+
+def _alone(group: Platform, devices: int) -> Platform:
+    """As many devices of one kind."""
+    return Platform(group.chip, max(1, devices // group.chip.devices))
