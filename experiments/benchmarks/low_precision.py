@@ -5,6 +5,9 @@
 Held-out loss after 400 steps in nats per character, on 512 windows; what counts is the difference to bfloat16's at
 equal seeds, its mean over the seeds. "int4, one phase" rounds the gradient to the same powers of four in both products
 of the backward pass, in place of two phases: it must be worse. No time is measured: a CPU emulates all of it.
+
+Measured 2026-11-22 on 2 cores of an x86 machine, JAX 0.10.2, seeds 0 and 1, with `--recipes default int8`: bfloat16
+2.3334 and 2.3417, int8 2.3332 and 2.3422: 0.0002 above on average.
 """
 
 import argparse
