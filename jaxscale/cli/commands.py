@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from jaxscale.cli.convert import ConvertState
 from jaxscale.cli.draw import Draw
 from jaxscale.errors import UserError
 
@@ -401,7 +402,7 @@ class Doctor:
         return report.status
 
 
-Command = Train | Fit | Explain | Draw | Generate | Evaluate | Export | Report | Doctor
+Command = Train | Fit | Explain | Draw | Generate | Evaluate | Export | ConvertState | Report | Doctor
 COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "fit": Fit,
@@ -410,6 +411,7 @@ COMMANDS: dict[str, type[Command]] = {
     "generate": Generate,
     "evaluate": Evaluate,
     "export": Export,
+    "convert-state": ConvertState,
     "report": Report,
     "doctor": Doctor,
 }

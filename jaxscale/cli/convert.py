@@ -1,0 +1,38 @@
+"""jaxscale convert-state: a run's checkpoint with its optimizer state in other bits."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertState:
+    """Write a run's newest checkpoint with its optimizer state in other bits.
+
+    A run that is continued under another --plan.state converts by itself; this does it beforehand.
+
+    Args:
+        run_dir: directory of a run.
+        to: bits of the optimizer's moments.
+        out: directory to make.
+    """
+
+    positional: ClassVar[tuple[str, ...]] = ("run_dir",)
+
+    run_dir: str = dataclasses.field(metadata={"metavar": "RUN_DIR"})
+    to: Literal["float32", "int8", "dynamic8", "int4", "fp8"] = "float32"
+    out: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR", "default": "RUN_DIR-TO"})
+
+    def check(self) -> None:
+        """What can be known without importing JAX."""
+        from jaxscale.cli.commands import check_run
+
+        check_run(self.run_dir)
+
+    def run(self) -> None:
+        """Convert."""
+        from jaxscale.training.backend import start_backend
+
+        start_backend()
+        from jaxscale.training.convert import convert_state
+
+        print(convert_state(self.run_dir, self.to, self.out))
