@@ -15,8 +15,8 @@ train step on 4 of 8 virtual devices, and compares the weights of each stage: wi
 differ by.
 
 Run 2026-11-22 on 2 busy cores (AMD EPYC), JAX 0.10.2, the whole recipe of 2,000 steps, which a rule takes 5 to 6
-minutes of one core for. Held-out loss in nats per character of seeds 0 and 1, and how much that is more than synchronous
-training, which gives 1.891 and 1.901:
+minutes of one core for. Held-out loss in nats per character of seeds 0 and 1, and how much that is more than
+synchronous training, which gives 1.891 and 1.901:
 
                            from the first step               after 1,000 synchronous steps
     2bw                    1.980 (+0.089)  1.979 (+0.078)    1.902 (+0.011)  1.916 (+0.014)
