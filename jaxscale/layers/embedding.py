@@ -7,16 +7,36 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxscale.layers.linear import Initializer
+from jaxscale.sharding import place
+from jaxscale.sharding.zero import placed_axes
 from jaxscale.typing import Array, Float, Int
 
 
 def _rows(table: Any, index: Any) -> Any:
     """Rows of a table; their gradients add up in float32, whatever the type of the table.
 
-    A frequent token's row adds up thousands of gradients: in bfloat16 the sum of ones stops at 256.
+    A frequent token's row adds up thousands of gradients: in bfloat16 the sum of ones stops at 256. Where some axes of
+    the mesh are manual, those that the index lies on become so too: XLA aborts on a look-up in a table that lies on one
+    axis by an index that lies on another (JAX 0.10 and 0.12).
     """
+    found = place.current()
+    mesh, rules = found or (None, None)
+    if rules is None or not getattr(mesh, "manual_axes", ()):
+        return _looked_up(table, index)
+    spec = place.spec(index.shape, ("batch", "seq", *(None,) * index.ndim)[: index.ndim], mesh, rules)
+    axes = placed_axes(spec)
+    if not axes:
+        return _looked_up(table, index)
+    whole = PartitionSpec()
+    return jax.shard_map(
+        _looked_up, mesh=mesh, in_specs=(whole, spec), out_specs=spec, axis_names=axes, check_vma=False
+    )(table, index)
+
+
+def _looked_up(table: Any, index: Any) -> Any:
     if table.dtype == jnp.float32:
         return jnp.take(table, index, axis=0, mode="clip")
     return _narrow_rows(table, index)

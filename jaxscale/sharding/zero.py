@@ -67,6 +67,18 @@ def placed_axes(spec: PartitionSpec) -> set[str]:
     return {axis for entry in spec if entry is not None for axis in ((entry,) if isinstance(entry, str) else entry)}
 
 
+def without(spec: PartitionSpec, axis: str) -> PartitionSpec:
+    """A PartitionSpec with one mesh axis left out.
+
+    Example:
+        >>> list(without(PartitionSpec("tensor", ("fsdp", "pipe")), "fsdp"))
+        ['tensor', 'pipe']
+    """
+    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    left = [tuple(one for one in entry if one != axis) for entry in entries]
+    return PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in left))
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Where the tensors that belong to one parameter live.

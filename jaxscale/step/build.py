@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
+from jaxscale.compression.reduce import Stage
 from jaxscale.memory.decision import Decision
 from jaxscale.optim.offloaded import Advance, global_norm
 from jaxscale.platforms.detect import host_memory
@@ -32,6 +33,7 @@ from jaxscale.step.objective import Objective, positive
 from jaxscale.step.pipelined import Pipelined
 from jaxscale.step.plan import Plan
 from jaxscale.step.products import check_products, said_of_products
+from jaxscale.step.reducing import check_reduce, describe_reduce, reduced, said_of_restored, stage_of, with_states
 from jaxscale.step.remember import check_memory, decide_memory, layers_of_groups, needs_decision, said_of, treatment_of
 from jaxscale.step.stages import Stages, stages_of
 from jaxscale.step.state import TrainState, Watch
@@ -77,6 +79,7 @@ class TrainStep:
         decision: what the plan's memory rule comes to; `None` for one that says by itself what blocks keep.
         stages: of its pipeline; `None` without one.
         streamed: what the step of an asynchronous pipeline computes; `None` for any other.
+        stage: of a codec, which reduces the gradients of replicas; `None` where XLA does.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class TrainStep:
         decision: Decision | None = None,
         stages: Stages | None = None,
         streamed: Streamed | None = None,
+        stage: Stage | None = None,
     ) -> None:
         self.experiment = experiment
         self.plan = plan
@@ -101,6 +105,7 @@ class TrainStep:
         self.said = tuple(said)
         self.decision = decision
         self.stages = stages
+        self.stage = stage
         parts = (experiment, plan, functional, layout, treatment_of(plan, decision))
         self.streamed = streamed
         self.objective = streamed or (Objective(*parts) if stages is None else _pipelined(stages, *parts))
@@ -150,7 +155,7 @@ class TrainStep:
         if unsplit:
             shown = ", ".join(unsplit[:5]) + (f" and {len(unsplit) - 5} more" if len(unsplit) > 5 else "")
             lines.append(f"zero {self.plan.zero}: no dim divides by {self.mesh.shape['fsdp']}, kept whole: {shown}")
-        return lines + describe(self.layout)
+        return lines + describe_reduce(self.stage) + describe(self.layout)
 
     def memory(self, batch: Batch) -> dict[str, int]:
         """Bytes per device of what lives in its own memory between steps, by kind of tensor."""
@@ -160,6 +165,7 @@ class TrainStep:
             "optimizer": local_bytes(abstract.optimizer),
             "model state": local_bytes((abstract.rest, abstract.watch, abstract.step)),
             **({"in flight": local_bytes(abstract.in_flight)} if self.streamed else {}),
+            **({"residuals": local_bytes(abstract.reduce)} if self.stage else {}),
             "batch": local_bytes(self.abstract_batch(batch)),
         }
 
@@ -229,7 +235,8 @@ class TrainStep:
         step, watch = jax.jit(
             lambda: (jnp.zeros((), jnp.int32), Watch.start()), out_shardings=(state.step, state.watch)
         )()
-        return self._filled(TrainState(step, params, optimizer, rest, watch))
+        codec = () if self.stage is None else jax.jit(self.stage.init, out_shardings=state.reduce)()
+        return self._filled(TrainState(step, params, optimizer, rest, watch, reduce=codec))
 
     def _filled(self, state: TrainState) -> TrainState:
         """The state with an empty pipe, where it has one that is not drained."""
@@ -265,6 +272,8 @@ class TrainStep:
 
     def describe_restored(self, names: Container[str]) -> str:
         """What a user should know of a checkpoint with arrays of these names, behind a semicolon; mostly nothing."""
+        if self.stage is not None:
+            return said_of_restored(self.stage, names, self.canonical_abstract())
         lacking = any(name.startswith(f"{IN_FLIGHT}/") and name not in names for name in self.canonical_abstract())
         return f"; nothing was in flight for pipeline {self.plan.pipeline} as it is now: it begins empty" * lacking
 
@@ -333,19 +342,27 @@ class TrainStep:
         if self.streamed is not None:
             after, found = self.streamed.step(state, batch)
             return after, {**found, **self._progress(state.watch, after.watch)}
-        loss, gradients, rest = self.objective.gradients(state, batch)
+        codec: Metrics = {}
+        if self.stage is None:
+            (loss, gradients, rest), left = self.objective.gradients(state, batch), state.reduce
+        else:
+            loss, gradients, rest = self.objective.gradients_apart(state, batch)
+            gradients, found = reduced(self.stage, gradients, state, self.layout)
+            codec, left = {"residual_norm": found.residual_norm}, found.states
         mean = loss.total / positive(loss.weight)
         norm = global_norm(gradients, self.layout.gradients)
         good, watch = state.watch.judge(mean, norm, self.experiment.guard)
         # a bad step leaves parameters, optimizer and batch statistics as they were
         params, optimizer = self.advance(gradients, state.optimizer, state.params, norm, good)
-        metrics = {"loss": mean, "grad_norm": norm, "weight": loss.weight, **self._progress(state.watch, watch)}
+        metrics = {"loss": mean, "grad_norm": norm, "weight": loss.weight, **codec}
+        metrics |= self._progress(state.watch, watch)
         after = TrainState(
             step=state.step + 1,
             params=params,
             optimizer=optimizer,
             rest=jax.tree.map(lambda new, old: jnp.where(good, new, old), rest, state.rest),
             watch=watch,
+            reduce=jax.tree.map(lambda new, old: jnp.where(good, new, old), left, state.reduce),
         )
         return after, metrics
 
@@ -415,7 +432,10 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
         functional, layout = streamed.held, streamed.places
         lines.append(str(streamed))
     advance = advance_of(plan, update, layout)
-    return TrainStep(experiment, plan, functional, layout, update, advance, lines, decision, stages, streamed)
+    check_reduce(plan, experiment.model, functional.rest)
+    stage = stage_of(plan, functional, layout)
+    layout = with_states(layout, stage)
+    return TrainStep(experiment, plan, functional, layout, update, advance, lines, decision, stages, streamed, stage)
 
 
 def _pipelined(stages: Stages, *given: Any) -> Pipelined:

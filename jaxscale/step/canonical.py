@@ -27,6 +27,7 @@ from jaxscale.sharding.memory_space import in_memory_of, on_host, to_device, to_
 from jaxscale.sharding.zero import split
 from jaxscale.step.functional import Functional
 from jaxscale.step.layout import local_bytes
+from jaxscale.step.reducing import REDUCE, kept, kept_abstract, kept_prefix, restored
 from jaxscale.step.state import TrainState
 from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array
@@ -39,6 +40,8 @@ PARAMS = "params"
 REST = "rest"
 IN_FLIGHT = "in_flight"
 """Prefix of what an asynchronous pipeline has in it, which another plan, or another version, leaves behind."""
+OPTIONAL = (f"{IN_FLIGHT}/", f"{REDUCE}/")
+"""Of names that a checkpoint may lack: what they name begins anew."""
 
 CODES, SCALE = "codes.", "scale"
 """The last part of the names of a quantized array's two: the map follows the first."""
@@ -83,7 +86,11 @@ class Canonical:
 
     def __init__(self, step: "TrainStep") -> None:
         self._layout = step.layout
-        abstract, treedef = jax.tree.flatten(step.layout.abstract)
+        self._stage = step.stage
+        whole = step.layout.abstract
+        if self._stage is not None:
+            whole = dataclasses.replace(whole, reduce=kept_abstract(self._stage))
+        abstract, treedef = jax.tree.flatten(whole)
         self._leaves, self._treedef = abstract, treedef
         self._parts = jax.tree.leaves(_parts(step), is_leaf=lambda x: isinstance(x, Part))
         assert len(self._parts) == len(self._leaves)
@@ -108,6 +115,8 @@ class Canonical:
         return {n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.shardings[n]) for n, s in shapes.items()}
 
     def _take_apart(self, state: TrainState) -> dict[str, Array]:
+        if self._stage is not None:
+            state = dataclasses.replace(state, reduce=kept(self._stage, state.reduce))
         arrays: dict[str, Array] = {}
         groups: dict[str, dict[int, Array]] = {}
         ways: dict[str, Any] = {}
@@ -143,7 +152,7 @@ class Canonical:
         # an array of a stack in groups is read by several leaves, and freed by the last
         waiting = collections.Counter(name for part in self._parts for name in part.names)
         for leaf, part in zip(self._leaves, self._parts, strict=True):
-            if part.names[0].startswith(f"{IN_FLIGHT}/") and part.names[0] not in arrays:
+            if part.names[0].startswith(OPTIONAL) and part.names[0] not in arrays:
                 leaves.append(None)
                 continue
             given = [arrays[name] for name in part.names]
@@ -162,7 +171,10 @@ class Canonical:
             for array in given:
                 if isinstance(array, jax.Array):
                     array.delete()
-        return jax.tree.unflatten(self._treedef, leaves)
+        state = jax.tree.unflatten(self._treedef, leaves)
+        if self._stage is not None:
+            state = dataclasses.replace(state, reduce=restored(self._stage, state.reduce))
+        return state
 
 
 def _given_back(array: Array, dtype: Any, host: bool) -> Array:
@@ -234,6 +246,17 @@ def _parts(step: "TrainStep") -> TrainState:
             return Part(names, dim, shape, order=alive, dtype=dtype)
         return Part(tuple(layer_name(full, i) + end for i in range(leaf.shape[dim])), dim, shape, dtype=dtype)
 
+    def of_codec(path: Any, leaf: Any) -> Part:
+        """A residual is taken apart as its parameter is, behind the dim of replicas where it has that."""
+        assert step.stage is not None
+        prefix, name, residual, every = kept_prefix(step.stage, path)
+        full = f"{prefix}/{name}"
+        if not residual:
+            return _plain(full, leaf)
+        part = of_param(full, (), name, jax.ShapeDtypeStruct(leaf.shape[every:], leaf.dtype))
+        stacked = None if part.stacked is None else part.stacked + every
+        return dataclasses.replace(part, stacked=stacked, shape=(*leaf.shape[:every], *part.shape))
+
     def one_stack(tree: Any, stacked: Callable[[Any], bool]) -> Any:
         """Leaves that are not taken apart, of stacks in groups: one array for all groups."""
         parts, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, Part))
@@ -275,6 +298,7 @@ def _parts(step: "TrainStep") -> TrainState:
             lambda path, leaf: _plain(f"{IN_FLIGHT}/{step.objective.pipe_name}/{path_name(path)}", leaf),
             abstract.in_flight,
         ),
+        reduce=by_path(of_codec, () if step.stage is None else kept_abstract(step.stage)),
     )
 
 

@@ -16,6 +16,8 @@ from jax.sharding import NamedSharding
 
 from jaxscale import blocks
 from jaxscale.blocks import Context
+from jaxscale.compression import Codec, wire
+from jaxscale.compression.reduce import Stage
 from jaxscale.costs.trace import FORMULAS
 from jaxscale.errors import UserError
 from jaxscale.memory.apply import policy_of
@@ -26,8 +28,9 @@ from jaxscale.memory.keep_named import KeepNamed, keep_everything
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.optim.quantize import is_quantized
 from jaxscale.platforms.hlo import Collective, collectives
+from jaxscale.platforms.megascale import slices_of
 from jaxscale.sharding.memory_space import rehearses
-from jaxscale.step.layout import BATCH_AXES
+from jaxscale.step.layout import BATCH_AXES, REPLICA_AXIS
 from jaxscale.step.plan import Plan
 from jaxscale.step.products import check_traced_products
 from jaxscale.trees import leaf_bytes, named_leaves
@@ -35,6 +38,10 @@ from jaxscale.typing import Batch
 
 if TYPE_CHECKING:
     from jaxscale.step.build import TrainStep
+
+
+SCALARS = 256
+"""Bytes of single numbers that a step sends: sums of losses and weights, norms, agreements."""
 
 
 class NoEffect(AssertionError):
@@ -112,9 +119,14 @@ def check_compiled(step: "TrainStep", executable: Any) -> None:
     check_state(step, executable.output_shardings[0])
     check_state_bits(plan, executable.out_info[0].optimizer)
     scatters = plan.zero > 1 and mesh.shape["fsdp"] > 1
-    if scatters or (plan.precision == "bfloat16" and math.prod(mesh.shape[axis] for axis in BATCH_AXES) > 1):
+    if (
+        step.stage is not None
+        or scatters
+        or (plan.precision == "bfloat16" and math.prod(mesh.shape[axis] for axis in BATCH_AXES) > 1)
+    ):
         try:
-            found = collectives(executable.as_text(), mesh)
+            text = executable.as_text()
+            found = collectives(text, mesh)
         except (AssertionError, LookupError, ValueError) as error:
             # a spelling that nobody has met must not stop a run
             warnings.warn(
@@ -122,6 +134,8 @@ def check_compiled(step: "TrainStep", executable: Any) -> None:
             )
             return
         check_wires(plan, mesh.devices.flat[0].platform, found, scatters)
+        if step.stage is not None:
+            check_codec(step.stage, slow_bytes(found, step.stage, slices=slices_of(text)))
 
 
 def check_kept_on_host(step: "TrainStep", memory: Any) -> None:
@@ -225,8 +239,10 @@ def check_wires(plan: Plan, platform: str, found: Sequence[Collective], scatters
             raise NoEffect(f"zero {plan.zero}: the compiled step scatters no gradient over fsdp")
     if plan.precision == "bfloat16" and platform != "cpu":  # XLA:CPU reduces nothing in less than float32
         sums = {"bf16": 0, "f32": 0}
+        # what a codec sends over the replicas is `check_codec`'s to judge
+        axes = {*BATCH_AXES} - ({REPLICA_AXIS} if isinstance(plan.reduce, Codec) else set())
         for c in found:
-            if c.kind in ("all-reduce", "reduce-scatter") and c.axes is not None and set(c.axes) & set(BATCH_AXES):
+            if c.kind in ("all-reduce", "reduce-scatter") and c.axes is not None and set(c.axes) & axes:
                 sums[c.dtype] = sums.get(c.dtype, 0) + c.bytes * c.count
         wanted, other = ("f32", "bf16") if plan.reduce == "float32" else ("bf16", "f32")
         if sums[other] > sums[wanted]:
@@ -234,6 +250,47 @@ def check_wires(plan: Plan, platform: str, found: Sequence[Collective], scatters
                 f"reduce {plan.reduce or plan.precision}: of what the compiled step reduces over the data axes, "
                 f"{sums[other]} bytes are {other} and {sums[wanted]} bytes {wanted}"
             )
+
+
+def slow_bytes(found: Sequence[Collective], stage: Stage, *, slices: int = 1) -> int:
+    """Bytes that one device of a compiled program sends over a codec's axis, by the formulas of `compression/wire.py`.
+
+    Args:
+        found: its collectives.
+        stage: of the codec.
+        slices: that the program sends between; what crosses them is listed with what a device hands over.
+    """
+    n, total = stage.replicas, 0
+    for c in found:
+        if c.axes is None or stage.axis not in c.axes:
+            continue
+        if c.kind == "all-gather":
+            sent = wire.all_gather(c.bytes if slices > 1 else c.bytes // n, n)
+        elif c.kind == "all-reduce":
+            sent = wire.all_reduce(c.bytes, n)
+        else:
+            sent = c.bytes if c.kind == "collective-permute" else wire.all_to_all(c.bytes, n)
+        total += sent * c.count
+    return total
+
+
+def check_codec(stage: Stage, sent: int) -> None:
+    """Compare what a compiled step sends over a codec's axis with what the codec says.
+
+    Args:
+        stage: of the codec.
+        sent: bytes of one device and step.
+
+    Raises:
+        NoEffect: more crosses than the codec says, such as gradients in full precision; or less, so that it says more
+            than it does.
+    """
+    told = stage.wire_bytes + (stage.exact_bytes if stage.codec.start else 0)  # both ways are in the program
+    if not 0.98 * told - SCALARS <= sent <= 1.02 * told + SCALARS:
+        raise NoEffect(
+            f"reduce {stage.codec}: a device of the compiled step sends {sent} bytes over {stage.axis}, and the codec "
+            f"says {told} (float32: {stage.exact_bytes})"
+        )
 
 
 def _equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:

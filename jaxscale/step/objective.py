@@ -6,13 +6,14 @@ the form that XLA turns into the collectives one expects (`sharding/zero.py` has
 """
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
@@ -20,10 +21,11 @@ from jaxscale.layers.low_precision import RECIPES
 from jaxscale.memory.offload import streaming
 from jaxscale.sharding import place
 from jaxscale.sharding.memory_space import on_host, to_device
+from jaxscale.sharding.rules import AxisRules
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
 from jaxscale.step.host import streamed_weights
-from jaxscale.step.layout import Layout
+from jaxscale.step.layout import REPLICA_AXIS, Layout
 from jaxscale.step.plan import Plan
 from jaxscale.step.rows import microbatches
 from jaxscale.step.state import TrainState
@@ -127,57 +129,114 @@ class Objective:
             return copies, lambda weights: weights
         return streamed_weights(self.plan, params, copies, self.layout.gradients)
 
-    def _loss(self, params: Params, rest: Params, batch: Batch, context: Context) -> tuple[Array, tuple[Loss, Params]]:
+    def _loss(
+        self, params: Params, rest: Params, batch: Batch, context: Context, replicas: int = 1
+    ) -> tuple[Array, tuple[Loss, Params]]:
         """What is differentiated: the mean of a batch, or the sum of a microbatch, whose mean waits for the others."""
         module = self.functional.module(params, rest)
         loss = self.experiment.model.loss(module, batch, context)
         objective = loss.total + loss.penalty
         if self.plan.microbatches == 1:
-            objective = objective / positive(jax.lax.stop_gradient(loss.weight))
+            objective = objective / _divisor(jax.lax.stop_gradient(loss.weight), replicas)
         return objective, (Loss(loss.total, loss.weight), self.functional.rest_of(module))
 
     def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Any, examples: Array) -> Array:
         """The objective of one microbatch, from float32 masters on the device: to trace, not to run."""
         return self._loss(self._compute_params(params), rest, batch, self.context(key, examples))[0]
 
-    def _place_gradients(self, gradients: Params) -> Params:
-        return jax.tree.map(
-            lambda g, sharding: g if on_host(g) else jax.lax.with_sharding_constraint(g, sharding).astype(jnp.float32),
-            gradients,
-            self.layout.gradients,
-        )
+    def _place_gradients(self, gradients: Params, *, apart: bool = False) -> Params:
+        def place(gradient: Array, sharding: NamedSharding) -> Array:
+            if on_host(gradient):
+                return gradient
+            mesh = jax.sharding.get_abstract_mesh() if apart else sharding.mesh
+            return jax.lax.with_sharding_constraint(gradient, NamedSharding(mesh, sharding.spec)).astype(jnp.float32)
+
+        return jax.tree.map(place, gradients, self.layout.gradients)
+
+    def _key_and_examples(self, state: TrainState, batch: Batch) -> tuple[Any, Array]:
+        """The key of a step, and the index of every row of its batch."""
+        rows = next(iter(batch.values())).shape[0]
+        key = jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
+        return key, jnp.arange(rows, dtype=jnp.int32)
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Loss, Params, Params]:
         """Sums of the loss, mean gradients in float32, and the model's other state, of a global batch."""
         with self.tracing():
             weights, given = self._weights(state.params)
-            key = jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
-            rows = next(iter(batch.values())).shape[0]
-            examples = jnp.arange(rows, dtype=jnp.int32)
-            grad = jax.value_and_grad(lambda weights, *args: self._loss(given(weights), *args), has_aux=True)
+            key, examples = self._key_and_examples(state, batch)
+            return self._gradients(weights, given, state.rest, batch, key, examples)
 
-            def of(rest: Params, batch: Batch, examples: Array) -> tuple[Loss, Params, Params]:
-                (_, (loss, rest)), gradients = grad(weights, rest, batch, self.context(key, examples))
-                return loss, self._place_gradients(gradients), rest
+    def gradients_apart(self, state: TrainState, batch: Batch) -> tuple[Loss, Params, Params]:
+        """The same with the gradients of each replica apart, along a first dim, whose mean is that of the global batch.
 
-            if self.plan.microbatches == 1:
-                return of(state.rest, batch, examples)
-            split = functools.partial(microbatches, parts=self.plan.microbatches)
+        Nothing of the size of a parameter crosses the replica axis: it is manual here, all others are the compiler's.
+        """
+        mesh = self.layout.mesh
+        replicas, whole, rows = mesh.shape[REPLICA_AXIS], PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
-            def add(carry: Any, part: Any) -> tuple[Any, None]:
-                loss, gradients, rest = of(carry[2], *part)
-                return (*jax.tree.map(jnp.add, (carry[0], carry[1]), (loss, gradients)), rest), None
+        def body(weights: Params, rest: Params, batch: Batch, key: Any, examples: Array) -> Any:
+            with self._within((REPLICA_AXIS,)):
+                mine = (weights, _as_it_is, rest, batch, key, examples, replicas)
+                loss, gradients, rest = self._gradients(*mine)
+            loss = jax.tree.map(lambda part: jax.lax.psum(part, REPLICA_AXIS), loss)
+            return loss, jax.tree.map(lambda g: g[None], gradients), rest
 
-            zeros = jax.tree.map(
-                lambda p, s: jax.lax.with_sharding_constraint(jnp.zeros(p.shape, jnp.float32), s),
-                state.params,
-                self.layout.gradients,
-            )
-            start = (Loss(jnp.zeros(()), jnp.zeros(())), zeros, state.rest)
-            parts = (jax.tree.map(split, dict(batch)), split(examples))
-            (loss, gradients, rest), _ = jax.lax.scan(add, start, parts)
-            scale = 1.0 / positive(loss.weight)
-            return loss, jax.tree.map(lambda g: g * scale, gradients), rest
+        with self.tracing():
+            given = (self._compute_params(to_device(state.params)), state.rest, dict(batch))
+            return jax.shard_map(
+                body,
+                mesh=mesh,
+                in_specs=(whole, whole, rows, whole, rows),
+                out_specs=(whole, rows, whole),
+                axis_names={REPLICA_AXIS},
+                check_vma=False,  # weights count as each replica's own: their gradients are not added up
+            )(*given, *self._key_and_examples(state, batch))
+
+    def _within(self, manual: Sequence[str]) -> Any:
+        """The layout in force within a manual region: the axes that are left, by the rules without the others."""
+        rules = self.layout.rules
+        left = {
+            field.name: tuple(axis for axis in getattr(rules, field.name) if axis not in manual)
+            for field in dataclasses.fields(AxisRules)
+        }
+        return place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**left))
+
+    def _gradients(
+        self,
+        weights: Params,
+        given: Callable[[Params], Params],
+        rest: Params,
+        batch: Batch,
+        key: Any,
+        examples: Array,
+        replicas: int = 1,
+    ) -> tuple[Loss, Params, Params]:
+        """Of a global batch, or, in a region that is manual over so many replicas, of one of them."""
+        apart = replicas > 1
+
+        def objective(weights: Params, *args: Any) -> Any:
+            return self._loss(given(weights), *args, replicas=replicas)
+
+        grad = jax.value_and_grad(objective, has_aux=True)
+
+        def of(rest: Params, batch: Batch, examples: Array) -> tuple[Loss, Params, Params]:
+            (_, (loss, rest)), gradients = grad(weights, rest, batch, self.context(key, examples))
+            return loss, self._place_gradients(gradients, apart=apart), rest
+
+        if self.plan.microbatches == 1:
+            return of(rest, batch, examples)
+        split = functools.partial(microbatches, parts=self.plan.microbatches)
+
+        def add(carry: Any, part: Any) -> tuple[Any, None]:
+            loss, gradients, rest = of(carry[2], *part)
+            return (*jax.tree.map(jnp.add, (carry[0], carry[1]), (loss, gradients)), rest), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.functional.params)
+        start = (Loss(jnp.zeros(()), jnp.zeros(())), self._place_gradients(zeros, apart=apart), rest)
+        parts = (jax.tree.map(split, dict(batch)), split(examples))
+        (loss, gradients, rest), _ = jax.lax.scan(add, start, parts)
+        scale = 1.0 / _divisor(loss.weight, replicas)
+        return loss, jax.tree.map(lambda g: g * scale, gradients), rest
 
     def evaluate(self, state: TrainState, batch: Batch) -> Loss:
         """Sums of the loss of a batch, nothing random."""
@@ -206,6 +265,15 @@ class Objective:
                 return part(batch)
             split = functools.partial(microbatches, parts=self.plan.microbatches)
             return jax.tree.map(lambda x: x.sum(0), jax.lax.map(part, jax.tree.map(split, dict(batch))))
+
+
+def _divisor(weight: Float[Array, ""], replicas: int) -> Float[Array, ""]:
+    """What sums are divided by, so that the mean over replicas is that over all targets, however many each has."""
+    return positive(weight) if replicas == 1 else positive(jax.lax.psum(weight, REPLICA_AXIS)) / replicas
+
+
+def _as_it_is(weights: Params) -> Params:
+    return weights
 
 
 def positive(weight: Float[Array, ""]) -> Float[Array, ""]:

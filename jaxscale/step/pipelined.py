@@ -14,7 +14,7 @@ scattered once after it.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,11 +27,9 @@ from jaxscale.compat import prune
 from jaxscale.pipeline.execute import execute
 from jaxscale.pipeline.passes import At
 from jaxscale.pipeline.tables import Tables, tabulate
-from jaxscale.sharding import place
 from jaxscale.sharding.memory_space import to_device
-from jaxscale.sharding.rules import AxisRules
-from jaxscale.sharding.zero import placed_axes
-from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS
+from jaxscale.sharding.zero import placed_axes, without
+from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS
 from jaxscale.step.objective import Objective, positive
 from jaxscale.step.rows import microbatches
 from jaxscale.step.stages import Stages
@@ -97,13 +95,8 @@ class Pipelined(Objective):
         return PartitionSpec(*entries)
 
     def _inside(self) -> Any:
-        """The layout in force within the manual region: the axes that are left, by the rules without the others."""
-        rules = self.layout.rules
-        left = {
-            field.name: tuple(axis for axis in getattr(rules, field.name) if axis not in self.manual)
-            for field in dataclasses.fields(AxisRules)
-        }
-        return place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**left))
+        """The layout in force within the manual region."""
+        return self._within(self.manual)
 
     # -- the model in parts --------------------------------------------------------------------------------------------
 
@@ -275,25 +268,39 @@ class Pipelined(Objective):
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Loss, Params, Params]:
         """Sums of the loss, mean gradients in float32, and the model's other state, of a global batch."""
+        loss, gradients = self._pipelined(state, batch)
+        return loss, self._place_gradients(gradients), state.rest
+
+    def gradients_apart(self, state: TrainState, batch: Batch) -> tuple[Loss, Params, Params]:
+        """The same with the gradients of each replica apart, along a first dim, whose mean is that of the global batch.
+
+        Nothing of the size of a parameter crosses the replica axis.
+        """
+        return *self._pipelined(state, batch, apart=True), state.rest
+
+    def _pipelined(self, state: TrainState, batch: Batch, *, apart: bool = False) -> tuple[Loss, Params]:
+        """Sums of the loss and the gradients: mean ones, or those of each replica, whose mean they are."""
         stage = self._stage(self._loss_of, lambda loss: loss.total + loss.penalty)
         specs = self._specs("gradient")
+        replicas, kept = (self.layout.mesh.shape[REPLICA_AXIS], (REPLICA_AXIS,)) if apart else (1.0, ())
 
         def finish(done: Any) -> Any:
             loss = jax.lax.psum(done.sums, self.manual)
             stacked = self._home(done.weight_gradients)
             reduced = [
-                {name: self._reduce(leaf, name, spec[name]) for name, leaf in part.items()}
+                {name: self._reduce(leaf, name, spec[name], kept) for name, leaf in part.items()}
                 for part, spec in zip((stacked, done.shared_gradients), specs, strict=True)
             ]
-            scale = 1.0 / positive(loss.weight)
-            return loss, *jax.tree.map(lambda g: g * scale, reduced)
+            scale = replicas / positive(loss.weight)
+            return loss, *jax.tree.map(lambda g: (g * scale)[None] if apart else g * scale, reduced)
 
+        out = (PartitionSpec(), *specs)
+        if apart:
+            out = (out[0], *jax.tree.map(lambda spec: PartitionSpec(REPLICA_AXIS, *spec), specs, is_leaf=_is_spec))
         with self.tracing():
-            loss, stacked, shared = self._run(
-                self.training, stage, state, batch, finish, (PartitionSpec(), specs[0], specs[1])
-            )
+            loss, stacked, shared = self._run(self.training, stage, state, batch, finish, out)
             gradients = self._whole(stacked, shared)
-        return Loss(loss.total, loss.weight), self._place_gradients(gradients), state.rest
+        return Loss(loss.total, loss.weight), gradients
 
     def _sums(self, of: Callable[[Any, Batch], Any], state: TrainState, batch: Batch) -> Any:
         """What `of` gives for the module and each microbatch, added up."""
@@ -325,13 +332,7 @@ class Pipelined(Objective):
     def _reads(self, name: str) -> PartitionSpec:
         """The placement that a step's loop reads a parameter in: what stages share is whole."""
         spec = self.layout.placements[name].compute
-        return spec if self.functional.stacked(name) else self._without(spec, "fsdp")
-
-    @staticmethod
-    def _without(spec: PartitionSpec, axis: str) -> PartitionSpec:
-        entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-        left = [tuple(one for one in entry if one != axis) for entry in entries]
-        return PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in left))
+        return spec if self.functional.stacked(name) else without(spec, "fsdp")
 
     def _specs(self, kind: str) -> tuple[dict[str, PartitionSpec], dict[str, PartitionSpec]]:
         """The manual axes of the placements of stacked and of shared parameters."""
@@ -369,12 +370,15 @@ class Pipelined(Objective):
 
         return jax.tree.map(home, gradients)
 
-    def _reduce(self, gradient: Array, name: str, spec: PartitionSpec) -> Array:
-        """One gradient, added up over the devices that computed parts of it, and scattered as it is placed."""
+    def _reduce(self, gradient: Array, name: str, spec: PartitionSpec, kept: Sequence[str] = ()) -> Array:
+        """One gradient, added up over the devices that computed parts of it, and scattered as it is placed.
+
+        Over the axes `kept` it is left as it is.
+        """
         if self.plan.reduce == "bfloat16":
             gradient = gradient.astype(jnp.bfloat16)
         done = {PIPE_AXIS, *({"fsdp"} & placed_axes(self._reads(name)))} if self.functional.stacked(name) else set()
-        over = [axis for axis in self.manual if axis not in done]
+        over = [axis for axis in self.manual if axis not in done and axis not in kept]
         for dim, entry in enumerate(spec):
             for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
                 if axis in over:
@@ -382,6 +386,10 @@ class Pipelined(Objective):
                     gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
         over = [axis for axis in over if self.layout.mesh.shape[axis] > 1]
         return (jax.lax.psum(gradient, over) if over else gradient).astype(jnp.float32)
+
+
+def _is_spec(spec: Any) -> bool:
+    return isinstance(spec, PartitionSpec)
 
 
 @dataclasses.dataclass(frozen=True)

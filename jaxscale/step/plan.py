@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
+from jaxscale.compression.codec import Codec
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.pipeline.plan import PipelinePlan
@@ -39,7 +40,9 @@ class Plan:
         precision: type to compute in; parameters and optimizer state stay float32.
         matmul: precision of float32 matrix products, as in `jax.default_matmul_precision`; or what layers round their
             operands to, gradients too: fp8 (e4m3, e5m2), int8, int4 (radix-4 gradients, Sun et al.), all else as it is.
-        reduce: type in which gradients are reduced across devices; `None` is the type computed in.
+        reduce: type in which gradients are reduced across devices; `None` is the type computed in. Or a codec, which
+            reduces those of replicas over the slow axis: "int8", "powersgd:4", "topk:0.01"; within a replica gradients
+            are then reduced in the type computed in.
         memory: what the backward pass keeps of each block: "none" (all), "dots", "full" (recompute all).
         weights: where the weights are that the passes read: on the device, or on the host, from where each block's come
             when it runs (L2L, ZeRO-Infinity).
@@ -73,7 +76,7 @@ class Plan:
     synchronous_steps: int = 0
     precision: Literal["float32", "bfloat16"] = "float32"
     matmul: Literal["default", "high", "highest", "fp8", "int8", "int4"] = "default"
-    reduce: Literal["float32", "bfloat16"] | None = None
+    reduce: Literal["float32", "bfloat16"] | Codec | None = None
     memory: MemoryPlan = MemoryPlan()
     weights: Literal["device", "host"] = "device"
     gradients: Literal["device", "host"] = "device"
@@ -113,6 +116,7 @@ class Plan:
                 "step, and blocks of a state are of all; take state float32, or a synchronous pipeline"
             )
         self._check_pipeline()
+        self._check_codec()
         if self.mesh is not None:
             if self.zero and self.mesh.fsdp == 1 and self.mesh.devices > 1:
                 raise UserError(

@@ -59,6 +59,7 @@ class TrainState:
         rest: the model's other state (batch statistics, generators of dropout), a nested dict.
         watch: memory of past gradient norms.
         in_flight: what an asynchronous pipeline has in it between steps; nothing elsewhere.
+        reduce: what the codec of gradients keeps of each, by name; nothing elsewhere.
     """
 
     step: Int[Array, ""]
@@ -67,3 +68,4 @@ class TrainState:
     rest: Params
     watch: Watch
     in_flight: Any = ()
+    reduce: Any = ()

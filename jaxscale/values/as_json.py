@@ -243,12 +243,18 @@ def first_that_accepts(read: Callable[[Any], Any], hint: Any, path: str, given: 
                 text = str(error)
                 start, middle, end = text.partition(f", expected {describe(some[0])}")
                 raise UserError(f"{start}{middle}, or none{end}" if middle else text) from None
+    refused: UserError | None = None
     for member in some:
         try:
             return read(member)
-        except UserError:
-            continue
-    raise wrong(path, given, hint, literal_near(given, hint))
+        except UserError as error:
+            # a class with a text form knows best what is wrong with a text of more than a word
+            if has_text_form(member) and isinstance(given, str) and not given.strip().isalnum():
+                refused = error
+    near = literal_near(given, hint)
+    if refused is not None and not near:
+        raise refused
+    raise wrong(path, given, hint, near)
 
 
 def parse_form(text: str, cls: Any, path: str) -> Any:
