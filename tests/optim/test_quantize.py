@@ -124,7 +124,7 @@ def test_stochastic_rounding_gives_the_number_on_average(name: str) -> None:
     above = np.searchsorted(m.table, x).clip(1, m.table.size - 1)
     step = m.table[above] - m.table[above - 1]
     assert (np.abs(found - x) <= 5 * 0.5 * step / np.sqrt(draws) + 1e-6).all()
-    nearest = np.asarray(decode(encode(x, name, 32)))
+    nearest = np.asarray(decode(encode(jnp.asarray(x), name, 32)))
     assert (np.abs(nearest - x) > 5 * 0.5 * step / np.sqrt(draws) + 1e-6).any(), "nearest rounding passes too"
 
 
