@@ -61,7 +61,8 @@ def streamed(
     """Apply a rule slice by slice, on the device, to state (and weights, and gradients) that may lie on the host.
 
     Args:
-        rule: an optax transformation that treats each number by itself. Its state may be quantized: slices cut no block.
+        rule: an optax transformation that treats each number by itself. Its state may be quantized:
+            slices cut no block.
         params: shapes of the parameters, with the sharding of the optimizer's state where there is a mesh.
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
         slice_bytes: of one tensor on each device, at most, where it can be cut so small.

@@ -82,7 +82,7 @@ def stochastic_weights(rule: optax.GradientTransformation, seed: int = 0) -> opt
     def init(params: Any) -> StochasticState:
         return StochasticState(jnp.zeros((), jnp.int32), inner.init(in_float32(params)))
 
-    def update(updates: Any, state: StochasticState, params: Any = None, **extra: Any) -> tuple[Any, StochasticState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, StochasticState]:
         whole = in_float32(params)
         steps, after = inner.update(in_float32(updates), state.inner, whole, **extra)
 

@@ -125,7 +125,7 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
 
         return SplitState(jax.tree.map(none, params), inner.init(in_float32(params)))
 
-    def update(updates: Any, state: SplitState, params: Any = None, **extra: Any) -> tuple[Any, SplitState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, SplitState]:
         if params is None:
             raise UserError("split_weights: update(gradients, state, params) needs the parameters")
         whole = joined(params, state)

@@ -80,7 +80,8 @@ class Update:
         )
         outer = jax.tree.structure(params)
         weights, corrections = (outer.unflatten([pair[i] for pair in outer.flatten_up_to(pairs)]) for i in (0, 1))
-        state = self.rule.init(weights)._replace(correction=corrections)
+        empty: Any = self.rule.init(weights)
+        state = empty._replace(correction=corrections)
         return weights, state if self.clip is None else (optax.clip_by_global_norm(self.clip).init(weights), state)
 
 

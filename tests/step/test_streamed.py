@@ -90,10 +90,7 @@ class Reference:
             return 0 if "embedding" in parts else ranks - 1
 
         self.versions = [[{n: leaf for n, leaf in whole.items() if stage(n) == s}] for s in range(ranks)]
-        self.rules = [
-            experiment.optimizer.build(experiment.steps, leaves_of(own[0]))
-            for own in self.versions
-        ]
+        self.rules = [experiment.optimizer.build(experiment.steps, leaves_of(own[0])) for own in self.versions]
         self.states = [rule.init(own[0]) for rule, own in zip(self.rules, self.versions, strict=True)]
         self.norms: list[list[float]] = [[] for _ in range(ranks)]
 
