@@ -1,0 +1,98 @@
+"""Every optimizer x bits of its state x mesh x where the state lies: trains as its float32 twin, saves, restores.
+
+A newcomer is a line of `RULES`. The default suite has a cross-section; `-m slow` runs the rest.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxscale.errors import UserError
+from jaxscale.models.decoder import Decoder
+from jaxscale.optim.optimizer import Optimizer
+from jaxscale.optim.quantize import is_quantized
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.build import build
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.plan import Plan
+
+VOCAB, ROWS, LENGTH, STEPS = 16, 8, 8, 4
+MODEL = Decoder(vocab=VOCAB, context=LENGTH, layers=2, embed=32, heads=4, mlp=64)
+BATCH = {
+    name: np.random.default_rng(seed).integers(0, VOCAB, (ROWS, LENGTH), dtype=np.int32)
+    for seed, name in enumerate(("tokens", "targets"))
+}
+RULES = {
+    "adamw": Optimizer(learning_rate=0.01),
+    "nadamw": Optimizer(name="nadamw", learning_rate=0.01),
+    "adan": Optimizer(name="adan", learning_rate=0.01),
+    "ademamix": Optimizer(name="ademamix", learning_rate=0.01),
+    "adopt": Optimizer(name="adopt", learning_rate=0.01),
+    "lion": Optimizer(name="lion", learning_rate=0.003),
+    "momentum": Optimizer(name="sgd", learning_rate=0.1, momentum=0.9),
+    "lars": Optimizer(name="lars", learning_rate=1.0),
+    "lamb": Optimizer(name="lamb", learning_rate=0.02),
+    "schedule_free": Optimizer(name="schedule_free", learning_rate=0.01),
+    "muon": Optimizer(name="muon", learning_rate=0.01),
+}
+STATES, MESHES, PLACES = ("float32", "int8", "int4"), ("1", "fsdp:2", "tensor:2"), ("device", "streamed", "host")
+MIXING = ("lars", "lamb", "muon")
+"""Rules that look across a tensor: their state is updated whole, so it is not streamed."""
+GATE = {"float32": 2e-4, "int8": 0.02, "int4": 0.03}
+"""Nats from the float32 twin on one device, after four updates: the first sums in another order."""
+QUICK = {("lion", "int8", "fsdp:2", "streamed"), ("momentum", "int4", "tensor:2", "device")}
+
+
+def make(name, state="float32", mesh="1", where="device"):
+    plan = Plan(mesh=MeshSpec.parse(mesh), zero=2 if "fsdp" in mesh else 0, state=state, optimizer_state=where)
+    return build(Experiment("battery", MODEL, None, optimizer=RULES[name], steps=20, batch=ROWS), plan)
+
+
+def trained(step, state, count):
+    losses = []
+    for _ in range(count):
+        state, metrics = step.run(state, step.place(BATCH))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@functools.cache
+def twin(name):
+    step = make(name)
+    return trained(step, step.init(), STEPS)[1]
+
+
+CELLS = [
+    pytest.param(*cell, id=" ".join(cell), marks=[] if cell in QUICK else [pytest.mark.slow])
+    for cell in (
+        (name, state, mesh, where) for name in RULES for state in STATES for mesh in MESHES for where in PLACES
+    )
+    if not (cell[0] in MIXING and cell[3] == "streamed") and cell[1:] != ("float32", "1", "device")
+]
+
+
+@pytest.mark.parametrize(("name", "state", "mesh", "where"), CELLS)
+def test_it_trains_as_its_twin_does_saves_and_restores(name, state, mesh, where):
+    step = make(name, state, mesh, where)
+    found = [q for q in jax.tree.leaves(step.layout.abstract.optimizer, is_leaf=is_quantized) if is_quantized(q)]
+    assert bool(found) == (state != "float32")
+    after, losses = trained(step, step.init(), STEPS)
+    np.testing.assert_allclose(losses, twin(name), atol=GATE[state])
+    assert losses[-1] < losses[0] - 0.02
+    saved, abstract = step.to_canonical(after), step.canonical_abstract()
+    bits = {leaf: np.array(array) for leaf, array in saved.items()}
+    again = step.from_canonical({leaf: jax.device_put(array, abstract[leaf].sharding) for leaf, array in bits.items()})
+    for old, new in zip(jax.tree.leaves(after), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(np.array(old), np.array(new))
+    assert trained(step, again, 1)[1] == trained(step, after, 1)[1]
+
+
+REFUSED = [(name, "int8", "1", "streamed", "mixes elements") for name in MIXING]
+
+
+@pytest.mark.parametrize(("name", "state", "mesh", "where", "says"), REFUSED)
+def test_a_pair_that_is_refused_names_its_reason(name, state, mesh, where, says):
+    with pytest.raises(UserError, match=says):
+        make(name, state, mesh, where)
