@@ -320,7 +320,8 @@ class TrainStep:
 
         Returns:
             The next state, and scalars: `loss` (nats per target), `grad_norm` before clipping, `learning_rate`,
-            `weight` (targets), `skipped` (steps so far that were not applied), `skipped_in_row`.
+            `weight` (targets), `skipped` (steps so far that were not applied), `skipped_in_row`; with a codec
+            `residual_norm` (of what replicas owe) and `wire_bytes` (each device's, over the replica axis).
         """
         return (self.step_fn if self._executable is None or self._by_jit else self._executable)(state, batch)
 
@@ -348,7 +349,8 @@ class TrainStep:
         else:
             loss, gradients, rest = self.objective.gradients_apart(state, batch)
             gradients, found = reduced(self.stage, gradients, state, self.layout)
-            codec, left = {"residual_norm": found.residual_norm}, found.states
+            sent = jnp.asarray(self.stage.wire_bytes, jnp.float32)
+            codec, left = {"residual_norm": found.residual_norm, "wire_bytes": sent}, found.states
         mean = loss.total / positive(loss.weight)
         norm = global_norm(gradients, self.layout.gradients)
         good, watch = state.watch.judge(mean, norm, self.experiment.guard)

@@ -206,7 +206,7 @@ class _Training:
         self.n, self.tokens, self.best = description.step, description.tokens, description.best
         self.held_out, self.data_state = description.loss, description.data
         state = self.step.from_canonical(restored.arrays)
-        self.skipped = int(jax_get(state.watch.skipped))
+        self.skipped = int(state.watch.skipped)
         damaged = {str(at): why for at, why in restored.damaged.items()}
         fields: dict[str, Any] = {"damaged": damaged} if damaged else {}
         fields |= {"converted": list(restored.converted)} if restored.converted else {}
@@ -324,7 +324,9 @@ class _Training:
 
     def _settle(self, n: int, metrics: Mapping[str, Any]) -> None:
         """Wait for what step `n` measured, and log it."""
-        found = {name: value.item() for name, value in jax_get(dict(metrics)).items()}
+        import jax
+
+        found = {name: value.item() for name, value in jax.device_get(dict(metrics)).items()}
         self.tokens += (tokens := round(found["weight"]))
         self.meter.add(tokens)
         if found["skipped"] > self.skipped:
@@ -336,7 +338,8 @@ class _Training:
             self._diverged(n, found)
 
     def _log_step(self, n: int, found: Mapping[str, float]) -> None:
-        row = {name: found[name] for name in ("loss", "grad_norm", "learning_rate")}
+        names = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_bytes")  # the last two with a codec
+        row = {name: found[name] for name in names if name in found}
         row |= {"tokens": self.tokens, **self.meter.row()}
         if self.log is not None:
             with place.writing(self.folder):
@@ -484,13 +487,6 @@ class _Training:
     def say(self, text: str) -> None:
         """Show a line."""
         self.display.say(text)
-
-
-def jax_get(tree: Any) -> Any:
-    """The arrays of a tree on the host."""
-    import jax
-
-    return jax.device_get(tree)
 
 
 @contextlib.contextmanager

@@ -210,10 +210,13 @@ def _precision(plan: dict[str, Any]) -> str:
     precision, asked = plan["precision"], str(plan.get("matmul"))
     matmul = _MATMUL.get(asked)
     products = f" Layers round what they multiply to {_PRODUCTS[asked]}." if asked in _PRODUCTS else ""
+    reduce = str(plan.get("reduce") or "bfloat16")
+    between = "" if reduce in ("float32", "bfloat16") else f", between replicas as {reduce} codes them"
     if precision == "bfloat16":
-        reduce = plan.get("reduce") or "bfloat16"
+        exact = reduce if reduce in ("float32", "bfloat16") else "bfloat16"
         return (
             "Computes in bfloat16; master parameters, optimizer state, norms and the loss stay float32. "
-            f"Gradients are reduced across devices in {reduce}.{products}"
+            f"Gradients are reduced across devices in {exact}{between}.{products}"
         )
-    return f"Everything is {precision}" + (f"; matrix products run {matmul}." if matmul else ".") + products
+    text = f"Everything is {precision}" + (f"; matrix products run {matmul}." if matmul else ".") + products
+    return text + f" Gradients are added up{between}." * bool(between)
