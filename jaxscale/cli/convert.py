@@ -6,20 +6,22 @@ from typing import ClassVar, Literal
 
 @dataclasses.dataclass(frozen=True)
 class ConvertState:
-    """Write a run's newest checkpoint with its optimizer state in other bits.
+    """Convert a run's optimizer state to other bits.
 
-    A run that is continued under another --plan.state converts by itself; this does it beforehand.
+    A run continued under another --plan.state converts by itself.
 
     Args:
         run_dir: directory of a run.
-        to: bits of the optimizer's moments.
+        to: bits of the moments: float32, int8, dynamic8, int4 or fp8.
         out: directory to make.
     """
 
     positional: ClassVar[tuple[str, ...]] = ("run_dir",)
 
     run_dir: str = dataclasses.field(metadata={"metavar": "RUN_DIR"})
-    to: Literal["float32", "int8", "dynamic8", "int4", "fp8"] = "float32"
+    to: Literal["float32", "int8", "dynamic8", "int4", "fp8"] = dataclasses.field(
+        default="float32", metadata={"metavar": "BITS"}
+    )
     out: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR", "default": "RUN_DIR-TO"})
 
     def check(self) -> None:

@@ -34,7 +34,7 @@ class Draw:
       jaxscale draw pipeline zb-v:4x8 --cost f=1,i=1.2,w=0.8 -o chart.svg
       jaxscale draw pipeline --compare 1f1b:8x32,lockstep:8x32,v=2,zb-h1:8x32
       jaxscale draw pipeline 1f1b:4x8 --experiment FILE --platform "tpu v5p:4x4x4"
-      jaxscale draw pipeline 1f1b:4x8 --experiment FILE --devices "gpu h100 x 2, gpu a100 x 2"
+      jaxscale draw pipeline --experiment FILE --devices "gpu h100,gpu a100"
       jaxscale draw pipeline --measured RUN_DIR
 
     SCHEDULE is NAME:PxM, P devices and M microbatches, or file:PATH, a CSV.

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxscale import values
 from jaxscale.compat import varying_axes
-from jaxscale.errors import UserError, unknown
+from jaxscale.compression.named import NamedCodec
+from jaxscale.errors import UserError
 from jaxscale.typing import Array, Float, Int, Key
 
 State = dict[str, Any]
@@ -32,7 +32,7 @@ State = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Codec(abc.ABC):
+class Codec(NamedCodec):
     """How gradients are averaged over a slow axis. The text form is `NAME[:VALUE][,FIELD=VALUE...]`.
 
     Args:
@@ -52,75 +52,8 @@ class Codec(abc.ABC):
 did you mean 'start'?
     """
 
-    name: ClassVar[str]
-    """The word of the text form."""
-    value: ClassVar[str | None] = None
-    """The field that stands behind the colon."""
-    unit: ClassVar[str] = ""
-    """What may follow its number: the bit of `qsgd:4bit`."""
     random: ClassVar[bool] = False
     """Whether `reduce` needs a key."""
-
-    feedback: bool = dataclasses.field(default=True, kw_only=True)
-    start: int = dataclasses.field(default=0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        values.check_types(self)
-        if self.start < 0:
-            raise UserError(f"start: got {self.start}, expected a number of steps >= 0")
-
-    # ---- as text
-
-    @classmethod
-    def parse(cls, text: str) -> "Codec":
-        """The codec of its text form.
-
-        Raises:
-            UserError: an unknown codec or option, with the near miss; a value that the codec refuses.
-        """
-        from jaxscale.compression.codecs import CODECS
-
-        head, *options = (part.strip() for part in text.strip().split(","))
-        name, colon, value = head.partition(":")
-        if name.lower() not in CODECS:
-            raise unknown("codec", name, CODECS)
-        codec = CODECS[name.lower()]
-        if bool(colon) != (codec.value is not None):
-            raise UserError(f"codec {text!r}: expected {codec.form()}")
-        given = {} if codec.value is None else {codec.value: value.removesuffix(codec.unit)}
-        hints = values.field_types(codec)
-        for option in options:
-            key, equals, value = (part.strip() for part in option.partition("="))
-            if key not in hints:
-                raise unknown(f"option of codec {codec.name}", key, hints)
-            if not equals or key in given:
-                raise UserError(f"codec {text!r}: got {option!r}, expected each option once: {codec.form()}")
-            given[key] = value
-        try:
-            return codec(**{key: values.parse(value, hints[key], key) for key, value in given.items()})
-        except UserError as error:
-            raise UserError(f"codec {text!r}: {error}") from None
-
-    def __str__(self) -> str:
-        shown = f":{_text(getattr(self, self.value))}{self.unit}" if self.value else ""
-        options = [
-            f",{field.name}={_text(getattr(self, field.name))}"
-            for field in dataclasses.fields(self)
-            if field.name != self.value and getattr(self, field.name) != field.default
-        ]
-        return f"{self.name}{shown}{''.join(options)}"
-
-    @classmethod
-    def form(cls) -> str:
-        """The text form as a message says it.
-
-        Example:
-            >>> from jaxscale.compression.codecs import CODECS
-            >>> CODECS["qsgd"].form()
-            'qsgd:BITSbit[,feedback=...][,start=...][,block=...]'
-        """
-        value = f":{cls.value.upper()}{cls.unit}" if cls.value else ""
-        return f"{cls.name}{value}" + "".join(f"[,{key}=...]" for key in values.field_types(cls) if key != cls.value)
 
     # ---- what a caller asks
 
@@ -270,10 +203,6 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
         ((576, 128), (1, 768))
     """
     return math.prod(shape[:-1]), (shape[-1] if shape else 1)
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _at(key: Key | None, layer: int) -> Key | None:

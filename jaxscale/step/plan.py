@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from jaxscale.compression.codec import Codec
+from jaxscale.compression.named import NamedCodec
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.pipeline.plan import PipelinePlan
@@ -76,7 +76,7 @@ class Plan:
     synchronous_steps: int = 0
     precision: Literal["float32", "bfloat16"] = "float32"
     matmul: Literal["default", "high", "highest", "fp8", "int8", "int4"] = "default"
-    reduce: Literal["float32", "bfloat16"] | Codec | None = None
+    reduce: Literal["float32", "bfloat16"] | NamedCodec | None = None
     memory: MemoryPlan = MemoryPlan()
     weights: Literal["device", "host"] = "device"
     gradients: Literal["device", "host"] = "device"
@@ -158,7 +158,7 @@ class Plan:
             )
 
     def _check_codec(self) -> None:
-        if not isinstance(self.reduce, Codec):
+        if not isinstance(self.reduce, NamedCodec):
             return
         for name in ("weights", "gradients"):
             if getattr(self, name) == "host":

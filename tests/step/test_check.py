@@ -147,7 +147,7 @@ def test_optimizer_state_that_the_layout_forgot_to_split_is_found():
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), step.layout.abstract, state
     )
     layout = dataclasses.replace(step.layout, state=state, abstract=abstract)
-    planted = type(step)(step.experiment, step.plan, step.functional, layout, step.optimizer, step.advance, [])
+    planted = type(step)(step.experiment, step.plan, step.functional, layout, step.update, step.advance, [])
     with pytest.raises(NoEffect, match="zero 1: the compiled step keeps the optimizer state of"):
         planted.compile(TEXT)
 
@@ -191,7 +191,7 @@ def test_a_program_in_an_unknown_spelling_stops_nothing(compiled):
     step, executable = compiled[2]
 
     class Strange:
-        output_shardings = executable.output_shardings
+        output_shardings, out_info = executable.output_shardings, executable.out_info
 
         def as_text(self):
             return executable.as_text().replace("replica_groups=", "replica_groups=[banana")

@@ -209,7 +209,11 @@ REFUSALS = [
     ("pipeline=pipemare:2; optimizer_state=streamed", {}, "optimizer_state streamed with pipeline pipemare:2"),
     ("pipeline=2bw:2x4; mesh=sequence:2", {}, "weights in flight are not split over sequence"),
     ("pipeline=pipedream:2; mesh=data:1", {"model": {"tied": True}}, r"embedding/weight is read before .* \(tied"),
-    ("pipeline=2bw:2x4; mesh=data:1", {"optimizer": {"name": "adafactor"}}, "update mixes elements of a tensor"),
+    (
+        "pipeline=2bw:2x4; mesh=data:1",
+        {"optimizer": {"name": "adafactor", "momentum": None}},
+        "update mixes elements of a tensor",
+    ),
     ("pipeline=1f1b:2x4; anneal=3", {}, "anneal: got 3 with pipeline 1f1b:2x4, whose gradients"),
     ("pipeline=1f1b:2x4; synchronous_steps=3", {}, "synchronous_steps: got 3 with pipeline 1f1b:2x4"),
     ("anneal=3", {}, "anneal: got 3 without a pipeline"),
