@@ -214,7 +214,7 @@ def trains_one_step(drawn: Drawn, packed: bool) -> None:
     assert abs(found["loss"] - math.log(vocab)) < 0.25, found
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_valid_draw_trains_one_step(part: int) -> None:
     """In two parts, so that two workers share them."""
     test = given(valid(), st.booleans())(trains_one_step)

@@ -54,7 +54,9 @@ def leaves_apart(params):
     return {name: leaf_of(name, axes[name.split("/")[0]], leaf.shape) for name, leaf in params.items()}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "lamb" else n for n in NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("lamb", "soap") else n for n in NAMES]
+)
 def test_stacked_layers_and_kernels_move_as_matrices_apart(name):
     rules = Optimizer(name=name, learning_rate=0.1, clip=None, **NAMES[name])
     one, other = rules.rule(10, leaves(values())), rules.rule(10, leaves_apart(apart(values())))

@@ -42,7 +42,7 @@ MIXING = ("lars", "lamb", "muon")
 """Rules that look across a tensor: their state is updated whole, so it is not streamed."""
 GATE = {"float32": 2e-4, "int8": 0.02, "int4": 0.03}
 """Nats from the float32 twin on one device, after four updates: the first sums in another order."""
-QUICK = {("lion", "int8", "fsdp:2", "streamed"), ("momentum", "int4", "tensor:2", "device")}
+QUICK = {("momentum", "int4", "tensor:2", "device")}
 
 
 def make(name, state="float32", mesh="1", where="device"):

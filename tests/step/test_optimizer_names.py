@@ -22,7 +22,7 @@ OPTIONS = {
     "soap": {"every": 2},
     "galore": {"rank": 4, "every": 2},
 }
-QUICK = ("muon",)
+QUICK = ("lamb",)
 
 
 def trained(name, mesh, zero):
