@@ -22,6 +22,10 @@ class NamedCodec(abc.ABC):
         >>> codec = NamedCodec.parse("powersgd:4,start=100")
         >>> codec, str(codec)
         (PowerSGD(feedback=True, start=100, rank=4), 'powersgd:4,start=100')
+        >>> NamedCodec.parse("powersgd:4,strat=100")
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: unknown option of codec powersgd 'strat': expected one of feedback, rank, start; \
+did you mean 'start'?
     """
 
     name: ClassVar[str]

@@ -71,11 +71,12 @@ class OnePhase(Codec):
         return total / lax.axis_size(axis)
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
-        return wire.all_gather(self._message_bytes(math.prod(shape)), n)
+        return wire.all_gather(_message_bytes(self, math.prod(shape)), n)
 
-    @functools.lru_cache  # noqa: B019 (a codec is a value, and there are few)
-    def _message_bytes(self, elements: int) -> int:
-        """Bytes of a message."""
-        key = jax.random.key(0) if self.random else None
-        flat = jax.ShapeDtypeStruct((elements,), jnp.float32)
-        return wire.message_bytes(jax.eval_shape(lambda x: self.encode(x, key), flat))
+
+@functools.lru_cache(maxsize=1024)
+def _message_bytes(codec: OnePhase, elements: int) -> int:
+    """Bytes of a message."""
+    key = jax.random.key(0) if codec.random else None
+    flat = jax.ShapeDtypeStruct((elements,), jnp.float32)
+    return wire.message_bytes(jax.eval_shape(lambda x: codec.encode(x, key), flat))

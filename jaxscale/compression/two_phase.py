@@ -95,15 +95,8 @@ class TwoPhase(Codec):
         return result, {"residual": owed - _unpadded(self.decode(message, length), gradient.shape), "server": server}
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
-        message = self._message_bytes(self.chunk(math.prod(shape), n), n)
+        message = _message_bytes(self, self.chunk(math.prod(shape), n), n)
         return wire.all_to_all(message, n) + wire.all_gather(message // n, n)
-
-    @functools.lru_cache  # noqa: B019 (a codec is a value, and there are few)
-    def _message_bytes(self, length: int, n: int) -> int:
-        """Bytes of a message of n chunks."""
-        key = jax.random.key(0) if self.random else None
-        chunks = jax.ShapeDtypeStruct((n, length), jnp.float32)
-        return wire.message_bytes(jax.eval_shape(lambda x: self.encode(x, jnp.full(n, length), key), chunks))
 
     def _resize(self, states: State, shape: tuple[int, ...], n: int) -> State:
         """Each replica takes the mean of the residuals, and what the servers owe to all."""
@@ -120,3 +113,11 @@ def _padded(flat: Array, length: int) -> Array:
 
 def _unpadded(chunks: Array, shape: tuple[int, ...]) -> Array:
     return chunks.reshape(-1)[: math.prod(shape)].reshape(shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _message_bytes(codec: TwoPhase, length: int, n: int) -> int:
+    """Bytes of a message of n chunks."""
+    key = jax.random.key(0) if codec.random else None
+    chunks = jax.ShapeDtypeStruct((n, length), jnp.float32)
+    return wire.message_bytes(jax.eval_shape(lambda x: codec.encode(x, jnp.full(n, length), key), chunks))

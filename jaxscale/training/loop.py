@@ -9,7 +9,7 @@ to the last bit.
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxscale.errors import Diverged, Preempted, UserError
@@ -230,7 +230,9 @@ class _Training:
             self.agreement = Agreement(self.step.mesh)
             self._stop_before_the_first_step(stop)  # compiling takes longer than a platform waits
             batches = self.data.train(self.data_state)
-            with _closing(batches):
+            with contextlib.ExitStack() as ending:
+                # threads that read ahead, where the data has some
+                ending.callback(getattr(batches, "close", lambda: None))
                 batch = self.step.place(next(batches))
                 self.data_state = batches.get_state()
                 if self.earlier is not None:
@@ -487,15 +489,6 @@ class _Training:
     def say(self, text: str) -> None:
         """Show a line."""
         self.display.say(text)
-
-
-@contextlib.contextmanager
-def _closing(batches: Any) -> Iterator[None]:
-    """Ends the threads that read ahead, where the data has some."""
-    try:
-        yield
-    finally:
-        getattr(batches, "close", lambda: None)()
 
 
 def _every(step: int, every: int) -> bool:

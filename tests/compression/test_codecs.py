@@ -84,11 +84,9 @@ def test_a_file_is_all_that_a_new_codec_takes(tmp_path, monkeypatch):
         sys.modules.pop("jaxscale.compression.codecs.halves", None)
 
 
-@EVERY
 @pytest.mark.slow
+@pytest.mark.parametrize("codec", [codec for codec in map(example, CODECS.values()) if codec.feedback], ids=str)
 def test_a_hundred_random_trees_owe_what_they_have_not_told(codec):
-    if not codec.feedback:
-        pytest.skip("it keeps nothing")
     rng = np.random.default_rng(0)
     shapes = [(64,), (17, 5), (3, 3, 4, 8), (300, 2), (40, 33)]
     for tree in range(100):
@@ -189,7 +187,7 @@ def test_orthonormal_columns_span_what_they_are_made_of():
     a[:, 1] += 1e4 * a[:, 0]  # all but parallel
     found = np.asarray(jax.jit(orthonormal)(a))
     np.testing.assert_allclose(found.T @ found, np.diag([1, 1, 0, 1]), atol=1e-5)
-    np.testing.assert_allclose(found @ (found.T @ a[:, :2]), a[:, :2], rtol=1e-4, atol=1e-2)
+    np.testing.assert_allclose(found @ (found.T @ a[:, :2]), a[:, :2], atol=1e-6 * np.abs(a).max())
 
 
 def test_powersgd_sends_what_its_paper_says_of_resnet_18():

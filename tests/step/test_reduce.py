@@ -132,7 +132,8 @@ def test_more_replicas_owe_as_much_on_average() -> None:
     given = {name: rng.normal(size=(2, *leaf.shape)).astype(np.float32) for name, leaf in leaves.items()}
     found = jax.jit(two)(given, jax.jit(two.init)(), jnp.int32(0))
     np.testing.assert_allclose(found.mean["b"], given["b"].mean(0), rtol=1e-6)
-    np.testing.assert_allclose(found.mean["w"], given["w"].mean(0), atol=0.02 * np.abs(given["w"]).max())
+    step = np.abs(given["w"]).max() / 127  # half of it at most for a replica's own rounding, half for the mean's
+    np.testing.assert_allclose(found.mean["w"], given["w"].mean(0), atol=step)
     one = jax.jit(two.merged)(found.states)
     # n x mean + what is owed on average x n = the sum
     owed = np.asarray(one["w"]["residual"])
