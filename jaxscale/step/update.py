@@ -101,7 +101,8 @@ def said_of_state(plan: Plan, state: Any, parameters: int) -> list[str]:
     if plan.state == "float32":
         return []
     taken, numbers = state_bytes(state)
+    rest = "the others in float32" + (", corrections of weights in int8" if plan.master == "split" else "")
     return [
         f"state {plan.state}: {tree_bytes(state) / parameters:.2f} bytes a parameter; {numbers:,} moments in "
-        f"{taken / numbers:.2f} bytes each, the others in float32"
+        f"{taken / numbers:.2f} bytes each, {rest}"
     ]
