@@ -158,11 +158,8 @@ def _step_of_a_stage(experiment: Experiment, platform: Platform, ranks: int, mic
     from jax.sharding import AbstractDevice
 
     plan = experiment.plan
-    mesh = None if plan.mesh is None else dataclasses.replace(plan.mesh, pipe=1)
     memory = MemoryPlan("none") if plan.memory.rule == "fit" else plan.memory
-    alone = dataclasses.replace(
-        plan, pipeline=None, stages=None, stash="residuals", mesh=mesh, memory=memory, microbatches=microbatches
-    )
+    alone = dataclasses.replace(plan.without_pipeline(), memory=memory, microbatches=microbatches)
     device = AbstractDevice(platform.chip.device_kinds[0], None, platform.chip.kind)
     return build(experiment, alone, devices=[device] * (platform.devices // ranks))
 

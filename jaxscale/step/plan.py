@@ -13,6 +13,8 @@ from jaxscale.values import check_types, from_json, read_json
 
 PLAN_VERSION = 1
 """Written to plan.json; a file of a newer version is refused by name."""
+OF_A_PIPELINE = ("stages", "stash", "lowering", "anneal", "correction", "synchronous_steps")
+"""Fields that mean something beside a pipeline alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +134,13 @@ class Plan:
         """Whether a pipeline updates its stages' weights on its way."""
         return self.pipeline is not None and self.pipeline.asynchronous
 
+    def without_pipeline(self) -> "Plan":
+        """The plan of one stage's devices, were they alone."""
+        mesh = None if self.mesh is None else dataclasses.replace(self.mesh, pipe=1)
+        return dataclasses.replace(
+            self, pipeline=None, mesh=mesh, **{name: getattr(Plan, name) for name in OF_A_PIPELINE}
+        )
+
     def _check_split(self) -> None:
         if self.master == "float32":
             return
@@ -185,7 +194,7 @@ class Plan:
                     f"mesh {self.mesh}: nothing says what the devices along pipe do; add a pipeline such as "
                     f"1f1b:{self.mesh.pipe}x{4 * self.mesh.pipe}"
                 )
-            for name in ("stages", "stash", "lowering", "anneal", "correction", "synchronous_steps"):
+            for name in OF_A_PIPELINE:
                 if getattr(self, name) != getattr(Plan, name):
                     raise UserError(f"{name}: got {getattr(self, name)} without a pipeline; add one, or leave it out")
             return

@@ -45,6 +45,14 @@ def test_a_block_takes_the_seconds_of_its_products(plain):
     assert block.message_bytes == tokens * EMBED * 4
 
 
+def test_how_a_pipeline_runs_is_no_matter_of_its_blocks(plain):
+    pipeline = PipelinePlan.parse("lockstep:2x4")
+    told = experiment(pipeline=pipeline, lowering="phased", stash="input", stages=(2, 2))
+    assert model_prices(told, V5P, 2, 4).blocks == plain.blocks
+    stale = Plan(pipeline=PipelinePlan.parse("pipemare:2"), correction=0.5, anneal=3, synchronous_steps=2)
+    assert stale.without_pipeline() == Plan()
+
+
 def test_the_head_is_behind_the_last_block(plain):
     tokens = BATCH // 4 // 4 * CONTEXT
     assert plain.last.forward == pytest.approx(2 * VOCAB * EMBED * tokens / RATE, rel=0.05)
