@@ -1,5 +1,30 @@
-"""Kernels written in Pallas: a package of its own that imports nothing of jaxscale, and can be used without it.
+"""Kernels written in Pallas: a package of its own that imports JAX alone, and can be used without jaxscale.
 
-It holds no kernel yet. Attention on TPU runs the splash kernel that comes with JAX
-(`jaxscale/layers/attention_splash.py`); every other layer is plain JAX.
+A function is loaded when it is first asked for. See README.md for the contract of a kernel's folder.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pallas_kernels.attention.api import attention as attention
+
+_WHERE: dict[str, str] = {
+    "attention": "attention.api",
+}
+"""Module of each function that can be imported from here."""
+
+for _folder in {where.partition(".")[0] for where in _WHERE.values()}:
+    # a function may have its folder's name: once the folder is imported, the name is free for it for good
+    importlib.import_module(f"pallas_kernels.{_folder}")
+    del globals()[_folder]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'pallas_kernels' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"pallas_kernels.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

@@ -1,0 +1,77 @@
+"""What differs between JAX versions for kernels of either platform, and the types of what kernels return."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+Interpret = bool | Literal["races"]
+"""False: compiled; True: interpreted; "races": interpreted, and races are looked for."""
+
+
+def interpreter(platform: str, interpret: Interpret) -> Any:
+    """What a Pallas call takes as `interpret`.
+
+    Args:
+        platform: "tpu" or "gpu".
+        interpret: whether, and with which care. A race raises from JAX 0.12 on (on the TPU's interpreter; on the GPU's
+            from 0.11 on); before, it prints "RACE DETECTED".
+
+    Raises:
+        NotImplementedError: JAX up to 0.10 has no interpreter for Mosaic GPU kernels.
+    """
+    if platform == "tpu":
+        if interpret == "races":
+            from jax.experimental.pallas import tpu as pltpu
+
+            return pltpu.InterpretParams(detect_races=True)
+        return bool(interpret)
+    if not interpret:
+        return None
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    params: Any = getattr(plgpu, "InterpretGPUParams", None)
+    if params is None:
+        raise NotImplementedError(f"JAX {jax.__version__} cannot interpret Mosaic GPU kernels: take 0.11 or newer")
+    return params(detect_races=interpret == "races")
+
+
+def like(shape: tuple[int, ...], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
+    """Type of a kernel's result: it varies over the manual mesh axes (`jax.shard_map`) that any operand varies over.
+
+    Args:
+        shape, dtype: of the result.
+        operands: what the kernel reads.
+    """
+    kinds = [jax.typeof(one).manual_axis_type for one in jax.tree.leaves(operands)]
+    widest = max(kinds, key=lambda kind: len(kind.varying), default=None)
+    varying = frozenset[str]().union(*(kind.varying for kind in kinds))
+    if widest is None or widest.varying == varying:
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=widest)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=widest.update(varying=varying))
+
+
+def varying_alike(*operands: Any) -> tuple[Any, ...]:
+    """Operands of one kernel under `jax.shard_map`: each made to vary over every axis that any of them varies over.
+
+    Args:
+        operands: arrays, or None.
+    """
+    axes = frozenset[str]().union(*(_varying(one) for one in operands if one is not None))
+    if not axes:
+        return operands
+    return tuple(
+        one if one is None or _varying(one) == axes else jax.lax.pcast(one, tuple(axes - _varying(one)), to="varying")
+        for one in operands
+    )
+
+
+def _varying(one: Any) -> frozenset[str]:
+    return frozenset(jax.typeof(one).manual_axis_type.varying)
+
+
+def accepted(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Those options that a function of this JAX version has a parameter for."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in known}

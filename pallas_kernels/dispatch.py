@@ -1,0 +1,196 @@
+"""Which implementation of a kernel runs: always one that works, never a guess.
+
+A kernel lists its implementations, best first; the last runs anywhere. `choose` asks each whether it can run a case on
+a target. Where the target is not known while tracing (no mesh in force), a choice has one implementation per platform,
+and `by_platform` lets lowering decide (`jax.lax.platform_dependent`): no backend is guessed, so a program compiled for
+a machine that is not here has the kernels of that machine. A custom_vjp calls `by_platform` inside its forward and
+inside its backward, with the same `Choice`: around it every branch's residuals would be kept.
+
+An implementation that the caller names runs, or raises and says why it cannot. Only a named one may be interpreted.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax import lax
+
+from pallas_kernels.target import Target
+
+
+def _always(target: Target, case: Any) -> str | None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute a kernel.
+
+    Args:
+        name: "tpu", "gpu", "chunked", "reference", ..
+        platform: "tpu" or "gpu" where it runs there alone; None: anywhere.
+        hopper: it needs a GPU of compute capability 9.0.
+        named: it runs where it is named, and is never chosen by itself.
+        supports: of (target, case): why it cannot run the case there ("it needs ..., not ..."), None if it can. Asked
+            after the platform is known to be right; shapes, dtypes and options alone decide.
+    """
+
+    name: str
+    platform: str | None = None
+    hopper: bool = False
+    named: bool = False
+    supports: Callable[[Target, Any], str | None] = _always
+
+    def why_not(self, target: Target, case: Any, *, interpret: bool = False) -> str | None:
+        """Why this one cannot run a case on a target (of a known platform); None if it can.
+
+        Args:
+            target: where; not asked when interpreting.
+            case: what the kernel's `supports` functions read.
+            interpret: it is to be interpreted.
+        """
+        if not interpret:
+            if self.platform not in (None, target.platform):
+                where = "TPUs" if self.platform == "tpu" else "GPUs"
+                return f"it is for {where}, and the target is {target.platform}"
+            if self.hopper and not target.hopper:
+                if target.chip is None:
+                    return "it needs compute capability 9.0 (H100, H200), and the chip is not known: pass platform="
+                return f"it needs compute capability 9.0 (H100, H200), and the target is {target.chip}"
+        return self.supports(target, case)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Names of the implementations that run on TPU, on GPU and anywhere else; hashable, for a custom_vjp's statics."""
+
+    tpu: str
+    gpu: str
+    default: str
+
+
+def choose(
+    kernel: str,
+    implementations: Sequence[Implementation],
+    case: Any,
+    target: Target,
+    *,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> Choice:
+    """The implementations that run a case.
+
+    Args:
+        kernel: its name, for messages.
+        implementations: best first; the last that is not `named` runs anywhere.
+        case: what `supports` reads.
+        target: where it will run.
+        implementation: None for the best one of each platform; a name for that one alone.
+        interpret: the named one is to be interpreted, wherever this runs.
+
+    Raises:
+        ValueError: an unknown name; nothing named, and yet to be interpreted.
+        NotImplementedError: the named one cannot run the case on the target.
+
+    Example:
+        >>> ways = (Implementation("tpu", "tpu"), Implementation("reference"))
+        >>> choose("twice", ways, None, Target())
+        Choice(tpu='tpu', gpu='reference', default='reference')
+        >>> choose("twice", ways, None, Target("cpu"), implementation="tpu")
+        Traceback (most recent call last):
+        NotImplementedError: twice: implementation 'tpu' cannot run: it is for TPUs, and the target is cpu. Pass \
+implementation=None to take one that can.
+    """
+    names = [one.name for one in implementations]
+    if implementation is None:
+        if interpret:
+            raise ValueError(f"{kernel}: interpret needs a named implementation, one of {', '.join(names)}")
+        where = {name: target if target.platform else target.on(name) for name in ("tpu", "gpu", "cpu")}
+        return Choice(*(_best(implementations, case, where[name]) for name in ("tpu", "gpu", "cpu")))
+    if implementation not in names:
+        near = difflib.get_close_matches(implementation, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{kernel}: unknown implementation {implementation!r}: expected None or one of {names}{hint}")
+    one = implementations[names.index(implementation)]
+    at = target if target.platform else target.on(one.platform or "cpu")
+    reason = one.why_not(at, case, interpret=interpret)
+    if reason:
+        raise NotImplementedError(
+            f"{kernel}: implementation {implementation!r} cannot run: {reason}. "
+            "Pass implementation=None to take one that can."
+        )
+    return Choice(implementation, implementation, implementation)
+
+
+def _best(implementations: Sequence[Implementation], case: Any, target: Target) -> str:
+    return next(one.name for one in implementations if not one.named and one.why_not(target, case) is None)
+
+
+def by_platform(choice: Choice, branches: Mapping[str, Callable[..., Any]], *args: Any) -> Any:
+    """Run the chosen implementation; where it depends on the platform, lowering picks.
+
+    Args:
+        choice: of `choose`.
+        branches: by name, functions of `args` that return alike arrays; only the chosen ones are traced.
+        args: arrays, and trees of them.
+    """
+    names = {"tpu": choice.tpu, "cuda": choice.gpu}
+    special = {platform: branches[name] for platform, name in names.items() if name != choice.default}
+    if not special:
+        return branches[choice.default](*args)
+    return lax.platform_dependent(*args, default=branches[choice.default], **special)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What runs a case on a target, and why each other implementation does not; print it.
+
+    Args:
+        kernel: its name.
+        target: where.
+        chosen: the implementation that runs.
+        reasons: by name, of every other one.
+    """
+
+    kernel: str
+    target: Target
+    chosen: str
+    reasons: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.kernel} on {self.target}: {self.chosen}"]
+        return "\n".join([*lines, *(f"  not {name}: {reason}" for name, reason in self.reasons.items())])
+
+
+def explain(
+    kernel: str, implementations: Sequence[Implementation], case: Any, target: Target, implementation: str | None = None
+) -> Explanation:
+    """What would run a case on a target of a known platform.
+
+    Args:
+        kernel: its name.
+        implementations: best first.
+        case: what `supports` reads.
+        target: where; its platform must be known.
+        implementation: the named one, if any.
+
+    Raises:
+        ValueError: the target's platform is not known; an unknown name.
+        NotImplementedError: the named one cannot run there.
+
+    Example:
+        >>> ways = (Implementation("gpu", "gpu", hopper=True), Implementation("reference"))
+        >>> print(explain("twice", ways, None, Target("gpu", "a100")))
+        twice on gpu a100: reference
+          not gpu: it needs compute capability 9.0 (H100, H200), and the target is a100
+    """
+    if target.platform is None:
+        raise ValueError(f"{kernel}: explain needs a platform, such as 'gpu h200' or 'tpu v5e'")
+    chosen = choose(kernel, implementations, case, target, implementation=implementation).default
+    reasons = {}
+    for one in implementations:
+        if one.name != chosen:
+            said = one.why_not(target, case) or ("it runs only where it is named" if one.named else None)
+            reasons[one.name] = said or (f"{chosen} is named" if implementation else f"{chosen} comes before it")
+    return Explanation(kernel, target, chosen, reasons)

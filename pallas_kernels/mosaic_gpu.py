@@ -1,0 +1,245 @@
+"""What our Mosaic GPU kernels share: launching, tiles in shared memory, wgmma, a ring of TMA copies; and what differs
+between JAX 0.10, 0.11 and 0.12.
+
+All of them are written for Lane semantics, in which a warpgroup's code works on its own registers (the default became
+Warpgroup in 0.11). JAX's interpreter knows neither wgmma on registers nor `run_state`: where it runs a kernel, `plain`
+is True and products are `jnp.dot`. Importing this module imports Mosaic GPU (and absl): import it where it is used.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.compat import Interpret, accepted, interpreter
+
+WGMMA = plgpu.Layout.WGMMA
+"""Layout of a wgmma result in a warpgroup's registers: 64 rows or a multiple, columns by 8."""
+ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)
+"""Layouts of a value per row, and of a value per column, of such a result."""
+
+MAX_SHARED = 232448
+"""Bytes of shared memory that a block may take on H100 and H200 (CUDA C programming guide, table of capabilities)."""
+
+
+def params(**options: Any) -> Any:
+    """Compiler parameters, with Lane semantics.
+
+    Args:
+        options: of `plgpu.CompilerParams`, such as `approx_math=True`.
+    """
+    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **options)
+
+
+def launch(
+    body: Callable[..., None],
+    args: Sequence[Any],
+    *,
+    out_type: Any,
+    grid: tuple[int, ...],
+    grid_names: tuple[str, ...],
+    name: str,
+    scratch: Sequence[Any] = (),
+    warpgroups: int | None = None,
+    approx_math: bool = True,
+    cost: pl.CostEstimate | None = None,
+    interpret: Interpret = False,
+) -> Any:
+    """Run a kernel.
+
+    Args:
+        body: of the references of `args`, of the results, of `scratch`.
+        args: arrays.
+        out_type: types of the results (`compat.like`).
+        grid, grid_names: blocks, and the names of their axes (`jax.lax.axis_index`).
+        name: of the kernel, in profiles and in the compiled program.
+        scratch: shared memory and barriers.
+        warpgroups: per block, told apart by the axis "wg"; one that has no name by default.
+        approx_math: the fast versions of exp2, tanh, ...
+        cost: for XLA's scheduler; JAX up to 0.11 takes none for these kernels.
+        interpret: see `compat.interpreter`.
+    """
+    more: dict[str, Any] = {} if warpgroups is None else {"num_threads": warpgroups, "thread_name": "wg"}
+    if interpret:
+        more["interpret"] = interpreter("gpu", interpret)
+    run = plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=grid,
+        grid_names=grid_names,
+        scratch_types=list(scratch),
+        compiler_params=params(approx_math=approx_math),
+        kernel_name=name,
+        **more,
+        **accepted(plgpu.kernel, cost_estimate=cost),
+    )
+    return run(*args)
+
+
+def launch_in_place(
+    body: Callable[..., None],
+    args: Sequence[Any],
+    state: Sequence[Any],
+    *,
+    grid: tuple[int, ...],
+    grid_names: tuple[str, ...],
+    name: str,
+    scratch: Sequence[Any] = (),
+    approx_math: bool = True,
+    interpret: Interpret = False,
+) -> tuple[Any, ...]:
+    """Run a kernel that reads `args` and changes `state` where it lies, with nothing copied if it was donated.
+
+    Args:
+        body: of the references of `args`, of `state`, of `scratch`.
+        args: arrays.
+        state: arrays to change.
+        grid, grid_names, name, scratch, approx_math, interpret: as of `launch`.
+
+    Returns:
+        The changed state.
+    """
+    more = {"interpret": interpreter("gpu", interpret)} if interpret else {}
+    refs = [jax.new_ref(one) for one in state]
+
+    def scoped(*given: Any) -> None:
+        pl.run_scoped(lambda *own: body(*given, *own), *scratch, collective_axes=())
+
+    pl.kernel(
+        scoped,
+        out_type=(),
+        mesh=plgpu.Mesh(grid=grid, grid_names=grid_names),
+        name=name,
+        compiler_params=params(approx_math=approx_math),
+        **more,
+    )(*args, *refs)
+    return tuple(jax.freeze(one) for one in refs)
+
+
+def wide(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
+    """Shared memory as TMA and wgmma want it: tiles of 8 rows, swizzled.
+
+    Args:
+        shape, dtype: of the array; its last dim is a multiple of `swizzle` bytes.
+        swizzle: bytes: 32, 64, 128.
+    """
+    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+
+def load(ref: Any, layout: Any = WGMMA) -> Any:
+    """What a reference holds, in registers of a layout."""
+    return plgpu.layout_cast(ref[...], layout)
+
+
+def store(ref: Any, value: Any) -> None:
+    """Registers to untiled shared memory, whatever bank conflicts that has (JAX 0.11 and newer want to be told)."""
+    write: Any = getattr(plgpu, "store", None)
+    if write is None:
+        ref[...] = value
+    else:
+        write(ref, value, optimized=False)
+
+
+def along_rows(x: Any, shape: tuple[int, ...]) -> Any:
+    """A value per row, spread over the row."""
+    return lax.broadcast_in_dim(x, shape, (0,))
+
+
+def along_columns(x: Any, shape: tuple[int, ...]) -> Any:
+    """A value per column, spread over the column."""
+    return lax.broadcast_in_dim(x, shape, (1,))
+
+
+def full(shape: tuple[int, ...], layout: Any = WGMMA, value: float = 0.0) -> Any:
+    """Float32 registers of one value."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def sqrt(x: Any) -> Any:
+    """The root of x >= 0 (0 up to 2**-126): `lax.sqrt` has no rule in JAX 0.10's Mosaic GPU."""
+    return x * lax.rsqrt(jnp.maximum(x, 2.0**-126))
+
+
+def matmul(a: Any, b: Any, shape: tuple[int, int], *, plain: bool, flip: bool = False) -> Any:
+    """`a @ b` (`a @ b.T` if `flip`) in float32.
+
+    Args:
+        a: registers, or a reference of shared memory.
+        b: a reference of shared memory.
+        shape: of the result.
+        plain: the interpreter runs it.
+        flip: multiply by the transposed `b`.
+    """
+    if plain:
+        a = a if isinstance(a, jax.Array) else a[...]
+        b = b[...]
+        return jnp.dot(a, b.T if flip else b, preferred_element_type=jnp.float32)
+
+    def run(acc: Any) -> Any:
+        plgpu.wgmma(acc, a, b.transpose((1, 0)) if flip else b)
+        return acc[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+
+def matmul_add(c: Any, a: Any, b: Any, *, plain: bool) -> Any:
+    """`c + a @ b`, as `matmul`; `c` lies in registers of the WGMMA layout."""
+    if plain:
+        return c + matmul(a, b, c.shape, plain=True)
+
+    def run(acc: Any) -> None:
+        plgpu.wgmma(acc, a, b)
+        plgpu.wgmma_wait(0)
+
+    return pl.run_state(run)(plgpu.ACC.init(c))
+
+
+Stream = tuple[Callable[[Any, Any], Sequence[tuple[Any, Any]]], Any, Any]
+"""What is copied: pairs (from, to) of a step into a slot of the ring; the barriers ready and free, one per slot."""
+
+
+def feed(first: Any, end: Any, stages: int, streams: Sequence[Stream]) -> None:
+    """The copying warpgroup: keep rings of buffers full, step by step.
+
+    Args:
+        first, end: the steps.
+        stages: slots of a ring.
+        streams: what is copied; the barrier `ready` expects an arrival per pair.
+    """
+    plgpu.set_max_registers(40, action="decrease")
+
+    def one(step: Any, _: None) -> None:
+        slot = lax.rem(step - first, stages)
+        for pairs, ready, free in streams:
+
+            @pl.when(step - first >= stages)
+            def _(free: Any = free) -> None:
+                plgpu.barrier_wait(free.at[slot])
+
+            for source, to in pairs(step, slot):
+                plgpu.copy_gmem_to_smem(source, to, ready.at[slot])
+
+    def drain(step: Any, _: None) -> None:
+        # every phase must be waited for: the interpreter of JAX 0.11 insists
+        for _, _, free in streams:
+            plgpu.barrier_wait(free.at[lax.rem(step - first, stages)])
+
+    lax.fori_loop(first, end, one, None)
+    lax.fori_loop(lax.max(first, end - stages), end, drain, None)
+
+
+def release(free: Any, *, read: bool) -> None:
+    """Give a slot back to the copying warpgroup.
+
+    Args:
+        free: the slot's barrier.
+        read: the slot was read by ordinary loads, and not by wgmma alone: TMA must not write before they are done.
+    """
+    if read:
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(free)

@@ -1,0 +1,86 @@
+"""Tiles of a kernel on a chip: what was tuned, from `tiles/<chip>.json`, else what the kernel's own rule says.
+
+A file is a list of entries; an entry says for which kernel and case it was found, the tiles, and how that was measured:
+
+    {"kernel": "attention.forward", "case": {"dtype": "bfloat16", "T": 4096, "H": 128, "mask": "causal"},
+     "tiles": {"q": 512, "kv": 512}, "measured": "...", "date": "2026-11-22", "jax": "0.12.0.1", "command": "..."}
+
+A case's numbers are rounded up to powers of two (its bucket), its texts are taken as they are. Lookup: the bucket, else
+the nearest one with the same texts (by the sum of distances in powers of two), else the rule. Nothing is tuned while a
+program runs.
+"""
+
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+FOLDER = pathlib.Path(__file__).parent / "tiles"
+
+T = TypeVar("T")
+
+Case = Mapping[str, int | str]
+
+
+def bucket(case: Case) -> dict[str, int | str]:
+    """A case with its numbers rounded up to powers of two.
+
+    Example:
+        >>> bucket({"dtype": "bfloat16", "T": 3000})
+        {'dtype': 'bfloat16', 'T': 4096}
+    """
+    return {k: v if isinstance(v, str) else 1 << max(v - 1, 0).bit_length() for k, v in case.items()}
+
+
+@functools.cache
+def entries(chip: str) -> tuple[Mapping[str, Any], ...]:
+    """All that was tuned for a chip; nothing where there is no file."""
+    file = FOLDER / f"{chip}.json"
+    return tuple(json.loads(file.read_text())) if file.is_file() else ()
+
+
+def tiles(
+    kernel: str,
+    chip: str | None,
+    case: Case,
+    make: Callable[..., T],
+    rule: Callable[[], T],
+    fits: Callable[[T], bool] = lambda tiles: True,
+) -> T:
+    """The tiles for a case: its bucket's, else the nearest bucket's, else the rule's.
+
+    Args:
+        kernel: "attention.forward", ..
+        chip: "v5e", "h200", ..; None: the rule.
+        case: facts that tiles depend on; numbers and texts, the same names in every entry of a kernel.
+        make: the kernel's frozen `Tiles` class, which checks what it is given.
+        rule: the kernel's own choice.
+        fits: whether tiles that were found for another shape can run this one.
+
+    Example:
+        >>> tiles("none", "v5e", {"T": 3}, dict, lambda: {"q": 8})
+        {'q': 8}
+    """
+    wanted = bucket(case)
+    near: list[tuple[float, Mapping[str, Any]]] = []
+    for entry in entries(chip) if chip else ():
+        found = bucket(entry["case"])
+        if entry["kernel"] == kernel and found.keys() == wanted.keys():
+            away = [_distance(found[name], wanted[name]) for name in wanted]
+            near.append((sum(away), entry["tiles"]))
+    for distance, found in sorted(near, key=lambda one: one[0]):
+        if not math.isfinite(distance):
+            break
+        made = make(**{name: tuple(v) if isinstance(v, list) else v for name, v in found.items()})
+        if fits(made):
+            return made
+    return rule()
+
+
+def _distance(a: int | str, b: int | str) -> float:
+    """Between two values of a case, in powers of two; no text is near another."""
+    if isinstance(a, str) or isinstance(b, str):
+        return 0.0 if a == b else math.inf
+    return abs(math.log2(max(a, 1)) - math.log2(max(b, 1)))

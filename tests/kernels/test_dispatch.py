@@ -1,0 +1,129 @@
+"""Which implementation runs, where, and what is said of the others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from pallas_kernels import dispatch, tiles
+from pallas_kernels.dispatch import Choice, Implementation, by_platform, choose
+from pallas_kernels.target import Target, target
+
+
+def even(_, size):
+    return None if size % 2 == 0 else f"it needs an even size, not {size}"
+
+
+WAYS = (
+    Implementation("tpu", "tpu", supports=even),
+    Implementation("gpu", "gpu", hopper=True),
+    Implementation("slow", named=True),
+    Implementation("reference"),
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "size", "choice"),
+    [
+        (Target(), 2, ("tpu", "reference", "reference")),  # a GPU that nobody named may be one without wgmma
+        (Target(None, "h200"), 2, ("tpu", "gpu", "reference")),
+        (Target("tpu", "v5e"), 2, ("tpu",) * 3),
+        (Target("tpu", "v5e"), 3, ("reference",) * 3),
+        (Target("gpu", "h100"), 3, ("gpu",) * 3),
+        (Target("gpu", "a100"), 3, ("reference",) * 3),
+        (Target("gpu", "b200"), 3, ("reference",) * 3),
+        (Target("cpu"), 2, ("reference",) * 3),
+    ],
+)
+def test_none_always_works(where, size, choice):
+    assert choose("twice", WAYS, size, where) == Choice(*choice)
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "size", "said"),
+    [
+        ("tpu", Target("cpu"), 2, "it is for TPUs, and the target is cpu"),
+        ("tpu", Target("tpu", "v5e"), 3, "it needs an even size, not 3"),
+        ("gpu", Target("gpu", "a100"), 2, "compute capability 9.0 .H100, H200., and the target is a100"),
+        ("gpu", Target("gpu"), 2, "the chip is not known: pass platform="),
+    ],
+)
+def test_a_named_one_runs_or_says_why_not(name, where, size, said):
+    with pytest.raises(NotImplementedError, match=rf"twice: implementation '{name}'.*{said}.*implementation=None"):
+        choose("twice", WAYS, size, where, implementation=name)
+
+
+def test_names():
+    assert choose("twice", WAYS, 2, Target("cpu"), implementation="slow").default == "slow"
+    assert choose("twice", WAYS, 2, Target("cpu"), implementation="tpu", interpret=True).default == "tpu"
+    with pytest.raises(NotImplementedError, match="even size"):
+        choose("twice", WAYS, 3, Target("cpu"), implementation="tpu", interpret=True)
+    with pytest.raises(ValueError, match=r"unknown implementation 'refrence': expected None or.*mean 'reference'"):
+        choose("twice", WAYS, 2, Target("cpu"), implementation="refrence")
+    with pytest.raises(ValueError, match="interpret needs a named implementation"):
+        choose("twice", WAYS, 2, Target("cpu"), interpret=True)
+
+
+def test_explain():
+    said = dispatch.explain("twice", WAYS, 2, Target("gpu", "h200"))
+    assert str(said).splitlines() == [
+        "twice on gpu h200: gpu",
+        "  not tpu: it is for TPUs, and the target is gpu",
+        "  not slow: it runs only where it is named",
+        "  not reference: gpu comes before it",
+    ]
+    with pytest.raises(ValueError, match="explain needs a platform"):
+        dispatch.explain("twice", WAYS, 2, Target())
+
+
+def test_targets():
+    assert target("gpu NVIDIA H100 80GB HBM3") == Target("gpu", "h100")
+    assert target("tpu TPU v5 lite") == Target("tpu", "v5e")
+    assert target("cpu") == Target("cpu")
+    with pytest.raises(ValueError, match="platform 'rocm': expected 'tpu', 'gpu' or 'cpu'"):
+        target("rocm mi300")
+    assert target() == Target(None, None)  # no mesh: lowering decides
+    described = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,), abstract_device=described)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert target() == Target("gpu", "h200")
+    seen = []
+    here = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    spec = jax.P("x")
+    jax.shard_map(lambda x: seen.append(target()) or x, mesh=here, in_specs=spec, out_specs=spec)(jnp.ones(2))
+    assert seen == [Target("cpu")]
+
+
+def test_lowering_decides_where_the_target_is_not_known():
+    branches = {"tpu": lax.sin, "gpu": lax.cos, "reference": lax.tan}
+    double = jax.jit(lambda x: by_platform(Choice("tpu", "gpu", "reference"), branches, x))
+    np.testing.assert_allclose(double(jnp.ones(())), np.tan(1.0), rtol=1e-6)
+    for platform, name in {"tpu": "sine", "cuda": "cosine", "cpu": "tan"}.items():
+        text = double.trace(jnp.ones(())).lower(lowering_platforms=(platform,)).as_text()
+        assert {f"stablehlo.{one}" for one in ("sine", "cosine", "tan") if f".{one} " in text} == {f"stablehlo.{name}"}
+    one = jax.make_jaxpr(lambda x: by_platform(Choice(*("reference",) * 3), branches, x))(1.0)
+    assert [eqn.primitive.name for eqn in one.eqns] == ["tan"]
+
+
+def test_tiles_come_from_the_bucket_then_its_neighbour_then_the_rule(monkeypatch):
+    rows = [
+        {"kernel": "twice", "case": {"T": 4096, "mask": "causal"}, "tiles": {"q": [512, 256]}},
+        {"kernel": "twice", "case": {"T": 256, "mask": "causal"}, "tiles": {"q": [128, 128]}},
+        {"kernel": "thrice", "case": {"T": 1024, "mask": "full"}, "tiles": {"q": [1, 1]}},
+    ]
+    monkeypatch.setattr(tiles, "entries", lambda chip: rows if chip == "v5e" else ())
+
+    def found(T, mask="causal", chip="v5e", fits=lambda one: True):
+        return tiles.tiles("twice", chip, {"T": T, "mask": mask}, dict, lambda: {"q": "rule"}, fits)["q"]
+
+    assert [found(T) for T in (4000, 8192, 300, 1)] == [(512, 256), (512, 256), (128, 128), (128, 128)]
+    assert found(4096, fits=lambda one: one["q"][0] < 512) == (128, 128)
+    assert {found(4096, "full"), found(4096, chip="v6e"), found(4096, chip=None)} == {"rule"}
+
+
+def test_the_files_of_tiles_say_how_each_was_found():
+    for file in tiles.FOLDER.glob("*.json"):
+        for entry in tiles.entries(file.stem):
+            assert {"kernel", "case", "tiles", "measured", "date", "jax", "command"} <= entry.keys(), file
