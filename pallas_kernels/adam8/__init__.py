@@ -1,0 +1,1 @@
+"""8-bit AdamW in one pass over memory, in place."""

@@ -1,0 +1,154 @@
+"""8-bit AdamW on TPU (Mosaic): one pass over HBM, in place.
+
+Blocks lie along sublanes, so a block's maximum is a tree of elementwise maxima, and scales are rows. A step of the grid
+has some blocks of some columns; the scales of all blocks of a column stay in VMEM while the grid walks down it, so that
+their number need not fill tiles of 8.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.adam8.cases import Case
+from pallas_kernels.adam8.maps import MAPS
+from pallas_kernels.adam8.reference import LEAST, MOST, Settings
+from pallas_kernels.compat import Interpret, interpreter, like, varying_alike
+
+LANES = 128
+SUBLANES = 32
+"""Rows of a tile of 8-bit numbers."""
+ELEMENTS = 2**18
+"""Of a step of the grid, at most: 32 bytes each with both buffers, half of the 16 MiB that Mosaic takes by default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """What one step of the grid works on.
+
+    Args:
+        blocks: of one column.
+        cols: columns, a multiple of 128 or all.
+    """
+
+    blocks: int
+    cols: int
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1 or self.cols < 1:
+            raise ValueError(f"adam8: got tiles of {self.blocks} blocks by {self.cols} columns, expected 1 or more")
+
+
+def supports(target: Any, case: Case) -> str | None:
+    """Why this kernel cannot run a case; `None` if it can."""
+    if case.block % SUBLANES:
+        return f"it needs blocks that are a multiple of {SUBLANES} rows, not {case.block}"
+    if case.block * LANES > ELEMENTS:
+        return f"it needs blocks of at most {ELEMENTS // LANES} rows, not {case.block}"
+    return None
+
+
+def candidates(case: Case) -> list[Tiles]:
+    """Tiles worth trying, the first by rule: as much as fits, in few columns.
+
+    Example:
+        >>> candidates(Case("x", 1, 8192, 4096))[0]
+        Tiles(blocks=16, cols=128)
+    """
+    count = case.rows // case.block
+    widths = [case.cols] if case.cols < LANES else [n for n in (128, 256, 512) if n <= case.cols]
+    found = []
+    for cols in widths:
+        fit = [n for n in range(1, count + 1) if count % n == 0 and n * case.block * cols <= ELEMENTS]
+        found += [Tiles(n, cols) for n in reversed(fit)]
+    return sorted(found, key=lambda tiles: -tiles.blocks * min(tiles.cols, case.cols))
+
+
+def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles, lanes: int) -> None:
+    p, g, mc, ms, vc, vs, po, mco, mso, vco, vso = refs
+    s, maps, f32 = settings, MAPS[settings.map], jnp.float32
+    lr, correct_m, correct_v, factor = hyper[0], hyper[1], hyper[2], hyper[3]
+    first, chunks = pl.program_id(2) * tiles.blocks, tiles.cols // lanes
+
+    def one(i: Any, _: None) -> None:
+        block, chunk = i // chunks, i % chunks
+        cols = slice(None) if chunks == 1 else pl.ds(pl.multiple_of(chunk * lanes, lanes), lanes)
+        at = pl.ds(pl.multiple_of(block * s.block, s.block), s.block), cols
+        row = pl.ds(first + block, 1), cols
+        weight, grad = p[at], g[at].astype(f32) * factor
+        square = grad * grad
+        ok = square < MOST
+        old_m, old_v = (
+            maps.decode_m(mc[at].astype(jnp.int32)) * ms[row],
+            maps.decode_v(vc[at].astype(jnp.int32)) * vs[row],
+        )
+        m = jnp.where(ok, s.b1 * old_m + (1 - s.b1) * grad, old_m)
+        v = jnp.where(ok, s.b2 * old_v + (1 - s.b2) * square, old_v)
+        step = m * correct_m / (jnp.sqrt(v * correct_v) + s.eps)
+        step = step + s.weight_decay * weight if s.weight_decay else step
+        po[at] = jnp.where(ok, weight - lr * step, weight)
+        top_m, top_v = jnp.max(jnp.abs(m), 0, keepdims=True), jnp.max(v, 0, keepdims=True)
+        mso[row], vso[row] = top_m, top_v
+        mco[at] = maps.encode_m(m * (1 / jnp.maximum(top_m, LEAST))).astype(mco.dtype)
+        vco[at] = maps.encode_v(v * (1 / jnp.maximum(top_v, LEAST)), jnp.sqrt).astype(vco.dtype)
+
+    @pl.when(hyper[4] > 0)
+    def _() -> None:
+        lax.fori_loop(0, tiles.blocks * chunks, one, None)
+
+    @pl.when(hyper[4] <= 0)
+    def _() -> None:
+        rows = pl.ds(first, tiles.blocks)
+        for old, new in ((p, po), (mc, mco), (vc, vco)):
+            new[...] = old[...]
+        for old, new in ((ms, mso), (vs, vso)):
+            new[rows, :] = old[rows, :]
+
+
+def cost(case: Case) -> pl.CostEstimate:
+    """What a step takes: float32 weights read and written, gradients read, 2 bytes of codes and 8 / block of scales."""
+    elements = case.layers * case.rows * case.cols
+    moved = 8 + jnp.dtype(case.gradient).itemsize + 2 * (2 + 8 / case.block)
+    return pl.CostEstimate(flops=45 * elements, transcendentals=2 * elements, bytes_accessed=int(elements * moved))
+
+
+def step(
+    p: Array, g: Array, m: tuple[Array, Array], v: tuple[Array, Array], hyper: Array, settings: Settings,
+    *, case: Case, tiles: Tiles, interpret: Interpret = False,
+) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:  # fmt: skip
+    """As `reference.step`, in place of what it is given.
+
+    Args:
+        p: with all other arrays as in `reference.step`.
+        g: as there.
+        m: as there.
+        v: as there.
+        hyper: as there.
+        settings: as there.
+        case: of these shapes.
+        tiles: what one step of the grid works on.
+        interpret: see `compat.interpreter`.
+    """
+    L, R, C = p.shape
+    count = R // settings.block
+    big = pl.BlockSpec((None, tiles.blocks * settings.block, tiles.cols), lambda n, j, i: (n, i, j))
+    small = pl.BlockSpec((None, count, tiles.cols), lambda n, j, i: (n, 0, j))
+    state = (p, *m, *v)
+    given = (hyper, p, g, *m, *v)
+    p, *rest = pl.pallas_call(
+        functools.partial(_kernel, settings=settings, tiles=tiles, lanes=min(LANES, tiles.cols)),
+        grid=(L, pl.cdiv(C, tiles.cols), count // tiles.blocks),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), big, big, big, small, big, small],
+        out_specs=[big, big, small, big, small],
+        out_shape=[like(one.shape, one.dtype, *given) for one in state],
+        input_output_aliases={1: 0, 3: 1, 4: 2, 5: 3, 6: 4},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=cost(case),
+        interpret=interpreter("tpu", interpret),
+        name="adam8",
+    )(*varying_alike(*given))
+    return p, (rest[0], rest[1]), (rest[2], rest[3])
