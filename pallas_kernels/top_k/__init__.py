@@ -1,0 +1,1 @@
+"""The largest numbers of each block, see api.py."""

@@ -1,0 +1,138 @@
+"""The public function of block top-k: checks, and the choice of what runs."""
+
+import functools
+from typing import Any
+
+from jax import Array
+
+from pallas_kernels import tiles as files
+from pallas_kernels.compat import Interpret
+from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose
+from pallas_kernels.dispatch import explain as explain_choice
+from pallas_kernels.target import Target, target
+from pallas_kernels.top_k import reference, tpu
+from pallas_kernels.top_k.cases import Case
+
+GPU_COLS = 64
+"""See `gpu.COLS`."""
+GPU_BLOCKS = (64, 128, 256)
+"""Rows of 64 columns that fit the registers of a warpgroup."""
+GPU_MOST = 16
+"""Rounds that are written out one after another."""
+
+
+def _gpu_supports(where: Target, case: Case) -> str | None:
+    if case.axis != -2:
+        return "it needs blocks down the columns (axis -2), not along the rows"
+    if case.block not in GPU_BLOCKS:
+        return f"it needs blocks of {', '.join(map(str, GPU_BLOCKS))}, not {case.block}"
+    if case.k > GPU_MOST:
+        return f"it needs k of at most {GPU_MOST}, not {case.k}"
+    return f"it needs columns that are a multiple of {GPU_COLS}, not {case.cols}" if case.cols % GPU_COLS else None
+
+
+IMPLEMENTATIONS = (
+    Implementation("tpu", "tpu", supports=tpu.supports),
+    Implementation("gpu", "gpu", hopper=True, supports=_gpu_supports),
+    Implementation("reference"),
+)
+"""Best first."""
+
+
+def top_k(
+    x: Array,
+    k: int,
+    *,
+    block: int = 128,
+    axis: int = -2,
+    implementation: str | None = None,
+    platform: str | None = None,
+    tiles: tpu.Tiles | None = None,
+    interpret: Interpret = False,
+) -> tuple[Array, Array]:
+    r"""The k numbers of largest magnitude of each block, the largest first, and where they lie in it.
+
+    Among equal magnitudes the first in the block wins; a NaN is as large as an infinity. It is code of one device:
+    under a mesh call it inside `jax.shard_map`. There is no gradient of its kernels; instead of `jax.vmap` reshape.
+
+    Args:
+        x: (R, C), float32 or bfloat16.
+        k: kept of each block, from 1 to the block.
+        block: numbers of a block; divides the dim that blocks lie along.
+        axis: the dim that blocks lie along: -2 or -1.
+        implementation: "tpu", "gpu", "reference"; `None`: the best one that can.
+        platform: "tpu v5e", "gpu h200", ...; by default what is being traced for.
+        tiles: of the TPU's kernel; by default what was tuned, else a rule.
+        interpret: interpret the named implementation; "races" also looks for races.
+
+    Returns:
+        Values in x's dtype, and places int32, both with k numbers in the place of each block.
+
+    Raises:
+        ValueError: shape, dtype, k, block or a name do not fit.
+        NotImplementedError: the named implementation cannot run this.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> values, places = top_k(jnp.array([[1.0, -5.0, 0.5, 2.0]]), 2, block=4, axis=-1)
+        >>> values.tolist(), places.tolist()
+        ([[-5.0, 2.0]], [[1, 3]])
+
+    References:
+        Aji and Heafield, 2017, arXiv:1704.05021.
+    """
+    case = _case(x, k, block, axis)
+    where = target(platform)
+    choice = choose("top_k", IMPLEMENTATIONS, case, where, implementation=implementation, interpret=bool(interpret))
+
+    def on_tpu(x: Array) -> Any:
+        return tpu.top_k(x, case=case, tiles=tiles or _tiles(case, where), interpret=interpret)
+
+    def on_gpu(x: Array) -> Any:
+        from pallas_kernels.top_k import gpu
+
+        return gpu.top_k(x, case=case, interpret=interpret)
+
+    plain = functools.partial(reference.top_k, k=k, block=block, axis=axis)
+    return by_platform(choice, {"tpu": on_tpu, "gpu": on_gpu, "reference": plain}, x)
+
+
+def explain(case: Case, platform: str) -> Explanation:
+    """What runs a case on a platform, and why each other implementation does not.
+
+    Args:
+        case: shapes and options.
+        platform: "tpu v5e", "gpu h200", "cpu".
+
+    Example:
+        >>> print(explain(Case("mine", 512, 1024, 10, block=1024, axis=-1), "gpu h200"))
+        top_k on gpu h200: reference
+          not tpu: it is for TPUs, and the target is gpu
+          not gpu: it needs blocks down the columns (axis -2), not along the rows
+    """
+    return explain_choice("top_k", IMPLEMENTATIONS, case, target(platform))
+
+
+def _tiles(case: Case, where: Target) -> tpu.Tiles:
+    facts = {"dtype": case.dtype, "k": case.k, "axis": str(case.axis), "R": case.rows, "C": case.cols}
+    allowed = tpu.candidates(case)
+    return files.tiles("top_k", where.chip, facts, tpu.Tiles, lambda: allowed[0], lambda found: found in allowed)
+
+
+def _case(x: Array, k: int, block: int, axis: int) -> Case:
+    """Shapes and options of a call that makes sense."""
+    if x.ndim != 2 or not x.size:
+        raise ValueError(f"top_k: got an array of shape {x.shape}, expected (R, C), none of them 0")
+    if x.dtype.name not in ("float32", "bfloat16"):
+        raise ValueError(f"top_k: got {x.dtype.name}, expected float32 or bfloat16")
+    if axis not in (-1, -2):
+        raise ValueError(f"top_k: got axis {axis}, expected -2 (down the columns) or -1 (along the rows)")
+    if block < 1 or x.shape[axis] % block:
+        raise ValueError(
+            f"top_k: blocks of {block} along dim {axis} of {x.shape}: expected a divisor of {x.shape[axis]}"
+        )
+    if not 1 <= k <= block:
+        raise ValueError(f"top_k: got k {k}, expected 1 to {block}, the numbers of a block")
+    dtype: Any = x.dtype.name
+    along: Any = axis
+    return Case("", *x.shape, k, block, along, dtype, tags=())

@@ -1,0 +1,39 @@
+"""Named shapes of block top-k: what tests, benchmarks and tuning run."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One array of which each block keeps its largest numbers.
+
+    Args:
+        name: in ids of tests and rows of tables.
+        rows: R.
+        cols: C.
+        k: kept of each block.
+        block: numbers of a block; divides the dim that blocks lie along.
+        axis: the dim that blocks lie along: -2 down the columns, -1 along the rows, which are then one block each.
+        dtype: of the array.
+        tags: "small" runs in the interpreter, "aot" is compiled for absent chips, "bench" is timed on a device.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    k: int
+    block: int = 128
+    axis: Literal[-1, -2] = -2
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    tags: tuple[str, ...] = ("small",)
+
+
+CASES = (
+    Case("columns", 256, 64, 4),
+    Case("rows_f32", 96, 256, 10, block=256, axis=-1, dtype="float32"),
+    Case("columns_f32_uneven", 640, 200, 3, block=64, dtype="float32", tags=("small", "slow")),
+    Case("rows_uneven", 300, 128, 5, axis=-1, tags=("small", "slow")),
+    Case("columns_4k", 8192, 4096, 4, tags=("aot", "bench")),
+    Case("rows_32m", 32768, 1024, 10, block=1024, axis=-1, dtype="float32", tags=("aot", "bench")),
+)
