@@ -9,16 +9,16 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from jaxscale.errors import UserError
-from jaxscale.optim.rules import RULES, Given
+from jaxscale.optim.rules import RULES, Given, freeze_step
 from jaxscale.values import check_types
 
 Name = Literal[
-    "adamw", "nadamw", "adan", "ademamix", "adopt", "lion", "sgd", "adafactor", "schedule_free", "lars", "lamb", "muon",
-    "soap", "galore",
+    "adamw", "nadamw", "adan", "ademamix", "adopt", "lion", "sgd", "adafactor", "schedule_free", "lars", "lamb",
+    "one_bit_adam", "one_bit_lamb", "muon", "soap", "galore",
 ]  # fmt: skip
 Schedule = Literal["cosine", "linear", "constant"]
 
-_POSITIVE = ("learning_rate", "clip", "trust", "rank", "every", "max_dim")
+_POSITIVE = ("learning_rate", "clip", "trust", "rank", "every", "max_dim", "freeze")
 _NOT_NEGATIVE = ("final_learning_rate", "warmup", "weight_decay", "momentum", "eps", "alpha")
 _SHARES = ("b1", "b2", "b3")
 
@@ -44,15 +44,19 @@ class Optimizer:
     | schedule_free | AdamW that averages in place of a schedule | b1 0.9, b2 0.95, eps 1e-08, decay 0.1 |
     | lars | sgd for large batches | momentum 0.9, trust 0.02, decay 0.0001 |
     | lamb | Adam for large batches | b1 0.9, b2 0.999, eps 1e-06, decay 0.01 |
+    | one_bit_adam | adamw whose replicas send a bit a number | those of adamw, freeze 0.25 |
+    | one_bit_lamb | lamb likewise | b1 0.9, b2 0.999, eps 1e-06, freeze 0.25, decay 0.01 |
     | muon | orthogonalised momentum | momentum 0.95, scale moonshot, precision bfloat16, and those of adamw |
     | soap | Adam in Shampoo's eigenbasis | b1 0.95, b2 0.95, eps 1e-08, every 10, max_dim 10000, decay 0.1 |
     | galore | AdamW in a low-rank subspace | b1 0.9, b2 0.95, eps 1e-08, rank 128, every 200, decay 0.1 |
 
     On the command line `--optimizer muon` is short for `--optimizer.name muon`. An option that the rule does not take
     is refused; one that is `None` has the rule's default. Layers that are stacked in one array are each a tensor of
-    their own to lars, lamb, muon, soap and galore, and a kernel is the matrix (everything else, last dim). The last
-    three take projections and kernels; embeddings, head, gains and biases get AdamW, at the same learning rate.
-    schedule_free trains at a point between its average and its fast iterate, and that point is what is evaluated.
+    their own to lars, lamb, one_bit_lamb, muon, soap and galore, and a kernel is the matrix (everything else, last
+    dim). The last three take projections and kernels; embeddings, head, gains and biases get AdamW, at the same
+    learning rate. one_bit_adam and one_bit_lamb need a replica axis in the mesh, over which momenta go by
+    `compression.OneBit` once the variance is frozen; from then on each replica clips its own gradient. schedule_free
+    trains at a point between its average and its fast iterate, and that point is what is evaluated.
 
     Args:
         name: the update rule.
@@ -73,6 +77,8 @@ class Optimizer:
         rank: of the projection (galore).
         every: updates between new bases (soap, galore).
         max_dim: dims above it keep their own basis (soap).
+        freeze: updates before the variance stands still and momenta are sent in a bit a number, or, below 1, the share
+            of the run that they are (one_bit_adam, one_bit_lamb).
         weight_decay: decoupled: every update takes this times the learning rate off a weight. lars and lamb count it in
             their trust ratio.
         decay: what is decayed: "matrices" spares norms, biases and other vectors; "all" spares nothing.
@@ -105,6 +111,7 @@ class Optimizer:
     rank: int | None = None
     every: int | None = None
     max_dim: int | None = None
+    freeze: float | None = None
     weight_decay: float | None = None
     decay: Literal["matrices", "all"] = "matrices"
     clip: float | None = 1.0
@@ -124,6 +131,8 @@ class Optimizer:
             value = getattr(self, field)
             if value is not None and not 0 <= value < 1:
                 raise UserError(f"optimizer.{field}: got {value!r}, expected a number from 0 up to, not including, 1")
+        if self.freeze is not None and self.freeze >= 1 and self.freeze != int(self.freeze):
+            raise UserError(f"optimizer.freeze: got {self.freeze!r}, expected whole updates, or a share below 1")
         if self.custom is None:
             self.options()
             if self.schedule is not None and self.schedule not in RULES[self.name].schedules:
@@ -173,7 +182,11 @@ class Optimizer:
         """
         import optax
 
-        rule = self.rule(steps, leaves)
+        rule, messages = self.rule(steps, leaves), self.messages(steps)
+        if messages is not None:
+            from jaxscale.optim.one_bit import clipped
+
+            return clipped(rule, messages)
         return rule if self.clip is None else optax.chain(optax.clip_by_global_norm(self.clip), rule)
 
     def rule(self, steps: int, leaves: Any) -> Any:
@@ -189,7 +202,20 @@ class Optimizer:
         if self.custom is not None:
             return self.custom(rate)
         mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if self.decay == "matrices" else None
-        return RULES[self.name].make(Given(rate, self.options(), leaves, mask))
+        return RULES[self.name].make(Given(rate, self.options(), leaves, mask, steps))
+
+    def messages(self, steps: int) -> Any:
+        """What each replica sends, `one_bit.Messages`, where the rule takes the mean of that; `None` elsewhere.
+
+        Args:
+            steps: updates of the run.
+        """
+        if self.custom is not None or not RULES[self.name].over_replicas:
+            return None
+        from jaxscale.optim.one_bit import Messages
+
+        options = self.options()
+        return Messages(options["b1"], freeze_step(options["freeze"], steps), self.clip)
 
 
 OPTIONS = tuple(

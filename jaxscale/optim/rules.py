@@ -23,12 +23,14 @@ class Given:
         options: value of each option that the rule takes.
         leaves: tree of `jaxscale.optim.leaves.Leaf` like the parameters; `None` judges by shapes.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+        steps: updates of the run.
     """
 
     rate: Rate
     options: Mapping[str, Any]
     leaves: Any
     mask: Any
+    steps: int
 
     def __call__(self, *names: str) -> dict[str, Any]:
         """Some of the options."""
@@ -44,12 +46,14 @@ class Rule:
         defaults: the options that it takes, fields of `Optimizer`, and what they are if not set.
         schedule: how the learning rate falls if nothing else is said.
         schedules: what it may be.
+        over_replicas: it takes the mean of what `one_bit.Messages` has each replica send, and needs several.
     """
 
     make: Callable[[Given], Any]
     defaults: Mapping[str, Any]
     schedule: str = "cosine"
     schedules: tuple[str, ...] = ("cosine", "linear", "constant")
+    over_replicas: bool = False
 
     def options(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Every option of the rule, those that are set in place of the defaults.
@@ -141,6 +145,16 @@ def _large_batch(given: Given, make: str) -> Any:
     return getattr(large_batch, make)(given.rate, leaves=given.leaves, mask=given.mask, **given.options)
 
 
+def _one_bit(given: Given, make: str) -> Any:
+    from jaxscale.optim import one_bit
+
+    options = {name: value for name, value in given.options.items() if name != "freeze"}
+    if make == "one_bit_lamb":
+        options["leaves"] = given.leaves
+    freeze = freeze_step(given.options["freeze"], given.steps)
+    return getattr(one_bit, make)(given.rate, freeze, **options, mask=given.mask)
+
+
 def _muon(given: Given) -> Any:
     from jaxscale.optim.muon import muon
 
@@ -191,6 +205,16 @@ RULES: Mapping[str, Rule] = {
     "lamb": Rule(
         functools.partial(_large_batch, make="lamb"), {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "weight_decay": 0.01}
     ),
+    # Tang et al. 2021, arXiv 2102.02888
+    "one_bit_adam": Rule(
+        functools.partial(_one_bit, make="one_bit_adam"), {**_ADAM, "freeze": 0.25}, over_replicas=True
+    ),
+    # Li et al. 2021, arXiv 2104.06069
+    "one_bit_lamb": Rule(
+        functools.partial(_one_bit, make="one_bit_lamb"),
+        {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "freeze": 0.25, "weight_decay": 0.01},
+        over_replicas=True,
+    ),
     # Jordan et al. 2024, and Liu et al. 2025, arXiv 2502.16982
     "muon": Rule(_muon, {"momentum": 0.95, "scale": "moonshot", "precision": "bfloat16", **_ADAM}),
     # Vyas et al. 2024, arXiv 2409.11321
@@ -198,6 +222,20 @@ RULES: Mapping[str, Rule] = {
     # Zhao et al. 2024, arXiv 2403.03507
     "galore": Rule(_galore, {**_ADAM, "rank": 128, "every": 200}),
 }
+
+
+def freeze_step(freeze: float, steps: int) -> int:
+    """Updates before a variance is frozen.
+
+    Args:
+        freeze: so many, or a share of the run below 1.
+        steps: updates of the run.
+
+    Example:
+        >>> freeze_step(0.25, 400), freeze_step(30, 400), freeze_step(0.25, 3)
+        (100, 30, 1)
+    """
+    return int(freeze) if freeze >= 1 else max(round(freeze * steps), 1)
 
 
 def decoupled_decay(rate: Rate, decay: float, mask: Any) -> Any:

@@ -33,7 +33,15 @@ from jaxscale.step.objective import Objective, positive
 from jaxscale.step.pipelined import Pipelined
 from jaxscale.step.plan import Plan
 from jaxscale.step.products import check_products, said_of_products
-from jaxscale.step.reducing import check_reduce, describe_reduce, reduced, said_of_restored, stage_of, with_states
+from jaxscale.step.reducing import (
+    check_reduce,
+    describe_reduce,
+    exchanged,
+    said_of_restored,
+    stage_of,
+    with_messages,
+    with_states,
+)
 from jaxscale.step.remember import check_memory, decide_memory, layers_of_groups, needs_decision, said_of, treatment_of
 from jaxscale.step.stages import Stages, stages_of
 from jaxscale.step.state import TrainState, Watch
@@ -346,13 +354,12 @@ class TrainStep:
         codec: Metrics = {}
         if self.stage is None:
             (loss, gradients, rest), left = self.objective.gradients(state, batch), state.reduce
+            norm = global_norm(gradients, self.layout.gradients)
         else:
             loss, gradients, rest = self.objective.gradients_apart(state, batch)
-            gradients, found = reduced(self.stage, gradients, state, self.layout)
-            sent = jnp.asarray(self.stage.wire_bytes, jnp.float32)
-            codec, left = {"residual_norm": found.residual_norm, "wire_bytes": sent}, found.states
+            found = exchanged(self.stage, self.update.messages, gradients, state, self.layout)
+            gradients, norm, left, codec = found
         mean = loss.total / positive(loss.weight)
-        norm = global_norm(gradients, self.layout.gradients)
         good, watch = state.watch.judge(mean, norm, self.experiment.guard)
         # a bad step leaves parameters, optimizer and batch statistics as they were
         params, optimizer = self.advance(gradients, state.optimizer, state.params, norm, good)
@@ -391,6 +398,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     plan = experiment.plan if plan is None else plan
     devices = list(jax.devices() if devices is None else devices)
     plan, said = resolve_mesh(plan, experiment.batch, devices)
+    plan = with_messages(experiment, plan)
     stages = None
     if plan.pipeline is not None:
         stages = stages_of(experiment, plan)

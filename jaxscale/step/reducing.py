@@ -15,20 +15,64 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.compression.codec import Codec
-from jaxscale.compression.reduce import RESIDUAL, Leaf, Reduced, Stage
+from jaxscale.compression.codecs.one_bit import OneBit
+from jaxscale.compression.reduce import RESIDUAL, Leaf, Stage
 from jaxscale.errors import UserError
+from jaxscale.optim.offloaded import global_norm
+from jaxscale.optim.one_bit import Messages
 from jaxscale.sharding.zero import split
+from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
 from jaxscale.step.layout import PIPE_AXIS, REPLICA_AXIS, Layout
 from jaxscale.step.plan import Plan
 from jaxscale.step.state import TrainState
 from jaxscale.trees import named_leaves, path_name
-from jaxscale.typing import Params
+from jaxscale.typing import Array, Params
 from jaxscale.values.byte_sizes import bytes_at_least
 
 REDUCE = "reduce"
 """Prefix of what codecs keep, in a checkpoint; another plan leaves it behind."""
 ONE, ALL = "one", "all"
+
+
+def with_messages(experiment: Experiment, plan: Plan) -> Plan:
+    """The plan of an optimizer whose replicas send momenta (1-bit Adam and LAMB): the codec that takes them, in it.
+
+    Args:
+        experiment: with its optimizer and steps.
+        plan: with its mesh settled.
+
+    Raises:
+        UserError: the plan has no replicas or another codec, the state is not on the device, or the run ends before
+            anything is sent in few bits.
+    """
+    messages, name = experiment.optimizer.messages(experiment.steps), experiment.optimizer.name
+    if messages is None:
+        return plan
+    assert plan.mesh is not None
+    if messages.freeze >= experiment.steps:
+        raise UserError(
+            f"optimizer.freeze: {name} would freeze its variance after {messages.freeze} updates, and the run has "
+            f"{experiment.steps}: nothing would be sent in few bits; freeze earlier (0.15 to 0.25 of the run), or take "
+            f"{name.removeprefix('one_bit_').replace('adam', 'adamw')}"
+        )
+    if plan.mesh.replica == 1:
+        raise UserError(
+            f"optimizer {name}: its momenta cross the replica axis, and mesh {plan.mesh} has none: name the slow axis "
+            f"replica:N, or take {name.removeprefix('one_bit_').replace('adam', 'adamw')}"
+        )
+    codec = OneBit(start=messages.freeze)
+    if plan.reduce not in (None, codec):
+        raise UserError(
+            f"optimizer {name} with reduce {plan.reduce}: it sends momenta, by {codec}, and no gradients that reduce "
+            "could be for; leave reduce out"
+        )
+    if plan.optimizer_state != "device":
+        raise UserError(
+            f"optimizer {name} with optimizer_state {plan.optimizer_state}: replicas send what their momentum on the "
+            "device becomes; take optimizer_state device"
+        )
+    return dataclasses.replace(plan, reduce=codec)
 
 
 def check_reduce(plan: Plan, model: Any, rest: Params) -> None:
@@ -92,18 +136,43 @@ def with_states(layout: Layout, stage: Stage | None) -> Layout:
     )
 
 
-def reduced(stage: Stage, gradients: Params, state: TrainState, layout: Layout) -> tuple[Params, Reduced]:
-    """The mean of each replica's gradients, placed as the plan has its gradients, and all that the stage gave."""
+def exchanged(
+    stage: Stage, messages: Messages | None, gradients: Params, state: TrainState, layout: Layout
+) -> tuple[Params, Array, Any, dict[str, Array]]:
+    """The mean of what replicas send, its norm, the codec's states, and what of it goes to the metrics.
+
+    Args:
+        stage: of the codec.
+        messages: what each replica sends in place of its gradient; `None` where it sends that.
+        gradients: of each replica, along a first dim.
+        state: before the step.
+        layout: where gradients lie.
+
+    Returns:
+        The mean, placed as the plan has its gradients; the global norm of the mean gradient, or, where momenta are
+        sent, the root of the mean square of the replicas' own; states; metrics.
+    """
+    own, updates = None, state.step
+    if messages is not None:
+        own, updates = (
+            jax.vmap(messages, in_axes=(0, None))(gradients, state.optimizer),
+            messages.count(state.optimizer),
+        )
+        gradients = own.message
     given = {}
     for name, gradient in named_leaves(gradients).items():
         spec = PartitionSpec(REPLICA_AXIS, *stage.leaves[name].spec)
         given[name] = jax.lax.with_sharding_constraint(gradient.astype(jnp.float32), NamedSharding(layout.mesh, spec))
-    found = stage(given, state.reduce, state.step)
+    found = stage(given, state.reduce, updates)
     mean = jax.tree_util.tree_map_with_path(
         lambda path, sharding: jax.lax.with_sharding_constraint(found.mean[path_name(path)], sharding),
         layout.gradients,
     )
-    return mean, found
+    norm = global_norm(mean, layout.gradients)
+    if own is not None:
+        norm = jnp.where(own.frozen[0], jnp.sqrt(jnp.mean(jnp.square(own.norm))), norm)
+    wire = jnp.where(updates < stage.codec.start, float(stage.exact_bytes), float(stage.wire_bytes))
+    return mean, norm, found.states, {"residual_norm": found.residual_norm, "wire_bytes": wire}
 
 
 def describe_reduce(stage: Stage | None) -> list[str]:

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxscale.optim.leaves import leaf_of
+from jaxscale.optim.one_bit import Messages, clipped
 from jaxscale.optim.quantized import quantize_state, state_bytes
 from jaxscale.optim.split_weights import split, split_weights
 from jaxscale.step.experiment import Experiment
@@ -33,6 +34,7 @@ class Update:
         whole: clipping, then that.
         clip: global norm that gradients are clipped to; `None` never clips.
         split: whether weights are kept as bfloat16, and what that takes off them as part of the state.
+        messages: what each replica sends, where the rule takes the mean of that; `None` takes that of gradients.
     """
 
     plain: optax.GradientTransformation
@@ -40,6 +42,7 @@ class Update:
     whole: optax.GradientTransformation
     clip: float | None
     split: bool = False
+    messages: Messages | None = None
 
     @classmethod
     def of(cls, experiment: Experiment, plan: Plan, functional: Functional, mesh: Any) -> "Update":
@@ -65,9 +68,12 @@ class Update:
             rule = quantize_state(rule, plan.state, local=places, layers=layers, platform=platform)
         if plan.master == "split":
             rule = split_weights(rule)
-        clip = experiment.optimizer.clip
-        whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
-        return cls(plain, rule, whole, clip, plan.master == "split")
+        clip, messages = experiment.optimizer.clip, experiment.optimizer.messages(experiment.steps)
+        if messages is not None:
+            whole = clipped(rule, messages)
+        else:
+            whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
+        return cls(plain, rule, whole, clip, plan.master == "split", messages)
 
     def start(self, params: Params) -> tuple[Params, Any]:
         """Split weights, and the state before the first update.

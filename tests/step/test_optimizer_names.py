@@ -23,6 +23,8 @@ OPTIONS = {
     "galore": {"rank": 4, "every": 2},
 }
 QUICK = ("lamb",)
+ALONE = [name for name, rule in RULES.items() if not rule.over_replicas]
+"""Those that one device takes; `test_one_bit.py` has the others."""
 
 
 def trained(name, mesh, zero):
@@ -40,7 +42,7 @@ def trained(name, mesh, zero):
     return losses
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RULES])
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ALONE])
 def test_a_rule_trains_and_its_devices_agree(name):
     """Three layers over four devices: they do not divide."""
     alone = trained(name, "1", 0)
