@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 Interpret = bool | Literal["races"]
 """False: compiled; True: interpreted; "races": interpreted, and races are looked for."""
@@ -65,6 +66,19 @@ def varying_alike(*operands: Any) -> tuple[Any, ...]:
         one if one is None or _varying(one) == axes else jax.lax.pcast(one, tuple(axes - _varying(one)), to="varying")
         for one in operands
     )
+
+
+def filled(shape: tuple[int, ...], dtype: Any, value: float, *operands: Any) -> Any:
+    """An array of one value that varies over every manual mesh axis that an operand varies over: a loop's first carry.
+
+    Args:
+        shape, dtype: of the array.
+        value: of its elements.
+        operands: arrays that the loop adds.
+    """
+    axes = frozenset[str]().union(*(_varying(one) for one in operands))
+    made = jnp.full(shape, value, dtype)
+    return jax.lax.pcast(made, tuple(axes), to="varying") if axes else made
 
 
 def _varying(one: Any) -> frozenset[str]:

@@ -1,0 +1,328 @@
+"""attention(q, k, v): softmax attention with grouped heads, sliding windows, segments and capped scores.
+
+The output and the log-sum-exp of each query's scores carry the residual names of `NAMES`: a rematerialization policy
+that keeps them spares the backward a second run of the forward. A call is code of one device; under a mesh, wrap it in
+`jax.shard_map`, with keys and values whole along the sequence.
+"""
+
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels import dispatch
+from pallas_kernels.attention import chunked, reference
+from pallas_kernels.attention.problem import Problem
+from pallas_kernels.attention.reference import Options
+from pallas_kernels.compat import Interpret, filled, varying_alike
+from pallas_kernels.dispatch import Choice, Explanation, Implementation
+from pallas_kernels.target import Target, target
+
+NAMES = ("attention_out", "attention_lse")
+"""Residual names: the output, and the log-sum-exp of the scores."""
+
+SHORT = 512 * 512
+"""Scores per head up to which the reference is preferred to chunks, where no kernel runs."""
+
+LENGTH = 128
+"""Kernels see lengths that are multiples of it; what is added is hidden from all others."""
+
+_LONE_QUERY, _LONE_KEY = -(2**31) + 1, -(2**31)
+"""Segment ids of what is added."""
+
+
+def _tpu(target: Target, problem: Problem) -> str | None:
+    from pallas_kernels.attention import tpu
+
+    return tpu.supports(target, problem)
+
+
+def _gpu(target: Target, problem: Problem) -> str | None:
+    from pallas_kernels.attention import gpu
+
+    return gpu.supports(target, problem)
+
+
+def _cudnn(target: Target, problem: Problem) -> str | None:
+    from pallas_kernels.attention import cudnn
+
+    return cudnn.supports(target, problem)
+
+
+_KERNELS = (
+    Implementation("tpu", "tpu", supports=_tpu),
+    Implementation("gpu", "gpu", hopper=True, supports=_gpu),
+    Implementation("cudnn", "gpu", named=True, supports=_cudnn),
+)
+_PLAIN = (Implementation("reference"), Implementation("chunked"))
+
+IMPLEMENTATIONS = tuple(one.name for one in (*_KERNELS, *_PLAIN))
+
+
+def implementations(problem: Problem) -> tuple[Implementation, ...]:
+    """All of them, best first: chunks come before the reference where its scores would be many."""
+    plain = _PLAIN if problem.T * problem.S <= SHORT else _PLAIN[::-1]
+    return (*_KERNELS, *plain)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    logit_soft_cap: float | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    platform: str | None = None,
+    tiles: Any = None,
+    interpret: Interpret = False,
+) -> jax.Array:
+    """Attention of queries over the keys they see: `softmax(cap(scale * q k^T)) v`, `cap(s) = c tanh(s / c)`.
+
+    Query head n reads key head n // (N / K). Scores and softmax are float32. A query that sees no key gives zeros; one
+    with a value that is not finite gives NaN.
+
+    Args:
+        q: queries (B,T,N,H): floating, not float64 for the kernels.
+        k, v: keys and values (B,S,K,H) of the same type; N a multiple of K.
+        causal: a query sees no key of a later position; positions count from 0 on both sides.
+        window: keys that a query sees, its own position's included; causal only.
+        segment_ids: integers (B,T) where S is T, or a pair (B,T) and (B,S): a query sees keys of its own id.
+        logit_soft_cap: the scores' bound c.
+        scale: of the scores; 1 / sqrt(H) by default.
+        implementation: None for the best that runs; "tpu", "gpu", "cudnn", "chunked" or "reference" for that one alone.
+        platform: "tpu v5e", "gpu h200", "cpu", where that is known better than from the mesh in force.
+        tiles: a named kernel's `Tiles`, instead of the tuned ones.
+        interpret: run a named kernel in Pallas' interpreter; "races" also looks for races.
+
+    Returns:
+        (B,T,N,H) in the type of `q`.
+
+    Raises:
+        ValueError: arguments that fit no implementation; an unknown implementation or platform.
+        NotImplementedError: the named implementation cannot run this, or not there.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> q, k = jnp.ones((1, 3, 4, 8)), jnp.ones((1, 3, 2, 8))
+        >>> v = jnp.arange(3.0).reshape(1, 3, 1, 1) * jnp.ones((1, 1, 2, 8))
+        >>> attention(q, k, v)[0, :, 0, 0].tolist()
+        [0.0, 0.5, 1.0]
+        >>> print(explain(q, k, v, platform="gpu a100"))
+        attention on gpu a100: reference
+          not tpu: it is for TPUs, and the target is gpu
+          not gpu: it needs compute capability 9.0 (H100, H200), and the target is a100
+          not cudnn: cuDNN needs bfloat16 or float16, not float32
+          not chunked: reference comes before it
+
+    References:
+        Dao, FlashAttention-2 (arXiv 2307.08691). Ainslie et al., GQA (2305.13245). Beltagy et al., Longformer, for
+        windows (2004.05150). Gemma 2, for the cap (2408.00118).
+    """
+    ids = _pair(segment_ids)
+    problem = _checked(q, k, v, ids, causal, window, logit_soft_cap, scale)
+    if tiles is not None and implementation not in ("tpu", "gpu"):
+        raise ValueError(f"attention: tiles belong to a named kernel, 'tpu' or 'gpu', and not to {implementation!r}")
+    at = target(platform)
+    ways = implementations(problem)
+    choice = dispatch.choose("attention", ways, problem, at, implementation=implementation, interpret=bool(interpret))
+    if implementation == "cudnn":
+        from pallas_kernels.attention import cudnn
+
+        return checkpoint_name(cudnn.attention(q, k, v, problem.options), NAMES[0])
+    call = _Call(choice, problem.options, at.on("tpu").chip, at.on("gpu").chip, tiles, interpret)
+    q_ids, kv_ids = ids or (None, None)
+    q, k, v, q_ids, kv_ids = varying_alike(q, k, v, q_ids, kv_ids)
+    return _attention(call, q, k, v, q_ids, kv_ids)
+
+
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    segment_ids: Any = None,
+    logit_soft_cap: float | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    platform: str,
+) -> Explanation:
+    """What `attention` would run on a platform, and why each other implementation would not be taken.
+
+    Args:
+        q, k, v, causal, window, segment_ids, logit_soft_cap, scale, implementation: as of `attention`; arrays may be
+            `jax.ShapeDtypeStruct`.
+        platform: "gpu h200", "tpu v5e", "cpu".
+    """
+    problem = _checked(q, k, v, _pair(segment_ids), causal, window, logit_soft_cap, scale)
+    return dispatch.explain("attention", implementations(problem), problem, target(platform), implementation)
+
+
+attention.explain = explain  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _pair(segment_ids: Any) -> tuple[Any, Any] | None:
+    if segment_ids is None:
+        return None
+    if isinstance(segment_ids, tuple | list):
+        if len(segment_ids) != 2 or any(one is None for one in segment_ids):
+            raise ValueError("attention: segment_ids of queries or of keys alone: give one array, or a pair of both")
+        return segment_ids[0], segment_ids[1]
+    return segment_ids, segment_ids
+
+
+def _checked(
+    q: Any,
+    k: Any,
+    v: Any,
+    ids: tuple[Any, Any] | None,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+    scale: float | None,
+) -> Problem:
+    """The problem that arguments pose.
+
+    Raises:
+        ValueError: what no implementation could run.
+    """
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"attention: {shapes}; expected (B,T,N,H), and (B,S,K,H) twice")
+    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    if 0 in (B, T, S, N, K, H):
+        raise ValueError(f"attention: {shapes}; expected no empty dim")
+    if N % K:
+        raise ValueError(f"attention: {N} query heads and {K} key heads; expected a multiple")
+    if not (q.dtype == k.dtype == v.dtype) or not jnp.issubdtype(q.dtype, jnp.floating):
+        given = f"{q.dtype}, {k.dtype} and {v.dtype}"
+        raise ValueError(f"attention: q, k, v of {given}; expected one floating type: cast them first")
+    if ids is not None:
+        given = f"segment_ids of {tuple(ids[0].shape)} {ids[0].dtype} and {tuple(ids[1].shape)} {ids[1].dtype}"
+        if ids[0].shape != (B, T) or ids[1].shape != (B, S):
+            raise ValueError(f"attention: {given}; expected {(B, T)} for queries and {(B, S)} for keys")
+        if not all(jnp.issubdtype(one.dtype, jnp.integer) for one in ids):
+            raise ValueError(f"attention: {given}; expected integers")
+    if window is not None and (isinstance(window, bool) or not hasattr(window, "__index__")):
+        raise ValueError(f"attention: window={window!r}, expected a whole number known while tracing")
+    scale = 1 / math.sqrt(H) if scale is None else float(scale)
+    options = Options(bool(causal), window, None if soft_cap is None else float(soft_cap), scale)
+    return Problem(B, T, S, N, K, H, jnp.dtype(q.dtype).name, ids is not None, options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is static in a call."""
+
+    choice: Choice
+    options: Options
+    tpu_chip: str | None
+    gpu_chip: str | None
+    tiles: Any
+    interpret: Interpret
+
+    def branches(self, plain: str, run: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+        """By name, what runs a pass: the plain modules' function `plain`, or `run` with a kernel's module and chip."""
+
+        def kernel(name: str, *args: Any) -> Any:
+            module = importlib.import_module(f"pallas_kernels.attention.{name}")
+            return run(self, module, self.tpu_chip if name == "tpu" else self.gpu_chip, *args)
+
+        plains = {"reference": reference, "chunked": chunked}
+        return {
+            **{name: functools.partial(kernel, name) for name in ("tpu", "gpu")},
+            **{name: lambda *args, m=m: getattr(m, plain)(*args, self.options) for name, m in plains.items()},
+        }
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(call: _Call, q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any) -> Any:
+    return _forward(call, q, k, v, q_ids, kv_ids)[0]
+
+
+def _forward(call: _Call, q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
+    branches = call.branches("forward", _kernel_forward)
+    out, lse = dispatch.by_platform(call.choice, branches, q, k, v, q_ids, kv_ids)
+    out, lse = checkpoint_name(out, NAMES[0]), checkpoint_name(lse, NAMES[1])
+    return out, (q, k, v, q_ids, kv_ids, out, lse)
+
+
+def _backward(call: _Call, saved: Any, d_out: Any) -> tuple[Any, ...]:
+    branches = call.branches("backward", _kernel_backward)
+    return *dispatch.by_platform(call.choice, branches, *saved, d_out), None, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _kernel_forward(call: _Call, module: Any, chip: str | None, q: Any, k: Any, v: Any, *ids: Any) -> Any:
+    (_, T, _, H), arrays = q.shape, _Arrays(module, q, k, ids, call.options)
+    q, k, v = arrays.queries(q), arrays.keys(k), arrays.keys(v)
+    tiles = call.tiles or module.choose_tiles(chip, arrays.problem)
+    out, lse = module.forward(q, k, v, *arrays.ids, call.options, tiles, call.interpret)
+    return arrays.back(out, T, H), lse[:, :, :T]
+
+
+def _kernel_backward(
+    call: _Call, module: Any, chip: str | None, q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, *rest: Any
+) -> Any:
+    (_, T, _, H), S, arrays = q.shape, k.shape[1], _Arrays(module, q, k, (q_ids, kv_ids), call.options)
+    out, lse, d_out = rest
+    q, k, v, out, d_out = (*(arrays.queries(q), arrays.keys(k), arrays.keys(v)), *map(arrays.queries, (out, d_out)))
+    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, arrays.problem.T - T)))
+    tiles = call.tiles or module.choose_tiles(chip, arrays.problem)
+    grads = module.backward(q, k, v, *arrays.ids, out, lse, d_out, call.options, tiles, call.interpret)
+    return tuple(arrays.back(grad, length, H) for grad, length in zip(grads, (T, S, S), strict=True))
+
+
+class _Arrays:
+    """Arrays as a kernel takes them: lengths that are multiples of LENGTH, a width of heads that it knows, and its
+    order of dims (on TPU heads come before positions: Mosaic tiles the last two dims).
+
+    Keys that fill up are hidden by segment ids, unless positions hide them already.
+    """
+
+    def __init__(self, module: Any, q: Any, k: Any, ids: Sequence[Any], options: Options) -> None:
+        (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+        self.T, self.S, self.H = T + -T % LENGTH, S + -S % LENGTH, module.padded_width(H)
+        self.swapped = module.__name__.endswith("tpu")
+        self.ids: tuple[Any, Any] = (ids[0], ids[1])
+        if ids[0] is None and S % LENGTH and not (options.causal and T <= S):
+            self.ids = filled((B, T), jnp.int32, 0, q, k), filled((B, S), jnp.int32, 0, q, k)
+        if self.ids[0] is not None:
+            pairs = ((self.ids[0], self.T, _LONE_QUERY), (self.ids[1], self.S, _LONE_KEY))
+            self.ids = tuple(  # pyright: ignore[reportAttributeAccessIssue]
+                jnp.pad(one.astype(jnp.int32), ((0, 0), (0, length - one.shape[1])), constant_values=lone)
+                for one, length, lone in pairs
+            )
+        segments = self.ids[0] is not None
+        self.problem = Problem(B, self.T, self.S, N, K, self.H, jnp.dtype(q.dtype).name, segments, options)
+
+    def queries(self, x: Any) -> Any:
+        """(B,T,N,H) for the kernel."""
+        return self._for_kernel(x, self.T)
+
+    def keys(self, x: Any) -> Any:
+        """(B,S,K,H) for the kernel."""
+        return self._for_kernel(x, self.S)
+
+    def _for_kernel(self, x: Any, length: int) -> Any:
+        more, wider = length - x.shape[1], self.H - x.shape[3]
+        x = jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, wider))) if more or wider else x
+        return jnp.swapaxes(x, 1, 2) if self.swapped else x
+
+    def back(self, x: Any, length: int, H: int) -> Any:
+        """(B, length, heads, H) from what the kernel returns."""
+        x = jnp.swapaxes(x, 1, 2) if self.swapped else x
+        return x[:, :length, :, :H] if x.shape[1] > length or x.shape[3] > H else x

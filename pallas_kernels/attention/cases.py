@@ -1,0 +1,75 @@
+"""Named shapes of attention: what tests, benchmarks and tuning run."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One use of attention.
+
+    Args:
+        name: in ids of tests and rows of tables.
+        T: queries.
+        S: keys.
+        N: query heads.
+        K: key heads.
+        H: width of a head.
+        B: rows.
+        dtype: of queries, keys, values.
+        causal, window, soft_cap: as of `attention`.
+        segments: documents in a row of equal lengths, and a last one whose queries see nothing; 0: no segment ids.
+        tile: of the interpreted kernel on TPU.
+        tags: "small" runs in the interpreter ("slow" beside it: not by default), "aot" is compiled for absent chips,
+            "bench" is timed on a device.
+    """
+
+    name: str
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    B: int = 1
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+    segments: int = 0
+    tile: int = 128
+    tags: tuple[str, ...] = ("small",)
+
+    @property
+    def options(self) -> dict[str, bool | int | float | None]:
+        """Keywords of `attention`."""
+        return {"causal": self.causal, "window": self.window, "logit_soft_cap": self.soft_cap}
+
+
+_SLOW = ("small", "slow")
+_COMPILED = ("aot", "bench")
+CASES = (
+    Case("causal", 256, 256, 2, 1, 64),
+    Case("all", 384, 256, 2, 2, 64, causal=False, soft_cap=5.0, segments=3),
+    Case("full", 256, 384, 2, 2, 128, causal=False, tags=_SLOW),
+    Case("causal_f32", 256, 256, 2, 2, 64, dtype="float32", tags=_SLOW),
+    Case("window", 512, 512, 2, 1, 64, B=2, window=100, soft_cap=5.0, segments=3, tags=_SLOW),
+    Case("window_f32", 384, 384, 1, 1, 128, dtype="float32", window=200, tags=_SLOW),
+    Case("one_step_back", 256, 256, 2, 1, 64, window=1, tags=_SLOW),
+    Case("more_keys", 128, 384, 2, 1, 64, tags=_SLOW),
+    Case("more_queries", 384, 128, 2, 1, 64, tags=_SLOW),
+    Case("ragged", 200, 200, 2, 1, 64, tags=_SLOW),
+    Case("ragged_full", 72, 200, 2, 1, 64, causal=False, tags=_SLOW),
+    Case("ragged_more_queries", 300, 130, 2, 1, 64, segments=2, tags=_SLOW),
+    Case("narrow", 128, 128, 2, 2, 48, tags=_SLOW),
+    Case("wide", 128, 256, 2, 1, 256, soft_cap=5.0, segments=2, tags=_SLOW),
+    Case("wide_window", 256, 256, 4, 1, 192, window=130, tags=_SLOW),
+    Case("half", 256, 256, 2, 1, 64, dtype="float16", tags=_SLOW),
+    Case("large_tiles", 512, 512, 1, 1, 64, window=300, tile=256, tags=_SLOW),
+    Case("causal_4k", 4096, 4096, 16, 4, 128, B=2, tags=_COMPILED),
+    Case("full_4k", 4096, 4096, 16, 4, 128, B=2, causal=False, tags=_COMPILED),
+    Case("window_4k", 4096, 4096, 16, 4, 128, B=2, window=1024, soft_cap=50.0, segments=4, tags=_COMPILED),
+    Case("narrow_4k", 4096, 4096, 16, 16, 64, B=2, tags=_COMPILED),
+    Case("wide_4k", 4096, 4096, 8, 2, 256, B=2, soft_cap=50.0, tags=_COMPILED),
+    Case("causal_8k", 8192, 8192, 16, 4, 128, B=2, tags=("bench",)),
+    Case("window_32k", 32768, 32768, 16, 4, 128, B=1, window=1024, tags=("bench",)),
+)

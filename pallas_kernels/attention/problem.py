@@ -1,0 +1,39 @@
+"""Problem: what an implementation of attention asks before it says whether it can."""
+
+import dataclasses
+
+from pallas_kernels.attention.reference import Options
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Sizes, type and options of one call, on one device.
+
+    Args:
+        B, T, S, N, K, H: rows, queries, keys, query heads, key heads, width of a head.
+        dtype: of queries, keys and values.
+        segments: whether segment ids are given.
+        options: what to compute.
+    """
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    dtype: str
+    segments: bool
+    options: Options
+
+    @property
+    def mask(self) -> str:
+        """What hides keys, as the key of tuned tiles: "full", "causal", "window", each with "+segments", "+cap"."""
+        kind = "full" if not self.options.causal else "causal" if self.options.window is None else "window"
+        cap = "" if self.options.soft_cap is None else "+cap"
+        return kind + ("+segments" if self.segments else "") + cap
+
+    @property
+    def case(self) -> dict[str, int | str]:
+        """What tiles depend on."""
+        return {"dtype": self.dtype, "mask": self.mask, "T": self.T, "S": self.S, "H": self.H}
