@@ -1,0 +1,44 @@
+"""Named shapes of cross-entropy: what tests, benchmarks and compilers run."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One use of cross-entropy.
+
+    Args:
+        name: in ids of tests and rows of tables.
+        rows: M.
+        width: D.
+        head: rows of the head on a device.
+        vocab: words; None: as many as the head has rows.
+        dtype: of x and the head.
+        soft_cap, z_loss: of the loss.
+        ignored: every so many-th row has the label -1; 0: none.
+        tags: "small" runs in the interpreter (in slow tests, if "slow" too), "aot" is compiled for absent chips,
+            "bench" is timed on a device.
+    """
+
+    name: str
+    rows: int
+    width: int
+    head: int
+    vocab: int | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    soft_cap: float | None = None
+    z_loss: float = 0.0
+    ignored: int = 0
+    tags: tuple[str, ...] = ("small",)
+
+
+CASES = (
+    Case("plain", 256, 128, 512, tags=("small", "slow")),
+    Case("f32", 128, 128, 512, dtype="float32", ignored=7, tags=("small", "slow")),
+    Case("cap", 256, 128, 512, soft_cap=20.0, ignored=7, tags=("small", "slow")),
+    Case("edge", 256, 128, 600, dtype="float32", soft_cap=20.0, z_loss=1e-3, ignored=5),
+    Case("padded_vocab", 256, 128, 640, vocab=601, dtype="float32", z_loss=1e-3, tags=("small", "slow")),
+    Case("llama3", 8192, 4096, 128256, tags=("aot", "bench")),
+    Case("gemma", 8192, 2304, 256000, soft_cap=30.0, tags=("bench",)),
+)

@@ -1,0 +1,139 @@
+"""Grouped matmul: rows sorted by group, times their group's matrix, with both gradients on every platform.
+
+On TPU `jax.lax.ragged_dot` is a kernel already, and is what runs; on GPU it is dense (E times the work), and on Hopper
+our kernel runs. Sizes of groups are data: what cannot be checked before it runs is defined instead. A negative size
+counts as 0, and groups end with the rows.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch
+from pallas_kernels.compat import Interpret, varying_alike
+from pallas_kernels.dispatch import Choice, Implementation
+from pallas_kernels.grouped_matmul import ragged, reference
+from pallas_kernels.grouped_matmul.cases import Case
+from pallas_kernels.target import Target
+from pallas_kernels.target import target as target_of
+
+
+def _gpu(target: Target, case: Case) -> str | None:
+    from pallas_kernels.grouped_matmul import gpu
+
+    return gpu.supports(target, case)
+
+
+IMPLEMENTATIONS = (
+    Implementation("gpu", "gpu", hopper=True, supports=_gpu),
+    Implementation("ragged"),
+    Implementation("reference", named=True),
+)
+
+
+def grouped_matmul(
+    x: Any,
+    w: Any,
+    sizes: Any,
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+    interpret: Interpret = False,
+) -> Any:
+    """`y[m] = x[m] @ w[e]`, for the e whose rows m is among; 0 in rows past the last group.
+
+    Args:
+        x: (M, D), sorted by group.
+        w: (E, D, F), in the type of x. Sums are float32.
+        sizes: (E,) integers: rows of each group, which may be 0, and need not add up to M.
+        implementation: "gpu" (Hopper), "ragged" (`jax.lax.ragged_dot`), "reference", or None for the best that runs.
+        platform: what it is traced for, such as "gpu h200"; by default what `target.target` finds.
+        interpret: interpret the named kernel, for tests: True, or "races" to look for races too.
+
+    Returns:
+        (M, F), in the type of x.
+
+    Raises:
+        ValueError: shapes or types that do not fit; sizes known while tracing that are negative or more than M in sum.
+        NotImplementedError: the named implementation cannot run this.
+
+    Example:
+        >>> grouped_matmul(jnp.ones((3, 1)), jnp.array([[[2.0]], [[5.0]]]), jnp.array([1, 1])).tolist()
+        [[2.0], [5.0], [0.0]]
+    """
+    _check(x, w, sizes)
+    case = Case("", *x.shape, w.shape[2], (0,) * w.shape[0], x.dtype.name)
+    choice = dispatch.choose(
+        "grouped_matmul",
+        IMPLEMENTATIONS,
+        case,
+        target_of(platform),
+        implementation=implementation,
+        interpret=bool(interpret),
+    )
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(sizes, 0)), x.shape[0]).astype(jnp.int32)
+    sizes = jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
+    return _kernel(choice, interpret, *varying_alike(x, w, sizes))
+
+
+def explain(case: Case, platform: str, implementation: str | None = None) -> dispatch.Explanation:
+    """What would run a case on a platform, and why each other implementation would not.
+
+    Example:
+        >>> print(explain(Case("narrow", 512, 128, 96, (256, 256)), "gpu h200"))
+        grouped_matmul on gpu h200: ragged
+          not gpu: it needs D and F that are multiples of 128, not 128 and 96
+          not reference: it runs only where it is named
+    """
+    return dispatch.explain("grouped_matmul", IMPLEMENTATIONS, case, target_of(platform), implementation)
+
+
+def _check(x: Any, w: Any, sizes: Any) -> None:
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or 0 in (*x.shape, *w.shape):
+        got = f"x {x.shape} and w {w.shape}"
+        raise ValueError(f"grouped_matmul: got {got}, expected (M, D) and (E, D, F), none empty")
+    if x.dtype != w.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+        got = f"x of type {x.dtype} and w of type {w.dtype}"
+        raise ValueError(f"grouped_matmul: got {got}, expected one floating-point type: cast one of them")
+    if sizes.shape != w.shape[:1] or not jnp.issubdtype(sizes.dtype, jnp.integer):
+        got = f"sizes of type {sizes.dtype} and shape {sizes.shape}"
+        raise ValueError(f"grouped_matmul: got {got}, expected integers of shape {w.shape[:1]}, one per matrix")
+    if not isinstance(sizes, jax.core.Tracer):
+        known = np.asarray(sizes)
+        if known.min() < 0 or known.sum() > x.shape[0]:
+            got = f"sizes {known.tolist()}"
+            raise ValueError(f"grouped_matmul: got {got}, expected none negative, and at most {x.shape[0]} rows in sum")
+
+
+def _branches(what: str, interpret: Interpret, **options: Any) -> Any:
+    """Implementations of "forward" or "gradient_of_weights", by name."""
+
+    def gpu(*args: Any) -> Any:
+        from pallas_kernels.grouped_matmul import gpu
+
+        return getattr(gpu, what)(*args, interpret=interpret, **options)
+
+    plain = {"ragged": ragged, "reference": reference}
+    return {"gpu": gpu} | {name: functools.partial(getattr(one, what), **options) for name, one in plain.items()}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _kernel(choice: Choice, interpret: Interpret, x: Any, w: Any, sizes: Any) -> Any:
+    return dispatch.by_platform(choice, _branches("forward", interpret), x, w, sizes)
+
+
+def _forward(choice: Choice, interpret: Interpret, x: Any, w: Any, sizes: Any) -> Any:
+    return _kernel(choice, interpret, x, w, sizes), (x, w, sizes)
+
+
+def _backward(choice: Choice, interpret: Interpret, saved: Any, dy: Any) -> Any:
+    x, w, sizes = saved
+    dx = dispatch.by_platform(choice, _branches("forward", interpret, transposed=True), dy, w, sizes)
+    dw = dispatch.by_platform(choice, _branches("gradient_of_weights", interpret), x, dy, sizes)
+    return dx, dw, None
+
+
+_kernel.defvjp(_forward, _backward)

@@ -1,0 +1,41 @@
+"""Named shapes of grouped matmul: what tests, benchmarks and compilers run."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One use of grouped matmul.
+
+    Args:
+        name: in ids of tests and rows of tables.
+        rows: M.
+        inner: D.
+        outer: F.
+        sizes: rows of each group.
+        dtype: of rows and matrices.
+        tags: "small" runs in the interpreter (in slow tests, if "slow" too), "aot" is compiled for absent chips,
+            "bench" is timed on a device.
+    """
+
+    name: str
+    rows: int
+    inner: int
+    outer: int
+    sizes: tuple[int, ...]
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    tags: tuple[str, ...] = ("small",)
+
+
+CASES = (
+    Case("least", 128, 128, 128, (50, 70)),
+    Case("empty_group", 512, 128, 128, (100, 0, 211, 201), tags=("small", "slow")),
+    Case("tail", 512, 128, 128, (1, 2, 300, 9), tags=("small", "slow")),
+    Case("one_group", 256, 128, 256, (256, 0), tags=("small", "slow")),
+    Case("nothing", 128, 128, 128, (0, 0, 0), tags=("small", "slow")),
+    Case("ragged_rows", 300, 256, 128, (130, 170), "float16", tags=("small", "slow")),
+    Case("mixtral", 8192, 4096, 2048, (1024,) * 8, tags=("aot", "bench")),
+    Case("mixtral_uneven", 8192, 4096, 2048, (3000, 0, 77, 1200, 2048, 500, 1000, 300), tags=("bench",)),
+    Case("many_experts", 16384, 2048, 1024, (256,) * 64, tags=("bench",)),
+)

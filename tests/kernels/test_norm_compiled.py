@@ -1,0 +1,98 @@
+"""Norm as compilers of absent chips have it: a kernel each way, half of XLA's bytes, nothing spilled or sent."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.norm import CASES, layer_norm, rms_norm
+from tests.kernels.aot import compiled, gpu_compiler, lowered, tpu_compiler
+
+AOT = {case.name: case for case in CASES if "aot" in case.tags}
+FIRST = AOT["rms_residual_4k"]
+
+
+def norm(case, implementation):
+    def function(x, weight, residual):
+        residual = residual if case.residual else None
+        if not case.center:
+            return rms_norm(x, weight, residual, implementation=implementation)
+        return layer_norm(x, weight, weight if case.bias else None, residual, implementation=implementation)
+
+    return function
+
+
+def gradient(case, implementation):
+    """Of x and weight, from the sum, as the backward of a step has it."""
+
+    def function(x, weight, dy):
+        return jax.vjp(lambda x, w: norm(case, implementation)(x, w, jnp.zeros_like(x)), x, weight)[1](
+            (dy, dy) if case.residual else dy
+        )
+
+    return function
+
+
+def program(make, case, implementation, devices):
+    x = jax.ShapeDtypeStruct((case.rows, case.width), jnp.dtype(case.dtype))
+    return lowered(devices, make(case, implementation), [x, jax.ShapeDtypeStruct((case.width,), jnp.float32), x])
+
+
+def sharded(devices):
+    """Rows over "x", the weight whole: its gradient is all that crosses."""
+    x, weight = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024,), jnp.float32)
+
+    def local(x, weight):
+        return jax.shard_map(rms_norm, in_specs=(jax.P("x"), jax.P()), out_specs=jax.P("x"))(x, weight)
+
+    def loss(x, weight):
+        return jnp.sum(local(x, weight).astype(jnp.float32) ** 2)
+
+    return lowered(devices, jax.grad(loss, (0, 1)), [x, weight], mesh={"x": 2}, specs=(jax.P("x"), jax.P()))
+
+
+def programs(cases, implementation=None):
+    plain = [case for case in cases if not case.residual]
+    return {f"{case.name} forward": functools.partial(program, norm, case, implementation) for case in cases} | {
+        f"{case.name} backward": functools.partial(program, gradient, case, implementation) for case in plain
+    }
+
+
+def proved(found, temp=0):
+    for name, one in found.items():
+        assert one.error is None, name
+        assert (one.kernels, one.collectives, one.spilled) == (1, 0, 0), name
+        assert one.temp <= temp, name
+        assert "C7512" not in one.said
+
+
+@tpu_compiler
+def test_tpu():
+    found = compiled("tpu v5e:2x2", programs([FIRST]) | {"sharded": sharded})
+    one = found.pop("sharded")
+    assert one.error is None
+    assert (one.kernels, one.collectives) == (2, 1)
+    proved(found)
+
+
+@pytest.mark.slow
+@tpu_compiler
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_every_case_on_tpu(chip):
+    found = compiled(f"tpu {chip}:2x2", programs(AOT.values()))
+    proved(found)
+    plain = compiled(f"tpu {chip}:2x2", programs(AOT.values(), "reference"))
+    for name, one in found.items():
+        assert one.bytes_accessed <= 0.5 * plain[name].bytes_accessed, name
+
+
+@pytest.mark.slow
+@gpu_compiler
+def test_every_case_on_hopper():
+    """The backward's partial sums of the weight's gradient, one row a block, are all that is temporary."""
+    found = compiled("gpu h200 x 2", programs(AOT.values()) | {"sharded": sharded})
+    one = found.pop("sharded")
+    assert one.error is None
+    assert (one.kernels, one.collectives) == (2, 1)
+    proved(found, temp=8192 // 16 * 4096 * 4 + 4096)
