@@ -1,8 +1,10 @@
 """PowerSGD: one step of power iteration a gradient, from where the last one ended (Vogels et al., 2019,
 arXiv:1905.13727, algorithms 1 and 2).
 
-At rank 4 it trains SGD with momentum as published; Adam loses by it in short runs: give it a higher rank and a start
-step, or take int8. Left out: the reference code's halved steps, which alternate between P and Q.
+In 400 steps of a small language model (`benchmarks/convergence.py`) SGD with momentum loses 0.034 nats at rank 4, 0.013
+at 8; Adam loses 0.10 at rank 4 and 0.018 at 16: give it a higher rank and a start step, or take int8.
+
+Left out: the reference code's halved steps, which alternate between P and Q.
 """
 
 import dataclasses
