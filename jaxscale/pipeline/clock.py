@@ -64,6 +64,8 @@ class Clock:
                     self._table[tick, rank] = number[action.kind, action.stage]
         self.crossings = _crossings(schedule)
         source = {action: tick for tick, row in enumerate(table) for action in row if action is not None}
+        ranks = np.arange(schedule.ranks)
+        self._neighbours = np.roll(ranks, 1), np.roll(ranks, -1)
         self._sends = np.zeros(len(table), bool)
         for action in source:
             for needed in schedule.inputs(action):
@@ -77,7 +79,7 @@ class Clock:
             passes: float[batch, passes], seconds of each of `passes`.
             links: float[batch, ranks], seconds of a message between ranks r and r + 1.
         """
-        return collections.deque(self._run(passes, links), maxlen=1)[0].max(1)
+        return collections.deque(self._run(passes, links), maxlen=1)[0].max(0)
 
     def path(self, passes: np.ndarray, links: np.ndarray, blur: float = 0.0) -> Path:
         """What decides the seconds under one set of costs, float[passes] and float[ranks].
@@ -88,39 +90,45 @@ class Clock:
             blur: of paths that come within about so many seconds of each other, a mean instead of the longest: it
                 changes less from one set of costs to the next, and is never above the true seconds either.
         """
-        times = [now[0] for now in self._run(passes[None], links[None])]
-        counts, crossed = np.zeros(len(self.passes) + 1), np.zeros(self.schedule.ranks)
-        share = _shares(times[-1][None].T, blur)[:, 0]
-        # backwards through time: times[2 t + 1] is the end of tick t, times[2 t + 2] the end of its exchange
-        for tick in range(len(self._table) - 1, -1, -1):
+        times = np.stack([now[:, 0] for now in self._run(passes[None], links[None])])
+        left, right = self._neighbours
+        # times[2 t + 1] is the end of tick t, times[2 t + 2] the end of its exchange
+        ends = times[1::2]
+        come = np.stack([ends, ends[:, left] + links[left], ends[:, right] + links])
+        stay, from_left, from_right = _shares(come, blur)
+        shares, crossed = np.empty(ends.shape), np.zeros(self.schedule.ranks)
+        share = _shares(times[-1][:, None], blur)[:, 0]
+        for tick in range(len(ends) - 1, -1, -1):
             if self._sends[tick]:
-                ends = times[2 * tick + 1]
-                come = np.stack([ends, np.roll(ends, 1) + np.roll(links, 1), np.roll(ends, -1) + links])
-                stay, left, right = _shares(come, blur) * share
-                crossed += np.roll(left, -1) + right
-                share = stay + np.roll(left, -1) + np.roll(right, 1)
-            np.add.at(counts, self._table[tick], share)
+                to_left, to_right = (from_left[tick] * share)[right], from_right[tick] * share
+                crossed += to_left + to_right
+                share = stay[tick] * share + to_left + to_right[left]
+            shares[tick] = share
+        counts = np.bincount(self._table.ravel(), shares.ravel(), len(self.passes) + 1)
         return Path(float(times[-1].max()), counts[:-1], crossed)
 
     def _run(self, passes: np.ndarray, links: np.ndarray) -> Iterator[np.ndarray]:
-        """Times [batch, rank] at the start, and after the passes and the exchange of each tick."""
-        takes = np.concatenate([passes, np.zeros((len(passes), 1))], 1)
-        left, right = np.roll(np.arange(links.shape[1]), 1), np.roll(np.arange(links.shape[1]), -1)
-        left_links = links[:, left]
+        """Times [rank, batch] at the start, and after the passes and the exchange of each tick."""
+        takes = np.concatenate([passes.T, np.zeros((1, len(passes)))])
+        left, right = self._neighbours
+        links = np.ascontiguousarray(links.T)
+        left_links = links[left]
         now = np.zeros(links.shape)
         yield now
         for row, sends in zip(self._table, self._sends, strict=True):
-            now = now + takes[:, row]
+            now = now + takes[row]
             yield now
             if sends:
-                now = np.maximum(now, np.maximum(now[:, left] + left_links, now[:, right] + links))
+                come = now[left] + left_links
+                np.maximum(come, now, out=come)
+                now = np.maximum(come, now[right] + links, out=come)
             yield now
 
 
 def _shares(times: np.ndarray, blur: float) -> np.ndarray:
-    """How much each row of a column counts, all to the latest without a blur; columns add up to 1."""
+    """How much each of the first dim counts, all to the latest without a blur; they add up to 1."""
     if not blur:
-        return np.eye(len(times))[times.argmax(0)].T
+        return np.moveaxis(np.eye(len(times))[times.argmax(0)], -1, 0)
     weights = np.exp((times - times.max(0)) / blur)
     return weights / weights.sum(0)
 
