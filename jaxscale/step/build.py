@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.blocks import Loss
 from jaxscale.compression.reduce import Stage
 from jaxscale.memory.decision import Decision
-from jaxscale.optim.offloaded import Advance, global_norm
+from jaxscale.optim.offloaded import Advance, global_norm, plainly
 from jaxscale.platforms.detect import host_memory
 from jaxscale.sharding.memory_space import check_host_memory
 from jaxscale.step import rows
@@ -30,6 +30,7 @@ from jaxscale.step.functional import Functional, in_groups
 from jaxscale.step.host import advance_of, check_host_bytes, check_host_size, check_offload, describe
 from jaxscale.step.layout import Layout, check_model, local_bytes, masters_on_host, resolve_mesh, vocab_multiple
 from jaxscale.step.objective import Objective, positive
+from jaxscale.step.outer import Outer, check_outer
 from jaxscale.step.pipelined import Pipelined
 from jaxscale.step.plan import Plan
 from jaxscale.step.products import check_products, said_of_products
@@ -89,6 +90,9 @@ class TrainStep:
         streamed: what the step of an asynchronous pipeline computes; `None` for any other.
         stage: of a codec, which reduces the gradients of replicas; `None` where XLA does.
     """
+
+    outer: Outer | None = None
+    """Under DiLoCo: how replicas meet."""
 
     def __init__(
         self,
@@ -238,13 +242,18 @@ class TrainStep:
         state = self.layout.state
         if self.update.split:
             params, optimizer = jax.jit(self.update.start, out_shardings=(state.params, state.optimizer))(params)
+            more = {}
         else:
-            optimizer = jax.jit(self.optimizer.init, out_shardings=state.optimizer)(params)
+            optimizer, more = self._optimizer_and_more(params)
         step, watch = jax.jit(
             lambda: (jnp.zeros((), jnp.int32), Watch.start()), out_shardings=(state.step, state.watch)
         )()
         codec = () if self.stage is None else jax.jit(self.stage.init, out_shardings=state.reduce)()
-        return self._filled(TrainState(step, params, optimizer, rest, watch, reduce=codec))
+        return self._filled(TrainState(step, params, optimizer, rest, watch, reduce=codec, **more))
+
+    def _optimizer_and_more(self, params: Params) -> tuple[Any, dict[str, Any]]:
+        """The optimizer's state of new weights, and what else of a train state depends on them."""
+        return jax.jit(self.optimizer.init, out_shardings=self.layout.state.optimizer)(params), {}
 
     def _filled(self, state: TrainState) -> TrainState:
         """The state with an empty pipe, where it has one that is not drained."""
@@ -441,11 +450,17 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
         streamed = Streamed(stages, update.whole, *parts)
         functional, layout = streamed.held, streamed.places
         lines.append(str(streamed))
-    advance = advance_of(plan, update, layout)
+    advance = advance_of(plan, update, layout) if plan.diloco is None else plainly(update.whole)
     check_reduce(plan, experiment.model, functional.rest)
     stage = stage_of(plan, functional, layout)
+    check_outer(plan, experiment, functional.rest)
     layout = with_states(layout, stage)
-    return TrainStep(experiment, plan, functional, layout, update, advance, lines, decision, stages, streamed, stage)
+    given: Any = (experiment, plan, functional, layout, update, advance, lines, decision, stages, streamed, stage)
+    if plan.diloco is None:
+        return TrainStep(*given)
+    from jaxscale.step.diloco import DilocoStep
+
+    return DilocoStep(Outer.of(plan, functional, layout, update.whole, stage), *given)
 
 
 def _pipelined(stages: Stages, *given: Any) -> Pipelined:

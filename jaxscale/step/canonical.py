@@ -27,6 +27,7 @@ from jaxscale.sharding.memory_space import in_memory_of, on_host, to_device, to_
 from jaxscale.sharding.zero import split
 from jaxscale.step.functional import Functional
 from jaxscale.step.layout import local_bytes
+from jaxscale.step.outer import ALL, OPTIMIZER, OUTER
 from jaxscale.step.reducing import REDUCE, kept, kept_abstract, kept_prefix, restored
 from jaxscale.step.state import TrainState
 from jaxscale.trees import named_leaves, path_name
@@ -40,7 +41,7 @@ PARAMS = "params"
 REST = "rest"
 IN_FLIGHT = "in_flight"
 """Prefix of what an asynchronous pipeline has in it, which another plan, or another version, leaves behind."""
-OPTIONAL = (f"{IN_FLIGHT}/", f"{REDUCE}/")
+OPTIONAL = (f"{IN_FLIGHT}/", f"{REDUCE}/", f"{OUTER}/")
 """Of names that a checkpoint may lack: what they name begins anew."""
 
 CODES, SCALE = "codes.", "scale"
@@ -86,10 +87,8 @@ class Canonical:
 
     def __init__(self, step: "TrainStep") -> None:
         self._layout = step.layout
-        self._stage = step.stage
-        whole = step.layout.abstract
-        if self._stage is not None:
-            whole = dataclasses.replace(whole, reduce=kept_abstract(self._stage))
+        self._stage, self._outer = step.stage, step.outer
+        whole = _held(step)
         abstract, treedef = jax.tree.flatten(whole)
         self._leaves, self._treedef = abstract, treedef
         self._parts = jax.tree.leaves(_parts(step), is_leaf=lambda x: isinstance(x, Part))
@@ -117,6 +116,8 @@ class Canonical:
     def _take_apart(self, state: TrainState) -> dict[str, Array]:
         if self._stage is not None:
             state = dataclasses.replace(state, reduce=kept(self._stage, state.reduce))
+        if self._outer is not None:
+            state = self._outer.kept(state)
         arrays: dict[str, Array] = {}
         groups: dict[str, dict[int, Array]] = {}
         ways: dict[str, Any] = {}
@@ -174,7 +175,7 @@ class Canonical:
         state = jax.tree.unflatten(self._treedef, leaves)
         if self._stage is not None:
             state = dataclasses.replace(state, reduce=restored(self._stage, state.reduce))
-        return state
+        return state if self._outer is None else self._outer.restored(state)
 
 
 def _given_back(array: Array, dtype: Any, host: bool) -> Array:
@@ -211,6 +212,14 @@ def _joined(
     return jax.jit(join, out_shardings=sharding)
 
 
+def _held(step: "TrainStep") -> TrainState:
+    """The train state as a checkpoint holds it, before it is taken apart: shapes, dtypes and placements."""
+    whole = step.layout.abstract
+    if step.stage is not None:
+        whole = dataclasses.replace(whole, reduce=kept_abstract(step.stage))
+    return whole if step.outer is None else step.outer.kept_abstract(whole)
+
+
 def _parts(step: "TrainStep") -> TrainState:
     """A tree like the train state whose leaves are `Part`s."""
     functional = step.functional
@@ -219,7 +228,7 @@ def _parts(step: "TrainStep") -> TrainState:
         plain = Functional.of(functional.model, functional.seed, 1, functional.groups, functional.rows)
         plain = plain.copied(functional.copies)
     shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(plain.params).items()}
-    abstract = step.layout.abstract
+    abstract, layout = _held(step), step.layout if step.outer is None else step.outer.plain
 
     def of_param(prefix: str, path: Any, name: str | None, leaf: Any, role: str = "") -> Part:
         """The part of a leaf that is treated as parameter `name` is; `role` tells an array of a quantized one."""
@@ -253,9 +262,19 @@ def _parts(step: "TrainStep") -> TrainState:
         full = f"{prefix}/{name}"
         if not residual:
             return _plain(full, leaf)
-        part = of_param(full, (), name, jax.ShapeDtypeStruct(leaf.shape[every:], leaf.dtype))
+        return behind_replicas(every, leaf, lambda one: of_param(full, (), name, one))
+
+    def behind_replicas(every: bool, leaf: Any, of_one: Callable[[Any], Part]) -> Part:
+        """The part of a leaf that has a dim of replicas before those of one's."""
+        part = of_one(jax.ShapeDtypeStruct(leaf.shape[every:], leaf.dtype))
         stacked = None if part.stacked is None else part.stacked + every
         return dataclasses.replace(part, stacked=stacked, shape=(*leaf.shape[:every], *part.shape))
+
+    def of_outer(path: Any, leaf: Any, owner: str, role: str) -> Part:
+        assert step.outer is not None
+        prefix, every, path = step.outer.prefix(path)
+        name = owner if prefix.endswith(OPTIMIZER) else path_name(path)
+        return behind_replicas(every, leaf, lambda one: of_param(prefix, path, name or None, one, role))
 
     def one_stack(tree: Any, stacked: Callable[[Any], bool]) -> Any:
         """Leaves that are not taken apart, of stacks in groups: one array for all groups."""
@@ -274,8 +293,12 @@ def _parts(step: "TrainStep") -> TrainState:
 
         return jax.tree.unflatten(treedef, [joined(part) for part in parts])
 
-    owners = jax.tree.unflatten(jax.tree.structure(abstract.optimizer), step.layout.owners(step.optimizer))
+    owners = jax.tree.unflatten(jax.tree.structure(abstract.optimizer), layout.owners(step.optimizer))
     roles = jax.tree.map(_roles, abstract.optimizer, is_leaf=is_quantized)
+    of_outer_optimizer = [jax.tree.map(lambda _: "", abstract.outer) for _ in range(2)]
+    if step.outer is not None:
+        for tree, found in zip(of_outer_optimizer, (owners, roles), strict=True):
+            tree[ALL][OPTIMIZER] = found
     by_path = jax.tree_util.tree_map_with_path
     return TrainState(
         step=by_path(lambda _, leaf: _plain("step", leaf), abstract.step),
@@ -298,7 +321,8 @@ def _parts(step: "TrainStep") -> TrainState:
             lambda path, leaf: _plain(f"{IN_FLIGHT}/{step.objective.pipe_name}/{path_name(path)}", leaf),
             abstract.in_flight,
         ),
-        reduce=by_path(of_codec, () if step.stage is None else kept_abstract(step.stage)),
+        reduce=by_path(of_codec, abstract.reduce),
+        outer=by_path(of_outer, abstract.outer, *of_outer_optimizer),
     )
 
 

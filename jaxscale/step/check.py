@@ -31,6 +31,7 @@ from jaxscale.platforms.hlo import Collective, collectives
 from jaxscale.platforms.megascale import slices_of
 from jaxscale.sharding.memory_space import rehearses
 from jaxscale.step.layout import BATCH_AXES, REPLICA_AXIS
+from jaxscale.step.outer import Outer
 from jaxscale.step.plan import Plan
 from jaxscale.step.products import check_traced_products
 from jaxscale.trees import leaf_bytes, named_leaves
@@ -121,6 +122,7 @@ def check_compiled(step: "TrainStep", executable: Any) -> None:
     scatters = plan.zero > 1 and mesh.shape["fsdp"] > 1
     if (
         step.stage is not None
+        or step.outer is not None
         or scatters
         or (plan.precision == "bfloat16" and math.prod(mesh.shape[axis] for axis in BATCH_AXES) > 1)
     ):
@@ -134,7 +136,9 @@ def check_compiled(step: "TrainStep", executable: Any) -> None:
             )
             return
         check_wires(plan, mesh.devices.flat[0].platform, found, scatters)
-        if step.stage is not None:
+        if step.outer is not None:
+            check_alone(step.outer, bytes_over(found, REPLICA_AXIS, step.outer.replicas, slices=slices_of(text)))
+        elif step.stage is not None:
             check_codec(step.stage, slow_bytes(found, step.stage, slices=slices_of(text)))
 
 
@@ -260,9 +264,14 @@ def slow_bytes(found: Sequence[Collective], stage: Stage, *, slices: int = 1) ->
         stage: of the codec.
         slices: that the program sends between; what crosses them is listed with what a device hands over.
     """
-    n, total = stage.replicas, 0
+    return bytes_over(found, stage.axis, stage.replicas, slices=slices)
+
+
+def bytes_over(found: Sequence[Collective], axis: str, n: int, *, slices: int = 1) -> int:
+    """Bytes that one device of a compiled program sends over an axis of n devices."""
+    total = 0
     for c in found:
-        if c.axes is None or stage.axis not in c.axes:
+        if c.axes is None or axis not in c.axes:
             continue
         if c.kind == "all-gather":
             sent = wire.all_gather(c.bytes if slices > 1 else c.bytes // n, n)
@@ -292,6 +301,42 @@ def check_codec(stage: Stage, sent: int) -> None:
         raise NoEffect(
             f"reduce {stage.codec}: a device of the compiled step sends {sent} bytes over {stage.axis}, and the codec "
             f"says {told} (float32: {stage.exact_bytes})"
+        )
+
+
+def check_alone(outer: Outer, sent: int) -> None:
+    """Compare what a compiled inner step of DiLoCo sends over the replica axis with what it should: single numbers.
+
+    Raises:
+        NoEffect: more crosses, such as a gradient.
+    """
+    if sent > SCALARS:
+        raise NoEffect(
+            f"diloco {outer.diloco}: a device of the compiled inner step sends {sent} bytes over {REPLICA_AXIS}, where "
+            f"replicas should train alone (single numbers: {SCALARS} at most)"
+        )
+
+
+def check_meeting(outer: Outer, part: int, executable: Any) -> None:
+    """Compare what a compiled meeting of DiLoCo sends over the replica axis with what it says.
+
+    Raises:
+        NoEffect: more crosses, or less.
+    """
+    text = executable.as_text()
+    try:
+        found = collectives(text, outer.plain.mesh)
+    except (AssertionError, LookupError, ValueError) as error:
+        warnings.warn(f"what a meeting sends is not checked: its text could not be read: {error!r}", stacklevel=2)
+        return
+    sent = bytes_over(found, REPLICA_AXIS, outer.replicas, slices=slices_of(text))
+    told, stage = outer.wire_bytes(part), outer.stages[part]
+    if isinstance(stage, Stage):
+        check_codec(stage, sent)
+    elif not 0.98 * told - SCALARS <= sent <= 1.02 * told + SCALARS:
+        raise NoEffect(
+            f"diloco {outer.diloco}: a device sends {sent} bytes over {REPLICA_AXIS} in a compiled meeting, and {told} "
+            "was to be sent"
         )
 
 

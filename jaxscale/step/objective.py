@@ -166,27 +166,40 @@ class Objective:
             key, examples = self._key_and_examples(state, batch)
             return self._gradients(weights, given, state.rest, batch, key, examples)
 
-    def gradients_apart(self, state: TrainState, batch: Batch) -> tuple[Loss, Params, Params]:
+    def gradients_apart(
+        self, state: TrainState, batch: Batch, weights: Params | None = None
+    ) -> tuple[Loss, Params, Params]:
         """The same with the gradients of each replica apart, along a first dim, whose mean is that of the global batch.
 
         Nothing of the size of a parameter crosses the replica axis: it is manual here, all others are the compiler's.
+
+        Args:
+            state: the train state.
+            batch: the global batch.
+            weights: float32, each replica's own along a first dim; the state's, which they share, by default.
         """
         mesh = self.layout.mesh
         replicas, whole, rows = mesh.shape[REPLICA_AXIS], PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
         def body(weights: Params, rest: Params, batch: Batch, key: Any, examples: Array) -> Any:
             with self._within((REPLICA_AXIS,)):
+                weights = jax.tree.map(lambda w: w[0], weights) if own else weights
                 mine = (weights, _as_it_is, rest, batch, key, examples, replicas)
                 loss, gradients, rest = self._gradients(*mine)
             loss = jax.tree.map(lambda part: jax.lax.psum(part, REPLICA_AXIS), loss)
             return loss, jax.tree.map(lambda g: g[None], gradients), rest
 
+        own = weights is not None
         with self.tracing():
-            given = (self._compute_params(to_device(state.params)), state.rest, dict(batch))
+            if weights is None:
+                copies = self._compute_params(to_device(state.params))
+            else:
+                copies = jax.vmap(self._compute_params, spmd_axis_name=REPLICA_AXIS)(weights)
+            given = (copies, state.rest, dict(batch))
             return jax.shard_map(
                 body,
                 mesh=mesh,
-                in_specs=(whole, whole, rows, whole, rows),
+                in_specs=(rows if own else whole, whole, rows, whole, rows),
                 out_specs=(whole, rows, whole),
                 axis_names={REPLICA_AXIS},
                 check_vma=False,  # weights count as each replica's own: their gradients are not added up

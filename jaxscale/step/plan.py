@@ -6,6 +6,7 @@ from typing import Any, Literal
 from jaxscale.compression.named import NamedCodec
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.optim.diloco import Diloco
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
@@ -45,6 +46,9 @@ class Plan:
         reduce: type in which gradients are reduced across devices; `None` is the type computed in. Or a codec, which
             reduces those of replicas over the slow axis: "int8", "powersgd:4", "topk:0.01"; within a replica gradients
             are then reduced in the type computed in.
+        diloco: replicas train alone and meet every so many steps, such as "every=100,lr=0.7,momentum=0.9,fragments=1":
+            nothing but single numbers crosses the replica axis in between, and a codec of `reduce` is then for what is
+            sent at a meeting; `None` has them step together.
         memory: what the backward pass keeps of each block: "none" (all), "dots", "full" (recompute all).
         weights: where the weights are that the passes read: on the device, or on the host, from where each block's come
             when it runs (L2L, ZeRO-Infinity).
@@ -79,6 +83,7 @@ class Plan:
     precision: Literal["float32", "bfloat16"] = "float32"
     matmul: Literal["default", "high", "highest", "fp8", "int8", "int4"] = "default"
     reduce: Literal["float32", "bfloat16"] | NamedCodec | None = None
+    diloco: Diloco | None = None
     memory: MemoryPlan = MemoryPlan()
     weights: Literal["device", "host"] = "device"
     gradients: Literal["device", "host"] = "device"
@@ -119,6 +124,7 @@ class Plan:
             )
         self._check_pipeline()
         self._check_codec()
+        self._check_diloco()
         if self.mesh is not None:
             if self.zero and self.mesh.fsdp == 1 and self.mesh.devices > 1:
                 raise UserError(
@@ -184,6 +190,31 @@ class Plan:
             raise UserError(
                 f"reduce {self.reduce}: a codec reduces over the replica axis, and mesh {self.mesh} has none: name "
                 "the slow axis replica:N, or leave reduce out"
+            )
+
+    def _check_diloco(self) -> None:
+        if self.diloco is None:
+            return
+        if self.mesh is not None and self.mesh.replica == 1:
+            raise UserError(
+                f"diloco {self.diloco}: replicas train alone and meet over the replica axis, and mesh {self.mesh} has "
+                "none: name the slow axis replica:N, or leave diloco out"
+            )
+        for name in ("weights", "gradients", "optimizer_state"):
+            if getattr(self, name) != "device":
+                raise UserError(
+                    f"diloco {self.diloco} with {name} {getattr(self, name)}: each replica has weights and state of "
+                    f"its own, on the device; take {name} device, or leave diloco out"
+                )
+        if self.pipeline is not None:
+            raise UserError(
+                f"diloco {self.diloco} with pipeline {self.pipeline}: stages read one copy of the weights, and each "
+                "replica has its own; leave one out, or have a codec reduce gradients over the replicas"
+            )
+        if self.master != "float32":
+            raise UserError(
+                f"diloco {self.diloco} with master {self.master}: ways back are taken of float32 weights; take master "
+                "float32"
             )
 
     def _check_pipeline(self) -> None:

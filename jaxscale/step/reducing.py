@@ -116,13 +116,19 @@ def stage_of(plan: Plan, functional: Functional, layout: Layout) -> Stage | None
     """
     if not isinstance(plan.reduce, Codec):
         return None
+    leaves = leaves_of_gradients(plan, functional, layout)
+    return Stage(plan.reduce, layout.mesh, leaves, REPLICA_AXIS, functional.seed)
+
+
+def leaves_of_gradients(plan: Plan, functional: Functional, layout: Layout) -> dict[str, Leaf]:
+    """Gradients as they cross the replica axis: split over all devices of a replica as far as they divide."""
     leaves = {}
     for name, leaf in named_leaves(functional.params).items():
         spec, names = layout.placements[name].gradient, functional.names.get(name)
         for axis in ("fsdp", "data", *((PIPE_AXIS,) if plan.pipeline is not None else ())):
             spec = split(leaf.shape, names, spec, layout.mesh, axis)
         leaves[name] = Leaf(tuple(leaf.shape), spec, functional.stacked(name))
-    return Stage(plan.reduce, layout.mesh, leaves, REPLICA_AXIS, functional.seed)
+    return leaves
 
 
 def with_states(layout: Layout, stage: Stage | None) -> Layout:

@@ -60,6 +60,8 @@ class TrainState:
         watch: memory of past gradient norms.
         in_flight: what an asynchronous pipeline has in it between steps; nothing elsewhere.
         reduce: what the codec of gradients keeps of each, by name; nothing elsewhere.
+        outer: under DiLoCo the weights of each replica, along a first dim, which the optimizer's state then has too,
+            and the outer momentum; nothing elsewhere.
     """
 
     step: Int[Array, ""]
@@ -69,3 +71,4 @@ class TrainState:
     watch: Watch
     in_flight: Any = ()
     reduce: Any = ()
+    outer: Any = ()

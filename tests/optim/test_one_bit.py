@@ -109,6 +109,7 @@ def test_behind_it_momenta_go_in_a_bit_and_nothing_is_lost(adam):
     np.testing.assert_allclose(inner.mu["b"][0], exact, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_bad_gradient_of_one_replica_enters_no_residual(adam):
     bad = jax.tree.map(np.copy, GRADIENTS[FREEZE])
     bad["b"][2, 0] = np.inf
