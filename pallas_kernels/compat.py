@@ -68,6 +68,17 @@ def varying_alike(*operands: Any) -> tuple[Any, ...]:
     )
 
 
+def varying_like(value: Any, *operands: Any) -> Any:
+    """`value`, known to vary over every manual mesh axis that an operand varies over.
+
+    Args:
+        value: an array: a Mosaic GPU kernel's result, whose type says nothing of axes.
+        operands: arrays that it was made of.
+    """
+    axes = frozenset[str]().union(*(_varying(one) for one in operands)) - _varying(value)
+    return jax.lax.pcast(value, tuple(axes), to="varying") if axes else value
+
+
 def filled(shape: tuple[int, ...], dtype: Any, value: float, *operands: Any) -> Any:
     """An array of one value that varies over every manual mesh axis that an operand varies over: a loop's first carry.
 
@@ -76,9 +87,7 @@ def filled(shape: tuple[int, ...], dtype: Any, value: float, *operands: Any) -> 
         value: of its elements.
         operands: arrays that the loop adds.
     """
-    axes = frozenset[str]().union(*(_varying(one) for one in operands))
-    made = jnp.full(shape, value, dtype)
-    return jax.lax.pcast(made, tuple(axes), to="varying") if axes else made
+    return varying_like(jnp.full(shape, value, dtype), *operands)
 
 
 def _varying(one: Any) -> frozenset[str]:

@@ -14,6 +14,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 
 from pallas_kernels.target import Target
@@ -140,6 +141,24 @@ def by_platform(choice: Choice, branches: Mapping[str, Callable[..., Any]], *arg
     if not special:
         return branches[choice.default](*args)
     return lax.platform_dependent(*args, default=branches[choice.default], **special)
+
+
+def first_order(kernel: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass of a kernel that refuses to be differentiated itself.
+
+    Args:
+        kernel: its name, for the message.
+        run: a function of arrays.
+    """
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            f"{kernel}: kernels have no second derivatives (nor forward-mode ones); pass implementation='reference'"
+        )
+
+    wrapped = jax.custom_jvp(run)
+    wrapped.defjvp(refuse)
+    return wrapped
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import Interpret, accepted, interpreter
+from pallas_kernels.compat import Interpret, accepted, interpreter, varying_like
 
 WGMMA = plgpu.Layout.WGMMA
 """Layout of a wgmma result in a warpgroup's registers: 64 rows or a multiple, columns by 8."""
@@ -77,7 +77,7 @@ def launch(
         **more,
         **accepted(plgpu.kernel, cost_estimate=cost),
     )
-    return run(*args)
+    return jax.tree.map(lambda made: varying_like(made, *args), run(*args))
 
 
 def launch_in_place(

@@ -78,7 +78,7 @@ def attention(
     *,
     causal: bool = True,
     window: int | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: Any = None,
     logit_soft_cap: float | None = None,
     scale: float | None = None,
     implementation: str | None = None,
@@ -139,6 +139,8 @@ def attention(
         from pallas_kernels.attention import cudnn
 
         return checkpoint_name(cudnn.attention(q, k, v, problem.options), NAMES[0])
+    if tiles is not None:
+        _module(implementation).check_tiles(tiles, _padded(problem, _module(implementation)))
     call = _Call(choice, problem.options, at.on("tpu").chip, at.on("gpu").chip, tiles, interpret)
     q_ids, kv_ids = ids or (None, None)
     q, k, v, q_ids, kv_ids = varying_alike(q, k, v, q_ids, kv_ids)
@@ -236,14 +238,18 @@ class _Call:
         """By name, what runs a pass: the plain modules' function `plain`, or `run` with a kernel's module and chip."""
 
         def kernel(name: str, *args: Any) -> Any:
-            module = importlib.import_module(f"pallas_kernels.attention.{name}")
-            return run(self, module, self.tpu_chip if name == "tpu" else self.gpu_chip, *args)
+            chip = self.tpu_chip if name == "tpu" else self.gpu_chip
+            return dispatch.first_order("attention", functools.partial(run, self, _module(name), chip))(*args)
 
         plains = {"reference": reference, "chunked": chunked}
         return {
             **{name: functools.partial(kernel, name) for name in ("tpu", "gpu")},
             **{name: lambda *args, m=m: getattr(m, plain)(*args, self.options) for name, m in plains.items()},
         }
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"pallas_kernels.attention.{name}")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -286,6 +292,15 @@ def _kernel_backward(
     return tuple(arrays.back(grad, length, H) for grad, length in zip(grads, (T, S, S), strict=True))
 
 
+def _padded(problem: Problem, module: Any) -> Problem:
+    """The problem as a kernel sees it."""
+    T, S = (length + -length % LENGTH for length in (problem.T, problem.S))
+    # positions hide the keys that fill up, or segment ids do
+    hidden = problem.S == S or (problem.options.causal and problem.T <= problem.S)
+    segments = problem.segments or not hidden
+    return dataclasses.replace(problem, T=T, S=S, H=module.padded_width(problem.H), segments=segments)
+
+
 class _Arrays:
     """Arrays as a kernel takes them: lengths that are multiples of LENGTH, a width of heads that it knows, and its
     order of dims (on TPU heads come before positions: Mosaic tiles the last two dims).
@@ -295,30 +310,28 @@ class _Arrays:
 
     def __init__(self, module: Any, q: Any, k: Any, ids: Sequence[Any], options: Options) -> None:
         (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
-        self.T, self.S, self.H = T + -T % LENGTH, S + -S % LENGTH, module.padded_width(H)
+        given = Problem(B, T, S, N, K, H, jnp.dtype(q.dtype).name, ids[0] is not None, options)
+        self.problem = _padded(given, module)
         self.swapped = module.__name__.endswith("tpu")
-        self.ids: tuple[Any, Any] = (ids[0], ids[1])
-        if ids[0] is None and S % LENGTH and not (options.causal and T <= S):
-            self.ids = filled((B, T), jnp.int32, 0, q, k), filled((B, S), jnp.int32, 0, q, k)
-        if self.ids[0] is not None:
-            pairs = ((self.ids[0], self.T, _LONE_QUERY), (self.ids[1], self.S, _LONE_KEY))
-            self.ids = tuple(  # pyright: ignore[reportAttributeAccessIssue]
-                jnp.pad(one.astype(jnp.int32), ((0, 0), (0, length - one.shape[1])), constant_values=lone)
-                for one, length, lone in pairs
+        self.ids: tuple[Any, ...] = (None, None)
+        if self.problem.segments:
+            sides = ((T, self.problem.T, _LONE_QUERY), (S, self.problem.S, _LONE_KEY))
+            own = ids if given.segments else [filled((B, length), jnp.int32, 0, q, k) for length, _, _ in sides]
+            self.ids = tuple(
+                jnp.pad(one.astype(jnp.int32), ((0, 0), (0, longer - length)), constant_values=lone)
+                for one, (length, longer, lone) in zip(own, sides, strict=True)
             )
-        segments = self.ids[0] is not None
-        self.problem = Problem(B, self.T, self.S, N, K, self.H, jnp.dtype(q.dtype).name, segments, options)
 
     def queries(self, x: Any) -> Any:
         """(B,T,N,H) for the kernel."""
-        return self._for_kernel(x, self.T)
+        return self._for_kernel(x, self.problem.T)
 
     def keys(self, x: Any) -> Any:
         """(B,S,K,H) for the kernel."""
-        return self._for_kernel(x, self.S)
+        return self._for_kernel(x, self.problem.S)
 
     def _for_kernel(self, x: Any, length: int) -> Any:
-        more, wider = length - x.shape[1], self.H - x.shape[3]
+        more, wider = length - x.shape[1], self.problem.H - x.shape[3]
         x = jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, wider))) if more or wider else x
         return jnp.swapaxes(x, 1, 2) if self.swapped else x
 

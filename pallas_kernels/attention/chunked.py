@@ -62,7 +62,7 @@ class _Pair:
         t = self.i * self.q.shape[1] + jnp.arange(self.q.shape[1])
         u = j * k.shape[1] + jnp.arange(k.shape[1])
         seen = visible(self.options, t, u, self.ids, None if self.ids is None else self.key_ids[j])
-        return s, slope, (seen & (u < self.S))[:, None, None]
+        return s, slope, (seen & (u < self.S)[None, None])[:, None, None]
 
 
 def _split(q: Any, k: Any, q_ids: Any, kv_ids: Any) -> tuple[Any, Any, Any, Any, int, int]:

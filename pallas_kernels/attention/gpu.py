@@ -45,7 +45,7 @@ class Tiles:
         kv: keys of the forward.
         kv_dq: keys of the pass for dq.
         q_dkv: queries of the pass for dk and dv.
-        stages: buffers of a ring.
+        stages, stages_backward: buffers of a ring.
 
     Raises:
         ValueError: sizes that wgmma and the layout of LENGTH do not allow.
@@ -55,14 +55,16 @@ class Tiles:
     kv_dq: int = 64
     q_dkv: int = 64
     stages: int = 2
+    stages_backward: int = 2
 
     def __post_init__(self) -> None:
         for name in ("kv", "kv_dq", "q_dkv"):
             value = getattr(self, name)
-            if value not in (16, 32, 64, 128):
-                raise ValueError(f"attention on GPU: tile {name}={value}, expected 16, 32, 64 or 128")
-        if self.stages < 1:
-            raise ValueError(f"attention on GPU: stages={self.stages}, expected at least 1")
+            if value not in (64, 128):  # wgmma wants 64 rows of its second operand, and LENGTH is 128
+                raise ValueError(f"attention on GPU: tile {name}={value}, expected 64 or 128")
+        for name in ("stages", "stages_backward"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"attention on GPU: {name}={getattr(self, name)}, expected at least 1")
 
     def shared(self, H: int, bytes_each: int = 2) -> int:
         """Bytes of shared memory of the largest pass, but for barriers.
@@ -72,10 +74,10 @@ class Tiles:
             bytes_each: of a value.
         """
         rows = LENGTH * (H * bytes_each)
-        row = 4 * self.stages
-        forward = rows + self.stages * 2 * self.kv * H * bytes_each + row * self.kv + 8 * LENGTH
-        dq = 2 * rows + self.stages * 2 * self.kv_dq * H * bytes_each + row * self.kv_dq + 12 * LENGTH
-        dkv = 2 * rows + self.stages * 2 * self.q_dkv * H * bytes_each + 3 * row * self.q_dkv + 4 * LENGTH
+        pair = 2 * H * bytes_each
+        forward = rows + self.stages * self.kv * (pair + 4) + 8 * LENGTH
+        dq = 2 * rows + self.stages_backward * self.kv_dq * (pair + 4) + 12 * LENGTH
+        dkv = 2 * rows + self.stages_backward * self.q_dkv * (pair + 12) + 4 * LENGTH
         return max(forward, dq, dkv)
 
 
@@ -97,12 +99,28 @@ def choose_tiles(chip: str | None, problem: Problem) -> Tiles:
     """Tuned tiles, else what fits the shared memory."""
 
     def rule() -> Tiles:
-        return Tiles(kv=64, kv_dq=32, q_dkv=32) if problem.H > 128 else Tiles()
+        return Tiles(kv=64, stages_backward=1) if problem.H > 128 else Tiles()
 
     def fits(found: Tiles) -> bool:
         return found.shared(problem.H) <= mg.MAX_SHARED
 
     return tuned.tiles("attention", chip, problem.case, Tiles, rule, fits)
+
+
+def check_tiles(tiles: Any, problem: Problem) -> None:
+    """Refuse tiles that cannot run a problem.
+
+    Raises:
+        ValueError: they are another kernel's, or need more shared memory than there is.
+    """
+    if not isinstance(tiles, Tiles):
+        raise ValueError(f"attention: got tiles {tiles!r}, expected pallas_kernels.attention.gpu.Tiles")
+    needed = tiles.shared(problem.H)
+    if needed > mg.MAX_SHARED:
+        raise ValueError(
+            f"attention: {tiles} need {needed} bytes of shared memory for heads of {problem.H}, and a block has "
+            f"{mg.MAX_SHARED}: take shorter ones, or fewer stages"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,8 +205,8 @@ def _block() -> tuple[Any, Any, Any, Any]:
 def _launch(
     body: Any, sizes: _Sizes, name: str, args: Sequence[Any], kinds: Any, scratch: Any, interpret: Interpret
 ) -> Any:
-    by_key = name.startswith("attention_dk")
-    heads, length = (sizes.K, sizes.S) if by_key else (sizes.N, sizes.T)
+    by_query = name in ("attention_forward", "attention_dq")
+    heads, length = (sizes.N, sizes.T) if by_query else (sizes.K, sizes.S)
     products = {"attention_forward": 2, "attention_dq": 3, "attention_dkdv": 4, "attention_dk": 3, "attention_dv": 2}
     pairs = sizes.B * sizes.N * sizes.options.pairs(sizes.T, sizes.S)
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*args, *kinds))
@@ -253,6 +271,8 @@ def forward(
                 plgpu.copy_gmem_to_smem(q_ids_g.at[b, rows], q_ids_s.at[wg], q_ready.at[wg])
             plgpu.barrier_wait(q_ready.at[wg])
             own_ids = mg.load(q_ids_s.at[wg], mg.ROW) if segments else None
+            # a query with infinite values may hide all its keys: it must not come out as a blind one
+            broken = (mg.load(mine).astype(jnp.float32) * 0.0).sum(axis=1)
 
             def one(step: Any, carry: Any, hide: bool) -> Any:
                 acc, top, total = carry
@@ -282,7 +302,8 @@ def forward(
             acc, top, total = lax.fori_loop(clear, end, masked, carry)
             blind = top <= NEG / 2
             inverse = jnp.where(blind, 0.0, 1 / jnp.maximum(total, 1e-30))
-            mine[...] = (acc * mg.along_rows(inverse, acc.shape)).astype(q.dtype)
+            out = acc * mg.along_rows(inverse, acc.shape) + mg.along_rows(broken, acc.shape)
+            mine[...] = out.astype(q.dtype)
             lse_s.at[wg][...] = jnp.where(blind, -jnp.inf, top * (1 / LOG2E) + jnp.log(total))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(mine, out_g.at[b, rows, n])
@@ -316,7 +337,7 @@ def _probabilities(s: Any, lse: Any, along: Any) -> Any:
 
 def _dq(args: tuple[Any, ...], sizes: _Sizes, interpret: Interpret) -> Any:
     q, k, v, d_out = args[:4]
-    bk, stages, segments, H = sizes.tiles.kv_dq, sizes.tiles.stages, sizes.segments, sizes.H
+    bk, stages, segments, H = sizes.tiles.kv_dq, sizes.tiles.stages_backward, sizes.segments, sizes.H
 
     def body(q_g: Any, k_g: Any, v_g: Any, d_g: Any, lse_g: Any, delta_g: Any, *rest: Any) -> None:
         q_ids_g, k_ids_g = rest[:2] if segments else (None, None)
@@ -395,7 +416,7 @@ def _dq(args: tuple[Any, ...], sizes: _Sizes, interpret: Interpret) -> Any:
 def _by_key(args: tuple[Any, ...], sizes: _Sizes, wanted: str, interpret: Interpret) -> list[Any]:
     """Gradients of keys and values that `wanted` ("dkdv", "dk", "dv") asks for, summed over a key head's queries."""
     q, k, v, d_out = args[:4]
-    bq, stages, segments, H = sizes.tiles.q_dkv, sizes.tiles.stages, sizes.segments, sizes.H
+    bq, stages, segments, H = sizes.tiles.q_dkv, sizes.tiles.stages_backward, sizes.segments, sizes.H
     dk_wanted, dv_wanted = "dk" in wanted, "dv" in wanted
 
     def body(q_g: Any, k_g: Any, v_g: Any, d_g: Any, lse_g: Any, delta_g: Any, *rest: Any) -> None:

@@ -92,6 +92,18 @@ def choose_tiles(chip: str | None, problem: Problem) -> Tiles:
     return tuned.tiles("attention", chip, problem.case, Tiles, rule, fits)
 
 
+def check_tiles(tiles: Any, problem: Problem) -> None:
+    """Refuse tiles that cannot run a problem.
+
+    Raises:
+        ValueError: they are another kernel's, or whole ones do not make up T and S.
+    """
+    if not isinstance(tiles, Tiles):
+        raise ValueError(f"attention: got tiles {tiles!r}, expected pallas_kernels.attention.tpu.Tiles")
+    if not tiles.divide(problem.T, problem.S):
+        raise ValueError(f"attention: T={problem.T} and S={problem.S} are no multiples of {tiles}: take shorter ones")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
     """What is static in a kernel: sizes of the problem and of a tile, and the options."""
@@ -111,25 +123,30 @@ class _Sizes:
         """First and past-the-last tile of keys that query tile i may see."""
         first, end = i * 0, i * 0 + self.S // self.bk
         if self.options.causal:
-            end = xp.minimum(end, (i * self.bq + self.bq + self.bk - 1) // self.bk)
+            end = xp.minimum(end, _div(i * self.bq + (self.bq + self.bk - 1), self.bk))
         if self.options.window is not None:
-            first = xp.maximum(i * self.bq - (self.options.window - 1), 0) // self.bk
+            first = _div(xp.maximum(i * self.bq - (self.options.window - 1), 0), self.bk)
         return first, end
 
     def query_tiles(self, j: Any, xp: Any = jnp) -> tuple[Any, Any]:
         """First and past-the-last tile of queries that may see key tile j."""
         first, end = j * 0, j * 0 + self.T // self.bq
         if self.options.causal:
-            first = xp.minimum(j * self.bk // self.bq, end)
+            first = xp.minimum(_div(j * self.bk, self.bq), end)
         if self.options.window is not None:
-            last = j * self.bk + self.bk - 1 + self.options.window
-            end = xp.minimum(end, (last + self.bq - 1) // self.bq)
+            last = j * self.bk + (self.bk - 1 + self.options.window)
+            end = xp.minimum(end, _div(last + (self.bq - 1), self.bq))
         return first, end
 
     def steps(self, tiles: Callable[..., tuple[Any, Any]], count: int) -> int:
         """The longest range of tiles."""
         first, end = tiles(np.arange(count), np)
         return max(1, int(np.max(end - first)))
+
+
+def _div(a: Any, b: int) -> Any:
+    """a // b of what is not negative: without the code for signs, which knows no chip but the one at hand."""
+    return a // b if isinstance(a, np.ndarray) else lax.div(a, jnp.int32(b))
 
 
 def _dot(a: Any, b: Any, contract: Any) -> Any:
@@ -320,7 +337,7 @@ def _by_query(sizes: _Sizes) -> tuple[Any, Any, Any, list[Any], tuple[int, ...]]
         return jnp.clip(first + j, 0, jnp.maximum(end - 1, 0))
 
     queries = pl.BlockSpec((None, None, sizes.bq, sizes.H), lambda b, n, i, j: (b, n, i, 0))
-    keys = pl.BlockSpec((None, None, sizes.bk, sizes.H), lambda b, n, i, j: (b, n // G, key(i, j), 0))
+    keys = pl.BlockSpec((None, None, sizes.bk, sizes.H), lambda b, n, i, j: (b, _div(n, G), key(i, j), 0))
     row = pl.BlockSpec((None, None, 1, sizes.bq), lambda b, n, i, j: (b, n, 0, i))
     ids = [
         pl.BlockSpec((None, 1, sizes.bq), lambda b, n, i, j: (b, 0, i)),

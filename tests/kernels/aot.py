@@ -56,7 +56,8 @@ class Compiled:
     @property
     def spilled(self) -> int:
         """Bytes that ptxas spills, stores and loads, over all kernels."""
-        return sum(int(n) for n in re.findall(r"(\d+) bytes spill", self.said))
+        lines = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", self.said)
+        return sum(int(stores) + int(loads) for stores, loads in lines)
 
 
 def lowered(

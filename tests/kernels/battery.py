@@ -20,6 +20,8 @@ GPU_INTERPRETER = hasattr(plgpu, "InterpretGPUParams")
 
 TOLERANCE = {"bfloat16": 5e-3, "float16": 2e-3, "float32": 1e-5}
 """Largest difference, as a part of the largest value, by the dtype of what is compared."""
+GRADIENTS = {"bfloat16": 8e-3, "float16": 2e-3, "float32": 1e-5}
+"""The same of gradients, whose factors are rounded once more than those of values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Subject:
         platforms: platform by implementation: {"tpu": "tpu", "gpu": "gpu"}.
         differentiable: positions of the arrays that it is differentiated by.
         supports: (case, implementation): whether that one runs the case at all.
-        tolerance: by dtype; where a kernel's differ.
+        tolerance, gradient_tolerance: by dtype; where a kernel's differ.
         compare: (case, got, want), where values are not simply close; gradients always are.
     """
 
@@ -44,6 +46,7 @@ class Subject:
     differentiable: tuple[int, ...] = ()
     supports: Callable[[Any, str], bool] = lambda case, implementation: True
     tolerance: Mapping[str, float] = dataclasses.field(default_factory=lambda: TOLERANCE)
+    gradient_tolerance: Mapping[str, float] = dataclasses.field(default_factory=lambda: GRADIENTS)
     compare: Callable[[Any, Any, Any], None] | None = None
 
 
@@ -79,7 +82,7 @@ def check(subject: Subject, case: Any, implementation: str, interpret: Any, capf
         close(got, want, subject.tolerance, "values")
     else:
         subject.compare(case, got, want)
-    close(got_grads, want_grads, subject.tolerance, "gradients")
+    close(got_grads, want_grads, subject.gradient_tolerance, "gradients")
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 

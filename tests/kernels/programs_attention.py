@@ -63,3 +63,19 @@ def rematerialized(devices: Any, keep: bool, check_vma: bool = True, layers: int
     )
     specs = (jax.P(None, None, "model", None), jax.P("data"))
     return lowered(devices, jax.grad(loss), args, mesh={"data": 2, "model": 2}, specs=specs)
+
+
+class Tokens:
+    """Batches of which only the shapes are asked for."""
+
+    def shapes(self, rows: int) -> Any:
+        return dict.fromkeys(("tokens", "targets"), ((rows, 2048), "int32"))
+
+
+def experiment() -> Any:
+    """A small decoder of long rows, with grouped heads of 128."""
+    from jaxscale.models.decoder import Decoder
+    from jaxscale.step.experiment import Experiment
+
+    model = Decoder(vocab=1024, context=2048, layers=4, embed=512, heads=4, kv_heads=2, head_dim=128, tied=True)
+    return Experiment("long rows", model, Tokens(), batch=16)
