@@ -7,10 +7,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pallas_kernels.adam8.api import adam8 as adam8
     from pallas_kernels.attention.api import attention as attention
+    from pallas_kernels.quantize.api import dequantize as dequantize
+    from pallas_kernels.quantize.api import quantize as quantize
+    from pallas_kernels.top_k.api import top_k as top_k
 
 _WHERE: dict[str, str] = {
+    "adam8": "adam8.api",
     "attention": "attention.api",
+    "dequantize": "quantize.api",
+    "quantize": "quantize.api",
+    "top_k": "top_k.api",
 }
 """Module of each function that can be imported from here."""
 

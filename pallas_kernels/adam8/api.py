@@ -155,6 +155,9 @@ def explain(case: Case, platform: str) -> Explanation:
     return explain_choice("adam8", IMPLEMENTATIONS, case, target(platform))
 
 
+adam8.explain = explain  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def runs(shape: tuple[int, ...], block: int, platform: str) -> bool:
     """Whether a kernel steps parameters of a shape on a platform; else it is the reference.
 
@@ -171,10 +174,14 @@ def runs(shape: tuple[int, ...], block: int, platform: str) -> bool:
     return explain(case, platform).chosen != "reference"
 
 
+def facts(case: Case) -> dict[str, int | str]:
+    """What tiles of a case are looked up by."""
+    return {"map": case.map, "block": case.block, "R": case.rows, "C": case.cols}
+
+
 def _tiles(case: Case, where: Target) -> tpu.Tiles:
-    facts = {"map": case.map, "block": case.block, "R": case.rows, "C": case.cols}
     allowed = tpu.candidates(case)
-    return files.tiles("adam8", where.chip, facts, tpu.Tiles, lambda: allowed[0], lambda found: found in allowed)
+    return files.tiles("adam8", where.chip, facts(case), tpu.Tiles, lambda: allowed[0], lambda found: found in allowed)
 
 
 def _case(p: Array, g: Array, m: Moment, v: Moment, hyper: Array, settings: Settings) -> Case:

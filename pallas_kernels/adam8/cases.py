@@ -34,7 +34,7 @@ class Case:
 CASES = (
     Case("soft", 1, 256, 64),
     Case("dynamic_bf16", 2, 128, 32, map="dynamic8", gradient="bfloat16", weight_decay=0.0),
-    Case("soft_256", 1, 256, 32, block=256, gradient="bfloat16"),
+    Case("soft_256", 1, 256, 32, block=256, gradient="bfloat16", tags=("small", "slow")),
     Case("many_blocks", 2, 640, 160, tags=("small", "slow")),
     Case("uneven_cols", 1, 384, 136, block=64, tags=("small", "slow")),
     Case("soft_4k", 1, 8192, 4096, tags=("aot", "bench")),

@@ -43,17 +43,16 @@ def _kernel(hyper: Any, *refs: Any, settings: Settings) -> None:
         def per_column(x: Any) -> Any:
             return along_columns(x, shape)
 
-        grad = load(g_s, WGMMA).astype(f32) * factor
+        grad = load(g_s, WGMMA).astype(f32)
         square = grad * grad
         ok = square < MOST
         old_m = maps.decode_m(load(mc_s, WGMMA).astype(jnp.int32)) * per_column(load(ms_s, COL))
         old_v = maps.decode_v(load(vc_s, WGMMA).astype(jnp.int32)) * per_column(load(vs_s, COL))
-        m = jnp.where(ok, s.b1 * old_m + (1 - s.b1) * grad, old_m)
-        v = jnp.where(ok, s.b2 * old_v + (1 - s.b2) * square, old_v)
+        m = jnp.where(ok, s.b1 * old_m + (1 - s.b1) * factor * grad, old_m)
+        v = jnp.where(ok, s.b2 * old_v + (1 - s.b2) * factor * factor * square, old_v)
         weight = load(p_s, WGMMA)
-        step = m * correct_m / (sqrt(v * correct_v) + s.eps)
-        step = step + s.weight_decay * weight if s.weight_decay else step
-        p_s[...] = jnp.where(ok, weight - lr * step, weight)
+        moved = weight * (1 - lr * s.weight_decay) - lr * correct_m * m / (sqrt(v * correct_v) + s.eps)
+        p_s[...] = jnp.where(ok, moved, weight)
         top_m, top_v = jnp.max(jnp.abs(m), axis=0), jnp.max(v, axis=0)
         ms_s[...], vs_s[...] = top_m, top_v
         mc_s[...] = maps.encode_m(m * per_column(1 / jnp.maximum(top_m, LEAST))).astype(mc_s.dtype)

@@ -87,9 +87,9 @@ def step(
     maps = MAPS[settings.map]
     blocked = (p.shape[0], p.shape[1] // settings.block, settings.block, p.shape[2])
     lr, correct_m, correct_v, factor, go = hyper
-    weight, grad = p.reshape(blocked), g.astype(jnp.float32).reshape(blocked) * factor
+    weight, grad = p.reshape(blocked), g.astype(jnp.float32).reshape(blocked)
     ok = jnp.square(grad) < MOST
-    grad = jnp.where(ok, grad, 0)
+    grad = jnp.where(ok, grad * factor, 0)
     old_m = maps.decode_m(m[0].reshape(blocked)) * m[1][:, :, None]
     old_v = maps.decode_v(v[0].reshape(blocked)) * v[1][:, :, None]
     new_m = jnp.where(ok, settings.b1 * old_m + (1 - settings.b1) * grad, old_m)

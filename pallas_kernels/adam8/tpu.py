@@ -22,8 +22,9 @@ from pallas_kernels.compat import Interpret, interpreter, like, varying_alike
 LANES = 128
 SUBLANES = 32
 """Rows of a tile of 8-bit numbers."""
-ELEMENTS = 2**18
-"""Of a step of the grid, at most: 32 bytes each with both buffers, half of the 16 MiB that Mosaic takes by default."""
+ELEMENTS = 17 * 2**14
+"""Of a step of the grid, at most, scales counted as elements: 32 bytes each with both buffers, half of the 16 MiB that
+Mosaic takes by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +48,9 @@ def supports(target: Any, case: Case) -> str | None:
     """Why this kernel cannot run a case; `None` if it can."""
     if case.block % SUBLANES:
         return f"it needs blocks that are a multiple of {SUBLANES} rows, not {case.block}"
-    if case.block * LANES > ELEMENTS:
-        return f"it needs blocks of at most {ELEMENTS // LANES} rows, not {case.block}"
+    count, most = case.rows // case.block, ELEMENTS // LANES
+    if case.block + count > most:
+        return f"it needs at most {most} rows of a block and blocks of a column together, not {case.block} and {count}"
     return None
 
 
@@ -63,8 +65,8 @@ def candidates(case: Case) -> list[Tiles]:
     widths = [case.cols] if case.cols < LANES else [n for n in (128, 256, 512) if n <= case.cols]
     found = []
     for cols in widths:
-        fit = [n for n in range(1, count + 1) if count % n == 0 and n * case.block * cols <= ELEMENTS]
-        found += [Tiles(n, cols) for n in reversed(fit)]
+        fit = ELEMENTS // max(cols, LANES) - count
+        found += [Tiles(n, cols) for n in range(count, 0, -1) if count % n == 0 and n * case.block <= fit]
     return sorted(found, key=lambda tiles: -tiles.blocks * min(tiles.cols, case.cols))
 
 
@@ -72,33 +74,37 @@ def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles, lanes: int
     p, g, mc, ms, vc, vs, po, mco, mso, vco, vso = refs
     s, maps, f32 = settings, MAPS[settings.map], jnp.float32
     lr, correct_m, correct_v, factor = hyper[0], hyper[1], hyper[2], hyper[3]
-    first, chunks = pl.program_id(2) * tiles.blocks, tiles.cols // lanes
+    first = pl.program_id(2) * tiles.blocks
+    columns = [pl.ds(start, lanes) for start in range(0, tiles.cols, lanes)]
 
-    def one(i: Any, _: None) -> None:
-        block, chunk = i // chunks, i % chunks
-        cols = slice(None) if chunks == 1 else pl.ds(pl.multiple_of(chunk * lanes, lanes), lanes)
-        at = pl.ds(pl.multiple_of(block * s.block, s.block), s.block), cols
-        row = pl.ds(first + block, 1), cols
-        weight, grad = p[at], g[at].astype(f32) * factor
+    def one(block: Any, cols: Any) -> None:
+        start = block * s.block
+        at = pl.ds(start if isinstance(start, int) else pl.multiple_of(start, s.block), s.block), cols
+        row = slice(0, 1) if ms.shape[0] == 1 else pl.ds(first + block, 1), cols  # Mosaic wants no index into one row
+        weight, grad = p[at], g[at].astype(f32)
         square = grad * grad
         ok = square < MOST
-        old_m, old_v = (
-            maps.decode_m(mc[at].astype(jnp.int32)) * ms[row],
-            maps.decode_v(vc[at].astype(jnp.int32)) * vs[row],
-        )
-        m = jnp.where(ok, s.b1 * old_m + (1 - s.b1) * grad, old_m)
-        v = jnp.where(ok, s.b2 * old_v + (1 - s.b2) * square, old_v)
-        step = m * correct_m / (jnp.sqrt(v * correct_v) + s.eps)
-        step = step + s.weight_decay * weight if s.weight_decay else step
-        po[at] = jnp.where(ok, weight - lr * step, weight)
+        old_m = maps.decode_m(mc[at].astype(jnp.int32)) * ms[row]
+        old_v = maps.decode_v(vc[at].astype(jnp.int32)) * vs[row]
+        m = jnp.where(ok, s.b1 * old_m + (1 - s.b1) * factor * grad, old_m)
+        v = jnp.where(ok, s.b2 * old_v + (1 - s.b2) * factor * factor * square, old_v)
+        moved = weight * (1 - lr * s.weight_decay) - lr * correct_m * m / (jnp.sqrt(v * correct_v) + s.eps)
+        po[at] = jnp.where(ok, moved, weight)
         top_m, top_v = jnp.max(jnp.abs(m), 0, keepdims=True), jnp.max(v, 0, keepdims=True)
         mso[row], vso[row] = top_m, top_v
         mco[at] = maps.encode_m(m * (1 / jnp.maximum(top_m, LEAST))).astype(mco.dtype)
         vco[at] = maps.encode_v(v * (1 / jnp.maximum(top_v, LEAST)), jnp.sqrt).astype(vco.dtype)
 
+    def some(block: Any, _: None) -> None:
+        for cols in columns:
+            one(block, cols)
+
     @pl.when(hyper[4] > 0)
     def _() -> None:
-        lax.fori_loop(0, tiles.blocks * chunks, one, None)
+        if tiles.blocks == 1:
+            some(0, None)
+        else:
+            lax.fori_loop(0, tiles.blocks, some, None)
 
     @pl.when(hyper[4] <= 0)
     def _() -> None:

@@ -140,10 +140,19 @@ def explain(case: Case, platform: str) -> Explanation:
     return explain_choice("quantize", IMPLEMENTATIONS, case, target(platform))
 
 
+quantize.explain = explain  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def facts(case: Case) -> dict[str, int | str]:
+    """What tiles of a case are looked up by."""
+    return {"dtype": case.dtype, "bits": case.bits, "axis": str(case.axis), "R": case.rows, "C": case.cols}
+
+
 def _tiles(case: Case, where: Target) -> tpu.Tiles:
-    facts = {"dtype": case.dtype, "bits": case.bits, "axis": str(case.axis), "R": case.rows, "C": case.cols}
     allowed = tpu.candidates(case)
-    return files.tiles("quantize", where.chip, facts, tpu.Tiles, lambda: allowed[0], lambda found: found in allowed)
+    return files.tiles(
+        "quantize", where.chip, facts(case), tpu.Tiles, lambda: allowed[0], lambda found: found in allowed
+    )
 
 
 def _case(x: Array, bits: int, block: int, axis: int) -> Case:
@@ -157,9 +166,9 @@ def _case(x: Array, bits: int, block: int, axis: int) -> Case:
     if axis not in (-1, -2):
         raise ValueError(f"quantize: got axis {axis}, expected -2 (down the columns) or -1 (along the rows)")
     if block < 1 or x.shape[axis] % block or (bits == 4 and block % 2):
-        even = "even " if bits == 4 else ""
+        kind = "an even" if bits == 4 else "a"
         raise ValueError(
-            f"quantize: blocks of {block} along dim {axis} of {x.shape}: expected an {even}divisor of {x.shape[axis]}"
+            f"quantize: blocks of {block} along dim {axis} of {x.shape}: expected {kind} divisor of {x.shape[axis]}"
         )
     dtype: Any = x.dtype.name
     width: Any = bits

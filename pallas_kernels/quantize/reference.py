@@ -2,7 +2,8 @@ r"""Floats as whole numbers with a scale for each block: the definition.
 
 With :math:`L = 2^{bits - 1} - 1` and :math:`s = \max |x|` of a block, a code is :math:`\mathrm{round}(x L / s)`, and
 stands for :math:`code \cdot s / L`: none is off by more than :math:`s / 2L`. A block whose s is 2^-100 or less is
-zeros, for the inverse of s would be flushed. A NaN makes the scale of its block NaN, and so all that it stands for.
+zeros, for the inverse of s would be flushed. NaN and infinities are for the caller to keep out: maxima ignore a NaN on
+some platforms.
 Codes of 4 bits lie two in a byte: the first half of each block in the low nibbles, the second in the high ones. Left
 out: stochastic rounding, scales in fewer bits.
 """

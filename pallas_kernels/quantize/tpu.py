@@ -20,8 +20,8 @@ from pallas_kernels.quantize.reference import coded, inverse, packed
 LANES = 128
 SUBLANES = 32
 """Rows of a tile of 8-bit numbers."""
-ELEMENTS = 2**18
-"""Of a step of the grid, at most: 5 bytes each, twice for both buffers."""
+ELEMENTS = 17 * 2**14
+"""Of a step of the grid, at most, scales counted as elements: 9 bytes each at most, twice for both buffers."""
 LONGEST = 512
 """Numbers of a row at most: 128 rows of them fill the registers twice."""
 
@@ -49,8 +49,11 @@ def supports(target: Any, case: Case) -> str | None:
     if case.axis == -2:
         if case.block % (SUBLANES * halves):
             return f"it needs blocks that are a multiple of {SUBLANES * halves} rows, not {case.block}"
-        if case.block * LANES > ELEMENTS:
-            return f"it needs blocks of at most {ELEMENTS // LANES} rows, not {case.block}"
+        count, most = case.rows // case.block, ELEMENTS // LANES
+        if case.block + count > most:
+            return (
+                f"it needs at most {most} rows of a block and blocks of a column together, not {case.block} and {count}"
+            )
         return None
     if case.cols != case.block:
         return f"it needs rows of one block, not {case.cols} columns in blocks of {case.block}"
@@ -72,8 +75,8 @@ def candidates(case: Case) -> list[Tiles]:
     widths = [case.cols] if case.cols < LANES else [n for n in (256, 128, 512) if n <= case.cols]
     found = []
     for cols in widths:
-        fit = [n for n in range(1, count + 1) if count % n == 0 and n * case.block * cols <= ELEMENTS]
-        found += [Tiles(n * case.block, cols) for n in reversed(fit)]
+        fit = ELEMENTS // max(cols, LANES) - count
+        found += [Tiles(n * case.block, cols) for n in range(count, 0, -1) if count % n == 0 and n * case.block <= fit]
     return sorted(found, key=lambda tiles: -tiles.rows * tiles.cols)
 
 
@@ -84,7 +87,8 @@ def _down_columns(x: Any, codes: Any, scales: Any, *, block: int, bits: int) -> 
     def one(i: Any, _: None) -> None:
         f = x[pl.ds(pl.multiple_of(i * block, block), block), :].astype(jnp.float32)
         top = jnp.max(jnp.abs(f), 0, keepdims=True)
-        scales[pl.ds(first + i, 1), :] = top
+        row = slice(0, 1) if scales.shape[0] == 1 else pl.ds(first + i, 1)  # Mosaic wants no index into one row
+        scales[row, :] = top
         code = coded(f, inverse(top, bits), bits)
         code = packed(code[:held], code[held:]) if bits == 4 else code
         codes[pl.ds(pl.multiple_of(i * held, held), held), :] = code.astype(jnp.int8)

@@ -113,10 +113,17 @@ def explain(case: Case, platform: str) -> Explanation:
     return explain_choice("top_k", IMPLEMENTATIONS, case, target(platform))
 
 
+top_k.explain = explain  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def facts(case: Case) -> dict[str, int | str]:
+    """What tiles of a case are looked up by."""
+    return {"dtype": case.dtype, "k": case.k, "axis": str(case.axis), "R": case.rows, "C": case.cols}
+
+
 def _tiles(case: Case, where: Target) -> tpu.Tiles:
-    facts = {"dtype": case.dtype, "k": case.k, "axis": str(case.axis), "R": case.rows, "C": case.cols}
     allowed = tpu.candidates(case)
-    return files.tiles("top_k", where.chip, facts, tpu.Tiles, lambda: allowed[0], lambda found: found in allowed)
+    return files.tiles("top_k", where.chip, facts(case), tpu.Tiles, lambda: allowed[0], lambda found: found in allowed)
 
 
 def _case(x: Array, k: int, block: int, axis: int) -> Case:

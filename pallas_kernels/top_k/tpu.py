@@ -50,6 +50,9 @@ def supports(target: Any, case: Case) -> str | None:
     if case.axis == -2:
         if case.block % SUBLANES or case.block * LANES > ELEMENTS:
             return f"it needs blocks that are a multiple of {SUBLANES} up to {ELEMENTS // LANES}, not {case.block}"
+        if not candidates(case):
+            count = case.rows // case.block
+            return f"it needs some blocks of a column whose results fill tiles of {SUBLANES}, not {case.k} of {count}"
         return None
     if case.cols != case.block:
         return f"it needs rows of one block, not {case.cols} columns in blocks of {case.block}"
@@ -74,8 +77,8 @@ def candidates(case: Case) -> list[Tiles]:
     counts = [n for n in range(1, count + 1) if count % n == 0 and (n * case.k % SUBLANES == 0 or n == count)]
     widths = [case.cols] if case.cols < LANES else [n for n in (256, 128, 512) if n <= case.cols]
     every = [Tiles(n * case.block, cols) for cols in widths for n in reversed(counts)]
-    fits = [tiles for tiles in every if tiles.rows * tiles.cols <= ELEMENTS]
-    return sorted(fits or every[-1:], key=lambda tiles: -tiles.rows * tiles.cols)
+    fits = [tiles for tiles in every if tiles.rows * max(tiles.cols, LANES) <= ELEMENTS]
+    return sorted(fits, key=lambda tiles: -tiles.rows * tiles.cols)
 
 
 def _round(f: Any, a: Any, place: Any, axis: int) -> tuple[Any, Any, Any]:

@@ -1,0 +1,65 @@
+"""Quantization and block top-k as compilers of absent chips have them: one kernel, nothing temporary, nothing sent."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.quantize import cases as quantize_cases
+from pallas_kernels.quantize.api import quantize
+from pallas_kernels.top_k import cases as top_k_cases
+from pallas_kernels.top_k.api import explain, top_k
+from tests.kernels.aot import compiled, gpu_compiler, lowered, tpu_compiler
+
+pytestmark = pytest.mark.slow
+
+CASES = {case.name: case for case in quantize_cases.CASES if "aot" in case.tags}
+LARGEST = {f"top_k {case.name}": case for case in top_k_cases.CASES if "aot" in case.tags}
+
+
+def program(case, devices):
+    if isinstance(case, top_k_cases.Case):
+        run = functools.partial(top_k, k=case.k, block=case.block, axis=case.axis)
+    else:
+        run = functools.partial(quantize, bits=case.bits, block=case.block, axis=case.axis)
+    return lowered(devices, run, [jax.ShapeDtypeStruct((case.rows, case.cols), jnp.dtype(case.dtype))])
+
+
+def layers(devices):
+    """Of stacked layers, inside a `shard_map`: what a codec of gradients does."""
+
+    def local(x):
+        return jax.vmap(functools.partial(quantize, bits=4, block=256, axis=-1))(x)
+
+    def run(x):
+        return jax.shard_map(local, in_specs=jax.P(None, "x"), out_specs=jax.P(None, "x"), check_vma=False)(x)
+
+    given = [jax.ShapeDtypeStruct((3, 2048, 256), jnp.float32)]
+    return lowered(devices, run, given, mesh={"x": 2}, specs=(jax.P(None, "x"),))
+
+
+def proved(programs, found):
+    for name, one in found.items():
+        assert one.error is None, name
+        assert (one.kernels, one.collectives, one.spilled) == (1, 0, 0), name
+        assert one.temp <= 1024, name  # pointers of a tuple of results
+        assert "C7512" not in one.said
+    assert found.keys() == programs.keys()
+
+
+@tpu_compiler
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_tpu(chip):
+    programs = {name: functools.partial(program, case) for name, case in (CASES | LARGEST).items()}
+    programs["layers"] = layers
+    proved(programs, compiled(f"tpu {chip}:2x2", programs))
+
+
+@gpu_compiler
+def test_hopper():
+    here = [name for name, case in LARGEST.items() if explain(case, "gpu h200").chosen == "gpu"]
+    assert here
+    programs = {name: functools.partial(program, case) for name, case in (CASES | LARGEST).items()}
+    programs = {name: made for name, made in programs.items() if name in CASES or name in here} | {"layers": layers}
+    proved(programs, compiled("gpu h200 x 2", programs))
