@@ -8,17 +8,19 @@ the end.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.blocks import Loss
-from jaxscale.errors import UserError
+from jaxscale.errors import UserError, unknown
 from jaxscale.layers.linear import matmul
 from jaxscale.sharding.place import constrain, current, spec
 from jaxscale.typing import Array, Float, Int
+
+Implementation = Literal["auto", "tpu"]
 
 
 class _Terms(NamedTuple):
@@ -85,6 +87,7 @@ def cross_entropy(
     chunk: int | None = None,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
+    implementation: str = "auto",
 ) -> Loss:
     """Weighted sums of `logsumexp(z) - z[target]` over targets, with `z = hidden @ head.T` in float32.
 
@@ -101,6 +104,8 @@ def cross_entropy(
             at once. It need not divide the sequence.
         z_loss: factor of the penalty.
         soft_cap: bound of the logits.
+        implementation: "auto": by chunks, or all at once; "tpu": a kernel that never holds logits and computes them
+            three times, whatever the chunk.
 
     Returns:
         Sums in float32. The gradient of the head is added up in float32, and has the type of the head.
@@ -114,12 +119,20 @@ def cross_entropy(
         raise UserError(f"cross-entropy: got a head of {head.shape[0]} rows, expected at least the {vocab} tokens")
     if chunk is not None and chunk < 1:
         raise UserError(f"cross-entropy: got chunk {chunk}, expected at least 1, or None")
+    if implementation not in get_args(Implementation):
+        raise unknown("implementation of cross-entropy", implementation, get_args(Implementation))
     found = current()
     sharded = found is not None and any(spec(head.shape, ("vocab", None), *found))
     terms = _Terms(vocab, z_loss, soft_cap)
     weights = None if weights is None else weights.astype(jnp.float32)
     weight = jnp.float32(targets.size) if weights is None else jnp.sum(weights)
     hidden = constrain(hidden, "batch", "inner_seq", "embed")
+    if implementation == "tpu":
+        from jaxscale.layers.loss_kernel import sums
+
+        ones = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
+        trained, penalty = sums(hidden, head, targets, ones, vocab=vocab, z_loss=z_loss, soft_cap=soft_cap)
+        return Loss(trained - penalty, weight, penalty)
     if chunk is None or chunk >= hidden.shape[1]:
         scores = constrain(_product(hidden, head), "batch", "inner_seq", "vocab")
         losses, penalties = _score(terms, scores, targets, sharded)

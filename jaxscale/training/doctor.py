@@ -146,7 +146,7 @@ def doctor() -> Report:
 
     Example:
         >>> [section.title for section in doctor().sections]
-        ['versions', 'devices', 'memory', 'disk', 'optional']
+        ['versions', 'devices', 'kernels', 'memory', 'disk', 'optional']
     """
     return diagnose(examine())
 
@@ -203,6 +203,7 @@ def diagnose(machine: Machine) -> Report:
         (
             Section("versions", tuple(_versions(machine))),
             Section("devices", tuple(_devices(machine))),
+            Section("kernels", tuple(_kernels(machine))),
             Section("memory", tuple(_memory(machine))),
             Section("disk", tuple(_disk(machine))),
             Section("optional", tuple(_optional(machine))),
@@ -279,6 +280,20 @@ def _chip(found: Platform) -> Iterator[Row]:
         yield Row(
             "bfloat16", "this chip has no fast bfloat16", "note", "prefer float32: precision bfloat16 will be slow"
         )
+
+
+def _kernels(machine: Machine) -> Iterator[Row]:
+    """What runs of `pallas_kernels`, for one shape of everyday size each."""
+    found = machine.platform
+    if found is None or found.chip.kind == "cpu":
+        yield Row("all", "plain JAX: kernels are for TPUs and for H100 and H200")
+        return
+    from pallas_kernels.overview import overview
+
+    kind = found.chip.kind
+    for one in overview(f"{kind} {found.chip.device_kinds[0]}"):
+        why_not = one.reasons.get(kind)
+        yield Row(one.kernel, one.chosen if why_not is None else f"{one.chosen}; not {kind}: {why_not}")
 
 
 def _memory(machine: Machine) -> Iterator[Row]:

@@ -86,10 +86,11 @@ def cross_entropy(
     _check(x, head, labels, weights, soft_cap, z_loss, chunk)
     shards = 1 if axis is None else lax.axis_size(axis)
     words = shards * head.shape[0]
-    vocab = words if vocab is None else vocab
-    if not 0 < vocab <= words:
-        raise ValueError(f"cross_entropy: got vocab {vocab}, expected 1 to {words}, the rows of the head")
-    case = Case("", *x.shape, head.shape[0], vocab, x.dtype.name, soft_cap, z_loss)
+    count = words if vocab is None else vocab
+    if not 0 < count <= words:
+        raise ValueError(f"cross_entropy: got vocab {count}, expected 1 to {words}, the rows of the head")
+    rows, width = x.shape
+    case = Case("", rows, width, head.shape[0], count, x.dtype.name, soft_cap, z_loss)
     choice = dispatch.choose(
         "cross_entropy",
         IMPLEMENTATIONS,
@@ -100,16 +101,16 @@ def cross_entropy(
     )
     labels = labels.astype(jnp.int32)
     weights = jnp.ones(labels.shape, F32) if weights is None else weights.astype(F32)
-    weights = jnp.where(labels < 0, 0.0, jnp.where(labels < vocab, weights, jnp.nan))
-    terms = Terms(vocab, soft_cap, float(z_loss), axis)
+    weights = jnp.where(labels < 0, 0.0, jnp.where(labels < count, weights, jnp.nan))
+    terms = Terms(count, soft_cap, float(z_loss), axis)
     # every operand varies over the axis: so does the part of each device, and its gradients add up by themselves
-    operands = varying_alike(x, head, labels, weights)
+    x, head, labels, weights = varying_alike(x, head, labels, weights)
     if choice.default == "reference":
-        total, penalty = reference.loss(*operands, terms)
+        total, penalty = reference.loss(x, head, labels, weights, terms)
     elif choice.default == "tpu":
-        total, penalty = _kernel(terms, case, interpret, *operands)
+        total, penalty = _kernel(terms, case, interpret, x, head, labels, weights)
     else:
-        total, penalty = _chunked(terms, min(chunk, x.shape[0]), *operands)
+        total, penalty = _chunked(terms, min(chunk, rows), x, head, labels, weights)
     if axis is not None:
         total, penalty = lax.psum(total, axis), lax.psum(penalty, axis)
     return total, lax.stop_gradient(penalty)
@@ -168,11 +169,14 @@ _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
 def _local(terms: Terms, head: Any, labels: Any) -> tuple[Any, Any, bool]:
-    """Labels from this device's first row of the head on, how many rows are words, and whether that may be fewer."""
+    """Labels as rows of this device's head, -1 for another's; how many rows are words; whether that may be fewer."""
     rows = head.shape[0]
     first = terms.first(rows)
+    mine = labels - first
+    # the kernel's last tile may go on past the head, where another device's label must find nothing
+    mine = jnp.where(mine < rows, mine, -1)
     words = jnp.clip(jnp.asarray(terms.vocab - first, jnp.int32), 0, rows)
-    return labels - first, words.reshape(1), terms.shards * rows != terms.vocab
+    return mine, words.reshape(1), terms.shards * rows != terms.vocab
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -192,7 +196,8 @@ def _kernel_forward(
 ) -> Any:
     mine, words, masked = _local(terms, head, labels)
     tpu, options = _options(terms, case, masked, interpret)
-    lse, hit = terms.over_shards(*tpu.forward(x, head, mine, words, **options))
+    run = dispatch.first_order("cross_entropy", functools.partial(tpu.forward, **options))
+    lse, hit = terms.over_shards(*run(x, head, mine, words))
     losses, penalties = terms.part(lse, hit)
     sums = jnp.sum(weights * losses), jnp.sum(weights * penalties)
     lse = checkpoint_name(lse, NAMES[1])
@@ -205,7 +210,8 @@ def _kernel_backward(terms: Terms, case: Case, interpret: Interpret, saved: Any,
     tpu, options = _options(terms, case, masked, interpret)
     weighted = weights * d_sums[0]
     share = weighted * (1 + 2 * terms.z_loss * lse)
-    dx, d_head = tpu.backward(x, head, mine, words, lse, share, weighted, **options)
+    run = dispatch.first_order("cross_entropy", functools.partial(tpu.backward, **options))
+    dx, d_head = run(x, head, mine, words, lse, share, weighted)
     return dx, d_head, None, losses * d_sums[0]
 
 

@@ -52,7 +52,8 @@ def default_tiles(case: Case) -> Tiles | None:
     for words in (1024, 512, 256, 128):
         for rows in (512, 256, 128):
             found = Tiles(rows, words)
-            if case.rows % rows == 0 and found.bytes(case.width, jnp.dtype(case.dtype).itemsize) <= VMEM:
+            longer = words >= case.head + LANES
+            if case.rows % rows == 0 and not longer and found.bytes(case.width, jnp.dtype(case.dtype).itemsize) <= VMEM:
                 return found
     return None
 
@@ -110,10 +111,9 @@ def _forward_kernel(
         lse[...] = top[...] + jnp.log(total[...])
 
 
-def _d_logits(
-    x: Any, head: Any, label: Any, lse: Any, share: Any, weight: Any, first: Any, words: Any, soft_cap: Any
-) -> Any:
+def _d_logits(x: Any, head: Any, rows: Any, first: Any, words: Any, soft_cap: Any) -> Any:
     """`share * softmax - weight * (word is the label)`, times the soft cap's derivative."""
+    label, lse, share, weight = (row[...] for row in rows)
     z, word, slope = _logits(x, head, first, words, soft_cap)
     d = share * jnp.exp(z - lse) - jnp.where(word == label, weight, 0.0)
     d = d if slope is None else d * slope
@@ -133,7 +133,7 @@ def _dx_kernel(words: Any, *refs: Any, masked: bool, soft_cap: Any) -> None:
     if masked:
         real = lax.broadcasted_iota(jnp.int32, w.shape, 0) + j * tile < limit
         w = jnp.where(real, w, jnp.zeros((), w.dtype))
-    d = _d_logits(x[...], w, *(row[...] for row in rows), j * tile, limit, soft_cap)
+    d = _d_logits(x[...], w, rows, j * tile, limit, soft_cap)
     total[...] += _dot(d, w, ((0,), (0,)))
 
     @pl.when(j == pl.num_programs(1) - 1)
@@ -149,7 +149,7 @@ def _d_head_kernel(words: Any, *refs: Any, masked: bool, soft_cap: Any) -> None:
     def _start() -> None:
         total[...] = jnp.zeros_like(total)
 
-    d = _d_logits(x[...], head[...], *(row[...] for row in rows), first, words[0] if masked else None, soft_cap)
+    d = _d_logits(x[...], head[...], rows, first, words[0] if masked else None, soft_cap)
     total[...] += _dot(d, x[...], ((1,), (0,)))
 
     @pl.when(i == pl.num_programs(1) - 1)

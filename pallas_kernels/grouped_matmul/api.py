@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from pallas_kernels import dispatch
 from pallas_kernels.compat import Interpret, varying_alike
@@ -65,7 +66,8 @@ def grouped_matmul(
         [[2.0], [5.0], [0.0]]
     """
     _check(x, w, sizes)
-    case = Case("", *x.shape, w.shape[2], (0,) * w.shape[0], x.dtype.name)
+    rows, inner = x.shape
+    case = Case("", rows, inner, w.shape[2], (0,) * w.shape[0], x.dtype.name)
     choice = dispatch.choose(
         "grouped_matmul",
         IMPLEMENTATIONS,
@@ -74,9 +76,10 @@ def grouped_matmul(
         implementation=implementation,
         interpret=bool(interpret),
     )
-    ends = jnp.minimum(jnp.cumsum(jnp.maximum(sizes, 0)), x.shape[0]).astype(jnp.int32)
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(sizes, 0)), rows).astype(jnp.int32)
     sizes = jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
-    return _kernel(choice, interpret, *varying_alike(x, w, sizes))
+    x, w, sizes = varying_alike(x, w, sizes)
+    return _kernel(choice, interpret, x, w, sizes)
 
 
 def explain(case: Case, platform: str, implementation: str | None = None) -> dispatch.Explanation:
@@ -101,7 +104,7 @@ def _check(x: Any, w: Any, sizes: Any) -> None:
     if sizes.shape != w.shape[:1] or not jnp.issubdtype(sizes.dtype, jnp.integer):
         got = f"sizes of type {sizes.dtype} and shape {sizes.shape}"
         raise ValueError(f"grouped_matmul: got {got}, expected integers of shape {w.shape[:1]}, one per matrix")
-    if not isinstance(sizes, jax.core.Tracer):
+    if not isinstance(sizes, Tracer):
         known = np.asarray(sizes)
         if known.min() < 0 or known.sum() > x.shape[0]:
             got = f"sizes {known.tolist()}"
@@ -117,7 +120,8 @@ def _branches(what: str, interpret: Interpret, **options: Any) -> Any:
         return getattr(gpu, what)(*args, interpret=interpret, **options)
 
     plain = {"ragged": ragged, "reference": reference}
-    return {"gpu": gpu} | {name: functools.partial(getattr(one, what), **options) for name, one in plain.items()}
+    kernels = {"gpu": dispatch.first_order("grouped_matmul", gpu)}
+    return kernels | {name: functools.partial(getattr(one, what), **options) for name, one in plain.items()}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -112,7 +112,7 @@ def _multiply(steps: Any, stages: int, shape: tuple[int, int], ready: Any, opera
         pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(steps - 1, stages)]))
         return total[...]
 
-    return pl.run_scoped(run, plgpu.ACC(shape, F32))
+    return pl.run_scoped(run, plgpu.ACC(shape, F32))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def forward(

@@ -2,6 +2,10 @@
 
 The gradient comes from the sum alone: statistics are computed again in the backward. With a residual the sum carries
 the residual name "norm_sum", so that a rematerialization policy may keep it.
+
+The layers of jaxscale do not take these kernels by themselves. Alone they move half the bytes of XLA's program; between
+products, where XLA fuses the norm with its neighbours, a kernel costs more than it saves (both in
+`tests/kernels/test_norm_compiled.py`).
 """
 
 import functools
@@ -145,7 +149,8 @@ def _norm(
     shape = x.shape
     flat = None if residual is None else residual.reshape(-1, shape[-1])
     x = x.reshape(-1, shape[-1])
-    case = Case(name, *x.shape, x.dtype.name, center, bias is not None, residual is not None)
+    rows, width = x.shape
+    case = Case(name, rows, width, x.dtype.name, center, bias is not None, residual is not None)
     choice = dispatch.choose(
         name,
         IMPLEMENTATIONS,
@@ -154,7 +159,8 @@ def _norm(
         implementation=implementation,
         interpret=bool(interpret),
     )
-    y, h = _kernel(choice, float(eps), center, interpret, *varying_alike(x, weight, bias, flat))
+    x, weight, bias, flat = varying_alike(x, weight, bias, flat)
+    y, h = _kernel(choice, float(eps), center, interpret, x, weight, bias, flat)
     y, h = y.reshape(shape), h.reshape(shape)
     return y if residual is None else (y, h)
 
@@ -190,7 +196,8 @@ def _branches(what: str, interpret: Interpret, **options: Any) -> Any:
 
         return getattr(gpu, what)(*args, interpret=interpret, **options)
 
-    return {"tpu": tpu, "gpu": gpu, "reference": functools.partial(getattr(reference, what), **options)}
+    kernels = {name: dispatch.first_order("norm", run) for name, run in (("tpu", tpu), ("gpu", gpu))}
+    return kernels | {"reference": functools.partial(getattr(reference, what), **options)}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))

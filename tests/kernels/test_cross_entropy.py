@@ -1,5 +1,6 @@
 """Cross-entropy: the battery, properties, a sharded vocabulary, and what is refused."""
 
+import contextlib
 import functools
 
 import jax
@@ -7,10 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxscale.errors import UserError
 from jaxscale.layers.loss import cross_entropy as of_layers
-from pallas_kernels.cross_entropy import CASES, Case, cross_entropy, explain
+from jaxscale.layers.loss_kernel import sums
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.sharding.place import layout
+from jaxscale.sharding.rules import AxisRules
+from pallas_kernels.cross_entropy.api import cross_entropy, explain
+from pallas_kernels.cross_entropy.cases import CASES, Case
 from pallas_kernels.cross_entropy.tpu import Tiles, default_tiles
-from tests.kernels.battery import TOLERANCE, Subject, check, parameters
+from tests.kernels.battery import GRADIENTS, TOLERANCE, Subject, check, parameters
 
 
 def inputs(case, key):
@@ -42,6 +49,7 @@ SUBJECT = Subject(
     platforms={"tpu": "tpu"},
     differentiable=(0, 1, 3),
     tolerance=TOLERANCE | {"float32": 2e-5},
+    gradient_tolerance=GRADIENTS | {"float32": 2e-5},
 )
 
 
@@ -155,6 +163,40 @@ def test_one_chunk_of_logits_at_a_time():
     assert "16,300" in text
     assert "64,300" not in text
     assert text.count("dot_general") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [None, "data:2,tensor:2", "fsdp:2,sequence:2,tensor:2"])
+def test_the_layers_loss_by_the_kernel(mesh):
+    """On a mesh with rows, positions and words sharded: total, penalty and gradients."""
+    case = Case("", 1024, 128, 512, vocab=500, soft_cap=9.0, z_loss=1e-2, dtype="float32", ignored=5)
+    x, head, labels, weights = inputs(case, jax.random.key(0))
+    arrays = x.reshape(4, 256, 128), head, weights.reshape(4, 256) * (labels >= 0).reshape(4, 256)
+    labels = jnp.maximum(labels, 0).reshape(4, 256)
+    told = {"vocab": 500, "soft_cap": 9.0, "z_loss": 1e-2}
+
+    def theirs(x, head, weights):
+        loss = of_layers(x, head, labels, weights, **told)
+        return loss.total + loss.penalty, loss.penalty
+
+    def ours(x, head, weights):
+        return sums(x, head, labels, weights, **told, interpret=True)
+
+    want = jax.jit(jax.value_and_grad(theirs, (0, 1, 2), has_aux=True))(*arrays)
+    with contextlib.nullcontext() if mesh is None else layout(MeshSpec.parse(mesh).build(), AxisRules()):
+        got = jax.jit(jax.value_and_grad(ours, (0, 1, 2), has_aux=True))(*arrays)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
+def test_the_layers_loss_refuses_what_the_kernel_cannot():
+    args = jnp.ones((1, 8, 4)), jnp.ones((16, 4)), jnp.zeros((1, 8), int)
+    with pytest.raises(UserError, match="the target is cpu; or take no kernel, and a chunk"):
+        of_layers(*args, vocab=16, implementation="tpu")
+    with layout(MeshSpec.parse("data:1").build(), AxisRules()), pytest.raises(UserError, match="the target is cpu"):
+        of_layers(*args, vocab=16, implementation="tpu")
+    with pytest.raises(UserError, match="unknown implementation of cross-entropy 'kernel'"):
+        of_layers(*args, vocab=16, implementation="kernel")
 
 
 X, HEAD, LABELS = jnp.ones((8, 4)), jnp.ones((16, 4)), jnp.zeros(8, int)

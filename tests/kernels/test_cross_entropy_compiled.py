@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.cross_entropy import CASES, Case, cross_entropy
+from pallas_kernels.cross_entropy.api import cross_entropy
+from pallas_kernels.cross_entropy.cases import CASES, Case
 from tests.kernels.aot import compiled, gpu_compiler, lowered, tpu_compiler
 
 LARGE = next(case for case in CASES if "aot" in case.tags)
-MIDDLE = Case("middle", 2048, 1024, 16000)
+MIDDLE = Case("middle", 256, 256, 1000)
 
 
 def program(case, implementation, devices):
@@ -64,7 +65,7 @@ def test_every_case_on_tpu(chip):
     assert [one.error for one in found.values()] == [None] * 3
     assert (found["tpu"].kernels, found["sharded"].kernels) == (3, 3)
     assert found["tpu"].temp <= 2**20
-    assert found["chunked"].temp <= 4.1e9
+    assert found["chunked"].temp <= 3.3e9
     assert found["chunked"].temp < logits(LARGE)
 
 

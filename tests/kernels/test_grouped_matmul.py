@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import CASES, explain, grouped_matmul
+from pallas_kernels.grouped_matmul.api import explain, grouped_matmul
+from pallas_kernels.grouped_matmul.cases import CASES
 from pallas_kernels.grouped_matmul.gpu import Tiles, default_tiles, table
 from tests.kernels.battery import Subject, check, parameters
 
@@ -28,16 +29,14 @@ def run(case, implementation, interpret):
 SUBJECT = Subject(CASES, inputs, run, platforms={"gpu": "gpu"}, differentiable=(0, 1))
 
 
-@pytest.mark.parametrize(("case", "implementation", "interpret"), parameters(SUBJECT))
+RAGGED = [
+    pytest.param(case, "ragged", False, id=f"{case.name}-ragged") for case in CASES if case.name in ("least", "nothing")
+]
+
+
+@pytest.mark.parametrize(("case", "implementation", "interpret"), [*RAGGED, *parameters(SUBJECT)])
 def test_battery(case, implementation, interpret, capfd):
     check(SUBJECT, case, implementation, interpret, capfd)
-
-
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.name in ("least", "nothing")], ids=lambda case: case.name
-)
-def test_ragged_dot(case, capfd):
-    check(SUBJECT, case, "ragged", False, capfd)
 
 
 def test_sizes_that_cannot_be_checked_are_defined():

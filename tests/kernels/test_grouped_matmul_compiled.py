@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.grouped_matmul import CASES, Case, grouped_matmul
+from pallas_kernels.grouped_matmul.api import grouped_matmul
+from pallas_kernels.grouped_matmul.cases import CASES, Case
 from tests.kernels.aot import compiled, gpu_compiler, lowered, tpu_compiler
 
 LARGE = next(case for case in CASES if "aot" in case.tags)

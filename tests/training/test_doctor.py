@@ -125,7 +125,14 @@ def test_a_chip_without_bfloat16():
 
 def test_this_machine():
     report = doctor()
-    assert [section.title for section in report.sections] == ["versions", "devices", "memory", "disk", "optional"]
+    assert [section.title for section in report.sections] == [
+        "versions",
+        "devices",
+        "kernels",
+        "memory",
+        "disk",
+        "optional",
+    ]
     assert report.status == 0
     text = str(report)
     assert "8 x cpu (cpu x 8)" in text
@@ -163,3 +170,26 @@ def test_tpus_on_the_bus(tmp_path):
     assert not sees_tpu(tmp_path)
     plug("00:03.0", "0x1ae0", "0x0063")
     assert sees_tpu(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [
+        ("tpu v5e:2x4", {"attention": "tpu", "adam8": "tpu", "norm": "tpu"}),
+        ("gpu h200 x 2", {"attention": "gpu", "adam8": "gpu", "grouped_matmul": "gpu"}),
+        (
+            "gpu a100-40 x 2",
+            {
+                "norm": "reference; not gpu: it needs compute capability 9.0 (H100, H200), and the target is "
+                "a100-sxm4-40gb"
+            },
+        ),
+        ("cpu x 8", {"all": "plain JAX: kernels are for TPUs and for H100 and H200"}),
+    ],
+)
+def test_it_tells_which_kernels_run(platform, expected):
+    (kernels,) = (
+        part for part in diagnose(machine(platform=Platform.parse(platform))).sections if part.title == "kernels"
+    )
+    told = {row.what: row.value for row in kernels.rows}
+    assert told | expected == told
