@@ -21,9 +21,10 @@ what is moved to the kernel's order of dims comes on top; at 8k XLA finds room f
 
 import argparse
 import functools
-import json
 from collections.abc import Sequence
 from typing import Any
+
+from figures import Figure, show
 
 LENGTHS = (8192, 32768, 131072)
 N, K, H = 16, 4, 128
@@ -45,31 +46,28 @@ def gradient(devices: Sequence[Any], length: int) -> Any:
 
 
 def main() -> None:
-    """Compile, print bytes, and check that they are linear."""
+    """Compile, show bytes, and hold them to the line from the second length to the third."""
     from jaxscale.platforms.compile import compile_report
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", action="append", help="may be repeated; 'tpu v5e:1x1' and 'gpu h200'")
-    platforms = parser.parse_args().platform or ["tpu v5e:1x1", "gpu h200"]
-    result: dict[str, Any] = {}
+    parser.add_argument("--tiny", action="store_true", help="short rows, in plain JAX on the CPU: no compiler needed")
+    asked = parser.parse_args()
+    platforms = ["cpu x 1"] if asked.tiny else asked.platform or ["tpu v5e:1x1", "gpu h200"]
+    lengths = (256, 1024, 4096) if asked.tiny else LENGTHS
+    figures = []
     for platform in platforms:
-        rows = {}
-        for length in LENGTHS:
+        rows = []
+        for length in lengths:
             report = compile_report(functools.partial(gradient, length=length), platform, cache=False)
             if report.crashed or report.oom:
                 raise SystemExit(f"{platform}, {length} positions: {report.crashed or report.oom}")
-            rows[length] = {"temp": report.temp_bytes, "device": report.device_bytes}
-            mib = {name: value / 2**20 for name, value in rows[length].items()}
-            each = report.temp_bytes / length
-            print(
-                f"{platform:12} {length:7} positions: temp {mib['temp']:8.1f} MiB ({each:.0f} bytes each), "
-                f"all {mib['device']:8.1f} MiB"
-            )
-        short, long = (rows[length]["device"] for length in LENGTHS[1:])
-        if long > 4.5 * short:
-            raise SystemExit(f"{platform}: {short} bytes for {LENGTHS[1]} positions and {long} for four times as many")
-        result[platform] = rows
-    print(json.dumps(result))
+            rows.append(report.device_bytes)
+            figures.append(Figure(f"{platform}, {length}: temporary", report.temp_bytes / 2**20, "MiB"))
+            figures.append(Figure(f"{platform}, {length}: all", report.device_bytes / 2**20, "MiB"))
+        grown = rows[2] / rows[1]
+        figures.append(Figure(f"{platform}: {lengths[2]} over {lengths[1]}", grown, "x", None if asked.tiny else 4.5))
+    show(figures, "attention's gradient, one row of 16 heads of 128")
 
 
 if __name__ == "__main__":
