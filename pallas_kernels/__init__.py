@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pallas_kernels.adam8.api import adam8 as adam8
     from pallas_kernels.attention.api import attention as attention
+    from pallas_kernels.cross_entropy.api import cross_entropy as cross_entropy
+    from pallas_kernels.grouped_matmul.api import grouped_matmul as grouped_matmul
+    from pallas_kernels.norm.api import layer_norm as layer_norm
+    from pallas_kernels.norm.api import rms_norm as rms_norm
     from pallas_kernels.quantize.api import dequantize as dequantize
     from pallas_kernels.quantize.api import quantize as quantize
     from pallas_kernels.top_k.api import top_k as top_k
@@ -16,8 +20,12 @@ if TYPE_CHECKING:
 _WHERE: dict[str, str] = {
     "adam8": "adam8.api",
     "attention": "attention.api",
+    "cross_entropy": "cross_entropy.api",
     "dequantize": "quantize.api",
+    "grouped_matmul": "grouped_matmul.api",
+    "layer_norm": "norm.api",
     "quantize": "quantize.api",
+    "rms_norm": "norm.api",
     "top_k": "top_k.api",
 }
 """Module of each function that can be imported from here."""
