@@ -58,7 +58,7 @@ class OneBitState(NamedTuple):
         nu: the second moment, which stands still once it is frozen.
     """
 
-    count: Int[Array, ""]
+    count: Any
     mu: Any
     nu: Any
 
@@ -75,7 +75,7 @@ class OneBitLambState(NamedTuple):
         factor: of the frozen trust ratio, in the last update.
     """
 
-    count: Int[Array, ""]
+    count: Any
     mu: Any
     nu: Any
     fresh: Any

@@ -91,8 +91,8 @@ class TrainStep:
         stage: of a codec, which reduces the gradients of replicas; `None` where XLA does.
     """
 
-    outer: Outer | None = None
-    """Under DiLoCo: how replicas meet."""
+    outer: Any = None
+    """Under DiLoCo how replicas meet, an `Outer`."""
 
     def __init__(
         self,

@@ -271,11 +271,14 @@ class Pipelined(Objective):
         loss, gradients = self._pipelined(state, batch)
         return loss, self._place_gradients(gradients), state.rest
 
-    def gradients_apart(self, state: TrainState, batch: Batch) -> tuple[Loss, Params, Params]:
+    def gradients_apart(
+        self, state: TrainState, batch: Batch, weights: Params | None = None
+    ) -> tuple[Loss, Params, Params]:
         """The same with the gradients of each replica apart, along a first dim, whose mean is that of the global batch.
 
         Nothing of the size of a parameter crosses the replica axis.
         """
+        assert weights is None, "a plan refuses replicas with weights of their own and a pipeline"
         return *self._pipelined(state, batch, apart=True), state.rest
 
     def _pipelined(self, state: TrainState, batch: Batch, *, apart: bool = False) -> tuple[Loss, Params]:

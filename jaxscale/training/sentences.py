@@ -124,6 +124,8 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
         words.append(("Loss", some if chunk else all_at_once))
     if "attention" in plan:
         words.append((f"Attention: {plan['attention']}", _ATTENTION.get(str(plan["attention"]), "As its name says.")))
+    if plan.get("diloco"):
+        words.append((f"DiLoCo: {plan['diloco']}", _DILOCO))
     hosted = [said for field, said in _HOSTED.items() if plan.get(field, "device") != "device"]
     if plan.get("optimizer_state") == "streamed":
         hosted.append("Optimizer state passes through the device slice by slice.")
@@ -148,6 +150,10 @@ _HOSTED = {
     "gradients": "Gradients of those weights go to the host as they are made.",
     "optimizer_state": "Optimizer state stays on the host.",
 }
+_DILOCO = (
+    "Each replica trains alone, with an optimizer of its own; every so many steps the weights that all share move by "
+    "what replicas have moved on average, and all go on from there."
+)
 _STATE = {
     "int8": "Moments are kept in 8 bits (softsign and square-root companding), a scale for each block of a column.",
     "dynamic8": "Moments are kept in 8 bits by Dettmers' dynamic map, a scale for each block of a column.",
@@ -160,6 +166,7 @@ _SPOKEN = (
         ("version", "type", "mesh", "zero", "sequence_parallel", "microbatches", "precision", "matmul", "reduce")
     )
     | frozenset(("pipeline", "stages", "stash", "lowering", "lowering", "anneal", "correction", "synchronous_steps"))
+    | frozenset(("diloco",))
     | frozenset(("memory", "state", "master", "loss_chunk", "attention", "unroll", "rules"))
 )
 

@@ -71,13 +71,13 @@ def test_a_round_is_the_papers() -> None:
     update = jax.jit(inner.update)
     for turn in range(STEPS // every):
         own = [shared] * N
+        last = (turn + 1) * every - 1
         for step in range(every):
             for i in range(N):
                 moves, states[i] = update(gradient(own[i], i), states[i], own[i])
                 own[i] = optax.apply_updates(own[i], moves)
-                last = turn * every + step
                 if step < every - 1:
-                    np.testing.assert_allclose(found[last]["w"][i], own[i]["w"], rtol=1e-5, atol=1e-6)
+                    np.testing.assert_allclose(found[turn * every + step]["w"][i], own[i]["w"], rtol=1e-5, atol=1e-6)
         way = jax.tree.map(lambda theta, *w: theta - sum(w) / N, shared, *own)
         momentum = jax.tree.map(lambda m, d: 0.9 * m + d, momentum, way)
         shared = jax.tree.map(lambda theta, d, m: theta - 0.7 * (d + 0.9 * m), shared, way, momentum)

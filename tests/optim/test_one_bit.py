@@ -1,6 +1,7 @@
 """1-bit Adam and LAMB: Adam and LAMB up to the freeze step, a written-out reference behind it, layers one by one."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +55,8 @@ def adam():
 
 def test_the_warm_up_is_adam_of_the_exact_mean_and_replicas_stay_alike(adam):
     rule = optax.adamw(RATE, B1, B2, EPS, weight_decay=DECAY)
-    params, state = PARAMS, rule.init(PARAMS)
-    update = jax.jit(rule.update)
+    params: Any = PARAMS
+    state, update = rule.init(PARAMS), jax.jit(rule.update)
     for gradient, (found, _) in zip(GRADIENTS[:FREEZE], adam, strict=False):
         updates, state = update(jax.tree.map(lambda g: g.mean(0), gradient), state, params)
         params = optax.apply_updates(params, updates)
@@ -145,7 +146,8 @@ def test_lamb_warms_up_as_lamb_and_then_keeps_its_ratios():
     mask = {"w": True, "b": False}
     found = trained(one_bit_lamb(RATE, FREEZE, weight_decay=DECAY, mask=mask), Messages(B1, FREEZE))
     rule = lamb(RATE, weight_decay=DECAY, mask=mask)
-    params, state, update = PARAMS, rule.init(PARAMS), jax.jit(rule.update)
+    params: Any = PARAMS
+    state, update = rule.init(PARAMS), jax.jit(rule.update)
     ratios = []
     for gradient, (after, _) in zip(GRADIENTS[:FREEZE], found, strict=False):
         updates, state = update(jax.tree.map(lambda g: g.mean(0), gradient), state, params)
@@ -186,11 +188,11 @@ def test_means_of_gradients_are_clipped_and_momenta_are_not():
     messages = Messages(B1, freeze=1, clip=0.5)
     rule = clipped(ADAM(RATE, 1), messages)
     gradient = jax.tree.map(lambda g: jnp.asarray(g[0]), GRADIENTS[0])
-    state = rule.init(PARAMS)
+    state: Any = rule.init(PARAMS)
     sent = messages(gradient, state)
     assert not sent.frozen
     jax.tree.map(np.testing.assert_array_equal, sent.message, gradient)
-    _, state = rule.update(gradient, state, PARAMS)
+    state = rule.update(gradient, state, PARAMS)[1]
     norm = float(optax.tree.norm(gradient))
     np.testing.assert_allclose(state[1][0].mu["w"], (1 - B1) * gradient["w"] * 0.5 / norm, rtol=1e-5)
     sent = messages(gradient, state)
@@ -198,7 +200,7 @@ def test_means_of_gradients_are_clipped_and_momenta_are_not():
     np.testing.assert_allclose(sent.norm, norm, rtol=1e-6)
     expected = B1 * state[1][0].mu["b"] + (1 - B1) * gradient["b"] * 0.5 / norm
     np.testing.assert_allclose(sent.message["b"], expected, rtol=1e-5)
-    _, after = rule.update(jax.tree.map(lambda m: 100 * m, sent.message), state, PARAMS)
+    after: Any = rule.update(jax.tree.map(lambda m: 100 * m, sent.message), state, PARAMS)[1]
     np.testing.assert_allclose(after[1][0].mu["b"], 100 * sent.message["b"], rtol=1e-6)
 
 
