@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from jaxscale.optim.offloaded import Advance
+from jaxscale.optim.offloaded import Advance, plainly
 from jaxscale.optim.quantize import Quantized, is_quantized
 from jaxscale.typing import Array, Params
 from pallas_kernels.adam8.api import Settings, adam8, hyper, runs
@@ -75,6 +75,8 @@ def fused(
         0.5
     """
 
+    plain = plainly(rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule))
+
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
         inner = state if clip is None else state[1]
         weights, treedef = jax.tree.flatten(params)
@@ -86,6 +88,9 @@ def fused(
         given, first, second = (treedef.flatten_up_to(tree) for tree in (gradients, adam.mu, adam.nu))
         where, decays = leaves(places, None), leaves(adamw.mask, True)
         members = [_runs(*one, platform) for one in zip(weights, given, first, second, where, strict=True)]
+
+        if not any(members):
+            return plain(gradients, state, params, norm, good)
 
         def without(tree: list[Any]) -> Any:
             return treedef.unflatten([optax.MaskedNode() if m else x for m, x in zip(members, tree, strict=True)])

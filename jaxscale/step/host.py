@@ -173,7 +173,7 @@ def advance_of(plan: Plan, update: Update, layout: Layout) -> Advance:
     if plan.optimizer_state == "host":
         return on_host(update.rule, clip=update.clip)
     if not uses_host(plan):
-        return plainly(update.whole)
+        return update.fused or plainly(update.whole)
 
     def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(layout.mesh, layout.placements[path_name(path)].state)

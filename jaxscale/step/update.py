@@ -13,7 +13,9 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxscale.optim.leaves import leaf_of
+from jaxscale.optim.offloaded import Advance
 from jaxscale.optim.one_bit import Messages, clipped
+from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.quantized import quantize_state, state_bytes
 from jaxscale.optim.split_weights import split, split_weights
 from jaxscale.step.experiment import Experiment
@@ -35,6 +37,7 @@ class Update:
         clip: global norm that gradients are clipped to; `None` never clips.
         split: whether weights are kept as bfloat16, and what that takes off them as part of the state.
         messages: what each replica sends, where the rule takes the mean of that; `None` takes that of gradients.
+        fused: the whole step where a kernel makes it on the plan's platform; `None`: `whole`.
     """
 
     plain: optax.GradientTransformation
@@ -43,6 +46,7 @@ class Update:
     clip: float | None
     split: bool = False
     messages: Messages | None = None
+    fused: Advance | None = None
 
     @classmethod
     def of(cls, experiment: Experiment, plan: Plan, functional: Functional, mesh: Any) -> "Update":
@@ -61,11 +65,15 @@ class Update:
             places,
         )
         plain = rule = experiment.optimizer.rule(experiment.steps, leaves)
+        fused = None
         if plan.state != "float32":
             layers = by_path(lambda path, _: functional.stacked(path_name(path)), functional.params)
             device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
             platform = "cpu" if plan.optimizer_state == "host" else device.platform
             rule = quantize_state(rule, plan.state, local=places, layers=layers, platform=platform)
+            if platform in ("tpu", "gpu") and plan.optimizer_state == "device" and plan.master != "split":
+                where = f"{platform} {device.device_kind}"
+                fused = _fused(experiment.optimizer, experiment.steps, rule, leaves, places, where)
         if plan.master == "split":
             rule = split_weights(rule)
         clip, messages = experiment.optimizer.clip, experiment.optimizer.messages(experiment.steps)
@@ -73,7 +81,7 @@ class Update:
             whole = clipped(rule, messages)
         else:
             whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
-        return cls(plain, rule, whole, clip, plan.master == "split", messages)
+        return cls(plain, rule, whole, clip, plan.master == "split", messages, fused)
 
     def start(self, params: Params) -> tuple[Params, Any]:
         """Split weights, and the state before the first update.
@@ -89,6 +97,19 @@ class Update:
         empty: Any = self.rule.init(weights)
         state = empty._replace(correction=corrections)
         return weights, state if self.clip is None else (optax.clip_by_global_norm(self.clip).init(weights), state)
+
+
+def _fused(
+    optimizer: Optimizer, steps: int, rule: optax.GradientTransformation, leaves: Params, places: Params, platform: str
+) -> Advance | None:
+    """AdamW by the kernel of a chip; `None` for other rules."""
+    if optimizer.name != "adamw" or optimizer.custom is not None:
+        return None
+    from jaxscale.optim.fused import AdamW, fused
+
+    mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if optimizer.decay == "matrices" else None
+    adamw = AdamW(optimizer.schedule_fn(steps), **optimizer.options(), mask=mask)
+    return fused(rule, adamw, platform=platform, places=places, clip=optimizer.clip)
 
 
 def said_of_state(plan: Plan, state: Any, parameters: int) -> list[str]:

@@ -62,7 +62,7 @@ def candidates(case: Case) -> list[Tiles]:
         Tiles(blocks=16, cols=128)
     """
     count = case.rows // case.block
-    widths = [case.cols] if case.cols < LANES else [n for n in (128, 256, 512) if n <= case.cols]
+    widths = [case.cols] if case.cols < LANES else [n for n in (128, 256) if n <= case.cols]
     found = []
     for cols in widths:
         fit = ELEMENTS // max(cols, LANES) - count
@@ -70,17 +70,16 @@ def candidates(case: Case) -> list[Tiles]:
     return sorted(found, key=lambda tiles: -tiles.blocks * min(tiles.cols, case.cols))
 
 
-def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles, lanes: int) -> None:
+def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles) -> None:
     p, g, mc, ms, vc, vs, po, mco, mso, vco, vso = refs
     s, maps, f32 = settings, MAPS[settings.map], jnp.float32
     lr, correct_m, correct_v, factor = hyper[0], hyper[1], hyper[2], hyper[3]
     first = pl.program_id(2) * tiles.blocks
-    columns = [pl.ds(start, lanes) for start in range(0, tiles.cols, lanes)]
 
-    def one(block: Any, cols: Any) -> None:
-        start = block * s.block
-        at = pl.ds(start if isinstance(start, int) else pl.multiple_of(start, s.block), s.block), cols
-        row = slice(0, 1) if ms.shape[0] == 1 else pl.ds(first + block, 1), cols  # Mosaic wants no index into one row
+    def one(block: Any, _: None) -> None:
+        at = pl.ds(pl.multiple_of(block * s.block, s.block), s.block), slice(None)
+        # Mosaic wants no index into one row
+        row = slice(0, 1) if ms.shape[0] == 1 else pl.ds(first + block, 1), slice(None)
         weight, grad = p[at], g[at].astype(f32)
         square = grad * grad
         ok = square < MOST
@@ -95,24 +94,14 @@ def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles, lanes: int
         mco[at] = maps.encode_m(m * (1 / jnp.maximum(top_m, LEAST))).astype(mco.dtype)
         vco[at] = maps.encode_v(v * (1 / jnp.maximum(top_v, LEAST)), jnp.sqrt).astype(vco.dtype)
 
-    def some(block: Any, _: None) -> None:
-        for cols in columns:
-            one(block, cols)
-
     @pl.when(hyper[4] > 0)
     def _() -> None:
-        if tiles.blocks == 1:
-            some(0, None)
-        else:
-            lax.fori_loop(0, tiles.blocks, some, None)
+        lax.fori_loop(0, tiles.blocks, one, None)
 
     @pl.when(hyper[4] <= 0)
     def _() -> None:
-        rows = pl.ds(first, tiles.blocks)
-        for old, new in ((p, po), (mc, mco), (vc, vco)):
+        for old, new in ((p, po), (mc, mco), (ms, mso), (vc, vco), (vs, vso)):
             new[...] = old[...]
-        for old, new in ((ms, mso), (vs, vso)):
-            new[rows, :] = old[rows, :]
 
 
 def cost(case: Case) -> pl.CostEstimate:
@@ -146,7 +135,7 @@ def step(
     state = (p, *m, *v)
     given = (hyper, p, g, *m, *v)
     p, *rest = pl.pallas_call(
-        functools.partial(_kernel, settings=settings, tiles=tiles, lanes=min(LANES, tiles.cols)),
+        functools.partial(_kernel, settings=settings, tiles=tiles),
         grid=(L, pl.cdiv(C, tiles.cols), count // tiles.blocks),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), big, big, big, small, big, small],
         out_specs=[big, big, small, big, small],
