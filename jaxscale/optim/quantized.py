@@ -7,7 +7,8 @@ own with `Quantized` in place of some arrays: whatever else works on an optax st
 
 What is quantized follows from names: of the state's field (`mu`, `nu`, ...: also whether it is signed, which is never
 read off the data) and of the parameter (embedding, head, norms and small leaves stay float32, for a block of a column
-would mix frequent tokens with rare ones). Left out: a fused kernel, and rules of their own such as `Adam8bit`.
+would mix frequent tokens with rare ones). AdamW's step as one kernel: `fused.py`. Left out: rules of their own such as
+`Adam8bit`.
 """
 
 import dataclasses
