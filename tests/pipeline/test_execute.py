@@ -367,8 +367,8 @@ def works(name, ranks, microbatches, stash, **settings):
 def test_idle_stages_do_not_compute(name, stash):
     """Every stage goes forward m times and backward m times, through two products.
 
-    Where its input alone is kept, each backward, or half of one, makes what its gradients read again: the first product,
-    and the weights' half the gradient between the two.
+    Where its input alone is kept, each backward, or half of one, makes what its gradients read again: the first
+    product, and the weights' half the gradient between the two.
     """
     microbatches = 4
     schedule, counts = works(name, 4, microbatches, stash)
