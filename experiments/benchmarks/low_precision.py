@@ -6,7 +6,7 @@ Held-out loss after 400 steps in nats per character, on 512 windows; what counts
 equal seeds, its mean over the seeds. "int4, one phase" rounds the gradient to the same powers of four in both products
 of the backward pass, in place of two phases: it must be worse. No time is measured: a CPU emulates all of it.
 
-Measured 2026-11-22 on 2 cores of an x86 machine, JAX 0.10.2, seeds 0 and 1; int8 with `--recipes default int8`, the rest
+Measured 2026-11-22 on 2 x86 cores, JAX 0.10.2, seeds 0 and 1; int8 with `--recipes default int8`, the rest
 with `--recipes default int4 fp8 "int4, one phase"`:
 
 | recipe | held-out loss | above bfloat16's | bar |
