@@ -4,23 +4,23 @@
 |---|---|---|---|
 | plain | attention_plain | T x S scores per head | short sequences, decoding; the definition |
 | chunked | attention_chunked | chunk x chunk scores per head | long sequences anywhere |
-| splash | attention_splash | nothing of the kind | TPU |
+| tpu, gpu | attention_kernel | nothing of the kind | TPU; GPUs of compute capability 9.0 |
+| splash | attention_splash | nothing of the kind | TPU, where the sequence is sharded |
+| cudnn | attention_kernel | nothing of the kind | NVIDIA GPUs, by name alone |
 """
 
 import math
 from typing import Any, Literal, get_args
 
-import jax
-
 from jaxscale.errors import UserError, unknown
 from jaxscale.layers.attention_chunked import attend_chunked
+from jaxscale.layers.attention_kernel import KERNELS, attend_kernel, place, why_not_kernel
 from jaxscale.layers.attention_plain import attend_plain
 from jaxscale.layers.attention_splash import attend_splash, why_not_splash
 from jaxscale.layers.visibility import Visibility
-from jaxscale.sharding.place import current
 from jaxscale.typing import Array, Float, Int
 
-Implementation = Literal["auto", "plain", "chunked", "splash"]
+Implementation = Literal["auto", "plain", "chunked", "tpu", "gpu", "cudnn", "splash"]
 
 PLAIN_SCORES = 512 * 512
 """Scores per head up to which "auto" takes plain. On a CPU chunks of 256 are as fast there and faster beyond."""
@@ -55,8 +55,9 @@ def attend(
         window: a query sees keys with 0 <= q_position - kv_position < window.
         soft_cap: the scores' bound c.
         scale: of the scores; 1 / sqrt(H) by default.
-        implementation: "plain", "chunked", "splash" (TPU), or "auto": splash on a TPU where it can, else plain up to
-            512 * 512 scores per head, else chunked.
+        implementation: "plain", "chunked"; "tpu", "gpu", "cudnn", "splash" where such a device is; or "auto": our
+            kernel of the platform where it can, else splash on a TPU where it can, else plain up to 512 * 512 scores
+            per head, else chunked.
         chunk: queries and keys per chunk of "chunked".
 
     Returns:
@@ -85,31 +86,27 @@ def attend(
         raise UserError(f"attention: got chunk {chunk}, expected at least 1")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     visibility = Visibility(q_positions, kv_positions, q_segments, kv_segments, window, causal)
-    chosen = _choose(implementation, q.shape[1], k.shape[1], visibility)
     settings: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
+    chosen = _choose(implementation, q, k, v, visibility, settings)
+    if chosen in KERNELS:
+        return attend_kernel(q, k, v, visibility, implementation=chosen, **settings)
     if chosen == "plain":
         return attend_plain(q, k, v, visibility, **settings)
     if chosen == "chunked":
         return attend_chunked(q, k, v, visibility, chunk=chunk, **settings)
-    if platform() != "tpu":
-        raise UserError(f"attention 'splash' is a TPU kernel, and this runs on {platform()}: take 'chunked' or 'auto'")
+    if place()[0] != "tpu":
+        raise UserError(f"attention 'splash' is a TPU kernel, and this runs on {place()[0]}: take 'chunked' or 'auto'")
     return attend_splash(q, k, v, visibility, **settings)
 
 
-def platform() -> str:
-    """Kind of device that what is being traced will run on: the layout's, or the default one."""
-    found = current()
-    if found is None:
-        return jax.default_backend()
-    described = getattr(found[0], "abstract_device", None)  # of a mesh without devices
-    return found[0].devices.flat[0].platform if described is None else described.platform
-
-
-def _choose(implementation: str, queries: int, keys: int, visibility: Visibility) -> str:
+def _choose(implementation: str, q: Any, k: Any, v: Any, visibility: Visibility, settings: dict[str, Any]) -> str:
     if implementation not in get_args(Implementation):
         raise unknown("implementation of attention", implementation, get_args(Implementation))
     if implementation != "auto":
         return implementation
-    if platform() == "tpu" and why_not_splash(queries, keys, visibility) is None:
+    platform, (queries, keys) = place()[0], (q.shape[1], k.shape[1])
+    if platform in ("tpu", "gpu") and why_not_kernel(platform, q, k, v, visibility, **settings) is None:
+        return platform
+    if platform == "tpu" and why_not_splash(queries, keys, visibility) is None:
         return "splash"
     return "plain" if queries * keys <= PLAIN_SCORES else "chunked"

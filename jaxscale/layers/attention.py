@@ -29,7 +29,7 @@ class Attention(nnx.Module):
     """Self-attention: `out(attend(q(x), k(x), v(x)))`.
 
     Projections are named for remat ("attention_q", "attention_k", "attention_v"), as are the results of `attend`
-    ("attention_out", and "attention_lse" of the chunked one).
+    ("attention_out", and "attention_lse" of the chunked one and of kernels).
 
     Args:
         embed: width of input and output.
@@ -144,8 +144,8 @@ class Attention(nnx.Module):
             k, v = cache.k.astype(q.dtype), cache.v.astype(q.dtype)
             settings |= {"q_positions": positions, "kv_positions": cache.positions}
             settings |= {"q_segments": valid.astype(jnp.int32), "kv_segments": cache.valid.astype(jnp.int32)}
-            if context.attention == "splash":
-                settings["implementation"] = "auto"  # the kernel knows no cache, and a plan that names it still samples
+            if context.attention not in ("plain", "chunked"):
+                settings["implementation"] = "auto"  # kernels know no cache, and a plan that names one still samples
         # under a sharded sequence, one gather of keys and values, and one scatter of their gradients
         k, v = (move(x, _KEYS_ALONG_QUERIES, _KEYS) for x in (k, v))
         y = attend(q, k, v, **settings)

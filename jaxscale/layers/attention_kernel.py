@@ -1,0 +1,157 @@
+"""Attention by our own kernels, `pallas_kernels.attention`: on TPU, and on GPUs of compute capability 9.0.
+
+A kernel is code of one device, so under a layout it runs in a `shard_map`: batch and heads as the rules shard them,
+positions whole. Queries and keys must be in the order of their indices.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxscale.errors import UserError
+from jaxscale.layers.visibility import Visibility
+from jaxscale.sharding.place import current, spec
+from jaxscale.typing import Array, Float
+
+KERNELS = ("tpu", "gpu", "cudnn")
+"""Implementations of `pallas_kernels.attention` that are kernels."""
+
+
+def place() -> tuple[str, str]:
+    """Platform ("cpu", "gpu", "tpu") and kind of the device that what is traced will run on: the layout's, or the
+    default one.
+    """
+    found = current()
+    if found is None:
+        device: Any = jax.devices()[0]
+    else:
+        described = getattr(found[0], "abstract_device", None)  # of a mesh without devices
+        device = found[0].devices.flat[0] if described is None else described
+    return device.platform, device.device_kind
+
+
+def why_not_kernel(
+    name: str, q: Any, k: Any, v: Any, visibility: Visibility, *, scale: float, soft_cap: float | None
+) -> str | None:
+    """Why a kernel cannot do this here, and what to do about it; `None` where it can.
+
+    Args:
+        name: one of KERNELS.
+        q, k, v: queries, keys, values, or their types.
+        visibility: which keys a query sees.
+        scale, soft_cap: of the scores.
+    """
+    if not visibility.ordered_by_index:
+        return "got positions, expected queries and keys in the order of their index (no cache)"
+    if visibility.window is not None and not isinstance(visibility.window, int | np.integer):
+        return "got a traced window, expected a whole number: give windows by Stack's cycle"
+    if _axes_of_queries(q.shape):
+        return f"queries are sharded over {', '.join(_axes_of_queries(q.shape))}, and a kernel takes a whole row"
+    from pallas_kernels.attention.api import explain
+
+    ids = None if visibility.q_segments is None else (_shape_of(q), _shape_of(k))
+    settings = _settings(visibility, scale, soft_cap)
+    try:
+        platform = " ".join(place())
+        explain(q, k, v, segment_ids=ids, implementation=name, platform=platform, **settings)
+    except (NotImplementedError, ValueError) as error:
+        return str(error).removesuffix(" Pass implementation=None to take one that can.")
+    return None
+
+
+def _shape_of(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape[:2], jnp.int32)
+
+
+def _settings(visibility: Visibility, scale: float, soft_cap: float | None) -> dict[str, Any]:
+    window = None if visibility.window is None else int(visibility.window)
+    return {"causal": visibility.causal, "window": window, "logit_soft_cap": soft_cap, "scale": scale}
+
+
+def _axes_of_queries(shape: Any) -> tuple[str, ...]:
+    """Mesh axes that shard the positions of queries."""
+    found = current()
+    partition = () if found is None else spec(shape, ("batch", "inner_seq", "heads", "head_dim"), *found)
+    return _axes(partition[1]) if len(partition) > 1 else ()
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def attend_kernel(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    visibility: Visibility,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    implementation: str,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """As `attend_plain`, by a kernel.
+
+    Args:
+        q, k, v: queries, keys, values.
+        visibility: which keys a query sees.
+        scale: of the scores.
+        soft_cap: of the scores.
+        implementation: "tpu", "gpu" or "cudnn".
+        interpret: run the kernel step by step in plain JAX, for tests.
+
+    Raises:
+        UserError: what the kernel cannot do.
+    """
+    why_not = functools.partial(why_not_kernel, scale=scale, soft_cap=soft_cap)
+    reason = None if interpret else why_not(implementation, q, k, v, visibility)
+    if reason:
+        raise UserError(f"attention {implementation!r}: {reason}; or take attention 'auto'")
+    from pallas_kernels.attention.api import attention
+
+    ids = None
+    if visibility.q_segments is not None:
+        rows = q.shape[0]
+        # ids that no other side has: padding, segment 0, sees none and is seen by none
+        sides = ((visibility.q_segments, -1), (visibility.kv_segments, -2))
+        ids = tuple(
+            jnp.broadcast_to(jnp.where(side == 0, none, side).astype(jnp.int32), (rows, side.shape[1]))
+            for side, none in sides
+        )
+    settings = _settings(visibility, scale, soft_cap)
+    settings |= {"implementation": implementation, "platform": " ".join(place()), "interpret": interpret}
+
+    def run(q: Any, k: Any, v: Any, ids: Any) -> Any:
+        return attention(q, k, v, segment_ids=ids, **settings)
+
+    return _on_devices(run, q, k, v, ids)
+
+
+def _on_devices(run: Any, q: Any, k: Any, v: Any, ids: Any) -> Any:
+    """`run` on every device of the layout in force, which holds rows and heads of its own."""
+    found = current()
+    if found is None:
+        return run(q, k, v, ids)
+    mesh, rules = found
+    partition = spec(q.shape, ("batch", "inner_seq", "heads", "head_dim"), mesh, rules)
+    rows, _, heads, _ = (*partition, *(None,) * (4 - len(partition)))
+    shards, groups = math.prod(mesh.shape[axis] for axis in _axes(heads)), k.shape[2]
+    if groups % shards:
+        # a device's query heads must find their own key heads beside them
+        copies = shards // groups if shards % groups == 0 else q.shape[2] // groups
+        k, v = jnp.repeat(k, copies, 2), jnp.repeat(v, copies, 2)
+    whole = PartitionSpec(rows, None, heads, None)
+    return jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(whole, whole, whole, None if ids is None else (PartitionSpec(rows),) * 2),
+        out_specs=whole,
+        # within a region that is manual over some axes (a pipeline's), the kernel becomes manual over the others
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        check_vma=False,
+    )(q, k, v, ids)
