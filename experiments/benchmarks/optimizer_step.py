@@ -31,6 +31,7 @@ def estimated(stack: Stack) -> list[Figure]:
     for states, bar in CYCLES.items():
         found = compiled(Update(states=states, stack=stack), "tpu v5e:4x4")
         figures.append(Figure(f"v5e adamw {states} / float32", found.cycles / base.cycles, "x", bar))
+        print(f"v5e {states}: {figures[-1].value:.3f}", flush=True)
     return figures
 
 
