@@ -62,9 +62,10 @@ def main() -> None:
             report = compile_report(functools.partial(gradient, length=length), platform, cache=False)
             if report.crashed or report.oom:
                 raise SystemExit(f"{platform}, {length} positions: {report.crashed or report.oom}")
-            rows.append(report.device_bytes)
-            figures.append(Figure(f"{platform}, {length}: temporary", report.temp_bytes / 2**20, "MiB"))
-            figures.append(Figure(f"{platform}, {length}: all", report.device_bytes / 2**20, "MiB"))
+            temp, whole = report.temp_bytes or 0, report.device_bytes or 0
+            rows.append(whole)
+            figures.append(Figure(f"{platform}, {length}: temporary", temp / 2**20, "MiB"))
+            figures.append(Figure(f"{platform}, {length}: all", whole / 2**20, "MiB"))
         grown = rows[2] / rows[1]
         figures.append(Figure(f"{platform}: {lengths[2]} over {lengths[1]}", grown, "x", None if asked.tiny else 4.5))
     show(figures, "attention's gradient, one row of 16 heads of 128")

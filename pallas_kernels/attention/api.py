@@ -139,7 +139,7 @@ def attention(
         from pallas_kernels.attention import cudnn
 
         return checkpoint_name(cudnn.attention(q, k, v, problem.options), NAMES[0])
-    if tiles is not None:
+    if implementation is not None and tiles is not None:
         _module(implementation).check_tiles(tiles, _padded(problem, _module(implementation)))
     call = _Call(choice, problem.options, at.on("tpu").chip, at.on("gpu").chip, tiles, interpret)
     q_ids, kv_ids = ids or (None, None)

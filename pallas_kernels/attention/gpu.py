@@ -6,7 +6,6 @@ After FlashAttention-2 (arXiv 2307.08691) and 3 (2407.08608). Left out: warpgrou
 softmax of one tile under the product of the next, fp8, dropout.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -18,163 +17,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu as mg
-from pallas_kernels import tiles as tuned
-from pallas_kernels.attention.problem import Problem
+from pallas_kernels.attention.gpu_sizes import (
+    GROUPS,
+    LENGTH,
+    ROWS,
+    Sizes,
+    Tiles,
+    check_tiles,
+    choose_tiles,
+    padded_width,
+    sizes_of,
+    supports,
+)
 from pallas_kernels.attention.reference import Options
 from pallas_kernels.compat import Interpret, like
-from pallas_kernels.target import Target
 
-GROUPS = 2
-"""Warpgroups that multiply."""
-ROWS = 64
-"""Rows of one of them: with 128, ptxas spills and serializes wgmma (C7512)."""
-LENGTH = GROUPS * ROWS
-"""What T and S must be multiples of."""
-WIDTHS = (64, 128, 256)
+__all__ = ["Tiles", "backward", "check_tiles", "choose_tiles", "forward", "padded_width", "supports"]
 
 NEG = -1e30
 """Stands for -inf: a row with nothing to see never makes a NaN."""
 LOG2E = math.log2(math.e)
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """What a step of each pass takes in, and how many steps ahead are copied.
-
-    Args:
-        kv: keys of the forward.
-        kv_dq: keys of the pass for dq.
-        q_dkv: queries of the pass for dk and dv.
-        stages, stages_backward: buffers of a ring.
-
-    Raises:
-        ValueError: sizes that wgmma and the layout of LENGTH do not allow.
-    """
-
-    kv: int = 128
-    kv_dq: int = 64
-    q_dkv: int = 64
-    stages: int = 2
-    stages_backward: int = 2
-
-    def __post_init__(self) -> None:
-        for name in ("kv", "kv_dq", "q_dkv"):
-            value = getattr(self, name)
-            if value not in (64, 128):  # wgmma wants 64 rows of its second operand, and LENGTH is 128
-                raise ValueError(f"attention on GPU: tile {name}={value}, expected 64 or 128")
-        for name in ("stages", "stages_backward"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"attention on GPU: {name}={getattr(self, name)}, expected at least 1")
-
-    def shared(self, H: int, bytes_each: int = 2) -> int:
-        """Bytes of shared memory of the largest pass, but for barriers.
-
-        Args:
-            H: width of a head.
-            bytes_each: of a value.
-        """
-        rows = LENGTH * (H * bytes_each)
-        pair = 2 * H * bytes_each
-        forward = rows + self.stages * self.kv * (pair + 4) + 8 * LENGTH
-        dq = 2 * rows + self.stages_backward * self.kv_dq * (pair + 4) + 12 * LENGTH
-        dkv = 2 * rows + self.stages_backward * self.q_dkv * (pair + 12) + 4 * LENGTH
-        return max(forward, dq, dkv)
-
-
-def supports(target: Target, problem: Problem) -> str | None:
-    """Why this cannot run; None if it can."""
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"it needs bfloat16 or float16, not {problem.dtype}"
-    if WIDTHS[-1] < problem.H:
-        return f"it needs heads at most {WIDTHS[-1]} wide, not {problem.H}"
-    return None
-
-
-def padded_width(H: int) -> int:
-    """The width of heads that runs heads of width H."""
-    return next(width for width in WIDTHS if width >= H)
-
-
-def choose_tiles(chip: str | None, problem: Problem) -> Tiles:
-    """Tuned tiles, else what fits the shared memory."""
-
-    def rule() -> Tiles:
-        return Tiles(kv=64, stages_backward=1) if problem.H > 128 else Tiles()
-
-    def fits(found: Tiles) -> bool:
-        return found.shared(problem.H) <= mg.MAX_SHARED
-
-    return tuned.tiles("attention", chip, problem.case, Tiles, rule, fits)
-
-
-def check_tiles(tiles: Any, problem: Problem) -> None:
-    """Refuse tiles that cannot run a problem.
-
-    Raises:
-        ValueError: they are another kernel's, or need more shared memory than there is.
-    """
-    if not isinstance(tiles, Tiles):
-        raise ValueError(f"attention: got tiles {tiles!r}, expected pallas_kernels.attention.gpu.Tiles")
-    needed = tiles.shared(problem.H)
-    if needed > mg.MAX_SHARED:
-        raise ValueError(
-            f"attention: {tiles} need {needed} bytes of shared memory for heads of {problem.H}, and a block has "
-            f"{mg.MAX_SHARED}: take shorter ones, or fewer stages"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """What is static in a kernel."""
-
-    B: int
-    T: int
-    S: int
-    N: int
-    K: int
-    H: int
-    segments: bool
-    options: Options
-    tiles: Tiles
-    plain: bool
-
-    @property
-    def G(self) -> int:
-        """Query heads of a key head."""
-        return self.N // self.K
-
-    def keys(self, q0: Any, rows: int, tile: int) -> tuple[Any, Any, Any, Any]:
-        """Tiles of keys for the queries q0 .. q0 + rows: first, a, b, end; hidden pairs lie outside a .. b alone."""
-        first, end = jnp.int32(0), jnp.int32(self.S // tile)
-        a, b = first, end
-        if self.options.causal:
-            end = lax.min(end, lax.div(q0 + (rows + tile - 1), tile))
-            b = lax.min(end, lax.div(q0, tile))
-        if self.options.window is not None:
-            window = self.options.window
-            first = lax.min(lax.div(lax.max(q0 - (window - 1), 0), tile), end)
-            a = lax.min(lax.div(lax.max(q0 + (rows - window), 0) + (tile - 1), tile), end)
-            b = lax.max(a, b)
-        return first, a, b, end
-
-    def queries(self, k0: Any, rows: int, tile: int) -> tuple[Any, Any]:
-        """First and past-the-last tile of queries that see any of the keys k0 .. k0 + rows."""
-        first, end = jnp.int32(0), jnp.int32(self.T // tile)
-        if self.options.causal:
-            first = lax.min(lax.div(k0, tile), end)
-        if self.options.window is not None:
-            last = k0 + (rows - 1 + self.options.window + tile - 1)
-            end = lax.max(first, lax.min(end, lax.div(last, tile)))
-        return first, end
-
-
-def _sizes(q: Any, k: Any, q_ids: Any, options: Options, tiles: Tiles, interpret: Interpret) -> _Sizes:
-    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
-    return _Sizes(B, T, S, N, K, H, q_ids is not None, options, tiles, bool(interpret))
-
-
 def _scores(
-    sizes: _Sizes, s: Any, q0: Any, k0: Any, q_ids: Any, k_ids: Any, *, hide: bool = True, transposed: bool = False
+    sizes: Sizes, s: Any, q0: Any, k0: Any, q_ids: Any, k_ids: Any, *, hide: bool = True, transposed: bool = False
 ) -> tuple[Any, Any]:
     """Raw products to base-2 scores, NEG where hidden; and the cap's derivative, or None."""
     options, slope = sizes.options, None
@@ -203,7 +69,7 @@ def _block() -> tuple[Any, Any, Any, Any]:
 
 
 def _launch(
-    body: Any, sizes: _Sizes, name: str, args: Sequence[Any], kinds: Any, scratch: Any, interpret: Interpret
+    body: Any, sizes: Sizes, name: str, args: Sequence[Any], kinds: Any, scratch: Any, interpret: Interpret
 ) -> Any:
     by_query = name in ("attention_forward", "attention_dq")
     heads, length = (sizes.N, sizes.T) if by_query else (sizes.K, sizes.S)
@@ -224,6 +90,11 @@ def _launch(
     )
 
 
+def _id_refs(rest: Sequence[Any], segments: bool) -> tuple[Any, Any]:
+    """References of segment ids, which come first where there are any."""
+    return (rest[0], rest[1]) if segments else (None, None)
+
+
 def _id_args(q_ids: Any, kv_ids: Any) -> tuple[Any, ...]:
     return () if q_ids is None else (q_ids, kv_ids)
 
@@ -238,11 +109,11 @@ def forward(
         tiles: sizes of steps.
         interpret: see `compat.interpreter`.
     """
-    sizes = _sizes(q, k, q_ids, options, tiles, interpret)
+    sizes = sizes_of(q, k, q_ids, options, tiles, interpret)
     bk, stages, segments, H = tiles.kv, tiles.stages, sizes.segments, sizes.H
 
     def body(q_g: Any, k_g: Any, v_g: Any, *rest: Any) -> None:
-        q_ids_g, k_ids_g = rest[:2] if segments else (None, None)
+        q_ids_g, k_ids_g = _id_refs(rest, segments)
         out_g, lse_g, *own = rest[2 * segments :]
         q_s, k_s, v_s, lse_s, q_ids_s, k_ids_s, q_ready, k_ready, v_ready, k_free, v_free = own
         n, i, b, wg = _block()
@@ -335,12 +206,12 @@ def _probabilities(s: Any, lse: Any, along: Any) -> Any:
     return jnp.exp2(s - along(lse, s.shape))
 
 
-def _dq(args: tuple[Any, ...], sizes: _Sizes, interpret: Interpret) -> Any:
+def _dq(args: tuple[Any, ...], sizes: Sizes, interpret: Interpret) -> Any:
     q, k, v, d_out = args[:4]
     bk, stages, segments, H = sizes.tiles.kv_dq, sizes.tiles.stages_backward, sizes.segments, sizes.H
 
     def body(q_g: Any, k_g: Any, v_g: Any, d_g: Any, lse_g: Any, delta_g: Any, *rest: Any) -> None:
-        q_ids_g, k_ids_g = rest[:2] if segments else (None, None)
+        q_ids_g, k_ids_g = _id_refs(rest, segments)
         dq_g, *own = rest[2 * segments :]
         q_s, d_s, k_s, v_s, lse_s, delta_s, q_ids_s, k_ids_s, q_ready, k_ready, v_ready, k_free, v_free = own
         n, i, b, wg = _block()
@@ -413,14 +284,14 @@ def _dq(args: tuple[Any, ...], sizes: _Sizes, interpret: Interpret) -> Any:
     return _launch(body, sizes, "attention_dq", args, [like(q.shape, q.dtype, args)], scratch, interpret)[0]
 
 
-def _by_key(args: tuple[Any, ...], sizes: _Sizes, wanted: str, interpret: Interpret) -> list[Any]:
+def _by_key(args: tuple[Any, ...], sizes: Sizes, wanted: str, interpret: Interpret) -> list[Any]:
     """Gradients of keys and values that `wanted` ("dkdv", "dk", "dv") asks for, summed over a key head's queries."""
     q, k, v, d_out = args[:4]
     bq, stages, segments, H = sizes.tiles.q_dkv, sizes.tiles.stages_backward, sizes.segments, sizes.H
     dk_wanted, dv_wanted = "dk" in wanted, "dv" in wanted
 
     def body(q_g: Any, k_g: Any, v_g: Any, d_g: Any, lse_g: Any, delta_g: Any, *rest: Any) -> None:
-        q_ids_g, k_ids_g = rest[:2] if segments else (None, None)
+        q_ids_g, k_ids_g = _id_refs(rest, segments)
         outs_g, own = rest[2 * segments :][: dk_wanted + dv_wanted], rest[2 * segments + dk_wanted + dv_wanted :]
         k_s, v_s, q_s, d_s, lse_s, delta_s, q_ids_s, k_ids_s, k_ready, q_ready, d_ready, q_free, d_free = own
         h, i, b, wg = _block()
@@ -468,6 +339,7 @@ def _by_key(args: tuple[Any, ...], sizes: _Sizes, wanted: str, interpret: Interp
                 p = _probabilities(s, mg.load(lse_s.at[slot], mg.COL), mg.along_columns)
                 plgpu.barrier_wait(d_ready.at[slot])
                 sums = list(sums)
+                ds: Any = None
                 if dv_wanted:
                     sums[-1] = mg.matmul_add(sums[-1], p.astype(d_out.dtype), d_s.at[slot], plain=sizes.plain)
                 if dk_wanted:
@@ -532,7 +404,7 @@ def backward(
         tiles, interpret: as of `forward`.
     """
     delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
-    sizes = _sizes(q, k, q_ids, options, tiles, interpret)
+    sizes = sizes_of(q, k, q_ids, options, tiles, interpret)
     args = (q, k, v, d_out, lse, delta, *_id_args(q_ids, kv_ids))
     passes = ("dkdv",) if sizes.H <= 128 else ("dk", "dv")
     dk, dv = [grad for wanted in passes for grad in _by_key(args, sizes, wanted, interpret)]

@@ -26,6 +26,8 @@ from pallas_kernels.compat import Interpret, interpreter, like
 from pallas_kernels.target import Target
 
 LANES = 128
+WIDEST = 256
+"""Width of heads up to which tiles of 512 were compiled."""
 NEG = -1e30
 """Stands for -inf: a row with nothing to see never makes a NaN."""
 LOG2E = math.log2(math.e)
@@ -66,8 +68,8 @@ def supports(target: Target, problem: Problem) -> str | None:
     """Why this cannot run; None if it can."""
     if problem.dtype not in ("bfloat16", "float32"):
         return f"it needs bfloat16 or float32, not {problem.dtype}"
-    if problem.H > 512:
-        return f"it needs heads at most 512 wide, not {problem.H}"
+    if problem.H > WIDEST:
+        return f"it needs heads at most {WIDEST} wide, not {problem.H}"
     return None
 
 
@@ -308,7 +310,7 @@ def _call(
 ) -> Any:
     kinds = [kind for _, kind in outs]
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*args, *kinds))
-    parallel = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
+    parallel: Any = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
     return pl.pallas_call(
         functools.partial(kernel, sizes=sizes),
         grid=grid,

@@ -334,7 +334,7 @@ def test_a_named_kernel_that_cannot_run_says_why():
     for given, settings, said in (
         ((q, k, v), {"implementation": "tpu"}, "it is for TPUs, and the target is cpu"),
         ((q, k, v), {"implementation": "gpu", "platform": "gpu a100"}, "9.0 .H100, H200., and the target is a100"),
-        (wide, {"implementation": "tpu", "platform": "tpu v5e"}, "heads at most 512 wide, not 576"),
+        (wide, {"implementation": "tpu", "platform": "tpu v5e"}, "heads at most 256 wide, not 576"),
         (wide, {"implementation": "gpu", "platform": "gpu h200"}, "heads at most 256 wide, not 576"),
         ((q, k, v), {"implementation": "cudnn", "platform": "gpu a100", "logit_soft_cap": 5.0}, "no soft cap"),
     ):

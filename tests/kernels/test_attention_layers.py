@@ -47,13 +47,14 @@ def _kernel(q, k, v, *, soft_cap=None, implementation="tpu", interpret=True, **g
     return attend_kernel(q, k, v, visibility, implementation=implementation, **settings)
 
 
+ON = [("tpu", None), ("tpu", "data:2,tensor:2"), ("tpu", "tensor:4"), ("tpu", "data:1")]
+if battery.GPU_INTERPRETER:  # of one device
+    ON += [("gpu", None), ("gpu", "data:1")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [None, "data:2,tensor:2", "tensor:4", "data:1"])
-@pytest.mark.parametrize(
-    "implementation",
-    ["tpu", pytest.param("gpu", marks=[] if battery.GPU_INTERPRETER else pytest.mark.skip("before JAX 0.11"))],
-)
-def test_kernels_are_the_definition_on_meshes(mesh, implementation):
+@pytest.mark.parametrize(("implementation", "mesh"), ON)
+def test_kernels_are_the_definition_on_meshes(implementation, mesh):
     """Where heads are sharded further than key heads, too; and splash, by others, agrees."""
     arguments, settings = _draw(), {**PACKED, "soft_cap": 3.0}
     (_, want), want_grads = _gradients(
