@@ -1,7 +1,9 @@
 """Update rules and what wraps them: states in few bits, on the host, or exchanged between replicas in a bit a number.
 
 Importing this package imports no JAX: each name below loads where it is first used. A rule that is a file's namesake is
-imported from there: `from jaxscale.optim.muon import muon`, `.soap`, `.galore`, `.split_weights`.
+imported from there: `from jaxscale.optim.muon import muon`, `.soap`, `.galore`, `.diloco`, `.split_weights`. State on
+the host is no wrapper of a rule, for an update that gives whole arrays back streams nothing: a plan says it,
+`optimizer_state="streamed"` or `"host"`, and `offloaded.streamed` and `offloaded.on_host` make that step.
 """
 
 import importlib
