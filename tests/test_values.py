@@ -16,6 +16,7 @@ from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.step.kernels import Kernels
 from jaxscale.step.plan import Plan
 from jaxscale.values import check_types, difference, from_json, override, to_json
 
@@ -129,7 +130,7 @@ def leaves(value: Any, prefix: str = "") -> dict[str, Any]:
     found = {}
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
-        if dataclasses.is_dataclass(inner) and not isinstance(inner, MeshSpec | MemoryPlan):
+        if dataclasses.is_dataclass(inner) and not isinstance(inner, MeshSpec | MemoryPlan | Kernels):
             found |= leaves(inner, f"{prefix}{field.name}.")
         else:
             found[prefix + field.name] = inner

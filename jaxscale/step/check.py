@@ -91,8 +91,8 @@ def check_traced(step: "TrainStep", jaxpr: Any, batch: Batch) -> None:
     check_traced_products(plan, equations)
     if plan.loss_chunk is not None and not _reads(step, batch, "loss_chunk", 1, None):
         raise UserError(f"loss_chunk {plan.loss_chunk}: this model's loss is not one over positions; leave it out")
-    if plan.attention in ("plain", "chunked") and not _reads(step, batch, "attention", "plain", "chunked"):
-        raise UserError(f"attention {plan.attention}: this model has no attention of ours; leave it out")
+    if plan.names_attention and not _reads(step, batch, "attention", "plain", "chunked"):
+        raise UserError(f"attention {plan.attends}: this model has no attention of ours; leave it out")
 
 
 def _keeps_all(decision: Decision | None) -> bool:

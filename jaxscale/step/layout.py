@@ -44,9 +44,11 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
     Raises:
         UserError: the batch does not divide, or the mesh takes more devices than there are.
     """
-    if plan.attention == "splash" and devices[0].platform != "tpu":
+    kind = {"splash": "tpu", "tpu": "tpu", "gpu": "gpu", "cudnn": "gpu"}.get(plan.attends)
+    if kind not in (None, devices[0].platform):
         raise UserError(
-            f"attention: splash is a TPU kernel, and this runs on {devices[0].platform}: take auto, or chunked"
+            f"attention: {plan.attends} is a {kind.upper()} kernel, and this runs on {devices[0].platform}: take "
+            "auto, or chunked"
         )
     if plan.pipeline is not None:
         ranks, microbatches = plan.pipeline.shape()
@@ -130,8 +132,8 @@ def check_model(plan: Plan, model: Any) -> None:
             raise UserError(
                 "loss_chunk: this model computes its own loss, which can't be chunked from outside; leave it out"
             )
-        if plan.attention != "auto":
-            raise UserError(f"attention: {plan.attention} is ours, and this model brings its own layers; leave it out")
+        if plan.names_attention:
+            raise UserError(f"attention: {plan.attends} is ours, and this model brings its own layers; leave it out")
         if plan.unroll > 1:
             raise UserError(f"unroll {plan.unroll}: this model runs its own layers, without our scan; leave it out")
     length = getattr(model, "context", None)

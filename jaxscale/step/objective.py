@@ -96,7 +96,7 @@ class Objective:
             examples=examples,
             dtype=None if self.plan.precision == "float32" else self.plan.precision,
             matmul=self.plan.matmul if self.plan.matmul in RECIPES else None,
-            attention=self.plan.attention,
+            attention=self.plan.attends,
             loss_chunk=self.plan.loss_chunk,
         )
 

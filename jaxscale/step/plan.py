@@ -10,6 +10,7 @@ from jaxscale.optim.diloco import Diloco
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.step.kernels import AUTO, Kernels
 from jaxscale.values import check_types, from_json, read_json
 
 PLAN_VERSION = 1
@@ -61,6 +62,8 @@ class Plan:
             of correction.
         loss_chunk: target positions of a row scored at a time by the loss; `None` scores all at once.
         attention: implementation of attention: auto, plain, chunked (never holds S x S), splash (TPU).
+        kernels: implementations of kernels: "auto", the best that run on the platform; "reference", plain JAX; or by
+            name, such as "attention=chunked".
         unroll: layers per iteration of the scan over layers.
         rules: mesh axes per logical axis.
 
@@ -92,6 +95,7 @@ class Plan:
     master: Literal["float32", "split"] = "float32"
     loss_chunk: int | None = None
     attention: Literal["auto", "plain", "chunked", "splash"] = "auto"
+    kernels: Kernels = AUTO
     unroll: int = 1
     rules: AxisRules = AxisRules()
 
@@ -116,6 +120,8 @@ class Plan:
                 f"gradients host: nothing adds up the gradients of {self.microbatches} microbatches there; take "
                 "gradients device, or microbatches 1"
             )
+        if self.attention != "auto" and self.kernels.of("attention") != "auto":
+            raise UserError(f"attention {self.attention} with kernels {self.kernels}, which says it too: leave one out")
         self._check_split()
         if self.state != "float32" and self.asynchronous:
             raise UserError(
@@ -139,6 +145,17 @@ class Plan:
     def asynchronous(self) -> bool:
         """Whether a pipeline updates its stages' weights on its way."""
         return self.pipeline is not None and self.pipeline.asynchronous
+
+    @property
+    def names_attention(self) -> bool:
+        """Whether it asks for an implementation of attention, which a model must then have."""
+        return self.attention != "auto" or "attention" in dict(self.kernels.named)
+
+    @property
+    def attends(self) -> str:
+        """The implementation of attention that layers are told: `attention`, or what `kernels` names."""
+        named = self.kernels.of("attention")
+        return self.attention if named == "auto" else {"reference": "plain"}.get(named, named)
 
     def without_pipeline(self) -> "Plan":
         """The plan of one stage's devices, were they alone."""

@@ -124,6 +124,8 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
         words.append(("Loss", some if chunk else all_at_once))
     if "attention" in plan:
         words.append((f"Attention: {plan['attention']}", _ATTENTION.get(str(plan["attention"]), "As its name says.")))
+    if plan.get("kernels", "auto") != "auto":
+        words.append((f"Kernels: {plan['kernels']}", "Implementations by name; others are the best for the device."))
     if plan.get("diloco"):
         words.append((f"DiLoCo: {plan['diloco']}", _DILOCO))
     hosted = [said for field, said in _HOSTED.items() if plan.get(field, "device") != "device"]
@@ -167,7 +169,7 @@ _SPOKEN = (
     )
     | frozenset(("pipeline", "stages", "stash", "lowering", "lowering", "anneal", "correction", "synchronous_steps"))
     | frozenset(("diloco",))
-    | frozenset(("memory", "state", "master", "loss_chunk", "attention", "unroll", "rules"))
+    | frozenset(("memory", "state", "master", "loss_chunk", "attention", "kernels", "unroll", "rules"))
 )
 
 
