@@ -116,7 +116,7 @@ def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
     name, params = eqn.primitive.name, eqn.params
     if name in FORMULAS:
         return Flop({name: FORMULAS[name](eqn)})
-    if name == "pallas_call":
+    if name in ("pallas_call", "mpmd_map"):  # of a TPU or Triton kernel; of a Mosaic GPU kernel
         return _kernel_flop(eqn)
     if name == "scan":
         return jaxpr_flop(params["jaxpr"]) * params["length"]
@@ -194,6 +194,8 @@ def _kernel_flop(eqn: Any) -> Flop:
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
         return Flop({"pallas_call": int(estimate.flops)})
+    if "grid_mapping" not in eqn.params:
+        return Flop()  # a Mosaic GPU kernel that says nothing: its products stand in loops of unknown length
     steps = math.prod(eqn.params["grid_mapping"].grid)
     return Flop({"pallas_call": jaxpr_flop(eqn.params["jaxpr"]).total * steps})
 

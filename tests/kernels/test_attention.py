@@ -173,19 +173,19 @@ def test_tiles_do_not_change_the_result():
 # How it is called.
 
 
-def test_an_estimate_counts_the_pairs_that_are_seen():
+@pytest.mark.parametrize(("where", "name"), [("tpu v5e", "tpu"), ("gpu h200", "gpu")])
+def test_an_estimate_counts_the_pairs_that_are_seen(where, name):
     def estimates(**settings):
         shapes = [jax.ShapeDtypeStruct((2, 384, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
-        loss = lambda *x: attention(*x, **settings, platform="tpu v5e", implementation="tpu").astype(jnp.float32).sum()  # noqa: E731
-        kernels = _kernels(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*shapes).jaxpr)
-        return [(one.params["cost_estimate"].flops, one.params["cost_estimate"].transcendentals) for one in kernels]
+        loss = lambda *x: attention(*x, **settings, platform=where, implementation=name).astype(jnp.float32).sum()  # noqa: E731
+        found = [
+            one.params["cost_estimate"] for one in _kernels(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*shapes).jaxpr)
+        ]
+        return sorted((one.flops, one.transcendentals) for one in found)
 
-    for settings, seen in (
-        ({"causal": False}, np.ones((384, 384), bool)),
-        ({}, np.tri(384, dtype=bool)),
-        ({"window": 100}, np.tri(384, dtype=bool) & ~np.tri(384, k=-100, dtype=bool)),
-    ):
-        pairs = 2 * 4 * int(seen.sum())
+    seen = np.tri(384, dtype=bool) & ~np.tri(384, k=-100, dtype=bool)
+    for settings, visible in (({"causal": False}, 384 * 384), ({"window": 100}, int(seen.sum()))):
+        pairs = 2 * 4 * visible
         assert estimates(**settings) == [(2 * products * 64 * pairs, pairs) for products in (2, 3, 4)]
 
 
@@ -193,7 +193,7 @@ def _kernels(jaxpr):
     """Pallas calls of a jaxpr and of what it holds."""
     found = []
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
+        if eqn.primitive.name in ("pallas_call", "mpmd_map"):
             found.append(eqn)
             continue
         for value in jax.tree.leaves(
