@@ -7,6 +7,8 @@
 The recipe of `shakespeare.py` on the two devices that a CPU of two cores shows, each a replica that sends what a codec
 makes of its gradients; `exact` sends them as they are. The report tells bytes on the wire. Variants named sgd- train
 with SGD and momentum, for which PowerSGD was made, and dgc with plain SGD, as it has its momentum itself.
+What a codec costs in loss is in `benchmarks/convergence.py`, on a smaller model and 8 replicas; the losses of these
+2,000 steps have not been measured.
 """
 
 import dataclasses
