@@ -12,6 +12,7 @@ It leaves out GPU kernels whose tiles are fixed by registers (adam8, quantize, t
 import argparse
 import dataclasses
 import datetime
+import functools
 import importlib
 import json
 import os
@@ -19,7 +20,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pallas_kernels import tiles as files
@@ -63,7 +64,7 @@ def adam8() -> Tuned:
 
     def run(case: Any, tiles: Any) -> Callable[..., Any]:
         settings = api.Settings(case.block, weight_decay=case.weight_decay, map=case.map)
-        return lambda *args: api.adam8(*args, settings, implementation="tpu", tiles=tiles)
+        return functools.partial(api.adam8, settings=settings, implementation="tpu", tiles=tiles)
 
     return Tuned(api.facts, shapes, run, donated=(0, 2, 3))
 
@@ -158,7 +159,7 @@ def entry(kernel: str, facts: dict[str, int | str], found: Tried, count: int, co
     }
 
 
-def written(entries: Sequence[dict[str, Any]], more: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def written(entries: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Entries of a file with others added; one of the same kernel and case is replaced, unless it was timed and the
     new one was not.
 
@@ -169,7 +170,7 @@ def written(entries: Sequence[dict[str, Any]], more: Sequence[dict[str, Any]]) -
         (True, True)
     """
 
-    def key(one: dict[str, Any]) -> str:
+    def key(one: Mapping[str, Any]) -> str:
         return json.dumps([one["kernel"], one["case"]], sort_keys=True)
 
     found = {key(one): one for one in entries}
@@ -208,7 +209,8 @@ def _compiled(tuned: Tuned, case: Any, tiles: Any, device: Any) -> Any:
             made = jax.jit(tuned.run(case, tiles), donate_argnums=tuned.donated).lower(*given).compile()
     except Exception as error:  # a refusal is an answer
         return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-    temporary = made.memory_analysis().temp_size_in_bytes
+    memory: Any = made.memory_analysis()
+    temporary = memory.temp_size_in_bytes
     return f"{temporary} bytes of temporary memory" if temporary else made
 
 

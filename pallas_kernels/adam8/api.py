@@ -57,8 +57,8 @@ def hyper(learning_rate: Any, count: Any, settings: Settings, *, factor: Any = 1
         float32 (5,).
 
     Example:
-        >>> hyper(1e-3, 1, Settings()).round(3).tolist()
-        [0.0010000000474974513, 10.0, 1000.0, 1.0, 1.0]
+        >>> [round(one) for one in hyper(2.0, 1, Settings()).tolist()]
+        [2, 10, 1000, 1, 1]
     """
     count = jnp.asarray(count, jnp.float32)
     numbers = (learning_rate, 1 / (1 - settings.b1**count), 1 / (1 - settings.b2**count), factor, go)
@@ -111,7 +111,7 @@ def adam8(
         >>> codes, scale = jnp.zeros((2, 1), jnp.int8), jnp.zeros((1, 1))
         >>> p, m, v = adam8(jnp.ones((2, 1)), jnp.ones((2, 1)), (codes, scale), (codes.astype("uint8"), scale),
         ...                 hyper(0.5, 1, settings), settings)
-        >>> p.tolist(), m[0].tolist()
+        >>> p.round(3).tolist(), m[0].tolist()
         ([[0.5], [0.5]], [[127], [127]])
 
     References:
@@ -121,13 +121,13 @@ def adam8(
     where = target(platform)
     choice = choose("adam8", IMPLEMENTATIONS, case, where, implementation=implementation, interpret=bool(interpret))
 
-    def on_tpu(*args: Any) -> Any:
-        return tpu.step(*args, settings, case=case, tiles=tiles or _tiles(case, where), interpret=interpret)
+    def on_tpu(p: Any, g: Any, m: Any, v: Any, hyper: Any) -> Any:
+        return tpu.step(p, g, m, v, hyper, settings, case=case, tiles=tiles or _tiles(case, where), interpret=interpret)
 
-    def on_gpu(*args: Any) -> Any:
+    def on_gpu(p: Any, g: Any, m: Any, v: Any, hyper: Any) -> Any:
         from pallas_kernels.adam8 import gpu
 
-        return gpu.step(*args, settings, case=case, interpret=interpret)
+        return gpu.step(p, g, m, v, hyper, settings, case=case, interpret=interpret)
 
     branches = {"tpu": on_tpu, "gpu": on_gpu, "reference": functools.partial(reference.step, settings=settings)}
     flat = [one.reshape(case.layers, -1, case.cols) for one in (p, g, *m, *v)]

@@ -173,4 +173,4 @@ def _case(x: Array, bits: int, block: int, axis: int) -> Case:
     dtype: Any = x.dtype.name
     width: Any = bits
     along: Any = axis
-    return Case("", *x.shape, width, block, along, dtype, tags=())
+    return Case("", x.shape[0], x.shape[1], width, block, along, dtype, tags=())

@@ -140,7 +140,8 @@ def quantize(x: Array, *, case: Case, tiles: Tiles, interpret: Interpret = False
             pl.BlockSpec((tiles.rows // halves, tiles.cols), lambda j, i: (i, j)),
             pl.BlockSpec((count, tiles.cols), lambda j, i: (0, j)),
         ]
-        shapes, semantics = ((R // halves, C), (count, C)), ("parallel", "arbitrary")
+        shapes = ((R // halves, C), (count, C))
+        semantics = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
     else:
         body = functools.partial(_along_rows, bits=case.bits)
         grid = (pl.cdiv(R, tiles.rows),)
@@ -149,14 +150,15 @@ def quantize(x: Array, *, case: Case, tiles: Tiles, interpret: Interpret = False
             pl.BlockSpec((tiles.rows, C // halves), lambda i: (i, 0)),
             pl.BlockSpec((tiles.rows // LANES, LANES), lambda i: (i, 0)),
         ]
-        shapes, semantics = ((R, C // halves), (pl.cdiv(R, LANES), LANES)), ("parallel",)
+        shapes = ((R, C // halves), (pl.cdiv(R, LANES), LANES))
+        semantics = pltpu.CompilerParams(dimension_semantics=("parallel",))
     codes, scales = pl.pallas_call(
         body,
         grid=grid,
         in_specs=[given],
         out_specs=made,
         out_shape=[like(shapes[0], jnp.int8, x), like(shapes[1], jnp.float32, x)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+        compiler_params=semantics,
         cost_estimate=cost(case),
         interpret=interpreter("tpu", interpret),
         name=f"quantize{case.bits}",

@@ -142,4 +142,4 @@ def _case(x: Array, k: int, block: int, axis: int) -> Case:
         raise ValueError(f"top_k: got k {k}, expected 1 to {block}, the numbers of a block")
     dtype: Any = x.dtype.name
     along: Any = axis
-    return Case("", *x.shape, k, block, along, dtype, tags=())
+    return Case("", x.shape[0], x.shape[1], k, block, along, dtype, tags=())

@@ -32,4 +32,5 @@ def top_k(x: Array, k: int, *, block: int, axis: int) -> tuple[Array, Array]:
     parts = jnp.moveaxis(x.reshape(split), axis, -1)
     _, places = lax.top_k(magnitude(parts.astype(jnp.float32)), k)
     values = jnp.take_along_axis(parts, places, -1)
-    return tuple(jnp.moveaxis(one, -1, axis).reshape(shape) for one in (values, places))
+    values, places = (jnp.moveaxis(one, -1, axis).reshape(shape) for one in (values, places))
+    return values, places
