@@ -23,17 +23,20 @@ from jaxscale.planning.placements import Placements
 from jaxscale.planning.program import described_step
 from jaxscale.planning.timeline import Item, Timeline, timeline
 from jaxscale.planning.traced import TracedStep, traced_step
+from jaxscale.planning.wire import Wire, wire_of
 from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.memory_space import COPY
 from jaxscale.step.build import TrainStep
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
+from jaxscale.trees import tree_bytes
 from jaxscale.values.units import size
 
 KINDS = (
-    "parameters", "optimizer state", "model state", "batch", "compute copy", "kept activations", "stash", "loss",
-    "gradients", "gathered weights", "transients", "packing", "second copy", "checkpoint",
+    "parameters", "optimizer state", "residuals", "outer state", "model state", "batch", "compute copy",
+    "kept activations", "stash", "loss", "gradients", "gathered weights", "transients", "packing", "second copy",
+    "checkpoint",
 )  # fmt: skip
 """Kinds of tensor, in the order of tables."""
 
@@ -52,6 +55,8 @@ class Estimate:
         arguments: the state and the batch, leaf by leaf.
         said: how the mesh was chosen and what the memory rule came to, a line each.
         compiled: the pieces of the step whose temporaries are the compiler's word.
+        state_bytes: of the optimizer's state per parameter, over all devices.
+        wire: what a device sends over the slow axis; `None` without one.
     """
 
     platform: str
@@ -63,6 +68,8 @@ class Estimate:
     arguments: tuple[Item, ...] = dataclasses.field(repr=False, default=())
     said: tuple[str, ...] = ()
     compiled: tuple[str, ...] = ()
+    state_bytes: float = 0.0
+    wire: Wire | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -170,7 +177,19 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     if platform.chip.kind != "cpu":
         # a checkpoint is copied to the host before it is written behind the run's back
         there["checkpoint"] = sum(item.bytes for item in (*arguments, *host) if item.kind != "batch")
-    return Estimate(str(platform), step.plan, device, there, traced.flop, found, arguments, step.said, compiled)
+    return Estimate(
+        str(platform),
+        step.plan,
+        device,
+        there,
+        traced.flop,
+        found,
+        arguments,
+        step.said,
+        compiled,
+        tree_bytes(step.layout.abstract.optimizer) / step.parameters,
+        wire_of(step, platform),
+    )
 
 
 def _fullest(found: Timeline) -> Piece | None:
@@ -209,6 +228,7 @@ def _arguments(traced: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[
     """The arguments on the device and those in host memory, by the names of their leaves."""
     device, host = [], []
     first = {"params": "parameters", "optimizer": "optimizer state", "in_flight": "stash"}
+    first |= {"reduce": "residuals", "outer": "outer state"}
     for value, (name, leaf) in zip(traced.program.inputs, traced.leaves, strict=False):
         root, _, rest = name.partition("/")
         kind = first.get(root, "batch" if root in batch else "model state")

@@ -21,6 +21,7 @@ from jaxscale.planning.pictures import framed, page, stacked, table, write_pictu
 from jaxscale.planning.pipeline_choice import pipeline_choice
 from jaxscale.planning.program import lowered_step
 from jaxscale.planning.stage_prices import simulated
+from jaxscale.planning.wire import sent_by_axes
 from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.report import CompileReport
 from jaxscale.platforms.usable import host_share, usable_bytes
@@ -165,6 +166,8 @@ class Fit:
             lines.append(f"the estimate is off by {off:+.1%}")
         elif (known := self._known()) is not None:
             lines.append(str(known))
+        lines.append(f"optimizer state: {self.estimate.state_bytes:.3g} bytes a parameter")
+        lines += self._wires()
         if self.helps:
             wide = max(len(one.flags) for one in self.helps)
             lines += ["", "what would help most (of fit and train alike):"]
@@ -173,6 +176,17 @@ class Fit:
                 for one in self.helps
             ]
         return "\n".join(lines)
+
+    def _wires(self) -> list[str]:
+        """What a device sends in a step: by the plan over the slow axis, and by the compiler over all."""
+        wire, plan, report = self.estimate.wire, self.estimate.plan, self.report
+        lines = [] if wire is None else [f"on the wire, {wire}"]
+        if report is not None and report.collectives:
+            assert plan.mesh is not None, "an estimate's is settled"
+            sums = sent_by_axes(report.collectives, plan.mesh, self.platform.slices)
+            told = ", ".join(f"{axes} {size(sent)}" for axes, sent in sums.items())
+            lines.append(f"on the wire, the compiler says, per device and step: {told}")
+        return lines
 
     def _known(self) -> accuracy.Accuracy | None:
         compiled, pipelined = bool(self.estimate.compiled), self.estimate.plan.pipeline is not None

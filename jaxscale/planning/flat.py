@@ -3,12 +3,13 @@
 Calls (`jit`, `checkpoint`, custom derivatives) are written out in place, loops keep a program of their own, and what no
 result needs is dropped, as a compiler would. Values are numbers; what is known of them lies beside the list.
 
-The `shard_map` of a pipelined step is written out in place too: an "enter" gives a device's part of an array, a "leave"
-the array of these parts. Within it a `cond` keeps a program for each branch; elsewhere its longest stands for it.
+The `shard_map` of a pipelined step, and that in which each replica has gradients of its own, are written out in place
+too: an "enter" gives a device's part of an array, a "leave" the array of these parts. Within a pipelined step a `cond`
+keeps a program for each branch; elsewhere its longest stands for it.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxscale.compat import scan_counts
@@ -23,6 +24,9 @@ TAKES = ("slice", "dynamic_slice", "squeeze", "lt", "add", "select_n")
 
 PIPE = "pipe"
 """Axis of the mesh along which a pipeline's stages lie."""
+
+REPLICA = "replica"
+"""Axis of the mesh over which a codec reduces gradients."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,7 +43,7 @@ class Operation:
         literals: what stands in place of the inputs that are `None`, by their place among the inputs.
         loop: the body of a loop.
         branches: of a `cond` of a pipelined step.
-        manual: axes of the mesh that shapes know of already, within a pipelined step.
+        manual: axes of the mesh that shapes know of already, within a region that is written out.
     """
 
     kind: str
@@ -153,10 +157,10 @@ class _Flattener:
                 env[eqn.outvars[0]] = inputs[0]
                 self._same(eqn.outvars[0], eqn.invars[0])
                 continue
-            if kind == "shard_map" and PIPE in eqn.params["newly_manual_axes"]:
+            if kind == "shard_map" and _written_out(eqn.params["newly_manual_axes"]):
                 self._region(eqn, inputs, env, back)
                 continue
-            known = (*LOOPS, "pallas_call", "shard_map", *(("cond",) if self.manual else ()))
+            known = (*LOOPS, "pallas_call", "shard_map", *(("cond",) if PIPE in self.manual else ()))
             called = None if kind in known else _called(eqn)
             if called is not None:
                 inner = getattr(called, "jaxpr", called)
@@ -185,7 +189,7 @@ class _Flattener:
             )
 
     def _region(self, eqn: Any, inputs: Sequence[int | None], env: dict[Any, int | None], back: bool) -> None:
-        """A pipelined step's `shard_map`: its operations, between those that enter and those that leave."""
+        """A region's operations, between those that enter and those that leave."""
         inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
         outside, self.manual = self.manual, frozenset(eqn.params["newly_manual_axes"])
         inside: dict[Any, int | None] = {var: self._new(var.aval) for var in inner.constvars}
@@ -205,6 +209,11 @@ class _Flattener:
             env[var] = None if value is None else cross("leave", value, var, spec)
             self._same(var, found)
         self.manual = outside
+
+
+def _written_out(manual: Collection[str]) -> bool:
+    """Whether a `shard_map` that makes these axes manual holds whole passes of a model, and no kernel alone."""
+    return PIPE in manual or set(manual) == {REPLICA}
 
 
 def _late(program: Program) -> Program:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxscale.planning.flat import Operation, Program, carries
+from jaxscale.planning.flat import PIPE, Operation, Program, carries
 from jaxscale.planning.regions import tick_loops
 
 MOVES = ("enter", "slice", "dynamic_slice", "squeeze", "broadcast_in_dim", "ppermute", "concatenate")
@@ -82,7 +82,7 @@ def _of_pipeline(program: Program, ticks: Sequence[Operation]) -> dict[int, str]
             found |= {value: kind for value in (start, end) if value is not None}
     after = max(map(program.operations.index, ticks))
     for operation in program.operations[after + 1 :]:
-        if operation.manual:  # they are reduced
+        if PIPE in operation.manual:  # they are reduced
             found |= dict.fromkeys(operation.outputs, "gradients")
     return found
 

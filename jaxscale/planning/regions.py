@@ -9,7 +9,7 @@ import collections
 import math
 from collections.abc import Iterator, Sequence, Set
 
-from jaxscale.planning.flat import Operation, Program, carries
+from jaxscale.planning.flat import PIPE, Operation, Program, carries
 
 SLICES = ("slice", "dynamic_slice")
 SAME = (*SLICES, "squeeze", "reshape", "broadcast_in_dim", "pcast")
@@ -31,7 +31,7 @@ def handed_on(operation: Operation) -> Iterator[tuple[int, int]]:
 
 def within(operation: Operation, given: Set[int], program: Program) -> set[int]:
     """Results that are, or take the place of, what the caller gave: slots are written, sums are added to."""
-    if not operation.manual:
+    if PIPE not in operation.manual:
         return set()
     if operation.kind in ("enter", *SAME) and (operation.kind == "enter" or whole(operation, program, SAME)):
         return set(operation.outputs) if operation.inputs[0] in given else set()
@@ -60,7 +60,7 @@ def returned(program: Program, renamed: Sequence[str]) -> set[int]:
 
 def whole(operation: Operation, program: Program, kinds: Sequence[str] = SLICES) -> bool:
     """Whether a slice is of all there is: the only slot of a pool, the only stage of a device."""
-    if not operation.manual or operation.kind not in kinds or operation.inputs[0] is None:
+    if PIPE not in operation.manual or operation.kind not in kinds or operation.inputs[0] is None:
         return False
     read, made = program.shapes[operation.inputs[0]], program.shapes[operation.outputs[0]]
     return math.prod(read.shape) == math.prod(made.shape)
@@ -72,4 +72,6 @@ def tick_loops(program: Program) -> list[Operation]:
 
 
 def _ticks(operation: Operation) -> bool:
-    return operation.loop is not None and bool(operation.manual and any(o.branches for o in operation.loop.operations))
+    return (
+        operation.loop is not None and PIPE in operation.manual and any(o.branches for o in operation.loop.operations)
+    )

@@ -25,6 +25,9 @@ _PCIE3 = _pcie(16e9, "NVIDIA T4 datasheet: PCIe 3.0 x16, 32 GB/s both ways")
 _PCIE4 = _pcie(32e9, "NVIDIA A100 and L4 datasheets: PCIe Gen4 x16, 64 GB/s both ways")
 _PCIE5 = _pcie(64e9, "NVIDIA H100 datasheet: PCIe Gen5, 128 GB/s both ways")
 _NVLINK3 = _nvlink(300e9, "NVIDIA A100 datasheet: NVLink 600 GB/s both ways")
+_CONNECTX7 = Link(
+    "dcn", "hosts", 50e9, "chip", "NVIDIA DGX H100 and H200 datasheets: 8 GPUs, 8 x ConnectX-7 of 400 Gb/s"
+)
 _NVLINK4 = _nvlink(450e9, "NVIDIA H100 and H200 datasheets: NVLink 900 GB/s both ways")
 
 T4 = Chip(
@@ -102,7 +105,7 @@ H100 = Chip(
     memory=80 * 10**9,  # datasheet
     memory_bandwidth=3.35e12,  # datasheet
     chips_per_host=8,  # DGX and HGX H100
-    links=(_NVLINK4, _PCIE5),
+    links=(_NVLINK4, _PCIE5, _CONNECTX7),
 )
 
 H100_PCIE = Chip(
@@ -135,7 +138,7 @@ H200 = Chip(
     memory=141 * 10**9,  # datasheet
     memory_bandwidth=4.8e12,  # datasheet
     chips_per_host=8,  # HGX H200
-    links=(_NVLINK4, _PCIE5),
+    links=(_NVLINK4, _PCIE5, _CONNECTX7),
 )
 
 B200 = Chip(

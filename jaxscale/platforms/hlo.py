@@ -219,18 +219,20 @@ def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tu
 
 def _parts(program: Program, computation: Computation, op: Op, kind: str, members: int) -> dict[tuple[Any, str], int]:
     """Bytes of each (kind, type) of a collective: one entry, unless a tuple mixes types or is sliced in part."""
-    leaves = ARRAY.findall(op.type)
-    if op.opcode.endswith("-start") and kind != "all-reduce":
-        # the tuple of a start holds operands, results, and contexts of no interest
-        operands, results = ([ARRAY.findall(part) for part in split(op.type[1:-1])] + [[]])[:2]
-        leaves = max(operands, results, key=lambda arrays: sum(map(array_bytes, arrays)))
+    leaves, given = ARRAY.findall(op.type), op.type
+    if op.opcode.endswith("-start") and (kind != "all-reduce" or op.type.startswith("((")):
+        # the tuple of a start holds operands, results, and contexts of no interest; that of an all-reduce may not
+        operands, results = [*split(op.type[1:-1]), ""][:2]
+        larger = max(operands, results, key=lambda part: sum(map(array_bytes, ARRAY.findall(part))))
+        given = results if kind == "all-reduce" else larger
+        leaves = ARRAY.findall(given)
     elif kind == "reduce-scatter":
         leaves = [(dtype, f"{shape},{members}" if shape else str(members)) for dtype, shape in leaves]
     parts: dict[tuple[Any, str], int] = {}
     for index, leaf in enumerate(leaves):
         kind_ = kind
         if kind == "all-reduce":
-            element = index if op.type.startswith("(") else None
+            element = index if given.startswith("(") else None
             named = "all-reduce-scatter" in computation.name
             if named or _scattered(program, computation, op.name, element, members):
                 kind_ = "reduce-scatter"

@@ -385,3 +385,17 @@ def test_attributes_with_line_breaks():
     assert ops["out"].is_root
     assert 'op_name="jit(step)/attend/pallas_call"' in ops["k"].attributes
     assert Names(program, Sources(LINE_BREAKS)).called("loop", (1,)) == "attend/pallas_call"
+
+
+def test_the_start_of_an_all_reduce_counts_its_results_alone():
+    """XLA:GPU of JAX 0.12 prints operands and results; those before it, and others, the results."""
+    text = """
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %start = START all-reduce-start(%x), replica_groups={{0,1}}, to_apply=%add
+  ROOT %done = f32[8]{0} all-reduce-done(%start)
+}
+"""
+    for start in ("((f32[8]{0}), f32[8]{0})", "f32[8]{0}"):
+        (found,) = collectives(text.replace("START", start), {"replica": 2})
+        assert (found.kind, found.bytes) == ("all-reduce", 32)
