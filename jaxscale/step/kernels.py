@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxscale.errors import UserError, near_miss, unknown
 
-KNOWN = {"attention": ("tpu", "gpu", "cudnn", "chunked", "reference")}
+KNOWN = {"attention": ("tpu", "gpu", "cudnn", "chunked", "reference"), "adam8": ("reference",)}
 """Implementations that can be named, of the kernels that a step takes by name: those of `pallas_kernels`."""
 
 
@@ -21,7 +21,8 @@ class Kernels:
         ('chunked', 'reference')
         >>> Kernels.parse("atention=chunked")
         Traceback (most recent call last):
-        jaxscale.errors.UserError: unknown kernel 'atention': expected one of attention; did you mean 'attention'?
+        jaxscale.errors.UserError: unknown kernel 'atention': expected one of adam8, attention; did you mean \
+'attention'?
     """
 
     default: str = "auto"

@@ -71,7 +71,8 @@ class Update:
             device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
             platform = "cpu" if plan.optimizer_state == "host" else device.platform
             rule = quantize_state(rule, plan.state, local=places, layers=layers, platform=platform)
-            if platform in ("tpu", "gpu") and plan.optimizer_state == "device" and plan.master != "split":
+            kernel = platform in ("tpu", "gpu") and plan.kernels.of("adam8") != "reference"
+            if kernel and plan.optimizer_state == "device" and plan.master != "split":
                 where = f"{platform} {device.device_kind}"
                 fused = _fused(experiment.optimizer, experiment.steps, rule, leaves, places, where)
         if plan.master == "split":
