@@ -254,7 +254,7 @@ def feed(first: Any, end: Any, stages: int, streams: Sequence[Stream]) -> None:
 
     def drain(step: Any, _: None) -> None:
         # every phase must be waited for: the interpreter of JAX 0.11 insists
-        for _, _, free in streams:
+        for _pairs, _ready, free in streams:
             plgpu.barrier_wait(free.at[lax.rem(step - first, stages)])
 
     lax.fori_loop(first, end, one, None)

@@ -18,6 +18,8 @@ SOURCES = [
     for path in sorted((ROOT / package).rglob("*.py"))
     if ">>>" in path.read_text()
 ]
+LONG = {"explain": pytest.mark.slow}
+"""Modules whose examples trace a step under every memory plan."""
 
 
 def examples(source: str) -> Iterator[tuple[str, str, int]]:
@@ -29,7 +31,7 @@ def examples(source: str) -> Iterator[tuple[str, str, int]]:
                 yield getattr(node, "name", "module"), text, node.body[0].lineno - 1
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=str)
+@pytest.mark.parametrize("path", [pytest.param(path, id=str(path), marks=LONG.get(path.stem, ())) for path in SOURCES])
 def test_the_examples_of_a_module_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = (ROOT / path).read_text()
     module = importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))

@@ -287,7 +287,8 @@ def apart(row: Row, steps: int) -> Any:
             updates, kept = rule.update(jax.grad(loss)(params, tokens), kept, params)
             return optax.apply_updates(params, updates), kept
 
-        return jax.vmap(replica, axis_name="replica")(*carry, tokens), None
+        params, kept = carry
+        return jax.vmap(replica, axis_name="replica")(params, kept, tokens), None
 
     def run(key: Any, batches: Any, held: Any) -> Any:
         start = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (REPLICAS, *leaf.shape)), weights(key))

@@ -214,8 +214,8 @@ def program(devices: Sequence[Any], case: Case) -> Any:
     if case.fault:
         apart = step.objective.gradients_apart
 
-        def reduced(state: Any, batch: Any) -> Any:
-            loss, gradients, rest = apart(state, batch)
+        def reduced(state: Any, batch: Any, weights: Any = None) -> Any:
+            loss, gradients, rest = apart(state, batch, weights)
             return loss, jax.tree.map(lambda g: jnp.broadcast_to(g.mean(0), g.shape), gradients), rest
 
         step.objective.gradients_apart = reduced

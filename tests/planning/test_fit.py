@@ -130,6 +130,7 @@ def test_the_cheapest_plan_that_fits(planned):
         cheapest_fit(experiment, platform, taken["full"] - 1, menu=tuple(taken))
 
 
+@pytest.mark.slow
 def test_memory_fit_is_settled_by_fit(planned):
     experiment = planned(precision="bfloat16", attention="plain")
     limit = needs(experiment) - 1000
@@ -162,6 +163,7 @@ def test_the_compiler_s_word_beside_the_estimate(file):
     assert "the estimate is off by" in str(found)
 
 
+@pytest.mark.slow
 def test_an_experiment_that_pickles_needs_no_maker(planned):
     found = fit(planned("data:2"), "cpu x 2", limit=2**30, verify=True)
     assert found.verified

@@ -75,6 +75,7 @@ def test_every_piece_is_a_program(planned):
         assert ("while" in text) == ("blocks" in piece.name)
 
 
+@pytest.mark.slow
 def test_the_compiler_s_word_on_a_piece(planned):
     experiment = planned(memory=MemoryPlan("full"), attention="plain")
     found = fit(experiment, CPU, limit=2**30, compile_block=True)

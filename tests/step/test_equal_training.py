@@ -119,7 +119,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+TOGETHER = ("HSDP", "zero 3 x tensor", "2 microbatches", "remat full", "context parallel, chunked", "zero 1")
+"""Layouts whose parts the others have; the slow suite trains them as well."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in TOGETHER else name for name in LAYOUTS]
+)
 def test_every_layout_trains_as_one_device_does(name, plain):
     kind, plan = LAYOUTS[name]
     numbers, first = trajectory(an_experiment(), plan, {"windows": windows, "packed": packed}[kind]())

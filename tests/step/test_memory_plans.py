@@ -66,14 +66,14 @@ def plain():
     "memory",
     [
         "jax:dots_with_no_batch_dims_saveable",
-        "sqrt",
+        pytest.param("sqrt", marks=pytest.mark.slow),
         pytest.param("periodic:4", marks=pytest.mark.slow),
         pytest.param("revolve:2", marks=pytest.mark.slow),
         "chain:24KiB",
         "save:24KiB",
-        "save:14KiB:flop",
-        "greedy:24KiB",
-        "dtr_static:24KiB",
+        pytest.param("save:14KiB:flop", marks=pytest.mark.slow),
+        pytest.param("greedy:24KiB", marks=pytest.mark.slow),
+        pytest.param("dtr_static:24KiB", marks=pytest.mark.slow),
         "offload:pofo:24KiB",
     ],
 )
@@ -91,7 +91,10 @@ def test_a_memory_plan_changes_nothing_but_memory(memory, plain):
         assert any(memory in line for line in step.describe())
 
 
-@pytest.mark.parametrize("memory", ["save:24KiB", "save:14KiB:flop", "offload:pofo:24KiB"])
+@pytest.mark.parametrize(
+    "memory",
+    [*(pytest.param(text, marks=pytest.mark.slow) for text in ("save:24KiB", "save:14KiB:flop")), "offload:pofo:24KiB"],
+)
 def test_weights_stream_from_the_host_under_a_decision(memory, plain):
     step = step_of(memory, weights="host")
     step.compile(BATCH)

@@ -40,7 +40,7 @@ def run(step: Any, state: Any, batches: Any = BATCHES) -> tuple[Any, list[dict[s
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        ("one_bit_adam", {"mesh": "replica:2,fsdp:2", "zero": "2"}),
+        pytest.param("one_bit_adam", {"mesh": "replica:2,fsdp:2", "zero": "2"}, marks=pytest.mark.slow),
         pytest.param(
             "one_bit_adam",
             {"mesh": "replica:2,fsdp:2,tensor:2", "zero": "2", "microbatches": "2"},

@@ -114,7 +114,7 @@ def check_wires(step: TrainStep) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"pipeline": "1f1b:3x4", "zero": "1", "mesh": "fsdp:2"},
+        pytest.param({"pipeline": "1f1b:3x4", "zero": "1", "mesh": "fsdp:2"}, marks=pytest.mark.slow),
         pytest.param({"pipeline": "zb-h1:2x4", "optimizer_state": "host"}, marks=pytest.mark.slow),
         pytest.param({"pipeline": "1f1b:2x4", "optimizer_state": "streamed"}, marks=pytest.mark.slow),
     ],
