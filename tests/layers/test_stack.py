@@ -297,12 +297,20 @@ TREATMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", TREATMENTS)
+LONG = ("segments of one cycle", "segments, unrolled", "three groups, one of a layer")
+"""Treatments whose parts the others have."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in TREATMENTS]
+)
 def test_a_treatment_changes_nothing_but_memory(untreated, name):
     _same(_everything(Stack(Running, 7, rngs=nnx.Rngs(0)), TREATMENTS[name]), untreated[7])
 
 
-@pytest.mark.parametrize("name", ["segments that divide not", "groups in segments"])
+@pytest.mark.parametrize(
+    "name", ["segments that divide not", pytest.param("groups in segments", marks=pytest.mark.slow)]
+)
 def test_a_treatment_of_blocks_that_are_not_scanned(untreated, name):
     _same(_everything(Stack(Running, 7, rngs=nnx.Rngs(0), scan=False), TREATMENTS[name]), untreated[7])
 

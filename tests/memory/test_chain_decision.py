@@ -80,7 +80,7 @@ def budget_between(calls, share):
     return int(least + share * (most - least))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_a_unets_gradients_stay_and_its_flop_are_those_of_the_decision(share):
     loss, params = pure(unet(), images())
     calls = unet_calls()

@@ -83,7 +83,10 @@ def as_reference(module):
     "config",
     [
         ResNet(classes=5, channels=2, stages=(1, 2), width=4, stem="small"),
-        ResNet(classes=5, channels=2, stages=(1, 1), width=4, stem="imagenet", bottleneck=True),
+        pytest.param(
+            ResNet(classes=5, channels=2, stages=(1, 1), width=4, stem="imagenet", bottleneck=True),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_plain_flax_network_gives_the_same_logits_statistics_and_evaluation(config):

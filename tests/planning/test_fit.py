@@ -47,6 +47,7 @@ def test_a_host_with_less_memory_than_the_plan_puts_there(planned):
     assert found.helps == ()  # less device memory would bring nothing
 
 
+@pytest.mark.slow
 def test_what_would_help_the_device_need_not_fit_the_host(planned):
     experiment = planned(precision="bfloat16")
     found = fit(experiment, V5E, limit=needs(experiment) // 2, host_limit=1000)
@@ -115,6 +116,7 @@ def test_limits_are_positive(planned, name):
         fit(planned(), V5E, **{name: 0})
 
 
+@pytest.mark.slow
 def test_the_cheapest_plan_that_fits(planned):
     experiment = planned(precision="bfloat16", attention="plain")
     platform = Platform.parse(V5E)

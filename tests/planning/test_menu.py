@@ -80,6 +80,7 @@ def test_without_a_chip_flop_are_counted_and_nothing_is_offloaded():
     assert "FLOP beyond keeping everything" in str(menu)
 
 
+@pytest.mark.slow
 def test_an_experiment_has_its_own_blocks(planned):
     experiment = planned("fsdp:4", precision="bfloat16", attention="plain")
     menu = jaxscale.menu(experiment, platform="tpu v5e:2x2", shares=(0.0, 0.5))

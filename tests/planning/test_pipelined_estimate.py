@@ -94,6 +94,7 @@ def piped(experiment):
     return make
 
 
+@pytest.mark.slow
 def test_1f1b_is_flat_and_gpipe_grows_by_its_slots(piped):
     message = 128 * 128 * 2  # one row of 128 tokens, 128 wide, in bfloat16
 

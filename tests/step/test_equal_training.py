@@ -119,7 +119,15 @@ LAYOUTS = {
 }
 
 
-TOGETHER = ("HSDP", "zero 3 x tensor", "2 microbatches", "remat full", "context parallel, chunked", "zero 1")
+TOGETHER = (
+    "remat dots, unrolled, chunked",
+    "HSDP",
+    "zero 3 x tensor",
+    "2 microbatches",
+    "remat full",
+    "context parallel, chunked",
+    "zero 1",
+)
 """Layouts whose parts the others have; the slow suite trains them as well."""
 
 

@@ -69,7 +69,7 @@ def plain():
         pytest.param("sqrt", marks=pytest.mark.slow),
         pytest.param("periodic:4", marks=pytest.mark.slow),
         pytest.param("revolve:2", marks=pytest.mark.slow),
-        "chain:24KiB",
+        pytest.param("chain:24KiB", marks=pytest.mark.slow),
         "save:24KiB",
         pytest.param("save:14KiB:flop", marks=pytest.mark.slow),
         pytest.param("greedy:24KiB", marks=pytest.mark.slow),
@@ -203,6 +203,7 @@ class Rows:
         return {"images": ((batch, 4, 8), "float32")}
 
 
+@pytest.mark.slow
 def test_a_chain_of_unlike_blocks_keeps_its_gradients():
     experiment = Experiment("funnel", Funnel(), Rows(), optimizer=Optimizer(clip=None), batch=ROWS, steps=3)
     batch = {"images": np.random.default_rng(0).normal(size=(ROWS, 4, 8)).astype(np.float32)}

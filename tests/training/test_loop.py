@@ -288,6 +288,7 @@ def test_a_profile_of_steps_that_lie_behind_is_said(toy, whole, capsys):
     assert not (whole / "profile").exists()
 
 
+@pytest.mark.slow
 def test_a_trace_ends_with_its_run(toy, tmp_path, monkeypatch):
     train(toy(), out=tmp_path / "whole", profile="11:20", quiet=True)
     assert events(tmp_path / "whole", "profile")[0]["steps"] == "11:13"
@@ -402,6 +403,7 @@ def test_runs_outside_the_main_thread(toy, tmp_path):
     assert found[0].step == 2
 
 
+@pytest.mark.slow
 def test_steps_in_flight_change_nothing(toy, tmp_path, monkeypatch):
     """On accelerators a step is dispatched before the last one has been looked at. One device has no collectives."""
     from jaxscale.training.loop import _Training

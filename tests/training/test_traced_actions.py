@@ -17,6 +17,7 @@ from jaxscale.training.traced_actions import ACTIONS, actions_of, described, mea
 from jaxscale.values import override, to_json
 
 
+@pytest.mark.slow
 def test_a_run_is_drawn_as_it_was(tmp_path, capsys):
     model = Decoder(vocab=12, context=8, layers=2, embed=8, heads=2)
     step = build(
