@@ -1,6 +1,7 @@
 """Attention, compiled for chips that are not here: kernels, bytes, registers, and what rematerialization runs again."""
 
 import functools
+import re
 
 import pytest
 
@@ -10,9 +11,9 @@ from tests.kernels import aot, programs_attention
 pytestmark = pytest.mark.slow
 
 COMPILED = {case.name: case for case in CASES if "aot" in case.tags}
-SPILLS = {"window_4k": 2 * 188, "wide_4k": 1000}
-"""Bytes that ptxas may spill, stores and loads: the passes for dk and dv with a cap and segments, and for dq of
-heads of 256."""
+SPILLS = {"causal_4k": 24, "window_4k": 396, "wide_4k": 2048}
+"""Bytes that ptxas may spill, stores and loads: the passes for dk and dv (without options by JAX 0.12's compiler
+alone; with a cap and segments), and for dq of heads of 256."""
 
 
 def programs(names=COMPILED):
@@ -23,8 +24,11 @@ def programs(names=COMPILED):
     return made
 
 
-def check(found):
-    """Each program runs the kernels, and holds nothing but an output and a number per query beside them."""
+def check(found, copied):
+    """Each program runs the kernels, and holds nothing but an output and a number per query beside them.
+
+    Copies into the kernels' order of dims, in bytes of the queries, are `copied`.
+    """
     for (name, which), one in found.items():
         assert one.error is None, (name, which, one.error)
         assert one.kernels == {"forward": 1, "gradient": 4 if name == "wide_4k" and one.said else 3}[which], (
@@ -37,21 +41,23 @@ def check(found):
         held = {"forward": 0, "gradient": 1}[which]  # the output, where it is no result
         if case.H == 64:  # on TPU they lie in lanes of 128, and are copied there
             held = {"forward": 2, "gradient": 6}[which]
-        assert one.temp <= (held + 0.25) * queries, (name, which)
+        assert one.temp <= (max(held, copied[which]) + 0.25) * queries, (name, which)
 
 
 @aot.tpu_compiler
 @pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_on_tpu(chip):
     names = COMPILED if chip.startswith("v5e") else ("causal_4k", "window_4k")
-    check(aot.compiled(f"tpu {chip}", programs(names)))
+    # on v5e XLA copies where arguments and results lie
+    copied = {"forward": 0, "gradient": 0} if chip.startswith("v5e") else {"forward": 2.5, "gradient": 6}
+    check(aot.compiled(f"tpu {chip}", programs(names)), copied)
 
 
 @aot.gpu_compiler
 def test_on_a_gpu():
     """No register is spilled but where it is known, and wgmma is not serialized (ptxas' C7512)."""
     found = aot.compiled("gpu h200", programs())
-    check(found)
+    check(found, {"forward": 0, "gradient": 0})
     for (name, which), one in found.items():
         assert "C7512" not in one.said, (name, which)
         assert one.spilled <= SPILLS.get(name, 0), (name, which, one.said)
@@ -83,12 +89,12 @@ def test_other_gpus_take_the_plain_ways():
 @pytest.mark.parametrize(
     ("platform", "mesh"),
     [
-        pytest.param("tpu v5e:4x4", "fsdp:4,tensor:4", marks=aot.tpu_compiler),
+        pytest.param("tpu v5e:4x4", "fsdp:8,tensor:2", marks=aot.tpu_compiler),
         pytest.param("gpu h200 x 8", "fsdp:4,tensor:2", marks=aot.gpu_compiler),
     ],
 )
 def test_a_train_step_has_the_kernels_and_no_scores(platform, mesh):
-    """Nobody asked for them; heads lie over the tensor axis, further than key heads on 16 chips."""
+    """Nobody asked for them; heads lie over the tensor axis."""
     from jaxscale.planning.program import lowered_step
     from jaxscale.step.plan import Plan
     from jaxscale.values import override
@@ -98,4 +104,5 @@ def test_a_train_step_has_the_kernels_and_no_scores(platform, mesh):
     (found,) = aot.compiled(platform, {"step": step}).values()
     assert found.error is None
     assert found.kernels == 4  # the forward twice, for nothing was kept
-    assert "2048,2048]" not in found.hlo
+    # activations are (rows, 2048, 2048) as well: scores have heads before them
+    assert not re.search(r"\[\d+,\d+,2048,2048\]", found.hlo)
