@@ -6,8 +6,8 @@
 schedule with a bound on memory and links that take time: processor seconds of one search, how far its seconds are above
 the proved bound, and how many times as long stages of equally many blocks take.
 
-Measured 2026-11-22 on 2 cores of an x86 machine: one stage a device 0.24 to 0.42 s, two (interleaved, zb-v, dualpipe-v)
-0.75 to 0.85 s. Stages of equally many blocks take 1.08 (chimera, which evens out by itself) to 1.28 times as long
+Measured 2026-11-22 on 2 cores of an x86 machine: one stage a device 0.13 to 0.38 s, two (interleaved, zb-v, dualpipe-v)
+0.63 to 0.75 s. Stages of equally many blocks take 1.08 (chimera, which evens out by itself) to 1.28 times as long
 (zb-h2). What was found is at most 6.6 to 10.5 % above the bound, with two stages a device 20 to 27 %: how much
 of that is the bound's, these sizes do not tell; at 32 blocks on 4 devices partitions are exact.
 """

@@ -7,10 +7,10 @@ schedule (p=4, m=8). Then processor seconds of a step of lock-step 1F1B with a b
 nothing, and without any, where they compute on zeros. Then processor seconds of lowering and compiling 1F1B of 16 and
 of 512 ticks, best of 3, and instructions of the two programs.
 
-Measured on 2 busy cores on 2026-11-22 (JAX 0.10.2, virtual CPU devices): no schedule off by a pass. A step with a
-branch per tick takes 0.63 of the processor time of one without at m=2, and 1.15 at m=8, for XLA:CPU copies the slots
-in every branch, which v5e and H100 do not (`pipeline_memory.py`). 512 ticks compile in 1.007 times the processor
-seconds of 16, to as many instructions (600).
+Measured on 2 cores on 2026-11-22 (JAX 0.10.2, virtual CPU devices): no schedule off by a pass. A step with a branch per
+tick takes 0.60 of the processor time of one without at m=2, and 1.17 at m=8, for XLA:CPU copies the slots in every
+branch, which v5e and H100 do not (`pipeline_memory.py`). 512 ticks compile in 1.007 to 1.16 times the processor
+seconds of 16, to as many instructions (539).
 """
 
 import argparse
