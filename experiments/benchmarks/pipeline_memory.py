@@ -7,8 +7,8 @@ of one device, which leave out weights, batch and the returned float32 gradients
 usual in JAX, `jax.grad` over a scan of `vmap` over stages and a roll, which keeps every microbatch's activations.
 
 Compiled for v5e on 2026-11-22 (JAX 0.12.0.1, libtpu 0.0.51), MiB: 1F1B that keeps a stage's input 209 at m = 4, 8, 16
-and 32, one that keeps residuals 785 at m = 4, 8 and 32; lock-step 226 and 225; GPipe 209 and 433 (input), 737 and
-5,233 (residuals) at m = 4 and 32, 0.01 and 0.4 % off slots x bytes. The usual way: 2,161 and 6,289 at m = 8 and 32,
+and 32, one that keeps residuals 785 at m = 4, 8 and 32; lock-step 226 and 225; GPipe 209 and 433 (input), 777 and
+5,257 (residuals) at m = 4 and 32, 0.01 and 0.4 % off slots x bytes. The usual way: 2,161 and 6,289 at m = 8 and 32,
 1,529 with remat: 1F1B takes 0.36, 0.125 and 0.14 of it. No pool is copied in device memory; a lock-step program without
 branches carries its pool of 3 messages in fast memory, and moves it out and in again around its work.
 
