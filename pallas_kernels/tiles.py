@@ -10,6 +10,7 @@ the nearest one with the same texts (by the sum of distances in powers of two), 
 program runs.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -22,6 +23,23 @@ FOLDER = pathlib.Path(__file__).parent / "tiles"
 T = TypeVar("T")
 
 Case = Mapping[str, int | str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """What one step of the grid works on, where that is a rectangle of one array.
+
+    Args:
+        rows: of the array.
+        cols: of the array.
+    """
+
+    rows: int
+    cols: int
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.cols < 1:
+            raise ValueError(f"got tiles of {self.rows} by {self.cols}, expected 1 or more")
 
 
 def bucket(case: Case) -> dict[str, int | str]:

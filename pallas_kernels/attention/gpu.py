@@ -8,7 +8,7 @@ softmax of one tile under the product of the next, fp8, dropout.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -95,6 +95,23 @@ def _id_refs(rest: Sequence[Any], segments: bool) -> tuple[Any, Any]:
     return (rest[0], rest[1]) if segments else (None, None)
 
 
+def _copies(
+    sources: tuple[Any, Any, Any], slots: tuple[Any, Any, Any], b: Any, head: Any, bk: int
+) -> tuple[Callable[[Any, Any], list[Any]], Callable[[Any, Any], list[Any]]]:
+    """What fills a slot with the keys of a step, their segment ids (`None`: there are none), and with its values."""
+    (k_g, ids_g, v_g), (k_s, ids_s, v_s) = sources, slots
+
+    def keys(step: Any, slot: Any) -> list[Any]:
+        rows = pl.ds(step * bk, bk)
+        ids = [] if ids_g is None else [(ids_g.at[b, rows], ids_s.at[slot])]
+        return [(k_g.at[b, rows, head], k_s.at[slot]), *ids]
+
+    def values(step: Any, slot: Any) -> list[Any]:
+        return [(v_g.at[b, pl.ds(step * bk, bk), head], v_s.at[slot])]
+
+    return keys, values
+
+
 def _id_args(q_ids: Any, kv_ids: Any) -> tuple[Any, ...]:
     return () if q_ids is None else (q_ids, kv_ids)
 
@@ -122,14 +139,7 @@ def forward(
 
         @pl.when(wg == GROUPS)
         def copy() -> None:
-            def keys(step: Any, slot: Any) -> list[Any]:
-                at = b, pl.ds(step * bk, bk), lax.div(n, sizes.G)
-                ids = [(k_ids_g.at[b, pl.ds(step * bk, bk)], k_ids_s.at[slot])] if segments else []
-                return [(k_g.at[at], k_s.at[slot]), *ids]
-
-            def values(step: Any, slot: Any) -> list[Any]:
-                return [(v_g.at[b, pl.ds(step * bk, bk), lax.div(n, sizes.G)], v_s.at[slot])]
-
+            keys, values = _copies((k_g, k_ids_g, v_g), (k_s, k_ids_s, v_s), b, lax.div(n, sizes.G), bk)
             mg.feed(begin, end, stages, [(keys, k_ready, k_free), (values, v_ready, v_free)])
 
         @pl.when(wg < GROUPS)
@@ -220,14 +230,7 @@ def _dq(args: tuple[Any, ...], sizes: Sizes, interpret: Interpret) -> Any:
 
         @pl.when(wg == GROUPS)
         def copy() -> None:
-            def keys(step: Any, slot: Any) -> list[Any]:
-                at = b, pl.ds(step * bk, bk), lax.div(n, sizes.G)
-                ids = [(k_ids_g.at[b, pl.ds(step * bk, bk)], k_ids_s.at[slot])] if segments else []
-                return [(k_g.at[at], k_s.at[slot]), *ids]
-
-            def values(step: Any, slot: Any) -> list[Any]:
-                return [(v_g.at[b, pl.ds(step * bk, bk), lax.div(n, sizes.G)], v_s.at[slot])]
-
+            keys, values = _copies((k_g, k_ids_g, v_g), (k_s, k_ids_s, v_s), b, lax.div(n, sizes.G), bk)
             mg.feed(begin, end, stages, [(values, v_ready, v_free), (keys, k_ready, k_free)])
 
         @pl.when(wg < GROUPS)

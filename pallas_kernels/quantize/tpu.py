@@ -4,7 +4,6 @@ Down the columns, blocks lie along sublanes: maxima are elementwise, and scales 
 lanes and come out one below another; a diagonal turns 128 of them into a row, so that scales leave without padding.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -16,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.compat import Interpret, interpreter, like
 from pallas_kernels.quantize.cases import Case
 from pallas_kernels.quantize.reference import coded, inverse, packed
+from pallas_kernels.tiles import Tiles
 
 LANES = 128
 SUBLANES = 32
@@ -24,23 +24,6 @@ ELEMENTS = 17 * 2**14
 """Of a step of the grid, at most, scales counted as elements: 9 bytes each at most, twice for both buffers."""
 LONGEST = 512
 """Numbers of a row at most: 128 rows of them fill the registers twice."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """What one step of the grid works on.
-
-    Args:
-        rows: of the array.
-        cols: of the array.
-    """
-
-    rows: int
-    cols: int
-
-    def __post_init__(self) -> None:
-        if self.rows < 1 or self.cols < 1:
-            raise ValueError(f"quantize: got tiles of {self.rows} by {self.cols}, expected 1 or more")
 
 
 def supports(target: Any, case: Case) -> str | None:

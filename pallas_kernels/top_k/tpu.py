@@ -4,7 +4,6 @@ Down the columns a round's maxima are a row, written where it belongs. Along the
 tile of 128 lanes collects them.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -14,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.compat import Interpret, interpreter, like
+from pallas_kernels.tiles import Tiles
 from pallas_kernels.top_k.cases import Case
 from pallas_kernels.top_k.reference import magnitude
 
@@ -24,23 +24,6 @@ ELEMENTS = 2**18
 """Of a step of the grid, at most."""
 LONGEST = 2048
 """Numbers of a row at most: a tile of 8 rows of them fills a quarter of the registers."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """What one step of the grid works on.
-
-    Args:
-        rows: of the array.
-        cols: of the array.
-    """
-
-    rows: int
-    cols: int
-
-    def __post_init__(self) -> None:
-        if self.rows < 1 or self.cols < 1:
-            raise ValueError(f"top_k: got tiles of {self.rows} by {self.cols}, expected 1 or more")
 
 
 def supports(target: Any, case: Case) -> str | None:

@@ -63,6 +63,15 @@ print("FINISHED")
 """
 
 
+RACE = "RuntimeError: RACE DETECTED"
+SAID = dict.fromkeys(MUTANTS, RACE) | {
+    "none": "FINISHED",
+    # not a race of threads: the interpreter counts copies that nobody waited for
+    "the copy out is not waited for": "read-side operations completed before kernel finished",
+}
+"""What the interpreter says of each."""
+
+
 @pytest.mark.parametrize("name", MUTANTS if battery.GPU_INTERPRETER else [])
 def test_planted_bugs_are_found(name):
     file, old, new = MUTANTS[name]
@@ -76,4 +85,5 @@ def test_planted_bugs_are_found(name):
         assert name == "one arrival too many", "it hangs"
         return
     said = done.stdout + done.stderr
-    assert ("FINISHED" in done.stdout and "RACE" not in said) == (name == "none"), said[-2000:]
+    assert SAID[name] in said, said[-2000:]
+    assert ("FINISHED" in done.stdout) == (name == "none"), said[-2000:]
