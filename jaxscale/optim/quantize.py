@@ -106,7 +106,7 @@ def scales(x: Array, map: str, block: int) -> Float[Array, "..."]:
     return jnp.minimum(largest, 1 / LEAST)  # the inverse of a larger one is flushed to zero
 
 
-def codes(x: Array, scale: Array, map: str, block: int, key: Key | None = None) -> Array:
+def codes(x: Array, scale: Array, map: str, block: int, key: Key | None = None, *, repeated: bool = False) -> Array:
     """The codes of an array whose scales are known; what lies beyond its scale becomes the last code.
 
     Args:
@@ -115,10 +115,11 @@ def codes(x: Array, scale: Array, map: str, block: int, key: Key | None = None) 
         map: names what codes stand for.
         block: numbers of a column that share a scale.
         key: rounds stochastically.
+        repeated: the same by another program, of `beside`.
     """
     m = MAPS[map]
-    y = _finite(x).reshape(_blocked(x.shape, block)) * (1 / jnp.maximum(scale, LEAST))[..., None, :]
-    y = jnp.clip(y, -1.0 if m.signed else 0.0, 1.0)
+    numbers, inverse = beside(_finite(x), 1 / jnp.maximum(scale, LEAST), repeated)
+    y = jnp.clip(numbers * inverse, -1.0 if m.signed else 0.0, 1.0)
     found = m.encode(y)
     if key is not None:
         near = m.decode(found)
@@ -129,15 +130,40 @@ def codes(x: Array, scale: Array, map: str, block: int, key: Key | None = None) 
     return found.reshape(x.shape)
 
 
-def decode(q: Quantized) -> Float[Array, "..."]:
+def decode(q: Quantized, *, repeated: bool = False) -> Float[Array, "..."]:
     """The float32 array that a quantized one stands for.
+
+    Args:
+        q: codes and scales.
+        repeated: the same by another program, of `beside`.
 
     Example:
         >>> decode(zeros((2, 2), "linear4_unsigned", 2)).tolist()
         [[0.0, 0.0], [0.0, 0.0]]
     """
-    values = MAPS[q.map].decode(q.codes).reshape(_blocked(q.shape, q.block))
-    return (values * q.scale[..., None, :]).reshape(q.shape)
+    values, scale = beside(MAPS[q.map].decode(q.codes), q.scale, repeated)
+    return (values * scale).reshape(q.shape)
+
+
+def beside(x: Array, scale: Array, repeated: bool = False) -> tuple[Array, Array]:
+    """An array and its scales in shapes whose product pairs each number with its own scale.
+
+    Args:
+        x: (.., rows, cols).
+        scale: (.., blocks, cols).
+        repeated: give scales the shape of the array, not the array (.., blocks, block, cols). XLA for TPU fuses the
+            one and keeps 16 bytes a number for the other where a shard has several blocks; on GPU it is the reverse.
+
+    Example:
+        >>> [a.shape for a in beside(jnp.ones((6, 2)), jnp.ones((3, 2)))]
+        [(3, 2, 2), (3, 1, 2)]
+        >>> [a.shape for a in beside(jnp.ones((6, 2)), jnp.ones((3, 2)), repeated=True)]
+        [(6, 2), (6, 2)]
+    """
+    blocked = _blocked(x.shape, x.shape[-2] // scale.shape[-2])
+    if repeated:
+        return x, jnp.broadcast_to(scale[..., None, :], blocked).reshape(x.shape)
+    return x.reshape(blocked), scale[..., None, :]
 
 
 def zeros(shape: tuple[int, ...], map: str, block: int) -> Quantized:

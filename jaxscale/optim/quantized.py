@@ -24,7 +24,7 @@ import optax
 from jax.sharding import Sharding
 
 from jaxscale.errors import UserError, unknown
-from jaxscale.optim.quantize import Quantized, block_of, codes, decode, encode, is_quantized, scales, zeros
+from jaxscale.optim.quantize import beside, block_of, codes, decode, encode, is_quantized, scales, zeros
 from jaxscale.trees import leaf_bytes, path_name
 from jaxscale.typing import Params
 
@@ -159,13 +159,16 @@ def quantize_state(
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         def stepped(state: Any) -> tuple[Any, Any]:
-            return inner.update(updates, _decoded(state), params, **extra)
+            return inner.update(updates, state, params, **extra)
 
+        ways = {
+            "cpu": functools.partial(_once, stepped),
+            "tpu": functools.partial(_again, stepped, repeated=True),
+            "default": functools.partial(_again, stepped, repeated=False),
+        }
         if platform is not None:
-            return (_once if platform == "cpu" else _again)(stepped, state)
-        return jax.lax.platform_dependent(
-            state, cpu=functools.partial(_once, stepped), default=functools.partial(_again, stepped)
-        )
+            return ways[platform if platform in ways else "default"](state)
+        return jax.lax.platform_dependent(state, **ways)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -208,35 +211,38 @@ def state_bytes(state: Any) -> tuple[int, int]:
 
 def _once(stepped: Any, state: Any) -> tuple[Params, Any]:
     """Decode, update, encode: for CPU, which is bound by arithmetic and has memory."""
-    updates, after = stepped(state)
+    updates, after = stepped(_decoded(state))
     return updates, _map(lambda q, new: encode(new, q.map, q.block), state, after)
 
 
-def _again(stepped: Any, state: Any) -> tuple[Any, Any]:
+def _again(stepped: Any, state: Any, repeated: bool) -> tuple[Any, Any]:
     """The same, with the rule run once each for updates, scales and codes: each keeps nothing but what it reads.
 
     XLA would rather keep float32 moments than compute them again: up to 3.5 bytes a parameter on H100 (dynamic map), 10
     on v5e (`int8`). It drops optimization barriers before it looks for equal expressions, so these must differ.
     """
-    updates, after = stepped(state)
-    largest = _map(lambda q, new: scales(new, q.map, q.block), state, stepped(_disguised(state, -1.0))[1])
-    last = stepped(_disguised(state, -2.0))[1]
+    updates, after = stepped(_decoded(state, repeated))
+    large, last = (stepped(_decoded(_disguised(state, least, repeated), repeated))[1] for least in (-1.0, -2.0))
+    largest = _map(lambda q, new: scales(new, q.map, q.block), state, large)
 
     def made(q: Any, first: Any, scale: Any, new: Any) -> Any:
-        return Quantized(codes(new, scale, q.map, q.block), scale, q.map, q.block) if is_quantized(q) else first
+        if not is_quantized(q):
+            return first
+        return dataclasses.replace(q, codes=codes(new, scale, q.map, q.block, repeated=repeated), scale=scale)
 
     return updates, jax.tree.map(made, state, after, largest, last, is_leaf=is_quantized)
 
 
-def _disguised(state: Any, impossible: float) -> Any:
+def _disguised(state: Any, impossible: float, repeated: bool) -> Any:
     """The same state by another expression: other codes where a scale is less than it can be."""
 
     def one(q: Any) -> Any:
         if not is_quantized(q):
             return q
-        blocks = q.codes.reshape((*q.scale.shape[:-1], q.block, q.shape[-1]))
-        never = (q.scale < impossible)[..., None, :]
-        return dataclasses.replace(q, codes=jnp.where(never, jnp.zeros((), blocks.dtype), blocks).reshape(q.shape))
+        kept, scale = beside(q.codes, q.scale, repeated)
+        return dataclasses.replace(
+            q, codes=jnp.where(scale < impossible, jnp.zeros((), kept.dtype), kept).reshape(q.shape)
+        )
 
     return jax.tree.map(one, state, is_leaf=is_quantized)
 
@@ -245,8 +251,10 @@ def _map(function: Any, state: Any, after: Any) -> Any:
     return jax.tree.map(lambda q, new: function(q, new) if is_quantized(q) else new, state, after, is_leaf=is_quantized)
 
 
-def _decoded(state: Any) -> Any:
-    return jax.tree.map(lambda leaf: decode(leaf) if is_quantized(leaf) else leaf, state, is_leaf=is_quantized)
+def _decoded(state: Any, repeated: bool = False) -> Any:
+    return jax.tree.map(
+        lambda leaf: decode(leaf, repeated=repeated) if is_quantized(leaf) else leaf, state, is_leaf=is_quantized
+    )
 
 
 def _choose(

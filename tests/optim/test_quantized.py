@@ -99,9 +99,9 @@ def test_a_step_is_the_rules_own_on_the_decoded_state(states: Any) -> None:
     assert state_bytes(after)[0] / state_bytes(after)[1] == (4 / 128 + (0.5 if states == "int4" else 1))
 
 
-@pytest.mark.parametrize("states", ["int8", "int4"])
-def test_the_form_for_gpu_gives_the_same_state(states: Any) -> None:
-    rule, inner = quantize_state(optax.adamw(1e-3), states), optax.adamw(1e-3)
+@pytest.mark.parametrize(("states", "repeated"), [("int8", True), ("int4", False)])
+def test_the_forms_for_tpu_and_gpu_give_the_same_state(states: Any, repeated: bool) -> None:
+    rule, inner = quantize_state(optax.adamw(1e-3), states, StatePolicy(block=32)), optax.adamw(1e-3)
     draw = np.random.default_rng(0)
     gradients = jax.tree.map(lambda p: jnp.asarray(draw.normal(size=p.shape), jnp.float32), PARAMS)
 
@@ -110,9 +110,9 @@ def test_the_form_for_gpu_gives_the_same_state(states: Any) -> None:
         state = rule.update(gradients, rule.init(PARAMS), PARAMS)[1]
 
         def stepped(state: Any) -> Any:
-            return inner.update(gradients, dequantize(state), PARAMS)
+            return inner.update(gradients, state, PARAMS)
 
-        return quantized._once(stepped, state), quantized._again(stepped, state)
+        return quantized._once(stepped, state), quantized._again(stepped, state, repeated=repeated)
 
     once, again = both(gradients)
     for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(again), strict=True):
