@@ -24,6 +24,7 @@ import optax
 from jax.sharding import Sharding
 
 from jaxscale.errors import UserError, unknown
+from jaxscale.optim.in_blocks import owner_of, views_of
 from jaxscale.optim.quantize import beside, block_of, codes, decode, encode, is_quantized, scales, zeros
 from jaxscale.trees import leaf_bytes, path_name
 from jaxscale.typing import Params
@@ -161,9 +162,17 @@ def quantize_state(
         def stepped(state: Any) -> tuple[Any, Any]:
             return inner.update(updates, state, params, **extra)
 
+        def in_blocks(state: Any) -> Any:
+            views = None if extra else views_of(inner, updates, state)
+            if views is None:
+                return stepped(_decoded(_disguised(state, -1.0, True), True))[1]
+            state = views.cut(state)
+            seen = [views.disguised(views.cut(tree), state) for tree in (updates, params)]
+            return inner.update(seen[0], _decoded(_disguised(state, -1.0, True), True), seen[1])[1]
+
         ways = {
             "cpu": functools.partial(_once, stepped),
-            "tpu": functools.partial(_again, stepped, repeated=True),
+            "tpu": functools.partial(_again, stepped, repeated=True, in_blocks=in_blocks),
             "default": functools.partial(_again, stepped, repeated=False),
         }
         if platform is not None:
@@ -215,22 +224,29 @@ def _once(stepped: Any, state: Any) -> tuple[Params, Any]:
     return updates, _map(lambda q, new: encode(new, q.map, q.block), state, after)
 
 
-def _again(stepped: Any, state: Any, repeated: bool) -> tuple[Any, Any]:
+def _again(stepped: Any, state: Any, repeated: bool, in_blocks: Any = None) -> tuple[Any, Any]:
     """The same, with the rule run once each for updates, scales and codes: each keeps nothing but what it reads.
 
     XLA would rather keep float32 moments than compute them again: up to 3.5 bytes a parameter on H100 (dynamic map), 10
     on v5e (`int8`). It drops optimization barriers before it looks for equal expressions, so these must differ.
+
+    Args:
+        stepped: the rule, of a state in float32.
+        state: quantized.
+        repeated: how scales meet codes, of `beside`.
+        in_blocks: the state that scales are taken of, from the quantized one; `stepped` gives it otherwise.
     """
     updates, after = stepped(_decoded(state, repeated))
-    large, last = (stepped(_decoded(_disguised(state, least, repeated), repeated))[1] for least in (-1.0, -2.0))
-    largest = _map(lambda q, new: scales(new, q.map, q.block), state, large)
+    large = in_blocks(state) if in_blocks else stepped(_decoded(_disguised(state, -1.0, repeated), repeated))[1]
+    last = stepped(_decoded(_disguised(state, -2.0, repeated), repeated))[1]
 
-    def made(q: Any, first: Any, scale: Any, new: Any) -> Any:
+    def made(q: Any, first: Any, large: Any, last: Any) -> Any:
         if not is_quantized(q):
             return first
-        return dataclasses.replace(q, codes=codes(new, scale, q.map, q.block, repeated=repeated), scale=scale)
+        scale = scales(large, q.map, q.block).reshape(q.scale.shape)
+        return dataclasses.replace(q, codes=codes(last, scale, q.map, q.block, repeated=repeated), scale=scale)
 
-    return updates, jax.tree.map(made, state, after, largest, last, is_leaf=is_quantized)
+    return updates, jax.tree.map(made, state, after, large, last, is_leaf=is_quantized)
 
 
 def _disguised(state: Any, impossible: float, repeated: bool) -> Any:
@@ -269,13 +285,13 @@ def _choose(
     owners = {path: (leaf.shape, *rest) for (path, leaf), *rest in zip(flat, places, stacked, strict=True)}
 
     def choice(path: tuple[Any, ...], leaf: Any) -> tuple[str, int] | None:
-        start = next((i for i in range(len(path) + 1) if path[i:] in owners), None)
-        if start is None or start == 0 or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        owner = owner_of(path, owners)
+        if owner is None or owner == path or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return None
-        shape, place, is_stacked = owners[path[start:]]
-        field = path_name(path[start - 1 : start])
+        shape, place, is_stacked = owners[owner]
+        field = path_name(path[: len(path) - len(owner)][-1:])
         map = signed if field in policy.signed else unsigned if field in policy.unsigned else None
-        if map is None or leaf.shape != shape or re.search(policy.skip, path_name(path[start:])):
+        if map is None or leaf.shape != shape or re.search(policy.skip, path_name(owner)):
             return None
         if len(shape) - is_stacked < 2 or math.prod(shape) < policy.least:
             return None

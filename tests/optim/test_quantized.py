@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
-from jaxscale.optim import quantized
+from jaxscale.optim.in_blocks import views_of
 from jaxscale.optim.quantize import decode, is_quantized
 from jaxscale.optim.quantized import StatePolicy, dequantize, placed, quantize_state, state_bytes
 
@@ -99,26 +99,36 @@ def test_a_step_is_the_rules_own_on_the_decoded_state(states: Any) -> None:
     assert state_bytes(after)[0] / state_bytes(after)[1] == (4 / 128 + (0.5 if states == "int4" else 1))
 
 
-@pytest.mark.parametrize(("states", "repeated"), [("int8", True), ("int4", False)])
-def test_the_forms_for_tpu_and_gpu_give_the_same_state(states: Any, repeated: bool) -> None:
-    rule, inner = quantize_state(optax.adamw(1e-3), states, StatePolicy(block=32)), optax.adamw(1e-3)
+@pytest.mark.parametrize(
+    ("platform", "states", "rule"),
+    [
+        ("tpu", "int8", lambda: optax.adamw(1e-3, mask=lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree))),
+        ("tpu", "int8", lambda: optax.contrib.schedule_free_adamw(1e-3)),
+        ("tpu", "dynamic8", lambda: optax.lamb(1e-3)),  # mixes numbers: not in blocks
+        ("gpu", "int4", lambda: optax.adamw(1e-3)),
+    ],
+)
+def test_the_forms_for_tpu_and_gpu_give_the_same_update_and_state(platform: str, states: Any, rule: Any) -> None:
+    here, there = (quantize_state(rule(), states, StatePolicy(block=32), platform=where) for where in ("cpu", platform))
     draw = np.random.default_rng(0)
     gradients = jax.tree.map(lambda p: jnp.asarray(draw.normal(size=p.shape), jnp.float32), PARAMS)
-
-    @jax.jit
-    def both(gradients: Any) -> Any:
-        state = rule.update(gradients, rule.init(PARAMS), PARAMS)[1]
-
-        def stepped(state: Any) -> Any:
-            return inner.update(gradients, state, PARAMS)
-
-        return quantized._once(stepped, state), quantized._again(stepped, state, repeated=repeated)
-
-    once, again = both(gradients)
+    state = here.init(PARAMS)
+    assert jax.tree.structure(state) == jax.tree.structure(jax.eval_shape(there.update, gradients, state, PARAMS)[1])
+    once, again = jax.jit(lambda *a: (here.update(*a), there.update(*a)))(gradients, state, PARAMS)
     for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(again), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert np.isclose(a, b, rtol=1e-5, atol=1e-9).mean() > 0.999, "more than codes that a rounding tips over"
         assert np.abs(a - b).max() <= 1
+
+
+def test_a_rule_that_looks_at_shapes_is_not_run_in_blocks() -> None:
+    def decayed(tree: Any) -> Any:
+        return jax.tree.map(lambda p: p.ndim == 3, tree)
+
+    for mask, expected in ((None, True), (decayed, False)):
+        rule = optax.adamw(1e-3, mask=mask)
+        state = quantize_state(rule, "int8", StatePolicy(block=32)).init(PARAMS)
+        assert (views_of(rule, PARAMS, state) is not None) == expected
 
 
 def test_a_state_without_zero_levels_starts_from_zero_and_other_starts_are_kept() -> None:

@@ -1,0 +1,126 @@
+"""A rule's state after a step, on arrays that lie in blocks, so that XLA for TPU keeps none of them in float32.
+
+Scales of blocks are maxima over part of the second-minor dim. XLA for TPU fuses what leads to a maximum over a whole
+dim; through the reshape before a maximum over part of one it does not, and writes 8 bytes for each number, for each
+leaf whose shards have several blocks. A rule that treats each number by itself may as well see (.., rows, cols) as
+(.., blocks, block, cols) from the beginning: then there is no such reshape.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxscale.optim.elementwise import first_mixing
+from jaxscale.optim.quantize import is_quantized
+
+Path = tuple[Any, ...]
+IMPOSSIBLE = -4.0
+"""No scale is less: what depends on that can't be known while a program is compiled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InBlocks:
+    """Trees of an update with leaves in blocks, for the parameters that have quantized state.
+
+    Args:
+        blocked: by the parameter's path, its shape with the second-minor dim cut in blocks.
+        whole: by the parameter's path, its shape.
+    """
+
+    blocked: dict[Path, tuple[int, ...]]
+    whole: dict[Path, tuple[int, ...]]
+
+    def cut(self, tree: Any) -> Any:
+        """A tree of gradients, parameters or state in blocks."""
+
+        def one(path: Path, x: Any) -> Any:
+            owner = owner_of(path, self.whole)
+            if owner not in self.blocked or x.shape != self.whole[owner]:
+                return x
+            if is_quantized(x):
+                return dataclasses.replace(x, codes=x.codes.reshape(self.blocked[owner]), scale=x.scale[..., None, :])
+            return x.reshape(self.blocked[owner])
+
+        return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_quantized)
+
+    def disguised(self, tree: Any, state: Any) -> Any:
+        """Gradients or parameters by an expression that XLA does not take for a reshape.
+
+        A reshape it would move below what follows, and keep the results.
+
+        Args:
+            tree: in blocks.
+            state: in blocks.
+        """
+        scales = {
+            owner_of(path, self.whole): q.scale
+            for path, q in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]
+            if is_quantized(q)
+        }
+
+        def one(path: Path, x: Any) -> Any:
+            return x if path not in scales else jnp.where(scales[path] < IMPOSSIBLE, jnp.zeros((), x.dtype), x)
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def views_of(rule: optax.GradientTransformation, gradients: Any, state: Any) -> InBlocks | None:
+    """How to run a rule in blocks; `None` where the rule must see the arrays' own shapes.
+
+    That is where it mixes numbers of an array, or does something else for other shapes, as a mask by `ndim` may.
+
+    Args:
+        rule: of float32 state.
+        gradients: a tree like the parameters, of arrays or shapes.
+        state: the rule's, with quantized leaves.
+
+    Example:
+        >>> from jaxscale.optim.quantize import zeros
+        >>> params = {"w": jax.ShapeDtypeStruct((512, 8), "float32")}
+        >>> state = jax.eval_shape(optax.trace(0.9).init, params)._replace(trace={"w": zeros((512, 8), "soft8", 256)})
+        >>> found = views_of(optax.trace(0.9), params, state)
+        >>> jax.eval_shape(found.cut, params)["w"].shape
+        (2, 256, 8)
+    """
+    whole = {path: leaf.shape for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]}
+    blocked = {}
+    for path, q in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]:
+        if is_quantized(q):
+            owner, shape = owner_of(path, whole), (*q.shape[:-2], q.shape[-2] // q.block, q.block, q.shape[-1])
+            if owner is None or blocked.setdefault(owner, shape) != shape:
+                return None
+    found = InBlocks(blocked, whole)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), gradients)
+    cut = jax.eval_shape(found.cut, shapes)
+    if first_mixing(rule, shapes) is not None or _operations(rule, shapes) != _operations(rule, cut):
+        return None
+    return found
+
+
+def owner_of(path: Path, owners: Any) -> Path | None:
+    """The parameter whose state a leaf is: the longest end of its path that is a parameter's.
+
+    Args:
+        path: of a leaf of a state.
+        owners: paths of parameters.
+    """
+    return next((path[i:] for i in range(len(path) + 1) if path[i:] in owners), None)
+
+
+def _operations(rule: optax.GradientTransformation, shapes: Any) -> list[str]:
+    """Names of a rule's operations, in order."""
+
+    def names(jaxpr: Any) -> list[str]:
+        found = []
+        for eqn in jaxpr.eqns:
+            found.append(eqn.primitive.name)
+            for value in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+                inner = getattr(value, "jaxpr", value)
+                found += names(inner) if hasattr(inner, "eqns") else []
+        return found
+
+    program = jax.make_jaxpr(rule.update)(shapes, jax.eval_shape(rule.init, shapes), shapes)
+    return names(program.jaxpr)
