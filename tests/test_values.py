@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxscale import values
@@ -115,6 +115,7 @@ def test_json_round_trip(drawn: dict[str, Any]):
     assert from_json(Job, json.loads(text)) == job
 
 
+@settings(max_examples=25)
 @given(plans)
 def test_missing_fields_take_their_defaults(plan: Plan):
     data = to_json(plan)

@@ -297,7 +297,7 @@ TREATMENTS = {
 }
 
 
-LONG = ("segments of one cycle", "segments, unrolled", "three groups, one of a layer")
+LONG = ("segments of one cycle", "segments, unrolled", "three groups, one of a layer", "groups in segments")
 """Treatments whose parts the others have."""
 
 
@@ -315,7 +315,7 @@ def test_a_treatment_of_blocks_that_are_not_scanned(untreated, name):
     _same(_everything(Stack(Running, 7, rngs=nnx.Rngs(0), scan=False), TREATMENTS[name]), untreated[7])
 
 
-@pytest.mark.parametrize("name", [None, "segments that divide not", "groups"])
+@pytest.mark.parametrize("name", [None, pytest.param("segments that divide not", marks=pytest.mark.slow), "groups"])
 def test_groups_with_their_own_parameters_are_the_same_model(untreated, name):
     with blocks.grouping((5, 2)):
         stack = Stack(Running, 7, rngs=nnx.Rngs(0))

@@ -28,7 +28,13 @@ def test_the_default_limit_is_what_programs_may_use(planned):
 
 
 @pytest.mark.parametrize(
-    ("share", "fits", "close"), [(2.0, True, False), (1.05, True, True), (0.95, False, True), (0.5, False, False)]
+    ("share", "fits", "close"),
+    [
+        (2.0, True, False),
+        pytest.param(1.05, True, True, marks=pytest.mark.slow),
+        (0.95, False, True),
+        pytest.param(0.5, False, False, marks=pytest.mark.slow),
+    ],
 )
 def test_verdicts(planned, share, fits, close):
     experiment = planned(precision="bfloat16")
@@ -64,9 +70,15 @@ def test_a_kernel_that_the_compiler_refuses_is_no_matter_of_the_limit(planned):
     assert "by estimate" not in found.verdict
 
 
-def test_what_would_help_names_flags_and_is_true(planned):
+@pytest.fixture(scope="module")
+def halved(planned):
+    """What is said where half of what is needed is there."""
     experiment = planned(precision="bfloat16")
-    found = fit(experiment, V5E, limit=needs(experiment) // 2)
+    return fit(experiment, V5E, limit=needs(experiment) // 2)
+
+
+def test_what_would_help_names_flags_and_is_true(planned, halved):
+    experiment, found = planned(precision="bfloat16"), halved
     best = found.helps[0]
     assert [one.saves for one in found.helps[:-1]] == sorted((one.saves for one in found.helps[:-1]), reverse=True)
     assert best.flags in str(found)
@@ -89,13 +101,12 @@ def test_one_that_fits_well_asks_for_nothing(planned):
     assert fit(planned(), V5E).helps == ()
 
 
-def test_how_it_would_fit_is_told_in_one_sentence(planned):
-    experiment = planned(precision="bfloat16")
-    found = fit(experiment, V5E, limit=needs(experiment) // 2)
+def test_how_it_would_fit_is_told_in_one_sentence(planned, halved):
+    experiment, found = planned(precision="bfloat16"), halved
     first = next(one for one in found.helps if one.fits)
     assert found.way.startswith(f"it fits with {first.flags}")
     assert first.needs == needs(experiment) - first.saves
-    assert str(found).splitlines()[3] == found.way
+    assert found.way in str(found).splitlines()
     assert fit(experiment, V5E).way == ""
 
 

@@ -219,7 +219,9 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("groups", "factored") else name for name in MOVES]
+)
 def test_a_state_moves_between_layouts_bit_by_bit_and_training_goes_on(name):
     one, other = (make(**fields) for fields in MOVES[name])
     state = trained(one)

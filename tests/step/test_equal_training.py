@@ -122,6 +122,7 @@ LAYOUTS = {
 TOGETHER = (
     "remat dots, unrolled, chunked",
     "HSDP",
+    "HSDP x tensor",
     "zero 3 x tensor",
     "2 microbatches",
     "remat full",

@@ -93,7 +93,7 @@ def test_a_memory_plan_changes_nothing_but_memory(memory, plain):
 
 @pytest.mark.parametrize(
     "memory",
-    [*(pytest.param(text, marks=pytest.mark.slow) for text in ("save:24KiB", "save:14KiB:flop")), "offload:pofo:24KiB"],
+    [pytest.param(text, marks=pytest.mark.slow) for text in ("save:24KiB", "save:14KiB:flop", "offload:pofo:24KiB")],
 )
 def test_weights_stream_from_the_host_under_a_decision(memory, plain):
     step = step_of(memory, weights="host")

@@ -25,6 +25,7 @@ def resumed(run):
     return [row for row in read_metrics(run, "event") if row["name"] == "resume"][-1]
 
 
+@pytest.mark.slow
 def test_other_steps_say_where_the_learning_rate_goes(toy, tmp_path, capsys):
     slow = toy(optimizer=Optimizer(learning_rate=1e-3, final_learning_rate=1e-4, warmup=2, schedule="cosine"))
     train(slow, steps=6, out=tmp_path / "run", quiet=True)
