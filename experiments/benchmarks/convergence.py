@@ -32,6 +32,10 @@ Measured with `english.txt.xz --seeds 0,1` (plays, Moby Dick, State of the Union
 | adamw_reduce_topk_1_percent, beside 0.1 % | 2.6287, 2.5729 | -0.2377 | <= 0 |
 | adamw_reduce_topk_10_percent, beside 1 % | 2.3568, 2.4181 | -0.2134 | <= 0 |
 | adamw_reduce_topk_1_percent_no_feedback | 2.5606, 2.5495 | +0.2706 | |
+| one_bit_adam_freeze_20_percent | 2.3112, 2.3573 | +0.0498 | |
+| one_bit_adam_freeze_40_percent | 2.2782, 2.3142 | +0.0117 | <= 0.06 |
+| diloco_every_10 | 2.5454, 2.5262 | +0.2513 | |
+| diloco_every_20, beside every 10 | 2.5328, 2.5231 | -0.0079 | <= 0.02 |
 | sgdm | 2.4503, 2.4043 | | |
 | sgdm_reduce_powersgd_4 | 2.4823, 2.4398 | +0.0337 | <= 0.06 |
 | sgdm_reduce_powersgd_4_start_100 | 2.4676, 2.4308 | +0.0219 | <= 0.03 |
