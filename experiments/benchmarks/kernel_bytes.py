@@ -1,6 +1,7 @@
 """Bytes that our memory-bound kernels move, against XLA's program of the same definition, ahead of time.
 
     python experiments/benchmarks/kernel_bytes.py [--chip v5e] [--only adam8]
+    python experiments/benchmarks/kernel_bytes.py --cycles [--chip v5e] [--write]
 
 XLA's of adam8 is the optimizer's own, `quantize_state(optax.adamw)`; of the others the kernel's reference. Both are
 compiled for a chip that need not be here (`pip install jaxscale[aot-tpu]`, `[aot-gpu]`), at the shapes tagged
@@ -28,13 +29,27 @@ Measured on 22 November 2026 with JAX 0.10.2 and libtpu 0.0.51, for v5e (bytes o
 
 For H200, where XLA tells no bytes, ours need nothing temporary and XLA's 5.8 MB (adam8), 239 MB (its dynamic map), 0.5
 to 1 MB (quantize), 470 MB (top 4 of 128), 0 (norm).
+
+`--cycles` says whether adam8's arithmetic fits into the time of its bytes on TPUs, by libtpu's schedule: one bundle of
+instructions issues in a cycle, so a step of the grid takes its loop's bundles for each block, and those around the loop
+once. Waits for DMA are not seen. `--write` keeps the cycles in tests/golden/kernels/adam8, which a slow test compares.
+Cycles of a block of 128 x 128 (256 x 128), and the time of its steps as a part of that of its bytes; same versions:
+
+                        v5e           v5p           v6e
+    f32 gradient      295  0.64     298  0.96     221  0.85
+    bf16 gradient     298  0.74     301  1.11     223  0.98
+    blocks of 256     620  0.67     623  1.00     425  0.81
+    dynamic map       879  1.85     877  2.69     773  2.81
 """
 
 import argparse
 import dataclasses
 import functools
+import importlib.metadata
 import json
+import os
 import pathlib
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,6 +61,11 @@ from jaxscale.platforms.compile import compile_report
 PLATFORMS = {"v5e": "tpu v5e:2x2", "v6e": "tpu v6e:2x2", "h200": "gpu h200 x 1"}
 BARS = {"adam8": 0.65, "quantize": 0.6, "top_k": 0.01, "norm": 0.5}
 """Our bytes as a part of XLA's."""
+CLOCKS = {"v5e": 1.5e9, "v5p": 2 * 1.75e9, "v6e": 1.75e9}
+"""Cycles a second of a chip's cores together, so that its matrix units give the FLOP/s that it is sold with."""
+TIME = 1.1
+"""Adam's time by its schedule as a part of that of its bytes."""
+GOLDEN = pathlib.Path(__file__).parents[2] / "tests" / "golden" / "kernels" / "adam8"
 POINTERS = 0.001
 """MB: a GPU's compiler counts the pointers of a tuple of results as temporary."""
 
@@ -207,6 +227,72 @@ def measure(chip: str, asked: Asked) -> dict[str, float] | None:
         return json.loads(file.read_text())
 
 
+def cycles(chip: str, case: str) -> dict[str, float]:
+    """What libtpu's schedule of adam8 takes.
+
+    Args:
+        chip: "v5e", "v5p", "v6e".
+        case: its name in `cases.py`.
+
+    Returns:
+        `block`: cycles of a block of its tile's columns, `around`: those around the loop over blocks, `time`: of both
+        as a part of the time of their bytes.
+    """
+    from jaxscale.platforms.tpu import TPUS
+    from pallas_kernels.adam8 import api, tpu
+    from pallas_kernels.target import target
+
+    given = cases("adam8")[case]
+    before, flags = os.environ.get("LIBTPU_INIT_ARGS"), "--xla_jf_dump_llo_text=true --xla_jf_dump_to="
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LIBTPU_INIT_ARGS"] = f"{before or ''} {flags}{folder}".strip()
+        try:
+            where = PLATFORMS.get(chip, f"tpu {chip}:2x2x1")
+            recipe = functools.partial(program, asked=Asked("adam8", case), file=f"{folder}/told")
+            report = compile_report(recipe, where, cache=False)
+        finally:
+            del os.environ["LIBTPU_INIT_ARGS"]
+            if before is not None:
+                os.environ["LIBTPU_INIT_ARGS"] = before
+        dumps = [one for one in pathlib.Path(folder).glob("*-adam8*-final_bundles.txt") if "analysis" not in one.name]
+        if len(dumps) != 1:
+            raise SystemExit(f"adam8 {case} on {chip}: {len(dumps)} schedules; {report}")
+        block, around = _loop(dumps[0].read_text())
+    tiles = api.tiles_for(given, target(f"tpu {chip}"))
+    bytes_ = tpu.cost(given).bytes_accessed / (given.layers * given.rows * given.cols) * given.block * tiles.cols
+    seconds = (block + around / tiles.blocks) / CLOCKS[chip]
+    (bandwidth,) = (one.memory_bandwidth for one in TPUS if one.name == chip)
+    return {"block": block, "around": around, "time": seconds * bandwidth / bytes_}
+
+
+def _loop(text: str) -> tuple[int, int]:
+    """Bundles of the longest loop within the grid's, and of the grid's outside of all loops."""
+    loops, around = [0], 0
+    for mark, depth in re.findall(r"^ *0x[0-9a-f]+ +(\w\w)? *: (>*)", text, re.MULTILINE):
+        if len(depth) == 1:
+            around += 1
+        elif depth:
+            loops += [0] if mark == "LB" else []
+            loops[-1] += 1
+    return max(loops), around
+
+
+def timed(chips: Sequence[str], write: bool) -> bool:
+    """Show cycles of every case of adam8; whether all fit into the time of their bytes."""
+    found = {chip: {case: cycles(chip, case) for case in cases("adam8")} for chip in chips}
+    for chip, facts in found.items() if write else ():
+        GOLDEN.mkdir(parents=True, exist_ok=True)
+        versions = {one: importlib.metadata.version(one) for one in ("jax", "libtpu")}
+        (GOLDEN / f"{chip}.json").write_text(json.dumps({"versions": versions, "cycles": facts}, indent=1) + "\n")
+    told = [
+        Figure(f"{chip} {case}: {name}", value, "x" if name == "time" else "cycles", TIME if name == "time" else None)
+        for chip, facts in found.items()
+        for case, one in facts.items()
+        for name, value in one.items()
+    ]
+    return show(told, "Static cycles of adam8")
+
+
 def figures(chip: str, kernel: str, case: str) -> list[Figure]:
     """Figures of one case on one chip."""
     ours, theirs = measure(chip, Asked(kernel, case)), measure(chip, Asked(kernel, case, reference=True))
@@ -233,9 +319,18 @@ def main() -> None:
     """Print the table; exit with 1 if a bar does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="one case on one chip")
-    parser.add_argument("--chip", choices=sorted(PLATFORMS), help="only this one")
+    parser.add_argument("--chip", choices=sorted({*PLATFORMS, *CLOCKS}), help="only this one")
     parser.add_argument("--only", choices=sorted(BARS), help="only this kernel")
+    parser.add_argument("--cycles", action="store_true", help="of adam8 on TPUs, instead of bytes")
+    parser.add_argument("--write", action="store_true", help="with --cycles: keep them in tests/golden/kernels/adam8")
     args = parser.parse_args()
+    known = CLOCKS if args.cycles else PLATFORMS
+    if args.chip not in (None, *known):
+        parser.error(f"argument --chip: got {args.chip}, expected one of {', '.join(known)}")
+    if args.cycles:
+        if not timed([chip for chip in CLOCKS if args.chip in (None, chip)], args.write):
+            raise SystemExit(1)
+        return
     asked = [(kernel, case) for kernel in BARS if args.only in (None, kernel) for case in cases(kernel)]
     chips = [chip for chip in PLATFORMS if args.chip in (None, chip)]
     if args.tiny:

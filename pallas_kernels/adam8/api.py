@@ -122,7 +122,9 @@ def adam8(
     choice = choose("adam8", IMPLEMENTATIONS, case, where, implementation=implementation, interpret=bool(interpret))
 
     def on_tpu(p: Any, g: Any, m: Any, v: Any, hyper: Any) -> Any:
-        return tpu.step(p, g, m, v, hyper, settings, case=case, tiles=tiles or _tiles(case, where), interpret=interpret)
+        return tpu.step(
+            p, g, m, v, hyper, settings, case=case, tiles=tiles or tiles_for(case, where), interpret=interpret
+        )
 
     def on_gpu(p: Any, g: Any, m: Any, v: Any, hyper: Any) -> Any:
         from pallas_kernels.adam8 import gpu
@@ -179,7 +181,8 @@ def facts(case: Case) -> dict[str, int | str]:
     return {"map": case.map, "block": case.block, "R": case.rows, "C": case.cols}
 
 
-def _tiles(case: Case, where: Target) -> tpu.Tiles:
+def tiles_for(case: Case, where: Target) -> tpu.Tiles:
+    """What the TPU's kernel takes of a case on a chip: what was tuned there, else what its rule says."""
     allowed = tpu.candidates(case)
     return files.tiles("adam8", where.chip, facts(case), tpu.Tiles, lambda: allowed[0], lambda found: found in allowed)
 

@@ -54,7 +54,7 @@ def _root_decode(code: Array) -> Array:
 
 
 def _root_encode(y: Array, sqrt: Callable[[Array], Array]) -> Array:
-    return jnp.maximum(jnp.round(sqrt(y) * 256), 1).astype(jnp.int32) - 1
+    return jnp.round(jnp.maximum(sqrt(y) * 256, 1)).astype(jnp.int32) - 1
 
 
 def dynamic_values(signed: bool) -> np.ndarray:

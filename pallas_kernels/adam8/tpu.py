@@ -3,6 +3,9 @@
 Blocks lie along sublanes, so a block's maximum is a tree of elementwise maxima, and scales are rows. A step of the grid
 has some blocks of some columns; the scales of all blocks of a column stay in VMEM while the grid walks down it, so that
 their number need not fill tiles of 8.
+
+The vector unit binds before HBM does, so arithmetic is saved: one root of v serves the update and the codes, the soft
+map divides by scales and compands at once, and no division looks for zeros and infinities, which none of them meets.
 """
 
 import dataclasses
@@ -17,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.adam8.cases import Case
 from pallas_kernels.adam8.maps import MAPS
 from pallas_kernels.adam8.reference import LEAST, MOST, Settings
-from pallas_kernels.compat import Interpret, interpreter, like, varying_alike
+from pallas_kernels.compat import Interpret, finite_inverse, interpreter, like, varying_alike
 
 LANES = 128
 SUBLANES = 32
@@ -70,37 +73,84 @@ def candidates(case: Case) -> list[Tiles]:
     return sorted(found, key=lambda tiles: -tiles.blocks * min(tiles.cols, case.cols))
 
 
+def _root(x: Array) -> Array:
+    """Of a finite number; what is below `LEAST` counts as 0."""
+    return x * lax.rsqrt(jnp.maximum(x, LEAST))
+
+
+def _decode_m(code: Array, map: str) -> Array:
+    if map != "soft8":
+        return MAPS[map].decode_m(code)
+    t = code.astype(jnp.float32)
+    return t * finite_inverse(254 - jnp.abs(t))
+
+
+def _decode_v(codes: Array, map: str) -> Array:
+    if map != "soft8":
+        return MAPS[map].decode_v(codes.astype(jnp.int32))
+    # signed ones unpack without a mask; code - 128, for a word holds four and the top bit of each is turned
+    signed = pltpu.bitcast(pltpu.bitcast(codes, jnp.int32) ^ jnp.int32(-0x7F7F7F80), jnp.int8)
+    # the bits of a float32 from 2^15 to 2^16 count its 256ths
+    counted = lax.bitcast_convert_type(signed.astype(jnp.int32) + 0x47000080, jnp.float32)
+    return jnp.square(counted - (2**15 - 1 / 256))
+
+
+def _encode_m(m: Array, size: Array, top: Array, map: str) -> Array:
+    """Codes of m, whose size is `size`, in blocks of which the largest is `top`."""
+    if map != "soft8":
+        return MAPS[map].encode_m(m * (1 / top))
+    return jnp.round(m * 254 * finite_inverse(top + size)).astype(jnp.int32)
+
+
+def _encode_v(v: Array, root: Array, top: Array, map: str) -> Array:
+    """Codes of v, whose root is `root`."""
+    if map != "soft8":
+        return MAPS[map].encode_v(v * (1 / top), _root)
+    return jnp.round(jnp.maximum(root * (256 * lax.rsqrt(top)), 1)).astype(jnp.int32) - 1
+
+
 def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles) -> None:
     p, g, mc, ms, vc, vs, po, mco, mso, vco, vso = refs
-    s, maps, f32 = settings, MAPS[settings.map], jnp.float32
+    s, f32 = settings, jnp.float32
     lr, correct_m, correct_v, factor = hyper[0], hyper[1], hyper[2], hyper[3]
     first = pl.program_id(2) * tiles.blocks
 
-    def one(block: Any, _: None) -> None:
-        at = pl.ds(pl.multiple_of(block * s.block, s.block), s.block), slice(None)
+    def rows(block: Any) -> Any:
+        return pl.ds(pl.multiple_of(block * s.block, s.block), s.block), slice(None)
+
+    def one(block: Any, correct_root: Array) -> Array:
+        at = rows(block)
         # Mosaic wants no index into one row
         row = slice(0, 1) if ms.shape[0] == 1 else pl.ds(first + block, 1), slice(None)
         weight, grad = p[at], g[at].astype(f32)
         square = grad * grad
         ok = square < MOST
-        old_m = maps.decode_m(mc[at].astype(jnp.int32)) * ms[row]
-        old_v = maps.decode_v(vc[at].astype(jnp.int32)) * vs[row]
+        old_m = _decode_m(mc[at].astype(jnp.int32), s.map) * ms[row]
+        old_v = _decode_v(vc[at], s.map) * vs[row]
         m = jnp.where(ok, s.b1 * old_m + (1 - s.b1) * factor * grad, old_m)
         v = jnp.where(ok, s.b2 * old_v + (1 - s.b2) * factor * factor * square, old_v)
-        moved = weight * (1 - lr * s.weight_decay) - lr * correct_m * m / (jnp.sqrt(v * correct_v) + s.eps)
+        root, size = _root(v), jnp.abs(m)
+        moved = weight * (1 - lr * s.weight_decay) - lr * correct_m * m * finite_inverse(root * correct_root + s.eps)
         po[at] = jnp.where(ok, moved, weight)
-        top_m, top_v = jnp.max(jnp.abs(m), 0, keepdims=True), jnp.max(v, 0, keepdims=True)
+        top_m, top_v = jnp.max(size, 0, keepdims=True), jnp.max(v, 0, keepdims=True)
         mso[row], vso[row] = top_m, top_v
-        mco[at] = maps.encode_m(m * (1 / jnp.maximum(top_m, LEAST))).astype(mco.dtype)
-        vco[at] = maps.encode_v(v * (1 / jnp.maximum(top_v, LEAST)), jnp.sqrt).astype(vco.dtype)
+        mco[at] = _encode_m(m, size, jnp.maximum(top_m, LEAST), s.map).astype(mco.dtype)
+        vco[at] = _encode_v(v, root, jnp.maximum(top_v, LEAST), s.map).astype(vco.dtype)
+        return correct_root
+
+    def keep(block: Any, _: None) -> None:
+        at = rows(block)
+        for old, new in ((p, po), (mc, mco), (vc, vco)):
+            new[at] = old[at]
 
     @pl.when(hyper[4] > 0)
     def _() -> None:
-        lax.fori_loop(0, tiles.blocks, one, None)
+        lax.fori_loop(0, tiles.blocks, one, jnp.sqrt(jnp.full((1, p.shape[1]), correct_v)))
 
     @pl.when(hyper[4] <= 0)
     def _() -> None:
-        for old, new in ((p, po), (mc, mco), (ms, mso), (vc, vco), (vs, vso)):
+        lax.fori_loop(0, tiles.blocks, keep, None)
+        for old, new in ((ms, mso), (vs, vso)):
             new[...] = old[...]
 
 

@@ -36,10 +36,10 @@ def test_a_kernel_takes_its_tiles_from_the_file(tmp_path, monkeypatch):
     written = tune.written([], [tune.entry("adam8", api.facts(CASE), found, 2, "command")])
     (tmp_path / "v5e.json").write_text(json.dumps(written))
     try:
-        assert api._tiles(CASE, Target("tpu", "v5e")) == fast
-        assert api._tiles(CASE, Target("tpu", "v6e")) == slow
+        assert api.tiles_for(CASE, Target("tpu", "v5e")) == fast
+        assert api.tiles_for(CASE, Target("tpu", "v6e")) == slow
         other = Case("", 1, 384, 128)
-        assert api._tiles(other, Target("tpu", "v5e")) in candidates(other)
+        assert api.tiles_for(other, Target("tpu", "v5e")) in candidates(other)
     finally:
         tiles.entries.cache_clear()
     assert "1000.0 us, the fastest of 2" in written[0]["measured"]
