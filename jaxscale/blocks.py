@@ -32,6 +32,7 @@ class Context:
         matmul: how layers multiply, a name in `low_precision.RECIPES` ("int8"); `None` multiplies in `dtype`.
         attention: which implementation of attention: "auto", "plain", "chunked" or "splash".
         loss_chunk: target positions of one row scored at a time by the loss; `None` scores all at once.
+        loss: which implementation of the loss: "auto", "chunked", "reference" or "tpu".
     """
 
     key: Key | None = None
@@ -40,6 +41,7 @@ class Context:
     matmul: str | None = dataclasses.field(default=None, metadata={"static": True})
     attention: str = dataclasses.field(default="auto", metadata={"static": True})
     loss_chunk: int | None = dataclasses.field(default=None, metadata={"static": True})
+    loss: str = dataclasses.field(default="auto", metadata={"static": True})
 
     def at_layer(self, layer: int | Int[Array, ""]) -> "Context":
         """This context inside layer number `layer`, which may be traced (the index of a scan)."""

@@ -7,17 +7,25 @@ a machine that is not here has the kernels of that machine. A custom_vjp calls `
 inside its backward, with the same `Choice`: around it every branch's residuals would be kept.
 
 An implementation that the caller names runs, or raises and says why it cannot. Only a named one may be interpreted.
+What calls inside a program take can be named from outside it (`naming`), and listened to (`noting`): the answer to "am
+I on the fast path?" is what was chosen while the program was traced.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 
 from pallas_kernels.target import Target
+
+
+class CannotRun(NotImplementedError):
+    """A named implementation cannot run a case on a target."""
 
 
 def _always(target: Target, case: Any) -> str | None:
@@ -92,7 +100,7 @@ def choose(
 
     Raises:
         ValueError: an unknown name; nothing named, and yet to be interpreted.
-        NotImplementedError: the named one cannot run the case on the target.
+        CannotRun: the named one cannot run the case on the target.
 
     Example:
         >>> ways = (Implementation("tpu", "tpu"), Implementation("reference"))
@@ -100,9 +108,25 @@ def choose(
         Choice(tpu='tpu', gpu='reference', default='reference')
         >>> choose("twice", ways, None, Target("cpu"), implementation="tpu")
         Traceback (most recent call last):
-        NotImplementedError: twice: implementation 'tpu' cannot run: it is for TPUs, and the target is cpu. Pass \
-implementation=None to take one that can.
+        pallas_kernels.dispatch.CannotRun: twice: implementation 'tpu' cannot run: it is for TPUs, and the target is \
+cpu. Pass implementation=None to take one that can.
     """
+    if implementation is None and not interpret:
+        implementation = _names.get().get(kernel)
+    choice = _choose(kernel, implementations, case, target, implementation, interpret)
+    if listening():
+        note(_explained(kernel, implementations, case, target, implementation, choice), case)
+    return choice
+
+
+def _choose(
+    kernel: str,
+    implementations: Sequence[Implementation],
+    case: Any,
+    target: Target,
+    implementation: str | None,
+    interpret: bool = False,
+) -> Choice:
     names = [one.name for one in implementations]
     if implementation is None:
         if interpret:
@@ -117,7 +141,7 @@ implementation=None to take one that can.
     at = target if target.platform else target.on(one.platform or "cpu")
     reason = one.why_not(at, case, interpret=interpret)
     if reason:
-        raise NotImplementedError(
+        raise CannotRun(
             f"{kernel}: implementation {implementation!r} cannot run: {reason}. "
             "Pass implementation=None to take one that can."
         )
@@ -170,12 +194,14 @@ class Explanation:
         target: where.
         chosen: the implementation that runs.
         reasons: by name, of every other one.
+        why: why no kernel of the platform runs; None where one does, or where plain JAX is the best there is.
     """
 
     kernel: str
     target: Target
     chosen: str
     reasons: Mapping[str, str]
+    why: str | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.kernel} on {self.target}: {self.chosen}"]
@@ -187,6 +213,8 @@ def explain(
 ) -> Explanation:
     """What would run a case on a target of a known platform.
 
+    Where nothing is named and notes are taken it is one of them: who asks while tracing goes by the answer.
+
     Args:
         kernel: its name.
         implementations: best first.
@@ -196,7 +224,7 @@ def explain(
 
     Raises:
         ValueError: the target's platform is not known; an unknown name.
-        NotImplementedError: the named one cannot run there.
+        CannotRun: the named one cannot run there.
 
     Example:
         >>> ways = (Implementation("gpu", "gpu", hopper=True), Implementation("reference"))
@@ -206,10 +234,98 @@ def explain(
     """
     if target.platform is None:
         raise ValueError(f"{kernel}: explain needs a platform, such as 'gpu h200' or 'tpu v5e'")
-    chosen = choose(kernel, implementations, case, target, implementation=implementation).default
-    reasons = {}
+    choice = _choose(kernel, implementations, case, target, implementation)
+    found = _explained(kernel, implementations, case, target, implementation, choice)
+    if implementation is None:
+        note(found, case)
+    return found
+
+
+def _explained(
+    kernel: str,
+    implementations: Sequence[Implementation],
+    case: Any,
+    target: Target,
+    implementation: str | None,
+    choice: Choice,
+) -> Explanation:
+    """A choice, and why it was not another."""
+    if target.platform is None and len({choice.tpu, choice.gpu, choice.default}) > 1:
+        return Explanation(kernel, target, f"{choice.tpu} on TPU, {choice.gpu} on GPU, else {choice.default}", {})
+    chosen, reasons = choice.default, {}
     for one in implementations:
         if one.name != chosen:
-            said = one.why_not(target, case) or ("it runs only where it is named" if one.named else None)
+            at = target if target.platform else target.on(one.platform or "cpu")
+            said = one.why_not(at, case) or ("it runs only where it is named" if one.named else None)
             reasons[one.name] = said or (f"{chosen} is named" if implementation else f"{chosen} comes before it")
-    return Explanation(kernel, target, chosen, reasons)
+    kernels = [one for one in implementations if one.platform is not None]
+    if chosen in [one.name for one in kernels]:
+        return Explanation(kernel, target, chosen, reasons)
+    own = [one.name for one in kernels if target.platform in (None, one.platform) and not one.named]
+    why = reasons[own[0]] if own else None
+    if not own and any(not one.named for one in kernels):
+        why = "kernels are for " + " and ".join(sorted({f"{one.platform}".upper() for one in kernels})[::-1])
+    return Explanation(kernel, target, chosen, reasons, why)
+
+
+Notes = list[tuple[Explanation, Any]]
+"""What was chosen, and for which case, each pair once."""
+
+_notes: contextvars.ContextVar[Notes | None] = contextvars.ContextVar("notes", default=None)
+_nothing: Mapping[str, str] = {}
+_names: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("names", default=_nothing)
+
+
+@contextlib.contextmanager
+def noting(notes: Notes) -> Iterator[None]:
+    """While tracing inside, every choice is added to `notes`.
+
+    Example:
+        >>> notes, ways = [], (Implementation("tpu", "tpu"), Implementation("reference"))
+        >>> with noting(notes):
+        ...     _ = choose("twice", ways, (128, 128), Target("cpu"))
+        >>> [(found.kernel, found.chosen, found.why, case) for found, case in notes]
+        [('twice', 'reference', 'kernels are for TPU', (128, 128))]
+    """
+    token = _notes.set(notes)
+    try:
+        yield
+    finally:
+        _notes.reset(token)
+
+
+def listening() -> bool:
+    """Whether notes are being taken."""
+    return _notes.get() is not None
+
+
+def note(found: Explanation, case: Any = None) -> None:
+    """Add a choice to the notes that are being taken, if any: one that no `choose` has made.
+
+    Args:
+        found: what runs.
+        case: of which shapes and options.
+    """
+    notes = _notes.get()
+    if notes is not None and (found, case) not in notes:
+        notes.append((found, case))
+
+
+@contextlib.contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """While tracing inside, calls that name no implementation take the one that is named for their kernel here.
+
+    Args:
+        names: implementation by kernel.
+
+    Example:
+        >>> ways = (Implementation("tpu", "tpu"), Implementation("reference"))
+        >>> with naming({"twice": "reference"}):
+        ...     choose("twice", ways, None, Target("tpu", "v5e")).default
+        'reference'
+    """
+    token = _names.set(names)
+    try:
+        yield
+    finally:
+        _names.reset(token)

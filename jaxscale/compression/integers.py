@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.typing import Array, Float, Int, Key
+from pallas_kernels.dispatch import Explanation, listening, note
 from pallas_kernels.quantize.api import quantize
+from pallas_kernels.target import target
 
 
 class Coded(NamedTuple):
@@ -66,6 +68,10 @@ class Integers:
         if key is None and self.bits in (8, 4) and x.size:
             codes, scale = quantize(blocks.reshape(-1, self.block), bits=self.bits, block=self.block, axis=-1)
             return Coded(codes.reshape(*blocks.shape[:-1], -1), scale.reshape(blocks.shape[:-1]))
+        if listening() and x.size:
+            other = "at random" if key is not None else f"in {self.bits} bits"
+            why = f"kernels round to the nearest of 8 or 4 bits, and this rounds {other}"
+            note(Explanation("quantize", target(), "reference", {}, why))
         scale = jnp.max(jnp.abs(blocks), -1)
         # a block of zeros, or of numbers whose inverse is infinite, is zeros
         inverse = jnp.where(scale > 2.0**-100, self.levels / scale, 0.0)

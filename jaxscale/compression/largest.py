@@ -14,6 +14,8 @@ from jax import lax
 
 from jaxscale.errors import UserError
 from jaxscale.typing import Array, Float, Int
+from pallas_kernels.dispatch import Explanation, listening, note
+from pallas_kernels.target import target
 from pallas_kernels.top_k.api import top_k
 
 OFFSETS = 2**16
@@ -75,6 +77,8 @@ class Largest:
         blocks, block, kept = self.sizes(flat.size)
         rows = jnp.pad(flat, (0, blocks * block - flat.size)).reshape(blocks, block)
         if self.block is None:
+            if listening():
+                note(Explanation("top_k", target(), "reference", {}, "kernels are of blocks, and this is a whole leaf"))
             _, offsets = lax.top_k(jnp.abs(rows), kept)
             return Kept(jnp.take_along_axis(rows, offsets, -1), offsets)
         values, offsets = top_k(rows, kept, block=block, axis=-1)

@@ -17,6 +17,7 @@ from jaxscale.layers.attention_chunked import attend_chunked
 from jaxscale.layers.attention_kernel import KERNELS, attend_kernel, place, why_not_kernel
 from jaxscale.layers.attention_plain import attend_plain
 from jaxscale.layers.attention_splash import attend_splash, why_not_splash
+from jaxscale.layers.taken import took
 from jaxscale.layers.visibility import Visibility
 from jaxscale.typing import Array, Float, Int
 
@@ -87,9 +88,10 @@ def attend(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     visibility = Visibility(q_positions, kv_positions, q_segments, kv_segments, window, causal)
     settings: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
-    chosen = _choose(implementation, q, k, v, visibility, settings)
+    chosen, why = _choose(implementation, q, k, v, visibility, settings)
     if chosen in KERNELS:
         return attend_kernel(q, k, v, visibility, implementation=chosen, **settings)
+    took("attention", chosen, why)
     if chosen == "plain":
         return attend_plain(q, k, v, visibility, **settings)
     if chosen == "chunked":
@@ -99,14 +101,21 @@ def attend(
     return attend_splash(q, k, v, visibility, **settings)
 
 
-def _choose(implementation: str, q: Any, k: Any, v: Any, visibility: Visibility, settings: dict[str, Any]) -> str:
+def _choose(
+    implementation: str, q: Any, k: Any, v: Any, visibility: Visibility, settings: dict[str, Any]
+) -> tuple[str, str]:
+    """What runs, and why it is not the platform's kernel, where it is not."""
     if implementation not in get_args(Implementation):
         raise unknown("implementation of attention", implementation, get_args(Implementation))
     if implementation != "auto":
-        return implementation
+        return implementation, f"{implementation} is named"
     platform, (queries, keys) = place()[0], (q.shape[1], k.shape[1])
-    if platform in ("tpu", "gpu") and why_not_kernel(platform, q, k, v, visibility, **settings) is None:
-        return platform
+    why = "kernels are for TPU and GPU"
+    if platform in ("tpu", "gpu"):
+        refused = why_not_kernel(platform, q, k, v, visibility, **settings)
+        if refused is None:
+            return platform, ""
+        why = refused.removeprefix(f"attention: implementation '{platform}' cannot run: ").removesuffix(".")
     if platform == "tpu" and why_not_splash(queries, keys, visibility) is None:
-        return "splash"
-    return "plain" if queries * keys <= PLAIN_SCORES else "chunked"
+        return "splash", why
+    return "plain" if queries * keys <= PLAIN_SCORES else "chunked", why

@@ -17,10 +17,13 @@ from jax import lax
 from jaxscale.blocks import Loss
 from jaxscale.errors import UserError, unknown
 from jaxscale.layers.linear import matmul
+from jaxscale.layers.taken import took
 from jaxscale.sharding.place import constrain, current, spec
 from jaxscale.typing import Array, Float, Int
 
-Implementation = Literal["auto", "tpu"]
+Implementation = Literal["auto", "tpu", "chunked", "reference"]
+CHUNK = 256
+"""Positions of "chunked" where none are given."""
 
 
 class _Terms(NamedTuple):
@@ -104,8 +107,9 @@ def cross_entropy(
             at once. It need not divide the sequence.
         z_loss: factor of the penalty.
         soft_cap: bound of the logits.
-        implementation: "auto": by chunks, or all at once; "tpu": a kernel that never holds logits and computes them
-            three times, whatever the chunk.
+        implementation: "auto": by chunks where one is given; "chunked": so too where it is as long as a row, and of 256
+            positions where none is; "reference": all at once; "tpu": a kernel that never holds logits and computes them
+            three times. The last two take no chunk.
 
     Returns:
         Sums in float32. The gradient of the head is added up in float32, and has the type of the head.
@@ -121,6 +125,10 @@ def cross_entropy(
         raise UserError(f"cross-entropy: got chunk {chunk}, expected at least 1, or None")
     if implementation not in get_args(Implementation):
         raise unknown("implementation of cross-entropy", implementation, get_args(Implementation))
+    if implementation in ("reference", "tpu"):
+        chunk = None
+    elif implementation == "chunked":
+        chunk = min(chunk or CHUNK, hidden.shape[1])
     found = current()
     sharded = found is not None and any(spec(head.shape, ("vocab", None), *found))
     terms = _Terms(vocab, z_loss, soft_cap)
@@ -133,12 +141,14 @@ def cross_entropy(
         ones = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
         trained, penalty = sums(hidden, head, targets, ones, vocab=vocab, z_loss=z_loss, soft_cap=soft_cap)
         return Loss(trained - penalty, weight, penalty)
-    if chunk is None or chunk >= hidden.shape[1]:
+    if chunk is None or (chunk >= hidden.shape[1] and implementation == "auto"):
+        took("cross_entropy", "reference", "no chunk: all logits at once" if chunk is None else "one chunk holds all")
         scores = constrain(_product(hidden, head), "batch", "inner_seq", "vocab")
         losses, penalties = _score(terms, scores, targets, sharded)
         if weights is not None:
             losses, penalties = losses * weights, penalties * weights
         return Loss(jnp.sum(losses), weight, jnp.sum(penalties) if z_loss else jnp.zeros(()))
+    took("cross_entropy", "chunked")
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
     trained, penalty = _chunked(terms, chunk, sharded, hidden, head, targets, weights)
     penalty = lax.stop_gradient(penalty)

@@ -223,6 +223,7 @@ def decoder_loss(module: DecoderModule, batch: Batch, context: Context) -> Loss:
         chunk=context.loss_chunk,
         z_loss=module.config.z_loss,
         soft_cap=module.config.final_soft_cap,
+        implementation=context.loss,
     )
 
 

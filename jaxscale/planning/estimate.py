@@ -28,6 +28,7 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.memory_space import COPY
 from jaxscale.step.build import TrainStep
 from jaxscale.step.experiment import Experiment
+from jaxscale.step.kernels import Taken
 from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
 from jaxscale.trees import tree_bytes
@@ -57,6 +58,7 @@ class Estimate:
         compiled: the pieces of the step whose temporaries are the compiler's word.
         state_bytes: of the optimizer's state per parameter, over all devices.
         wire: what a device sends over the slow axis; `None` without one.
+        kernels: which implementation of each kernel the traced program has.
     """
 
     platform: str
@@ -70,6 +72,7 @@ class Estimate:
     compiled: tuple[str, ...] = ()
     state_bytes: float = 0.0
     wire: Wire | None = None
+    kernels: tuple[Taken, ...] = ()
 
     @property
     def device_bytes(self) -> int:
@@ -189,6 +192,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         compiled,
         tree_bytes(step.layout.abstract.optimizer) / step.parameters,
         wire_of(step, platform),
+        step.kernels,
     )
 
 

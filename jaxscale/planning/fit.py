@@ -26,6 +26,7 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.report import CompileReport
 from jaxscale.platforms.usable import host_share, usable_bytes
 from jaxscale.step.experiment import Experiment
+from jaxscale.step.kernels import lines_of
 from jaxscale.step.plan import Plan
 from jaxscale.values.units import size
 
@@ -152,6 +153,7 @@ class Fit:
         lines = [
             f"{self.name} on {self.platform}: {', '.join(told)}",
             *self.estimate.said,
+            *lines_of(self.estimate.kernels),
             *([_told(self.clock)] if self.clock is not None else []),
             self.verdict,
             *([self.way] if self.way else []),
@@ -339,7 +341,7 @@ def _changes(experiment: Experiment, now: Estimate) -> list[tuple[str, dict[str,
         changes.append((kinds.get("optimizer state", 0), "--plan.optimizer-state streamed", offload))
     if plan.precision == "float32":
         changes.append((activations // 2, "--plan.precision bfloat16", {"precision": "bfloat16"}))
-    if plan.loss_chunk is None and "loss" in kinds:
+    if plan.loss_chunk is None and plan.scores == "auto" and "loss" in kinds:
         changes.append((kinds["loss"], "--plan.loss-chunk 256", {"loss_chunk": 256}))
     more = _more(experiment, plan, plan.microbatches)
     if more is not None:

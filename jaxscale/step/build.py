@@ -25,9 +25,11 @@ from jaxscale.sharding.memory_space import check_host_memory
 from jaxscale.step import rows
 from jaxscale.step.canonical import IN_FLIGHT, Canonical
 from jaxscale.step.chained import Chained, check_chained
+from jaxscale.step.choices import Notes, check_taken, noted, taken
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional, in_groups
 from jaxscale.step.host import advance_of, check_host_bytes, check_host_size, check_offload, describe
+from jaxscale.step.kernels import Taken
 from jaxscale.step.layout import Layout, check_model, local_bytes, masters_on_host, resolve_mesh, vocab_multiple
 from jaxscale.step.objective import Objective, positive
 from jaxscale.step.outer import Outer, check_outer
@@ -122,8 +124,9 @@ class TrainStep:
         self.streamed = streamed
         self.objective = streamed or (Objective(*parts) if stages is None else _pipelined(stages, *parts))
         state, batches, whole = layout.state, layout.batch, NamedSharding(layout.mesh, PartitionSpec())
+        self._notes: Notes = []
         self.step_fn = jax.jit(
-            self._step, donate_argnums=0, in_shardings=(state, batches), out_shardings=(state, whole)
+            noted(self, self._step), donate_argnums=0, in_shardings=(state, batches), out_shardings=(state, whole)
         )
         self.gradients_fn = jax.jit(
             lambda state, batch: self.objective.gradients(state, batch)[1],
@@ -152,6 +155,11 @@ class TrainStep:
     def parameters(self) -> int:
         """How many numbers are trained."""
         return self.functional.parameters
+
+    @property
+    def kernels(self) -> tuple[Taken, ...]:
+        """Which implementation of each kernel the step takes, and why not a better one; known once it is traced."""
+        return taken(self._notes)
 
     @property
     def program(self) -> str | None:
@@ -195,7 +203,8 @@ class TrainStep:
         """FLOP of the matrix products and convolutions of a step's forward and backward pass, nothing recomputed."""
         from jaxscale.costs.trace import model_flop
 
-        context = dataclasses.replace(self.objective.context(None), attention="plain", loss_chunk=None)
+        context = self.objective.context(None)
+        context = dataclasses.replace(context, attention="plain", loss_chunk=None, loss="reference")
 
         def objective(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
             module = self.functional.module(params, rest)
@@ -311,6 +320,8 @@ class TrainStep:
         start = time.perf_counter()
         traced = self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))
         check_traced(self, traced.jaxpr, batch)
+        if self.outer is None:  # else meetings take some
+            check_taken(self.plan, self.kernels)
         executable = traced.lower().compile()
         seconds = time.perf_counter() - start
         check_compiled(self, executable)

@@ -7,6 +7,7 @@ due is known on the host. The last step of a run ends with a meeting of all part
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Container, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import optax
 
 from jaxscale.step.build import Compiled, Metrics, TrainStep
+from jaxscale.step.choices import check_taken, noted
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
 from jaxscale.step.layout import REPLICA_AXIS, Layout, local_bytes
@@ -46,7 +48,7 @@ class DilocoStep(TrainStep):
         state = self.layout.state
         self.meet_fns = [
             jax.jit(
-                lambda state, part=part: outer.meet(part, state),
+                noted(self, functools.partial(outer.meet, part)),
                 donate_argnums=0,
                 in_shardings=(state,),
                 out_shardings=(state, None),
@@ -86,6 +88,7 @@ class DilocoStep(TrainStep):
         for part, executable in enumerate(meetings):
             check_meeting(self.outer, part, executable)
         self._meetings = meetings
+        check_taken(self.plan, self.kernels)
         return dataclasses.replace(found, seconds=found.seconds + time.perf_counter() - start)
 
     def run(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[TrainState, Metrics]:

@@ -1,11 +1,26 @@
-"""Kernels: which implementation of each kernel a plan asks for, as a value with a text form."""
+"""Kernels: which implementation of each kernel a plan asks for, as a value with a text form; and what a step took.
+
+Reading either needs no JAX: `step/choices.py` listens to the step being traced.
+"""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxscale.errors import UserError, near_miss, unknown
 
-KNOWN = {"attention": ("tpu", "gpu", "cudnn", "chunked", "reference"), "adam8": ("reference",)}
+KNOWN = {
+    "attention": ("tpu", "gpu", "cudnn", "chunked", "reference"),
+    "adam8": ("reference",),
+    "cross_entropy": ("tpu", "chunked", "reference"),
+    "quantize": ("tpu", "gpu", "reference"),
+    "top_k": ("tpu", "gpu", "reference"),
+}
 """Implementations that can be named, of the kernels that a step takes by name: those of `pallas_kernels`."""
+PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu", "splash": "tpu"}
+"""Where an implementation runs that does not run everywhere."""
+CODECS = ("quantize", "top_k")
+"""Kernels that codecs take, of whichever layer: they are named by `pallas_kernels.dispatch.naming`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +36,8 @@ class Kernels:
         ('chunked', 'reference')
         >>> Kernels.parse("atention=chunked")
         Traceback (most recent call last):
-        jaxscale.errors.UserError: unknown kernel 'atention': expected one of adam8, attention; did you mean \
-'attention'?
+        jaxscale.errors.UserError: unknown kernel 'atention': expected one of adam8, attention, \
+cross_entropy, quantize, top_k; did you mean 'attention'?
     """
 
     default: str = "auto"
@@ -68,5 +83,84 @@ class Kernels:
         """The implementation of a kernel: "auto", or a name of KNOWN."""
         return dict(self.named).get(kernel, self.default)
 
+    def of_codecs(self) -> dict[str, str]:
+        """The implementations of CODECS that are not left to the platform."""
+        return {kernel: self.of(kernel) for kernel in CODECS if self.of(kernel) != "auto"}
+
+    def check_platform(self, platform: str) -> None:
+        """Refuse what is named and runs elsewhere alone, before anything is traced.
+
+        Raises:
+            UserError: as it says.
+        """
+        for kernel, name in self.named:
+            if PLATFORMS.get(name, platform) != platform:
+                plain = " or ".join(word for word in KNOWN[kernel] if word not in PLATFORMS)
+                raise UserError(
+                    f"kernels {kernel}={name}: a {PLATFORMS[name].upper()} kernel, and this runs on {platform}: take "
+                    f"{plain}, or leave it out"
+                )
+
 
 AUTO = Kernels()
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """What a step took of a kernel, as its tracing met it.
+
+    Args:
+        kernel: its name.
+        where: the platform, such as "tpu v5e".
+        chosen: the implementation.
+        why: why it is no kernel of the platform; `None` where it is one, or where nothing is better.
+    """
+
+    kernel: str
+    where: str
+    chosen: str
+    why: str | None = None
+
+
+def fields_of(taken: Sequence[Taken]) -> dict[str, Any]:
+    """What a step took, as the fields of an event in metrics.jsonl.
+
+    Example:
+        >>> fields_of((Taken("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
+        {'platform': 'cpu', 'attention': 'plain', 'why': {'attention': 'kernels are for TPU and GPU'}}
+    """
+    fields: dict[str, Any] = {"platform": ", ".join(dict.fromkeys(one.where for one in taken))}
+    why: dict[str, str] = {}
+    for one in taken:
+        for where, said in ((fields, one.chosen), (why, one.why)):
+            if said is not None and said not in where.get(one.kernel, "").split("; "):
+                where[one.kernel] = f"{where[one.kernel]}; {said}" if one.kernel in where else said
+    return fields | ({"why": why} if why else {})
+
+
+def said_of(fields: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Where and what a step took, in words, from `fields_of`; `None` where it took no kernel.
+
+    Example:
+        >>> said_of(fields_of((Taken("adam8", "tpu v5e", "tpu"), Taken("cross_entropy", "tpu v5e", "chunked"))))
+        ('tpu v5e', 'adam8 tpu, cross_entropy chunked')
+    """
+    why = fields.get("why")
+    why = why if isinstance(why, Mapping) else {}
+    told = [
+        f"{kernel} {fields[kernel]}" + (f" ({why[kernel]})" if kernel in why else "")
+        for kernel in fields
+        if kernel in KNOWN
+    ]
+    return (str(fields.get("platform", "")), ", ".join(told)) if told else None
+
+
+def lines_of(taken: Sequence[Taken]) -> list[str]:
+    """What a step took, as a line to show; nothing where it took no kernel.
+
+    Example:
+        >>> lines_of((Taken("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
+        ['kernels on cpu: attention plain (kernels are for TPU and GPU)']
+    """
+    said = said_of(fields_of(taken))
+    return [] if said is None else [f"kernels on {said[0]}: {said[1]}"]

@@ -44,12 +44,11 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
     Raises:
         UserError: the batch does not divide, or the mesh takes more devices than there are.
     """
-    kind = {"splash": "tpu", "tpu": "tpu", "gpu": "gpu", "cudnn": "gpu"}.get(plan.attends)
-    if kind not in (None, devices[0].platform):
+    if plan.attention == "splash" and devices[0].platform != "tpu":
         raise UserError(
-            f"attention: {plan.attends} is a {kind.upper()} kernel, and this runs on {devices[0].platform}: take "
-            "auto, or chunked"
+            f"attention: splash is a TPU kernel, and this runs on {devices[0].platform}: take auto, or chunked"
         )
+    plan.kernels.check_platform(devices[0].platform)
     if plan.pipeline is not None:
         ranks, microbatches = plan.pipeline.shape()
         mesh = None if plan.mesh is None else dataclasses.replace(plan.mesh, pipe=ranks)
@@ -131,6 +130,10 @@ def check_model(plan: Plan, model: Any) -> None:
         if plan.loss_chunk is not None:
             raise UserError(
                 "loss_chunk: this model computes its own loss, which can't be chunked from outside; leave it out"
+            )
+        if plan.scores != "auto":
+            raise UserError(
+                f"kernels cross_entropy={plan.scores}: this model computes its own loss; leave it out of kernels"
             )
         if plan.names_attention:
             raise UserError(f"attention: {plan.attends} is ours, and this model brings its own layers; leave it out")

@@ -98,6 +98,7 @@ class Objective:
             matmul=self.plan.matmul if self.plan.matmul in RECIPES else None,
             attention=self.plan.attends,
             loss_chunk=self.plan.loss_chunk,
+            loss=self.plan.scores,
         )
 
     def _compute_params(self, params: Params) -> Params:

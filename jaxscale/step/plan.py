@@ -63,7 +63,7 @@ class Plan:
         loss_chunk: target positions of a row scored at a time by the loss; `None` scores all at once.
         attention: implementation of attention: auto, plain, chunked (never holds S x S), splash (TPU).
         kernels: implementations of kernels: "auto", the best that run on the platform; "reference", plain JAX; or by
-            name, such as "attention=chunked".
+            name, such as "attention=chunked,cross_entropy=tpu".
         unroll: layers per iteration of the scan over layers.
         rules: mesh axes per logical axis.
 
@@ -122,6 +122,11 @@ class Plan:
             )
         if self.attention != "auto" and self.kernels.of("attention") != "auto":
             raise UserError(f"attention {self.attention} with kernels {self.kernels}, which says it too: leave one out")
+        if self.loss_chunk is not None and self.scores in ("tpu", "reference"):
+            raise UserError(
+                f"loss_chunk {self.loss_chunk} with kernels {self.kernels}, whose cross_entropy takes no chunk: leave "
+                "one out"
+            )
         self._check_split()
         if self.state != "float32" and self.asynchronous:
             raise UserError(
@@ -156,6 +161,11 @@ class Plan:
         """The implementation of attention that layers are told: `attention`, or what `kernels` names."""
         named = self.kernels.of("attention")
         return self.attention if named == "auto" else {"reference": "plain"}.get(named, named)
+
+    @property
+    def scores(self) -> str:
+        """The implementation of cross-entropy that a loss is told: by `loss_chunk` ("auto"), or as `kernels` says."""
+        return dict(self.kernels.named).get("cross_entropy", "auto")
 
     def without_pipeline(self) -> "Plan":
         """The plan of one stage's devices, were they alone."""

@@ -38,6 +38,7 @@ class Update:
         split: whether weights are kept as bfloat16, and what that takes off them as part of the state.
         messages: what each replica sends, where the rule takes the mean of that; `None` takes that of gradients.
         fused: the whole step where a kernel makes it on the plan's platform; `None`: `whole`.
+        unfused: why no kernel makes it of a state in few bits; `None` where one does, and of a float32 state.
     """
 
     plain: optax.GradientTransformation
@@ -47,6 +48,7 @@ class Update:
     split: bool = False
     messages: Messages | None = None
     fused: Advance | None = None
+    unfused: str | None = None
 
     @classmethod
     def of(cls, experiment: Experiment, plan: Plan, functional: Functional, mesh: Any) -> "Update":
@@ -65,14 +67,14 @@ class Update:
             places,
         )
         plain = rule = experiment.optimizer.rule(experiment.steps, leaves)
-        fused = None
+        fused = unfused = None
         if plan.state != "float32":
             layers = by_path(lambda path, _: functional.stacked(path_name(path)), functional.params)
             device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
             platform = "cpu" if plan.optimizer_state == "host" else device.platform
             rule = quantize_state(rule, plan.state, local=places, layers=layers, platform=platform)
-            kernel = platform in ("tpu", "gpu") and plan.kernels.of("adam8") != "reference"
-            if kernel and plan.optimizer_state == "device" and plan.master != "split":
+            unfused = _why_unfused(experiment.optimizer, plan, platform)
+            if unfused is None:
                 where = f"{platform} {device.device_kind}"
                 fused = _fused(experiment.optimizer, experiment.steps, rule, leaves, places, where)
         if plan.master == "split":
@@ -82,7 +84,7 @@ class Update:
             whole = clipped(rule, messages)
         else:
             whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
-        return cls(plain, rule, whole, clip, plan.master == "split", messages, fused)
+        return cls(plain, rule, whole, clip, plan.master == "split", messages, fused, unfused)
 
     def start(self, params: Params) -> tuple[Params, Any]:
         """Split weights, and the state before the first update.
@@ -100,12 +102,27 @@ class Update:
         return weights, state if self.clip is None else (optax.clip_by_global_norm(self.clip).init(weights), state)
 
 
+def _why_unfused(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
+    """Why the kernel of 8-bit AdamW does not step a state in few bits; `None` where it may."""
+    if platform not in ("tpu", "gpu"):
+        return "kernels are for TPU and GPU"
+    if plan.kernels.of("adam8") == "reference":
+        return "reference is named"
+    if plan.state not in ("int8", "dynamic8"):
+        return f"the kernel knows states int8 and dynamic8, not {plan.state}"
+    if optimizer.name != "adamw" or optimizer.custom is not None:
+        return f"the kernel is AdamW, not {'a rule of your own' if optimizer.custom is not None else optimizer.name}"
+    if plan.optimizer_state != "device" or plan.weights != "device":
+        return "it needs weights and state on the device"
+    if plan.master == "split":
+        return "it needs float32 weights, not split ones"
+    return "replicas under diloco step together by XLA's program" if plan.diloco is not None else None
+
+
 def _fused(
     optimizer: Optimizer, steps: int, rule: optax.GradientTransformation, leaves: Params, places: Params, platform: str
-) -> Advance | None:
-    """AdamW by the kernel of a chip; `None` for other rules."""
-    if optimizer.name != "adamw" or optimizer.custom is not None:
-        return None
+) -> Advance:
+    """AdamW by the kernel of a chip."""
     from jaxscale.optim.fused import AdamW, fused
 
     mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if optimizer.decay == "matrices" else None

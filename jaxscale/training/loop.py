@@ -15,6 +15,7 @@ from typing import Any, Literal
 from jaxscale.errors import Diverged, Preempted, UserError
 from jaxscale.planning.settle import settled
 from jaxscale.step.experiment import Experiment
+from jaxscale.step.kernels import fields_of, lines_of
 from jaxscale.step.plan import Plan
 from jaxscale.training import directory as place
 from jaxscale.training.backend import start_backend
@@ -297,6 +298,9 @@ class _Training:
             self.say(line)
         facts = self.step.compile(batch)
         self.event("compile", **dataclasses.asdict(facts))
+        for line in lines_of(self.step.kernels):
+            self.say(line)
+            self.event("kernels", **fields_of(self.step.kernels))
         flop = int(self.step.model_flop(batch))
         memory = self.step.memory(batch)
         hosted = self.step.host_memory()

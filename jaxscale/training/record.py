@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxscale.step.kernels import said_of
 from jaxscale.training.metrics import Rows, read_metrics
 from jaxscale.training.samples import Sample, read_samples
 from jaxscale.training.storage import run_path
@@ -188,6 +189,12 @@ class RunRecord:
             if np.isfinite(column).any():
                 return name, column
         return None
+
+    @property
+    def kernels(self) -> tuple[str, str] | None:
+        """Where, and which implementation of each kernel, the step took that was compiled last, in words."""
+        told = self.events("kernels")
+        return said_of(told[-1]) if told else None
 
     @property
     def parameters(self) -> int | None:

@@ -32,7 +32,16 @@ _STATUS = {
     "stopped": "Stopped without saying so",
     "empty": "Nothing measured yet",
 }
-_EVENT_COLORS = {"compile": 1, "checkpoint": 3, "resume": 7, "preempted": 5, "skipped": 2, "diverged": 4, "finished": 3}
+_EVENT_COLORS = {
+    "compile": 1,
+    "kernels": 1,
+    "checkpoint": 3,
+    "resume": 7,
+    "preempted": 5,
+    "skipped": 2,
+    "diverged": 4,
+    "finished": 3,
+}
 _SAMPLE_CHARACTERS = 4000
 _EVENTS = 60
 
@@ -200,6 +209,7 @@ def _one(rows: Rows, name: str, title: str, *, color: int, unit: str = "", **how
 def _plan(run: RunRecord) -> str:
     """The plan in words beside the mesh and the memory, and under them how the biggest parameters lie."""
     words = plan_in_words(run.plan, run.layout, run.experiment)
+    words += [] if run.kernels is None else [(f"Kernels taken on {run.kernels[0]}", run.kernels[1])]
     sizes = mesh_of(run.plan, run.layout)
     stack = ""
     if run.layout.get("mesh") is not None or sizes:

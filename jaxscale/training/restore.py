@@ -116,6 +116,7 @@ def restore_parameters(
 
 
 def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
+    from jaxscale.layers.loss import CHUNK
     from jaxscale.optim.optimizer import Optimizer
     from jaxscale.sharding.mesh import MeshSpec
     from jaxscale.step.build import build
@@ -123,7 +124,8 @@ def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
 
     ran = experiment.plan
     attention = "auto" if devices[0].platform != "tpu" and ran.attention == "splash" else ran.attention
-    plan = Plan(precision=ran.precision, matmul=ran.matmul, loss_chunk=ran.loss_chunk, attention=attention)
+    chunk = CHUNK if ran.scores in ("tpu", "chunked") and ran.loss_chunk is None else ran.loss_chunk
+    plan = Plan(precision=ran.precision, matmul=ran.matmul, loss_chunk=chunk, attention=attention)
     # plain descent keeps no state beside the parameters
     plain = Optimizer(name="sgd", clip=None, weight_decay=0.0)
     experiment = dataclasses.replace(experiment, optimizer=plain, plan=plan)

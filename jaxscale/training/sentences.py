@@ -121,7 +121,9 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
         chunk = plan["loss_chunk"]
         all_at_once = "The logits of all positions exist at once."
         some = f"{chunk} positions of a row are scored at a time: the logits of all never exist at once."
-        words.append(("Loss", some if chunk else all_at_once))
+        named = "cross_entropy=" in str(plan.get("kernels", ""))
+        if chunk or not named:
+            words.append(("Loss", some if chunk else all_at_once))
     if "attention" in plan:
         words.append((f"Attention: {plan['attention']}", _ATTENTION.get(str(plan["attention"]), "As its name says.")))
     if plan.get("kernels", "auto") != "auto":

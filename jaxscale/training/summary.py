@@ -104,5 +104,7 @@ def _lines(run: RunRecord) -> list[tuple[str, str]]:
     mesh = [words for topic, words in plan_in_words(run.plan, run.layout, run.experiment) if topic == "Mesh"]
     if mesh:
         lines.append(("mesh", mesh[0]))
+    if run.kernels is not None:
+        lines.append(("kernels", f"{run.kernels[1]}, on {run.kernels[0]}"))
     lines += [("unread", line) for line in run.unread]
     return lines

@@ -1,16 +1,29 @@
-"""Which kernels a plan asks for."""
+"""Which kernels a plan asks for, and which its step takes."""
+
+import functools
+import math
+import re
 
 import jax
 import pytest
 
 from jaxscale.errors import UserError
-from jaxscale.step.kernels import Kernels
+from jaxscale.models.decoder import Decoder
+from jaxscale.planning.program import described_step, lowered_step
+from jaxscale.platforms.platform import Platform
+from jaxscale.step.choices import check_taken
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.kernels import Kernels, Taken, fields_of, lines_of
 from jaxscale.step.layout import resolve_mesh
 from jaxscale.step.plan import Plan
+from jaxscale.step.rows import batch_shapes
 from jaxscale.values import override, to_json
+from tests.kernels.aot import compiled, tpu_compiler
 
 
-@pytest.mark.parametrize("text", ["auto", "reference", "attention=chunked", "attention=gpu"])
+@pytest.mark.parametrize(
+    "text", ["auto", "reference", "attention=chunked", "attention=gpu", "cross_entropy=tpu,quantize=reference"]
+)
 def test_the_text_form_and_json_are_the_value(text):
     kernels = Kernels.parse(text)
     assert str(kernels) == text
@@ -36,6 +49,8 @@ def test_layers_are_told_of_attention(text, told):
         ("attention=chnked", "unknown implementation of attention 'chnked'.*did you mean 'chunked'"),
         ("attention=tpu,attention=gpu", "a kernel twice"),
         ("", "expected auto, reference, or"),
+        ("cross_entropy=gpu", "unknown implementation of cross_entropy 'gpu': expected one of chunked, reference, tpu"),
+        ("topk=tpu", "unknown kernel 'topk'.*did you mean 'top_k'"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_traced(text, said):
@@ -43,12 +58,129 @@ def test_mistakes_are_told_before_anything_is_traced(text, said):
         Kernels.parse(text)
 
 
-@pytest.mark.parametrize(("name", "where"), [("tpu", "TPU"), ("gpu", "GPU"), ("cudnn", "GPU")])
-def test_a_kernel_of_another_platform_is_refused(name, where):
-    with pytest.raises(UserError, match=f"{name} is a {where} kernel, and this runs on cpu"):
-        resolve_mesh(Plan(kernels=Kernels.parse(f"attention={name}")), 8, jax.devices())
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("attention=tpu", "TPU"),
+        ("attention=gpu", "GPU"),
+        ("attention=cudnn", "GPU"),
+        ("cross_entropy=tpu", "TPU"),
+        ("attention=chunked,quantize=tpu", "TPU"),
+    ],
+)
+def test_a_kernel_of_another_platform_is_refused(text, where):
+    with pytest.raises(UserError, match=f"a {where} kernel, and this runs on cpu: take .*reference"):
+        resolve_mesh(Plan(kernels=Kernels.parse(text)), 8, jax.devices())
 
 
 def test_one_field_says_it():
     with pytest.raises(UserError, match="attention chunked with kernels attention=tpu, which says it too"):
         Plan(attention="chunked", kernels=Kernels.parse("attention=tpu"))
+    with pytest.raises(UserError, match="loss_chunk 64 with kernels cross_entropy=tpu, whose cross_entropy takes no"):
+        Plan(loss_chunk=64, kernels=Kernels.parse("cross_entropy=tpu"))
+    assert Plan(loss_chunk=64, kernels=Kernels.parse("cross_entropy=chunked")).scores == "chunked"
+
+
+class Tokens:
+    """Batches of which only the shapes are asked for."""
+
+    def shapes(self, rows):
+        return dict.fromkeys(("tokens", "targets"), ((rows, 128), "int32"))
+
+
+def experiment(vocab=1024):
+    model = Decoder(vocab=vocab, context=128, layers=2, embed=256, heads=2)
+    return Experiment("named", model, Tokens(), batch=8)
+
+
+def took(platform, **changes):
+    """What a step takes by its tracing, for a platform that need not be here."""
+    plan = override(Plan(precision="bfloat16"), changes)
+    step = described_step(experiment(), Platform.parse(platform), plan)
+    step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment())))
+    check_taken(step.plan, step.kernels)
+    return {one.kernel: (one.chosen, one.why) for one in step.kernels}
+
+
+def test_a_step_tells_what_it_took_and_why_no_kernel():
+    none = "kernels are for TPU and GPU"
+    assert took("cpu x 4", state="int8", mesh="replica:2,fsdp:2", reduce="int8", loss_chunk="64") == {
+        "attention": ("plain", none),
+        "cross_entropy": ("chunked", None),
+        "quantize": ("reference", none),
+        "adam8": ("reference", none),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("platform", "kernel", "why"),
+    [
+        ("tpu v5e:2x2", "tpu", None),
+        ("gpu h200 x 4", "gpu", None),
+        ("gpu a100 x 4", None, "it needs compute capability 9.0 (H100, H200), and the target is a100-sxm4-80gb"),
+    ],
+)
+def test_choices_are_those_of_the_platform_traced_for(platform, kernel, why):
+    found = took(platform, state="int8", mesh="replica:2,fsdp:2", reduce="int8")
+    assert found["attention"] == (kernel or "plain", why)
+    assert found["adam8"] == found["quantize"] == (kernel or "reference", why)
+    assert found["cross_entropy"] == ("reference", "no chunk: all logits at once")
+    plain = took(platform, state="int8", mesh="replica:2,fsdp:2", reduce="int8", kernels="reference")
+    assert {kernel: chosen for kernel, (chosen, _) in plain.items()} == {
+        "attention": "plain",
+        "cross_entropy": "reference",
+        "quantize": "reference",
+        "adam8": "reference",
+    }
+    assert took(platform, kernels="cross_entropy=chunked")["cross_entropy"] == ("chunked", None)
+    largest = took(platform, mesh="replica:2,fsdp:2", reduce="topk:0.05,block=none")["top_k"]
+    assert largest == ("reference", "kernels are of blocks, and this is a whole leaf")
+    fp8 = took(platform, state="fp8")["adam8"]
+    assert fp8 == ("reference", "the kernel knows states int8 and dynamic8, not fp8")
+
+
+@pytest.mark.slow
+def test_a_named_kernel_that_cannot_run_is_refused_before_anything_is_compiled():
+    with pytest.raises(UserError, match=r"top_k=gpu.*cannot run: it needs blocks down the columns.*Leave it out"):
+        took("gpu h200 x 4", kernels="top_k=gpu", mesh="replica:2,fsdp:2", reduce="topk:0.05")
+
+
+def test_what_is_named_must_be_taken():
+    plan = Plan(kernels=Kernels.parse("attention=chunked,cross_entropy=chunked"))
+    check_taken(plan, (Taken("cross_entropy", "cpu", "chunked"),))
+    with pytest.raises(UserError, match="cross_entropy=chunked: nothing in this step takes cross_entropy; leave it"):
+        check_taken(plan, ())
+    with pytest.raises(UserError, match=r"takes cross_entropy reference: .*must be given context.loss"):
+        check_taken(plan, (Taken("cross_entropy", "cpu", "reference", "no chunk"),))
+
+
+def test_a_kernel_taken_in_two_ways_is_told_in_one_line():
+    found = (Taken("adam8", "tpu v5e", "tpu"), Taken("adam8", "tpu v5e", "reference", "it needs more"))
+    assert fields_of(found) == {"platform": "tpu v5e", "adam8": "tpu; reference", "why": {"adam8": "it needs more"}}
+    assert lines_of(found) == ["kernels on tpu v5e: adam8 tpu; reference (it needs more)"]
+    assert lines_of(()) == []
+
+
+@pytest.mark.slow
+@tpu_compiler
+def test_the_named_loss_reaches_the_step_and_holds_no_logits():
+    base = Plan(precision="bfloat16")
+    names = {"tpu": "cross_entropy=tpu", "reference": "cross_entropy=reference"}
+    steps = {
+        name: functools.partial(
+            lowered_step, make=functools.partial(experiment, 1000), plan=override(base, {"kernels": text})
+        )
+        for name, text in names.items()
+    }
+    found = compiled("tpu v5e:2x2", steps)
+    assert [one.error for one in found.values()] == [None, None]
+    assert found["tpu"].kernels == found["reference"].kernels + 3  # one forward, two backward
+
+    def logits(hlo):
+        shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"(?:f32|bf16)\[([\d,]+)\]", hlo)}
+        # a device's part of the batch: 2 rows of 128 positions
+        return {dims for dims in shapes if 1000 in dims and math.prod(dims) == 256 * 1000 and dims != (1000, 256)}
+
+    assert logits(found["reference"].hlo)
+    assert not logits(found["tpu"].hlo)

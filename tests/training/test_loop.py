@@ -64,6 +64,10 @@ def test_a_run_leaves_what_the_contract_says(toy, tmp_path):
     compiled = events(out, "compile")[0]
     assert {"seconds", "argument_bytes", "temp_bytes"} <= compiled.keys()
     assert events(out, "predicted")[0]["model_flop"] > 0
+    (taken,) = events(out, "kernels")
+    assert (taken["platform"], taken["attention"], taken["cross_entropy"]) == ("cpu", "plain", "reference")
+    assert taken["why"]["attention"] == "kernels are for TPU and GPU"
+    assert "attention plain (kernels are for TPU and GPU)" in (out / "report.html").read_text()
     # every 5, every evaluation that is the best yet, the newest three kept
     assert [row["step"] for row in events(out, "checkpoint")] == [5, 10, 15, 20, 25, 30]
     assert steps_saved(out) == [20, 25, 30]

@@ -45,6 +45,15 @@ def make_run(folder, steps=2000, *, finished=True, resumed=True, mesh=None, skip
             "argument_bytes": 9_400_000,
             "temp_bytes": 3_100_000,
         },
+        {
+            "step": 0,
+            "kind": "event",
+            "name": "kernels",
+            "platform": "tpu v5e",
+            "attention": "tpu",
+            "adam8": "reference",
+            "why": {"adam8": "it needs <more>"},
+        },
         {"step": 0, "kind": "event", "name": "predicted", "parameters": 786_944, "parameters_bytes": 845_000},
     ]
     for step in range(1, steps + 1):
@@ -176,6 +185,7 @@ def test_the_page_shows_the_figures_of_the_run(tmp_path):
         "0.10.2",
         "How ill white hairs become a fool & <jester>!",
         "loss is not finite",
+        "Kernels taken on tpu v5eattention tpu, adam8 reference (it needs <more>)",
     ):
         assert expected in words, expected
     for title in ("Loss", "Learning rate", "Throughput", "Gradient norm", "Arithmetic"):
@@ -429,6 +439,7 @@ def test_the_summary_tells_the_run(tmp_path):
         "400 of 400",
         "1 step",
         "5.39 MiB per device",
+        "attention tpu, adam8 reference (it needs <more>), on tpu v5e",
         str(run / "report.html"),
     ):
         assert expected in text, expected
