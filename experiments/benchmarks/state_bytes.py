@@ -6,27 +6,27 @@ The layers of Llama 3 8B, stacked, over fsdp 16; gradients in bfloat16, weights 
 the quantized leaves; with embedding, head and norms, whose states stay float32, it is the last rows. `temporary` is
 what the update needs beside its arguments. No program may hold a collective or a gather.
 
-Measured 2026-11-22, JAX 0.12.0.1, libtpu 0.0.51 and the CUDA 13 compiler; bytes per parameter:
+Measured 2026-11-22, JAX 0.12.0.1, libtpu 0.0.51 and the CUDA 13 compiler; bytes per parameter, every bar holds:
 
 | update | state | temporary, v5e | temporary, H100 |
 |---|---|---|---|
-| adamw int8 | 2.032 | 11.35: fails | 0.023 |
-| adamw dynamic8 | 2.032 | 11.04: fails | 0.078 |
-| adamw fp8 | 2.032 | 10.81: fails | 0.022 |
-| adamw int4 | 1.0625 | 11.32: fails | 0.078 |
-| lion int8 | 1.016 | 6.74: fails | 0.011 |
-| lion dynamic8 | 1.016 | 8.08: fails | 0.077 |
-| adamw int8, split weights (7.032 with weights and gradient) | 2.032 | 11.35: fails | 0.026 |
+| adamw int8 | 2.032 | 0.064 | 0.023 |
+| adamw dynamic8 | 2.032 | 0.058 | 0.078 |
+| adamw fp8 | 2.032 | 0.064 | 0.022 |
+| adamw int4 | 1.0625 | 0.075 | 0.078 |
+| lion int8 | 1.016 | 0.031 | 0.011 |
+| lion dynamic8 | 1.016 | 0.023 | 0.077 |
+| adamw int8, split weights (7.032 with weights and gradient) | 2.032 | 0.062 | 0.026 |
 
 States are alike on both, no program has a collective or a gather. Llama 3 8B whole, with what stays float32: 2.81 in 8
 bits, 1.97 in 4.
 
-On v5e int8 fails 0.3 by one leaf: `down`, whose shards have 896 rows, so four blocks a layer; it takes 41 bytes a
-parameter. Leaves with one block a shard (256 rows) take 0.0. XLA for TPU does not fuse through the reshape of (layers,
-rows, columns) to (layers, blocks, rows, columns): alone, 2 layers of 1024 rows take 16 bytes, of 512 (which VMEM holds)
-0.07. With scales repeated to the array's shape, in place of the array reshaped to theirs, those of 1024 take 0.0,
-and `down` and `q` of 2 layers 0.10; these take 3.14 on H100 then (dynamic8), and 12.5 as it is. The whole table was
-not compiled in that form.
+On v5e that takes two forms of the same arithmetic, for `down`, whose shards of 896 rows have four blocks a layer (alone
+of the leaves: the others have one). XLA for TPU does not fuse through a reshape of (layers, rows, columns) to (layers,
+blocks, block, columns). Codes meet scales that are repeated to the array's shape; with the array reshaped it takes 11.35
+bytes. Scales, maxima over part of a dim, are taken of a rule that runs in blocks from the beginning (`in_blocks.py`);
+with its result reshaped it takes 2.16. A rule that mixes numbers (LAMB, Muon) can't, and does. On H100 the array is
+reshaped: scales repeated cost 3.1 there (dynamic8, two layers).
 """
 
 import argparse
