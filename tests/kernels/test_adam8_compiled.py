@@ -1,6 +1,8 @@
 """8-bit AdamW as compilers of absent chips have it: in place, nothing temporary, nothing spilled, nothing sent."""
 
 import functools
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from tests.kernels.aot import compiled, gpu_compiler, lowered, tpu_compiler
 
 POINTERS = 1024
 """Bytes: compilers count those of a tuple of results among the results, or as temporary."""
+ROOT = pathlib.Path(__file__).parents[2]
 AOT = [case for case in CASES if "aot" in case.tags]
 
 
@@ -77,3 +80,22 @@ def test_every_case_on_hopper():
     cases = {case.name: functools.partial(program, case) for case in AOT}
     for found in compiled("gpu h200 x 2", cases | {"sharded": functools.partial(sharded, False)}).values():
         proved(found)
+
+
+@pytest.mark.slow
+@tpu_compiler
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
+def test_no_case_takes_three_percent_more(chip, monkeypatch):
+    """Cycles of libtpu's schedule stay what they were; the default map fits into the time of its bytes."""
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "benchmarks"))
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    import kernel_bytes
+
+    kept = json.loads((ROOT / "tests" / "golden" / "kernels" / "adam8" / f"{chip}.json").read_text())["cycles"]
+    assert set(kept) == {case.name for case in AOT}
+    for case, facts in kept.items():
+        found = kernel_bytes.cycles(chip, case)
+        for name, value in facts.items():
+            assert found[name] <= 1.03 * value, (case, name)
+        if chip != "v5p" and not case.startswith("dynamic"):
+            assert found["time"] <= kernel_bytes.TIME, case
