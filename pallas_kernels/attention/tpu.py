@@ -121,6 +121,18 @@ class _Sizes:
     segments: bool
     options: Options
 
+    @property
+    def factor(self) -> float:
+        """What makes scores (or their capped tanh) those of base 2."""
+        options = self.options
+        return LOG2E * (options.scale if options.soft_cap is None else options.soft_cap)
+
+    @property
+    def unit(self) -> float:
+        """What a kept score still lacks: `factor`, spared until the maximum is taken off; 1 where NEG would not hide
+        any more, or the maximum would be a minimum."""
+        return self.factor if 1e-6 < self.factor < 1e6 else 1.0
+
     def key_tiles(self, i: Any, xp: Any = jnp) -> tuple[Any, Any]:
         """First and past-the-last tile of keys that query tile i may see."""
         first, end = i * 0, i * 0 + self.S // self.bk
@@ -156,14 +168,14 @@ def _dot(a: Any, b: Any, contract: Any) -> Any:
 
 
 def _scores(sizes: _Sizes, q: Any, k: Any, q0: Any, k0: Any, ids: Any, hide: bool) -> tuple[Any, Any]:
-    """Base-2 scores (keys, queries), NEG where hidden; and the cap's derivative, or None."""
+    """Scores (keys, queries), `sizes.unit` of base 2 each, NEG where hidden; and the cap's derivative, or None."""
     options = sizes.options
     s, slope = _dot(k, q, _ROWS), None
-    if options.soft_cap is None:
-        s = s * (options.scale * LOG2E)
-    else:
-        capped = jnp.tanh(s * (options.scale / options.soft_cap))
-        s, slope = capped * (options.soft_cap * LOG2E), 1 - capped * capped
+    if options.soft_cap is not None:
+        s = jnp.tanh(s * (options.scale / options.soft_cap))
+        slope = 1 - s * s
+    if sizes.unit == 1:
+        s = s * sizes.factor
     if hide:
         back = lax.broadcasted_iota(jnp.int32, s.shape, 1) - lax.broadcasted_iota(jnp.int32, s.shape, 0) + (q0 - k0)
         seen = back >= 0
@@ -209,13 +221,25 @@ def _forward_kernel(*refs: Any, sizes: _Sizes) -> None:
         total[...] = jnp.zeros_like(total)
 
     def run(hide: bool) -> None:
-        s, _ = _scores(sizes, q[...], k[...], q0, k0, _read(ids), hide)
-        new = jnp.maximum(top[...], jnp.max(s, 0, keepdims=True))
-        p = jnp.exp2(s - new)
-        fade = jnp.exp2(top[...] - new)
-        total[...] = total[...] * fade + jnp.sum(p, 0, keepdims=True)
-        acc[...] = acc[...] * fade + _dot(v[...], p.astype(v.dtype), _FLIP)
-        top[...] = new
+        parts = 2 if sizes.bk % (2 * LANES) == 0 else 1
+        size = sizes.bk // parts
+
+        def scores(part: int) -> Any:
+            at = pl.ds(part * size, size)
+            own = None if ids is None else (ids[0][...], ids[1][at])
+            return _scores(sizes, q[...], k[at], q0, k0 + part * size, own, hide)[0]
+
+        ahead, highest, sums = scores(0), top[...], total[...]
+        for part in range(parts):
+            # the next part's product comes first: it is made while this part's softmax is taken
+            s, ahead = ahead, scores(part + 1) if part + 1 < parts else None
+            new = jnp.maximum(highest, jnp.max(s, 0, keepdims=True))
+            p = jnp.exp2((s - new) * sizes.unit)
+            fade = jnp.exp2((highest - new) * sizes.unit)
+            sums = sums * fade + jnp.sum(p, 0, keepdims=True)
+            acc[...] = acc[...] * fade + _dot(v[pl.ds(part * size, size)], p.astype(v.dtype), _FLIP)
+            highest = new
+        top[...], total[...] = highest, sums
 
     _with_or_without_mask(sizes, first + j < end, q0, k0, run)
 
@@ -226,11 +250,11 @@ def _forward_kernel(*refs: Any, sizes: _Sizes) -> None:
         # a query with infinite values may hide all its keys: it must not come out as a blind one
         broken = _dot(jnp.ones((8, q.shape[1]), q.dtype), q[...] * jnp.zeros((), q.dtype), _ROWS)[:1]
         out[...] = (acc[...] * inverse + broken).T.astype(out.dtype)
-        lse[...] = jnp.where(blind, -jnp.inf, top[...] * (1 / LOG2E) + jnp.log(jnp.maximum(total[...], 1e-30)))
+        lse[...] = jnp.where(blind, -jnp.inf, top[...] * (sizes.unit / LOG2E) + jnp.log(jnp.maximum(total[...], 1e-30)))
 
 
-def _probabilities(s: Any, lse: Any) -> Any:
-    return jnp.exp2(s - jnp.where(lse > NEG / 2, lse * LOG2E, -NEG))
+def _probabilities(sizes: _Sizes, s: Any, lse: Any) -> Any:
+    return jnp.exp2(s * sizes.unit - jnp.where(lse > NEG / 2, lse * LOG2E, -NEG))
 
 
 def _dq_kernel(*refs: Any, sizes: _Sizes) -> None:
@@ -246,7 +270,7 @@ def _dq_kernel(*refs: Any, sizes: _Sizes) -> None:
 
     def run(hide: bool) -> None:
         s, slope = _scores(sizes, q[...], k[...], q0, k0, _read(ids), hide)
-        ds = _probabilities(s, lse[...]) * (_dot(v[...], d_out[...], _ROWS) - delta[...])
+        ds = _probabilities(sizes, s, lse[...]) * (_dot(v[...], d_out[...], _ROWS) - delta[...])
         ds = ds if slope is None else ds * slope
         acc[...] += _dot(k[...], ds.astype(k.dtype), _FLIP)
 
@@ -271,7 +295,7 @@ def _dkv_kernel(*refs: Any, sizes: _Sizes) -> None:
 
     def run(hide: bool) -> None:
         s, slope = _scores(sizes, q[...], k[...], q0, k0, _read(ids), hide)
-        p = _probabilities(s, lse[...])
+        p = _probabilities(sizes, s, lse[...])
         dv_acc[...] += _dot(p.astype(d_out.dtype), d_out[...], _COLS)
         ds = p * (_dot(v[...], d_out[...], _ROWS) - delta[...])
         ds = ds if slope is None else ds * slope
