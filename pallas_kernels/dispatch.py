@@ -72,11 +72,17 @@ class Implementation:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Names of the implementations that run on TPU, on GPU and anywhere else; hashable, for a custom_vjp's statics."""
+    """Names of the implementations that run on TPU, on GPU and anywhere else; hashable, for a custom_vjp's statics.
+
+    Args:
+        tpu, gpu, default: names.
+        kernel: that they are of, for messages.
+    """
 
     tpu: str
     gpu: str
     default: str
+    kernel: str = dataclasses.field(default="kernel", repr=False, compare=False)
 
 
 def choose(
@@ -132,7 +138,7 @@ def _choose(
         if interpret:
             raise ValueError(f"{kernel}: interpret needs a named implementation, one of {', '.join(names)}")
         where = {name: target if target.platform else target.on(name) for name in ("tpu", "gpu", "cpu")}
-        return Choice(*(_best(implementations, case, where[name]) for name in ("tpu", "gpu", "cpu")))
+        return Choice(*(_best(implementations, case, where[name]) for name in ("tpu", "gpu", "cpu")), kernel)
     if implementation not in names:
         near = difflib.get_close_matches(implementation, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -145,7 +151,7 @@ def _choose(
             f"{kernel}: implementation {implementation!r} cannot run: {reason}. "
             "Pass implementation=None to take one that can."
         )
-    return Choice(implementation, implementation, implementation)
+    return Choice(implementation, implementation, implementation, kernel)
 
 
 def _best(implementations: Sequence[Implementation], case: Any, target: Target) -> str:
@@ -159,12 +165,29 @@ def by_platform(choice: Choice, branches: Mapping[str, Callable[..., Any]], *arg
         choice: of `choose`.
         branches: by name, functions of `args` that return alike arrays; only the chosen ones are traced.
         args: arrays, and trees of them.
+
+    Raises:
+        CannotRun: under `jax.vmap`, where JAX cannot map what was chosen.
     """
     names = {"tpu": choice.tpu, "cuda": choice.gpu}
     special = {platform: branches[name] for platform, name in names.items() if name != choice.default}
-    if not special:
-        return branches[choice.default](*args)
-    return lax.platform_dependent(*args, default=branches[choice.default], **special)
+    try:
+        if not special:
+            return branches[choice.default](*args)
+        return lax.platform_dependent(*args, default=branches[choice.default], **special)
+    except NotImplementedError as error:
+        if isinstance(error, CannotRun) or not _mapped(args):
+            raise
+        chosen = " or ".join(dict.fromkeys((*names.values(), choice.default)))
+        raise CannotRun(
+            f"{choice.kernel}: JAX {jax.__version__} cannot map implementation {chosen} by jax.vmap: {error}. Give the "
+            "mapped dim as one of the arrays', or pass implementation='reference'"
+        ) from error
+
+
+def _mapped(args: Any) -> bool:
+    """Whether `jax.vmap` maps any of the arrays."""
+    return any(type(leaf).__name__ == "BatchTracer" for leaf in jax.tree.leaves(args))
 
 
 def first_order(kernel: str, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,140 @@
+"""Bad input that several kernels share: types, sizes and uses that no test of one kernel has.
+
+The rest of the list is in each kernel's own tests: `BAD` there, and what a named implementation says.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.adam8.api import Settings, adam8
+from pallas_kernels.attention.api import attention
+from pallas_kernels.cross_entropy.api import cross_entropy
+from pallas_kernels.dispatch import CannotRun
+from pallas_kernels.grouped_matmul.api import grouped_matmul
+from pallas_kernels.norm.api import rms_norm
+from pallas_kernels.quantize.api import dequantize, quantize
+from pallas_kernels.top_k.api import top_k
+
+ON_TPU = {"implementation": "tpu", "platform": "tpu v5e"}
+ON_GPU = {"implementation": "gpu", "platform": "gpu h200"}
+
+
+def wide(*shape):
+    return jnp.zeros(shape or (128, 512), jnp.float64)
+
+
+def moment(kind):
+    return jnp.zeros((128, 512), kind), jnp.zeros((1, 512), jnp.float32)
+
+
+FLOAT64 = {
+    "attention on tpu": (lambda: attention(*(wide(1, 128, 2, 64),) * 3, **ON_TPU), "bfloat16 or float32, not float64"),
+    "attention on gpu": (lambda: attention(*(wide(1, 128, 2, 64),) * 3, **ON_GPU), "bfloat16 or float16, not float64"),
+    "adam8": (
+        lambda: adam8(wide(), wide(), moment(jnp.int8), moment(jnp.uint8), jnp.ones(5)),
+        "p float64.*expected float32",
+    ),
+    "quantize": (lambda: quantize(wide()), "got float64, expected float32 or bfloat16"),
+    "top_k": (lambda: top_k(wide(), 2), "got float64, expected float32 or bfloat16"),
+    "norm on tpu": (lambda: rms_norm(wide(), wide(512), **ON_TPU), "bfloat16 or float32, not float64"),
+    "norm on gpu": (lambda: rms_norm(wide(), wide(512), **ON_GPU), "float16 or float32, not float64"),
+    "grouped_matmul": (
+        lambda: grouped_matmul(wide(), wide(1, 512, 128), jnp.array([128]), **ON_GPU),
+        "bfloat16 or float16, not float64",
+    ),
+    "cross_entropy": (
+        lambda: cross_entropy(wide(), wide(), jnp.zeros(128, int), **ON_TPU),
+        "bfloat16 or float32, not float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("use", FLOAT64)
+def test_no_kernel_takes_float64(use):
+    call, said = FLOAT64[use]
+    with jax.enable_x64(True), pytest.raises((ValueError, CannotRun), match=said):
+        call()
+
+
+NARROW = {
+    "quantize": (lambda: quantize(jnp.zeros((128, 96)), **ON_GPU), "columns that are a multiple of 64, not 96"),
+    "quantize rows": (
+        lambda: quantize(jnp.zeros((96, 128)), axis=-1, **ON_GPU),
+        "rows that are a multiple of 64, not 96",
+    ),
+    "top_k": (lambda: top_k(jnp.zeros((128, 96)), 2, **ON_GPU), "columns that are a multiple of 64, not 96"),
+}
+
+
+@pytest.mark.parametrize("use", NARROW)
+def test_columns_that_a_kernel_cannot_take(use):
+    call, said = NARROW[use]
+    with pytest.raises(CannotRun, match=said):
+        call()
+
+
+def test_top_k_is_not_interpreted_without_a_name():
+    with pytest.raises(ValueError, match="interpret needs a named"):
+        top_k(jnp.zeros((128, 128)), 2, interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "function"),
+    [
+        ("grouped_matmul", lambda x: grouped_matmul(x, x[None], jnp.array([128]), **ON_GPU)),
+        ("cross_entropy", lambda x: cross_entropy(x, x, jnp.zeros(128, int), **ON_TPU)[0]),
+    ],
+)
+def test_second_derivatives_of_kernels_are_refused(kernel, function):
+    def slope(x):
+        return jax.grad(lambda x: function(x).astype(jnp.float32).sum())(x).astype(jnp.float32).sum()
+
+    with pytest.raises(NotImplementedError, match=f"{kernel}: kernels have no second derivatives"):
+        jax.jit(jax.grad(slope)).trace(jnp.zeros((128, 128), jnp.bfloat16))
+
+
+@pytest.mark.parametrize("way", ["chunked", pytest.param("tpu", marks=pytest.mark.slow)])
+def test_weights_that_are_all_zero(way):
+    x = jax.random.normal(jax.random.key(0), (128, 128))
+    how = {"implementation": way, "interpret": way == "tpu"}
+    loss = jax.value_and_grad(lambda x: cross_entropy(x, x, jnp.arange(128), jnp.zeros(128), **how)[0])
+    total, slope = loss(x)
+    assert float(total) == 0
+    np.testing.assert_array_equal(slope, 0)
+
+
+@pytest.mark.parametrize("way", ["ragged", pytest.param("reference", marks=pytest.mark.slow)])
+def test_rows_of_no_group_reach_nothing(way):
+    """Not even where they are NaN: not the product, not the gradients."""
+    x = jnp.ones((8, 4)).at[5:].set(jnp.nan)
+    w, sizes = jnp.ones((2, 4, 4)), jnp.array([2, 3])
+
+    def total(x, w):
+        y = grouped_matmul(x, w, sizes, implementation=way)
+        return y.sum(), y
+
+    slopes, y = jax.grad(total, (0, 1), has_aux=True)(x, w)
+    np.testing.assert_array_equal(y[5:], 0)
+    assert all(np.isfinite(one).all() for one in (y, *slopes))
+
+
+@pytest.mark.parametrize("way", ["reference", pytest.param("tpu", marks=pytest.mark.slow)])
+def test_an_infinity_comes_out_as_nan_in_its_block_alone(way):
+    """Of a codec's block; a NaN is for the caller to keep out."""
+    x = jnp.ones((256, 128)).at[3, 5].set(jnp.inf)
+    told = np.asarray(dequantize(*quantize(x, implementation=way, interpret=way == "tpu")))
+    hurt = ~np.isfinite(told)
+    assert hurt[:128, 5].all()
+    assert hurt.sum() == 128
+
+
+def test_state_that_is_not_given_away_stays():
+    """The kernel writes where its arguments lie: of those that are not donated it has a copy."""
+    moment = (jnp.ones((128, 128), jnp.int8), jnp.ones((1, 128)))
+    second = (jnp.ones((128, 128), jnp.uint8), jnp.ones((1, 128)))
+    given = (jnp.ones((128, 128)), jnp.ones((128, 128)), moment, second)
+    after = adam8(*given, jnp.ones(5), Settings(block=128), implementation="tpu", interpret=True)
+    assert float(jnp.abs(after[0] - 1).max()) > 0.1
+    assert all(bool((one == 1).all()) for one in jax.tree.leaves(given))
