@@ -43,7 +43,7 @@ def measured(stack: Stack, rounds: int) -> list[Figure]:
 
     from jaxscale.optim.quantized import quantize_state
 
-    params = {name: jnp.full(shape, 0.02) for name, shape in stack.shapes().items()}
+    params = {name: jnp.full(shape, 0.02, jnp.float32) for name, shape in stack.shapes().items()}
     keys = dict(zip(params, jax.random.split(jax.random.key(0), len(params)), strict=True))
     gradients = {name: jax.random.normal(keys[name], p.shape, jnp.bfloat16) for name, p in params.items()}
 

@@ -155,6 +155,8 @@ class Codec(NamedCodec):
             The same with a leading dim of n.
         """
         states = jax.tree.map(jnp.asarray, states)
+        if not states:  # a codec without feedback keeps none
+            return states
         if not layers:
             return self._resize(states, tuple(shape), n)
         return jax.vmap(lambda mine: self._resize(mine, tuple(shape[1:]), n), in_axes=1, out_axes=1)(states)

@@ -134,7 +134,7 @@ def test_the_first_steps_are_exact():
 
 
 @pytest.mark.parametrize(
-    ("text", "layers"), [("int4", False), ("int4", True), ("powersgd:2", True), ("dgc:0.1", False)]
+    ("text", "layers"), [("int4", False), ("int4", True), ("qsgd:4bit", True), ("powersgd:2", True), ("dgc:0.1", False)]
 )
 def test_other_numbers_of_replicas_owe_the_same(text, layers):
     codec, shape = Codec.parse(text), (2, *SHAPE)[not layers :]
