@@ -23,6 +23,8 @@ ELEMENTWISE = frozenset(
     ]
 )  # fmt: skip
 """Primitives whose every result depends on the operands at its own place alone."""
+PLACED = frozenset(["iota", "random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"])
+"""Primitives whose results depend on their place: each slice would get those of the first."""
 
 
 def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | None:
@@ -65,7 +67,10 @@ def check_elementwise(
 
 def _mixing(jaxpr: Any) -> str | None:
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if all(_size(v) <= 1 for v in (*eqn.invars, *eqn.outvars)) or eqn.primitive.name in ELEMENTWISE:
+        name = eqn.primitive.name
+        if all(_size(v) <= 1 for v in (*eqn.invars, *eqn.outvars)) or name in ELEMENTWISE:
+            continue
+        if name == "bitcast_convert_type" and _size(eqn.invars[0]) == _size(eqn.outvars[0]):
             continue
         inner = [
             value
@@ -73,12 +78,12 @@ def _mixing(jaxpr: Any) -> str | None:
             for value in (param if isinstance(param, tuple | list) else (param,))
             if hasattr(getattr(value, "jaxpr", value), "eqns")
         ]
-        if inner and eqn.primitive.name not in ("scan", "while"):
-            found = next((name for name in map(_mixing, inner) if name is not None), None)
+        if inner and name not in ("scan", "while"):
+            found = next((found for found in map(_mixing, inner) if found is not None), None)
             if found is not None:
                 return found
-        elif any(_size(v) > 1 for v in eqn.invars):
-            return eqn.primitive.name
+        elif name in PLACED or any(_size(v) > 1 for v in eqn.invars):
+            return name
     return None
 
 

@@ -10,6 +10,8 @@ Two ways to apply an optax rule, of one signature, that never hold more of the s
 
 `plainly` is the same without offload. All three are told whether the step is good, since a `where` over old and new
 state afterwards would need both whole on the device, and the norm that gradients are clipped by.
+
+A plan takes these. For a training loop of one's own there is `hosted.offload_state`, a wrapper of a rule.
 """
 
 import math
@@ -81,55 +83,17 @@ def streamed(
         ((4, 2), 0.5)
     """
     check_elementwise(rule if elementwise is None else elementwise, params)
-    treedef = jax.tree.structure(params)
-    cuts = [
-        cut(leaf.shape, leaf.dtype.itemsize, getattr(leaf, "sharding", None), slice_bytes, units)
-        for leaf, units in zip(jax.tree.leaves(params), _units(rule, params), strict=True)
-    ]
-    cuts = [c if c.pieces > 1 else Cut() for c in cuts]
+    leaves = jax.tree.leaves(params)
+    cuts = cuts_of(rule, params, [getattr(leaf, "sharding", None) for leaf in leaves], slice_bytes)
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
-        inner = state if clip is None else state[1]
-        weights, given = treedef.flatten_up_to(params), treedef.flatten_up_to(gradients)
-        states, state_def = jax.tree.flatten(inner)
-        owners = jax.tree.leaves(_owners(rule, inner, treedef))
-        free = [i for i, owner in enumerate(owners) if owner < 0]
-        after_weights, after_states = list(weights), list(states)
-        for pieces in sorted({c.pieces for c in cuts}):
-            members = [i for i, c in enumerate(cuts) if c.pieces == pieces]
-            owned = [i for i, owner in enumerate(owners) if owner in members]
+        def step(gradients: Params, old: tuple[Params, Any]) -> tuple[Params, Any]:
+            clipped = jax.tree.map(lambda g: _clipped(g, norm, clip), gradients)
+            updates, after = rule.update(clipped, old[1], old[0])
+            return _where(good, (optax.apply_updates(old[0], updates), after), old)
 
-            def body(
-                read: list[Array],
-                parts: list[Array],
-                carry: Any,
-                members: list[int] = members,
-                owned: list[int] = owned,
-            ) -> tuple[list[Array], Any]:
-                old_weights = _in_place_of(weights, members, parts[: len(members)])
-                old_states = _in_place_of(states, owned, parts[len(members) :])
-                for i in free:
-                    old_states[i] = states[i]
-                slices = _in_place_of(given, members, [_clipped(g, norm, clip) for g in read])
-                old = (treedef.unflatten(old_weights), state_def.unflatten(old_states))
-                updates, after = rule.update(treedef.unflatten(slices), old[1], old[0])
-                new = _where(good, (optax.apply_updates(old[0], updates), after), old)
-                leaves, new_states = treedef.flatten_up_to(new[0]), state_def.flatten_up_to(new[1])
-                results = [leaves[i] for i in members] + [new_states[i] for i in owned]
-                return results, [new_states[i] for i in free]
-
-            read = [(given[i], cuts[i].dim) for i in members]
-            written = [(weights[i], cuts[i].dim) for i in members]
-            written += [(states[i], cuts[owners[i]].dim) for i in owned]
-            news, last = sweep(body, pieces, read, written, [states[i] for i in free])
-            for i, new in zip(members, news[: len(members)], strict=True):
-                after_weights[i] = new
-            for i, new in zip(owned, news[len(members) :], strict=True):
-                after_states[i] = new
-            for i, new in zip(free, last, strict=True):
-                after_states[i] = new
-        after = state_def.unflatten(after_states)
-        return treedef.unflatten(after_weights), after if clip is None else (state[0], after)
+        weights, after = in_slices(rule, cuts, step, gradients, (params, state if clip is None else state[1]))
+        return weights, after if clip is None else (state[0], after)
 
     return advance
 
@@ -153,16 +117,20 @@ def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) ->
 
         old = (params, inner)
         if any(is_quantized(leaf) for leaf in jax.tree.leaves(inner, is_leaf=is_quantized)):
-            update = _constants_there(update)
-        spaces = jax.tree.map(lambda _: jax.memory.Space.Host, old)
-        new = compute_on_host(update, spaces)(*to_host((gradients, old, norm, good)))
+            update = constants_there(update)
+        new = by_host_cpu(update, (gradients, old, norm, good), old)
         weights, after = jax.tree.map(lambda new, old: new if lies_on_host(old) else to_device(new), new, old)
         return weights, after if clip is None else (state[0], after)
 
     return advance
 
 
-def _constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
+def by_host_cpu(function: Callable[..., Any], args: Any, like: Any) -> Any:
+    """A function run by the host's CPU on arguments that are brought there; its results, a tree like `like`, stay."""
+    return compute_on_host(function, jax.tree.map(lambda _: jax.memory.Space.Host, like))(*to_host(args))
+
+
+def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of arrays in host memory whose constants are there too: JAX makes arrays of them on the device."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -189,6 +157,72 @@ def _constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(out), found)
 
     return there
+
+
+def cuts_of(rule: optax.GradientTransformation, params: Params, places: Sequence[Any], slice_bytes: int) -> list[Cut]:
+    """How each parameter is cut, and its state with it."""
+    cuts = [
+        cut(leaf.shape, leaf.dtype.itemsize, place, slice_bytes, units)
+        for leaf, place, units in zip(jax.tree.leaves(params), places, _units(rule, params), strict=True)
+    ]
+    return [c if c.pieces > 1 else Cut() for c in cuts]
+
+
+def in_slices(
+    rule: optax.GradientTransformation, cuts: Sequence[Cut], step: Callable[..., Any], read: Any, old: tuple[Any, Any]
+) -> tuple[Params, Any]:
+    """Run `step` on slices of trees like the parameters and of a rule's state, on the device.
+
+    Leaves cut in as many pieces go together, one such group after the other; the leaves of all others are empty then.
+
+    Args:
+        rule: whose state it is.
+        cuts: of each parameter.
+        step: `(read, (written, state)) -> (written, state)`.
+        read: a tree like the parameters; `None` is handed on.
+        old: a tree like the parameters and a state of theirs, in device or host memory.
+
+    Returns:
+        The second pair, each leaf where it was.
+    """
+    treedef = jax.tree.structure(old[0])
+    leaves, given = treedef.flatten_up_to(old[0]), [] if read is None else treedef.flatten_up_to(read)
+    states, state_def = jax.tree.flatten(old[1])
+    owners = jax.tree.leaves(owners_of(rule, old[1], treedef))
+    free = [i for i, owner in enumerate(owners) if owner < 0]
+    after_leaves, after_states = list(leaves), list(states)
+    for pieces in sorted({c.pieces for c in cuts}):
+        members = [i for i, c in enumerate(cuts) if c.pieces == pieces]
+        owned = [i for i, owner in enumerate(owners) if owner in members]
+
+        def body(
+            read: list[Array],
+            parts: list[Array],
+            carry: Any,
+            members: list[int] = members,
+            owned: list[int] = owned,
+        ) -> tuple[list[Array], Any]:
+            old_leaves = _in_place_of(leaves, members, parts[: len(members)])
+            old_states = _in_place_of(states, owned, parts[len(members) :])
+            for i in free:
+                old_states[i] = to_device(states[i])
+            slices = treedef.unflatten(_in_place_of(given, members, read)) if given else None
+            new = step(slices, (treedef.unflatten(old_leaves), state_def.unflatten(old_states)))
+            new_leaves, new_states = treedef.flatten_up_to(new[0]), state_def.flatten_up_to(new[1])
+            results = [new_leaves[i] for i in members] + [new_states[i] for i in owned]
+            return results, [new_states[i] for i in free]
+
+        sliced = [(given[i], cuts[i].dim) for i in members] if given else []
+        written = [(leaves[i], cuts[i].dim) for i in members]
+        written += [(states[i], cuts[owners[i]].dim) for i in owned]
+        news, last = sweep(body, pieces, sliced, written, [to_device(states[i]) for i in free])
+        for i, new in zip(members, news[: len(members)], strict=True):
+            after_leaves[i] = new
+        for i, new in zip(owned, news[len(members) :], strict=True):
+            after_states[i] = new
+        for i, new in zip(free, last, strict=True):
+            after_states[i] = new
+    return treedef.unflatten(after_leaves), state_def.unflatten(after_states)
 
 
 def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Array, ""]:
@@ -224,7 +258,7 @@ def _clipped(gradient: Array, norm: Array, clip: float | None) -> Array:
     return jnp.where(norm < clip, gradient, (gradient / norm.astype(gradient.dtype)) * clip)
 
 
-def _owners(rule: optax.GradientTransformation, state: Any, treedef: Any) -> Any:
+def owners_of(rule: optax.GradientTransformation, state: Any, treedef: Any) -> Any:
     """For each leaf of a state the number of the parameter it belongs to; -1 for none."""
     return _of_params(
         rule,
@@ -261,8 +295,8 @@ def _units(rule: optax.GradientTransformation, params: Params) -> list[tuple[int
 
 
 def _in_place_of(leaves: list[Array], chosen: list[int], parts: list[Array]) -> list[Array]:
-    """As many leaves, empty but for the chosen ones; of as many dims, for blocks lie along the last but one."""
-    found: list[Any] = [jnp.zeros((0,) * max(leaf.ndim, 1), leaf.dtype) for leaf in leaves]
+    """As many leaves, empty but for the chosen ones: no columns, but all rows, which blocks of a state must divide."""
+    found: list[Any] = [jnp.zeros((*leaf.shape[:-1], 0), leaf.dtype) for leaf in leaves]
     for i, part in zip(chosen, parts, strict=True):
         found[i] = part
     return found

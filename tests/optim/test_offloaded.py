@@ -1,18 +1,29 @@
-"""Every way to apply a rule gives the same weights and state, on one device and sharded, good steps and bad."""
+"""Every way to apply a rule gives the same weights and state, on one device and sharded, good steps and bad.
+
+And the wrapper of a rule whose state lies on the host: the same updates, and where each array is.
+"""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
+from jaxscale.optim import offload_state, quantize_state
 from jaxscale.optim.elementwise import first_mixing
 from jaxscale.optim.offloaded import global_norm, on_host, plainly, streamed
+from jaxscale.optim.quantize import is_quantized
+from jaxscale.optim.quantized import placed
 from jaxscale.optim.slices import Cut, cut
+from jaxscale.optim.split_weights import split_weights
+from jaxscale.platforms.compile import compile_report
+from jaxscale.platforms.described import abstract, lower_for
+from tests.kernels.aot import gpu_compiler, tpu_compiler
 
 SHAPES = {"blocks": {"w": (6, 8, 16), "norm": (6, 8)}, "table": (24, 8), "bias": (8,)}
 MASK = jax.tree.map(lambda shape: len(shape) > 2, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
@@ -95,6 +106,10 @@ def test_every_way_gives_the_same(name, weights):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), found, expected)
 
 
+def noisy(x):
+    return x + jax.random.normal(jax.random.key(0), x.shape)
+
+
 @pytest.mark.parametrize(
     ("rule", "culprit"),
     [
@@ -104,6 +119,7 @@ def test_every_way_gives_the_same(name, weights):
         (optax.clip_by_global_norm(1.0), "reduce_sum"),
         (optax.adafactor(1e-3, min_dim_size_to_factor=4), "reduce_sum"),
         (optax.centralize(), "reduce_sum"),
+        (optax.stateless(lambda u, p: jax.tree.map(noisy, u)), "random_bits"),
         (optax.GradientTransformation(lambda p: (), lambda u, s, p: (jax.tree.map(jnp.sort, u), s)), "sort"),
         (optax.GradientTransformation(lambda p: (), lambda u, s, p: (jax.tree.map(jnp.cumsum, u), s)), "cumsum"),
     ],
@@ -133,3 +149,161 @@ def test_the_norm_of_gradients_on_the_host_is_that_on_the_device():
     hosted = jax.device_put(params, sharded("pinned_host"))
     found = jax.jit(functools.partial(global_norm, shardings=sharded()))(hosted)
     np.testing.assert_allclose(found, optax.tree.norm(params), rtol=1e-6)
+
+
+WIDE = {"blocks": (4, 256, 16), "bias": (8,)}
+LONG = {"blocks": (None, "fsdp"), "bias": ()}
+
+
+def wide(kind=None):
+    """Parameters over eight devices, and three gradients."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    places = {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, spec in LONG.items()}
+    rng = np.random.default_rng(0)
+    found = [{name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in WIDE.items()} for _ in range(4)]
+    params, *gradients = jax.device_put(found, [places] * 4)
+    return places, params, gradients
+
+
+def int8(places):
+    return quantize_state(optax.adamw(RATE), "int8", local=places, platform="cpu")
+
+
+HOSTED = {
+    "adamw": (lambda places: optax.adamw(RATE), {}),
+    "adamw in int8": (int8, {}),
+    "lion": (lambda places: optax.lion(RATE), {}),
+    "momentum, half of it": (lambda places: optax.sgd(RATE, momentum=0.9), {"pattern": "blocks"}),
+    "lamb by the host": (lambda places: optax.lamb(RATE), {"run": "host"}),
+    "adamw in int8 by the host": (int8, {"run": "host"}),
+    "clipped outside": (lambda places: optax.adam(RATE), {}),
+}
+SELDOM = ("adamw in int8 by the host", "clipped outside")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SELDOM else n for n in HOSTED])
+def test_a_wrapped_rule_is_the_rule_with_its_state_on_the_host(name):
+    make, options = HOSTED[name]
+    places, params, gradients = wide()
+    if name == "adamw":
+        gradients = jax.tree.map(lambda g: g.astype(jnp.bfloat16), gradients)
+    plain = make(places)
+    hosted = offload_state(plain, shardings=places, slice_bytes=512, **options)
+    if name == "clipped outside":
+        plain, hosted = (optax.chain(optax.clip_by_global_norm(1.0), rule) for rule in (plain, hosted))
+
+    def run(rule, donate):
+        def step(params, state, gradient):
+            updates, state = rule.update(gradient, state, params)
+            return optax.apply_updates(params, updates), state
+
+        weights, jitted = jax.tree.map(jnp.copy, params), jax.jit(step, donate_argnums=donate)
+        seen = [jax.jit(rule.init)(weights) if rule is plain else rule.init(weights)]
+        for gradient in gradients:
+            weights, state = jitted(weights, seen[-1], gradient)
+            seen.append(state)
+        return weights, seen
+
+    expected, plain_states = run(plain, ())
+    found, states = run(hosted, (0, 1))
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    jax.tree.map(near, found, expected)
+    jax.tree.map(near, states[-1], plain_states[-1])
+    for leaf in jax.tree.leaves(states[:-1]):
+        assert leaf.is_deleted() or leaf.sharding.memory_kind == "device", "donated"
+    for leaf in jax.tree.leaves(found):
+        assert leaf.sharding.memory_kind == "device"
+    for path, leaf in jax.tree_util.tree_flatten_with_path(states[-1])[0]:
+        where = "device" if leaf.ndim == 0 or ("pattern" in options and "bias" in str(path)) else "pinned_host"
+        assert leaf.sharding.memory_kind == where, path
+        if leaf.ndim > 1:
+            assert not leaf.sharding.is_fully_replicated, path
+
+
+def test_a_state_is_made_beside_its_parameters():
+    places, params, _ = wide()
+    state = offload_state(int8(places), "nu", shardings=places).init(params)
+    for leaf in jax.tree.leaves(state[0].nu):
+        assert leaf.sharding.memory_kind == "pinned_host"
+    assert state[0].nu["blocks"].scale.sharding.spec == state[0].nu["blocks"].codes.sharding.spec
+    assert state[0].nu["blocks"].codes.sharding == places["blocks"].with_memory_kind("pinned_host")
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state[0].mu)} == {"device"}
+    jitted = jax.jit(offload_state(optax.lion(0.1), shardings=places).init)(params)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(jitted) if leaf.ndim} == {"pinned_host"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "says"),
+    [
+        (optax.adam(0.1), {"pattern": "("}, r"pattern '\(' is no regular expression"),
+        (optax.adam(0.1), {"pattern": "trace"}, r"'trace' is found in no path of the state's arrays \(0/mu/bias, "),
+        (optax.sgd(0.1), {}, "state has no arrays that could lie on the host"),
+        (optax.lamb(0.1), {}, r'mixes elements of a tensor \(reduce_sum\).* take run="host"'),
+        (optax.adam(0.1), {"shardings": None}, r"bias lies on a mesh \{'fsdp': 8\}.* give shardings="),
+        (optax.adam(0.1), {"shardings": {"bias": None}}, "there is none of bias; expected a tree like the parameters"),
+    ],
+)
+def test_what_a_wrapper_refuses(rule, options, says):
+    places, params, _ = wide()
+    with pytest.raises(UserError, match=says):
+        offload_state(rule, **{"shardings": places, **options}).init(params)
+
+
+def test_machines_that_a_wrapper_refuses(monkeypatch):
+    places, params, _ = wide()
+    with pytest.raises(UserError, match="unknown run 'device'"):
+        inspect.unwrap(offload_state)(optax.adam(0.1), run="device")  # as without run-time type checks
+    with pytest.raises(UserError, match=r"a CPU of one device.* leave offload_state out"):
+        offload_state(optax.adam(0.1)).init(jax.device_put(params, jax.devices()[0]))
+    monkeypatch.setattr("jaxscale.sharding.memory_space.HOST_KIND", "attic")
+    with pytest.raises(UserError, match=r"offload_state: cpu \(cpu\) has no memory of kind attic"):
+        offload_state(optax.adam(0.1), shardings=places).init(params)
+
+
+def test_split_weights_treat_each_number_by_itself():
+    assert first_mixing(split_weights(optax.adamw(0.1)), {"w": jnp.ones((8, 8), jnp.bfloat16)}) is None
+
+
+MATRICES = {"up": (8, 2048, 2048), "down": (16, 1024, 1024)}
+NUMBERS = 48 * 2**20
+
+
+def hosted_step(devices, quantized=False):
+    """A step over 192 MiB of weights on one device, whose gradients are products."""
+    mesh = AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Auto,), abstract_device=abstract(devices[0]))
+    whole = NamedSharding(mesh, PartitionSpec(), memory_kind="device")
+    plain = quantize_state(optax.adamw(1e-3), "int8") if quantized else optax.adamw(1e-3)
+    rule = offload_state(plain)
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole) for name, shape in MATRICES.items()}
+    state = jax.eval_shape(rule.init, params)
+    host = dict.fromkeys(params, whole.with_memory_kind("pinned_host"))
+    spread = optax.tree.map_params(
+        rule, lambda _, place: place, state, host, transform_non_params=lambda _: whole, is_leaf=is_quantized
+    )
+    state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, placed(state, spread)
+    )
+
+    def step(params, state):
+        gradients = jax.tree.map(lambda p: jax.lax.map(lambda w: jnp.tanh(w @ w.T) @ w, p), params)
+        updates, state = rule.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    out = jax.tree.map(lambda x: x.sharding, (params, state))
+    return lower_for(devices, jax.jit(step, donate_argnums=(0, 1), out_shardings=out).trace(params, state))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "int8"])
+@pytest.mark.parametrize(
+    "platform", [pytest.param("tpu v5e:1x1", marks=tpu_compiler), pytest.param("gpu h100 x 1", marks=gpu_compiler)]
+)
+def test_compiled_the_device_holds_weights_gradients_and_slices(platform, quantized, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")  # this process's compiler works at its lowest level
+    report = compile_report(functools.partial(hosted_step, quantized=quantized), platform, cache=False)
+    assert report.crashed is None
+    state = NUMBERS * (2 + 8 / 256 if quantized else 8)
+    assert report.host_argument_bytes == report.host_alias_bytes == pytest.approx(state, rel=1e-3)
+    assert report.host_temp_bytes == 0
+    assert report.argument_bytes == pytest.approx(4 * NUMBERS, rel=1e-3)
+    assert report.temp_bytes <= 4 * NUMBERS + 80 * 2**20, "gradients, and five slices at most"
