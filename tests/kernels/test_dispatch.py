@@ -78,6 +78,31 @@ def test_explain():
         dispatch.explain("twice", WAYS, 2, Target())
 
 
+def test_choices_are_noted_once_and_where_they_are_made():
+    notes = []
+    with dispatch.noting(notes):
+        for where in (Target("gpu", "a100"), Target("gpu", "a100"), Target("tpu", "v5e")):
+            choose("twice", WAYS, 2, where)
+        dispatch.explain("twice", WAYS, 3, Target("tpu", "v5e"))  # who asks goes by the answer
+        with pytest.raises(NotImplementedError):
+            dispatch.explain("twice", WAYS, 3, Target("tpu", "v5e"), "tpu")  # nothing is chosen
+        with dispatch.naming({"twice": "reference"}):
+            choose("twice", WAYS, 2, Target("tpu", "v5e"))
+            choose("twice", WAYS, 2, Target("tpu", "v5e"), implementation="slow")
+        choose("twice", WAYS, 2, Target())
+        choose("twice", WAYS[2:], 2, Target("cpu"))
+    choose("twice", WAYS, 4, Target("cpu"))  # nobody listens
+    assert [(found.chosen, found.why, case) for found, case in notes] == [
+        ("reference", "it needs compute capability 9.0 (H100, H200), and the target is a100", 2),
+        ("tpu", None, 2),
+        ("reference", "it needs an even size, not 3", 3),
+        ("reference", "reference is named", 2),
+        ("slow", "slow is named", 2),
+        ("tpu on TPU, reference on GPU, else reference", None, 2),
+        ("reference", None, 2),
+    ]
+
+
 def test_targets():
     assert target("gpu NVIDIA H100 80GB HBM3") == Target("gpu", "h100")
     assert target("tpu TPU v5 lite") == Target("tpu", "v5e")

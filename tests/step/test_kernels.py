@@ -5,10 +5,13 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxscale.errors import UserError
+from jaxscale.layers.loss import cross_entropy
 from jaxscale.models.decoder import Decoder
+from jaxscale.planning.fit import fit
 from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.choices import check_taken
@@ -18,6 +21,7 @@ from jaxscale.step.layout import resolve_mesh
 from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
 from jaxscale.values import override, to_json
+from pallas_kernels.dispatch import noting
 from tests.kernels.aot import compiled, tpu_compiler
 
 
@@ -104,10 +108,9 @@ def took(platform, **changes):
 
 def test_a_step_tells_what_it_took_and_why_no_kernel():
     none = "kernels are for TPU and GPU"
-    assert took("cpu x 4", state="int8", mesh="replica:2,fsdp:2", reduce="int8", loss_chunk="64") == {
+    assert took("cpu x 2", state="int8", loss_chunk="64") == {
         "attention": ("plain", none),
         "cross_entropy": ("chunked", None),
-        "quantize": ("reference", none),
         "adam8": ("reference", none),
     }
 
@@ -118,6 +121,7 @@ def test_a_step_tells_what_it_took_and_why_no_kernel():
     [
         ("tpu v5e:2x2", "tpu", None),
         ("gpu h200 x 4", "gpu", None),
+        ("cpu x 4", None, "kernels are for TPU and GPU"),
         ("gpu a100 x 4", None, "it needs compute capability 9.0 (H100, H200), and the target is a100-sxm4-80gb"),
     ],
 )
@@ -137,13 +141,39 @@ def test_choices_are_those_of_the_platform_traced_for(platform, kernel, why):
     largest = took(platform, mesh="replica:2,fsdp:2", reduce="topk:0.05,block=none")["top_k"]
     assert largest == ("reference", "kernels are of blocks, and this is a whole leaf")
     fp8 = took(platform, state="fp8")["adam8"]
-    assert fp8 == ("reference", "the kernel knows states int8 and dynamic8, not fp8")
+    knows = "the kernel knows states int8 and dynamic8, not fp8"
+    assert fp8 == ("reference", why if platform.startswith("cpu") else knows)
 
 
 @pytest.mark.slow
 def test_a_named_kernel_that_cannot_run_is_refused_before_anything_is_compiled():
     with pytest.raises(UserError, match=r"top_k=gpu.*cannot run: it needs blocks down the columns.*Leave it out"):
         took("gpu h200 x 4", kernels="top_k=gpu", mesh="replica:2,fsdp:2", reduce="topk:0.05")
+
+
+@pytest.mark.slow
+def test_estimates_and_meetings_tell_it_too():
+    said = str(fit(experiment(), "tpu v5e:2x2", Plan(precision="bfloat16", loss_chunk=64)))
+    assert "kernels on tpu v5e: attention tpu, cross_entropy chunked\n" in said
+    plan = override(Plan(), {"mesh": "replica:2,fsdp:2", "diloco": "every=10", "reduce": "int8", "state": "int8"})
+    step = described_step(experiment(), Platform.parse("tpu v5e:2x2"), plan)
+    step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment())))
+    assert "quantize" not in {one.kernel for one in step.kernels}
+    step.meet_fns[0].trace(step.layout.abstract)
+    found = {one.kernel: (one.chosen, one.why) for one in step.kernels}
+    assert found["quantize"] == ("tpu", None)
+    assert found["adam8"] == ("reference", "replicas under diloco step together by XLA's program")
+
+
+@pytest.mark.parametrize("name", ["chunked", "reference"])
+def test_a_loss_by_any_name_is_the_loss(name):
+    x, head = jnp.sin(jnp.arange(192.0)).reshape(2, 12, 8), jnp.cos(jnp.arange(80.0)).reshape(10, 8)
+    targets, notes = jnp.arange(24).reshape(2, 12) % 10, []
+    with noting(notes):
+        got = jax.jit(functools.partial(cross_entropy, vocab=10, implementation=name))(x, head, targets)
+    want = jax.jit(functools.partial(cross_entropy, vocab=10))(x, head, targets)
+    assert [found.chosen for found, _ in notes] == [name]
+    assert abs(float(got.total - want.total)) < 1e-4
 
 
 def test_what_is_named_must_be_taken():
