@@ -27,10 +27,12 @@ from pallas_kernels.target import Target
 
 LANES = 128
 WIDEST = 256
-"""Width of heads up to which tiles of 512 were compiled."""
+"""Width of heads up to which kernels were compiled."""
 NEG = -1e30
 """Stands for -inf: a row with nothing to see never makes a NaN."""
 LOG2E = math.log2(math.e)
+_LENGTHS = (2048, 1024, 512, 256, 128)
+"""Queries or keys of a tile, to choose from."""
 F32 = jnp.float32
 
 
@@ -79,19 +81,40 @@ def padded_width(H: int) -> int:
 
 
 def choose_tiles(chip: str | None, problem: Problem) -> Tiles:
-    """Tuned tiles, else the longest of 512, 256 and 128 that divides each length (both multiples of 128)."""
-
-    def longest(length: int) -> int:
-        return next((tile for tile in (512, 256) if length % tile == 0), LANES)
+    """Tuned tiles, else those of the least work in each pass (`_best`)."""
 
     def rule() -> Tiles:
-        q, kv = longest(problem.T), longest(problem.S)
-        return Tiles(q, kv, q, kv, q, kv)
+        forward, backward = (_best(problem, most) for most in _largest(problem))
+        return Tiles(*forward, *backward, *backward)
 
     def fits(found: Tiles) -> bool:
         return found.divide(problem.T, problem.S)
 
     return tuned.tiles("attention", chip, problem.case, Tiles, rule, fits)
+
+
+def _largest(problem: Problem) -> tuple[int, int]:
+    """Pairs of a tile in the forward and in the backward, up to which kernels were compiled: they fit into VMEM, and
+    take seconds. A causal one has its loop's body twice.
+    """
+    plain = problem.options.soft_cap is None and not problem.segments
+    if problem.dtype != "bfloat16" or problem.H > LANES:
+        return 512 * 512, 512 * 512
+    return 1024 * (2048 if plain and not problem.options.causal else 1024), (1024 if plain else 512) ** 2
+
+
+def _best(problem: Problem, most: int) -> tuple[int, int]:
+    """Queries and keys of the tiles that divide the lengths and cost least: by the pairs of all tiles that are visited,
+    and what small tiles add to each pair in libtpu's schedules for v5e.
+    """
+
+    def work(q: int, kv: int) -> float:
+        sizes = _Sizes(1, problem.T, problem.S, 1, 1, problem.H, q, kv, False, problem.options)
+        first, end = sizes.key_tiles(np.arange(problem.T // q), np)
+        return int(np.sum(np.maximum(end - first, 0))) * q * kv * (1 + 128 / q + 160 / kv)
+
+    divisors = [[tile for tile in _LENGTHS if length % tile == 0] for length in (problem.T, problem.S)]
+    return min(((q, kv) for q in divisors[0] for kv in divisors[1] if q * kv <= most), key=lambda one: work(*one))
 
 
 def check_tiles(tiles: Any, problem: Problem) -> None:

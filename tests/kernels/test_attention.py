@@ -11,6 +11,8 @@ from jax.sharding import AxisType
 from pallas_kernels import attention
 from pallas_kernels.attention import api, chunked, gpu, tpu
 from pallas_kernels.attention.cases import CASES, Case
+from pallas_kernels.attention.problem import Problem
+from pallas_kernels.attention.reference import Options
 from tests.kernels import battery
 
 
@@ -168,6 +170,16 @@ def test_tiles_do_not_change_the_result():
     base = run(tiles=tpu.Tiles(*(128,) * 6))
     for sizes in ((512, 128), (128, 512), (256, 256)):
         _alike(run(tiles=tpu.Tiles(*sizes * 3)), base)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"scale": -0.2}, {"scale": 1e-9, "segments": True}, {"scale": 1e7}], ids=str)
+def test_any_scale_on_tpu(settings):
+    """Below nothing, so small that what hides a key would not, so large that it would overflow."""
+    q, k, v = (x * 1e-4 if settings["scale"] > 1 else x for x in _drawn(256, 256, dtype=jnp.float32))
+    ids = jnp.arange(256)[None] // 100 if settings.get("segments") else None
+    run = functools.partial(_value_and_grads, q, k, v, segment_ids=ids, scale=settings["scale"])
+    _alike(run(implementation="tpu", interpret=True), run(implementation="reference"), 1e-3)
 
 
 # How it is called.
@@ -354,6 +366,36 @@ def test_a_named_kernel_that_cannot_run_says_why():
 def test_tiles_check_themselves(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+def test_models_get_long_tiles_where_they_pay():
+    """Nobody asks for them; a grid of a kernel shows how many tiles there are, and steps along keys."""
+
+    def grids(T, H=128, dtype=jnp.bfloat16, segments=None, **settings):
+        q = jax.ShapeDtypeStruct((1, T, 1, H), dtype)
+        ids = None if segments is None else jnp.zeros((1, T), jnp.int32)
+        loss = lambda *x: attention(*x, segment_ids=ids, platform="tpu v5e", implementation="tpu", **settings)  # noqa: E731
+        grad = jax.grad(lambda *x: loss(*x).astype(jnp.float32).sum(), (0, 1, 2))
+        found = _kernels(jax.make_jaxpr(grad)(q, q, q).jaxpr)
+        return [tuple(one.params["grid_mapping"].grid)[2:] for one in found]
+
+    assert grids(4096) == [(4, 4), (4, 4), (4, 1, 4)]
+    assert grids(4096, causal=False) == [(4, 2), (4, 4), (4, 1, 4)]
+    assert grids(4096, window=1024) == [(8, 3), (8, 3), (8, 1, 3)]  # longer ones would see more that is hidden
+    assert grids(1024) == [(2, 2), (2, 2), (2, 1, 2)]
+    assert grids(4096, logit_soft_cap=30.0) == [(4, 4), (8, 8), (8, 1, 8)]
+    assert grids(4096, segments=True) == [(4, 4), (8, 8), (8, 1, 8)]
+    assert grids(4096, H=256) == [(8, 8), (8, 8), (8, 1, 8)]
+    assert grids(1500, dtype=jnp.float32) == [(3, 3), (3, 3), (3, 1, 3)]  # filled up to 1536
+
+
+@pytest.mark.parametrize("options", [Options(), Options(False), Options(window=300)], ids=str)
+def test_chosen_tiles_divide_every_length(options):
+    for T, S in ((128, 4096), (384, 640), (1152, 2176), (131072, 131072), (2048, 128)):
+        problem = Problem(1, T, S, 1, 1, 128, "bfloat16", False, options)
+        found = tpu.choose_tiles(None, problem)
+        tpu.check_tiles(found, problem)
+        assert max(found.q, found.kv, found.q_dkv, found.kv_dkv) <= max(T, S)
 
 
 def test_tiles_that_do_not_fit_are_refused():
