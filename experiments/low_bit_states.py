@@ -6,7 +6,20 @@
 The recipe of `shakespeare.py`, in float32 on one device. A state in few bits has codes of the moments of matrices and a
 scale for each block of a column; embeddings, gains and biases stay float32. `split-int8` also keeps the weights as
 bfloat16 and 8 bits of correction, and `lion-int8` and `muon-int8` have one moment instead of two. The loss should stay
-within 0.02 nats of the same rule's in float32, and within 0.03 in 4 bits. Its table has not been measured yet.
+within 0.02 nats of the same rule's in float32, and within 0.03 in 4 bits. `--steps 400` gave, on XLA:CPU, JAX 0.12.0.1,
+22 November 2026 (2,000 steps of all have not been run):
+
+                   held-out loss  state, bytes a parameter
+    float32               2.4108         8.00
+    int8                  2.4110         2.12
+    dynamic8              2.4110         2.12
+    fp8                   2.4132         2.12
+    int4                  2.4035         1.15
+    split-int8            2.4108         3.12
+    lion-float32          2.4857         4.00
+    lion-int8             2.4856         1.06
+    muon-float32          2.3816         4.09
+    muon-int8             2.3827         1.12
 """
 
 import argparse
