@@ -31,7 +31,7 @@ from jaxscale.optim.elementwise import first_mixing
 from jaxscale.optim.offloaded import by_host_cpu, constants_there, cuts_of, in_slices, owners_of
 from jaxscale.optim.quantize import decode, is_quantized
 from jaxscale.optim.slices import SLICE_BYTES, Cut
-from jaxscale.sharding.memory_space import HOST_KIND, check_host_memory, rehearses, to_device, to_host
+from jaxscale.sharding.memory_space import HOST_KIND, check_host_memory, on_host, rehearses, to_device, to_host
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Params
 
@@ -68,7 +68,7 @@ def offload_state(
     Raises:
         UserError: `pattern` or `run` cannot be read. In `init` and `update`, before anything is traced: a device that
             reaches no host memory, a CPU of one device, a rule that mixes elements ("streamed"), nothing to be put on
-            the host, parameters over several devices without `shardings`.
+            the host, parameters over several devices without `shardings`, a state that lies on the device.
 
     Example:
         >>> places = jax.sharding.NamedSharding(jax.make_mesh((2,), ("fsdp",)), jax.P("fsdp"))
@@ -119,6 +119,7 @@ def offload_state(
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         _check_devices(jax.tree.leaves(state))
+        _check_there(state, searched)
         state = placed(state)
         if run == "host":
             by_cpu = constants_there(functools.partial(inner.update, **extra))
@@ -242,6 +243,18 @@ def _check_each_number(rule: optax.GradientTransformationExtraArgs, params: Para
             'slice; take run="host", or leave out of the wrapped rule what mixes, as in '
             "optax.chain(optax.clip_by_global_norm(1.0), offload_state(optax.adamw(1e-3)))"
         )
+
+
+def _check_there(state: Any, searched: re.Pattern[str]) -> None:
+    """Refuse a state that is not where `init` puts it: the device would hold it between steps."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(state)
+    for (path, leaf), there in zip(flat, jax.tree.leaves(_chosen(state, searched)), strict=True):
+        if there and not on_host(leaf):
+            raise UserError(
+                f"offload_state: {path_name(path)} of the state lies on the device: put it back on the host, "
+                "jax.device_put(leaf, leaf.sharding.with_memory_kind('pinned_host')); under a plan, which places it, "
+                "take optimizer_state streamed in place of offload_state"
+            )
 
 
 def _places(params: Params, shardings: Params | None) -> list[Any]:

@@ -255,6 +255,8 @@ def test_machines_that_a_wrapper_refuses(monkeypatch):
         inspect.unwrap(offload_state)(optax.adam(0.1), run="device")  # as without run-time type checks
     with pytest.raises(UserError, match=r"a CPU of one device.* leave offload_state out"):
         offload_state(optax.adam(0.1)).init(jax.device_put(params, jax.devices()[0]))
+    with pytest.raises(UserError, match=r"0/mu/bias of the state lies on the device: put it back.* under a plan"):
+        offload_state(optax.adam(0.1), shardings=places).update(params, optax.adam(0.1).init(params), params)
     monkeypatch.setattr("jaxscale.sharding.memory_space.HOST_KIND", "attic")
     with pytest.raises(UserError, match=r"offload_state: cpu \(cpu\) has no memory of kind attic"):
         offload_state(optax.adam(0.1), shardings=places).init(params)
