@@ -138,7 +138,7 @@ def _choose(
         if interpret:
             raise ValueError(f"{kernel}: interpret needs a named implementation, one of {', '.join(names)}")
         where = {name: target if target.platform else target.on(name) for name in ("tpu", "gpu", "cpu")}
-        return Choice(*(_best(implementations, case, where[name]) for name in ("tpu", "gpu", "cpu")), kernel)
+        return Choice(*(_best(implementations, case, where[name]) for name in ("tpu", "gpu", "cpu")), kernel=kernel)
     if implementation not in names:
         near = difflib.get_close_matches(implementation, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
