@@ -20,8 +20,11 @@ GPU_INTERPRETER = hasattr(plgpu, "InterpretGPUParams")
 
 TOLERANCE = {"bfloat16": 5e-3, "float16": 2e-3, "float32": 1e-5}
 """Largest difference, as a part of the largest value, by the dtype of what is compared."""
-GRADIENTS = {"bfloat16": 8e-3, "float16": 2e-3, "float32": 1e-5}
-"""The same of gradients, whose factors are rounded once more than those of values."""
+GRADIENTS = {"bfloat16": 5e-3, "float16": 2e-3, "float32": 1e-5}
+"""The same of gradients."""
+WIDER = {"wide": 6e-3, "large_tiles": 6.5e-3}
+"""Of bfloat16 gradients of attention's cases that lie beyond: 5.6e-3 of dq on both platforms, 6.1e-3 of dk on TPU.
+Scores' gradients are rounded to bfloat16 before products, and the output before delta, as flash attention does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +85,9 @@ def check(subject: Subject, case: Any, implementation: str, interpret: Any, capf
         close(got, want, subject.tolerance, "values")
     else:
         subject.compare(case, got, want)
-    close(got_grads, want_grads, subject.gradient_tolerance, "gradients")
+    limits = dict(subject.gradient_tolerance)
+    limits["bfloat16"] = WIDER.get(case.name, limits["bfloat16"])
+    close(got_grads, want_grads, limits, "gradients")
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
