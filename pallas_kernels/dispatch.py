@@ -190,18 +190,19 @@ def _mapped(args: Any) -> bool:
     return any(type(leaf).__name__ == "BatchTracer" for leaf in jax.tree.leaves(args))
 
 
-def first_order(kernel: str, run: Callable[..., Any]) -> Callable[..., Any]:
+def first_order(
+    kernel: str, run: Callable[..., Any], lacks: str = "second derivatives (nor forward-mode ones)"
+) -> Callable[..., Any]:
     """A pass of a kernel that refuses to be differentiated itself.
 
     Args:
         kernel: its name, for the message.
         run: a function of arrays.
+        lacks: what there is not, for the message.
     """
 
     def refuse(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(
-            f"{kernel}: kernels have no second derivatives (nor forward-mode ones); pass implementation='reference'"
-        )
+        raise NotImplementedError(f"{kernel}: kernels have no {lacks}; pass implementation='reference'")
 
     wrapped = jax.custom_jvp(run)
     wrapped.defjvp(refuse)

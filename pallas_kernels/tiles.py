@@ -15,7 +15,7 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 FOLDER = pathlib.Path(__file__).parent / "tiles"
@@ -40,6 +40,35 @@ class Tiles:
     def __post_init__(self) -> None:
         if self.rows < 1 or self.cols < 1:
             raise ValueError(f"got tiles of {self.rows} by {self.cols}, expected 1 or more")
+
+
+def check(kernel: str, tiles: T | None, implementation: str | None, allowed: Sequence[T]) -> None:
+    """Refuse tiles that were given and that a case cannot take, or nobody would.
+
+    Args:
+        kernel: its name, for the message.
+        tiles: given; `None`: none were.
+        implementation: that the caller names.
+        allowed: those that can run the case.
+
+    Raises:
+        ValueError: as it says.
+
+    Example:
+        >>> check("quantize", Tiles(96, 128), "tpu", [Tiles(128, 128)])
+        Traceback (most recent call last):
+        ValueError: quantize: got tiles Tiles(rows=96, cols=128), expected for these shapes one of \
+Tiles(rows=128, cols=128)
+    """
+    if tiles is None:
+        return
+    if implementation != "tpu":
+        raise ValueError(f"{kernel}: tiles belong to the named kernel 'tpu', and not to {implementation!r}")
+    if tiles not in allowed:
+        raise ValueError(
+            f"{kernel}: got tiles {tiles}, expected for these shapes one of {', '.join(map(str, allowed[:4]))}"
+            + (", .." if len(allowed) > 4 else "")
+        )
 
 
 def bucket(case: Case) -> dict[str, int | str]:

@@ -120,6 +120,8 @@ def adam8(
     case = _case(p, g, m, v, hyper, settings)
     where = target(platform)
     choice = choose("adam8", IMPLEMENTATIONS, case, where, implementation=implementation, interpret=bool(interpret))
+    if tiles is not None:
+        files.check("adam8", tiles, implementation, tpu.candidates(case))
 
     def on_tpu(p: Any, g: Any, m: Any, v: Any, hyper: Any) -> Any:
         return tpu.step(

@@ -8,7 +8,7 @@ from jax import Array
 
 from pallas_kernels import tiles as files
 from pallas_kernels.compat import Interpret
-from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose
+from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, first_order
 from pallas_kernels.dispatch import explain as explain_choice
 from pallas_kernels.quantize import reference, tpu
 from pallas_kernels.quantize.cases import Case
@@ -85,6 +85,8 @@ def quantize(
     case = _case(x, bits, block, axis)
     where = target(platform)
     choice = choose("quantize", IMPLEMENTATIONS, case, where, implementation=implementation, interpret=bool(interpret))
+    if tiles is not None:
+        files.check("quantize", tiles, implementation, tpu.candidates(case))
 
     def on_tpu(x: Array) -> Any:
         return tpu.quantize(x, case=case, tiles=tiles or _tiles(case, where), interpret=interpret)
@@ -95,7 +97,8 @@ def quantize(
         return gpu.quantize(x, case=case, interpret=interpret)
 
     plain = functools.partial(reference.quantize, bits=bits, block=block, axis=axis)
-    return by_platform(choice, {"tpu": on_tpu, "gpu": on_gpu, "reference": plain}, x)
+    kernels = {name: first_order("quantize", run, "derivatives") for name, run in (("tpu", on_tpu), ("gpu", on_gpu))}
+    return by_platform(choice, kernels | {"reference": plain}, x)
 
 
 def dequantize(codes: Array, scale: Array, *, bits: int = 8, block: int = 128, axis: int = -2) -> Array:

@@ -7,7 +7,7 @@ from jax import Array
 
 from pallas_kernels import tiles as files
 from pallas_kernels.compat import Interpret
-from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose
+from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, first_order
 from pallas_kernels.dispatch import explain as explain_choice
 from pallas_kernels.target import Target, target
 from pallas_kernels.top_k import reference, tpu
@@ -84,6 +84,8 @@ def top_k(
     case = _case(x, k, block, axis)
     where = target(platform)
     choice = choose("top_k", IMPLEMENTATIONS, case, where, implementation=implementation, interpret=bool(interpret))
+    if tiles is not None:
+        files.check("top_k", tiles, implementation, tpu.candidates(case))
 
     def on_tpu(x: Array) -> Any:
         return tpu.top_k(x, case=case, tiles=tiles or _tiles(case, where), interpret=interpret)
@@ -94,7 +96,8 @@ def top_k(
         return gpu.top_k(x, case=case, interpret=interpret)
 
     plain = functools.partial(reference.top_k, k=k, block=block, axis=axis)
-    return by_platform(choice, {"tpu": on_tpu, "gpu": on_gpu, "reference": plain}, x)
+    kernels = {name: first_order("top_k", run, "derivatives") for name, run in (("tpu", on_tpu), ("gpu", on_gpu))}
+    return by_platform(choice, kernels | {"reference": plain}, x)
 
 
 def explain(case: Case, platform: str) -> Explanation:

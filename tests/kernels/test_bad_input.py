@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels.adam8.api import Settings, adam8
+from pallas_kernels.adam8.tpu import Tiles as AdamTiles
 from pallas_kernels.attention.api import attention
 from pallas_kernels.cross_entropy.api import cross_entropy
 from pallas_kernels.dispatch import CannotRun
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.norm.api import rms_norm
 from pallas_kernels.quantize.api import dequantize, quantize
+from pallas_kernels.tiles import Tiles
 from pallas_kernels.top_k.api import top_k
 
 ON_TPU = {"implementation": "tpu", "platform": "tpu v5e"}
@@ -93,6 +95,32 @@ def test_second_derivatives_of_kernels_are_refused(kernel, function):
 
     with pytest.raises(NotImplementedError, match=f"{kernel}: kernels have no second derivatives"):
         jax.jit(jax.grad(slope)).trace(jnp.zeros((128, 128), jnp.bfloat16))
+
+
+def test_kernels_that_round_or_choose_have_no_derivative():
+    x = jnp.zeros((256, 128))
+    for kernel, run in (
+        ("quantize", lambda x: quantize(x, **ON_TPU)[1].sum()),
+        ("top_k", lambda x: top_k(x, 2, block=128, **ON_TPU)[0].sum()),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{kernel}: kernels have no derivatives; pass implementation="):
+            jax.jit(jax.grad(run)).trace(x)
+
+
+def test_tiles_that_a_case_cannot_take_are_refused():
+    x, codes = jnp.zeros((768, 128)), (moment(jnp.int8), moment(jnp.uint8))
+    for run in (
+        lambda **how: quantize(x, block=64, tiles=Tiles(96, 128), **how),
+        lambda **how: top_k(x, 2, block=64, tiles=Tiles(96, 128), **how),
+        lambda **how: adam8(
+            jnp.zeros((128, 512)), jnp.zeros((128, 512)), *codes, jnp.ones(5), Settings(block=128),
+            tiles=AdamTiles(4, 128), **how,
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"got tiles .*expected for these shapes one of Tiles\("):
+            run(**ON_TPU)
+        with pytest.raises(ValueError, match="tiles belong to the named kernel 'tpu', and not to None"):
+            run()
 
 
 @pytest.mark.parametrize("way", ["chunked", pytest.param("tpu", marks=pytest.mark.slow)])
