@@ -261,7 +261,7 @@ def cycles(chip: str, case: str) -> dict[str, float]:
     tiles = api.tiles_for(given, target(f"tpu {chip}"))
     bytes_ = tpu.cost(given).bytes_accessed / (given.layers * given.rows * given.cols) * given.block * tiles.cols
     seconds = (block + around / tiles.blocks) / CLOCKS[chip]
-    (bandwidth,) = (one.memory_bandwidth for one in TPUS if one.name == chip)
+    (bandwidth,) = (one.memory_bandwidth or 0.0 for one in TPUS if one.name == chip)
     return {"block": block, "around": around, "time": seconds * bandwidth / bytes_}
 
 
