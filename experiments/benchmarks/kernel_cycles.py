@@ -88,8 +88,8 @@ def splash(devices: Sequence[Any], tile: str) -> Any:
 
     (q, kv), (back_q, back_kv) = TILES[tile]
     part, back_part = min(kv, 1024), min(back_kv, 1024)
-    forward = {"block_q": q, "block_kv": kv, "block_kv_compute": part}
-    dkv = {"block_q_dkv": back_q, "block_kv_dkv": back_kv, "block_kv_dkv_compute": back_part}
+    forward: dict[str, Any] = {"block_q": q, "block_kv": kv, "block_kv_compute": part}
+    dkv: dict[str, Any] = {"block_q_dkv": back_q, "block_kv_dkv": back_kv, "block_kv_dkv_compute": back_part}
     sizes = splash_attention.BlockSizes(**forward, **dkv, block_q_dq=back_q, block_kv_dq=back_kv)
     mask = splash_attention.MultiHeadMask([splash_attention.FullMask((T, T))] * N)
     kernel = splash_attention.make_splash_mha_single_device(mask, block_sizes=sizes)
@@ -241,8 +241,8 @@ def program(devices: Sequence[Any], kernel: str, case: str, gradient: bool) -> A
         sizes = (found.rows, found.width), (found.head, found.width)
         args = (*(make(shape, dtype) for shape in sizes), make((found.rows,), jnp.int32))
 
-        def run(*args: Any) -> Any:
-            return cross_entropy(*args, implementation="tpu")[0]
+        def run(q: Any, k: Any, v: Any, *ids: Any) -> Any:
+            return cross_entropy(q, k, v, implementation="tpu")[0]
 
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=devices[:1])
     place = NamedSharding(mesh, jax.P())

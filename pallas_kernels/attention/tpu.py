@@ -255,7 +255,7 @@ def _forward_kernel(*refs: Any, sizes: _Sizes) -> None:
         ahead, highest, sums = scores(0), top[...], total[...]
         for part in range(parts):
             # the next part's product comes first: it is made while this part's softmax is taken
-            s, ahead = ahead, scores(part + 1) if part + 1 < parts else None
+            s, ahead = ahead, scores(part + 1) if part + 1 < parts else ahead
             new = jnp.maximum(highest, jnp.max(s, 0, keepdims=True))
             p = jnp.exp2((s - new) * sizes.unit)
             fade = jnp.exp2((highest - new) * sizes.unit)
