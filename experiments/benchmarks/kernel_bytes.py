@@ -327,6 +327,10 @@ def main() -> None:
     known = CLOCKS if args.cycles else PLATFORMS
     if args.chip not in (None, *known):
         parser.error(f"argument --chip: got {args.chip}, expected one of {', '.join(known)}")
+    if args.write and not args.cycles:
+        parser.error("--write keeps cycles: add --cycles, or leave it out")
+    if args.cycles and (args.tiny or args.only not in (None, "adam8")):
+        parser.error("--cycles is of every case of adam8: leave out --tiny, and --only of other kernels")
     if args.cycles:
         if not timed([chip for chip in CLOCKS if args.chip in (None, chip)], args.write):
             raise SystemExit(1)

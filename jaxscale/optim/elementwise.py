@@ -23,6 +23,8 @@ ELEMENTWISE = frozenset(
     ]
 )  # fmt: skip
 """Primitives whose every result depends on the operands at its own place alone."""
+ARRAY = "a constant array"
+"""What `first_mixing` says of a rule that closes over one: slices would need its slices."""
 PLACED = frozenset(["iota", "random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"])
 """Primitives whose results depend on their place: each slice would get those of the first."""
 
@@ -66,7 +68,12 @@ def check_elementwise(
 
 
 def _mixing(jaxpr: Any) -> str | None:
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    if any(_size(v) > 1 for v in jaxpr.constvars):
+        return ARRAY
+    for eqn in jaxpr.eqns:
+        if any(hasattr(v, "val") and _size(v) > 1 for v in eqn.invars):
+            return ARRAY
         name = eqn.primitive.name
         if all(_size(v) <= 1 for v in (*eqn.invars, *eqn.outvars)) or name in ELEMENTWISE:
             continue

@@ -4,8 +4,9 @@ An update gives back the updates of all weights, so these are on the device whol
 need not be: slices of it come, are updated and go back, as in `offloaded.streamed` (ZeRO-Infinity, Rajbhandari et al.
 2021, arXiv 2104.07857). Moving it whole saves nothing while the update runs: the compiler keeps all of it at once.
 
-A step of AdamW over 192 MiB of weights, with its gradients, compiled for one chip (JAX 0.12.0.1, 2026-11-22; the recipe
-is in `tests/optim/test_offloaded.py`), MiB on the device, and on the host what is left there:
+A step of AdamW over 192 MiB of weights, with its gradients, compiled for one chip (JAX 0.12.0.1, 2026-11-22; wrapped,
+as `tests/optim/test_offloaded.py -m slow` compiles it; as it is, the same step without the wrapper), MiB on the device,
+and on the host what is left there:
 
     state         float32                  int8
                   as it is    wrapped      as it is    wrapped
@@ -52,15 +53,15 @@ def offload_state(
     Under `jax.jit` donate parameters and state, and give them back in this order; or say by `out_shardings` where both
     lie. On one device, and on axes that are Explicit, JAX pairs what is donated with results by shape and dtype alone:
     of a state donated without its parameters, the memory would be taken for new parameters. That is an error when the
-    program runs, and on a CPU of one device it ends the process (JAX 0.10.2, 0.12.0.1), so that this is refused.
+    program runs, and on a CPU of one device it ends the process (JAX 0.10.2, 0.12.0.1), so that this is refused where
+    it shows: arrays inside `jax.jit` tell their device under a mesh alone.
 
     Args:
         rule: any optax transformation, `quantize_state` of one too: a quarter of the bytes come and go then.
         pattern: searched in the path of each array of the state ("0/mu/blocks/up"); what it finds goes to the host,
             all by default. Numbers without dims (counts, rates) stay on the device.
         run: where updates are made: "streamed", on the device in slices, for rules that treat each number by itself;
-            "host", by the host's CPU, for any: gradients and weights go there too, and compiled for 16 chips LAMB
-            keeps 2.6 times its weights beside the arguments on v5e, 1.0 times on H100.
+            "host", by the host's CPU, for any: gradients and weights go there too.
         shardings: of the parameters, a tree like them, where they lie on several devices:
             `jax.tree.map(lambda p: p.sharding, params)`. Slices then cut no dim that is sharded.
         slice_bytes: of one tensor on each device, at most, where it can be cut so small.
@@ -118,6 +119,7 @@ def offload_state(
         return jax.jit(inner.init, out_shardings=_beside(inner, params, shapes, _chosen(shapes, searched)))(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        state = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state)
         _check_devices(jax.tree.leaves(state))
         _check_there(state, searched)
         state = placed(state)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxscale.optim.elementwise import first_mixing
@@ -70,7 +71,8 @@ class InBlocks:
 def views_of(rule: optax.GradientTransformation, gradients: Any, state: Any) -> InBlocks | None:
     """How to run a rule in blocks; `None` where the rule must see the arrays' own shapes.
 
-    That is where it mixes numbers of an array, or does something else for other shapes, as a mask by `ndim` may.
+    That is where it mixes numbers of an array, or does something else for other shapes: a mask by `ndim`, a rate by
+    fan-in, a constant array.
 
     Args:
         rule: of float32 state.
@@ -110,17 +112,21 @@ def owner_of(path: Path, owners: Any) -> Path | None:
     return next((path[i:] for i in range(len(path) + 1) if path[i:] in owners), None)
 
 
-def _operations(rule: optax.GradientTransformation, shapes: Any) -> list[str]:
-    """Names of a rule's operations, in order."""
+def _operations(rule: optax.GradientTransformation, shapes: Any) -> list[Any]:
+    """A rule's operations in order, with the numbers that it takes from outside its arguments."""
 
-    def names(jaxpr: Any) -> list[str]:
+    def number(value: Any) -> Any:
+        return id(value) if isinstance(value, jax.core.Tracer) else np.asarray(value).item()
+
+    def listed(jaxpr: Any) -> list[Any]:
         found = []
         for eqn in jaxpr.eqns:
-            found.append(eqn.primitive.name)
+            settings = [x for x in eqn.params.values() if isinstance(x, int | float | str)]
+            found.append((eqn.primitive.name, settings, [number(v.val) for v in eqn.invars if hasattr(v, "val")]))
             for value in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
                 inner = getattr(value, "jaxpr", value)
-                found += names(inner) if hasattr(inner, "eqns") else []
+                found += listed(inner) if hasattr(inner, "eqns") else []
         return found
 
     program = jax.make_jaxpr(rule.update)(shapes, jax.eval_shape(rule.init, shapes), shapes)
-    return names(program.jaxpr)
+    return [*listed(program.jaxpr), *map(number, program.consts)]

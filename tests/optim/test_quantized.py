@@ -121,14 +121,29 @@ def test_the_forms_for_tpu_and_gpu_give_the_same_update_and_state(platform: str,
         assert np.abs(a - b).max() <= 1
 
 
-def test_a_rule_that_looks_at_shapes_is_not_run_in_blocks() -> None:
-    def decayed(tree: Any) -> Any:
-        return jax.tree.map(lambda p: p.ndim == 3, tree)
+def _by_ndim(tree: Any) -> Any:
+    return jax.tree.map(lambda p: p.ndim == 3, tree)
 
-    for mask, expected in ((None, True), (decayed, False)):
-        rule = optax.adamw(1e-3, mask=mask)
-        state = quantize_state(rule, "int8", StatePolicy(block=32)).init(PARAMS)
-        assert (views_of(rule, PARAMS, state) is not None) == expected
+
+def _scaled(function: Any) -> Any:
+    rescaled = optax.stateless(lambda updates, _: jax.tree.map(function, updates))
+    return optax.chain(rescaled, optax.trace(0.9))
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (optax.adamw(1e-3), True),
+        (optax.adamw(1e-3, mask=_by_ndim), False),
+        (_scaled(lambda g: g * (g.shape[-2] / 64)), False),
+        (_scaled(lambda g: g * jnp.float32(g.ndim)), False),
+        (_scaled(lambda g: g * jnp.asarray(np.arange(g.size, dtype=np.float32).reshape(g.shape))), False),
+    ],
+    ids=["adamw", "mask by ndim", "fan-in", "ndim as a number", "an array"],
+)
+def test_a_rule_that_looks_at_shapes_is_not_run_in_blocks(rule: Any, expected: bool) -> None:
+    state = quantize_state(rule, "int8", StatePolicy(block=32)).init(PARAMS)
+    assert (views_of(rule, PARAMS, state) is not None) == expected
 
 
 def test_a_state_without_zero_levels_starts_from_zero_and_other_starts_are_kept() -> None:
