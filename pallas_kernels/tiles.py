@@ -39,15 +39,15 @@ class Tiles:
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.cols < 1:
-            raise ValueError(f"got tiles of {self.rows} by {self.cols}, expected 1 or more")
+            raise ValueError(f"got tiles of {self.rows} by {self.cols}, expected 1 or more of each; or leave tiles out")
 
 
-def check(kernel: str, tiles: T | None, implementation: str | None, allowed: Sequence[T]) -> None:
+def check(kernel: str, tiles: T, implementation: str | None, allowed: Sequence[T]) -> None:
     """Refuse tiles that were given and that a case cannot take, or nobody would.
 
     Args:
         kernel: its name, for the message.
-        tiles: given; `None`: none were.
+        tiles: given.
         implementation: that the caller names.
         allowed: those that can run the case.
 
@@ -58,16 +58,17 @@ def check(kernel: str, tiles: T | None, implementation: str | None, allowed: Seq
         >>> check("quantize", Tiles(96, 128), "tpu", [Tiles(128, 128)])
         Traceback (most recent call last):
         ValueError: quantize: got tiles Tiles(rows=96, cols=128), expected for these shapes one of \
-Tiles(rows=128, cols=128)
+Tiles(rows=128, cols=128); or leave tiles out
     """
-    if tiles is None:
-        return
     if implementation != "tpu":
-        raise ValueError(f"{kernel}: tiles belong to the named kernel 'tpu', and not to {implementation!r}")
+        raise ValueError(
+            f"{kernel}: tiles belong to the named kernel 'tpu', and not to {implementation!r}: "
+            "say implementation='tpu'; or leave tiles out"
+        )
     if tiles not in allowed:
         raise ValueError(
             f"{kernel}: got tiles {tiles}, expected for these shapes one of {', '.join(map(str, allowed[:4]))}"
-            + (", .." if len(allowed) > 4 else "")
+            f"{', ..' * (len(allowed) > 4)}; or leave tiles out"
         )
 
 

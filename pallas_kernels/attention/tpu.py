@@ -8,6 +8,7 @@ a step with nothing to do copies nothing. After FlashAttention-2 (arXiv 2307.086
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -84,7 +85,7 @@ def choose_tiles(chip: str | None, problem: Problem) -> Tiles:
     """Tuned tiles, else those of the least work in each pass (`_best`)."""
 
     def rule() -> Tiles:
-        forward, backward = (_best(problem, most) for most in _largest(problem))
+        forward, backward = (_best(problem, *longest) for longest in _longest(problem))
         return Tiles(*forward, *backward, *backward)
 
     def fits(found: Tiles) -> bool:
@@ -93,19 +94,23 @@ def choose_tiles(chip: str | None, problem: Problem) -> Tiles:
     return tuned.tiles("attention", chip, problem.case, Tiles, rule, fits)
 
 
-def _largest(problem: Problem) -> tuple[int, int]:
-    """Pairs of a tile in the forward and in the backward, up to which kernels were compiled: they fit into VMEM, and
-    take seconds. A causal one has its loop's body twice.
+def _longest(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Most queries and keys of a tile, in the forward and in the backward: what libtpu 0.0.51 compiled for v5e.
+
+    In bfloat16 with heads of 128, causal: 1024 x 1024 in each pass, and with a soft cap and segments together 512 x 512
+    in the backward; with all pairs visible, neither cap nor segments: 1024 x 2048 in the forward. In float32 with heads
+    of 128 and 256, and in bfloat16 with heads of 256, each causal with a soft cap and segments: 512 x 512.
     """
     plain = problem.options.soft_cap is None and not problem.segments
     if problem.dtype != "bfloat16" or problem.H > LANES:
-        return 512 * 512, 512 * 512
-    return 1024 * (2048 if plain and not problem.options.causal else 1024), (1024 if plain else 512) ** 2
+        return (512, 512), (512, 512)
+    keys = 2048 if plain and not problem.options.causal else 1024
+    return (1024, keys), (1024, 1024) if plain else (512, 512)
 
 
-def _best(problem: Problem, most: int) -> tuple[int, int]:
-    """Queries and keys of the tiles that divide the lengths and cost least: by the pairs of all tiles that are visited,
-    and what small tiles add to each pair in libtpu's schedules for v5e.
+def _best(problem: Problem, queries: int, keys: int) -> tuple[int, int]:
+    """The tile, of at most so many queries and keys, that divides the lengths and costs least: by the pairs of all
+    tiles that are visited, and what small tiles add to each pair in libtpu's schedules for v5e.
     """
 
     def work(q: int, kv: int) -> float:
@@ -113,8 +118,9 @@ def _best(problem: Problem, most: int) -> tuple[int, int]:
         first, end = sizes.key_tiles(np.arange(problem.T // q), np)
         return int(np.sum(np.maximum(end - first, 0))) * q * kv * (1 + 128 / q + 160 / kv)
 
-    divisors = [[tile for tile in _LENGTHS if length % tile == 0] for length in (problem.T, problem.S)]
-    return min(((q, kv) for q in divisors[0] for kv in divisors[1] if q * kv <= most), key=lambda one: work(*one))
+    limits = (problem.T, queries), (problem.S, keys)
+    lengths = [[tile for tile in _LENGTHS if tile <= most and length % tile == 0] for length, most in limits]
+    return min(itertools.product(*lengths), key=lambda one: work(*one))
 
 
 def check_tiles(tiles: Any, problem: Problem) -> None:

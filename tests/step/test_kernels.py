@@ -3,9 +3,11 @@
 import functools
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxscale.errors import UserError
@@ -14,14 +16,15 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.planning.fit import fit
 from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.platform import Platform
-from jaxscale.step.choices import check_taken
+from jaxscale.step.build import build
+from jaxscale.step.choices import check_taken, noted
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.kernels import Kernels, Taken, fields_of, lines_of
 from jaxscale.step.layout import resolve_mesh
 from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
 from jaxscale.values import override, to_json
-from pallas_kernels.dispatch import noting
+from pallas_kernels.dispatch import CannotRun, noting
 from tests.kernels.aot import compiled, tpu_compiler
 
 
@@ -88,8 +91,11 @@ def test_one_field_says_it():
 class Tokens:
     """Batches of which only the shapes are asked for."""
 
+    def __init__(self, context=128):
+        self.context = context
+
     def shapes(self, rows):
-        return dict.fromkeys(("tokens", "targets"), ((rows, 128), "int32"))
+        return dict.fromkeys(("tokens", "targets"), ((rows, self.context), "int32"))
 
 
 def experiment(vocab=1024):
@@ -169,11 +175,17 @@ def test_estimates_and_meetings_tell_it_too():
 def test_a_loss_by_any_name_is_the_loss(name):
     x, head = jnp.sin(jnp.arange(192.0)).reshape(2, 12, 8), jnp.cos(jnp.arange(80.0)).reshape(10, 8)
     targets, notes = jnp.arange(24).reshape(2, 12) % 10, []
+
+    def trained(**settings):
+        run = functools.partial(cross_entropy, targets=targets, vocab=10, **settings)
+        return jax.jit(jax.value_and_grad(lambda *given: run(*given).total, (0, 1)))(x, head)
+
     with noting(notes):
-        got = jax.jit(functools.partial(cross_entropy, vocab=10, implementation=name))(x, head, targets)
-    want = jax.jit(functools.partial(cross_entropy, vocab=10))(x, head, targets)
-    assert [found.chosen for found, _ in notes] == [name]
-    assert abs(float(got.total - want.total)) < 1e-4
+        got = trained(
+            implementation=name, chunk=5 if name == "chunked" else None
+        )  # two chunks, and two rows of a third
+    assert {found.chosen for found, _ in notes} == {name}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, trained())
 
 
 def test_what_is_named_must_be_taken():
@@ -183,6 +195,67 @@ def test_what_is_named_must_be_taken():
         check_taken(plan, ())
     with pytest.raises(UserError, match=r"takes cross_entropy reference: .*must be given context.loss"):
         check_taken(plan, (Taken("cross_entropy", "cpu", "reference", "no chunk"),))
+    largest = Plan(kernels=Kernels.parse("top_k=gpu"))
+    with pytest.raises(UserError, match="top_k=gpu: this step takes top_k reference: kernels are of blocks; leave it"):
+        check_taken(largest, (Taken("top_k", "gpu", "reference", "kernels are of blocks"),))
+
+
+def small(**changes):
+    return override(Plan(), changes), Experiment("small", Decoder(64, 16, 1, 16, 2), Tokens(16), batch=8)
+
+
+def test_estimates_and_meetings_refuse_before_anything_is_compiled():
+    plan, made = small(kernels="quantize=reference")
+    said = "quantize=reference: nothing in this step takes quantize; leave it out"
+    with pytest.raises(UserError, match=said):
+        fit(made, "cpu x 2", plan)
+    with pytest.raises(UserError, match=said):
+        lowered_step(jax.devices()[:1], lambda: made, plan)
+    plan, made = small(kernels="top_k=reference", mesh="replica:2", diloco="every=10", reduce="int8")
+    step = build(made, plan)
+    with pytest.raises(UserError, match="nothing in this step takes top_k"):
+        step.compile(batch_shapes(made))
+    assert step.program is None
+    assert "quantize" in {one.kernel for one in step.kernels}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernels", "codec", "why"),
+    [
+        ("quantize=gpu", "qsgd", "and this rounds at random"),
+        ("top_k=gpu", "topk:0.05,block=none", "kernels are of blocks, and this is a whole leaf"),
+    ],
+)
+def test_a_codec_that_no_kernel_knows_says_why(kernels, codec, why):
+    kernel = kernels.partition("=")[0]
+    with pytest.raises(UserError, match=f"{kernels}: this step takes {kernel} reference: .*{why}; leave it out"):
+        took("gpu h200 x 4", kernels=kernels, mesh="replica:2,fsdp:2", reduce=codec)
+
+
+def test_a_state_on_the_host_is_why_no_kernel_steps_it():
+    plan, made = small(state="int8", optimizer_state="host", zero="1")
+    step = described_step(made, Platform.parse("tpu v5e:2x2"), plan)
+    assert step.update.unfused == "it needs weights and state on the device"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "twice: no. Pass implementation=None to take one that can.",
+            "kernels auto: twice: no. Leave it out for one .*",
+        ),
+        ("twice: cannot map it. Pass implementation='reference'", "twice: cannot map it. Pass implementation='.*'"),
+    ],
+)
+def test_what_cannot_run_is_told_in_its_own_words(said, told):
+    def cannot():
+        raise CannotRun(said)
+
+    step = types.SimpleNamespace(plan=Plan(), _notes=[])
+    with pytest.raises(UserError, match=f"^{told}$"):
+        noted(step, cannot)()
 
 
 def test_a_kernel_taken_in_two_ways_is_told_in_one_line():
