@@ -6,6 +6,7 @@ from typing import Any
 from jaxscale.platforms.described import abstract, lower_for, without_memories
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.build import TrainStep, build
+from jaxscale.step.choices import check_taken
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
@@ -35,11 +36,16 @@ def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: P
         devices: of the platform.
         make: makes the experiment; it must pickle, as must `plan`.
         plan: how; the experiment's own by default.
+
+    Raises:
+        UserError: the plan does not fit, or names a kernel that the step does not take.
     """
     experiment = make()
     on = [abstract(device) for device in devices] if without_memories(devices) else devices
     step = build(experiment, plan, devices=on)
     traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment)))
+    if step.outer is None:  # else meetings take some
+        check_taken(step.plan, step.kernels)
     return traced.lower() if on is devices else lower_for(devices[: step.devices], traced)
 
 

@@ -10,6 +10,7 @@ from jaxscale.planning.placements import Placements, dims_of, place
 from jaxscale.planning.timeline import Compiler
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.build import TrainStep
+from jaxscale.step.choices import check_taken
 from jaxscale.step.plan import Plan
 from jaxscale.trees import path_name
 
@@ -40,12 +41,17 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
         step: on the platform's devices, or their description.
         batch: arrays or shapes of a global batch.
         platform: where.
+
+    Raises:
+        UserError: the plan names a kernel that the step does not take.
     """
     import jax
 
     shapes = step.abstract_batch(batch)
     state = step.layout.abstract
     jaxpr = jax.make_jaxpr(step.step_fn)(state, shapes)
+    if step.outer is None:  # else meetings take some
+        check_taken(step.plan, step.kernels)
     program = flatten(jaxpr)
     found = [leaf for part in (state, shapes) for leaf in jax.tree_util.tree_flatten_with_path(part)[0]]
     leaves = tuple((path_name(path), leaf) for path, leaf in found)

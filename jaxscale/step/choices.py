@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxscale.step.build import TrainStep
 
 Notes = dispatch.Notes
+_PASS_NONE = "Pass implementation=None to take one that can."
 
 
 def noted(step: "TrainStep", function: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,8 +36,10 @@ def noted(step: "TrainStep", function: Callable[..., Any]) -> Callable[..., Any]
             try:
                 made = function(*args)
             except dispatch.CannotRun as error:
-                said = str(error).removesuffix("Pass implementation=None to take one that can.")
-                raise UserError(f"kernels {plan.kernels}: {said}Leave it out for one that can") from error
+                said = str(error)
+                if said.endswith(_PASS_NONE):
+                    said = f"kernels {plan.kernels}: {said.removesuffix(_PASS_NONE)}Leave it out for one that can"
+                raise UserError(said) from error
             _note_update(step)
         return made
 
@@ -70,13 +73,14 @@ def check_taken(plan: Plan, found: Sequence[Taken]) -> None:
         UserError: as it says.
     """
     for kernel, name in plan.kernels.named:
-        chosen = [one.chosen for one in found if one.kernel == kernel]
+        met = [one for one in found if one.kernel == kernel]
         if kernel == "attention":  # a model that reads no such setting is refused by `check_traced`
             continue
-        if not chosen:
+        if not met:
             raise UserError(f"kernels {kernel}={name}: nothing in this step takes {kernel}; leave it out")
-        if name not in chosen:
-            raise UserError(
-                f"kernels {kernel}={name}: this step takes {kernel} {chosen[0]}: a loss of a model's own must be given "
-                "context.loss and context.loss_chunk; or leave it out"
-            )
+        if name not in [one.chosen for one in met]:
+            said = f"kernels {kernel}={name}: this step takes {kernel} {met[0].chosen}"
+            if kernel == "cross_entropy":
+                why = "a loss of a model's own must be given context.loss and context.loss_chunk"
+                raise UserError(f"{said}: {why}; or leave it out")
+            raise UserError(f"{said}{'' if met[0].why is None else f': {met[0].why}'}; leave it out")

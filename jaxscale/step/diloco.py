@@ -80,16 +80,20 @@ class DilocoStep(TrainStep):
         return optimizer, {"outer": outer}
 
     def compile(self, batch: Batch) -> Compiled:
-        """Compile the inner step and the meetings, and check what each sends."""
+        """Compile the inner step and the meetings, once it is known what they take, and check what each sends."""
         from jaxscale.step.check import check_meeting
 
+        start = time.perf_counter()
+        self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))
+        traced = [fn.trace(self.layout.abstract) for fn in self.meet_fns]
+        check_taken(self.plan, self.kernels)
+        tracing = time.perf_counter() - start
         found, start = super().compile(batch), time.perf_counter()
-        meetings = [fn.lower(self.layout.abstract).compile() for fn in self.meet_fns]
+        meetings = [one.lower().compile() for one in traced]
         for part, executable in enumerate(meetings):
             check_meeting(self.outer, part, executable)
         self._meetings = meetings
-        check_taken(self.plan, self.kernels)
-        return dataclasses.replace(found, seconds=found.seconds + time.perf_counter() - start)
+        return dataclasses.replace(found, seconds=tracing + found.seconds + time.perf_counter() - start)
 
     def run(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[TrainState, Metrics]:
         """One step, and a meeting where one is due. The state given is donated: use the one that comes back.

@@ -17,7 +17,7 @@ KNOWN = {
     "top_k": ("tpu", "gpu", "reference"),
 }
 """Implementations that can be named, of the kernels that a step takes by name: those of `pallas_kernels`."""
-PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu", "splash": "tpu"}
+PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu"}
 """Where an implementation runs that does not run everywhere."""
 CODECS = ("quantize", "top_k")
 """Kernels that codecs take, of whichever layer: they are named by `pallas_kernels.dispatch.naming`."""

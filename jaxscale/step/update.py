@@ -104,6 +104,8 @@ class Update:
 
 def _why_unfused(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
     """Why the kernel of 8-bit AdamW does not step a state in few bits; `None` where it may."""
+    if plan.optimizer_state != "device" or plan.weights != "device":
+        return "it needs weights and state on the device"
     if platform not in ("tpu", "gpu"):
         return "kernels are for TPU and GPU"
     if plan.kernels.of("adam8") == "reference":
@@ -112,8 +114,6 @@ def _why_unfused(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
         return f"the kernel knows states int8 and dynamic8, not {plan.state}"
     if optimizer.name != "adamw" or optimizer.custom is not None:
         return f"the kernel is AdamW, not {'a rule of your own' if optimizer.custom is not None else optimizer.name}"
-    if plan.optimizer_state != "device" or plan.weights != "device":
-        return "it needs weights and state on the device"
     if plan.master == "split":
         return "it needs float32 weights, not split ones"
     return "replicas under diloco step together by XLA's program" if plan.diloco is not None else None

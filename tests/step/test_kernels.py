@@ -223,7 +223,7 @@ def test_estimates_and_meetings_refuse_before_anything_is_compiled():
 @pytest.mark.parametrize(
     ("kernels", "codec", "why"),
     [
-        ("quantize=gpu", "qsgd", "and this rounds at random"),
+        ("quantize=gpu", "qsgd:8", "and this rounds at random"),
         ("top_k=gpu", "topk:0.05,block=none", "kernels are of blocks, and this is a whole leaf"),
     ],
 )
@@ -234,8 +234,8 @@ def test_a_codec_that_no_kernel_knows_says_why(kernels, codec, why):
 
 
 def test_a_state_on_the_host_is_why_no_kernel_steps_it():
-    plan, made = small(state="int8", optimizer_state="host", zero="1")
-    step = described_step(made, Platform.parse("tpu v5e:2x2"), plan)
+    plan = override(Plan(), {"state": "int8", "optimizer_state": "host", "zero": "1"})
+    step = described_step(experiment(), Platform.parse("tpu v5e:2x2"), plan)
     assert step.update.unfused == "it needs weights and state on the device"
 
 
