@@ -95,11 +95,12 @@ def choose_tiles(chip: str | None, problem: Problem) -> Tiles:
 
 
 def _longest(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Most queries and keys of a tile, in the forward and in the backward: what libtpu 0.0.51 compiled for v5e.
+    """Most queries and keys of a tile, in the forward and in the backward: what libtpu 0.0.51 has compiled.
 
-    In bfloat16 with heads of 128, causal: 1024 x 1024 in each pass, and with a soft cap and segments together 512 x 512
-    in the backward; with all pairs visible, neither cap nor segments: 1024 x 2048 in the forward. In float32 with heads
-    of 128 and 256, and in bfloat16 with heads of 256, each causal with a soft cap and segments: 512 x 512.
+    That was for v5e, v5p and v6e. In bfloat16 with heads of 128, causal: 1024 x 1024 in each pass; with a soft cap and
+    segments together 1024 x 1024 in the forward and 512 x 512 in the backward; with all pairs visible and neither cap
+    nor segments 1024 x 2048 and 1024 x 1024. In float32 with heads of 128 and 256, and in bfloat16 with heads of 256,
+    each causal with a soft cap and segments: 512 x 512.
     """
     plain = problem.options.soft_cap is None and not problem.segments
     if problem.dtype != "bfloat16" or problem.H > LANES:
@@ -118,9 +119,11 @@ def _best(problem: Problem, queries: int, keys: int) -> tuple[int, int]:
         first, end = sizes.key_tiles(np.arange(problem.T // q), np)
         return int(np.sum(np.maximum(end - first, 0))) * q * kv * (1 + 128 / q + 160 / kv)
 
-    limits = (problem.T, queries), (problem.S, keys)
-    lengths = [[tile for tile in _LENGTHS if tile <= most and length % tile == 0] for length, most in limits]
-    return min(itertools.product(*lengths), key=lambda one: work(*one))
+    def divisors(length: int, most: int) -> list[int]:
+        return [tile for tile in _LENGTHS if tile <= most and length % tile == 0]
+
+    pairs = itertools.product(divisors(problem.T, queries), divisors(problem.S, keys))
+    return min(pairs, key=lambda one: work(*one))
 
 
 def check_tiles(tiles: Any, problem: Problem) -> None:
