@@ -4,6 +4,7 @@ import functools
 import math
 import re
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +163,7 @@ def test_estimates_and_meetings_tell_it_too():
     said = str(fit(experiment(), "tpu v5e:2x2", Plan(precision="bfloat16", loss_chunk=64)))
     assert "kernels on tpu v5e: attention tpu, cross_entropy chunked\n" in said
     plan = override(Plan(), {"mesh": "replica:2,fsdp:2", "diloco": "every=10", "reduce": "int8", "state": "int8"})
-    step = described_step(experiment(), Platform.parse("tpu v5e:2x2"), plan)
+    step: Any = described_step(experiment(), Platform.parse("tpu v5e:2x2"), plan)
     step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment())))
     assert "quantize" not in {one.kernel for one in step.kernels}
     step.meet_fns[0].trace(step.layout.abstract)
@@ -181,9 +182,8 @@ def test_a_loss_by_any_name_is_the_loss(name):
         return jax.jit(jax.value_and_grad(lambda *given: run(*given).total, (0, 1)))(x, head)
 
     with noting(notes):
-        got = trained(
-            implementation=name, chunk=5 if name == "chunked" else None
-        )  # two chunks, and two rows of a third
+        # chunks of 5, 5 and 2
+        got = trained(implementation=name, chunk=5 if name == "chunked" else None)
     assert {found.chosen for found, _ in notes} == {name}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, trained())
 
@@ -253,7 +253,7 @@ def test_what_cannot_run_is_told_in_its_own_words(said, told):
     def cannot():
         raise CannotRun(said)
 
-    step = types.SimpleNamespace(plan=Plan(), _notes=[])
+    step: Any = types.SimpleNamespace(plan=Plan(), _notes=[])
     with pytest.raises(UserError, match=f"^{told}$"):
         noted(step, cannot)()
 
