@@ -116,9 +116,7 @@ def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) ->
             return _where(good, (optax.apply_updates(old[0], updates), after), old)
 
         old = (params, inner)
-        if any(is_quantized(leaf) for leaf in jax.tree.leaves(inner, is_leaf=is_quantized)):
-            update = constants_there(update)
-        new = by_host_cpu(update, (gradients, old, norm, good), old)
+        new = by_host_cpu(constants_there(update), (gradients, old, norm, good), old)
         weights, after = jax.tree.map(lambda new, old: new if lies_on_host(old) else to_device(new), new, old)
         return weights, after if clip is None else (state[0], after)
 

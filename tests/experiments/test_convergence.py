@@ -49,8 +49,10 @@ def lost(benchmark):
     "name",
     [
         "adamw_state_int8",
-        "adamw_reduce_int8",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw_state_int4", "sgdm_reduce_powersgd_16")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("adamw_reduce_int8", "adamw_state_int4", "sgdm_reduce_powersgd_16")
+        ),
     ],
 )
 def test_few_bits_lose_no_more_than_their_gate(benchmark, lost, name):

@@ -309,13 +309,15 @@ def test_a_treatment_changes_nothing_but_memory(untreated, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["segments that divide not", pytest.param("groups in segments", marks=pytest.mark.slow)]
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("segments that divide not", "groups in segments")]
 )
 def test_a_treatment_of_blocks_that_are_not_scanned(untreated, name):
     _same(_everything(Stack(Running, 7, rngs=nnx.Rngs(0), scan=False), TREATMENTS[name]), untreated[7])
 
 
-@pytest.mark.parametrize("name", [None, pytest.param("segments that divide not", marks=pytest.mark.slow), "groups"])
+@pytest.mark.parametrize(
+    "name", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in ("segments that divide not", "groups"))]
+)
 def test_groups_with_their_own_parameters_are_the_same_model(untreated, name):
     with blocks.grouping((5, 2)):
         stack = Stack(Running, 7, rngs=nnx.Rngs(0))

@@ -80,7 +80,8 @@ def budget_between(calls, share):
     return int(least + share * (most - least))
 
 
-@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_unets_gradients_stay_and_its_flop_are_those_of_the_decision(share):
     loss, params = pure(unet(), images())
     calls = unet_calls()
@@ -169,7 +170,9 @@ class Block(nnx.Module):
 @pytest.mark.parametrize(
     "make", [lambda: Stack(Block, 6, rngs=nnx.Rngs(0)), lambda: Chain([Block(nnx.Rngs(i)) for i in range(6)])]
 )
-@pytest.mark.parametrize("text", ["chain", "revolve:2", "sqrt"])
+@pytest.mark.parametrize(
+    "text", ["chain", *(pytest.param(text, marks=pytest.mark.slow) for text in ("revolve:2", "sqrt"))]
+)
 def test_a_stack_and_a_chain_take_the_same_plans(make, text):
     module = make()
     graphdef, params = nnx.split(module)

@@ -45,7 +45,11 @@ def agrees(name, ranks, microbatches, chunks=None, **settings):
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "settings"),
     [
-        ("1f1b", 4, 6, {"stash": "residuals", "layers": 2, "unequal": True, "dropout": 0.3, "auxiliary": 0.1}),
+        pytest.param(
+            *("1f1b", 4, 6),
+            {"stash": "residuals", "layers": 2, "unequal": True, "dropout": 0.3, "auxiliary": 0.1},
+            marks=pytest.mark.slow,
+        ),
         ("lockstep", 2, 3, {"lowering": "phased", "remat": True, "stash": "residuals", "scan": True, "layers": 2}),
         ("chimera", 2, 4, {}),
         ("zb-v", 2, 4, {"stash": "residuals", "dropout": 0.3, "layers": 2, "scan": True}),

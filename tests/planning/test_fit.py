@@ -32,7 +32,7 @@ def test_the_default_limit_is_what_programs_may_use(planned):
     [
         (2.0, True, False),
         pytest.param(1.05, True, True, marks=pytest.mark.slow),
-        (0.95, False, True),
+        pytest.param(0.95, False, True, marks=pytest.mark.slow),
         pytest.param(0.5, False, False, marks=pytest.mark.slow),
     ],
 )
@@ -106,6 +106,7 @@ def test_how_it_would_fit_is_told_in_one_sentence(planned, halved):
     first = next(one for one in found.helps if one.fits)
     assert found.way.startswith(f"it fits with {first.flags}")
     assert first.needs == needs(experiment) - first.saves
+    assert found.verdict.startswith("does not fit")
     assert found.way in str(found).splitlines()
     assert fit(experiment, V5E).way == ""
 

@@ -110,6 +110,7 @@ def test_1f1b_is_flat_and_gpipe_grows_by_its_slots(piped):
     assert stash("gpipe:4x16") - stash("gpipe:4x8") == more * message
 
 
+@pytest.mark.slow
 def test_seconds_and_margin(piped):
     found = fit(piped("1f1b:4x8"), V5E)
     assert found.clock is not None

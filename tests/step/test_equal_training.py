@@ -128,6 +128,10 @@ TOGETHER = (
     "remat full",
     "context parallel, chunked",
     "zero 1",
+    "zero 2",
+    "zero 3",
+    "tensor",
+    "4 microbatches, zero 2",
 )
 """Layouts whose parts the others have; the slow suite trains them as well."""
 
@@ -155,7 +159,10 @@ def test_dropout_does_not_depend_on_the_layout(plain):
     assert not np.allclose(numbers, plain["packed"][0], rtol=1e-3)
 
 
-@pytest.mark.parametrize(("zero", "reduce"), [(0, "float32"), (1, "float32"), (2, None), (3, "float32")])
+@pytest.mark.parametrize(
+    ("zero", "reduce"),
+    [*(pytest.param(zero, "float32", marks=pytest.mark.slow) for zero in (0, 1)), (2, None), (3, "float32")],
+)
 def test_bfloat16_stays_near_float32(zero, reduce, plain):
     plan = layout("data:4" if zero == 0 else "fsdp:4", zero=zero, precision="bfloat16", reduce=reduce)
     numbers, _ = trajectory(an_experiment(), plan, windows())

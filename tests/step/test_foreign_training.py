@@ -151,7 +151,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("zero 0", "zero 1") else name for name in LAYOUTS]
+)
 def test_every_stage_trains_as_one_device_does(name):
     make, plan = LAYOUTS[name]
     expected = plain(make)

@@ -65,7 +65,7 @@ def plain():
 @pytest.mark.parametrize(
     "memory",
     [
-        "jax:dots_with_no_batch_dims_saveable",
+        pytest.param("jax:dots_with_no_batch_dims_saveable", marks=pytest.mark.slow),
         pytest.param("sqrt", marks=pytest.mark.slow),
         pytest.param("periodic:4", marks=pytest.mark.slow),
         pytest.param("revolve:2", marks=pytest.mark.slow),
@@ -74,7 +74,7 @@ def plain():
         pytest.param("save:14KiB:flop", marks=pytest.mark.slow),
         pytest.param("greedy:24KiB", marks=pytest.mark.slow),
         pytest.param("dtr_static:24KiB", marks=pytest.mark.slow),
-        "offload:pofo:24KiB",
+        pytest.param("offload:pofo:24KiB", marks=pytest.mark.slow),
     ],
 )
 def test_a_memory_plan_changes_nothing_but_memory(memory, plain):

@@ -22,7 +22,6 @@ OPTIONS = {
     "soap": {"every": 2},
     "galore": {"rank": 4, "every": 2},
 }
-QUICK = ("lion",)
 ALONE = [name for name, rule in RULES.items() if not rule.over_replicas]
 """Those that one device takes; `test_one_bit.py` has the others."""
 
@@ -42,7 +41,8 @@ def trained(name, mesh, zero):
     return losses
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ALONE])
+@pytest.mark.slow  # `test_optimizer_battery.py` has some of them by default
+@pytest.mark.parametrize("name", ALONE)
 def test_a_rule_trains_and_its_devices_agree(name):
     """Three layers over four devices: they do not divide."""
     alone = trained(name, "1", 0)

@@ -147,6 +147,7 @@ def alone() -> TrainStep:
     return build(EXPERIMENT, Plan(mesh=MeshSpec()), devices=jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_weights_equal_a_loop_of_whole_gradients_and_clipping_is_by_stage(
     pipedream: TrainStep, alone: TrainStep
 ) -> None:

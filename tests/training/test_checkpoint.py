@@ -171,7 +171,9 @@ def corrupt_empty(folder):
 CORRUPTIONS = [value for name, value in sorted(globals().items()) if name.startswith("corrupt_")]
 
 
-@pytest.mark.parametrize("corrupt", CORRUPTIONS)
+@pytest.mark.parametrize(
+    "corrupt", [CORRUPTIONS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in CORRUPTIONS[1:])]
+)
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, corrupt):
     saved(tmp_path / "c", 1, 2)
     corrupt(tmp_path / "c" / "00000002")

@@ -99,6 +99,7 @@ def test_a_finished_run_says_so_and_trains_no_more(toy, whole, capsys):
     assert int(run.state.step) == run.step == 12
 
 
+@pytest.mark.slow
 def test_more_steps_continue_a_finished_run(toy, tmp_path):
     constant = toy(optimizer=Optimizer(schedule="constant"))
     train(constant, steps=7, out=tmp_path / "a", quiet=True)
@@ -324,6 +325,7 @@ def test_the_best_checkpoint_is_kept(toy, tmp_path):
     assert set(steps_saved(run.dir)) == {best, 20}
 
 
+@pytest.mark.slow
 def test_minutes_save_too(toy, tmp_path):
     experiment = toy(checkpoint=Checkpointing(every=0, minutes=0.0, keep=99))
     train(experiment, out=tmp_path / "run", quiet=True)
@@ -384,6 +386,7 @@ def test_a_full_disk_stops_the_run_and_keeps_what_was_saved(toy, tmp_path, monke
     assert read_metrics(tmp_path / "run", "train").column("step").tolist() == list(range(1, 8))
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_goes_on(toy, whole, capsys):
     before = exact(whole)
     folder = whole / "checkpoints" / "00000012"
