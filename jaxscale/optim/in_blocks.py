@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from jaxscale.optim.elementwise import first_mixing
 from jaxscale.optim.quantize import is_quantized
@@ -116,7 +117,7 @@ def _operations(rule: optax.GradientTransformation, shapes: Any) -> list[Any]:
     """A rule's operations in order, with the numbers that it takes from outside its arguments."""
 
     def number(value: Any) -> Any:
-        return id(value) if isinstance(value, jax.core.Tracer) else np.asarray(value).item()
+        return id(value) if isinstance(value, Tracer) else np.asarray(value).item()
 
     def listed(jaxpr: Any) -> list[Any]:
         found = []
