@@ -6,6 +6,9 @@ Twice: cycles that the compiler of TPU v5e expects, over the layers of Llama 3 8
 seconds on this CPU, 50 million parameters in stacked leaves, each update paired with one in float32 right before it
 (median of the ratios). On CPU the update is bound by arithmetic, on TPU by memory: there eight bits move as many bytes
 as float32, for XLA reads twice what a fused kernel reads once.
+
+Cycles on v5e as a multiple of float32's (JAX 0.12.0.1, libtpu 0.0.51, 2026-11-22): int8 0.910 (bar 1.0), dynamic8 1.518
+(1.6), fp8 0.909, int4 1.160 (1.25). These are of XLA's program; AdamW with int8 or dynamic8 has a kernel in a step.
 """
 
 import argparse
