@@ -256,6 +256,7 @@ def test_weights_of_pipemare_with_both_remedies_equal_the_closed_form():
     check("pipemare", stash="residuals", entering=3, anneal=8, correction=0.135)
 
 
+@pytest.mark.slow
 def test_weights_of_pipedream_equal_the_closed_form_and_a_restart_is_exact():
     run = check("pipedream", stash="residuals")
     again = copy.copy(run)

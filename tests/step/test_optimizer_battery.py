@@ -43,20 +43,14 @@ MIXING = ("lars", "lamb", "muon")
 GATE = {"float32": 2e-4, "int8": 0.02, "int4": 0.03}
 """Nats from the float32 twin on one device, after four updates: the first sums in another order."""
 QUICK = {
-    ("adamw", "float32", "tensor:2", "host"),
     ("adamw", "int8", "fsdp:2", "device"),
     ("adamw", "int8", "fsdp:2", "streamed"),
     ("adamw", "int4", "tensor:2", "streamed"),
-    ("adamw", "int4", "1", "host"),
     ("momentum", "int4", "tensor:2", "device"),
-    ("momentum", "int8", "1", "streamed"),
     ("lion", "int8", "fsdp:2", "streamed"),
     ("lion", "int4", "1", "device"),
-    ("lamb", "int8", "fsdp:2", "device"),
     ("lamb", "float32", "tensor:2", "host"),
-    ("schedule_free", "int8", "tensor:2", "device"),
     ("ademamix", "int8", "fsdp:2", "host"),
-    ("muon", "int8", "fsdp:2", "device"),
 }
 
 

@@ -48,8 +48,8 @@ def compare(found: Any, expected: Any, bound: float) -> None:
         assert np.abs(a - b).max() <= bound * np.abs(b).max(), jax.tree_util.keystr(path)
 
 
-CASES = [{"pipeline": "1f1b:2x4"}]
-SLOW_CASES = [
+CASES = [
+    {"pipeline": "1f1b:2x4"},
     {"pipeline": "zb-v:2x4", "stages": "1,1,1,1", "mesh": "tensor:2", "memory": "full"},
     {"pipeline": "chimera:2x4", "mesh": "fsdp:2", "zero": "2", "stash": "input"},
     {"pipeline": "gpipe:4x2", "mesh": "data:2", "memory": "dots"},
@@ -67,9 +67,8 @@ SLOW_CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "changes", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=str
-)
+@pytest.mark.slow  # `test_chained.py` and `test_composed.py` have some of them by default
+@pytest.mark.parametrize("changes", CASES, ids=str)
 def test_gradients_and_loss_equal_one_device(changes: dict[str, str], reference: Any) -> None:
     expected, loss, weights = reference
     step = build(EXPERIMENT, override(Plan(), changes))

@@ -161,7 +161,7 @@ def test_two_runs_in_one_directory(toy, whole):
     assert train(toy(), out=whole, quiet=True).step == 12
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_says_so(toy, tmp_path, whole, number, monkeypatch):
     stop_after(monkeypatch, 7, lambda: os.kill(os.getpid(), number))
     before = signal.getsignal(signal.SIGINT)

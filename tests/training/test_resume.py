@@ -99,6 +99,7 @@ def test_an_edited_file_is_said_where_the_experiment_holds_code(tmp_path, monkey
         assert fields == {"old_sha256": source.sha256, "sha256": edited.sha256}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_edited_code_and_logs_it(toy, tmp_path, capsys):
     custom = toy(optimizer=Optimizer(custom=lambda rate: optax.sgd(rate), schedule="constant"))
     sources = [Source("toy", text=text, path=str(tmp_path / "toy.py")) for text in ("first", "second")]
