@@ -5,6 +5,10 @@
 50 million floats as (12,208, 4096). int8's encode and decode is one program, timed in turns with a jitted x + 1; the
 medians' ratio is told. Of the largest 1 % are timed in turns: those of each block of 1024, those of the whole leaf
 (`jax.lax.top_k`), and a full sort. The other codecs' encode and decode are told without a bar.
+
+Measured on 2 CPU cores, JAX 0.12.0.1, 2026-11-22, as multiples of x + 1 (0.10 s): int8 1.08 (bar 2), int4 1.12, onebit
+1.87, qsgd:8bit 5.95, topk:0.01 3.39. Of blocks the largest 1 % take 0.29 s, a sort 72 times that (bar 20), the whole
+leaf's 9.4 times (bar 2).
 """
 
 import argparse
