@@ -6,9 +6,10 @@ their place in the mesh (row-major), not by their id, and replica groups are spe
     {{0,1},{2,3}}      [2,2]<=[4]  (iota; [2,2]<=[2,2]T(1,0) transposed)      mesh['data'=2,'fsdp'=2] {'fsdp'}
 
 XLA:CPU never forms a reduce-scatter, and a TPU prints one as a fusion: an all-reduce of n devices whose every use takes
-1/n of it (copies, converts and tuples aside) is listed as the reduce-scatter that it is. Between TPU slices a program
-sends by way of the hosts (`megascale.py`): listed with what a device hands over. It leaves out what a kernel sends by
-itself (remote copies of Pallas), and other host transfers.
+1/n of it (copies, converts and tuples aside) is listed as the reduce-scatter that it is. A collective that a TPU runs
+beside its products is printed in every fusion beside which it runs, all under one channel: listed where it starts.
+Between TPU slices a program sends by way of the hosts (`megascale.py`): listed with what a device hands over. It leaves
+out what a kernel sends by itself (remote copies of Pallas), and other host transfers.
 """
 
 import dataclasses
@@ -46,6 +47,7 @@ _KINDS = {
 _MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "optimization-barrier", "pad"}
 _MOVES |= {"reshape", "transpose", "all-reduce-done", "async-done"}
 _CALLS = {"call", "fusion"}
+_STARTS = 'custom_call_target="AsyncCollectiveStart"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +103,7 @@ def collectives(text: str, mesh: Any) -> list[Collective]:
     devices = math.prod(sizes.values())
     axes_of = {groups_of(sizes, axes): axes for axes in _subsets(sizes)}
     program = Program(text)
+    goes_on = _go_on(program)
     found = []
     for computation in program.computations.values():
         runs, in_loop, known = program.runs(computation.name)
@@ -108,10 +111,12 @@ def collectives(text: str, mesh: Any) -> list[Collective]:
             kind = _KINDS.get(op.opcode.removesuffix("-start"))
             sent = megascale.kind_of(op.attributes) if op.opcode == "send" else None
             if sent is not None and runs:
-                dtype, shape = ARRAY.findall(op.type)[0]
-                size = array_bytes((dtype, shape))
-                found.append(Collective(sent, crossing, size, runs, dtype, computation.name, in_loop, known))
-            if kind is None or not runs:
+                dtype = ARRAY.findall(op.type)[0][0]
+                found += [
+                    Collective(sent, crossing, size, runs, dtype, computation.name, in_loop, known)
+                    for size in _handed_over(computation, op)
+                ]
+            if kind is None or not runs or (computation.name, op.name) in goes_on:
                 continue
             if kind == "collective-permute":
                 pairs = _pairs(op.attributes)
@@ -215,6 +220,34 @@ def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tu
             if a != b:
                 moved.add(axis)
     return tuple(axis for axis in sizes if axis in moved)
+
+
+def _go_on(program: Program) -> set[tuple[str, str]]:
+    """Collectives, as (computation, name), that another fusion has started: they are of the same channel."""
+    places: dict[str, list[tuple[str, str]]] = {}
+    started: dict[str, list[tuple[str, str]]] = {}
+    for computation in program.computations.values():
+        if not any(caller.opcode == "fusion" for _, caller in program.callers.get(computation.name, [])):
+            continue
+        first = any(_STARTS in op.attributes for op in computation.instructions.values())
+        for op in computation.instructions.values():
+            channel = re.search(r"\bchannel_id=(\d+)", op.attributes) if op.opcode in _KINDS else None
+            if channel:
+                (started if first else places).setdefault(channel[1], []).append((computation.name, op.name))
+    return {place for channel in started for place in places.get(channel, [])}
+
+
+def _handed_over(computation: Computation, send: Op) -> list[int]:
+    """Bytes of a message between slices: of its arrays; and apart, of single numbers that XLA has packed with them,
+    for which a TPU sends a tile of 4096 where they fill no other.
+    """
+    whole = array_bytes(ARRAY.findall(send.type)[0])
+    op = computation.instructions[send.operands[0]]
+    while op.opcode in ("bitcast", "copy", "reshape") or 'custom_call_target="ZeroCrop"' in op.attributes:
+        op = computation.instructions[op.operands[0]]
+    parts = [computation.instructions[name].type for name in op.operands] if op.opcode == "concatenate" else []
+    arrays = [array_bytes(ARRAY.findall(part)[0]) for part in parts if elements(part) > 1]
+    return [sum(arrays), whole - sum(arrays)] if 0 < len(arrays) < len(parts) else [whole]
 
 
 def _parts(program: Program, computation: Computation, op: Op, kind: str, members: int) -> dict[tuple[Any, str], int]:

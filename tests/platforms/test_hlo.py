@@ -260,6 +260,91 @@ def test_asynchronous_forms_and_fusions():
     }
 
 
+BESIDE = """
+%start (p: bf16[2,8]) -> (bf16[2,8], bf16[2,64], u32[]) {
+  %p = bf16[2,8]{1,0} parameter(0)
+  %ag = bf16[2,64]{1,0} all-gather(%p), channel_id=7, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={1}
+  ROOT %started = (bf16[2,8]{1,0}, bf16[2,64]{1,0}, u32[]) custom-call(%ag), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.1 (p.1: bf16[2,8], q.1: bf16[2,64], m: f32[4,4]) -> (f32[4,4], bf16[2,8], bf16[2,64]) {
+  %p.1 = bf16[2,8]{1,0} parameter(0)
+  %q.1 = bf16[2,64]{1,0} parameter(1)
+  %m = f32[4,4]{1,0} parameter(2)
+  %product = f32[4,4]{1,0} convolution(%m, %m), dim_labels=bf_io->bf
+  %ag.1 = bf16[2,64]{1,0} all-gather(%p.1), channel_id=7, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={1}
+  ROOT %both = (f32[4,4]{1,0}, bf16[2,8]{1,0}, bf16[2,64]{1,0}) tuple(%product, %p.1, %ag.1)
+}
+
+%done (p.2: bf16[2,8], q.2: bf16[2,64]) -> bf16[2,64] {
+  %p.2 = bf16[2,8]{1,0} parameter(0)
+  %q.2 = bf16[2,64]{1,0} parameter(1)
+  %ag.2 = bf16[2,64]{1,0} all-gather(%p.2), channel_id=7, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={1}
+  ROOT %whole = bf16[2,64]{1,0} custom-call(%p.2, %q.2, %ag.2), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: bf16[2,8], y: f32[4,4]) -> (f32[4,4], bf16[2,64], bf16[2,64]) {
+  %x = bf16[2,8]{1,0} parameter(0)
+  %y = f32[4,4]{1,0} parameter(1)
+  %other = bf16[2,64]{1,0} all-gather(%x), channel_id=8, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={1}
+  %s = (bf16[2,8]{1,0}, bf16[2,64]{1,0}, u32[]) fusion(%x), kind=kCustom, calls=%start
+  %s0 = bf16[2,8]{1,0} get-tuple-element(%s), index=0
+  %s1 = bf16[2,64]{1,0} get-tuple-element(%s), index=1
+  %f = (f32[4,4]{1,0}, bf16[2,8]{1,0}, bf16[2,64]{1,0}) fusion(%s0, %s1, %y), calls=%async_collective_fusion.1
+  %f0 = f32[4,4]{1,0} get-tuple-element(%f), index=0
+  %f1 = bf16[2,8]{1,0} get-tuple-element(%f), index=1
+  %f2 = bf16[2,64]{1,0} get-tuple-element(%f), index=2
+  %d = bf16[2,64]{1,0} fusion(%f1, %f2), kind=kCustom, calls=%done
+  ROOT %out = (f32[4,4]{1,0}, bf16[2,64]{1,0}, bf16[2,64]{1,0}) tuple(%f0, %d, %other)
+}
+"""
+
+
+def test_a_collective_beside_products_counts_once():
+    """libtpu prints it in the fusion that starts it, in each that it runs beside, and in the one that ends it."""
+    found = collectives(BESIDE, {"fsdp": 8})
+    assert [(one.kind, one.bytes, one.count, one.computation) for one in found] == [
+        ("all-gather", 256, 1, "start"),
+        ("all-gather", 256, 1, "main"),
+    ]
+    # without a start they are collectives like others
+    assert len(collectives(BESIDE.replace("AsyncCollectiveStart", "AnotherCall"), {"fsdp": 8})) == 4
+
+
+BETWEEN_SLICES = """
+ENTRY %main (loss: f32[1], a: f32[1024], b: f32[512]) -> f32[2048] {
+  %loss = f32[1]{0} parameter(0)
+  %a = f32[1024]{0} parameter(1)
+  %b = f32[512]{0} parameter(2)
+  %token = token[] after-all()
+  %packed = f32[1537]{0} concatenate(%loss, %a, %b), dimensions={0}
+  %copied = f32[1537]{0} copy(%packed)
+  %filled = f32[2048]{0} custom-call(%copied), custom_call_target="ZeroCrop"
+  %tiles = f32[2,8,128]{2,1,0} bitcast(%filled)
+  %send = (f32[2,8,128]{2,1,0}, u32[], token[]) send(%tiles, %token), channel_id=1, is_host_transfer=true, ATTRIBUTES
+  %sent = token[] send-done(%send), channel_id=1, is_host_transfer=true
+  ROOT %out = f32[2048]{0} bitcast(%tiles)
+}
+""".replace(
+    "ATTRIBUTES",
+    'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+    '_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}',
+)
+
+
+def test_a_number_packed_into_a_message_between_slices():
+    """It is listed apart, with what fills its tile: codes can be told from it, and the sum is what is handed over."""
+    found = collectives(BETWEEN_SLICES, {"replica": 2, "fsdp": 4})
+    assert [(one.kind, one.axes, one.bytes) for one in found] == [
+        ("all-reduce", ("replica",), 1536 * 4),
+        ("all-reduce", ("replica",), 512 * 4),
+    ]
+    arrays = BETWEEN_SLICES.replace("(%loss, %a, %b)", "(%a, %b)")
+    assert [one.bytes for one in collectives(arrays, {"replica": 2, "fsdp": 4})] == [2048 * 4]
+    alone = BETWEEN_SLICES.replace("(%tiles, %token)", "(%loss, %token)")
+    assert [one.bytes for one in collectives(alone, {"replica": 2, "fsdp": 4})] == [2048 * 4]
+
+
 TUPLE = """
 %sliced (p: f32[8,8], i: s32[]) -> f32[1,8] {
   %p = f32[8,8]{1,0} parameter(0)
