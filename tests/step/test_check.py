@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
+from jaxscale.compression import Codec
+from jaxscale.compression.reduce import Leaf, Stage
 from jaxscale.errors import UserError
 from jaxscale.layers.linear import Linear
 from jaxscale.memory.plan import MemoryPlan
@@ -19,7 +21,7 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.platforms.hlo import Collective, collectives
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.check import NoEffect, check_compiled, check_traced, check_wires
+from jaxscale.step.check import NoEffect, check_codec, check_compiled, check_traced, check_wires
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 
@@ -213,3 +215,16 @@ def test_a_program_in_an_unknown_spelling_stops_nothing(compiled):
 def test_a_stage_that_splits_nothing_is_refused(fields, says):
     with pytest.raises(UserError, match=says):
         make(mesh="fsdp:8", **fields)
+
+
+def test_single_numbers_beside_codes_take_more_between_slices():
+    """A TPU sends 512 bytes for each between slices, 4096 for one that is packed behind codes."""
+    mesh = AbstractMesh((2, 2), ("replica", "fsdp"))
+    stage = Stage(Codec.parse("powersgd:4"), mesh, {"kernel": Leaf((128, 128), PartitionSpec("fsdp"))})
+    assert (stage.wire_bytes, stage.exact_bytes) == (3072, 32768)
+    sent = stage.wire_bytes + 3 * 512 + 4096
+    check_codec(stage, sent, slices=2)
+    with pytest.raises(NoEffect, match="sends 8704 bytes over replica, and the codec says 3072"):
+        check_codec(stage, sent)
+    with pytest.raises(NoEffect, match="float32: 32768"):
+        check_codec(stage, sent + stage.exact_bytes, slices=2)
