@@ -69,7 +69,10 @@ def loss_fn(params: dict[str, Any], batch: dict[str, jax.Array], unroll: int = 1
 def make_optimizer() -> optax.GradientTransformation:
     """AdamW with warm-up and cosine, clipped."""
     rate = schedule()
-    mask = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in str(path[-1]), params)  # noqa: E731
+
+    def mask(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in str(path[-1]), params)
+
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, 0.9, 0.99, weight_decay=0.1, mask=mask))
 
 

@@ -178,7 +178,10 @@ class BatchNorm(nnx.Module):
         """`x` normalised per channel, in the type of `x`."""
         wide = x.astype(jnp.float32)
         over = tuple(range(x.ndim - 1))
-        row = lambda v: v.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + v.shape)  # noqa: E731
+
+        def row(v: Array) -> Array:
+            return v.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + v.shape)
+
         if context.key is None:
             mean, var = self.mean[...], self.var[...]
         else:

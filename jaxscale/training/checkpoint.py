@@ -393,7 +393,10 @@ def _quietly() -> Iterator[None]:
     """
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     hooks = sys.unraisablehook, sys.excepthook
-    drop = lambda record: False  # noqa: E731 - one of its own each time, for the filters of two may be nested
+
+    def drop(record: Any) -> bool:  # one of its own each time, for the filters of two may be nested
+        return False
+
     for logger in loggers:
         logger.addFilter(drop)
     sys.unraisablehook = sys.excepthook = _nothing

@@ -87,7 +87,9 @@ def test_scan_counts_every_trip(length):
 
 def test_nested_loops_multiply():
     def fn(x, w):
-        inner = lambda x, _: (x @ w, None)  # noqa: E731
+        def inner(x, _):
+            return (x @ w, None)
+
         return lax.fori_loop(0, 5, lambda _, x: lax.scan(inner, x, None, length=3)[0], x)
 
     assert model_flop(fn, struct(4, 8), struct(8, 8)) == 15 * 2 * 4 * 8 * 8
@@ -101,8 +103,11 @@ def test_while_loops_are_flagged():
     assert (flop.total, flop.unknown_loops) == (2 * 8**3, 1)
     with pytest.raises(ValueError, match="unknown number of trips"):
         model_flop(fn, struct(8, 8))
+
     # a loop without matrix products does not matter
-    harmless = lambda x: lax.while_loop(lambda x: x < 9, lambda x: x + 1, x)  # noqa: E731
+    def harmless(x):
+        return lax.while_loop(lambda x: x < 9, lambda x: x + 1, x)
+
     assert model_flop(harmless, struct()) == 0
 
 

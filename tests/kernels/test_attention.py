@@ -193,7 +193,10 @@ def test_any_scale_on_tpu(settings):
 def test_an_estimate_counts_the_pairs_that_are_seen(where, name):
     def estimates(**settings):
         shapes = [jax.ShapeDtypeStruct((2, 384, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
-        loss = lambda *x: attention(*x, **settings, platform=where, implementation=name).astype(jnp.float32).sum()  # noqa: E731
+
+        def loss(*x):
+            return attention(*x, **settings, platform=where, implementation=name).astype(jnp.float32).sum()
+
         found = [
             one.params["cost_estimate"] for one in _kernels(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*shapes).jaxpr)
         ]
@@ -251,7 +254,10 @@ def test_explain_says_what_runs_where():
 
 def test_one_function_lowers_to_the_kernels_of_each_platform():
     q, k, v = _drawn(256, 256)
-    loss = lambda q, k, v: attention(q, k, v).astype(jnp.float32).sum()  # noqa: E731
+
+    def loss(q, k, v):
+        return attention(q, k, v).astype(jnp.float32).sum()
+
     traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v)
     assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 3
     assert "custom_call" not in traced.lower(lowering_platforms=("cpu",)).as_text()
@@ -276,7 +282,10 @@ def test_under_shard_map(implementation, check_vma):
         out_specs=heads,
         check_vma=check_vma,
     )
-    weigh = lambda f: jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(f(*x))), (0, 1, 2)))  # noqa: E731
+
+    def weigh(f):
+        return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(f(*x))), (0, 1, 2)))
+
     whole = weigh(lambda q, k, v: run(q, k, v, segment_ids=ids))(q, k, v)
     _alike(weigh(lambda q, k, v: local(q, k, v, ids))(q, k, v), whole, 1e-5)
 
@@ -295,7 +304,10 @@ def test_kernels_under_vmap_scan_and_donation():
 
 def test_second_derivatives_of_kernels_are_refused():
     q, k, v = _drawn(128, 128)
-    loss = lambda q: attention(q, k, v, implementation="tpu", platform="tpu v5e").astype(jnp.float32).sum()  # noqa: E731
+
+    def loss(q):
+        return attention(q, k, v, implementation="tpu", platform="tpu v5e").astype(jnp.float32).sum()
+
     with pytest.raises(NotImplementedError, match=r"second derivatives.*implementation='reference'"):
         jax.jit(jax.grad(lambda q: jax.grad(loss)(q).astype(jnp.float32).sum())).trace(q)
 
@@ -378,7 +390,10 @@ def test_models_get_long_tiles_where_they_pay():
     def grids(T, H=128, dtype=jnp.bfloat16, segments=None, **settings):
         q = jax.ShapeDtypeStruct((1, T, 1, H), dtype)
         ids = None if segments is None else jnp.zeros((1, T), jnp.int32)
-        loss = lambda *x: attention(*x, segment_ids=ids, platform="tpu v5e", implementation="tpu", **settings)  # noqa: E731
+
+        def loss(*x):
+            return attention(*x, segment_ids=ids, platform="tpu v5e", implementation="tpu", **settings)
+
         grad = jax.grad(lambda *x: loss(*x).astype(jnp.float32).sum(), (0, 1, 2))
         found = _kernels(jax.make_jaxpr(grad)(q, q, q).jaxpr)
         return [tuple(one.params["grid_mapping"].grid)[2:] for one in found]

@@ -72,7 +72,10 @@ def test_kernels_are_the_definition_on_meshes(implementation, mesh):
 @pytest.mark.parametrize(("device", "primitive"), [(TPU, "pallas_call["), (H200, "mpmd_map[")])
 def test_a_layout_decides_which_kernels_run(device, primitive):
     """Also for a chip that is not here: its kernels are traced, and no other way is."""
-    loss = lambda *x: attend(*x, window=100, soft_cap=3.0).astype(jnp.float32).sum()  # noqa: E731
+
+    def loss(*x):
+        return attend(*x, window=100, soft_cap=3.0).astype(jnp.float32).sum()
+
     with layout(MeshSpec.parse("data:2,tensor:2").build([device] * 4), AxisRules()):
         jaxpr = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*_draw()))
     assert jaxpr.count(primitive) == 3

@@ -31,7 +31,10 @@ def _slopes(function, *arrays):
 def programs(**how):
     """By kernel, a function of arrays without the mapped dim, and the shapes and types of these with it."""
     step = functools.partial(adam8, hyper=hyper(0.1, 1, Settings()), settings=Settings(block=128), **how)
-    moment = lambda kind: (((2, 256, 128), kind), ((2, 2, 128), F32))  # noqa: E731
+
+    def moment(kind):
+        return (((2, 256, 128), kind), ((2, 2, 128), F32))
+
     matrix, heads = ((2, 256, 128), F32), lambda count: ((2, 1, 128, count, 64), BF16)
     return {
         "attention": (lambda *x: _slopes(functools.partial(attention, **how), *x), (heads(2), heads(1), heads(1))),

@@ -90,7 +90,10 @@ def test_implementation_and_dropout_come_with_the_context():
 def test_named_residuals_are_found_by_remat():
     layer, x = _layer(), _x()
     for implementation, names in (("plain", {"attention_out"}), ("chunked", {"attention_out", "attention_lse"})):
-        loss = lambda layer, x, how=implementation: jnp.sum(layer(x, context=Context(attention=how)))  # noqa: E731
+
+        def loss(layer, x, how=implementation):
+            return jnp.sum(layer(x, context=Context(attention=how)))
+
         text = str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss)))(layer, x))
         for name in names | {"attention_q", "attention_k", "attention_v"}:
             assert f"name={name}" in text

@@ -238,7 +238,10 @@ def test_initial_weights_have_the_said_spread():
     """GPT-2's: 0.02, and 0.02 / sqrt(2 layers) into the residual stream."""
     model = Decoder(vocab=300, context=64, layers=8, embed=128, heads=4, mlp=256)
     module = jax.jit(lambda: model.build(nnx.Rngs(0)))()
-    spread = lambda param: float(np.std(param[...]))  # noqa: E731
+
+    def spread(param):
+        return float(np.std(param[...]))
+
     block = module.blocks.layers
     for param in (module.embedding.weight, module.head.weight, block.attention.q.weight, block.mlp.gate.weight):
         assert abs(spread(param) - 0.02) < 0.0005

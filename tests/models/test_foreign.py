@@ -138,7 +138,9 @@ def test_the_callers_module_keeps_mode_types_generators_and_gains_no_variables()
     graphdef = nnx.graphdef(module)
 
     def values():
-        key_data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
+        def key_data(x):
+            return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
         return {path: np.array(key_data(v[...])) for path, v in nnx.to_flat_state(nnx.state(module))}
 
     before = values()

@@ -27,7 +27,10 @@ def compiled(fn, mesh: Mesh, arguments, out_specs=None) -> str:
     ]
     options = {}
     if out_specs is not None:
-        is_spec = lambda x: isinstance(x, P)  # noqa: E731
+
+        def is_spec(x):
+            return isinstance(x, P)
+
         options["out_shardings"] = jax.tree.map(lambda s: NamedSharding(mesh, s), out_specs, is_leaf=is_spec)
     return jax.jit(fn, **options).lower(*structs).compile().as_text()
 

@@ -36,7 +36,10 @@ def test_a_range_behind_the_run_is_missed():
 def train_steps(profiler: Profiler, folder, first: int, last: int):
     """A loop of steps with one product and one all-reduce on two devices; what `after` returned, and what it told."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    place = lambda spec: NamedSharding(mesh, spec)  # noqa: E731
+
+    def place(spec):
+        return NamedSharding(mesh, spec)
+
     step = jax.jit(lambda w, x: w + jnp.tanh(x.T @ x) * 1e-3, out_shardings=place(P()))
     w = jax.device_put(jnp.zeros((64, 64)), place(P()))
     x = jax.device_put(jnp.ones((32, 64)), place(P("data")))
@@ -48,7 +51,10 @@ def train_steps(profiler: Profiler, folder, first: int, last: int):
         # collectives of steps in flight may starve each other on CPU
         jax.block_until_ready(w)
         if profiler.ends(n):
-            event = lambda name, **fields: told.append((name, fields))  # noqa: E731
+
+            def event(name, **fields):
+                told.append((name, fields))
+
             found.append(profiler.after(n, folder, w, event, lambda text: told.append(text)))
     return found, told
 
