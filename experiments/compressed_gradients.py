@@ -21,20 +21,17 @@ gave, on XLA:CPU, JAX 0.12.0.1, 22 November 2026 (other variants, and 2,000 step
     powersgd             2.4493       158,240      20.3
 """
 
-import argparse
 import dataclasses
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxscale import Experiment, Plan, train
+from jaxscale import Experiment, Plan
 from jaxscale.compression import Codec
 from jaxscale.data import Text
 from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.experiment import Evaluation, Samples
-from jaxscale.training.backend import start_backend
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT = 64
@@ -98,21 +95,9 @@ VARIANTS = {name: _variant(name) for name in (*CODECS, "sgd-exact", "sgd-int4", 
 
 def main() -> None:
     """Train every variant, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000, help="of each; few show that it runs")
-    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="VARIANT")
-    parser.add_argument("-o", "--out", type=Path, help="where run directories go; nowhere by default")
-    arguments = parser.parse_args()
-    start_backend()  # as many devices as a CPU has cores
-    print(f"{'':13} held-out loss  bytes a step     fewer", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.only:
-            made = VARIANTS[name]()
-            run = train(made, steps=arguments.steps, out=(arguments.out or Path(folder)) / name, quiet=True)
-            whole = 4 * next(row["parameters"] for row in run.events if row["name"] == "predicted")
-            # of two devices each sends half of an all-reduce there and half back
-            sent = run.metrics.column("wire_bytes").mean() if "wire_bytes" in run.metrics[0] else whole
-            print(f"{name:13} {run.held_out_loss:13.4f} {sent:13,.0f} {whole / sent:9.1f}", flush=True)
+    from comparison import WIRE, compare, wire
+
+    compare(__doc__, VARIANTS, WIRE, wire)
 
 
 if __name__ == "__main__":

@@ -13,27 +13,25 @@ A run from scratch of so few outer steps is not what DiLoCo is for (its paper be
 steps, and an outer momentum of 0.9 takes ten steps to grow): expect it behind `exact` here. `--steps 400` gave, on
 XLA:CPU, JAX 0.12.0.1, 22 November 2026 (2,000 steps of all have not been run):
 
-                         held-out loss  bytes a step     fewer
-    exact                       2.4108     3,216,896       1.0
-    int8                        2.4108       820,488       3.9
-    one-bit-adam                2.3847       883,124       3.6
-    every-20                    2.4487       160,845      20.0
-    every-50                    2.4614        64,338      50.0
-    every-50-int4               2.4617         8,376     384.0
-    every-50-in-parts           2.4702        69,759      46.1
-    every-50-mean               2.4591        64,338      50.0
-    every-200-int4              2.7136         2,094    1536.2
+                       held-out loss  bytes a step     fewer
+    exact                     2.4108     3,216,896       1.0
+    int8                      2.4108       820,488       3.9
+    one-bit-adam              2.3847       883,124       3.6
+    every-20                  2.4487       160,845      20.0
+    every-50                  2.4614        64,338      50.0
+    every-50-int4             2.4617         8,376     384.0
+    every-50-in-parts         2.4702        69,759      46.1
+    every-50-mean             2.4591        64,338      50.0
+    every-200-int4            2.7136         2,094    1536.2
 
 `one-bit-adam` sends gradients in full for the first 100 of those.
 """
 
-import argparse
 import dataclasses
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxscale import Experiment, Plan, train
+from jaxscale import Experiment, Plan
 from jaxscale.compression import Codec
 from jaxscale.data import Text
 from jaxscale.models import Decoder
@@ -41,7 +39,6 @@ from jaxscale.optim.diloco import Diloco
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.experiment import Evaluation, Samples
-from jaxscale.training.backend import start_backend
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT = 64
@@ -106,26 +103,19 @@ def _variant(name: str) -> Callable[[], Experiment]:
 VARIANTS = {name: _variant(name) for name in WAYS}
 
 
+def _shortened(made: Experiment, steps: int) -> Experiment:
+    """With a meeting, at the end at the latest."""
+    if (seldom := made.plan.diloco) is None:
+        return made
+    often = dataclasses.replace(seldom, every=min(seldom.every, steps))
+    return dataclasses.replace(made, plan=dataclasses.replace(made.plan, diloco=often))
+
+
 def main() -> None:
     """Train every way, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000, help="of each; few show that it runs")
-    parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY")
-    parser.add_argument("-o", "--out", type=Path, help="where run directories go; nowhere by default")
-    arguments = parser.parse_args()
-    start_backend()  # as many devices as a CPU has cores
-    print(f"{'':20} held-out loss  bytes a step     fewer", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.only:
-            made = WAYS[name]()
-            if (seldom := made.plan.diloco) is not None:
-                often = dataclasses.replace(seldom, every=min(seldom.every, arguments.steps))
-                made = dataclasses.replace(made, plan=dataclasses.replace(made.plan, diloco=often))
-            run = train(made, steps=arguments.steps, out=(arguments.out or Path(folder)) / name, quiet=True)
-            whole = 4 * next(row["parameters"] for row in run.events if row["name"] == "predicted")
-            # of two devices each sends half of an all-reduce there and half back
-            sent = run.metrics.column("wire_bytes").mean() if "wire_bytes" in run.metrics[0] else whole
-            print(f"{name:20} {run.held_out_loss:13.4f} {sent:13,.0f} {whole / sent:9.1f}", flush=True)
+    from comparison import WIRE, compare, wire
+
+    compare(__doc__, VARIANTS, WIRE, wire, _shortened)
 
 
 if __name__ == "__main__":

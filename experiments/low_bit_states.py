@@ -9,26 +9,24 @@ bfloat16 and 8 bits of correction, and `lion-int8` and `muon-int8` have one mome
 within 0.02 nats of the same rule's in float32, and within 0.03 in 4 bits. `--steps 400` gave, on XLA:CPU, JAX 0.12.0.1,
 22 November 2026 (2,000 steps of all have not been run):
 
-                   held-out loss  state, bytes a parameter
-    float32               2.4108         8.00
-    int8                  2.4110         2.12
-    dynamic8              2.4110         2.12
-    fp8                   2.4132         2.12
-    int4                  2.4035         1.15
-    split-int8            2.4108         3.12
-    lion-float32          2.4857         4.00
-    lion-int8             2.4856         1.06
-    muon-float32          2.3816         4.09
-    muon-int8             2.3827         1.12
+                  held-out loss  state, bytes a parameter
+    float32              2.4108         8.00
+    int8                 2.4110         2.12
+    dynamic8             2.4110         2.12
+    fp8                  2.4132         2.12
+    int4                 2.4035         1.15
+    split-int8           2.4108         3.12
+    lion-float32         2.4857         4.00
+    lion-int8            2.4856         1.06
+    muon-float32         2.3816         4.09
+    muon-int8            2.3827         1.12
 """
 
-import argparse
 import dataclasses
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxscale import Experiment, Plan, train
+from jaxscale import Experiment, Plan, Run
 from jaxscale.data import Text
 from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
@@ -103,21 +101,16 @@ def _variant(name: str) -> Callable[[], Experiment]:
 VARIANTS = {name: _variant(name) for name in WAYS}
 
 
+def _bytes(made: Experiment, run: Run) -> str:
+    step = build(made)
+    return f"{tree_bytes(step.layout.abstract.optimizer) / step.parameters:12.2f}"
+
+
 def main() -> None:
     """Train every way, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000, help="of each; few show that it runs")
-    parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY")
-    parser.add_argument("-o", "--out", type=Path, help="where run directories go; nowhere by default")
-    arguments = parser.parse_args()
-    print(f"{'':14} held-out loss  state, bytes a parameter", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.only:
-            made = by(name)
-            step = build(made)
-            each = tree_bytes(step.layout.abstract.optimizer) / step.parameters
-            run = train(made, steps=arguments.steps, out=(arguments.out or Path(folder)) / name, quiet=True)
-            print(f"{name:14} {run.held_out_loss:13.4f} {each:12.2f}", flush=True)
+    from comparison import compare
+
+    compare(__doc__, VARIANTS, "state, bytes a parameter", _bytes)
 
 
 if __name__ == "__main__":
