@@ -109,10 +109,10 @@ def offload_state(
         _check_chosen(shapes, searched)
         if run == "streamed":
             sliced(params, {})
-        elif platform == "tpu" and any(is_quantized(x) for x in jax.tree.leaves(shapes, is_leaf=is_quantized)):
+        elif platform == "tpu" and any(x.ndim > 1 and x.dtype.itemsize == 1 for x in jax.tree.leaves(shapes)):
             raise UserError(
-                'offload_state: run="host" with a quantized state: the compiler for TPU dies on it; take "streamed", '
-                'or quantize_state(rule, "float32")'
+                'offload_state: run="host" with a quantized state, or split weights: the compiler for TPU dies on it; '
+                'take "streamed", or quantize_state(rule, "float32") without split_weights'
             )
         if any(_is_traced(leaf) for leaf in leaves):
             return placed(inner.init(params))

@@ -101,6 +101,9 @@ def streamed(
 def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) -> Advance:
     """Apply a rule on the host's CPU: gradients go there, state and weights are updated where they lie.
 
+    Not for a TPU and a state in few bits: libtpu 0.0.51 gives an array of 8 or 4 bits and two dims or more two tilings
+    where the host's CPU takes it, and dies of it; of 16 and 32 bits, and of one dim, it does not.
+
     Args:
         rule: any optax transformation.
         clip: global norm that gradients are clipped to, on the host; the state is then that of

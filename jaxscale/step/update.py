@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, NamedSharding
 
+from jaxscale.errors import UserError
 from jaxscale.optim.leaves import leaf_of
 from jaxscale.optim.offloaded import Advance
 from jaxscale.optim.one_bit import Messages, clipped
@@ -55,7 +56,7 @@ class Update:
         """The optimizer of an experiment under a plan.
 
         Raises:
-            UserError: its moments cannot be kept as asked.
+            UserError: its moments cannot be kept as asked, or a TPU's compiler takes none in few bits on the host.
         """
         placements, by_path = placements_of(functional, plan, mesh), jax.tree_util.tree_map_with_path
         places = by_path(lambda path, _: NamedSharding(mesh, placements[path_name(path)].state), functional.params)
@@ -71,6 +72,12 @@ class Update:
         if plan.state != "float32":
             layers = by_path(lambda path, _: functional.stacked(path_name(path)), functional.params)
             device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+            if plan.optimizer_state == "host" and device.platform == "tpu":
+                raise UserError(
+                    f"state {plan.state} with optimizer_state host: the compiler for TPU dies on numbers of so few "
+                    "bits in what the host's CPU runs; take optimizer_state streamed, or state float32 where the rule "
+                    "mixes elements of a tensor"
+                )
             platform = "cpu" if plan.optimizer_state == "host" else device.platform
             rule = quantize_state(rule, plan.state, local=places, layers=layers, platform=platform)
             unfused = _why_unfused(experiment.optimizer, plan, platform)

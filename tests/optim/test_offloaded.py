@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxscale.errors import UserError
 from jaxscale.optim import offload_state, quantize_state
 from jaxscale.optim.elementwise import first_mixing
-from jaxscale.optim.offloaded import global_norm, on_host, plainly, streamed
+from jaxscale.optim.offloaded import by_host_cpu, global_norm, on_host, plainly, streamed
 from jaxscale.optim.quantize import is_quantized
 from jaxscale.optim.quantized import placed
 from jaxscale.optim.slices import Cut, cut
@@ -262,6 +262,21 @@ def test_machines_that_a_wrapper_refuses(monkeypatch):
         offload_state(optax.adam(0.1), shardings=places).init(params)
 
 
+@pytest.mark.parametrize("few", ["int8", "split"])
+def test_the_host_of_a_tpu_updates_no_state_in_few_bits(few):
+    def shapes(platform):
+        chip = jax.sharding.AbstractDevice(platform, None, platform)
+        mesh = AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Auto,), abstract_device=chip)
+        place = NamedSharding(mesh, PartitionSpec(), memory_kind="device")
+        return {"w": jax.ShapeDtypeStruct((256, 128), jnp.bfloat16, sharding=place)}
+
+    rule = split_weights(optax.adamw(0.1)) if few == "split" else quantize_state(optax.adamw(0.1), few)
+    hosted = offload_state(rule, run="host")
+    with pytest.raises(UserError, match=r'run="host" with a quantized state, or split weights.* take "streamed"'):
+        jax.eval_shape(hosted.init, shapes("tpu"))
+    assert jax.eval_shape(hosted.init, shapes("gpu"))
+
+
 def test_split_weights_treat_each_number_by_itself():
     assert first_mixing(split_weights(optax.adamw(0.1)), {"w": jnp.ones((8, 8), jnp.bfloat16)}) is None
 
@@ -309,3 +324,24 @@ def test_compiled_the_device_holds_weights_gradients_and_slices(platform, quanti
     assert report.host_temp_bytes == 0
     assert report.argument_bytes == pytest.approx(4 * NUMBERS, rel=1e-3)
     assert report.temp_bytes <= 4 * NUMBERS + 80 * 2**20, "gradients, and five slices at most"
+
+
+def doubled_by_the_host(devices, dtype, shape):
+    """Twice an array that lies on the host, by its CPU."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=devices[:1])
+    place = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    return jax.jit(lambda x: by_host_cpu(lambda x: x + x, (x,), x), out_shardings=place).lower(x)
+
+
+@tpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "shape", "dies"),
+    [("int8", (256, 128), True), ("uint4", (256, 128), True), ("bfloat16", (256, 128), False), ("int8", (256,), False)],
+)
+def test_what_a_tpu_compiler_dies_of_in_what_the_host_runs(dtype, shape, dies, monkeypatch):
+    """Why a state in few bits is refused there: should this fail, a new libtpu takes it, and so may we."""
+    monkeypatch.delenv("XLA_FLAGS")  # this process's compiler works at its lowest level
+    recipe = functools.partial(doubled_by_the_host, dtype=dtype, shape=shape)
+    assert (compile_report(recipe, "tpu v5e:1x1", cache=False).crashed is not None) == dies

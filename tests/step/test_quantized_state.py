@@ -18,6 +18,8 @@ from jaxscale.optim.quantize import Quantized, decode, encode, is_quantized, zer
 from jaxscale.optim.quantized import state_bytes
 from jaxscale.optim.split_weights import split
 from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.planning.program import described_step
+from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.step.canonical import CODES, SCALE
@@ -112,6 +114,19 @@ REFUSED = [
 def test_what_would_mean_nothing_is_refused_by_name(fields, says):
     with pytest.raises(UserError, match=says):
         make(**{"mesh": "1", "state": "int8", **fields})
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_the_host_of_a_tpu_updates_no_state_in_few_bits(bits):
+    """Its compiler would die; what is asked in its place is taken, and on other devices so is the plan itself."""
+    experiment = Experiment("bits", MODEL, None, steps=10, batch=ROWS)
+    plan, slices = Plan(state=bits, optimizer_state="host", zero=1), Platform.parse("tpu v5e:2x2")
+    says = f"state {bits} with optimizer_state host: the compiler for TPU dies .* take optimizer_state streamed, or"
+    with pytest.raises(UserError, match=says):
+        described_step(experiment, slices, plan)
+    for other in ({"optimizer_state": "streamed"}, {"state": "float32"}):
+        assert described_step(experiment, slices, dataclasses.replace(plan, **other)).layout
+    assert described_step(experiment, Platform.parse("gpu h100 x 2"), plan).layout
 
 
 class TestConversion:
