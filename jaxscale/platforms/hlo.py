@@ -238,16 +238,18 @@ def _go_on(program: Program) -> set[tuple[str, str]]:
 
 
 def _handed_over(computation: Computation, send: Op) -> list[int]:
-    """Bytes of a message between slices: of its arrays; and apart, of single numbers that XLA has packed with them,
-    for which a TPU sends a tile of 4096 where they fill no other.
+    """Bytes of a message between slices: of its arrays; and apart, of single numbers that XLA has packed with them, and
+    of what fills up the tile of 4096 that a TPU sends for these.
     """
     whole = array_bytes(ARRAY.findall(send.type)[0])
     op = computation.instructions[send.operands[0]]
     while op.opcode in ("bitcast", "copy", "reshape") or 'custom_call_target="ZeroCrop"' in op.attributes:
         op = computation.instructions[op.operands[0]]
     parts = [computation.instructions[name].type for name in op.operands] if op.opcode == "concatenate" else []
-    arrays = [array_bytes(ARRAY.findall(part)[0]) for part in parts if elements(part) > 1]
-    return [sum(arrays), whole - sum(arrays)] if 0 < len(arrays) < len(parts) else [whole]
+    sums = [0, 0]
+    for part in parts:
+        sums[elements(part) == 1] += array_bytes(ARRAY.findall(part)[0])
+    return [size for size in (*sums, whole - sum(sums)) if size] if all(sums) else [whole]
 
 
 def _parts(program: Program, computation: Computation, op: Op, kind: str, members: int) -> dict[tuple[Any, str], int]:

@@ -17,7 +17,7 @@ from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.report import CompileReport
 
-FORMAT = 4
+FORMAT = 5
 """Counts up when reports of the same program mean something else than before."""
 
 
