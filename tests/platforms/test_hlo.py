@@ -336,7 +336,7 @@ ENTRY %main (loss: f32[1], a: f32[1024], b: f32[512]) -> f32[2048] {
 
 
 def test_a_number_packed_into_a_message_between_slices():
-    """It is listed apart, as is what fills its tile: codes can be told from both, and the sum is what is handed over."""
+    """It is listed apart, as is what fills its tile: codes can be told from both, and all add up to what is sent."""
     found = collectives(BETWEEN_SLICES, {"replica": 2, "fsdp": 4})
     assert [(one.kind, one.axes, one.bytes) for one in found] == [
         ("all-reduce", ("replica",), 1536 * 4),
