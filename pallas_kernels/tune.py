@@ -1,32 +1,38 @@
-"""Find tiles of a kernel on a chip: `python -m pallas_kernels.tune KERNEL --chip CHIP [--write]`.
+"""Find tiles of a kernel on a chip: `python -m pallas_kernels.tune KERNEL --chip CHIP [--case CASE] [--write]`.
 
 Every case tagged "bench" or "aot" is tried with every tiling that the kernel proposes. Those that the chip's compiler
-refuses, or for which it needs temporary memory, are dropped; that needs no device, only libtpu. The rest are timed
-where the chip is at hand: random data, everything compiled and warm, the median of ten rounds of each, in turns. Where
-it is not, nothing is claimed to be fast: the first tiling by the kernel's rule that compiles is told and marked
-"static". `--write` puts the outcome into `tiles/<chip>.json`, with date, JAX version and command.
+refuses, or (of adam8, quantize, top_k) for which it needs temporary memory, are dropped; that needs no device, only the
+compiler. The rest are timed where the chip is at hand: random data, everything compiled and warm, the median of ten
+rounds of each, in turns. Where it is not, nothing is claimed to be fast, and what is found is marked "static":
 
-It leaves out GPU kernels whose tiles are fixed by registers (adam8, quantize, top_k), and never runs in a user's run.
+    attention on a TPU   cycles of the compiler's schedule, pass by pass; the rule's tiles, but for a pass that others
+                         take at least 3 % fewer cycles for
+    attention on a GPU   the rule's tiles, unless ptxas spills less with others
+    other kernels        the first tiling by the kernel's rule that compiles
+
+`--write` puts the outcome into `tiles/<chip>.json`, with date, JAX version and command; where attention's rule is kept
+there is nothing to write, and an older entry of the case goes unless it was timed. GPU kernels but attention have tiles
+fixed by registers. Nothing is tuned in a user's run.
 """
 
 import argparse
 import dataclasses
 import datetime
+import difflib
 import functools
 import importlib
 import json
-import os
 import shlex
+import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pallas_kernels import ahead
 from pallas_kernels import tiles as files
 
-TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-"""The smallest slice that libtpu compiles for, by chip."""
 ROUNDS = 10
 
 
@@ -99,7 +105,9 @@ def _matrix(case: Any) -> tuple[Any, ...]:
 
 
 KERNELS: dict[str, Callable[[], Tuned]] = {"adam8": adam8, "quantize": quantize, "top_k": top_k}
-"""By the name of their folder."""
+"""Those with tiles for one pass, by the name of their folder."""
+NAMES = ("attention", *KERNELS)
+CHIPS = (*ahead.TPUS, *ahead.GPUS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,27 +139,22 @@ def best(tried: Sequence[Tried]) -> Tried | None:
     return min(timed, key=lambda one: one.seconds or 0.0) if timed else (left[0] if left else None)
 
 
-def entry(kernel: str, facts: dict[str, int | str], found: Tried, count: int, command: str) -> dict[str, Any]:
+def entry(kernel: str, facts: dict[str, int | str], tiles: Any, measured: str, command: str) -> dict[str, Any]:
     """What `tiles/<chip>.json` says of a case.
 
     Args:
         kernel: its name.
         facts: of the case.
-        found: the best.
-        count: tilings tried.
+        tiles: the best.
+        measured: how that was found.
         command: that gave it.
     """
     import jax
 
-    measured = (
-        f"static: the first of {count} tilings by rule that compiles; not timed"
-        if found.seconds is None
-        else f"median of {ROUNDS}: {found.seconds * 1e6:.1f} us, the fastest of {count} tilings"
-    )
     return {
         "kernel": kernel,
         "case": facts,
-        "tiles": dataclasses.asdict(found.tiles),
+        "tiles": dataclasses.asdict(tiles),
         "measured": measured,
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
@@ -159,9 +162,16 @@ def entry(kernel: str, facts: dict[str, int | str], found: Tried, count: int, co
     }
 
 
+def measured(found: Tried, count: int) -> str:
+    """How the best of `count` tilings was found."""
+    if found.seconds is None:
+        return f"static: the first of {count} tilings by rule that compiles; not timed"
+    return f"median of {ROUNDS}: {found.seconds * 1e6:.1f} us, the fastest of {count} tilings"
+
+
 def written(entries: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Entries of a file with others added; one of the same kernel and case is replaced, unless it was timed and the
-    new one was not.
+    new one was not. One without tiles takes its place and is left out.
 
     Example:
         >>> old = {"kernel": "a", "case": {"C": 8}, "measured": "median of 10: 3.0 us", "tiles": {"n": 1}}
@@ -178,43 +188,10 @@ def written(entries: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, An
         before = found.get(key(one))
         if before is None or before["measured"].startswith("static") or not one["measured"].startswith("static"):
             found[key(one)] = one
-    return list(found.values())
+    return [one for one in found.values() if one["tiles"] is not None]
 
 
-def _device(chip: str) -> tuple[Any, bool]:
-    """A device of the chip, and whether it is here."""
-    import jax
-
-    from pallas_kernels.target import target
-
-    here = jax.devices()[0]
-    if here.platform == "tpu" and target(f"tpu {here.device_kind}").chip == chip:
-        return here, True
-    from jax.experimental import topologies
-
-    described: Any = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
-    return described.devices[0], False
-
-
-def _compiled(tuned: Tuned, case: Any, tiles: Any, device: Any) -> Any:
-    """The compiled kernel, or why it is dropped."""
-    import jax
-    from jax.sharding import AxisType, NamedSharding
-
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=[device])
-    place = NamedSharding(mesh, jax.P())
-    given = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tuned.shapes(case))
-    try:
-        with jax.set_mesh(mesh):
-            made = jax.jit(tuned.run(case, tiles), donate_argnums=tuned.donated).lower(*given).compile()
-    except Exception as error:  # a refusal is an answer
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-    memory: Any = made.memory_analysis()
-    temporary = memory.temp_size_in_bytes
-    return f"{temporary} bytes of temporary memory" if temporary else made
-
-
-def _timed(tuned: Tuned, case: Any, made: Sequence[Any], device: Any) -> list[float]:
+def _timed(shapes: tuple[Any, ...], made: Sequence[Any], device: Any, donated: tuple[int, ...] = ()) -> list[float]:
     """Median seconds of each compiled kernel, in turns on the same random numbers."""
     import jax
     import jax.numpy as jnp
@@ -226,80 +203,165 @@ def _timed(tuned: Tuned, case: Any, made: Sequence[Any], device: Any) -> list[fl
         low, high = (-1.0, 1.0) if jnp.issubdtype(a.dtype, jnp.floating) else (0, 127)
         return jax.device_put(jnp.asarray(rng.uniform(low, high, a.shape)).astype(a.dtype), device)
 
-    args = list(jax.tree.map(random, tuned.shapes(case)))
+    args = list(jax.tree.map(random, shapes))
     times: list[list[float]] = [[] for _ in made]
     for turn in range(ROUNDS + 1):
         for i, run in enumerate(made):
             start = time.perf_counter()
             out = jax.block_until_ready(run(*args))
             times[i].append(time.perf_counter() - start)
-            for position, new in zip(tuned.donated, out, strict=False):
+            for position, new in zip(donated, out, strict=False):
                 args[position] = new
         if turn == 0:
             times = [[] for _ in made]
     return [statistics.median(one) for one in times]
 
 
-def tune(kernel: str, chip: str, command: str) -> list[dict[str, Any]]:
+def tune(kernel: str, chip: str, command: str, only: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Try every tiling of every case, and say what came of it.
 
     Args:
-        kernel: a name of `KERNELS`.
-        chip: a TPU's name.
+        kernel: a name of `NAMES`.
+        chip: a name of `CHIPS`; a TPU for kernels but attention.
         command: that gave it, for the file.
+        only: names of cases; all of them by default.
+
+    Returns:
+        Entries of the chip's file; one with tiles `None` says that the rule's are the ones to take.
 
     Raises:
-        ValueError: an unknown kernel or chip.
+        ValueError: an unknown kernel, chip or case; a chip that is not here, and whose compiler is not installed.
     """
-    if kernel not in KERNELS:
-        raise ValueError(f"tune: got kernel {kernel!r}, expected one of {', '.join(KERNELS)}")
-    if chip not in TOPOLOGIES:
+    _known("kernel", kernel, NAMES)
+    _known("chip", chip, CHIPS)
+    platform = "tpu" if chip in ahead.TPUS else "gpu"
+    if platform == "gpu" and kernel != "attention":
         raise ValueError(
-            f"tune: got chip {chip!r}, expected one of {', '.join(TOPOLOGIES)}; on GPUs the tiles of these kernels are "
+            f"tune: got chip {chip!r}, expected one of {', '.join(ahead.TPUS)}: on GPUs the tiles of {kernel} are "
             "fixed by registers"
         )
-    tuned = KERNELS[kernel]()
     cases = importlib.import_module(f"pallas_kernels.{kernel}.cases").CASES
-    module = importlib.import_module(f"pallas_kernels.{kernel}.tpu")
-    device, here = _device(chip)
-    found = []
-    for case in (one for one in cases if {"bench", "aot"} & set(one.tags) and module.supports(None, one) is None):
-        every = module.candidates(case)
-        made = [_compiled(tuned, case, tiles, device) for tiles in every]
-        works = [one for one in made if not isinstance(one, str)]
-        seconds = iter(_timed(tuned, case, works, device) if here else [None] * len(works))
-        tried = [
-            Tried(tiles, one) if isinstance(one, str) else Tried(tiles, seconds=next(seconds))
-            for tiles, one in zip(every, made, strict=True)
-        ]
-        chosen = best(tried)
-        for one in tried:
-            said = one.refused or ("compiles; not timed" if one.seconds is None else f"{one.seconds * 1e6:.1f} us")
-            print(f"{kernel} {case.name} on {chip}: {one.tiles}: {said}{' <-' if one is chosen else ''}", flush=True)
-        if chosen is not None:
-            found.append(entry(kernel, tuned.facts(case), chosen, len(every), command))
-    return found
+    cases = {one.name: one for one in cases if {"bench", "aot"} & set(one.tags)}
+    for name in only:
+        _known("case", name, tuple(cases))
+    asked = [one for name, one in cases.items() if not only or name in only]
+    folder = ahead.dump_schedules() if platform == "tpu" and kernel == "attention" else None
+    try:
+        device, here = ahead.device(chip)
+        if kernel == "attention":
+            found = [_attention(case, chip, device, folder if not here else None, command, here) for case in asked]
+        else:
+            found = [_one_pass(kernel, case, chip, device, command, here) for case in asked]
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return [one for one in found if one is not None]
+
+
+def _known(what: str, given: str, names: Sequence[str]) -> None:
+    if given not in names:
+        near = difflib.get_close_matches(given, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"tune: got {what} {given!r}, expected one of {', '.join(names)}{hint}")
+
+
+def _one_pass(kernel: str, case: Any, chip: str, device: Any, command: str, here: bool) -> dict[str, Any] | None:
+    """Of a kernel of `KERNELS`."""
+    tuned, module = KERNELS[kernel](), importlib.import_module(f"pallas_kernels.{kernel}.tpu")
+    if module.supports(None, case) is not None:
+        return None
+    every, shapes = module.candidates(case), tuned.shapes(case)
+    made = [ahead.compiled(tuned.run(case, tiles), shapes, device, donated=tuned.donated) for tiles in every]
+    why = [one.refused or (f"{one.temporary} bytes of temporary memory" if one.temporary else None) for one in made]
+    works = [one.program for one, refused in zip(made, why, strict=True) if refused is None]
+    seconds = iter(_timed(shapes, works, device, tuned.donated) if here else [None] * len(works))
+    tried = [
+        Tried(tiles, refused) if refused else Tried(tiles, seconds=next(seconds))
+        for tiles, refused in zip(every, why, strict=True)
+    ]
+    chosen = best(tried)
+    for one in tried:
+        said = one.refused or ("compiles; not timed" if one.seconds is None else f"{one.seconds * 1e6:.1f} us")
+        print(f"{kernel} {case.name} on {chip}: {one.tiles}: {said}{' <-' if one is chosen else ''}", flush=True)
+    if chosen is None:
+        return None
+    return entry(kernel, tuned.facts(case), chosen.tiles, measured(chosen, len(every)), command)
+
+
+def _attention(case: Any, chip: str, device: Any, folder: Any, command: str, here: bool) -> dict[str, Any] | None:
+    """Of attention, pass by pass."""
+    from pallas_kernels.attention import tuning
+
+    platform = "tpu" if chip in ahead.TPUS else "gpu"
+    if tuning.supports(case, platform) is not None:
+        return None
+    asked = tuning.problem(case, platform)
+    tried = tuning.candidates(asked, platform)
+    unit = "us" if here else "cycles" if platform == "tpu" else "bytes spilled"
+    if here:
+        costs = tuning.timed(case, tried, device, platform, _timed)
+    else:
+        costs = [tuning.static(case, one, device, platform, folder) for one in tried]
+    tiles, told = tuning.best(tried, costs, platform, 0.0 if here else tuning.GAIN)
+    for one, cost in zip(tried, costs, strict=True):
+        for name, sizes in one.passes.items():
+            said = cost if isinstance(cost, str) else f"{cost[name] * (1e6 if here else 1):,.0f} {unit}"
+            print(f"attention {case.name} on {chip}: {name} {sizes}: {said}", flush=True)
+    how = ", ".join(
+        f"{name} {cost * (1e6 if here else 1):.0f} (by rule {rule * (1e6 if here else 1):.0f}) {unit}"
+        for name, (cost, rule) in told.items()
+    )
+    way = (
+        f"median of {ROUNDS}, the fastest"
+        if here
+        else "static: cycles of the compiler's schedule, the fewest"
+        if platform == "tpu"
+        else "static: bytes that ptxas spills, the fewest"
+    )
+    kept = tiles == tried[0].tiles
+    print(f"attention {case.name} on {chip}: {tiles}{', the rule' if kept else ''}: {how} <-", flush=True)
+    made = entry("attention", asked.case, tiles, f"{way} of {len(tried)} tilings: {how}", command)
+    return made | ({"tiles": None} if kept and not here else {})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernel", help=f"one of {', '.join(KERNELS)}")
-    parser.add_argument("--chip", required=True, help=f"one of {', '.join(TOPOLOGIES)}")
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("kernel", help=f"one of {', '.join(NAMES)}")
+    parser.add_argument("--chip", required=True, help=f"one of {', '.join(CHIPS)}; a GPU for attention alone")
+    parser.add_argument("--case", action="append", default=[], help="of the kernel's cases.py; may be repeated; all")
     parser.add_argument("--write", action="store_true", help="into tiles/CHIP.json")
     given = parser.parse_args(arguments)
-    for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")):
-        os.environ.setdefault(name, value)
+    ahead.prepare()
     command = shlex.join(["python", "-m", "pallas_kernels.tune", *(sys.argv[1:] if arguments is None else arguments)])
     try:
-        found = tune(given.kernel, given.chip, command)
+        found = tune(given.kernel, given.chip, command, given.case)
     except ValueError as error:
         parser.error(str(error))
     if given.write:
-        file = files.FOLDER / f"{given.chip}.json"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(written(files.entries(given.chip), found), indent=1) + "\n")
-        print(f"wrote {file.name}")
+        write(given.chip, found)
+
+
+def write(chip: str, found: Sequence[Mapping[str, Any]]) -> None:
+    """Put entries into a chip's file, and say what came of it.
+
+    Args:
+        chip: its name.
+        found: by `tune`.
+    """
+    before = files.entries(chip)
+    after = written(before, found)
+    if after == list(before):
+        print(f"nothing to write: the rule's tiles are the best that was found on {chip}")
+        return
+    file = files.FOLDER / f"{chip}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(after, indent=1) + "\n")
+    print(f"wrote {file.name}")
 
 
 if __name__ == "__main__":

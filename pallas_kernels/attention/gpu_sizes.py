@@ -1,6 +1,7 @@
 """What is static in the GPU's kernels: sizes of tiles, and which tiles of keys and queries see each other."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -87,10 +88,12 @@ def choose_tiles(chip: str | None, problem: Problem) -> Tiles:
     def rule() -> Tiles:
         return Tiles(kv=64, stages_backward=1) if problem.H > 128 else Tiles()
 
-    def fits(found: Tiles) -> bool:
-        return found.shared(problem.H) <= mg.MAX_SHARED
+    return tuned.tiles("attention", chip, problem.case, Tiles, rule, functools.partial(fits, problem))
 
-    return tuned.tiles("attention", chip, problem.case, Tiles, rule, fits)
+
+def fits(problem: Problem, tiles: Tiles) -> bool:
+    """Whether the shared memory holds what tiles take."""
+    return tiles.shared(problem.H) <= mg.MAX_SHARED
 
 
 def check_tiles(tiles: Any, problem: Problem) -> None:
@@ -101,8 +104,8 @@ def check_tiles(tiles: Any, problem: Problem) -> None:
     """
     if not isinstance(tiles, Tiles):
         raise ValueError(f"attention: got tiles {tiles!r}, expected pallas_kernels.attention.gpu.Tiles")
-    needed = tiles.shared(problem.H)
-    if needed > mg.MAX_SHARED:
+    if not fits(problem, tiles):
+        needed = tiles.shared(problem.H)
         raise ValueError(
             f"attention: {tiles} need {needed} bytes of shared memory for heads of {problem.H}, and a block has "
             f"{mg.MAX_SHARED}: take shorter ones, or fewer stages"

@@ -35,5 +35,5 @@ class Problem:
 
     @property
     def case(self) -> dict[str, int | str]:
-        """What tiles depend on."""
-        return {"dtype": self.dtype, "mask": self.mask, "T": self.T, "S": self.S, "H": self.H}
+        """What tiles depend on; the width is a text, for tiles that one compiles at may not compile at another."""
+        return {"dtype": self.dtype, "mask": self.mask, "H": str(self.H), "T": self.T, "S": self.S}

@@ -22,9 +22,9 @@ def test_what_is_kept_without_a_device_is_called_static():
     refused = [tune.Tried(TRIED[0].tiles, "too large"), *TRIED[1:]]
     chosen = tune.best(refused)
     assert chosen is TRIED[1]
-    said = tune.entry("adam8", api.facts(CASE), chosen, len(refused), "command")
-    assert said["measured"].startswith("static: the first of")
-    assert "not timed" in said["measured"]
+    said = tune.measured(chosen, len(refused))
+    assert said.startswith("static: the first of")
+    assert "not timed" in said
     assert tune.best([tune.Tried(None, "too large")]) is None
 
 
@@ -33,7 +33,8 @@ def test_a_kernel_takes_its_tiles_from_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tiles, "FOLDER", tmp_path)
     slow, fast = candidates(CASE)[0], candidates(CASE)[3]
     found = tune.best([tune.Tried(slow, seconds=2e-3), tune.Tried(fast, seconds=1e-3)])
-    written = tune.written([], [tune.entry("adam8", api.facts(CASE), found, 2, "command")])
+    made = tune.entry("adam8", api.facts(CASE), found.tiles, tune.measured(found, 2), "command")
+    written = tune.written([], [made])
     (tmp_path / "v5e.json").write_text(json.dumps(written))
     try:
         assert api.tiles_for(CASE, Target("tpu", "v5e")) == fast
@@ -45,14 +46,7 @@ def test_a_kernel_takes_its_tiles_from_the_file(tmp_path, monkeypatch):
     assert "1000.0 us, the fastest of 2" in written[0]["measured"]
 
 
-@pytest.mark.parametrize(
-    ("kernel", "chip", "says"),
-    [("adam9", "v5e", "kernel 'adam9', expected one of adam8"), ("adam8", "h200", "chip 'h200', expected one of v4")],
-)
-def test_what_is_unknown_is_refused(kernel, chip, says, capsys):
-    with pytest.raises(SystemExit):
-        tune.main([kernel, "--chip", chip])
-    assert says in capsys.readouterr().err
+def test_tiles_check_themselves():
     with pytest.raises(ValueError, match="tiles of -1 blocks"):
         Tiles(-1, 8)
 

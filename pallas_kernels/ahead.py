@@ -1,0 +1,220 @@
+"""Chips that need not be here: their compilers, what these say of a program, and libtpu's schedule of its kernels.
+
+libtpu compiles for chips by name and dumps its final schedule as text: one VLIW bundle issues in a cycle, and code that
+runs under a condition is a region that a branch leaps over. CUDA's plugin compiles for a GPU of which it is told what
+the driver would say; ptxas tells the bytes of registers that it spills. Neither says how long a program takes: waits
+for DMA, for instance, are not seen.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+"""The smallest slice that libtpu compiles for, by chip."""
+GPUS = {"h100": (84942979072, 3.35e12), "h200": (151397597184, 4.8e12)}
+"""Bytes of memory and bytes/s of it, by chip: openxla/xla, xla/backends/gpu/target_config/specs, h100_sxm and h200."""
+
+_H100 = """gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 52428800
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: {bandwidth:.0f} device_memory_size: {memory}
+  cuda_compute_capability {{ major: 9 minor: 0 }}
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} runtime_version {{ major: 13 }}
+device_description_str: "NVIDIA {name}"
+"""
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +(?:\w\w)? *: (>*)(.*)")
+_BRANCH = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
+
+
+def prepare() -> None:
+    """Set the environment that compilers of chips which are not here must find when they are loaded.
+
+    Flags of XLA for other platforms are dropped, for a compiler ends the process at one that it does not know.
+    """
+    of_others = ("--xla_force_host_platform_device_count", "--xla_cpu_")
+    kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(of_others)]
+    os.environ["XLA_FLAGS"] = " ".join(kept)
+    told = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    for name, value in told.items():
+        os.environ.setdefault(name, value)
+
+
+def dump_schedules() -> pathlib.Path:
+    """A new folder, into which libtpu writes its schedules if it is not loaded yet."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="schedules-"))
+    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
+    return folder
+
+
+def device(chip: str) -> tuple[Any, bool]:
+    """A device of the chip, and whether it is here.
+
+    Args:
+        chip: of `TPUS` or `GPUS`.
+
+    Raises:
+        ValueError: it is not here, and its compiler is not installed.
+    """
+    import jax
+
+    from pallas_kernels.target import target
+
+    here = jax.devices()[0]
+    kind = "tpu" if chip in TPUS else "gpu"
+    if here.platform == kind and target(f"{kind} {here.device_kind}").chip == chip:
+        return here, True
+    needed, extra = ("libtpu", "aot-tpu") if kind == "tpu" else ("jax_plugins", "aot-gpu")
+    if importlib.util.find_spec(needed) is None:
+        raise ValueError(
+            f"{chip} is not here, and its compiler is not installed: pip install jaxscale[{extra}], or run this where "
+            f"a {chip} is"
+        )
+    from jax.experimental import topologies
+
+    if kind == "tpu":
+        described: Any = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[chip])
+    else:
+        memory, bandwidth = GPUS[chip]
+        config = _H100.format(memory=memory, bandwidth=bandwidth, name=chip.upper())
+        described = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    return described.devices[0], False
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What a compiler made of a program.
+
+    Args:
+        program: a `jax.stages.Compiled`; `None` where it was refused.
+        refused: why.
+        temporary: bytes that it needs beside arguments and results.
+        said: what the compiler printed.
+    """
+
+    program: Any = None
+    refused: str | None = None
+    temporary: int = 0
+    said: str = ""
+
+    @property
+    def spilled(self) -> int:
+        """Bytes that ptxas spills, stores and loads, over all kernels."""
+        return sum(int(stores) + int(loads) for stores, loads in _SPILLS.findall(self.said))
+
+
+def compiled(
+    function: Callable[..., Any], shapes: Sequence[Any], at: Any, *, donated: tuple[int, ...] = ()
+) -> Compiled:
+    """Compile a function for a device.
+
+    Args:
+        function: of arrays.
+        shapes: trees of `jax.ShapeDtypeStruct`.
+        at: the device, or the description of one.
+        donated: positions of arguments that are changed in place.
+    """
+    import jax
+    from jax.sharding import AxisType, NamedSharding
+
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=[at])
+    place = NamedSharding(mesh, jax.P())
+    given = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tuple(shapes))
+    with tempfile.TemporaryFile() as said:
+        sys.stdout.flush()
+        kept = os.dup(1)
+        os.dup2(said.fileno(), 1)  # ptxas is quoted by the compiler itself
+        try:
+            with jax.set_mesh(mesh):
+                made: Any = jax.jit(function, donate_argnums=donated).lower(*given).compile()
+        except Exception as error:  # a refusal is an answer
+            return Compiled(refused=f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+        said.seek(0)
+        words = said.read().decode("utf-8", "replace")
+    return Compiled(made, None, made.memory_analysis().temp_size_in_bytes, words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Bundles of a kernel, in one step of its grid.
+
+    Args:
+        always: those outside of all regions.
+        regions: of each region that runs under a condition, in the order of the program.
+    """
+
+    always: int
+    regions: tuple[int, ...]
+
+    def longest(self, count: int) -> tuple[int, ...]:
+        """The longest regions, in the order of the program."""
+        chosen = sorted(range(len(self.regions)), key=lambda i: -self.regions[i])[:count]
+        return tuple(self.regions[i] for i in sorted(chosen))
+
+
+def schedule(text: str) -> Schedule:
+    """Read a schedule that libtpu dumped (`*-final_bundles.txt`).
+
+    Example:
+        >>> schedule('''
+        ...      0   :  { nop }
+        ...    0x1 LB: > { %1 = sbr.rel (%p1) target = $region8 }
+        ...    0x2   : > { nop }
+        ...    0x3   : > { nop }
+        ...    0x4 PF: > { nop } /* Start/End empty region 8 :: Start region 9 */
+        ... ''')
+        Schedule(always=2, regions=(2,))
+    """
+    lines = [(len(found[1]), found[2]) for found in map(_BUNDLE.match, text.splitlines()) if found]
+    body = [words for depth, words in lines if depth]
+    always, regions = _regions(body, 0, len(body))
+    return Schedule(always, tuple(regions))
+
+
+def _regions(lines: Sequence[str], at: int, stop: int) -> tuple[int, list[int]]:
+    """Bundles that always run, and those of each region; one that mostly holds regions is as good as always run."""
+    found: list[int] = []
+    always = 0
+    while at < stop:
+        branch = _BRANCH.search(lines[at])
+        at, always = at + 1, always + 1
+        if branch is None:
+            continue
+        name = re.compile(rf"[Rr]egion {branch[1]}\b")
+        end = next((i for i in range(at, min(stop + 1, len(lines))) if name.search(lines[i])), None)
+        if end is None:  # backwards: the loop over the grid
+            continue
+        own, inner = _regions(lines, at, end)
+        outer = sum(inner) > own
+        always += own if outer else 0
+        found += inner if outer else [end - at]
+        at = end
+    return always, found
+
+
+def schedules(folder: pathlib.Path) -> Mapping[str, Schedule]:
+    """Schedules of the kernels that were compiled since the folder was read last, by their names; it is emptied."""
+    found = {}
+    for file in sorted(folder.glob("*-final_bundles.txt")):
+        if "schedule-analysis" not in file.name:
+            found[re.sub(r"^\d+-|(\.\d+)?-\d+-final_bundles.*$", "", file.name)] = schedule(file.read_text())
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return found
