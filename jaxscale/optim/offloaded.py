@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.compat import compute_on_host, rebind
+from jaxscale.compat import compute_on_host, rebind, scan_counts
 from jaxscale.optim.elementwise import check_elementwise
 from jaxscale.optim.quantize import is_quantized
 from jaxscale.optim.slices import SLICE_BYTES, Cut, cut, sweep
@@ -132,7 +132,10 @@ def by_host_cpu(function: Callable[..., Any], args: Any, like: Any) -> Any:
 
 
 def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays in host memory whose constants are there too: JAX makes arrays of them on the device."""
+    """A function of arrays in host memory whose constants are there too, those of loops as well.
+
+    JAX makes arrays of them on the device.
+    """
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -144,12 +147,26 @@ def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
             inner = eqn.params.get("jaxpr")
             if eqn.primitive.name in ("jit", "pjit") and inner is not None:
                 made = run(inner.jaxpr, inner.consts, given)
+            elif eqn.primitive.name == "scan":
+                made = loop(eqn.params, given)
             else:
                 if any(lies_on_host(x) for x in given):
                     given = [x if jax.numpy.ndim(x) == 0 else to_host(x) for x in given]
                 made = rebind(eqn, given)
             known |= dict(zip(eqn.outvars, made, strict=True))
         return [x.val if hasattr(x, "val") else known[x] for x in jaxpr.outvars]
+
+    def loop(params: Any, given: Sequence[Any]) -> list[Any]:
+        body, (consts, carried) = params["jaxpr"], scan_counts(params)
+
+        def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            made = run(body.jaxpr, body.consts, [*given[:consts], *carry, *xs])
+            return made[:carried], made[carried:]
+
+        start, xs = list(given[consts : consts + carried]), list(given[consts + carried :])
+        settings = {name: params[name] for name in ("length", "reverse", "unroll")}
+        last, ys = jax.lax.scan(step, start, xs, **settings)
+        return [*last, *ys]
 
     def there(*args: Any) -> Any:
         shapes = jax.tree.map(shape, args)

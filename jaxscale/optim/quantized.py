@@ -221,7 +221,7 @@ def state_bytes(state: Any) -> tuple[int, int]:
 def _once(stepped: Any, state: Any) -> tuple[Params, Any]:
     """Decode, update, encode: for CPU, which is bound by arithmetic and has memory."""
     updates, after = stepped(_decoded(state))
-    return updates, _map(lambda q, new: encode(new, q.map, q.block), state, after)
+    return updates, _map(lambda q, new: encode(new, q.map, q.block, by_rows=True), state, after)
 
 
 def _again(stepped: Any, state: Any, repeated: bool, in_blocks: Any = None) -> tuple[Any, Any]:

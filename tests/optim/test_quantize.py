@@ -71,6 +71,7 @@ def test_the_error_of_a_block_is_a_share_of_its_largest_number_and_zeros_stay(na
     assert (q.codes.dtype, q.scale.shape, q.scale.dtype) == (m.dtype, (2, 2, 6), jnp.float32)
     largest = np.abs(x).reshape(2, 2, 32, 6).max(2)
     np.testing.assert_array_equal(q.scale, largest)
+    np.testing.assert_array_equal(scales(jnp.asarray(x), name, 32, by_rows=True), largest)
     widest = np.diff(m.table).max()
     error = np.abs(np.asarray(decoded(q)) - x).reshape(2, 2, 32, 6)
     assert (error <= widest * (1 + 1e-5) * largest[:, :, None]).all()
@@ -97,6 +98,7 @@ def test_neither_nan_nor_infinity_nor_what_is_flushed_to_zero_enters_a_scale(nam
     x[:, 4] = 3e38
     q = encoded(x, name, 4)
     np.testing.assert_array_equal(np.asarray(q.scale[0, :3]), [0.5] * 3)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda x: encode(x, name, 4, by_rows=True))(x), q)
     found = np.asarray(decoded(q))
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found[[0, 2, 3], :3], 0.5, rtol=2e-6)
