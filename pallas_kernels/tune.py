@@ -12,7 +12,8 @@ rounds of each, in turns. Where it is not, nothing is claimed to be fast, and wh
 
 `--write` puts the outcome into `tiles/<chip>.json`, with date, JAX version and command; where attention's rule is kept
 there is nothing to write, and an older entry of the case goes unless it was timed. GPU kernels but attention have tiles
-fixed by registers. Nothing is tuned in a user's run.
+fixed by registers. Nothing is tuned in a user's run. A tiling of attention on an absent TPU takes
+about a minute on a busy machine, for libtpu writes all stages of its schedule.
 """
 
 import argparse
@@ -298,15 +299,14 @@ def _attention(case: Any, chip: str, device: Any, folder: Any, command: str, her
     asked = tuning.problem(case, platform)
     tried = tuning.candidates(asked, platform)
     unit = "us" if here else "cycles" if platform == "tpu" else "bytes spilled"
-    if here:
-        costs = tuning.timed(case, tried, device, platform, _timed)
-    else:
-        costs = [tuning.static(case, one, device, platform, folder) for one in tried]
-    tiles, told = tuning.best(tried, costs, platform, 0.0 if here else tuning.GAIN)
-    for one, cost in zip(tried, costs, strict=True):
+    costs = tuning.timed(case, tried, device, platform, _timed) if here else []
+    for i, one in enumerate(tried):
+        cost = costs[i] if here else tuning.static(case, one, device, platform, folder)
+        costs += [] if here else [cost]
         for name, sizes in one.passes.items():
             said = cost if isinstance(cost, str) else f"{cost[name] * (1e6 if here else 1):,.0f} {unit}"
             print(f"attention {case.name} on {chip}: {name} {sizes}: {said}", flush=True)
+    tiles, told = tuning.best(tried, costs, platform, 0.0 if here else tuning.GAIN)
     how = ", ".join(
         f"{name} {cost * (1e6 if here else 1):.0f} (by rule {rule * (1e6 if here else 1):.0f}) {unit}"
         for name, (cost, rule) in told.items()

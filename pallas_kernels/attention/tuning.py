@@ -196,8 +196,9 @@ def timed(
             else:
                 costs[i] = made.refused
         for i, found in zip(programs, seconds(shapes(case), list(programs.values()), at), strict=True):
-            own = {name: found for name in tried[i].passes if (name != "forward") == gradient}
-            costs[i] = {**dict[str, float](costs[i]), **own}  # a refusal has no program
+            cost = costs[i]
+            assert not isinstance(cost, str), "a refusal has no program"
+            costs[i] = cost | {name: found for name in tried[i].passes if (name != "forward") == gradient}
     return costs
 
 
