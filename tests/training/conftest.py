@@ -1,6 +1,7 @@
 import os
 
 import pytest
+from programs import kept
 
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
@@ -8,13 +9,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "true"
 @pytest.fixture(scope="session", autouse=True)
 def _programs_are_kept(tmp_path_factory):
     """One cache of compiled programs for the session: many tests train the same tiny model."""
-    import jax
-
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
+    with kept(tmp_path_factory.mktemp("programs")):
+        yield
 
 
 @pytest.fixture(scope="session")
