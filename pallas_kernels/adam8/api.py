@@ -121,7 +121,7 @@ def adam8(
     where = target(platform)
     choice = choose("adam8", IMPLEMENTATIONS, case, where, implementation=implementation, interpret=bool(interpret))
     if tiles is not None:
-        files.check("adam8", tiles, implementation, tpu.candidates(case))
+        files.check("adam8", tiles, implementation, tpu.candidates(case, where.chip))
 
     def on_tpu(p: Any, g: Any, m: Any, v: Any, hyper: Any) -> Any:
         return tpu.step(
@@ -185,7 +185,7 @@ def facts(case: Case) -> dict[str, int | str]:
 
 def tiles_for(case: Case, where: Target) -> tpu.Tiles:
     """What the TPU's kernel takes of a case on a chip: what was tuned there, else what its rule says."""
-    allowed = tpu.candidates(case)
+    allowed = tpu.candidates(case, where.chip)
     return files.tiles("adam8", where.chip, facts(case), tpu.Tiles, lambda: allowed[0], lambda found: found in allowed)
 
 

@@ -37,6 +37,8 @@ CASES = (
     Case("soft_256", 1, 256, 32, block=256, gradient="bfloat16", tags=("small", "slow")),
     Case("many_blocks", 2, 640, 160, tags=("small", "slow")),
     Case("uneven_cols", 1, 384, 136, block=64, tags=("small", "slow")),
+    Case("dynamic_columns", 1, 256, 136, map="dynamic8", tags=("small", "slow")),
+    Case("dynamic_stacked", 2, 512, 256, map="dynamic8", gradient="bfloat16", tags=("small", "slow")),
     Case("soft_4k", 1, 8192, 4096, tags=("aot", "bench")),
     Case("soft_4k_bf16", 1, 8192, 4096, gradient="bfloat16", tags=("aot", "bench")),
     Case("soft_256_stacked", 3, 2048, 1408, block=256, tags=("aot",)),

@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.adam8 import decades
 from pallas_kernels.adam8.cases import Case
 from pallas_kernels.adam8.maps import MAPS
 from pallas_kernels.adam8.reference import LEAST, MOST, Settings
@@ -28,6 +29,10 @@ SUBLANES = 32
 ELEMENTS = 17 * 2**14
 """Of a step of the grid, at most, scales counted as elements: 32 bytes each with both buffers, half of the 16 MiB that
 Mosaic takes by default."""
+ROOMY = {"v5e": 2, "v5p": 2, "v6e": 2}
+"""Times as many on chips with 64 MiB of VMEM or more: what a step takes besides its blocks, more of them share."""
+VMEM = 32 << 20
+"""Bytes that a step may take there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +49,10 @@ class Tiles:
 
     def __post_init__(self) -> None:
         if self.blocks < 1 or self.cols < 1:
-            raise ValueError(f"adam8: got tiles of {self.blocks} blocks by {self.cols} columns, expected 1 or more")
+            raise ValueError(
+                f"adam8: got tiles of {self.blocks} blocks by {self.cols} columns, expected 1 or more of each; "
+                "or leave tiles out"
+            )
 
 
 def supports(target: Any, case: Case) -> str | None:
@@ -57,18 +65,23 @@ def supports(target: Any, case: Case) -> str | None:
     return None
 
 
-def candidates(case: Case) -> list[Tiles]:
+def candidates(case: Case, chip: str | None = None) -> list[Tiles]:
     """Tiles worth trying, the first by rule: as much as fits, in few columns.
 
+    Args:
+        case: shapes and options.
+        chip: "v5e", ..; None: any.
+
     Example:
-        >>> candidates(Case("x", 1, 8192, 4096))[0]
-        Tiles(blocks=16, cols=128)
+        >>> candidates(Case("x", 1, 8192, 4096))[0], candidates(Case("x", 1, 8192, 4096), "v5p")[0]
+        (Tiles(blocks=16, cols=128), Tiles(blocks=32, cols=128))
     """
+    most = ELEMENTS * ROOMY.get(chip or "", 1)
     count = case.rows // case.block
     widths = [case.cols] if case.cols < LANES else [n for n in (128, 256) if n <= case.cols]
     found = []
     for cols in widths:
-        fit = ELEMENTS // max(cols, LANES) - count
+        fit = most // max(cols, LANES) - count
         found += [Tiles(n, cols) for n in range(count, 0, -1) if count % n == 0 and n * case.block <= fit]
     return sorted(found, key=lambda tiles: -tiles.blocks * min(tiles.cols, case.cols))
 
@@ -78,39 +91,59 @@ def _root(x: Array) -> Array:
     return x * lax.rsqrt(jnp.maximum(x, LEAST))
 
 
-def _decode_m(code: Array, map: str) -> Array:
+def _less_128(codes: Array) -> Array:
+    """Codes of uint8 less 128, which unpack without a mask; a word holds four, and the top bit of each is turned."""
+    turned = pltpu.bitcast(pltpu.bitcast(codes, jnp.int32) ^ jnp.int32(-0x7F7F7F80), jnp.int8)
+    return turned.astype(jnp.int32)
+
+
+def _decode_m(codes: Array, map: str, tables: Any) -> Array:
+    if tables:
+        return decades.decode_m(_less_128(codes), tables[0])
     if map != "soft8":
-        return MAPS[map].decode_m(code)
-    t = code.astype(jnp.float32)
+        return MAPS[map].decode_m(codes.astype(jnp.int32))
+    t = codes.astype(jnp.int32).astype(jnp.float32)
     return t * finite_inverse(254 - jnp.abs(t))
 
 
-def _decode_v(codes: Array, map: str) -> Array:
+def _decode_v(codes: Array, map: str, tables: Any) -> Array:
+    if tables:
+        return decades.decode_v(_less_128(codes), tables[1])
     if map != "soft8":
         return MAPS[map].decode_v(codes.astype(jnp.int32))
-    # signed ones unpack without a mask; code - 128, for a word holds four and the top bit of each is turned
-    signed = pltpu.bitcast(pltpu.bitcast(codes, jnp.int32) ^ jnp.int32(-0x7F7F7F80), jnp.int8)
     # the bits of a float32 from 2^15 to 2^16 count its 256ths
-    counted = lax.bitcast_convert_type(signed.astype(jnp.int32) + 0x47000080, jnp.float32)
+    counted = lax.bitcast_convert_type(_less_128(codes) + 0x47000080, jnp.float32)
     return jnp.square(counted - (2**15 - 1 / 256))
 
 
-def _encode_m(m: Array, size: Array, top: Array, map: str) -> Array:
+def _inverse(top: Array) -> Array:
+    """1 / top, or the float32 below where top times that is more than 1: no quotient by `top` shall be."""
+    found = 1 / top
+    return jnp.where(top * found > 1, found * (1 - 2.0**-23), found)
+
+
+def _encode_m(m: Array, size: Array, top: Array, map: str, tables: Any) -> Array:
     """Codes of m, whose size is `size`, in blocks of which the largest is `top`."""
+    if tables:
+        inverse = _inverse(top)
+        return decades.encode_m(m * inverse, size * inverse, tables[0])
     if map != "soft8":
         return MAPS[map].encode_m(m * (1 / top))
     return jnp.round(m * 254 * finite_inverse(top + size)).astype(jnp.int32)
 
 
-def _encode_v(v: Array, root: Array, top: Array, map: str) -> Array:
+def _encode_v(v: Array, root: Array, top: Array, map: str, tables: Any) -> Array:
     """Codes of v, whose root is `root`."""
+    if tables:
+        return decades.encode_v(v * _inverse(top), tables[1])
     if map != "soft8":
         return MAPS[map].encode_v(v * (1 / top), _root)
     return jnp.round(jnp.maximum(root * (256 * lax.rsqrt(top)), 1)).astype(jnp.int32) - 1
 
 
 def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles) -> None:
-    p, g, mc, ms, vc, vs, po, mco, mso, vco, vso = refs
+    p, g, mc, ms, vc, vs, *table, po, mco, mso, vco, vso = refs
+    tables = [[one[pl.ds(8 * (i + k), 8), :] for k in range(decades.ROWS)] for one in table for i in (0, decades.ROWS)]
     s, f32 = settings, jnp.float32
     lr, correct_m, correct_v, factor = hyper[0], hyper[1], hyper[2], hyper[3]
     first = pl.program_id(2) * tiles.blocks
@@ -125,8 +158,8 @@ def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles) -> None:
         weight, grad = p[at], g[at].astype(f32)
         square = grad * grad
         ok = square < MOST
-        old_m = _decode_m(mc[at].astype(jnp.int32), s.map) * ms[row]
-        old_v = _decode_v(vc[at], s.map) * vs[row]
+        old_m = _decode_m(mc[at], s.map, tables) * ms[row]
+        old_v = _decode_v(vc[at], s.map, tables) * vs[row]
         m = jnp.where(ok, s.b1 * old_m + (1 - s.b1) * factor * grad, old_m)
         v = jnp.where(ok, s.b2 * old_v + (1 - s.b2) * factor * factor * square, old_v)
         root, size = _root(v), jnp.abs(m)
@@ -134,8 +167,8 @@ def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles) -> None:
         po[at] = jnp.where(ok, moved, weight)
         top_m, top_v = jnp.max(size, 0, keepdims=True), jnp.max(v, 0, keepdims=True)
         mso[row], vso[row] = top_m, top_v
-        mco[at] = _encode_m(m, size, jnp.maximum(top_m, LEAST), s.map).astype(mco.dtype)
-        vco[at] = _encode_v(v, root, jnp.maximum(top_v, LEAST), s.map).astype(vco.dtype)
+        mco[at] = _encode_m(m, size, jnp.maximum(top_m, LEAST), s.map, tables).astype(mco.dtype)
+        vco[at] = _encode_v(v, root, jnp.maximum(top_v, LEAST), s.map, tables).astype(vco.dtype)
         return correct_root
 
     def keep(block: Any, _: None) -> None:
@@ -182,16 +215,21 @@ def step(
     count = R // settings.block
     big = pl.BlockSpec((None, tiles.blocks * settings.block, tiles.cols), lambda n, j, i: (n, i, j))
     small = pl.BlockSpec((None, count, tiles.cols), lambda n, j, i: (n, 0, j))
+    table = pl.BlockSpec((16 * decades.ROWS, LANES), lambda n, j, i: (0, 0))
     state = (p, *m, *v)
-    given = (hyper, p, g, *m, *v)
+    roomy = (tiles.blocks * settings.block + count) * max(tiles.cols, LANES) > ELEMENTS
+    looked_up = settings.map == "dynamic8" and tiles.cols % LANES == 0
+    given = (hyper, p, g, *m, *v, *[jnp.asarray(decades.tables())] * looked_up)
     p, *rest = pl.pallas_call(
         functools.partial(_kernel, settings=settings, tiles=tiles),
         grid=(L, pl.cdiv(C, tiles.cols), count // tiles.blocks),
-        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), big, big, big, small, big, small],
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), big, big, big, small, big, small, *[table] * looked_up],
         out_specs=[big, big, small, big, small],
         out_shape=[like(one.shape, one.dtype, *given) for one in state],
         input_output_aliases={1: 0, 3: 1, 4: 2, 5: 3, 6: 4},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM if roomy else None
+        ),
         cost_estimate=cost(case),
         interpret=interpreter("tpu", interpret),
         name="adam8",

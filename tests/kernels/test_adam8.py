@@ -11,7 +11,7 @@ import pytest
 from jaxscale.optim import maps as optimizer_maps
 from jaxscale.optim.quantize import Quantized, decode
 from jaxscale.optim.quantized import quantize_state
-from pallas_kernels.adam8 import reference
+from pallas_kernels.adam8 import decades, reference
 from pallas_kernels.adam8.api import Settings, adam8, explain, hyper, runs
 from pallas_kernels.adam8.cases import CASES, Case
 from pallas_kernels.adam8.maps import MAPS
@@ -100,6 +100,29 @@ def test_maps_are_the_optimizers(map):
         for got, want in zip(*both(points), strict=True):
             np.testing.assert_array_equal(got, want)
         assert zero == theirs.zero
+
+
+def by_decade(codes, y, size):
+    """Of both dynamic maps: what the TPU's kernel makes of all codes and of numbers, and what the definition does."""
+    maps, rows = MAPS["dynamic8"], [list(jnp.asarray(one)) for one in decades.tables().reshape(2, decades.ROWS, 8, 128)]
+    got = decades.decode_m(codes - 128, rows[0]), decades.decode_v(codes - 128, rows[1])
+    got += decades.encode_m(y, size, rows[0]).astype(jnp.uint8), decades.encode_v(size, rows[1]).astype(jnp.uint8)
+    want = maps.decode_m(codes), maps.decode_v(codes), maps.encode_m(y), maps.encode_v(size, jnp.sqrt)
+    return got, want
+
+
+def test_dynamic_maps_by_decade_are_the_definitions_to_the_bit():
+    """All codes; numbers of every size, all middles between levels and decades, and the numbers beside these."""
+    tables = [optimizer_maps.MAPS[name].table for name in NAMES["dynamic8"]]
+    special = np.concatenate([*tables, *((one[:-1] + one[1:]) / 2 for one in tables), 10.0 ** np.arange(-9, 1)])
+    beside = [(special.astype(np.float32).view(np.int32) + n).view(np.float32) for n in (-2, -1, 0, 1, 2)]
+    rng = np.random.default_rng(0)
+    wide = (rng.normal(size=20000) * 10 ** rng.uniform(-9, 0, 20000)).astype(np.float32)
+    y = np.concatenate([*beside, wide, [0, 1, -1, 1e-13]])
+    y = np.resize(y[abs(y) <= 1], (-(-y.size // 1024) * 8, 128)).astype(np.float32)
+    codes = jnp.tile(jnp.arange(256).reshape(2, 128), (4, 1))
+    for got, want in zip(*by_decade(codes, jnp.asarray(y), abs(jnp.asarray(y))), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize(("map", "block"), [("soft8", 128), ("dynamic8", 64)])
@@ -241,7 +264,9 @@ def test_a_named_kernel_that_cannot_run_says_why():
             call(implementation=name, platform=platform)
     with pytest.raises(NotImplementedError, match="multiple of 32 rows, not 8"):
         call(implementation="tpu", platform="tpu v5e", settings=Settings(8), scale=((32, 8), F32))
-    with pytest.raises(ValueError, match="tiles of 0 blocks"):
+    with pytest.raises(
+        ValueError, match="tiles of 0 blocks by 128 columns, expected 1 or more of each; or leave tiles"
+    ):
         Tiles(0, 128)
 
 
@@ -262,3 +287,6 @@ def test_tiles_divide_blocks_and_fit():
         for tiles in found:
             assert case.rows // case.block % tiles.blocks == 0
             assert tiles.blocks * case.block * tiles.cols <= 17 * 2**14
+        larger = candidates(case, "v5p")
+        assert set(found) <= set(larger)
+        assert all(tiles.blocks * case.block * tiles.cols <= 17 * 2**15 for tiles in larger)

@@ -87,7 +87,7 @@ def test_every_case_on_hopper():
 @tpu_compiler
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
 def test_no_case_takes_three_percent_more(chip, monkeypatch):
-    """Cycles of libtpu's schedule stay what they were; the default map fits into the time of its bytes."""
+    """Cycles of libtpu's schedule stay what they were; all fit into the time of bytes, the dynamic map on v5e alone."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments" / "benchmarks"))
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     kernel_bytes = importlib.import_module("kernel_bytes")
@@ -98,5 +98,5 @@ def test_no_case_takes_three_percent_more(chip, monkeypatch):
         found = kernel_bytes.cycles(chip, case)
         for name, value in facts.items():
             assert found[name] <= 1.03 * value, (case, name)
-        if chip != "v5p" and not case.startswith("dynamic"):
+        if chip == "v5e" or not case.startswith("dynamic"):
             assert found["time"] <= kernel_bytes.TIME, case
