@@ -9,7 +9,7 @@ The recipe of `shakespeare.py` on the two devices that a CPU of two cores shows,
 makes of its gradients; `exact` sends them as they are. The report tells bytes on the wire. Variants named sgd- train
 with SGD and momentum, for which PowerSGD was made, and dgc with plain SGD, as it has its momentum itself.
 What a codec costs in loss is also in `benchmarks/convergence.py`, on a smaller model and 8 replicas. Here `--steps 400`
-gave, on XLA:CPU, JAX 0.12.0.1, 22 November 2026 (other variants, and 2,000 steps, have not been run):
+gave, on XLA:CPU, JAX 0.12.0.1, 22 November 2026 (2,000 steps of all have not been run):
 
                   held-out loss  bytes a step     fewer
     exact                2.4108     3,216,896       1.0
@@ -19,6 +19,12 @@ gave, on XLA:CPU, JAX 0.12.0.1, 22 November 2026 (other variants, and 2,000 step
     onebit               2.5265       105,200      30.6
     topk                 2.6260        51,708      62.2
     powersgd             2.4493       158,240      20.3
+    powersgd-16          2.4118     1,918,016       1.7
+    gradzip              2.4530       158,240      20.3
+    sgd-exact            2.4596     3,216,896       1.0
+    sgd-int4             2.4590       418,824       7.7
+    sgd-powersgd         2.4790       158,240      20.3
+    dgc                  2.6093        51,708      62.2
 """
 
 import dataclasses
