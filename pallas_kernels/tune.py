@@ -45,12 +45,14 @@ class Tuned:
         facts: of a case: what `tiles.tiles` looks it up by.
         shapes: of a case: trees of shapes of its arguments.
         run: of a case and tiles: the function of these arguments.
+        tilings: of a case and a chip: what to try, the first by rule.
         donated: positions of arguments that are changed in place.
     """
 
     facts: Callable[[Any], dict[str, int | str]]
     shapes: Callable[[Any], tuple[Any, ...]]
     run: Callable[[Any, Any], Callable[..., Any]]
+    tilings: Callable[[Any, str], Sequence[Any]]
     donated: tuple[int, ...] = ()
 
 
@@ -59,7 +61,7 @@ def adam8() -> Tuned:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.adam8 import api
+    from pallas_kernels.adam8 import api, tpu
     from pallas_kernels.adam8.maps import MAPS
     from pallas_kernels.adam8.reference import HYPER
 
@@ -73,29 +75,29 @@ def adam8() -> Tuned:
         settings = api.Settings(case.block, weight_decay=case.weight_decay, map=case.map)
         return functools.partial(api.adam8, settings=settings, implementation="tpu", tiles=tiles)
 
-    return Tuned(api.facts, shapes, run, donated=(0, 2, 3))
+    return Tuned(api.facts, shapes, run, tpu.candidates, donated=(0, 2, 3))
 
 
 def quantize() -> Tuned:
     """Of quantization."""
-    from pallas_kernels.quantize import api
+    from pallas_kernels.quantize import api, tpu
 
     def run(case: Any, tiles: Any) -> Callable[..., Any]:
         return lambda x: api.quantize(
             x, bits=case.bits, block=case.block, axis=case.axis, implementation="tpu", tiles=tiles
         )
 
-    return Tuned(api.facts, _matrix, run)
+    return Tuned(api.facts, _matrix, run, lambda case, chip: tpu.candidates(case))
 
 
 def top_k() -> Tuned:
     """Of block top-k."""
-    from pallas_kernels.top_k import api
+    from pallas_kernels.top_k import api, tpu
 
     def run(case: Any, tiles: Any) -> Callable[..., Any]:
         return lambda x: api.top_k(x, case.k, block=case.block, axis=case.axis, implementation="tpu", tiles=tiles)
 
-    return Tuned(api.facts, _matrix, run)
+    return Tuned(api.facts, _matrix, run, lambda case, chip: tpu.candidates(case))
 
 
 def _matrix(case: Any) -> tuple[Any, ...]:
@@ -271,7 +273,7 @@ def _one_pass(kernel: str, case: Any, chip: str, device: Any, command: str, here
     tuned, module = KERNELS[kernel](), importlib.import_module(f"pallas_kernels.{kernel}.tpu")
     if module.supports(None, case) is not None:
         return None
-    every, shapes = module.candidates(case), tuned.shapes(case)
+    every, shapes = tuned.tilings(case, chip), tuned.shapes(case)
     made = [ahead.compiled(tuned.run(case, tiles), shapes, device, donated=tuned.donated) for tiles in every]
     why = [one.refused or (f"{one.temporary} bytes of temporary memory" if one.temporary else None) for one in made]
     works = [one.program for one, refused in zip(made, why, strict=True) if refused is None]

@@ -22,9 +22,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-import typecheck
+from jaxtyping import install_import_hook
 
-typecheck.install("jaxscale", "pallas_kernels")
+_hook = install_import_hook(["jaxscale", "pallas_kernels"], "typecheck.check")
 
 import jax  # noqa: E402 (after the environment and the hook above, which it reads)
 

@@ -64,12 +64,14 @@ print("FINISHED")
 
 
 RACE = "RuntimeError: RACE DETECTED"
-SAID = dict.fromkeys(MUTANTS, RACE) | {
-    "none": "FINISHED",
+SAID = dict.fromkeys(MUTANTS, (RACE,)) | {
+    "none": ("FINISHED",),
     # not a race of threads: the interpreter counts copies that nobody waited for
-    "the copy out is not waited for": "read-side operations completed before kernel finished",
+    "the copy out is not waited for": ("read-side operations completed before kernel finished",),
+    # or a barrier that is a phase ahead of those who wait for it, where threads come to it in that order
+    "one arrival too many": (RACE, "but no threads observed phase", "but barrier is already at phase"),
 }
-"""What the interpreter says of each."""
+"""What the interpreter says of each, one of these."""
 
 
 @pytest.mark.parametrize("name", MUTANTS if battery.GPU_INTERPRETER else [])
@@ -85,5 +87,5 @@ def test_planted_bugs_are_found(name):
         assert name == "one arrival too many", "it hangs"
         return
     said = done.stdout + done.stderr
-    assert SAID[name] in said, said[-2000:]
+    assert any(words in said for words in SAID[name]), said[-2000:]
     assert ("FINISHED" in done.stdout) == (name == "none"), said[-2000:]
