@@ -6,6 +6,7 @@ the driver would say; ptxas tells the bytes of registers that it spills. Neither
 for DMA, for instance, are not seen.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -14,7 +15,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -133,22 +134,30 @@ def compiled(
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=[at])
     place = NamedSharding(mesh, jax.P())
     given = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tuple(shapes))
+    try:
+        with quoted() as words, jax.set_mesh(mesh):
+            made: Any = jax.jit(function, donate_argnums=donated).lower(*given).compile()
+    except Exception as error:  # a refusal is an answer
+        return Compiled(refused=f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
+    return Compiled(made, None, made.memory_analysis().temp_size_in_bytes, "".join(words))
+
+
+@contextlib.contextmanager
+def quoted() -> Iterator[list[str]]:
+    """What this process's compilers print to standard output, ptxas among them, as text when the context ends."""
+    words: list[str] = []
     with tempfile.TemporaryFile() as said:
         sys.stdout.flush()
         kept = os.dup(1)
-        os.dup2(said.fileno(), 1)  # ptxas is quoted by the compiler itself
+        os.dup2(said.fileno(), 1)
         try:
-            with jax.set_mesh(mesh):
-                made: Any = jax.jit(function, donate_argnums=donated).lower(*given).compile()
-        except Exception as error:  # a refusal is an answer
-            return Compiled(refused=f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
+            yield words
         finally:
             sys.stdout.flush()
             os.dup2(kept, 1)
             os.close(kept)
-        said.seek(0)
-        words = said.read().decode("utf-8", "replace")
-    return Compiled(made, None, made.memory_analysis().temp_size_in_bytes, words)
+            said.seek(0)
+            words.append(said.read().decode("utf-8", "replace"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from pallas_kernels.ahead import quoted
+
 HAS_TPU = importlib.util.find_spec("libtpu") is not None
 HAS_GPU = importlib.util.find_spec("jax_plugins") is not None
 
@@ -135,22 +137,12 @@ def main() -> None:
 
 
 def _compile(program: Callable[..., Any], devices: Sequence[Any]) -> Compiled:
-    import tempfile
-
-    with tempfile.TemporaryFile() as said:
-        sys.stdout.flush()
-        kept = os.dup(1)
-        os.dup2(said.fileno(), 1)  # ptxas is quoted by the compiler itself
-        try:
+    try:
+        with quoted() as said:
             result: Any = program(devices).compile()
-        except Exception as error:  # a refusal is an answer
-            return Compiled(error=f"{type(error).__name__}: {error}"[:4000])
-        finally:
-            sys.stdout.flush()
-            os.dup2(kept, 1)
-            os.close(kept)
-        said.seek(0)
-        words = said.read().decode("utf-8", "replace")
+    except Exception as error:  # a refusal is an answer
+        return Compiled(error=f"{type(error).__name__}: {error}"[:4000])
+    words = "".join(said)
     hlo = result.as_text()
     memory, cost = result.memory_analysis(), result.cost_analysis() or {}
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
