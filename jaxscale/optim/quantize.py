@@ -106,8 +106,7 @@ def scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> Float[Ar
         x: of two dims or more.
         map: names what codes stand for.
         block: numbers of a column that share a scale.
-        by_rows: the maximum in a loop over a block's rows. XLA for CPU walks down each column by itself otherwise,
-            twenty times slower than it reads the array.
+        by_rows: the maximum in a loop over a block's rows. XLA for CPU walks down each column by itself otherwise.
     """
     map_of(map)
     check_block(x.shape, block)
