@@ -5,8 +5,8 @@ A file is a list of entries; an entry says for which kernel and case it was foun
     {"kernel": "attention.forward", "case": {"dtype": "bfloat16", "T": 4096, "H": 128, "mask": "causal"},
      "tiles": {"q": 512, "kv": 512}, "measured": "...", "date": "2026-11-22", "jax": "0.12.0.1", "command": "..."}
 
-A case's numbers are rounded up to powers of two (its bucket), its texts are taken as they are. Lookup: the bucket, else
-the nearest one with the same texts (by the sum of distances in powers of two), else the rule. Nothing is tuned while a
+Lookup: the nearest entry with the same texts and every number within a factor of two (by the sum of distances in
+powers of two), else the rule: of how a chip behaves farther away an entry says nothing. Nothing is tuned while a
 program runs.
 """
 
@@ -72,16 +72,6 @@ Tiles(rows=128, cols=128); or leave tiles out
         )
 
 
-def bucket(case: Case) -> dict[str, int | str]:
-    """A case with its numbers rounded up to powers of two.
-
-    Example:
-        >>> bucket({"dtype": "bfloat16", "T": 3000})
-        {'dtype': 'bfloat16', 'T': 4096}
-    """
-    return {k: v if isinstance(v, str) else 1 << max(v - 1, 0).bit_length() for k, v in case.items()}
-
-
 @functools.cache
 def entries(chip: str) -> tuple[Mapping[str, Any], ...]:
     """All that was tuned for a chip; nothing where there is no file."""
@@ -97,12 +87,13 @@ def tiles(
     rule: Callable[[], T],
     fits: Callable[[T], bool] = lambda tiles: True,
 ) -> T:
-    """The tiles for a case: its bucket's, else the nearest bucket's, else the rule's.
+    """The tiles for a case: those of the nearest entry that is near enough, else the rule's.
 
     Args:
         kernel: "attention.forward", ..
         chip: "v5e", "h200", ..; None: the rule.
-        case: facts that tiles depend on; numbers and texts, the same names in every entry of a kernel.
+        case: facts that tiles depend on, the same names in every entry of a kernel: positive numbers, for which an
+            entry holds from a half to twice its own; and texts, for which it holds alone.
         make: the kernel's frozen `Tiles` class, which checks what it is given.
         rule: the kernel's own choice.
         fits: whether tiles that were found for another shape can run this one.
@@ -111,16 +102,13 @@ def tiles(
         >>> tiles("none", "v5e", {"T": 3}, dict, lambda: {"q": 8})
         {'q': 8}
     """
-    wanted = bucket(case)
     near: list[tuple[float, Mapping[str, Any]]] = []
     for entry in entries(chip) if chip else ():
-        found = bucket(entry["case"])
-        if entry["kernel"] == kernel and found.keys() == wanted.keys():
-            away = [_distance(found[name], wanted[name]) for name in wanted]
-            near.append((sum(away), entry["tiles"]))
-    for distance, found in sorted(near, key=lambda one: one[0]):
-        if not math.isfinite(distance):
-            break
+        found = entry["case"]
+        if entry["kernel"] == kernel and found.keys() == case.keys():
+            away = sum(_distance(found[name], case[name]) for name in case)
+            near += [(away, entry["tiles"])] if math.isfinite(away) else []
+    for _, found in sorted(near, key=lambda one: one[0]):
         made = make(**{name: tuple(v) if isinstance(v, list) else v for name, v in found.items()})
         if fits(made):
             return made
@@ -128,7 +116,8 @@ def tiles(
 
 
 def _distance(a: int | str, b: int | str) -> float:
-    """Between two values of a case, in powers of two; no text is near another."""
+    """Between two values of a case, in powers of two; infinite past one, and between different texts."""
     if isinstance(a, str) or isinstance(b, str):
         return 0.0 if a == b else math.inf
-    return abs(math.log2(max(a, 1)) - math.log2(max(b, 1)))
+    away = abs(math.log2(a / b))
+    return away if away <= 1 else math.inf

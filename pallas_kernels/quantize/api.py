@@ -148,7 +148,7 @@ quantize.explain = explain  # pyright: ignore[reportFunctionMemberAccess]
 
 def facts(case: Case) -> dict[str, int | str]:
     """What tiles of a case are looked up by."""
-    return {"dtype": case.dtype, "bits": case.bits, "axis": str(case.axis), "R": case.rows, "C": case.cols}
+    return {"dtype": case.dtype, "bits": str(case.bits), "axis": str(case.axis), "R": case.rows, "C": case.cols}
 
 
 def _tiles(case: Case, where: Target) -> tpu.Tiles:

@@ -132,10 +132,10 @@ def test_lowering_decides_where_the_target_is_not_known():
     assert [eqn.primitive.name for eqn in one.eqns] == ["tan"]
 
 
-def test_tiles_come_from_the_bucket_then_its_neighbour_then_the_rule(monkeypatch):
+def test_tiles_come_from_the_nearest_within_a_factor_of_two_then_the_rule(monkeypatch):
     rows = [
         {"kernel": "twice", "case": {"T": 4096, "mask": "causal"}, "tiles": {"q": [512, 256]}},
-        {"kernel": "twice", "case": {"T": 256, "mask": "causal"}, "tiles": {"q": [128, 128]}},
+        {"kernel": "twice", "case": {"T": 1536, "mask": "causal"}, "tiles": {"q": [128, 128]}},
         {"kernel": "thrice", "case": {"T": 1024, "mask": "full"}, "tiles": {"q": [1, 1]}},
     ]
     monkeypatch.setattr(tiles, "entries", lambda chip: rows if chip == "v5e" else ())
@@ -143,8 +143,11 @@ def test_tiles_come_from_the_bucket_then_its_neighbour_then_the_rule(monkeypatch
     def found(T, mask="causal", chip="v5e", fits=lambda one: True):
         return tiles.tiles("twice", chip, {"T": T, "mask": mask}, dict, lambda: {"q": "rule"}, fits)["q"]
 
-    assert [found(T) for T in (4000, 8192, 300, 1)] == [(512, 256), (512, 256), (128, 128), (128, 128)]
-    assert found(4096, fits=lambda one: one["q"][0] < 512) == (128, 128)
+    assert {found(T) for T in (4000, 8192, 2600)} == {(512, 256)}
+    assert {found(T) for T in (2400, 2048, 768)} == {(128, 128)}
+    assert {found(T) for T in (8193, 767, 1)} == {"rule"}
+    small = {"fits": lambda one: one["q"][0] < 512}
+    assert [found(T, **small) for T in (3072, 4096)] == [(128, 128), "rule"]
     assert {found(4096, "full"), found(4096, chip="v6e"), found(4096, chip=None)} == {"rule"}
 
 
