@@ -110,7 +110,7 @@ def cross_entropy(
     elif choice.default == "tpu":
         total, penalty = _kernel(terms, case, interpret, x, head, labels, weights)
     else:
-        total, penalty = _chunked(terms, min(chunk, rows), x, head, labels, weights)
+        total, penalty = _chunked(terms, min(chunk, rows), x.dtype.name, x, head, labels, weights)
     if axis is not None:
         total, penalty = lax.psum(total, axis), lax.psum(penalty, axis)
     return total, lax.stop_gradient(penalty)
@@ -150,19 +150,19 @@ def _check(x: Any, head: Any, labels: Any, weights: Any, soft_cap: float | None,
         raise ValueError(f"cross_entropy: got chunk {chunk}, expected at least 1")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _chunked(terms: Terms, chunk: int, x: Any, head: Any, labels: Any, weights: Any) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _chunked(terms: Terms, chunk: int, dtype: str, x: Any, head: Any, labels: Any, weights: Any) -> Any:
     return chunked.loss(x, head, labels, weights, terms, chunk)
 
 
-def _chunked_forward(terms: Terms, chunk: int, x: Any, head: Any, labels: Any, weights: Any) -> Any:
+def _chunked_forward(terms: Terms, chunk: int, dtype: str, x: Any, head: Any, labels: Any, weights: Any) -> Any:
     sums, gradients = chunked.with_gradients(x, head, labels, weights, terms, chunk)
     return sums, checkpoint_name(gradients, NAMES[0])
 
 
-def _chunked_backward(terms: Terms, chunk: int, gradients: Any, d_sums: Any) -> Any:
-    dx, d_head, d_weights = ((one.astype(F32) * d_sums[0]).astype(one.dtype) for one in gradients)
-    return dx, d_head, None, d_weights
+def _chunked_backward(terms: Terms, chunk: int, dtype: str, gradients: Any, d_sums: Any) -> Any:
+    dx, d_head, d_weights = (one * d_sums[0] for one in gradients)
+    return dx.astype(dtype), d_head.astype(dtype), None, d_weights
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

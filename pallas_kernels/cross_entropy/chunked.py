@@ -41,7 +41,7 @@ def loss(x: Any, head: Any, labels: Any, weights: Any, terms: Terms, chunk: int)
 
 
 def with_gradients(x: Any, head: Any, labels: Any, weights: Any, terms: Terms, chunk: int) -> tuple[Any, Any]:
-    """The parts of `loss`, and their gradients: of x and of the head in their types, of the weights in float32."""
+    """The parts of `loss`, and their gradients of x, head and weights in float32: whoever scales them rounds once."""
 
     def one(carry: Any, rows: Any) -> tuple[Any, Any]:
         total, penalty, d_head = carry
@@ -58,7 +58,7 @@ def with_gradients(x: Any, head: Any, labels: Any, weights: Any, terms: Terms, c
             inside = jnp.where(z > -jnp.inf, z / terms.soft_cap, 0.0)
             d = d * (1 - inside * inside)
         d = d.astype(x.dtype)
-        d_x = lax.dot_general(d, head, (((1,), (0,)), ((), ()))).astype(x.dtype)
+        d_x = lax.dot_general(d, head, (((1,), (0,)), ((), ())), preferred_element_type=F32)
         d_head = d_head + lax.dot_general(d, x, (((0,), (0,)), ((), ())), preferred_element_type=F32)
         sums = total + jnp.sum(weights * losses), penalty + jnp.sum(weights * penalties)
         return (*sums, d_head), (d_x, losses)
@@ -68,4 +68,4 @@ def with_gradients(x: Any, head: Any, labels: Any, weights: Any, terms: Terms, c
     (total, penalty, d_head), (d_x, d_weights) = lax.scan(one, (zero, zero, d_head), rows)
     count = x.shape[0]
     d_x, d_weights = d_x.reshape(-1, x.shape[1])[:count], d_weights.reshape(-1)[:count]
-    return (total, penalty), (d_x, d_head.astype(head.dtype), d_weights)
+    return (total, penalty), (d_x, d_head, d_weights)
