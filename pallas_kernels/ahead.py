@@ -36,7 +36,7 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} runtime_version {
 device_description_str: "NVIDIA {name}"
 """
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
-_BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +(?:\w\w)? *: (>*)(.*)")
+_BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +(\w\w)? *: (>*)(.*)")
 _BRANCH = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
 
 
@@ -53,12 +53,19 @@ def prepare() -> None:
         os.environ.setdefault(name, value)
 
 
-def dump_schedules() -> pathlib.Path:
-    """A new folder, into which libtpu writes its schedules if it is not loaded yet."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="schedules-"))
-    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
-    return folder
+@contextlib.contextmanager
+def dumping() -> Iterator[pathlib.Path]:
+    """A folder, into which libtpu writes its schedules where it is loaded inside, here or in processes started here."""
+    before = os.environ.get("LIBTPU_INIT_ARGS")
+    with tempfile.TemporaryDirectory(prefix="schedules-") as folder:
+        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        os.environ["LIBTPU_INIT_ARGS"] = f"{before or ''} {flags}".strip()
+        try:
+            yield pathlib.Path(folder)
+        finally:
+            del os.environ["LIBTPU_INIT_ARGS"]
+            if before is not None:
+                os.environ["LIBTPU_INIT_ARGS"] = before
 
 
 def device(chip: str) -> tuple[Any, bool]:
@@ -162,15 +169,31 @@ def quoted() -> Iterator[list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Bundles of a kernel, in one step of its grid.
+    """Bundles of a kernel.
 
     Args:
-        always: those outside of all regions.
-        regions: of each region that runs under a condition, in the order of the program.
+        always: in one step of its grid, those outside of all regions.
+        regions: of each region of a step that runs under a condition, in the order of the program.
+        loops: of each loop within a step, in the order of the program; one pass of it.
+        outside: before and after all steps.
+        busy: by name of a unit, what all bundles ask of it as a part of what it could take.
     """
 
     always: int
     regions: tuple[int, ...]
+    loops: tuple[int, ...] = ()
+    outside: int = 0
+    busy: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+
+    @property
+    def step(self) -> int:
+        """Those of one step of the grid."""
+        return self.always + sum(self.regions)
+
+    @property
+    def bundles(self) -> int:
+        """All of them, once."""
+        return self.outside + self.step
 
     def longest(self, count: int) -> tuple[int, ...]:
         """The longest regions, in the order of the program."""
@@ -189,12 +212,17 @@ def schedule(text: str) -> Schedule:
         ...    0x3   : > { nop }
         ...    0x4 PF: > { nop } /* Start/End empty region 8 :: Start region 9 */
         ... ''')
-        Schedule(always=2, regions=(2,))
+        Schedule(always=2, regions=(2,), loops=(), outside=1, busy={})
     """
-    lines = [(len(found[1]), found[2]) for found in map(_BUNDLE.match, text.splitlines()) if found]
-    body = [words for depth, words in lines if depth]
+    lines = [(found[1], len(found[2]), found[3]) for found in map(_BUNDLE.match, text.splitlines()) if found]
+    body = [words for _, depth, words in lines if depth]
     always, regions = _regions(body, 0, len(body))
-    return Schedule(always, tuple(regions))
+    loops: list[int] = []
+    for mark, depth, _ in lines:
+        if depth > 1:
+            loops += [0] if mark == "LB" or not loops else []
+            loops[-1] += 1
+    return Schedule(always, tuple(regions), tuple(loops), len(lines) - len(body))
 
 
 def _regions(lines: Sequence[str], at: int, stop: int) -> tuple[int, list[int]]:
@@ -218,12 +246,29 @@ def _regions(lines: Sequence[str], at: int, stop: int) -> tuple[int, list[int]]:
     return always, found
 
 
+def busy(text: str) -> Mapping[str, float]:
+    """Read what the bundles of a schedule ask of units (`*-final_hlo-static-per-bundle-utilization.txt`).
+
+    Example:
+        >>> busy("== CAPACITY:\\nMATMUL, SALU\\n   4   2\\n== UTILIZATION:\\n4 0\\n2 1\\n")
+        {'MATMUL': 0.75, 'SALU': 0.25}
+    """
+    _, units, limits, _, *rows = (line for line in text.splitlines() if line.strip())
+    asked = zip(*([int(word) for word in row.split()] for row in rows), strict=True)
+    able = (int(word) * len(rows) for word in limits.split())
+    return {unit: sum(one) / most for unit, one, most in zip(units.split(", "), asked, able, strict=True)}
+
+
 def schedules(folder: pathlib.Path) -> Mapping[str, Schedule]:
     """Schedules of the kernels that were compiled since the folder was read last, by their names; it is emptied."""
-    found = {}
+    units, found = {}, {}
+    for file in folder.glob("*-final_hlo-static-per-bundle-utilization.txt"):
+        units[re.sub(r"-\d+-final_hlo.*$", "", file.name)] = busy(file.read_text())
     for file in sorted(folder.glob("*-final_bundles.txt")):
         if "schedule-analysis" not in file.name:
-            found[re.sub(r"^\d+-|(\.\d+)?-\d+-final_bundles.*$", "", file.name)] = schedule(file.read_text())
+            kernel = re.sub(r"-\d+-final_bundles.*$", "", file.name)
+            made = dataclasses.replace(schedule(file.read_text()), busy=units.get(kernel, {}))
+            found[re.sub(r"^\d+-|\.\d+$", "", kernel)] = made
     shutil.rmtree(folder)
     folder.mkdir()
     return found

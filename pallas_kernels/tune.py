@@ -17,6 +17,7 @@ about a minute on a busy machine, for libtpu writes all stages of its schedule.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import difflib
@@ -24,7 +25,6 @@ import functools
 import importlib
 import json
 import shlex
-import shutil
 import statistics
 import sys
 import time
@@ -248,16 +248,13 @@ def tune(kernel: str, chip: str, command: str, only: Sequence[str] = ()) -> list
     for name in only:
         _known("case", name, tuple(cases))
     asked = [one for name, one in cases.items() if not only or name in only]
-    folder = ahead.dump_schedules() if platform == "tpu" and kernel == "attention" else None
-    try:
+    dumping = ahead.dumping() if platform == "tpu" and kernel == "attention" else contextlib.nullcontext()
+    with dumping as folder:
         device, here = ahead.device(chip)
         if kernel == "attention":
             found = [_attention(case, chip, device, folder if not here else None, command, here) for case in asked]
         else:
             found = [_one_pass(kernel, case, chip, device, command, here) for case in asked]
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
     return [one for one in found if one is not None]
 
 

@@ -50,9 +50,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
-import os
 import pathlib
-import re
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -242,42 +240,23 @@ def cycles(chip: str, case: str) -> dict[str, float]:
         as a part of the time of their bytes.
     """
     from jaxscale.platforms.tpu import TPUS
+    from pallas_kernels import ahead
     from pallas_kernels.adam8 import api, tpu
     from pallas_kernels.target import target
 
     given = cases("adam8")[case]
-    before, flags = os.environ.get("LIBTPU_INIT_ARGS"), "--xla_jf_dump_llo_text=true --xla_jf_dump_to="
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["LIBTPU_INIT_ARGS"] = f"{before or ''} {flags}{folder}".strip()
-        try:
-            where = PLATFORMS.get(chip, f"tpu {chip}:2x2x1")
-            recipe = functools.partial(program, asked=Asked("adam8", case), file=f"{folder}/told")
-            report = compile_report(recipe, where, cache=False)
-        finally:
-            del os.environ["LIBTPU_INIT_ARGS"]
-            if before is not None:
-                os.environ["LIBTPU_INIT_ARGS"] = before
-        dumps = [one for one in pathlib.Path(folder).glob("*-adam8*-final_bundles.txt") if "analysis" not in one.name]
-        if len(dumps) != 1:
-            raise SystemExit(f"adam8 {case} on {chip}: {len(dumps)} schedules; {report}")
-        block, around = _loop(dumps[0].read_text())
+    with ahead.dumping() as folder:
+        recipe = functools.partial(program, asked=Asked("adam8", case), file=str(folder / "told"))
+        report = compile_report(recipe, PLATFORMS.get(chip, f"tpu {chip}:2x2x1"), cache=False)
+        found = [one for name, one in ahead.schedules(folder).items() if name.startswith("adam8")]
+    if len(found) != 1:
+        raise SystemExit(f"adam8 {case} on {chip}: {len(found)} schedules; {report}")
+    block, around = max(found[0].loops, default=0), found[0].step - sum(found[0].loops)
     tiles = api.tiles_for(given, target(f"tpu {chip}"))
     bytes_ = tpu.cost(given).bytes_accessed / (given.layers * given.rows * given.cols) * given.block * tiles.cols
     seconds = (block + around / tiles.blocks) / CLOCKS[chip]
     (bandwidth,) = (one.memory_bandwidth or 0.0 for one in TPUS if one.name == chip)
     return {"block": block, "around": around, "time": seconds * bandwidth / bytes_}
-
-
-def _loop(text: str) -> tuple[int, int]:
-    """Bundles of the longest loop within the grid's, and of the grid's outside of all loops."""
-    loops, around = [0], 0
-    for mark, depth in re.findall(r"^ *0x[0-9a-f]+ +(\w\w)? *: (>*)", text, re.MULTILINE):
-        if len(depth) == 1:
-            around += 1
-        elif depth:
-            loops += [0] if mark == "LB" else []
-            loops[-1] += 1
-    return max(loops), around
 
 
 def timed(chips: Sequence[str], write: bool) -> bool:

@@ -40,19 +40,19 @@ case took 6.1 and 17.4 s.
 """
 
 import argparse
-import contextlib
 import functools
 import importlib.metadata
 import json
 import math
-import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from figures import Figure, show
+
+from pallas_kernels import ahead
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden" / "kernels"
 TPUS = {"v5e": "tpu v5e:2x2", "v5p": "tpu v5p:2x2x1", "v6e": "tpu v6e:2x2"}
@@ -117,23 +117,8 @@ def _lowered(devices: Sequence[Any], run: Any) -> Any:
         return jax.jit(jax.grad(lambda *x: run(*x).astype(jnp.float32).sum(), (0, 1, 2))).lower(q, k, k)
 
 
-@contextlib.contextmanager
-def _dumping() -> Iterator[Path]:
-    """Compilers started inside write their schedules to the folder."""
-    before = os.environ.get("LIBTPU_INIT_ARGS")
-    with tempfile.TemporaryDirectory(prefix="llo-") as folder:
-        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        os.environ["LIBTPU_INIT_ARGS"] = flags if before is None else f"{before} {flags}"
-        try:
-            yield Path(folder)
-        finally:
-            del os.environ["LIBTPU_INIT_ARGS"]
-            if before is not None:
-                os.environ["LIBTPU_INIT_ARGS"] = before
-
-
-def schedules(recipe: Any, chip: str) -> dict[str, dict[str, Any]]:
-    """By name of a kernel: its bundles, and the busy share of each unit.
+def schedules(recipe: Any, chip: str) -> Mapping[str, ahead.Schedule]:
+    """Schedules of a program's kernels, by their names.
 
     Args:
         recipe: a function of devices that pickles and returns a lowered program.
@@ -144,22 +129,11 @@ def schedules(recipe: Any, chip: str) -> dict[str, dict[str, Any]]:
     """
     from jaxscale.platforms.compile import compile_report
 
-    with _dumping() as folder:
+    with ahead.dumping() as folder:
         report = compile_report(recipe, TPUS[chip], cache=False)
         if report.crashed or report.oom:
             raise RuntimeError(f"{recipe} for {chip}: {report.crashed or report.oom}")
-        return dict(_read(file) for file in sorted(folder.glob("*-final_hlo-static-per-bundle-utilization.txt")))
-
-
-def _read(file: Path) -> tuple[str, dict[str, Any]]:
-    """A dump: units, what each takes in a cycle, and from the fifth line on what each bundle wants of them."""
-    name = re.sub(r"^\d+-|-\d+-final_hlo.*$", "", file.name)
-    lines = file.read_text().splitlines()
-    units, limits = lines[1].split(", "), [int(word) for word in lines[2].split()]
-    rows = [[int(word) for word in line.split()] for line in lines[4:] if line.strip()]
-    sums = [sum(column) for column in zip(*rows, strict=True)] if rows else []
-    shares = {unit: total / limit / len(rows) for unit, total, limit in zip(units, sums, limits, strict=False)}
-    return name, {"bundles": len(rows), **shares}
+        return ahead.schedules(folder)
 
 
 def cycles(who: str, chip: str, tile: str) -> dict[str, dict[str, Any]]:
@@ -177,13 +151,13 @@ def cycles(who: str, chip: str, tile: str) -> dict[str, dict[str, Any]]:
     found = schedules(functools.partial(recipe, tile=tile), chip)
     passes = {}
     for one, patterns in PASSES.items():
-        kernels = [facts for name, facts in found.items() if re.search(patterns[who == "splash"], name)]
+        kernels = [one for name, one in found.items() if re.search(patterns[who == "splash"], name)]
         if not kernels:
             raise RuntimeError(f"no kernel of {who} for {one} among {sorted(found)}")
-        facts = max(kernels, key=lambda facts: facts["bundles"])
-        shares = {unit: round(facts.get(unit, 0), 3) for unit in SHOWN}
+        kernel = max(kernels, key=lambda kernel: kernel.bundles)
+        shares = {unit: round(kernel.busy.get(unit, 0), 3) for unit in SHOWN}
         pairs = math.prod(TILES[tile][one != "forward"])
-        passes[one] = {"cycles": facts["bundles"] * 512**2 / pairs, "tile": tile, **shares}
+        passes[one] = {"cycles": kernel.bundles * 512**2 / pairs, "tile": tile, **shares}
     return passes
 
 
