@@ -81,7 +81,20 @@ def launch(
     if cost is not None and "cost_estimate" not in inspect.signature(plgpu.kernel).parameters:
         mesh = plgpu.Mesh(grid=grid, grid_names=grid_names, **more)
         run = _estimated(body, run, mesh, name, scratch, cost, settings)
-    return jax.tree.map(lambda made: varying_like(made, *args), run(*args))
+    return jax.tree.map(lambda made: varying_like(made, *args), _run_once(run(*args)))
+
+
+def _run_once(made: Any) -> Any:
+    """Results of a kernel that XLA is kept from running twice, on JAX 0.11.
+
+    In a loop that stacks a result and uses it too (a scan that keeps residuals), XLA's dynamic-slice fusion takes a
+    second copy of the kernel into the fusion that writes the stack (openxla/xla pull request 45799): before JAX 0.11
+    it was off, from 0.12 on it leaves such results alone. A barrier keeps the two apart, and costs nothing.
+
+    Args:
+        made: the results.
+    """
+    return lax.optimization_barrier(made) if jax.__version_info__[:2] == (0, 11) else made
 
 
 def _estimated(
