@@ -48,8 +48,9 @@ from stale_weights import Rule, StaleWeights
 from jaxscale import Experiment, Plan
 from jaxscale.pipeline.pipemare import Remedies
 from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.step.build import TrainStep, build
+from jaxscale.step.build import build
 from jaxscale.step.state import TrainState
+from jaxscale.step.train_step import TrainStep
 from jaxscale.typing import Params
 
 STAGES = 4

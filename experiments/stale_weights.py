@@ -27,8 +27,8 @@ from jaxscale import blocks
 from jaxscale.optim.offloaded import plainly
 from jaxscale.pipeline.passes import At, Context, FromResiduals
 from jaxscale.pipeline.pipemare import Remedies
-from jaxscale.step.build import TrainStep
 from jaxscale.step.state import TrainState, Watch
+from jaxscale.step.train_step import TrainStep
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Batch, Float, Params
 

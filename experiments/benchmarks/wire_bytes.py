@@ -74,11 +74,12 @@ from jaxscale.platforms.described import abstract, lower_for, without_memories
 from jaxscale.platforms.hlo import Collective
 from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.build import TrainStep, build
+from jaxscale.step.build import build
 from jaxscale.step.check import NoEffect, check_codec, slow_bytes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
+from jaxscale.step.train_step import TrainStep
 from jaxscale.typing import Array, Key
 
 BARS: dict[tuple[str, int], float | None] = {

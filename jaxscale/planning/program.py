@@ -5,11 +5,12 @@ from typing import Any
 
 from jaxscale.platforms.described import abstract, lower_for, without_memories
 from jaxscale.platforms.platform import Platform
-from jaxscale.step.build import TrainStep, build
+from jaxscale.step.build import build
 from jaxscale.step.choices import check_taken
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
+from jaxscale.step.train_step import TrainStep
 
 
 def described_step(experiment: Experiment, platform: Platform, plan: Plan | None = None) -> TrainStep:

@@ -28,12 +28,13 @@ from jaxscale.pipeline.price import Price
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.simulate import Simulation, simulate
 from jaxscale.platforms.platform import Platform
-from jaxscale.step.build import TrainStep, build
+from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.step.remember import traced_blocks
 from jaxscale.step.rows import batch_shapes
 from jaxscale.step.stages import Stages
+from jaxscale.step.train_step import TrainStep
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 """Operations with a gradient for each operand, of one product each."""

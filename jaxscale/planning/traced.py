@@ -9,9 +9,9 @@ from jaxscale.planning.flat import Program, flatten
 from jaxscale.planning.placements import Placements, dims_of, place
 from jaxscale.planning.timeline import Compiler
 from jaxscale.platforms.platform import Platform
-from jaxscale.step.build import TrainStep
 from jaxscale.step.choices import check_taken
 from jaxscale.step.plan import Plan
+from jaxscale.step.train_step import TrainStep
 from jaxscale.trees import path_name
 
 

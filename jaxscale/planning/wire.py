@@ -16,9 +16,9 @@ from jaxscale.platforms.hlo import Collective
 from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.slices import across
-from jaxscale.step.build import TrainStep
 from jaxscale.step.layout import REPLICA_AXIS
 from jaxscale.step.reducing import leaves_of_gradients
+from jaxscale.step.train_step import TrainStep
 from jaxscale.values.units import size
 
 

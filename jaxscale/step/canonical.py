@@ -34,7 +34,7 @@ from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array
 
 if TYPE_CHECKING:
-    from jaxscale.step.build import TrainStep
+    from jaxscale.step.train_step import TrainStep
 
 PARAMS = "params"
 """Prefix of the parameters' names: what evaluation, generation and export restore, beside `REST`."""

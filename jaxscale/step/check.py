@@ -38,7 +38,7 @@ from jaxscale.trees import leaf_bytes, named_leaves
 from jaxscale.typing import Batch
 
 if TYPE_CHECKING:
-    from jaxscale.step.build import TrainStep
+    from jaxscale.step.train_step import TrainStep
 
 
 SCALARS = 256

@@ -15,7 +15,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.target import target
 
 if TYPE_CHECKING:
-    from jaxscale.step.build import TrainStep
+    from jaxscale.step.train_step import TrainStep
 
 Notes = dispatch.Notes
 _PASS_NONE = "Pass implementation=None to take one that can."

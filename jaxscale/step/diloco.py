@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxscale.step.build import Compiled, Metrics, TrainStep
 from jaxscale.step.choices import check_taken, noted
+from jaxscale.step.compiled import Compiled
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
 from jaxscale.step.layout import REPLICA_AXIS, Layout, local_bytes
@@ -26,6 +26,7 @@ from jaxscale.step.objective import positive
 from jaxscale.step.outer import WEIGHTS, Outer
 from jaxscale.step.plan import Plan
 from jaxscale.step.state import TrainState
+from jaxscale.step.train_step import Metrics, TrainStep
 from jaxscale.typing import Array, Batch, Params
 
 

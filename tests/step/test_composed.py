@@ -25,10 +25,11 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.quantize import is_quantized
 from jaxscale.platforms.hlo import collectives
-from jaxscale.step.build import TrainStep, build
+from jaxscale.step.build import build
 from jaxscale.step.check import slow_bytes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from jaxscale.step.train_step import TrainStep
 from jaxscale.values import override
 
 ROWS, LENGTH, WIDTH, VOCAB = 16, 4, 32, 16

@@ -19,11 +19,12 @@ from jaxscale.models.huggingface import Pretrained
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step import check
-from jaxscale.step.build import TrainStep, build
+from jaxscale.step.build import build
 from jaxscale.step.check import check_kept_on_host
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional, in_groups
 from jaxscale.step.plan import Plan
+from jaxscale.step.train_step import TrainStep
 from jaxscale.values import from_json, to_json
 
 LAYERS, ROWS, LENGTH = 6, 4, 16

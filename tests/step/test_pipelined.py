@@ -14,9 +14,10 @@ from jaxscale.pipeline.csv import to_csv
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.platforms.hlo import collectives
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.build import TrainStep, build
+from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from jaxscale.step.train_step import TrainStep
 from jaxscale.values import override
 
 MODEL = Decoder(vocab=12, context=8, layers=4, embed=8, heads=2, dropout=0.1)

@@ -16,10 +16,11 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.platforms.hlo import collectives
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.build import TrainStep, build
+from jaxscale.step.build import build
 from jaxscale.step.check import NoEffect, check_codec, slow_bytes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from jaxscale.step.train_step import TrainStep
 from jaxscale.values import override
 
 MODEL = Decoder(vocab=12, context=8, layers=2, embed=16, heads=2, dropout=0.1)

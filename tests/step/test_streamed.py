@@ -18,9 +18,10 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.optim.leaves import leaves_of
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.build import TrainStep, build
+from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from jaxscale.step.train_step import TrainStep
 from jaxscale.values import override
 
 ROWS, CONTEXT, VOCAB = 8, 4, 8

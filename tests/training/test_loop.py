@@ -179,7 +179,7 @@ def test_a_signal_saves_and_says_so(toy, tmp_path, whole, number, monkeypatch):
 
 def stop_after(monkeypatch, step, act):
     """`act` while step number `step` runs."""
-    from jaxscale.step.build import TrainStep
+    from jaxscale.step.train_step import TrainStep
 
     real, count = TrainStep.run, iter(range(1, 1000))
 
@@ -219,7 +219,7 @@ def test_fewer_bad_steps_in_a_row_than_the_patience_stop_nothing(toy, tmp_path, 
 
 def spoil(monkeypatch, steps):
     """Parameters that are not numbers after so many steps; a step on them is skipped, and keeps those it was given."""
-    from jaxscale.step.build import TrainStep
+    from jaxscale.step.train_step import TrainStep
 
     real = TrainStep.run
 
@@ -263,7 +263,7 @@ def test_a_signal_before_the_first_step_of_a_continued_run_loses_nothing(toy, wh
 
 def signal_within(monkeypatch, name):
     """SIGTERM while a method of the train step runs; the compilations that were begun."""
-    from jaxscale.step.build import TrainStep
+    from jaxscale.step.train_step import TrainStep
 
     compiled, compile_, real = [], TrainStep.compile, getattr(TrainStep, name)
 

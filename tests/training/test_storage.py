@@ -12,7 +12,7 @@ import pytest
 from etils.epath import backend
 
 from jaxscale.errors import Preempted, UserError
-from jaxscale.step.build import TrainStep
+from jaxscale.step.train_step import TrainStep
 from jaxscale.training import checkpoint, loop, mirror
 from jaxscale.training.evaluate import evaluate
 from jaxscale.training.metrics import FILE, read_metrics

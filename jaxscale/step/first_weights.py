@@ -1,0 +1,38 @@
+"""The weights before the first step: drawn where they will lie, or loaded by a model that brings its own."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxscale.step.functional import Functional, in_groups
+from jaxscale.step.layout import Layout
+from jaxscale.typing import Array, Params
+
+
+def first_weights(model: Any, functional: Functional, layout: Layout) -> tuple[Params, Params]:
+    """Parameters, and the rest of the model's state. Every leaf is created already sharded, never whole on one device.
+
+    Args:
+        model: whose `initial_params`, where it has it, are taken instead of random ones.
+        functional: the model as pure functions.
+        layout: where its arrays live.
+    """
+    params, rest = jax.jit(functional.create, out_shardings=(layout.masters, layout.state.rest))()
+    load = getattr(model, "initial_params", None)
+    if load is not None:
+        loaded = functional.in_rows(in_groups(load(), functional.groups))
+        places = jax.tree.map(
+            lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), functional.params, layout.masters
+        )
+        params = jax.tree.map(_placed, loaded, places)
+    return params, rest
+
+
+def _placed(array: Any, abstract: jax.ShapeDtypeStruct) -> Array:
+    """A host array put on the devices shard by shard; dims that are padded in the model get zeros."""
+    if array.shape != abstract.shape:
+        array = np.pad(array, [(0, want - have) for have, want in zip(array.shape, abstract.shape, strict=True)])
+    return jax.make_array_from_callback(
+        abstract.shape, abstract.sharding, lambda index: np.asarray(array[index], abstract.dtype)
+    )
