@@ -2,7 +2,7 @@
 
 The output and the log-sum-exp of each query's scores carry the residual names of `NAMES`: a rematerialization policy
 that keeps them spares the backward a second run of the forward. A call is code of one device; under a mesh, wrap it in
-`jax.shard_map`, with keys and values whole along the sequence.
+`jax.shard_map`, with keys and values whole along the sequence; queries may be a part of it, and say which.
 """
 
 import dataclasses
@@ -79,6 +79,7 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     segment_ids: Any = None,
+    query_offset: Any = 0,
     logit_soft_cap: float | None = None,
     scale: float | None = None,
     implementation: str | None = None,
@@ -97,6 +98,8 @@ def attention(
         causal: a query sees no key of a later position; positions count from 0 on both sides.
         window: keys that a query sees, its own position's included; causal only.
         segment_ids: integers (B,T) where S is T, or a pair (B,T) and (B,S): a query sees keys of its own id.
+        query_offset: position of the first query, where `q` is a part of a sequence: a whole number, or an int32 scalar
+            (`jax.lax.axis_index(..) * T`); at least 0. Positions may pass the last key's.
         logit_soft_cap: the scores' bound c.
         scale: of the scores; 1 / sqrt(H) by default.
         implementation: None for the best that runs; "tpu", "gpu", "cudnn", "chunked" or "reference" for that one alone.
@@ -129,7 +132,8 @@ def attention(
         windows (2004.05150). Gemma 2, for the cap (2408.00118).
     """
     ids = _pair(segment_ids)
-    problem = _checked(q, k, v, ids, causal, window, logit_soft_cap, scale)
+    offset = _offset(query_offset, q)
+    problem = _checked(q, k, v, ids, causal, window, logit_soft_cap, scale, offset)
     if tiles is not None and implementation not in ("tpu", "gpu"):
         raise ValueError(f"attention: tiles belong to a named kernel, 'tpu' or 'gpu', and not to {implementation!r}")
     at = target(platform)
@@ -142,9 +146,8 @@ def attention(
     if implementation is not None and tiles is not None:
         _module(implementation).check_tiles(tiles, _padded(problem, _module(implementation)))
     call = _Call(choice, problem.options, at.on("tpu").chip, at.on("gpu").chip, tiles, interpret)
-    q_ids, kv_ids = ids or (None, None)
-    q, k, v, q_ids, kv_ids = varying_alike(q, k, v, q_ids, kv_ids)
-    return _attention(call, q, k, v, q_ids, kv_ids)
+    operands = (q, k, v, *(ids or (None, None)), jnp.asarray(offset, jnp.int32) if problem.offset else None)
+    return _attention(call, *varying_alike(*operands))
 
 
 def explain(
@@ -155,6 +158,7 @@ def explain(
     causal: bool = True,
     window: int | None = None,
     segment_ids: Any = None,
+    query_offset: Any = 0,
     logit_soft_cap: float | None = None,
     scale: float | None = None,
     implementation: str | None = None,
@@ -163,11 +167,12 @@ def explain(
     """What `attention` would run on a platform, and why each other implementation would not be taken.
 
     Args:
-        q, k, v, causal, window, segment_ids, logit_soft_cap, scale, implementation: as of `attention`; arrays may be
-            `jax.ShapeDtypeStruct`.
+        q, k, v, causal, window, segment_ids, query_offset, logit_soft_cap, scale, implementation: as of `attention`;
+            arrays may be `jax.ShapeDtypeStruct`.
         platform: "gpu h200", "tpu v5e", "cpu".
     """
-    problem = _checked(q, k, v, _pair(segment_ids), causal, window, logit_soft_cap, scale)
+    offset = _offset(query_offset, q)
+    problem = _checked(q, k, v, _pair(segment_ids), causal, window, logit_soft_cap, scale, offset)
     return dispatch.explain("attention", implementations(problem), problem, target(platform), implementation)
 
 
@@ -184,6 +189,25 @@ def _pair(segment_ids: Any) -> tuple[Any, Any] | None:
     return segment_ids, segment_ids
 
 
+def _offset(given: Any, q: Any) -> Any:
+    """The position of the first query, an int where it is known while tracing.
+
+    Raises:
+        ValueError: it is no whole number, or negative, or positions would exceed int32.
+    """
+    said = "expected a whole number, or an int32 scalar, of at least 0"
+    if hasattr(given, "dtype"):
+        if given.shape != () or not jnp.issubdtype(given.dtype, jnp.integer):
+            raise ValueError(f"attention: query_offset of {given.shape} {given.dtype}, {said}")
+        if isinstance(given, jax.core.Tracer | jax.ShapeDtypeStruct):
+            return given
+    if isinstance(given, bool) or not hasattr(given, "__index__") or int(given) < 0:
+        raise ValueError(f"attention: query_offset={given!r}, {said}")
+    if int(given) + q.shape[1] > 2**30:
+        raise ValueError(f"attention: query_offset={given!r} and {q.shape[1]} queries, expected positions below 2**30")
+    return int(given)
+
+
 def _checked(
     q: Any,
     k: Any,
@@ -193,6 +217,7 @@ def _checked(
     window: int | None,
     soft_cap: float | None,
     scale: float | None,
+    offset: Any,
 ) -> Problem:
     """The problem that arguments pose.
 
@@ -220,7 +245,8 @@ def _checked(
         raise ValueError(f"attention: window={window!r}, expected a whole number known while tracing")
     scale = 1 / math.sqrt(H) if scale is None else float(scale)
     options = Options(bool(causal), window, None if soft_cap is None else float(soft_cap), scale)
-    return Problem(B, T, S, N, K, H, jnp.dtype(q.dtype).name, ids is not None, options)
+    moved = options.causal and not (isinstance(offset, int) and offset == 0)
+    return Problem(B, T, S, N, K, H, jnp.dtype(q.dtype).name, ids is not None, options, moved)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,42 +279,44 @@ def _module(name: str) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(call: _Call, q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any) -> Any:
-    return _forward(call, q, k, v, q_ids, kv_ids)[0]
+def _attention(call: _Call, *operands: Any) -> Any:
+    return _forward(call, *operands)[0]
 
 
-def _forward(call: _Call, q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
+def _forward(call: _Call, *operands: Any) -> tuple[Any, Any]:
     branches = call.branches("forward", _kernel_forward)
-    out, lse = dispatch.by_platform(call.choice, branches, q, k, v, q_ids, kv_ids)
+    out, lse = dispatch.by_platform(call.choice, branches, *operands)
     out, lse = checkpoint_name(out, NAMES[0]), checkpoint_name(lse, NAMES[1])
-    return out, (q, k, v, q_ids, kv_ids, out, lse)
+    return out, (*operands, out, lse)
 
 
 def _backward(call: _Call, saved: Any, d_out: Any) -> tuple[Any, ...]:
     branches = call.branches("backward", _kernel_backward)
-    return *dispatch.by_platform(call.choice, branches, *saved, d_out), None, None
+    return *dispatch.by_platform(call.choice, branches, *saved, d_out), None, None, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _kernel_forward(call: _Call, module: Any, chip: str | None, q: Any, k: Any, v: Any, *ids: Any) -> Any:
-    (_, T, _, H), arrays = q.shape, _Arrays(module, q, k, ids, call.options)
+def _kernel_forward(
+    call: _Call, module: Any, chip: str | None, q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, offset: Any
+) -> Any:
+    (_, T, _, H), arrays = q.shape, _Arrays(module, q, k, (q_ids, kv_ids), offset, call.options)
     q, k, v = arrays.queries(q), arrays.keys(k), arrays.keys(v)
     tiles = call.tiles or module.choose_tiles(chip, arrays.problem)
-    out, lse = module.forward(q, k, v, *arrays.ids, call.options, tiles, call.interpret)
+    out, lse = module.forward(q, k, v, *arrays.ids, offset, call.options, tiles, call.interpret)
     return arrays.back(out, T, H), lse[:, :, :T]
 
 
 def _kernel_backward(
-    call: _Call, module: Any, chip: str | None, q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, *rest: Any
+    call: _Call, module: Any, chip: str | None, q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, offset: Any, *rest: Any
 ) -> Any:
-    (_, T, _, H), S, arrays = q.shape, k.shape[1], _Arrays(module, q, k, (q_ids, kv_ids), call.options)
+    (_, T, _, H), S, arrays = q.shape, k.shape[1], _Arrays(module, q, k, (q_ids, kv_ids), offset, call.options)
     out, lse, d_out = rest
     q, k, v, out, d_out = (*(arrays.queries(q), arrays.keys(k), arrays.keys(v)), *map(arrays.queries, (out, d_out)))
     lse = jnp.pad(lse, ((0, 0), (0, 0), (0, arrays.problem.T - T)))
     tiles = call.tiles or module.choose_tiles(chip, arrays.problem)
-    grads = module.backward(q, k, v, *arrays.ids, out, lse, d_out, call.options, tiles, call.interpret)
+    grads = module.backward(q, k, v, *arrays.ids, offset, out, lse, d_out, call.options, tiles, call.interpret)
     return tuple(arrays.back(grad, length, H) for grad, length in zip(grads, (T, S, S), strict=True))
 
 
@@ -296,7 +324,7 @@ def _padded(problem: Problem, module: Any) -> Problem:
     """The problem as a kernel sees it."""
     T, S = (length + -length % LENGTH for length in (problem.T, problem.S))
     # positions hide the keys that fill up, or segment ids do
-    hidden = problem.S == S or (problem.options.causal and problem.T <= problem.S)
+    hidden = problem.S == S or (problem.options.causal and problem.T <= problem.S and not problem.offset)
     segments = problem.segments or not hidden
     return dataclasses.replace(problem, T=T, S=S, H=module.padded_width(problem.H), segments=segments)
 
@@ -308,9 +336,10 @@ class _Arrays:
     Keys that fill up are hidden by segment ids, unless positions hide them already.
     """
 
-    def __init__(self, module: Any, q: Any, k: Any, ids: Sequence[Any], options: Options) -> None:
+    def __init__(self, module: Any, q: Any, k: Any, ids: Sequence[Any], offset: Any, options: Options) -> None:
         (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
-        given = Problem(B, T, S, N, K, H, jnp.dtype(q.dtype).name, ids[0] is not None, options)
+        dtype = jnp.dtype(q.dtype).name
+        given = Problem(B, T, S, N, K, H, dtype, ids[0] is not None, options, offset is not None)
         self.problem = _padded(given, module)
         self.swapped = module.__name__.endswith("tpu")
         self.ids: tuple[Any, ...] = (None, None)

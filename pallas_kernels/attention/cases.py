@@ -18,6 +18,7 @@ class Case:
         B: rows.
         dtype: of queries, keys, values.
         causal, window, soft_cap: as of `attention`.
+        offset: position of the first query, known when it runs.
         segments: documents in a row of equal lengths, and a last one whose queries see nothing; 0: no segment ids.
         tile: of the interpreted kernel on TPU.
         tags: "small" runs in the interpreter ("slow" beside it: not by default), "aot" is compiled for absent chips,
@@ -35,6 +36,7 @@ class Case:
     causal: bool = True
     window: int | None = None
     soft_cap: float | None = None
+    offset: int = 0
     segments: int = 0
     tile: int = 128
     tags: tuple[str, ...] = ("small",)
@@ -42,7 +44,8 @@ class Case:
     @property
     def options(self) -> dict[str, bool | int | float | None]:
         """Keywords of `attention`."""
-        return {"causal": self.causal, "window": self.window, "logit_soft_cap": self.soft_cap}
+        positions = {"causal": self.causal, "window": self.window, "query_offset": self.offset}
+        return {**positions, "logit_soft_cap": self.soft_cap}
 
 
 _SLOW = ("small", "slow")
@@ -50,6 +53,7 @@ _COMPILED = ("aot", "bench")
 CASES = (
     Case("causal", 256, 256, 2, 1, 64),
     Case("all", 128, 256, 2, 2, 64, causal=False, soft_cap=5.0, segments=3, tile=256),
+    Case("part", 128, 256, 2, 1, 64, offset=70),
     Case("full", 256, 384, 2, 2, 128, causal=False, tags=_SLOW),
     Case("causal_f32", 256, 256, 2, 2, 64, dtype="float32", tags=_SLOW),
     Case("window", 512, 512, 2, 1, 64, B=2, window=100, soft_cap=5.0, segments=3, tile=256, tags=_SLOW),
@@ -65,11 +69,19 @@ CASES = (
     Case("wide_window", 256, 256, 4, 1, 192, window=130, tags=_SLOW),
     Case("half", 256, 256, 2, 1, 64, dtype="float16", tags=_SLOW),
     Case("large_tiles", 512, 512, 1, 1, 64, window=300, tile=256, tags=_SLOW),
+    Case("part_of_four", 256, 512, 2, 1, 64, offset=130, tags=_SLOW),
+    Case("part_f32", 128, 384, 2, 1, 64, dtype="float32", offset=256, tags=_SLOW),
+    Case("part_all", 256, 512, 2, 1, 64, B=2, window=100, soft_cap=5.0, offset=200, segments=3, tags=_SLOW),
+    Case("part_past_the_keys", 384, 256, 2, 1, 64, window=130, offset=100, tags=_SLOW),
+    Case("part_beyond", 128, 256, 2, 1, 64, window=64, offset=320, tags=_SLOW),
+    Case("part_ragged", 200, 300, 2, 1, 64, offset=130, tags=_SLOW),
+    Case("part_large_tiles", 256, 1024, 1, 1, 64, window=300, tile=256, offset=300, tags=_SLOW),
     Case("causal_4k", 4096, 4096, 16, 4, 128, B=2, tags=_COMPILED),
     Case("full_4k", 4096, 4096, 16, 4, 128, B=2, causal=False, tags=_COMPILED),
     Case("window_4k", 4096, 4096, 16, 4, 128, B=2, window=1024, soft_cap=50.0, segments=4, tags=_COMPILED),
     Case("narrow_4k", 4096, 4096, 16, 16, 64, B=2, tags=_COMPILED),
     Case("wide_4k", 4096, 4096, 8, 2, 256, B=2, soft_cap=50.0, tags=_COMPILED),
+    Case("part_8k", 2048, 8192, 16, 4, 128, B=2, offset=4096, tags=("aot",)),
     Case("causal_8k", 8192, 8192, 16, 4, 128, B=2, tags=("bench",)),
     Case("window_32k", 32768, 32768, 16, 4, 128, B=1, window=1024, tags=("bench",)),
 )

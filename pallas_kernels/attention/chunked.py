@@ -34,21 +34,27 @@ def _whole(x: Any, length: int, axis: int = 1) -> Any:
     return lax.slice_in_dim(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), 0, length, axis=axis)
 
 
-def _reach(options: Options, i: Any, width: int, S: int, step: int) -> tuple[Any, Any]:
-    """First and past-the-last chunk of keys that chunk i of the queries may see."""
-    first, end = i * 0, i * 0 + -(-S // step)
+def _reach(options: Options, t0: Any, width: int, S: int, step: int) -> tuple[Any, Any]:
+    """First and past-the-last chunk of keys that the queries at positions t0 .. t0 + width may see."""
+    first, end = t0 * 0, t0 * 0 + -(-S // step)
     if options.causal:
-        end = jnp.minimum(end, (i * width + width - 1) // step + 1)
+        end = jnp.minimum(end, (t0 + width - 1) // step + 1)
     if options.window is not None:
-        first = jnp.minimum(jnp.maximum(i * width - (options.window - 1), 0) // step, end)
+        first = jnp.minimum(jnp.maximum(t0 - (options.window - 1), 0) // step, end)
     return first, end
+
+
+def _starts(count: int, width: int, offset: Any) -> Any:
+    """Positions of the chunks' first queries."""
+    starts = jnp.arange(count) * width
+    return starts if offset is None else starts + offset
 
 
 class _Pair:
     """A chunk of queries against chunks of keys: scores, and who sees whom."""
 
-    def __init__(self, q: Any, i: Any, ids: Any, keys: tuple[Any, Any, int], options: Options) -> None:
-        self.q, self.i, self.ids, self.options = q, i, ids, options
+    def __init__(self, q: Any, t0: Any, ids: Any, keys: tuple[Any, Any, int], options: Options) -> None:
+        self.q, self.t0, self.ids, self.options = q, t0, ids, options
         self.k, self.key_ids, self.S = keys
 
     def scores(self, j: Any) -> tuple[Any, Any, Any]:
@@ -59,7 +65,7 @@ class _Pair:
         if self.options.soft_cap is not None:
             s = jnp.tanh(s / self.options.soft_cap)
             slope, s = 1 - jnp.square(s), self.options.soft_cap * s
-        t = self.i * self.q.shape[1] + jnp.arange(self.q.shape[1])
+        t = self.t0 + jnp.arange(self.q.shape[1])
         u = j * k.shape[1] + jnp.arange(k.shape[1])
         seen = visible(self.options, t, u, self.ids, None if self.ids is None else self.key_ids[j])
         return s, slope, (seen & (u < self.S)[None, None])[:, None, None]
@@ -74,7 +80,7 @@ def _split(q: Any, k: Any, q_ids: Any, kv_ids: Any) -> tuple[Any, Any, Any, Any,
     return _chunks(q.reshape(B, T, K, N // K, H), width), _chunks(k, step), ids, key_ids, width, step
 
 
-def forward(q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, options: Options) -> tuple[Any, Any]:
+def forward(q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, offset: Any, options: Options) -> tuple[Any, Any]:
     """As `reference.forward`."""
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
@@ -82,8 +88,8 @@ def forward(q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, options: Options) -
     values = _chunks(v, step)
 
     def one(chunk: Any) -> tuple[Any, Any]:
-        i, q_i, ids_i = chunk
-        pair = _Pair(q_i, i, ids_i, (keys, key_ids, S), options)
+        t0, q_i, ids_i = chunk
+        pair = _Pair(q_i, t0, ids_i, (keys, key_ids, S), options)
 
         def add(j: Any, carry: Any) -> Any:
             top, total, out = carry
@@ -98,19 +104,19 @@ def forward(q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, options: Options) -
         row = (B, K, N // K, width)
         wanted = ((row, UNSEEN), (row, 0.0), ((*row, H), 0.0))
         start = tuple(filled(shape, F32, value, q, k, v) for shape, value in wanted)
-        top, total, out = lax.fori_loop(*_reach(options, i, width, S, step), add, start)
+        top, total, out = lax.fori_loop(*_reach(options, t0, width, S, step), add, start)
         blind = top <= UNSEEN / 2
         total = jnp.where(blind, 1.0, total)
         broken = jnp.where(jnp.isfinite(q_i).all(-1), 0.0, jnp.nan)[..., None]
         out = jnp.einsum("bkgth->btkgh", out / total[..., None]) + broken
         return out.astype(q.dtype), jnp.where(blind, -jnp.inf, top + jnp.log(total))
 
-    out, lse = lax.map(one, (jnp.arange(queries.shape[0]), queries, ids))
+    out, lse = lax.map(one, (_starts(queries.shape[0], width, offset), queries, ids))
     return _whole(out, T).reshape(q.shape), _whole(lse, T, 3).reshape(B, N, T)
 
 
 def backward(
-    q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, out: Any, lse: Any, d_out: Any, options: Options
+    q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, offset: Any, out: Any, lse: Any, d_out: Any, options: Options
 ) -> tuple[Any, Any, Any]:
     """As `reference.backward`."""
     B, T, N, H = q.shape
@@ -120,11 +126,12 @@ def backward(
     grouped = (B, T, K, N // K, H)
     delta = jnp.einsum("btkgh,btkgh->bkgt", d_out.reshape(grouped), out.reshape(grouped), preferred_element_type=F32)
     rows = [_chunks(x.reshape(B, K, N // K, T), width, 3) for x in (jnp.where(jnp.isneginf(lse), 0.0, lse), delta)]
-    by_query = (jnp.arange(queries.shape[0]), queries, _chunks(d_out.reshape(grouped), width), ids, *rows)
+    starts = _starts(queries.shape[0], width, offset)
+    by_query = (starts, queries, _chunks(d_out.reshape(grouped), width), ids, *rows)
 
     def one(carry: Any, chunk: Any) -> tuple[Any, Any]:
-        i, q_i, d_i, ids_i, lse_i, delta_i = chunk
-        pair = _Pair(q_i, i, ids_i, (keys, key_ids, S), options)
+        t0, q_i, d_i, ids_i, lse_i, delta_i = chunk
+        pair = _Pair(q_i, t0, ids_i, (keys, key_ids, S), options)
 
         def add(j: Any, carry: Any) -> Any:
             dq_i, dk, dv = carry
@@ -138,7 +145,7 @@ def backward(
             return dq_i, dk.at[j].add(dk_j), dv.at[j].add(dv_j)
 
         start = filled(q_i.shape, F32, 0.0, q, k, v, d_out), *carry
-        dq_i, *carry = lax.fori_loop(*_reach(options, i, width, S, step), add, start)
+        dq_i, *carry = lax.fori_loop(*_reach(options, t0, width, S, step), add, start)
         return tuple(carry), dq_i.astype(q.dtype)
 
     zeros = tuple(filled(x.shape, F32, 0.0, q, k, v, d_out) for x in (keys, values))

@@ -13,6 +13,8 @@ def supports(target: Target, problem: Problem) -> str | None:
     """Why cuDNN cannot run this; None if it can."""
     if problem.segments:
         return "cuDNN knows no segment ids"
+    if problem.offset:
+        return "cuDNN knows no query_offset: its queries' positions count from 0"
     if problem.options.soft_cap is not None:
         return "cuDNN knows no soft cap"
     if problem.dtype not in ("bfloat16", "float16"):

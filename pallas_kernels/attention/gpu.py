@@ -74,7 +74,8 @@ def _launch(
     by_query = name in ("attention_forward", "attention_dq")
     heads, length = (sizes.N, sizes.T) if by_query else (sizes.K, sizes.S)
     products = {"attention_forward": 2, "attention_dq": 3, "attention_dkdv": 4, "attention_dk": 3, "attention_dv": 2}
-    pairs = sizes.B * sizes.N * sizes.options.pairs(sizes.T, sizes.S)
+    # where queries have an offset, the mean over a sequence's parts
+    pairs = sizes.B * sizes.N * sizes.options.pairs(sizes.T, sizes.S, anywhere=sizes.offset)
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*args, *kinds))
     return mg.launch(
         body,
@@ -90,9 +91,10 @@ def _launch(
     )
 
 
-def _id_refs(rest: Sequence[Any], segments: bool) -> tuple[Any, Any]:
-    """References of segment ids, which come first where there are any."""
-    return (rest[0], rest[1]) if segments else (None, None)
+def _beside(rest: Sequence[Any], sizes: Sizes) -> tuple[Any, Any, Any, Sequence[Any]]:
+    """References of segment ids and the position of the first query, where there are any, and what follows them."""
+    start, rest = (rest[0][0], rest[1:]) if sizes.offset else (None, rest)
+    return (*rest[:2], start, rest[2:]) if sizes.segments else (None, None, start, rest)
 
 
 def _copies(
@@ -112,30 +114,42 @@ def _copies(
     return keys, values
 
 
-def _id_args(q_ids: Any, kv_ids: Any) -> tuple[Any, ...]:
-    return () if q_ids is None else (q_ids, kv_ids)
+def _args_beside(q_ids: Any, kv_ids: Any, offset: Any) -> tuple[Any, ...]:
+    return *(() if offset is None else (offset[None],)), *(() if q_ids is None else (q_ids, kv_ids))
+
+
+def _position(index: Any, start: Any) -> Any:
+    """Of the query at an index."""
+    return index if start is None else index + start
 
 
 def forward(
-    q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, options: Options, tiles: Tiles, interpret: Interpret = False
+    q: Any,
+    k: Any,
+    v: Any,
+    q_ids: Any,
+    kv_ids: Any,
+    offset: Any,
+    options: Options,
+    tiles: Tiles,
+    interpret: Interpret = False,
 ) -> tuple[Any, Any]:
     """As `reference.forward`.
 
     Args:
-        q, k, v, q_ids, kv_ids, options: as there; T and S multiples of LENGTH, H of WIDTHS.
+        q, k, v, q_ids, kv_ids, offset, options: as there; T and S multiples of LENGTH, H of WIDTHS.
         tiles: sizes of steps.
         interpret: see `compat.interpreter`.
     """
-    sizes = sizes_of(q, k, q_ids, options, tiles, interpret)
+    sizes = sizes_of(q, k, q_ids, offset, options, tiles, interpret)
     bk, stages, segments, H = tiles.kv, tiles.stages, sizes.segments, sizes.H
 
     def body(q_g: Any, k_g: Any, v_g: Any, *rest: Any) -> None:
-        q_ids_g, k_ids_g = _id_refs(rest, segments)
-        out_g, lse_g, *own = rest[2 * segments :]
+        q_ids_g, k_ids_g, start, (out_g, lse_g, *own) = _beside(rest, sizes)
         q_s, k_s, v_s, lse_s, q_ids_s, k_ids_s, q_ready, k_ready, v_ready, k_free, v_free = own
         n, i, b, wg = _block()
         block = i * LENGTH
-        begin, _, _, end = sizes.keys(block, LENGTH, bk)
+        begin, _, _, end = sizes.keys(_position(block, start), LENGTH, bk)
 
         @pl.when(wg == GROUPS)
         def copy() -> None:
@@ -162,7 +176,7 @@ def forward(
                 s = mg.matmul(mine, k_s.at[slot], (ROWS, bk), plain=sizes.plain, flip=True)
                 ids = mg.load(k_ids_s.at[slot], mg.COL) if segments else None
                 mg.release(k_free.at[slot], read=segments or sizes.plain)
-                s, _ = _scores(sizes, s, q0, step * bk, own_ids, ids, hide=hide)
+                s, _ = _scores(sizes, s, _position(q0, start), step * bk, own_ids, ids, hide=hide)
                 new = jnp.maximum(top, s.max(axis=1))
                 p = jnp.exp2(s - mg.along_rows(new, s.shape))
                 fade = jnp.exp2(top - new)
@@ -174,7 +188,7 @@ def forward(
                 return acc, new, total
 
             # tiles outside the warpgroup's own range are all hidden, and change nothing
-            _, a, clear, _ = sizes.keys(q0, ROWS, bk)
+            _, a, clear, _ = sizes.keys(_position(q0, start), ROWS, bk)
             a, clear = lax.clamp(begin, a, end), lax.clamp(begin, clear, end)
             masked, unmasked = functools.partial(one, hide=True), functools.partial(one, hide=False)
             carry = mg.full((ROWS, H)), mg.full((ROWS,), mg.ROW, NEG), mg.full((ROWS,), mg.ROW)
@@ -191,7 +205,7 @@ def forward(
             plgpu.copy_smem_to_gmem(lse_s.at[wg], lse_g.at[b, n, rows])
             plgpu.wait_smem_to_gmem(0)
 
-    args = (q, k, v, *_id_args(q_ids, kv_ids))
+    args = (q, k, v, *_args_beside(q_ids, kv_ids, offset))
     ring = plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages)
     scratch = [
         mg.wide((GROUPS, ROWS, H), q.dtype),
@@ -221,12 +235,11 @@ def _dq(args: tuple[Any, ...], sizes: Sizes, interpret: Interpret) -> Any:
     bk, stages, segments, H = sizes.tiles.kv_dq, sizes.tiles.stages_backward, sizes.segments, sizes.H
 
     def body(q_g: Any, k_g: Any, v_g: Any, d_g: Any, lse_g: Any, delta_g: Any, *rest: Any) -> None:
-        q_ids_g, k_ids_g = _id_refs(rest, segments)
-        dq_g, *own = rest[2 * segments :]
+        q_ids_g, k_ids_g, start, (dq_g, *own) = _beside(rest, sizes)
         q_s, d_s, k_s, v_s, lse_s, delta_s, q_ids_s, k_ids_s, q_ready, k_ready, v_ready, k_free, v_free = own
         n, i, b, wg = _block()
         block = i * LENGTH
-        begin, _, _, end = sizes.keys(block, LENGTH, bk)
+        begin, _, _, end = sizes.keys(_position(block, start), LENGTH, bk)
 
         @pl.when(wg == GROUPS)
         def copy() -> None:
@@ -255,7 +268,7 @@ def _dq(args: tuple[Any, ...], sizes: Sizes, interpret: Interpret) -> Any:
                 plgpu.barrier_wait(k_ready.at[slot])
                 s = mg.matmul(q_s.at[wg], k_s.at[slot], (ROWS, bk), plain=sizes.plain, flip=True)
                 ids = mg.load(k_ids_s.at[slot], mg.COL) if segments else None
-                s, slope = _scores(sizes, s, q0, step * bk, own_ids, ids)
+                s, slope = _scores(sizes, s, _position(q0, start), step * bk, own_ids, ids)
                 ds = _probabilities(s, lse, mg.along_rows) * (dp - mg.along_rows(delta, s.shape))
                 ds = ds if slope is None else ds * slope
                 acc = mg.matmul_add(acc, ds.astype(k.dtype), k_s.at[slot], plain=sizes.plain)
@@ -294,12 +307,12 @@ def _by_key(args: tuple[Any, ...], sizes: Sizes, wanted: str, interpret: Interpr
     dk_wanted, dv_wanted = "dk" in wanted, "dv" in wanted
 
     def body(q_g: Any, k_g: Any, v_g: Any, d_g: Any, lse_g: Any, delta_g: Any, *rest: Any) -> None:
-        q_ids_g, k_ids_g = _id_refs(rest, segments)
-        outs_g, own = rest[2 * segments :][: dk_wanted + dv_wanted], rest[2 * segments + dk_wanted + dv_wanted :]
+        q_ids_g, k_ids_g, start, rest = _beside(rest, sizes)
+        outs_g, own = rest[: dk_wanted + dv_wanted], rest[dk_wanted + dv_wanted :]
         k_s, v_s, q_s, d_s, lse_s, delta_s, q_ids_s, k_ids_s, k_ready, q_ready, d_ready, q_free, d_free = own
         h, i, b, wg = _block()
         block = i * LENGTH
-        first, end = sizes.queries(block, LENGTH, bq)
+        first, end = sizes.queries(block, LENGTH, bq, start)
         each = end - first  # steps run over the query heads of this key head
 
         @pl.when(wg == GROUPS)
@@ -325,6 +338,7 @@ def _by_key(args: tuple[Any, ...], sizes: Sizes, wanted: str, interpret: Interpr
             plgpu.set_max_registers(232, action="increase")
             k0 = block + wg * ROWS
             rows = pl.ds(k0, ROWS)
+            u0 = k0 if start is None else k0 - start  # counted from the first query's position
             pairs = [(k_g.at[b, rows, h], k_s), (v_g.at[b, rows, h], v_s)]
             pairs += [(k_ids_g.at[b, rows], k_ids_s)] if segments else []
             for source, to in pairs:
@@ -338,7 +352,7 @@ def _by_key(args: tuple[Any, ...], sizes: Sizes, wanted: str, interpret: Interpr
                 plgpu.barrier_wait(q_ready.at[slot])
                 s = mg.matmul(k_s.at[wg], q_s.at[slot], (ROWS, bq), plain=sizes.plain, flip=True)
                 ids = mg.load(q_ids_s.at[slot], mg.COL) if segments else None
-                s, slope = _scores(sizes, s, q0, k0, ids, own_ids, transposed=True)
+                s, slope = _scores(sizes, s, q0, u0, ids, own_ids, transposed=True)
                 p = _probabilities(s, mg.load(lse_s.at[slot], mg.COL), mg.along_columns)
                 plgpu.barrier_wait(d_ready.at[slot])
                 sums = list(sums)
@@ -392,6 +406,7 @@ def backward(
     v: Any,
     q_ids: Any,
     kv_ids: Any,
+    offset: Any,
     out: Any,
     lse: Any,
     d_out: Any,
@@ -403,12 +418,12 @@ def backward(
     exceed the registers), but no atomics, and the same bits each time.
 
     Args:
-        q, k, v, q_ids, kv_ids, out, lse, d_out, options: as there.
+        q, k, v, q_ids, kv_ids, offset, out, lse, d_out, options: as there.
         tiles, interpret: as of `forward`.
     """
     delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
-    sizes = sizes_of(q, k, q_ids, options, tiles, interpret)
-    args = (q, k, v, d_out, lse, delta, *_id_args(q_ids, kv_ids))
+    sizes = sizes_of(q, k, q_ids, offset, options, tiles, interpret)
+    args = (q, k, v, d_out, lse, delta, *_args_beside(q_ids, kv_ids, offset))
     passes = ("dkdv",) if sizes.H <= 128 else ("dk", "dv")
     dk, dv = [grad for wanted in passes for grad in _by_key(args, sizes, wanted, interpret)]
     return _dq(args, sizes, interpret), dk, dv

@@ -114,7 +114,7 @@ def check_tiles(tiles: Any, problem: Problem) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is static in a kernel."""
+    """What is static in a kernel; whether queries have an offset, too, which itself is `start`; None for 0."""
 
     B: int
     T: int
@@ -126,38 +126,43 @@ class Sizes:
     options: Options
     tiles: Tiles
     plain: bool
+    offset: bool
 
     @property
     def G(self) -> int:
         """Query heads of a key head."""
         return self.N // self.K
 
-    def keys(self, q0: Any, rows: int, tile: int) -> tuple[Any, Any, Any, Any]:
-        """Tiles of keys for the queries q0 .. q0 + rows: first, a, b, end; hidden pairs lie outside a .. b alone."""
+    def keys(self, t0: Any, rows: int, tile: int) -> tuple[Any, Any, Any, Any]:
+        """Tiles of keys for queries at positions t0 .. t0 + rows: first, a, b, end; hidden pairs lie outside a .. b."""
         first, end = jnp.int32(0), jnp.int32(self.S // tile)
         a, b = first, end
         if self.options.causal:
-            end = lax.min(end, lax.div(q0 + (rows + tile - 1), tile))
-            b = lax.min(end, lax.div(q0, tile))
+            end = lax.min(end, lax.div(t0 + (rows + tile - 1), tile))
+            b = lax.min(end, lax.div(t0, tile))
         if self.options.window is not None:
             window = self.options.window
-            first = lax.min(lax.div(lax.max(q0 - (window - 1), 0), tile), end)
-            a = lax.min(lax.div(lax.max(q0 + (rows - window), 0) + (tile - 1), tile), end)
+            first = lax.min(lax.div(lax.max(t0 - (window - 1), 0), tile), end)
+            a = lax.min(lax.div(lax.max(t0 + (rows - window), 0) + (tile - 1), tile), end)
             b = lax.max(a, b)
         return first, a, b, end
 
-    def queries(self, k0: Any, rows: int, tile: int) -> tuple[Any, Any]:
+    def queries(self, k0: Any, rows: int, tile: int, start: Any = None) -> tuple[Any, Any]:
         """First and past-the-last tile of queries that see any of the keys k0 .. k0 + rows."""
         first, end = jnp.int32(0), jnp.int32(self.T // tile)
+
+        def index(t: Any, least: int = 0) -> Any:
+            return t if start is None else lax.max(t - start, least)
+
         if self.options.causal:
-            first = lax.min(lax.div(k0, tile), end)
+            first = lax.min(lax.div(index(k0), tile), end)
         if self.options.window is not None:
-            last = k0 + (rows - 1 + self.options.window + tile - 1)
+            last = index(k0 + (rows - 1 + self.options.window + tile - 1), tile - 1)
             end = lax.max(first, lax.min(end, lax.div(last, tile)))
         return first, end
 
 
-def sizes_of(q: Any, k: Any, q_ids: Any, options: Options, tiles: Tiles, interpret: Interpret) -> Sizes:
+def sizes_of(q: Any, k: Any, q_ids: Any, offset: Any, options: Options, tiles: Tiles, interpret: Interpret) -> Sizes:
     """The sizes of a call, see `gpu.forward`."""
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
-    return Sizes(B, T, S, N, K, H, q_ids is not None, options, tiles, bool(interpret))
+    return Sizes(B, T, S, N, K, H, q_ids is not None, options, tiles, bool(interpret), offset is not None)

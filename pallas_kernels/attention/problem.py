@@ -14,6 +14,7 @@ class Problem:
         dtype: of queries, keys and values.
         segments: whether segment ids are given.
         options: what to compute.
+        offset: whether queries start at a position that is known when it runs alone, and that counts.
     """
 
     B: int
@@ -25,6 +26,7 @@ class Problem:
     dtype: str
     segments: bool
     options: Options
+    offset: bool = False
 
     @property
     def mask(self) -> str:

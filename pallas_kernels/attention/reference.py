@@ -1,8 +1,9 @@
 """Softmax attention with grouped heads: the definition, in plain jax.numpy. It holds all T x S scores.
 
 A query sees a key when both carry the same segment id, when the key is not in its future (causal), and when it is less
-than `window` positions back. Positions count from 0 on both sides, also where S is not T. A query that sees no key
-gives 0, and its log-sum-exp is -inf; one with a value that is not finite gives NaN.
+than `window` positions back. Positions count from 0 on both sides, also where S is not T; those of queries from an
+offset where one is given. A query that sees no key gives 0, and its log-sum-exp is -inf; one with a value that is not
+finite gives NaN.
 """
 
 import dataclasses
@@ -42,17 +43,25 @@ class Options:
         if self.scale == 0 or not math.isfinite(self.scale):
             raise ValueError(f"attention: scale={self.scale}, expected a finite number that is not 0")
 
-    def pairs(self, T: int, S: int) -> int:
+    def pairs(self, T: int, S: int, *, anywhere: bool = False) -> int:
         """How many (query, key) pairs the positions let see each other.
+
+        Args:
+            T, S: queries and keys.
+            anywhere: the queries are a part of a sequence, and which one is not known: the mean over the parts that
+                start at 0, T, 2T, .. before S.
 
         Example:
             >>> Options(window=2).pairs(4, 4), Options(causal=False).pairs(3, 5), Options().pairs(3, 2)
             (7, 15, 5)
+            >>> Options().pairs(2, 8, anywhere=True), Options().pairs(8, 8)
+            (9, 36)
         """
-        t = np.arange(T)
-        end = np.minimum(t + 1, S) if self.causal else np.full(T, S)
+        parts = -(-S // T) if anywhere else 1
+        t = np.arange(parts * T)
+        end = np.minimum(t + 1, S) if self.causal else np.full(t.shape, S)
         start = np.maximum(t + 1 - self.window, 0) if self.window else 0
-        return int((end - start).clip(0).sum())
+        return int((end - start).clip(0).sum()) // parts
 
 
 def visible(options: Options, t: Any, u: Any, q_ids: Any, kv_ids: Any) -> Any:
@@ -84,18 +93,20 @@ def _scores(q: Any, k: Any, options: Options) -> tuple[Any, Any]:
     return options.soft_cap * capped, 1 - jnp.square(capped)
 
 
-def _seen(q: Any, k: Any, q_ids: Any, kv_ids: Any, options: Options) -> Any:
-    seen = visible(options, jnp.arange(q.shape[1]), jnp.arange(k.shape[1]), q_ids, kv_ids)
-    return seen[:, None, None]
+def _seen(q: Any, k: Any, q_ids: Any, kv_ids: Any, offset: Any, options: Options) -> Any:
+    t = jnp.arange(q.shape[1])
+    t = t if offset is None else t + offset
+    return visible(options, t, jnp.arange(k.shape[1]), q_ids, kv_ids)[:, None, None]
 
 
-def forward(q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, options: Options) -> tuple[Any, Any]:
+def forward(q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, offset: Any, options: Options) -> tuple[Any, Any]:
     """Attention, and the log-sum-exp of each query's visible scores.
 
     Args:
         q: queries (B,T,N,H).
         k, v: keys and values (B,S,K,H); query head n reads key head n // (N / K).
         q_ids, kv_ids: segment ids (B,T) and (B,S), int32, or None.
+        offset: position of the first query, an int32 scalar; None for 0.
         options: what to compute.
 
     Returns:
@@ -103,7 +114,7 @@ def forward(q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, options: Options) -
     """
     B, T, N, H = q.shape
     s, _ = _scores(q, k, options)
-    seen = _seen(q, k, q_ids, kv_ids, options)
+    seen = _seen(q, k, q_ids, kv_ids, offset, options)
     some = seen.any(-1)
     top = jnp.where(some, jnp.max(jnp.where(seen, s, -jnp.inf), -1), 0.0)
     p = jnp.where(seen, jnp.exp(s - top[..., None]), 0.0)
@@ -116,19 +127,19 @@ def forward(q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, options: Options) -
 
 
 def backward(
-    q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, out: Any, lse: Any, d_out: Any, options: Options
+    q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, offset: Any, out: Any, lse: Any, d_out: Any, options: Options
 ) -> tuple[Any, Any, Any]:
     """Gradients of q, k and v, each in its type.
 
     Args:
-        q, k, v, q_ids, kv_ids, options: as of `forward`.
+        q, k, v, q_ids, kv_ids, offset, options: as of `forward`.
         out, lse: what it returned.
         d_out: the gradient of `out`, (B,T,N,H).
     """
     B, T, N, H = q.shape
     K = k.shape[2]
     s, slope = _scores(q, k, options)
-    seen = _seen(q, k, q_ids, kv_ids, options)
+    seen = _seen(q, k, q_ids, kv_ids, offset, options)
     lse = lse.reshape(B, K, N // K, T)
     p = jnp.where(seen, jnp.exp(s - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]), 0.0)
     d = d_out.reshape(B, T, K, N // K, H).astype(jnp.float32)

@@ -73,6 +73,11 @@ def _with_or_without_mask(sizes: Sizes, visited: Any, q0: Any, k0: Any, run: Cal
     pl.when(visited & ~partly)(lambda: run(False))
 
 
+def _start(sizes: Sizes, refs: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """Position of the first query, if it is not 0, which lies before all other references; and these."""
+    return (refs[0][0], refs[1:]) if sizes.offset else (None, refs)
+
+
 def _tile_ids(sizes: Sizes, refs: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
     """Segment ids' references of a tile, read where they are used; and what follows them."""
     return (refs[:2], refs[2:]) if sizes.segments else (None, refs)
@@ -83,11 +88,11 @@ def _read(ids: Any) -> Any:
 
 
 def _forward_kernel(*refs: Any, sizes: Sizes) -> None:
-    q, k, v, *rest = refs
+    start, (q, k, v, *rest) = _start(sizes, refs)
     ids, (out, lse, acc, top, total) = _tile_ids(sizes, rest)
     i, j = pl.program_id(2), pl.program_id(3)
-    first, end = sizes.key_tiles(i)
-    q0, k0 = i * sizes.bq, (first + j) * sizes.bk
+    first, end = sizes.key_tiles(i, start)
+    q0, k0 = sizes.position(i, start), (first + j) * sizes.bk
 
     @pl.when(j == 0)
     def _() -> None:
@@ -133,11 +138,11 @@ def _probabilities(sizes: Sizes, s: Any, lse: Any) -> Any:
 
 
 def _dq_kernel(*refs: Any, sizes: Sizes) -> None:
-    q, k, v, d_out, lse, delta, *rest = refs
+    start, (q, k, v, d_out, lse, delta, *rest) = _start(sizes, refs)
     ids, (dq, acc) = _tile_ids(sizes, rest)
     i, j = pl.program_id(2), pl.program_id(3)
-    first, end = sizes.key_tiles(i)
-    q0, k0 = i * sizes.bq, (first + j) * sizes.bk
+    first, end = sizes.key_tiles(i, start)
+    q0, k0 = sizes.position(i, start), (first + j) * sizes.bk
 
     @pl.when(j == 0)
     def _() -> None:
@@ -157,11 +162,11 @@ def _dq_kernel(*refs: Any, sizes: Sizes) -> None:
 
 
 def _dkv_kernel(*refs: Any, sizes: Sizes) -> None:
-    q, k, v, d_out, lse, delta, *rest = refs
+    start, (q, k, v, d_out, lse, delta, *rest) = _start(sizes, refs)
     ids, (dk, dv, dk_acc, dv_acc) = _tile_ids(sizes, rest)
     j, g, i = pl.program_id(2), pl.program_id(3), pl.program_id(4)
-    first, end = sizes.query_tiles(j)
-    q0, k0 = (first + i) * sizes.bq, j * sizes.bk
+    first, end = sizes.query_tiles(j, start)
+    q0, k0 = sizes.position(first + i, start), j * sizes.bk
 
     @pl.when((g == 0) & (i == 0))
     def _() -> None:
@@ -185,14 +190,14 @@ def _dkv_kernel(*refs: Any, sizes: Sizes) -> None:
 
 
 def cost(sizes: Any, products: int, moved: int) -> pl.CostEstimate:
-    """FLOP of the visible pairs alone, and bytes.
+    """FLOP of the visible pairs alone (where queries have an offset, the mean over a sequence's parts), and bytes.
 
     Args:
-        sizes: with B, T, S, N, H and options.
+        sizes: with B, T, S, N, H, offset and options.
         products: matrix products per pair of tiles.
         moved: bytes of operands and results.
     """
-    pairs = sizes.B * sizes.N * sizes.options.pairs(sizes.T, sizes.S)
+    pairs = sizes.B * sizes.N * sizes.options.pairs(sizes.T, sizes.S, anywhere=sizes.offset)
     return pl.CostEstimate(flops=2 * products * sizes.H * pairs, transcendentals=pairs, bytes_accessed=moved)
 
 
@@ -205,18 +210,25 @@ def _call(
     scratch: Sequence[Any],
     args: Sequence[Any],
     products: int,
+    offset: Any,
     interpret: Interpret,
 ) -> Any:
     kinds = [kind for _, kind in outs]
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*args, *kinds))
     parallel: Any = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
+    specs: dict[str, Any] = {
+        "grid": grid,
+        "in_specs": list(ins),
+        "out_specs": [spec for spec, _ in outs],
+        "scratch_shapes": list(scratch),
+    }
+    if offset is not None:  # it lies in scalar memory, where index maps read it, too
+        specs = {"grid_spec": pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, **specs)}
+        args = offset[None], *args
     return pl.pallas_call(
         functools.partial(kernel, sizes=sizes),
-        grid=grid,
-        in_specs=list(ins),
-        out_specs=[spec for spec, _ in outs],
         out_shape=kinds,
-        scratch_shapes=list(scratch),
+        **specs,
         interpret=interpreter("tpu", interpret),
         name=f"attention{kernel.__name__}",
         compiler_params=pltpu.CompilerParams(dimension_semantics=parallel),
@@ -224,28 +236,28 @@ def _call(
     )(*args)
 
 
-def _sizes(q: Any, k: Any, q_ids: Any, options: Options, bq: int, bk: int) -> Sizes:
+def _sizes(q: Any, k: Any, q_ids: Any, offset: Any, options: Options, bq: int, bk: int) -> Sizes:
     (B, N, T, H), (K, S) = q.shape, k.shape[1:3]
-    return Sizes(B, T, S, N, K, H, min(bq, T), min(bk, S), q_ids is not None, options)
+    return Sizes(B, T, S, N, K, H, min(bq, T), min(bk, S), q_ids is not None, options, offset is not None)
 
 
 def _by_query(sizes: Sizes) -> tuple[Any, Any, Any, list[Any], tuple[int, ...]]:
     """Specs of queries, keys, numbers per query and segment ids, and the grid, of a pass over tiles of queries."""
     G = sizes.N // sizes.K
 
-    def key(i: Any, j: Any) -> Any:
-        first, end = sizes.key_tiles(i)
+    def key(i: Any, j: Any, at: Sequence[Any]) -> Any:
+        first, end = sizes.key_tiles(i, _start(sizes, at)[0])
         return jnp.clip(first + j, 0, jnp.maximum(end - 1, 0))
 
-    queries = pl.BlockSpec((None, None, sizes.bq, sizes.H), lambda b, n, i, j: (b, n, i, 0))
-    keys = pl.BlockSpec((None, None, sizes.bk, sizes.H), lambda b, n, i, j: (b, div(n, G), key(i, j), 0))
-    row = pl.BlockSpec((None, None, 1, sizes.bq), lambda b, n, i, j: (b, n, 0, i))
+    queries = pl.BlockSpec((None, None, sizes.bq, sizes.H), lambda b, n, i, j, *at: (b, n, i, 0))
+    keys = pl.BlockSpec((None, None, sizes.bk, sizes.H), lambda b, n, i, j, *at: (b, div(n, G), key(i, j, at), 0))
+    row = pl.BlockSpec((None, None, 1, sizes.bq), lambda b, n, i, j, *at: (b, n, 0, i))
     ids = [
-        pl.BlockSpec((None, 1, sizes.bq), lambda b, n, i, j: (b, 0, i)),
-        pl.BlockSpec((None, sizes.bk, 1), lambda b, n, i, j: (b, key(i, j), 0)),
+        pl.BlockSpec((None, 1, sizes.bq), lambda b, n, i, j, *at: (b, 0, i)),
+        pl.BlockSpec((None, sizes.bk, 1), lambda b, n, i, j, *at: (b, key(i, j, at), 0)),
     ]
     count = sizes.T // sizes.bq
-    grid = (sizes.B, sizes.N, count, sizes.steps(sizes.key_tiles, count))
+    grid = (sizes.B, sizes.N, count, sizes.steps(False))
     return queries, keys, row, ids if sizes.segments else [], grid
 
 
@@ -253,19 +265,21 @@ def _by_key(sizes: Sizes) -> tuple[Any, Any, Any, list[Any], tuple[int, ...]]:
     """As `_by_query`, of the pass over tiles of keys, which sums over the query heads of a key head."""
     G = sizes.N // sizes.K
 
-    def query(j: Any, i: Any) -> Any:
-        first, end = sizes.query_tiles(j)
+    def query(j: Any, i: Any, at: Sequence[Any]) -> Any:
+        first, end = sizes.query_tiles(j, _start(sizes, at)[0])
         return jnp.clip(first + i, 0, jnp.maximum(end - 1, 0))
 
-    queries = pl.BlockSpec((None, None, sizes.bq, sizes.H), lambda b, h, j, g, i: (b, h * G + g, query(j, i), 0))
-    keys = pl.BlockSpec((None, None, sizes.bk, sizes.H), lambda b, h, j, g, i: (b, h, j, 0))
-    row = pl.BlockSpec((None, None, 1, sizes.bq), lambda b, h, j, g, i: (b, h * G + g, 0, query(j, i)))
+    queries = pl.BlockSpec(
+        (None, None, sizes.bq, sizes.H), lambda b, h, j, g, i, *at: (b, h * G + g, query(j, i, at), 0)
+    )
+    keys = pl.BlockSpec((None, None, sizes.bk, sizes.H), lambda b, h, j, g, i, *at: (b, h, j, 0))
+    row = pl.BlockSpec((None, None, 1, sizes.bq), lambda b, h, j, g, i, *at: (b, h * G + g, 0, query(j, i, at)))
     ids = [
-        pl.BlockSpec((None, 1, sizes.bq), lambda b, h, j, g, i: (b, 0, query(j, i))),
-        pl.BlockSpec((None, sizes.bk, 1), lambda b, h, j, g, i: (b, j, 0)),
+        pl.BlockSpec((None, 1, sizes.bq), lambda b, h, j, g, i, *at: (b, 0, query(j, i, at))),
+        pl.BlockSpec((None, sizes.bk, 1), lambda b, h, j, g, i, *at: (b, j, 0)),
     ]
     count = sizes.S // sizes.bk
-    grid = (sizes.B, sizes.K, count, G, sizes.steps(sizes.query_tiles, count))
+    grid = (sizes.B, sizes.K, count, G, sizes.steps(True))
     return queries, keys, row, ids if sizes.segments else [], grid
 
 
@@ -274,7 +288,15 @@ def _id_args(q_ids: Any, kv_ids: Any) -> tuple[Any, ...]:
 
 
 def forward(
-    q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, options: Options, tiles: Tiles, interpret: Interpret = False
+    q: Any,
+    k: Any,
+    v: Any,
+    q_ids: Any,
+    kv_ids: Any,
+    offset: Any,
+    options: Options,
+    tiles: Tiles,
+    interpret: Interpret = False,
 ) -> tuple[Any, Any]:
     """As `reference.forward`, heads before positions.
 
@@ -282,6 +304,7 @@ def forward(
         q: queries (B,N,T,H).
         k, v: keys and values (B,K,S,H).
         q_ids, kv_ids: segment ids, or None.
+        offset: position of the first query, an int32 scalar; None for 0.
         options: what to compute.
         tiles: of which T and S are multiples.
         interpret: see `compat.interpreter`.
@@ -289,13 +312,14 @@ def forward(
     Returns:
         (B,N,T,H) in the type of `q`, and the log-sum-exp (B,N,T).
     """
-    sizes = _sizes(q, k, q_ids, options, tiles.q, tiles.kv)
+    sizes = _sizes(q, k, q_ids, offset, options, tiles.q, tiles.kv)
     queries, keys, row, ids, grid = _by_query(sizes)
     args = (q, k, v, *_id_args(q_ids, kv_ids))
     outs = [(queries, like(q.shape, q.dtype, args)), (row, like((sizes.B, sizes.N, 1, sizes.T), F32, args))]
     line = pltpu.VMEM((1, sizes.bq), F32)
     scratch = [pltpu.VMEM((sizes.H, sizes.bq), F32), line, line]
-    out, lse = _call(_forward_kernel, sizes, grid, [queries, keys, keys, *ids], outs, scratch, args, 2, interpret)
+    ins = [queries, keys, keys, *ids]
+    out, lse = _call(_forward_kernel, sizes, grid, ins, outs, scratch, args, 2, offset, interpret)
     return out, lse[:, :, 0]
 
 
@@ -305,6 +329,7 @@ def backward(
     v: Any,
     q_ids: Any,
     kv_ids: Any,
+    offset: Any,
     out: Any,
     lse: Any,
     d_out: Any,
@@ -315,24 +340,24 @@ def backward(
     """As `reference.backward`, heads before positions: seven products where five would do, and no atomics.
 
     Args:
-        q, k, v, q_ids, kv_ids, options, tiles, interpret: as of `forward`.
+        q, k, v, q_ids, kv_ids, offset, options, tiles, interpret: as of `forward`.
         out, lse: what it returned.
         d_out: the gradient of `out`, (B,N,T,H).
     """
     delta = jnp.sum(out.astype(F32) * d_out.astype(F32), -1)[:, :, None]
     args = (q, k, v, d_out, lse[:, :, None], delta, *_id_args(q_ids, kv_ids))
 
-    sizes = _sizes(q, k, q_ids, options, tiles.q_dq, tiles.kv_dq)
+    sizes = _sizes(q, k, q_ids, offset, options, tiles.q_dq, tiles.kv_dq)
     queries, keys, row, ids, grid = _by_query(sizes)
     ins = [queries, keys, keys, queries, row, row, *ids]
     scratch = [pltpu.VMEM((sizes.H, sizes.bq), F32)]
     outs = [(queries, like(q.shape, q.dtype, args))]
-    (dq,) = _call(_dq_kernel, sizes, grid, ins, outs, scratch, args, 3, interpret)
+    (dq,) = _call(_dq_kernel, sizes, grid, ins, outs, scratch, args, 3, offset, interpret)
 
-    sizes = _sizes(q, k, q_ids, options, tiles.q_dkv, tiles.kv_dkv)
+    sizes = _sizes(q, k, q_ids, offset, options, tiles.q_dkv, tiles.kv_dkv)
     queries, keys, row, ids, grid = _by_key(sizes)
     ins = [queries, keys, keys, queries, row, row, *ids]
     scratch = [pltpu.VMEM((sizes.bk, sizes.H), F32)] * 2
     outs = [(keys, like(x.shape, x.dtype, args)) for x in (k, v)]
-    dk, dv = _call(_dkv_kernel, sizes, grid, ins, outs, scratch, args, 4, interpret)
+    dk, dv = _call(_dkv_kernel, sizes, grid, ins, outs, scratch, args, 4, offset, interpret)
     return dq, dk, dv

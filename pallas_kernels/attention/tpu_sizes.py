@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -124,7 +123,9 @@ def _work(problem: Problem, tile: tuple[int, int]) -> float:
     """By the pairs of all tiles that are visited, and what small tiles add to each in libtpu's schedules for v5e."""
     q, kv = tile
     sizes = Sizes(1, problem.T, problem.S, 1, 1, problem.H, q, kv, False, problem.options)
-    first, end = sizes.key_tiles(np.arange(problem.T // q), np)
+    # where queries may start anywhere, those of all parts of the sequence count
+    parts = -(-problem.S // problem.T) if problem.offset else 1
+    first, end = sizes.key_tiles(np.arange(parts * problem.T // q), xp=np)
     return int(np.sum(np.maximum(end - first, 0))) * q * kv * (1 + 128 / q + 160 / kv)
 
 
@@ -142,7 +143,10 @@ def check_tiles(tiles: Any, problem: Problem) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is static in a kernel: sizes of the problem and of a tile, and the options."""
+    """What is static in a kernel: sizes of the problem and of a tile, the options, and whether queries have an offset.
+
+    The offset itself, the position of the first query, is `start`; None for 0.
+    """
 
     B: int
     T: int
@@ -154,6 +158,7 @@ class Sizes:
     bk: int
     segments: bool
     options: Options
+    offset: bool = False
 
     @property
     def factor(self) -> float:
@@ -167,22 +172,30 @@ class Sizes:
         any more, or the maximum would be a minimum."""
         return self.factor if 1e-6 < self.factor < 1e6 else 1.0
 
-    def key_tiles(self, i: Any, xp: Any = jnp) -> tuple[Any, Any]:
+    def position(self, i: Any, start: Any = None) -> Any:
+        """Of the first query of tile i."""
+        return i * self.bq if start is None else i * self.bq + start
+
+    def key_tiles(self, i: Any, start: Any = None, xp: Any = jnp) -> tuple[Any, Any]:
         """First and past-the-last tile of keys that query tile i may see."""
         first, end = i * 0, i * 0 + self.S // self.bk
         if self.options.causal:
-            end = xp.minimum(end, div(i * self.bq + (self.bq + self.bk - 1), self.bk))
+            end = xp.minimum(end, div(self.position(i, start) + (self.bq + self.bk - 1), self.bk))
         if self.options.window is not None:
-            first = div(xp.maximum(i * self.bq - (self.options.window - 1), 0), self.bk)
+            first = div(xp.maximum(self.position(i, start) - (self.options.window - 1), 0), self.bk)
         return first, end
 
-    def query_tiles(self, j: Any, xp: Any = jnp) -> tuple[Any, Any]:
+    def query_tiles(self, j: Any, start: Any = None, xp: Any = jnp) -> tuple[Any, Any]:
         """First and past-the-last tile of queries that may see key tile j."""
         first, end = j * 0, j * 0 + self.T // self.bq
+
+        def index(t: Any) -> Any:
+            return t if start is None else xp.maximum(t - start, 0)
+
         if self.options.causal:
-            first = xp.minimum(div(j * self.bk, self.bq), end)
+            first = xp.minimum(div(index(j * self.bk), self.bq), end)
         if self.options.window is not None:
-            last = j * self.bk + (self.bk - 1 + self.options.window)
+            last = index(j * self.bk + (self.bk - 1 + self.options.window))
             end = xp.minimum(end, div(last + (self.bq - 1), self.bq))
         return first, end
 
@@ -193,10 +206,18 @@ class Sizes:
             hidden = hidden | (q0 + self.bq - 1 - k0 >= self.options.window)
         return hidden
 
-    def steps(self, tiles: Callable[..., tuple[Any, Any]], count: int) -> int:
-        """The longest range of tiles."""
-        first, end = tiles(np.arange(count), np)
-        return max(1, int(np.max(end - first)))
+    def steps(self, by_key: bool) -> int:
+        """The longest range of tiles that a tile of keys, else of queries, visits; of any offset where there is one."""
+        length, own, most, other = self.T, self.bq, self.S, self.bk
+        if by_key:
+            length, own, most, other = most, other, length, own
+        if not self.offset:
+            first, end = (self.query_tiles if by_key else self.key_tiles)(np.arange(length // own), xp=np)
+            return max(1, int(np.max(end - first)))
+        if self.options.window is None:
+            return most // other
+        seen = own + self.options.window - 1
+        return min(most // other, (seen + other - 2) // other + 1)
 
 
 def div(a: Any, b: int) -> Any:

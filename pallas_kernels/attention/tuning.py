@@ -138,7 +138,7 @@ def cycles(found: ahead.Schedule, asked: Problem, name: str, tile: tuple[int, ..
     by_key = name == "dkv"
     count = S // bk if by_key else T // bq
     visible = sizes.query_tiles if by_key else sizes.key_tiles
-    first, end = visible(np.arange(count), np)
+    first, end = visible(np.arange(count), xp=np)
     pairs = [(i, j) for i in range(count) for j in range(first[i], end[i])]
     q0, k0 = ([pair[which ^ by_key] * size for pair in pairs] for which, size in ((0, bq), (1, bk)))
     starts = list(zip(q0, k0, strict=True))
@@ -147,7 +147,7 @@ def cycles(found: ahead.Schedule, asked: Problem, name: str, tile: tuple[int, ..
     by_row = sum(found.regions) - sum(tiles)
     each = ([*tiles, 0, 0] if options.causal else [0, *tiles, 0])[:2]
     heads, rows = asked.B * asked.N, asked.B * (asked.K if by_key else asked.N) * count
-    steps = heads * count * sizes.steps(visible, count)
+    steps = heads * count * sizes.steps(by_key)
     return steps * found.always + rows * by_row + heads * (masked * each[0] + (len(starts) - masked) * each[1])
 
 

@@ -65,6 +65,23 @@ def rematerialized(devices: Any, keep: bool, check_vma: bool = True, layers: int
     return lowered(devices, jax.grad(loss), args, mesh={"data": 2, "model": 2}, specs=specs)
 
 
+def parts(devices: Any, check_vma: bool) -> Any:
+    """The gradient of attention whose queries are sharded over four devices, keys and values whole on each."""
+    place = jax.P(None, "sequence")
+
+    def local(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, query_offset=jax.lax.axis_index("sequence") * q.shape[1])
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        specs = (place, jax.P(), jax.P())
+        out = jax.shard_map(local, in_specs=specs, out_specs=place, check_vma=check_vma)(q, k, v)
+        return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+    heads = ((4096, 8), (4096, 2), (4096, 2))
+    args = [jax.ShapeDtypeStruct((2, length, count, 128), jnp.bfloat16) for length, count in heads]
+    return lowered(devices, jax.grad(loss, (0, 1, 2)), args, mesh={"sequence": 4}, specs=(place, jax.P(), jax.P()))
+
+
 class Tokens:
     """Batches of which only the shapes are asked for."""
 

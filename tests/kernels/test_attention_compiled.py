@@ -11,7 +11,7 @@ from tests.kernels import aot, programs_attention
 pytestmark = pytest.mark.slow
 
 COMPILED = {case.name: case for case in CASES if "aot" in case.tags}
-SPILLS = {"causal_4k": 24, "window_4k": 396, "wide_4k": 2048}
+SPILLS = {"causal_4k": 24, "part_8k": 24, "window_4k": 396, "wide_4k": 2048}
 """Bytes that ptxas may spill, stores and loads: the passes for dk and dv (without options by JAX 0.12's compiler
 alone; with a cap and segments), and for dq of heads of 256."""
 
@@ -76,6 +76,21 @@ def test_kept_residuals_spare_the_second_forward(platform):
     found = aot.compiled(platform, ways)
     assert {way: one.error for way, one in found.items()} == dict.fromkeys(ways)
     assert {way: one.kernels for way, one in found.items()} == {way: 3 if way[0] else 4 for way in ways}
+
+
+@pytest.mark.parametrize(
+    "platform",
+    [pytest.param("tpu v5e:2x2", marks=aot.tpu_compiler), pytest.param("gpu h200 x 4", marks=aot.gpu_compiler)],
+)
+def test_parts_of_a_sequence_under_shard_map(platform):
+    """Three kernels, and nothing crosses devices but keys' and values' gradients, where types or their lack say so."""
+    ways = {check_vma: functools.partial(programs_attention.parts, check_vma=check_vma) for check_vma in (True, False)}
+    found = aot.compiled(platform, ways)
+    assert {way: one.error for way, one in found.items()} == dict.fromkeys(ways)
+    for one in found.values():
+        assert one.kernels == 3
+        assert not re.search(r"all-gather(-start)?\(|all-to-all\(|collective-permute(-start)?\(", one.hlo)
+        assert 1 <= one.collectives <= 2
 
 
 @aot.gpu_compiler

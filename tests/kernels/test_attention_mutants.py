@@ -57,7 +57,7 @@ mutant = changed("attention/gpu.py", gpu)
 mutant.mg = shared
 q = jax.random.normal(jax.random.key(0), (1, 256, 2, 64), jnp.bfloat16)
 tiles = mutant.Tiles(kv=64)
-out = mutant.forward(q, q, q, None, None, Options(False, scale=0.1), tiles, "races")
+out = mutant.forward(q, q, q, None, None, None, Options(False, scale=0.1), tiles, "races")
 jax.block_until_ready(out)
 print("FINISHED")
 """
