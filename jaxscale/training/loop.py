@@ -12,26 +12,27 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jaxscale.errors import Diverged, Preempted, UserError
+from jaxscale.errors import Preempted, UserError
 from jaxscale.planning.settle import settled
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.kernels import fields_of, lines_of
 from jaxscale.step.plan import Plan
 from jaxscale.training import directory as place
+from jaxscale.training import endings
 from jaxscale.training.backend import start_backend
 from jaxscale.training.check_data import check_data
-from jaxscale.training.checkpoint import Checkpoints, Description, lacking_room
+from jaxscale.training.checkpoint import Checkpoints, lacking_room
 from jaxscale.training.display import Display
-from jaxscale.training.evaluate import Evaluator
+from jaxscale.training.journal import Journal
 from jaxscale.training.meter import Meter, peak_of
-from jaxscale.training.metrics import MetricsLog
+from jaxscale.training.pauses import Pauses
 from jaxscale.training.processes import is_first, wait_for_all
 from jaxscale.training.profile import Profiler, ProfileRange
 from jaxscale.training.restore import write_tokenizer
 from jaxscale.training.resume import Earlier
 from jaxscale.training.run import Run
 from jaxscale.training.signals import Agreement, Stop
-from jaxscale.training.source import Source, versions
+from jaxscale.training.source import Source
 from jaxscale.training.storage import run_path
 from jaxscale.training.traced_actions import described
 from jaxscale.values import to_json
@@ -87,7 +88,8 @@ def train(
     plan = settled(experiment, experiment.plan if plan is None else plan)
     folder = run_path(place.default_directory(experiment) if out is None else out)
     display = Display(experiment.steps, quiet=quiet or not is_first(), name=experiment.name)
-    return _Training(experiment, plan, folder, resume, log_every, traced, source, display, devices).run()
+    journal = Journal(folder, display)
+    return _Training(experiment, plan, journal, resume, log_every, traced, source, devices).run()
 
 
 class _Training:
@@ -97,23 +99,20 @@ class _Training:
         self,
         experiment: Experiment,
         plan: Plan,
-        folder: Any,
+        journal: Journal,
         resume: str,
         log_every: int,
         profile: Profiler | None,
         source: Source | None,
-        display: Display,
         devices: Sequence[Any] | None,
     ) -> None:
-        self.experiment, self.plan, self.folder, self.resume = experiment, plan, folder, resume
+        self.experiment, self.plan, self.folder, self.resume = experiment, plan, journal.folder, resume
         self.log_every, self.profile, self.source = log_every, profile, source
-        self.display, self.devices = display, devices
+        self.journal, self.devices = journal, devices
         self.n = 0
         self.tokens = 0
         self.skipped = 0
         self.best: float | None = None
-        self.held_out: float | None = None
-        self.log: MetricsLog | None = None
         self.earlier: Earlier | None = None
 
     # -- before the first step -----------------------------------------------------------------------------------------
@@ -124,7 +123,7 @@ class _Training:
         if known and self.resume == "never":
             if is_first():
                 with place.claimed(self.folder):
-                    self.say(f"the run that was in {self.folder} is now {place.set_aside(self.folder)}")
+                    self.journal.say(f"the run that was in {self.folder} is now {place.set_aside(self.folder)}")
             known = False
         wait_for_all("the directory is set")
         if not known:
@@ -141,18 +140,14 @@ class _Training:
                 self._prepare()
             if self.earlier is None:
                 self._write_values()
-            with place.writing(self.folder):
-                self.log = MetricsLog(self.folder) if is_first() else None
+            self.journal.open()
             self.checkpoints = Checkpoints(self.folder / place.CHECKPOINTS, keep=checkpoint.keep, best=checkpoint.best)
             try:
                 return self._train()
             finally:
-                self.display.close()
+                self.journal.close()
                 if self.profile is not None:
                     self.profile.close()
-                if self.log is not None:
-                    with contextlib.suppress(OSError):
-                        self.log.close()
 
     def _write_values(self) -> None:
         """Those of a run that is continued stay until its state is restored and its data are known to be the same."""
@@ -167,9 +162,11 @@ class _Training:
     def _finished_before(self, step: int) -> Run:
         result = Run(self.folder, self.experiment, self.plan, devices=self.devices)
         if is_first() and not (self.folder / "report.html").exists():
-            self._report()
-        self._conclude()
-        self.say(f"nothing is left to do: raise steps beyond {step} to train on, or give another directory (--out)")
+            self.journal.report()
+        self.journal.conclude()
+        self.journal.say(
+            f"nothing is left to do: raise steps beyond {step} to train on, or give another directory (--out)"
+        )
         return result
 
     def _prepare(self) -> None:
@@ -199,28 +196,30 @@ class _Training:
 
     def _start(self) -> Any:
         """The state to start from: the newest checkpoint that verifies, or the initial one."""
-        restored = self.checkpoints.restore(self.step.canonical_abstract(), set_aside=True, say=self.say)
+        restored = self.checkpoints.restore(self.step.canonical_abstract(), set_aside=True, say=self.journal.say)
         self.data_state: Any = None
         if restored is None:
             return self.step.init()
         description = restored.description
         self.n, self.tokens, self.best = description.step, description.tokens, description.best
-        self.held_out, self.data_state = description.loss, description.data
+        self.data_state = description.data
         state = self.step.from_canonical(restored.arrays)
         self.skipped = int(state.watch.skipped)
         damaged = {str(at): why for at, why in restored.damaged.items()}
         fields: dict[str, Any] = {"damaged": damaged} if damaged else {}
         fields |= {"converted": list(restored.converted)} if restored.converted else {}
-        self.say(f"continuing {self.folder} after step {self.n}{self.step.describe_restored(restored.arrays)}")
+        self.journal.say(f"continuing {self.folder} after step {self.n}{self.step.describe_restored(restored.arrays)}")
         for line in restored.converted:
-            self.say(line)
+            self.journal.say(line)
         assert self.earlier is not None
         for line, more in self.earlier.changes(self.experiment, self.source, self.n):
-            self.say(line)
+            self.journal.say(line)
             fields |= more
         self.event("resume", tokens=self.tokens, **fields)
         if self.profile is not None and self.profile.missed(self.n):
-            self.say(f"profile {self.profile.steps}: the run goes on after step {self.n}, and these are not traced")
+            self.journal.say(
+                f"profile {self.profile.steps}: the run goes on after step {self.n}, and these are not traced"
+            )
         return state
 
     # -- the steps -----------------------------------------------------------------------------------------------------
@@ -241,8 +240,10 @@ class _Training:
                 self._compile(batch)
                 self._stop_before_the_first_step(stop)
                 begun = time.monotonic()
+                modes = {"best": self.best, "one_at_a_time": self.one_at_a_time}
+                pauses = Pauses(self.experiment, self.step, self.data, self.checkpoints, self.journal, **modes)
                 try:
-                    state = self._steps(state, batches, batch, stop)
+                    state = self._steps(state, batches, batch, stop, pauses)
                 except (UserError, Preempted):
                     raise
                 except Exception:
@@ -250,16 +251,14 @@ class _Training:
                     with contextlib.suppress(Exception):
                         self.checkpoints.wait()
                     raise
-        self.event("finished", loss=self.held_out, best=self.best, seconds=time.monotonic() - begun)
-        self._report()
+        self.event("finished", loss=pauses.held_out, best=pauses.best, seconds=time.monotonic() - begun)
+        self.journal.report()
         live = {"train_step": self.step, "state": state, "data": self.data}
-        self._conclude()
+        self.journal.conclude()
         return Run(self.folder, self.experiment, self.plan, devices=self.devices, **live)
 
-    def _steps(self, state: Any, batches: Any, batch: Any, stop: Stop) -> Any:
+    def _steps(self, state: Any, batches: Any, batch: Any, stop: Stop, pauses: Pauses) -> Any:
         """From the state and the batch of the first step to the state after the last."""
-        self.evaluator = Evaluator(self.step, self.data, one_at_a_time=self.one_at_a_time)
-        self.saved_at = time.monotonic()
         pending: tuple[int, Any, Any] | None = None
         self.meter.resume()
         while self.n < self.experiment.steps:
@@ -273,33 +272,35 @@ class _Training:
                 self.data_state = batches.get_state()
             if self.one_at_a_time:
                 self._settle(self.n, metrics)
-                told_to_stop, save_now = self.agreement.answer(self._ask(stop))
+                told_to_stop, save_now = self.agreement.answer(self.agreement.ask(bool(stop.requested), pauses.late()))
             else:
-                before, pending = pending, (self.n, metrics, self._ask(stop))
+                asked = self.agreement.ask(bool(stop.requested), pauses.late())
+                before, pending = pending, (self.n, metrics, asked)
                 told_to_stop, save_now = self._settle_pending(before)
             last = self.n == self.experiment.steps
-            pausing = last or told_to_stop or save_now or self._due()
+            pausing = last or told_to_stop or save_now or pauses.due(self.n)
             if pausing and pending is not None:
                 more = self._settle_pending(pending)
                 told_to_stop, pending = told_to_stop or more[0], None
             if self.profile is not None and (last or told_to_stop or self.profile.ends(self.n)):
-                self.profile.after(self.n, self.folder, state, self.event, self.say, described(self.step))
+                self.profile.after(self.n, self.folder, state, self.event, self.journal.say, described(self.step))
                 self.meter.resume()
             if pausing:
-                self._pause(state, saved_data_state, stopping=told_to_stop and not last, save_now=save_now)
-                if told_to_stop and not last:
-                    self._preempted(stop.requested)
-            if (done := self.checkpoints.poll()) is not None:
-                self._checkpoint_done(done)
+                stopping = told_to_stop and not last
+                pauses(self.n, self.tokens, state, saved_data_state, stopping=stopping, save_now=save_now)
+                self.meter.resume()
+                if stopping:
+                    endings.preempted(self.journal, self.n, stop.requested)
+            pauses.poll()
         return state
 
     def _compile(self, batch: Mapping[str, Any]) -> None:
         for line in self.step.describe():
-            self.say(line)
+            self.journal.say(line)
         facts = self.step.compile(batch)
         self.event("compile", **dataclasses.asdict(facts))
         for line in lines_of(self.step.kernels):
-            self.say(line)
+            self.journal.say(line)
             self.event("kernels", **fields_of(self.step.kernels))
         flop = int(self.step.model_flop(batch))
         memory = self.step.memory(batch)
@@ -319,8 +320,8 @@ class _Training:
         device = None if self.one_at_a_time else self.step.mesh.local_devices[0]
         self.meter = Meter(flop, peak_of(self.step), device)
         if (lacking := lacking_room(sum(memory.values()), copy, device)) is not None:
-            self.say(lacking)
-        self.say(f"{self.step.parameters:,} parameters, compiled in {facts.seconds:.1f} s")
+            self.journal.say(lacking)
+        self.journal.say(f"{self.step.parameters:,} parameters, compiled in {facts.seconds:.1f} s")
 
     def _settle_pending(self, pending: tuple[int, Any, Any] | None) -> tuple[bool, bool]:
         if pending is None:
@@ -337,163 +338,21 @@ class _Training:
         self.meter.add(tokens)
         if found["skipped"] > self.skipped:
             self.skipped = found["skipped"]
-            self.event("skipped", n, loss=found["loss"], grad_norm=found["grad_norm"], skipped=self.skipped)
+            facts = {"loss": found["loss"], "grad_norm": found["grad_norm"], "skipped": self.skipped}
+            self.journal.event(n, "skipped", **facts)
         if n % self.log_every == 0 or n == self.experiment.steps:
-            self._log_step(n, found)
+            names = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_bytes")  # the last two with a codec
+            row = {name: found[name] for name in names if name in found}
+            self.journal.step(n, row | {"tokens": self.tokens, **self.meter.row()})
         if found["skipped_in_row"] >= self.experiment.guard.patience:
-            self._diverged(n, found)
-
-    def _log_step(self, n: int, found: Mapping[str, float]) -> None:
-        names = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_bytes")  # the last two with a codec
-        row = {name: found[name] for name in names if name in found}
-        row |= {"tokens": self.tokens, **self.meter.row()}
-        if self.log is not None:
-            with place.writing(self.folder):
-                self.log.train(n, **row)
-        self.display.show(n, row)
-
-    # -- between the steps ---------------------------------------------------------------------------------------------
-
-    def _ask(self, stop: Stop) -> Any:
-        minutes = self.experiment.checkpoint.minutes
-        late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-        return self.agreement.ask(bool(stop.requested), late)
-
-    def _due(self) -> bool:
-        wanted = (self.experiment.evaluation.every, self.experiment.samples.every, self.experiment.checkpoint.every)
-        return any(_every(self.n, every) for every in wanted)
-
-    def _pause(self, state: Any, data_state: Any, *, stopping: bool, save_now: bool) -> None:
-        """Evaluate, sample and save after a step, whatever of it is due."""
-        last = self.n == self.experiment.steps
-        checkpoint, better = self.experiment.checkpoint, False
-        self.held_out = None
-        if last or _every(self.n, self.experiment.evaluation.every):
-            better = self._evaluate(state)
-        if last or _every(self.n, self.experiment.samples.every):
-            self._sample(state)
-        if last or stopping or save_now or _every(self.n, checkpoint.every) or (better and checkpoint.best):
-            self._save(state, data_state, wait=last or stopping)
-        self.meter.resume()
-
-    def _evaluate(self, state: Any) -> bool:
-        found = self.evaluator(state, self.experiment.evaluation.batches)
-        if found is None:
-            return False
-        self.held_out = found["loss"]
-        better = self.best is None or found["loss"] < self.best
-        if better:
-            self.best = found["loss"]
-        if self.log is not None:
-            with place.writing(self.folder):
-                self.log.eval(self.n, **found)
-        more = "".join(f", {name} {value:.4f}" for name, value in found.items() if name == "accuracy")
-        self.say(f"step {self.n}: held-out loss {found['loss']:.4f}{more}{' (best)' if better else ''}")
-        return better
-
-    def _sample(self, state: Any) -> None:
-        from jaxscale.training.generate import draw_samples
-        from jaxscale.training.samples import append_sample
-
-        for prompt, text in draw_samples(self.experiment, self.data.tokenizer, lambda: self.step.module(state)):
-            if is_first():
-                with place.writing(self.folder):
-                    append_sample(self.folder, self.n, prompt, text)
-            self.say(f"--- step {self.n}\n{prompt}{text}\n---")
-
-    def _save(self, state: Any, data_state: Any, *, wait: bool) -> None:
-        if (done := self.checkpoints.wait()) is not None:
-            self._checkpoint_done(done)
-        self._save_began = time.perf_counter()
-        description = Description(
-            step=self.n,
-            tokens=self.tokens,
-            data=data_state,
-            experiment=self.experiment.name,
-            loss=self.held_out,
-            best=self.best,
-            versions=versions(),
-        )
-        if self.log is not None:
-            with place.writing(self.folder):
-                self.log.flush()  # in a bucket lines wait, and those up to here must come before the checkpoint
-        self.checkpoints.save(self.step.to_canonical(state), description)
-        self.saved_at = time.monotonic()
-        if wait and (done := self.checkpoints.wait()) is not None:
-            self._checkpoint_done(done)
-
-    def _checkpoint_done(self, description: Description) -> None:
-        self.event("checkpoint", description.step, seconds=time.perf_counter() - self._save_began)
-
-    # -- ways to end ---------------------------------------------------------------------------------------------------
+            endings.diverged(self.journal, self.checkpoints, n, found)
 
     def _stop_before_the_first_step(self, stop: Stop) -> None:
-        """Stop if any process was told to: there is nothing to save."""
+        """Stop if any process was told to."""
         told_to_stop, _ = self.agreement.answer(self.agreement.ask(bool(stop.requested), False))
-        if not told_to_stop:
-            return
-        by = stop.requested or "a signal to another process"
-        self.event("preempted", by=by)
-        self._report()
-        if self.n:
-            raise Preempted(
-                f"stopped by {by} before step {self.n + 1}; the checkpoint of step {self.n} is intact: start the run "
-                "again to continue it"
-            )
-        raise KeyboardInterrupt(f"stopped by {by} before the first step: nothing is lost, start the run again")
+        if told_to_stop:
+            endings.stopped_before_the_first_step(self.journal, self.n, stop.requested)
 
-    def _conclude(self) -> None:
-        """Show the figures of a run that has ended."""
-        from jaxscale.training.summary import summary
-
-        self.display.close()
-        if is_first():
-            self.say(summary(self.folder, color=self.display.live))
-
-    def _preempted(self, by: str) -> None:
-        by = by or "a signal to another process"
-        self.event("preempted", by=by)
-        self._report()
-        raise Preempted(f"stopped by {by} after step {self.n}, and saved: start the run again to continue it")
-
-    def _diverged(self, n: int, found: Mapping[str, float]) -> None:
-        with contextlib.suppress(UserError):
-            self.checkpoints.wait()
-        steps = self.checkpoints.steps()
-        good = "no checkpoint was saved"
-        if steps:
-            good = f"the last good checkpoint is {self.folder / place.CHECKPOINTS / f'{steps[-1]:08d}'}"
-        loss, norm, in_row = found["loss"], found["grad_norm"], found["skipped_in_row"]
-        self.event("diverged", n, loss=loss, grad_norm=norm, checkpoint=steps[-1] if steps else None)
-        self._report()
-        raise Diverged(
-            f"{in_row} steps in a row were skipped up to step {n} (loss {loss:.4g}, gradient norm {norm:.4g}); {good}: "
-            "lower the learning rate, or raise guard.spike if these steps are sound"
-        )
-
-    def _report(self) -> None:
-        if not is_first():
-            return
-        from jaxscale.training.report import write_report
-
-        if self.log is not None:
-            with contextlib.suppress(OSError):
-                self.log.flush()
-        try:
-            write_report(self.folder)
-        except OSError as problem:
-            self.say(f"the report was not written: {problem}")
-
-    def event(self, name: str, step: int | None = None, /, **fields: Any) -> None:
-        """Log something that happened, at this step by default."""
-        if self.log is not None:
-            with place.writing(self.folder):
-                self.log.event(self.n if step is None else step, name, **fields)
-
-    def say(self, text: str) -> None:
-        """Show a line."""
-        self.display.say(text)
-
-
-def _every(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+    def event(self, name: str, **fields: Any) -> None:
+        """Log something that happened after the newest step."""
+        self.journal.event(self.n, name, **fields)

@@ -1,0 +1,100 @@
+"""Journal: what a run tells while it goes on: lines that are shown, metrics.jsonl, samples, the report, the summary.
+
+Of several processes the first one writes, and shows.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.training import directory as place
+from jaxscale.training.display import Display
+from jaxscale.training.metrics import MetricsLog
+from jaxscale.training.processes import is_first
+
+
+class Journal:
+    """What one run tells.
+
+    Args:
+        folder: the run's.
+        display: what a person sees.
+    """
+
+    def __init__(self, folder: Any, display: Display) -> None:
+        self.folder, self._display = folder, display
+        self._log: MetricsLog | None = None
+
+    def open(self) -> None:
+        """Open metrics.jsonl; what is told before is shown alone."""
+        with place.writing(self.folder):
+            self._log = MetricsLog(self.folder) if is_first() else None
+
+    def close(self) -> None:
+        """Write out everything, and close the files and the line that moves."""
+        self._display.close()
+        if self._log is not None:
+            with contextlib.suppress(OSError):
+                self._log.close()
+
+    def say(self, text: str) -> None:
+        """Show a line."""
+        self._display.say(text)
+
+    def event(self, n: int, name: str, **fields: Any) -> None:
+        """Log something that happened after step `n`."""
+        if self._log is not None:
+            with place.writing(self.folder):
+                self._log.event(n, name, **fields)
+
+    def step(self, n: int, row: Mapping[str, Any]) -> None:
+        """Log and show what step `n` measured."""
+        if self._log is not None:
+            with place.writing(self.folder):
+                self._log.train(n, **row)
+        self._display.show(n, dict(row))
+
+    def evaluated(self, n: int, found: Mapping[str, float], *, better: bool) -> None:
+        """Log and show what the held-out data say after step `n`."""
+        if self._log is not None:
+            with place.writing(self.folder):
+                self._log.eval(n, **found)
+        more = "".join(f", {name} {value:.4f}" for name, value in found.items() if name == "accuracy")
+        self.say(f"step {n}: held-out loss {found['loss']:.4f}{more}{' (best)' if better else ''}")
+
+    def sampled(self, n: int, prompt: str, text: str) -> None:
+        """Keep and show a text that was drawn after step `n`."""
+        from jaxscale.training.samples import append_sample
+
+        if is_first():
+            with place.writing(self.folder):
+                append_sample(self.folder, n, prompt, text)
+        self.say(f"--- step {n}\n{prompt}{text}\n---")
+
+    def flush(self) -> None:
+        """Write out the lines that wait, as in a bucket they do."""
+        if self._log is not None:
+            with place.writing(self.folder):
+                self._log.flush()
+
+    def report(self) -> None:
+        """Write the report of the run as it stands; say so where that fails."""
+        if not is_first():
+            return
+        from jaxscale.training.report import write_report
+
+        if self._log is not None:
+            with contextlib.suppress(OSError):
+                self._log.flush()
+        try:
+            write_report(self.folder)
+        except OSError as problem:
+            self.say(f"the report was not written: {problem}")
+
+    def conclude(self) -> None:
+        """Show the figures of a run that has ended."""
+        from jaxscale.training.summary import summary
+
+        self._display.close()
+        if is_first():
+            self.say(summary(self.folder, color=self._display.live))
