@@ -6,7 +6,6 @@ from typing import Any
 from jaxscale.platforms.described import abstract, lower_for, without_memories
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.build import build
-from jaxscale.step.choices import check_taken
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
@@ -45,8 +44,7 @@ def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: P
     on = [abstract(device) for device in devices] if without_memories(devices) else devices
     step = build(experiment, plan, devices=on)
     traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment)))
-    if step.outer is None:  # else meetings take some
-        check_taken(step.plan, step.kernels)
+    step.check_kernels()
     return traced.lower() if on is devices else lower_for(devices[: step.devices], traced)
 
 

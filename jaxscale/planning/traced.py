@@ -9,7 +9,6 @@ from jaxscale.planning.flat import Program, flatten
 from jaxscale.planning.placements import Placements, dims_of, place
 from jaxscale.planning.timeline import Compiler
 from jaxscale.platforms.platform import Platform
-from jaxscale.step.choices import check_taken
 from jaxscale.step.plan import Plan
 from jaxscale.step.train_step import TrainStep
 from jaxscale.trees import path_name
@@ -50,8 +49,7 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     shapes = step.abstract_batch(batch)
     state = step.layout.abstract
     jaxpr = jax.make_jaxpr(step.step_fn)(state, shapes)
-    if step.outer is None:  # else meetings take some
-        check_taken(step.plan, step.kernels)
+    step.check_kernels()
     program = flatten(jaxpr)
     found = [leaf for part in (state, shapes) for leaf in jax.tree_util.tree_flatten_with_path(part)[0]]
     leaves = tuple((path_name(path), leaf) for path, leaf in found)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxscale.step.choices import check_taken, noted
+from jaxscale.step.choices import noted
 from jaxscale.step.compiled import Compiled
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
@@ -81,20 +81,29 @@ class DilocoStep(TrainStep):
         return optimizer, {"outer": outer}
 
     def compile(self, batch: Batch) -> Compiled:
-        """Compile the inner step and the meetings, once it is known what they take, and check what each sends."""
+        """Compile the inner step and the meetings, and check what each sends."""
         from jaxscale.step.check import check_meeting
 
-        start = time.perf_counter()
-        self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))
-        traced = [fn.trace(self.layout.abstract) for fn in self.meet_fns]
-        check_taken(self.plan, self.kernels)
-        tracing = time.perf_counter() - start
         found, start = super().compile(batch), time.perf_counter()
-        meetings = [one.lower().compile() for one in traced]
+        meetings = [one.lower().compile() for one in self._traced_meetings()]
         for part, executable in enumerate(meetings):
             check_meeting(self.outer, part, executable)
         self._meetings = meetings
-        return dataclasses.replace(found, seconds=tracing + found.seconds + time.perf_counter() - start)
+        return dataclasses.replace(found, seconds=found.seconds + time.perf_counter() - start)
+
+    def check_kernels(self) -> None:
+        """As `TrainStep` has it; meetings take the codec's, and are traced for it here.
+
+        Raises:
+            UserError: as it says.
+        """
+        if self.stage is not None:
+            self._traced_meetings()
+        super().check_kernels()
+
+    def _traced_meetings(self) -> list[Any]:
+        """A traced program for each part of the weights."""
+        return [fn.trace(self.layout.abstract) for fn in self.meet_fns]
 
     def run(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[TrainState, Metrics]:
         """One step, and a meeting where one is due. The state given is donated: use the one that comes back.

@@ -276,8 +276,7 @@ class TrainStep:
         start = time.perf_counter()
         traced = self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))
         check_traced(self, traced.jaxpr, batch)
-        if self.outer is None:  # else meetings take some
-            check_taken(self.plan, self.kernels)
+        self.check_kernels()
         executable = traced.lower().compile()
         seconds = time.perf_counter() - start
         check_compiled(self, executable)
@@ -286,6 +285,14 @@ class TrainStep:
         check_kept_on_host(self, memory)
         check_host_bytes(self.layout, memory, executable.as_text)
         return Compiled.of(executable, seconds)
+
+    def check_kernels(self) -> None:
+        """Refuse a plan that names a kernel which the step does not take, once it is traced.
+
+        Raises:
+            UserError: as it says.
+        """
+        check_taken(self.plan, self.kernels)
 
     def run(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[TrainState, Metrics]:
         """One step. The state given is donated: use the one that comes back.

@@ -14,6 +14,8 @@ import pytest
 from jaxscale.errors import UserError
 from jaxscale.layers.loss import cross_entropy
 from jaxscale.models.decoder import Decoder
+from jaxscale.planning.estimate import estimate
+from jaxscale.planning.explain import explain
 from jaxscale.planning.fit import fit
 from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.platform import Platform
@@ -154,7 +156,7 @@ def test_choices_are_those_of_the_platform_traced_for(platform, kernel, why):
 
 @pytest.mark.slow
 def test_a_named_kernel_that_cannot_run_is_refused_before_anything_is_compiled():
-    with pytest.raises(UserError, match=r"top_k=gpu.*cannot run: it needs blocks down the columns.*Leave it out"):
+    with pytest.raises(UserError, match=r"top_k=gpu.*cannot run: it needs blocks that are a multiple.*Leave it out"):
         took("gpu h200 x 4", kernels="top_k=gpu", mesh="replica:2,fsdp:2", reduce="topk:0.05")
 
 
@@ -166,7 +168,7 @@ def test_estimates_and_meetings_tell_it_too():
     step: Any = described_step(experiment(), Platform.parse("tpu v5e:2x2"), plan)
     step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment())))
     assert "quantize" not in {one.kernel for one in step.kernels}
-    step.meet_fns[0].trace(step.layout.abstract)
+    step.check_kernels()
     found = {one.kernel: (one.chosen, one.why) for one in step.kernels}
     assert found["quantize"] == ("tpu", None)
     assert found["adam8"] == ("reference", "replicas under diloco step together by XLA's program")
@@ -212,11 +214,23 @@ def test_estimates_and_meetings_refuse_before_anything_is_compiled():
     with pytest.raises(UserError, match=said):
         lowered_step(jax.devices()[:1], lambda: made, plan)
     plan, made = small(kernels="top_k=reference", mesh="replica:2", diloco="every=10", reduce="int8")
-    step = build(made, plan)
-    with pytest.raises(UserError, match="nothing in this step takes top_k"):
+    step, said = build(made, plan), "top_k=reference: nothing in this step takes top_k; leave it out"
+    with pytest.raises(UserError, match=said):
         step.compile(batch_shapes(made))
     assert step.program is None
     assert "quantize" in {one.kernel for one in step.kernels}
+    with pytest.raises(UserError, match=said):
+        explain(made, "cpu x 2", plan)
+    with pytest.raises(UserError, match=said):
+        lowered_step(jax.devices()[:2], lambda: made, plan)
+
+
+def test_estimates_tell_what_a_meeting_takes():
+    plan, made = small(mesh="replica:2", diloco="every=10", reduce="int8")
+    (said,) = lines_of(estimate(made, "cpu x 2", plan).kernels)
+    assert said.endswith(", quantize reference (kernels are for TPU and GPU)")
+    (said,) = lines_of(estimate(made, "cpu x 2", override(plan, {"reduce": "none"})).kernels)
+    assert "quantize" not in said
 
 
 @pytest.mark.slow
