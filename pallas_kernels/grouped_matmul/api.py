@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from pallas_kernels import dispatch
@@ -76,9 +77,7 @@ def grouped_matmul(
         implementation=implementation,
         interpret=bool(interpret),
     )
-    ends = jnp.minimum(jnp.cumsum(jnp.maximum(sizes, 0)), rows).astype(jnp.int32)
-    sizes = jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
-    x, w, sizes = varying_alike(x, w, sizes)
+    x, w, sizes = varying_alike(x, w, _within(sizes, rows))
     return _kernel(choice, interpret, x, w, sizes)
 
 
@@ -94,6 +93,19 @@ def explain(case: Case, platform: str, implementation: str | None = None) -> dis
     return dispatch.explain("grouped_matmul", IMPLEMENTATIONS, case, target_of(platform), implementation)
 
 
+def _within(sizes: Any, rows: int) -> Any:
+    """Sizes as int32, none negative, that end with the rows: their sum saturates, whatever their type holds.
+
+    Example:
+        >>> _within(jnp.array([100, -3, 100], jnp.int8), 150).tolist()
+        [100, 0, 50]
+    """
+    most = min(rows, jnp.iinfo(sizes.dtype).max)
+    sizes = jnp.clip(sizes, 0, most).astype(jnp.int32)
+    ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), sizes)
+    return jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
+
+
 def _check(x: Any, w: Any, sizes: Any) -> None:
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or 0 in (*x.shape, *w.shape):
         got = f"x {x.shape} and w {w.shape}"
@@ -106,7 +118,7 @@ def _check(x: Any, w: Any, sizes: Any) -> None:
         raise ValueError(f"grouped_matmul: got {got}, expected integers of shape {w.shape[:1]}, one per matrix")
     if not isinstance(sizes, Tracer):
         known = np.asarray(sizes)
-        if known.min() < 0 or known.sum() > x.shape[0]:
+        if known.min() < 0 or sum(known.tolist()) > x.shape[0]:
             got = f"sizes {known.tolist()}"
             raise ValueError(f"grouped_matmul: got {got}, expected none negative, and at most {x.shape[0]} rows in sum")
 

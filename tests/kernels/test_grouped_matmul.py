@@ -47,6 +47,20 @@ def test_sizes_that_cannot_be_checked_are_defined():
         np.testing.assert_array_equal(run(x, w, jnp.array([-3, 1, 9])), x * jnp.array([2, 3, 3, 3.0])[:, None])
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("int8", (100, 100)), ("uint8", (200, 200)), ("int32", (3, 2**31 - 1)), ("uint32", (250, 2**32 - 1))],
+)
+def test_sums_of_sizes_do_not_overflow(kind, sizes):
+    """Under jit, whatever the type of sizes holds; the definition counts in Python's integers."""
+    rows = 300
+    x, w = jnp.arange(1.0, rows + 1)[:, None], jnp.array([[[1.0]], [[2.0]]])
+    ends = np.minimum(np.cumsum(np.array(sizes, object)), rows).astype(int)
+    factor = np.where(np.arange(rows) < ends[0], 1.0, np.where(np.arange(rows) < ends[1], 2.0, 0.0))
+    got = jax.jit(functools.partial(grouped_matmul, implementation="reference"))(x, w, jnp.array(sizes, kind))
+    np.testing.assert_array_equal(got, x * factor[:, None])
+
+
 def test_a_group_is_a_matmul_of_its_own():
     case = CASES[1]
     x, w, sizes = inputs(case, jax.random.key(0))
