@@ -28,7 +28,7 @@ Measured on 22 November 2026 with JAX 0.10.2 and libtpu 0.0.51, for v5e (bytes o
     layer norm, residual          268    672      0
 
 For H200, where XLA tells no bytes, ours need nothing temporary and XLA's 5.8 MB (adam8), 239 MB (its dynamic map), 0.5
-to 1 MB (quantize), 470 MB (top 4 of 128), 0 (norm).
+to 1 MB (quantize), 470 MB (top 4 of 128), 134 MB (top 10 of 1024), 0 (norm).
 
 `--cycles` says whether adam8's arithmetic fits into the time of its bytes on TPUs, by libtpu's schedule: one bundle of
 instructions issues in a cycle, so a step of the grid takes its loop's bundles for each block, and those around the loop
@@ -39,10 +39,12 @@ Cycles of a block of 128 x 128 (256 x 256), and the time of its steps as a part 
     f32 gradient      295  0.62     298  0.93     221  0.82
     bf16 gradient     298  0.72     301  1.07     223  0.94
     blocks of 256    1255  0.68    1228  0.96     838  0.79
-    dynamic map       521  1.09     505  1.55     458  1.66
+    dynamic map       431  0.91     436  1.34     400  1.45
 
-The dynamic map misses the bar of 1.1 on v5p and v6e. With comparisons for every decade it took 879, 877 and 773 cycles,
-with tables of 128 words along lanes 799, 811 and 770; with numbers by decade along sublanes, these.
+The dynamic map misses the bar of 1.1 on v5p and v6e: it takes 96 and 86 instructions of the vector unit, four of which
+issue in a cycle, for each register of numbers, and the bar leaves room for 88 and 75 if none waits. With comparisons for every decade it took 879, 877 and
+773 cycles; with values of all 256 codes along lanes, which the vector unit need not compute, 548, 561 and 470, as the
+schedule has it wait for them.
 """
 
 import argparse

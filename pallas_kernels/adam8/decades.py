@@ -1,13 +1,16 @@
-"""The dynamic map on TPU: what `maps.py` computes of codes and values, to the bit, with less arithmetic.
+"""The dynamic map on TPU: what `maps.py` defines of codes and values, with less arithmetic.
 
-What depends on the decade alone (its number of levels, its factors, its lower bound) is looked up among 8 sublanes, an
-instruction or two of the vector unit, where `maps.py` compares with every decade. The decade of a code is the exponent
-of its distance from zero. That of a value is its logarithm's whole part, which need not be exact: a value just beyond
-the bound between two decades, or just below it, has the lower one's last code.
+Within a decade values are a line over codes, and codes a line over values. What depends on the decade alone is looked
+up among 8 sublanes, an instruction or two of the vector unit, where `maps.py` compares with every decade. The decade of
+a code is the exponent of its distance from zero. That of a value is its logarithm's whole part, which need not be
+exact: a value just beyond the bound between two decades, or just below it, has the lower one's last code. Values are
+those of `maps.py` to 1e-6 of each. So are codes, but where a number is within 1e-4 of a step of the middle between two:
+there they may be either.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -18,13 +21,14 @@ from pallas_kernels.adam8.maps import DECADES, dynamic_values
 
 SUBLANES = 8
 LANES = 128
-ROWS = 7
-"""Of a map's table: three to decode by, four to encode by."""
-NEAR = 2.0**-14
-"""Decades by which a value may lie below a bound and be taken for one beyond it: much less than a level, much more than
-what a logarithm is off by."""
+LINE = 2
+"""Rows of a map's table to decode by: slope, start; of the signed map with their signs turned."""
+ROWS = 6
+"""Of a map's table: those, and to encode by slope, start, lower bound, last distance below."""
 MAGIC = 3 * 2.0**22
 """A float32 whose last bits count ones."""
+TINY = 2e-7
+"""A size below all bounds but the lowest, of which the decade is known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,36 +42,40 @@ class Decades:
     signed: bool
 
     @property
-    def first(self) -> int:
-        """Levels of the lowest decade, as a power of two."""
-        return int(not self.signed)
+    def values(self) -> np.ndarray:
+        """Those above zero, ascending; the last is one."""
+        return dynamic_values(self.signed)
+
+    @property
+    def unit(self) -> float:
+        """What sizes are multiplied by before they are encoded.
+
+        With it the logarithm rounds to a decade, and to the next from the middle below one, the highest value, on.
+        """
+        return 10**-0.5 / (float(self.values[-2] + self.values[-1]) / 2)
 
     def table(self) -> np.ndarray:
         """Eight numbers of each row: by the last bits of a float32's exponent, or of a logarithm's whole part."""
-        f32, decade = np.float32, np.arange(DECADES)
-        n = (2.0 ** (decade + self.first)).astype(f32)
-        made = np.zeros((ROWS, SUBLANES), f32)
-        at = (127 + self.first + decade) % SUBLANES
-        made[0, at], made[1, at], made[2, at] = n, f32(0.9) / n, (10.0 ** (decade - DECADES + 1)).astype(f32)
+        first, decade = int(not self.signed), np.arange(DECADES)
+        n, ten = 2.0 ** (decade + first), 10.0 ** (decade - DECADES + 1)
+        made = np.zeros((ROWS, SUBLANES))
+        at = (127 + first + decade) % SUBLANES
+        made[0, at], made[1, at] = 0.9 / n * ten, -0.8 * ten
         # zero and one are on no decade, and share the sublane that is left: a line from one to the other
         lowest, last = (0.5, 128.5) if self.signed else (1.5, 256.5)
-        free = (126 + self.first) % SUBLANES
-        slope = f32(1 / (last - lowest))
-        made[0, free], made[1, free], made[2, free] = f32(lowest) + f32(0.1) / slope, slope, 1
-        values = dynamic_values(self.signed)
-        middles = (values[:-1] + values[1:]) / f32(2)
-        bounds = np.append(values[0] / f32(2), middles[n.astype(int)[1:] - 2**self.first - 1])
+        free = (126 + first) % SUBLANES
+        slope = round(2**29 / (last - lowest)) / 2**29  # of so few bits that zero is exact
+        made[0, free], made[1, free] = slope, -lowest * slope
+        if self.signed:
+            made[:LINE] *= -1
+        below = n - n[0]
+        middles = (self.values[:-1] + self.values[1:]) / 2
         at = (decade - DECADES) % SUBLANES
-        made[3, at], made[4, at] = 10.0 ** (DECADES - 1 - decade), n * f32(1 / 0.9)
-        made[5, at], made[6, at] = bounds, n - self.first - 1
-        made[3:, 0] = made[3:, (-1) % SUBLANES]  # one's
-        return made
-
-    @property
-    def last(self) -> float:
-        """The middle below the highest value, which is one."""
-        values = dynamic_values(self.signed)
-        return float((values[-2] + values[-1]) / np.float32(2))
+        made[2, at], made[3, at] = n / ten / 0.9 / self.unit, below + 0.5 - n / 9
+        made[4, at] = np.append(self.values[0] / 2, middles[below[1:].astype(int) - 1]) * self.unit
+        made[5, at] = below
+        made[3, 0] = len(self.values)  # one's
+        return made.astype(np.float32)
 
 
 M, V = Decades(True), Decades(False)
@@ -82,7 +90,7 @@ def tables() -> np.ndarray:
 
     Example:
         >>> tables().shape
-        (112, 128)
+        (96, 128)
     """
     rows = np.concatenate([M.table(), V.table()]).reshape(-1, 1)
     return np.ascontiguousarray(np.broadcast_to(rows, (len(rows), LANES)))
@@ -103,71 +111,66 @@ def look_up(table: Array, index: Array) -> Array:
     return jnp.concatenate([jnp.concatenate([one(part) for part in row], 1) for row in rows])
 
 
+def _bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _sign(x: Array) -> Array:
+    return _bits(x) & jnp.int32(-(2**31))
+
+
 def _value(distance: Array, table: Sequence[Array]) -> Array:
     """Of a distance from zero, and a half."""
-    index = (lax.bitcast_convert_type(distance, jnp.int32) >> 23) & (SUBLANES - 1)
-    n, step, ten = (look_up(one, index) for one in table[:3])
-    return ((distance - n) * step + 0.1) * ten
+    slope, start = (look_up(one, (_bits(distance) >> 23) & (SUBLANES - 1)) for one in table[:LINE])
+    return distance * slope + start
 
 
-def _signed(size: Array, sign: Array) -> Array:
-    """A size with the sign of another number."""
-    bits = lax.bitcast_convert_type(sign, jnp.int32) & jnp.int32(-(2**31))
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(size, jnp.int32) | bits, jnp.float32)
-
-
-def decode_m(signed: Array, table: Sequence[Array]) -> Array:
+def decode_m(less: Array, table: Sequence[Array]) -> Array:
     """Values of first moments.
 
     Args:
-        signed: codes less 128, int32.
+        less: 127 less codes, int32.
         table: the first map's rows.
     """
-    distance = signed.astype(jnp.float32) + 1
-    return _signed(_value(jnp.abs(distance) + 0.5, table), distance)
+    distance = less.astype(jnp.float32)
+    turned = _bits(_value(jnp.abs(distance) + 0.5, table)) ^ _sign(distance)
+    return lax.bitcast_convert_type(turned, jnp.float32)
 
 
-def decode_v(signed: Array, table: Sequence[Array]) -> Array:
+def decode_v(less: Array, table: Sequence[Array]) -> Array:
     """Values of second moments.
 
     Args:
-        signed: codes less 128, int32.
+        less: codes less 128, int32.
         table: the second map's rows.
     """
-    return _value(signed.astype(jnp.float32) + 129.5, table)
+    return _value(less.astype(jnp.float32) + 129.5, table)
 
 
-def _distance(a: Array, table: Sequence[Array]) -> Array:
-    """From zero, of the level nearest to a, but for the highest; of two as near, the lower."""
-    ten = float(np.log(10))
-    # the constants are apart, for XLA would add them up, and MAGIC has no room for a half
-    whole = (lax.log(jnp.maximum(a, 2e-7)) + (NEAR - 0.5) * ten) * (1 / ten) + MAGIC
-    index = lax.bitcast_convert_type(whole, jnp.int32) & (SUBLANES - 1)
-    up, scale, bound, below = (look_up(one, index) for one in table[3:])
-    return below + jnp.where(a > bound, jnp.ceil((a * up - 0.1) * scale), 0)
+def _distance(a: Array, table: Sequence[Array], unit: float) -> Array:
+    """From zero, of the level nearest to a, but for up to a half."""
+    whole = lax.log(jnp.maximum(a, TINY * unit)) * (1 / math.log(10)) + MAGIC
+    slope, start, bound, below = (look_up(one, _bits(whole) & (SUBLANES - 1)) for one in table[LINE:])
+    return jnp.where(a > bound, a * slope + start, below)
 
 
-def _code(number: Array, zero: int) -> Array:
-    """A whole number and the code of zero added: int32 of which the last eight bits count."""
-    return lax.bitcast_convert_type(number + (MAGIC + zero), jnp.int32)
-
-
-def encode_m(y: Array, size: Array, table: Sequence[Array]) -> Array:
+def encode_m(size: Array, sign: Array, table: Sequence[Array]) -> Array:
     """Codes of first moments, as int32 of which the last eight bits count.
 
     Args:
-        y: from -1 to 1.
-        size: of y.
+        size: from 0 to `M.unit`.
+        sign: numbers that have the moments'.
         table: the first map's rows.
     """
-    return _code(_signed(jnp.where(y > M.last, 128.0, _distance(size, table)), y), 127)
+    distance = lax.bitcast_convert_type(_bits(_distance(size, table, M.unit)) | _sign(sign), jnp.float32)
+    return _bits(jnp.maximum(distance + (MAGIC + 127), MAGIC))  # one has no opposite
 
 
-def encode_v(y: Array, table: Sequence[Array]) -> Array:
+def encode_v(size: Array, table: Sequence[Array]) -> Array:
     """Codes of second moments, as `encode_m`.
 
     Args:
-        y: from 0 to 1.
+        size: from 0 to `V.unit`.
         table: the second map's rows.
     """
-    return _code(jnp.where(y > V.last, 255.0, _distance(y, table)), 0)
+    return _bits(_distance(size, table, V.unit) + MAGIC)

@@ -91,15 +91,19 @@ def _root(x: Array) -> Array:
     return x * lax.rsqrt(jnp.maximum(x, LEAST))
 
 
+def _turned(codes: Array, bits: int) -> Array:
+    """Codes of uint8 as int8, which unpack without a mask; a word holds four, and the same bits of each are turned."""
+    four = int.from_bytes(bytes([bits] * 4), "little", signed=True)
+    return pltpu.bitcast(pltpu.bitcast(codes, jnp.int32) ^ jnp.int32(four), jnp.int8).astype(jnp.int32)
+
+
 def _less_128(codes: Array) -> Array:
-    """Codes of uint8 less 128, which unpack without a mask; a word holds four, and the top bit of each is turned."""
-    turned = pltpu.bitcast(pltpu.bitcast(codes, jnp.int32) ^ jnp.int32(-0x7F7F7F80), jnp.int8)
-    return turned.astype(jnp.int32)
+    return _turned(codes, 0x80)
 
 
 def _decode_m(codes: Array, map: str, tables: Any) -> Array:
     if tables:
-        return decades.decode_m(_less_128(codes), tables[0])
+        return decades.decode_m(_turned(codes, 0x7F), tables[0])  # 127 less codes
     if map != "soft8":
         return MAPS[map].decode_m(codes.astype(jnp.int32))
     t = codes.astype(jnp.int32).astype(jnp.float32)
@@ -116,17 +120,10 @@ def _decode_v(codes: Array, map: str, tables: Any) -> Array:
     return jnp.square(counted - (2**15 - 1 / 256))
 
 
-def _inverse(top: Array) -> Array:
-    """1 / top, or the float32 below where top times that is more than 1: no quotient by `top` shall be."""
-    found = 1 / top
-    return jnp.where(top * found > 1, found * (1 - 2.0**-23), found)
-
-
 def _encode_m(m: Array, size: Array, top: Array, map: str, tables: Any) -> Array:
     """Codes of m, whose size is `size`, in blocks of which the largest is `top`."""
     if tables:
-        inverse = _inverse(top)
-        return decades.encode_m(m * inverse, size * inverse, tables[0])
+        return decades.encode_m(size * (decades.M.unit / top), m, tables[0])
     if map != "soft8":
         return MAPS[map].encode_m(m * (1 / top))
     return jnp.round(m * 254 * finite_inverse(top + size)).astype(jnp.int32)
@@ -135,7 +132,7 @@ def _encode_m(m: Array, size: Array, top: Array, map: str, tables: Any) -> Array
 def _encode_v(v: Array, root: Array, top: Array, map: str, tables: Any) -> Array:
     """Codes of v, whose root is `root`."""
     if tables:
-        return decades.encode_v(v * _inverse(top), tables[1])
+        return decades.encode_v(v * (decades.V.unit / top), tables[1])
     if map != "soft8":
         return MAPS[map].encode_v(v * (1 / top), _root)
     return jnp.round(jnp.maximum(root * (256 * lax.rsqrt(top)), 1)).astype(jnp.int32) - 1

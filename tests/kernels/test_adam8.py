@@ -102,16 +102,18 @@ def test_maps_are_the_optimizers(map):
         assert zero == theirs.zero
 
 
-def by_decade(codes, y, size):
+@jax.jit
+def by_decade(codes, y):
     """Of both dynamic maps: what the TPU's kernel makes of all codes and of numbers, and what the definition does."""
     maps, rows = MAPS["dynamic8"], [list(jnp.asarray(one)) for one in decades.tables().reshape(2, decades.ROWS, 8, 128)]
-    got = decades.decode_m(codes - 128, rows[0]), decades.decode_v(codes - 128, rows[1])
-    got += decades.encode_m(y, size, rows[0]).astype(jnp.uint8), decades.encode_v(size, rows[1]).astype(jnp.uint8)
-    want = maps.decode_m(codes), maps.decode_v(codes), maps.encode_m(y), maps.encode_v(size, jnp.sqrt)
-    return got, want
+    size = abs(y)
+    values = decades.decode_m(127 - codes, rows[0]), decades.decode_v(codes - 128, rows[1])
+    found = decades.encode_m(size * decades.M.unit, y, rows[0]), decades.encode_v(size * decades.V.unit, rows[1])
+    defined = (maps.decode_m(codes), maps.decode_v(codes)), (maps.encode_m(y), maps.encode_v(size, jnp.sqrt))
+    return (values, [one.astype(jnp.uint8) for one in found]), defined
 
 
-def test_dynamic_maps_by_decade_are_the_definitions_to_the_bit():
+def test_dynamic_maps_by_decade_are_the_definitions():
     """All codes; numbers of every size, all middles between levels and decades, and the numbers beside these."""
     tables = [optimizer_maps.MAPS[name].table for name in NAMES["dynamic8"]]
     special = np.concatenate([*tables, *((one[:-1] + one[1:]) / 2 for one in tables), 10.0 ** np.arange(-9, 1)])
@@ -121,8 +123,14 @@ def test_dynamic_maps_by_decade_are_the_definitions_to_the_bit():
     y = np.concatenate([*beside, wide, [0, 1, -1, 1e-13]])
     y = np.resize(y[abs(y) <= 1], (-(-y.size // 1024) * 8, 128)).astype(np.float32)
     codes = jnp.tile(jnp.arange(256).reshape(2, 128), (4, 1))
-    for got, want in zip(*by_decade(codes, jnp.asarray(y), abs(jnp.asarray(y))), strict=True):
-        np.testing.assert_array_equal(got, want)
+    (values, found), (defined, wanted) = jax.tree.map(np.asarray, by_decade(codes, jnp.asarray(y)))
+    for got, want in zip(values, defined, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=0)
+    for got, want, table, number in zip(found, wanted, tables, (y, abs(y)), strict=True):
+        off = got.astype(int) != want
+        one, other = table[got[off]], table[want[off]]
+        assert (abs(got.astype(int) - want) <= 1).all()
+        assert (abs(number[off] - (one + other) / 2) <= 1e-4 * abs(one - other)).all()
 
 
 @pytest.mark.parametrize(("map", "block"), [("soft8", 128), ("dynamic8", 64)])
