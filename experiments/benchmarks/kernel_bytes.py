@@ -42,9 +42,9 @@ Cycles of a block of 128 x 128 (256 x 256), and the time of its steps as a part 
     dynamic map       431  0.91     436  1.34     400  1.45
 
 The dynamic map misses the bar of 1.1 on v5p and v6e: it takes 96 and 86 instructions of the vector unit, four of which
-issue in a cycle, for each register of numbers, and the bar leaves room for 88 and 75 if none waits. With comparisons for every decade it took 879, 877 and
-773 cycles; with values of all 256 codes along lanes, which the vector unit need not compute, 548, 561 and 470, as the
-schedule has it wait for them.
+issue in a cycle, for each register of numbers, and the bar leaves room for 88 and 75 if none waits. With comparisons
+for every decade it took 879, 877 and 773 cycles; with values of all 256 codes along lanes, which the vector unit need
+not compute, 548, 561 and 470, as the schedule has it wait for them.
 """
 
 import argparse
