@@ -35,7 +35,8 @@ _H100 = """gpu_device_info {{
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} runtime_version {{ major: 13 }}
 device_description_str: "NVIDIA {name}"
 """
-_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_SPILLS = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+"""A kernel's, in ptxas's line on its stack frame: a warning says the same numbers again."""
 _BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +(\w\w)? *: (>*)(.*)")
 _BRANCH = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
 
@@ -121,7 +122,20 @@ class Compiled:
     @property
     def spilled(self) -> int:
         """Bytes that ptxas spills, stores and loads, over all kernels."""
-        return sum(int(stores) + int(loads) for stores, loads in _SPILLS.findall(self.said))
+        return spilled(self.said)
+
+
+def spilled(said: str) -> int:
+    """Bytes that ptxas spills, stores and loads, over all kernels of what it printed.
+
+    Example:
+        >>> spilled('''
+        ... ptxas warning : Registers are spilled to local memory in 'a', 8 bytes spill stores, 16 bytes spill loads
+        ...     24 bytes stack frame, 8 bytes spill stores, 16 bytes spill loads
+        ... ''')
+        24
+    """
+    return sum(int(stores) + int(loads) for stores, loads in _SPILLS.findall(said))
 
 
 def compiled(

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pallas_kernels.ahead import quoted
+from pallas_kernels.ahead import quoted, spilled
 
 HAS_TPU = importlib.util.find_spec("libtpu") is not None
 HAS_GPU = importlib.util.find_spec("jax_plugins") is not None
@@ -58,8 +58,7 @@ class Compiled:
     @property
     def spilled(self) -> int:
         """Bytes that ptxas spills, stores and loads, over all kernels."""
-        lines = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", self.said)
-        return sum(int(stores) + int(loads) for stores, loads in lines)
+        return spilled(self.said)
 
 
 def lowered(

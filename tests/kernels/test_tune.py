@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import ahead, tiles, tune
 from pallas_kernels.attention import cases, gpu_sizes, tpu_sizes, tuning
-from tests.kernels.aot import gpu_compiler, tpu_compiler
+from tests.kernels.aot import Compiled, gpu_compiler, tpu_compiler
 
 CASES = {one.name: one for one in cases.CASES if {"aot", "bench"} & set(one.tags)}
 
@@ -45,6 +45,14 @@ def test_flags_of_other_compilers_are_dropped(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_x=1 --xla_dump_to=d --xla_force_host_platform_device_count=8")
     ahead.prepare()
     assert os.environ["XLA_FLAGS"] == "--xla_dump_to=d"
+
+
+def test_a_warning_of_ptxas_is_not_counted_again():
+    kernel = "8 bytes spill stores, 16 bytes spill loads"
+    said = f"ptxas warning : Registers are spilled to local memory in function 'one', {kernel}\n"
+    said += f"    16 bytes stack frame, {kernel}\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+    assert ahead.Compiled(said=said).spilled == Compiled(said=said).spilled == 24
+    assert ahead.Compiled(said=2 * said).spilled == 48
 
 
 @pytest.mark.parametrize(("platform", "sizes"), [("tpu", tpu_sizes), ("gpu", gpu_sizes)])
