@@ -29,6 +29,9 @@ def _gpu(target: Target, case: Case) -> str | None:
     return gpu.supports(target, case)
 
 
+ROWS = 8
+"""Hopper's kernel takes multiples of it: rows of a TMA copy's tile, as Mosaic has them in shared memory."""
+
 IMPLEMENTATIONS = (
     Implementation("gpu", "gpu", hopper=True, supports=_gpu),
     Implementation("ragged"),
@@ -123,13 +126,23 @@ def _check(x: Any, w: Any, sizes: Any) -> None:
             raise ValueError(f"grouped_matmul: got {got}, expected none negative, and at most {x.shape[0]} rows in sum")
 
 
+def _padded(x: Any) -> Any:
+    """Rows, and zeros below them up to a multiple of ROWS."""
+    more = -x.shape[0] % ROWS
+    return jnp.pad(x, ((0, more), (0, 0))) if more else x
+
+
 def _branches(what: str, interpret: Interpret, **options: Any) -> Any:
     """Implementations of "forward" or "gradient_of_weights", by name."""
 
     def gpu(*args: Any) -> Any:
         from pallas_kernels.grouped_matmul import gpu
 
-        return getattr(gpu, what)(*args, interpret=interpret, **options)
+        rows = args[0].shape[0]
+        # rows that fill up are of no group: their products are 0, and no gradient has a part of them
+        padded = [_padded(one) if one.ndim == 2 else one for one in args]
+        found = getattr(gpu, what)(*padded, interpret=interpret, **options)
+        return found[:rows] if what == "forward" else found
 
     plain = {"ragged": ragged, "reference": reference}
     kernels = {"gpu": dispatch.first_order("grouped_matmul", gpu)}

@@ -52,6 +52,20 @@ def test_every_case_on_hopper():
 
 
 @pytest.mark.slow
+@gpu_compiler
+def test_any_number_of_rows_on_hopper():
+    """Rows are filled up to a multiple of 8, which takes a copy of them."""
+    found = {}
+    for rows in (130, 300, 1003):
+        case = Case("", rows, 128, 256, (rows,) * 2)
+        found |= {f"{rows} {name}": one for name, one in programs(case).items()}
+    found = compiled("gpu h200", found)
+    assert {name: one.error for name, one in found.items()} == dict.fromkeys(found)
+    assert [one.kernels for one in found.values()] == [1, 2] * 3
+    assert [one.spilled for one in found.values()] == [0] * 6
+
+
+@pytest.mark.slow
 @tpu_compiler
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_ragged_dot_on_tpu(chip):
