@@ -105,7 +105,7 @@ def look_up(table: Array, index: Array) -> Array:
     """
 
     def one(part: Array) -> Array:
-        return jnp.take_along_axis(table, part, 0, mode="promise_in_bounds")
+        return jnp.take_along_axis(table, part, 0, mode="promise_in_bounds", wrap_negative_indices=False)
 
     rows = [jnp.split(part, index.shape[1] // LANES, 1) for part in jnp.split(index, index.shape[0] // SUBLANES)]
     return jnp.concatenate([jnp.concatenate([one(part) for part in row], 1) for row in rows])
