@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import Interpret, accepted, interpreter, varying_like
@@ -175,6 +176,27 @@ def wide(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
 def load(ref: Any, layout: Any = WGMMA) -> Any:
     """What a reference holds, in registers of a layout."""
     return plgpu.layout_cast(ref[...], layout)
+
+
+def over_lanes(width: int, *, lone: bool = False) -> Any:
+    """Layout of rows that lie in one warp each, over its lanes: what is reduced along them needs no shared memory.
+
+    Args:
+        width: of a row, a multiple of 32; of 128 where a lane is to read 4 numbers at once.
+        lone: of one row, an array of one dim, which every warp has; else of 4 rows or a multiple.
+    """
+    vector = next(n for n in (4, 2, 1) if width % (32 * n) == 0)
+    tile = (32 * vector,) if lone else (4, 32 * vector)
+    return plgpu.Layout.TILED(
+        Tiling((tile, (vector,))), warp_dims=(Replicated(4) if lone else -3,), lane_dims=(-2,), vector_dim=-1
+    )
+
+
+def load_rows(ref: Any, layout: Any) -> Any:
+    """What a reference to HBM holds, in registers of a layout (JAX 0.10 wants an index)."""
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    more: dict[str, Any] = {"idx": None} if index is not None and index.default is index.empty else {}
+    return plgpu.load(ref, **more, layout=layout, optimized=False)
 
 
 def store(ref: Any, value: Any) -> None:

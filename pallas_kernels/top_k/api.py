@@ -17,17 +17,23 @@ GPU_COLS = 64
 """See `gpu.COLS`."""
 GPU_BLOCKS = (64, 128, 256)
 """Rows of 64 columns that fit the registers of a warpgroup."""
-GPU_MOST = 16
-"""Rounds that are written out one after another."""
+GPU_LANES = 32
+"""Along the rows a block lies over as many lanes."""
+GPU_LONGEST = 2048
+"""Numbers of a block along the rows that fit the registers of a warp."""
+GPU_MOST = 128
+"""Rounds, each of which looks at every number of the block that is left."""
 
 
 def _gpu_supports(where: Target, case: Case) -> str | None:
-    if case.axis != -2:
-        return "it needs blocks down the columns (axis -2), not along the rows"
-    if case.block not in GPU_BLOCKS:
-        return f"it needs blocks of {', '.join(map(str, GPU_BLOCKS))}, not {case.block}"
     if case.k > GPU_MOST:
         return f"it needs k of at most {GPU_MOST}, not {case.k}"
+    if case.axis == -1:
+        if case.block % GPU_LANES or case.block > GPU_LONGEST:
+            return f"it needs blocks that are a multiple of {GPU_LANES} up to {GPU_LONGEST}, not {case.block}"
+        return None
+    if case.block not in GPU_BLOCKS:
+        return f"it needs blocks of {', '.join(map(str, GPU_BLOCKS))}, not {case.block}"
     return f"it needs columns that are a multiple of {GPU_COLS}, not {case.cols}" if case.cols % GPU_COLS else None
 
 
@@ -108,10 +114,10 @@ def explain(case: Case, platform: str) -> Explanation:
         platform: "tpu v5e", "gpu h200", "cpu".
 
     Example:
-        >>> print(explain(Case("mine", 512, 1024, 10, block=1024, axis=-1), "gpu h200"))
+        >>> print(explain(Case("mine", 512, 1000, 10, block=1000, axis=-1), "gpu h200"))
         top_k on gpu h200: reference
           not tpu: it is for TPUs, and the target is gpu
-          not gpu: it needs blocks down the columns (axis -2), not along the rows
+          not gpu: it needs blocks that are a multiple of 32 up to 2048, not 1000
     """
     return explain_choice("top_k", IMPLEMENTATIONS, case, target(platform))
 

@@ -14,7 +14,7 @@ class Case:
         cols: C.
         k: kept of each block.
         block: numbers of a block; divides the dim that blocks lie along.
-        axis: the dim that blocks lie along: -2 down the columns, -1 along the rows, which are then one block each.
+        axis: the dim that blocks lie along: -2 down the columns, -1 along the rows.
         dtype: of the array.
         tags: "small" runs in the interpreter, "aot" is compiled for absent chips, "bench" is timed on a device.
     """
@@ -33,7 +33,9 @@ CASES = (
     Case("columns", 256, 64, 4),
     Case("rows_f32", 96, 256, 10, block=256, axis=-1, dtype="float32"),
     Case("columns_f32_uneven", 640, 200, 3, block=64, dtype="float32", tags=("small", "slow")),
+    Case("rows_of_two_f32", 11, 2048, 10, block=1024, axis=-1, dtype="float32"),
     Case("rows_uneven", 300, 128, 5, axis=-1, tags=("small", "slow")),
+    Case("rows_of_two", 301, 192, 9, block=96, axis=-1, tags=("small", "slow")),
     Case("columns_4k", 8192, 4096, 4, tags=("aot", "bench")),
     Case("rows_32m", 32768, 1024, 10, block=1024, axis=-1, dtype="float32", tags=("aot", "bench")),
 )

@@ -1,6 +1,8 @@
 """Quantization and block top-k as compilers of absent chips have them: one kernel, nothing temporary, nothing sent."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,18 @@ pytestmark = pytest.mark.slow
 
 CASES = {case.name: case for case in quantize_cases.CASES if "aot" in case.tags}
 LARGEST = {f"top_k {case.name}": case for case in top_k_cases.CASES if "aot" in case.tags}
+LIMITS = {
+    f"top_k {name} {dtype}": dataclasses.replace(case, dtype=dtype)
+    for name, case in {
+        "rows of 2048": top_k_cases.Case("", 1001, 2048, 128, block=2048, axis=-1),
+        "rows of 2016": top_k_cases.Case("", 1001, 2016, 20, block=2016, axis=-1),
+        "rows of 3 x 32": top_k_cases.Case("", 1001, 96, 32, block=32, axis=-1),
+        "three rows": top_k_cases.Case("", 3, 768, 8, block=768, axis=-1),
+        "columns of 256": top_k_cases.Case("", 2048, 1024, 128, block=256),
+    }.items()
+    for dtype in ("float32", "bfloat16")
+}
+"""What Hopper's kernel holds in registers at most, and blocks that are no whole number of tiles."""
 
 
 def program(case, devices):
@@ -51,15 +65,16 @@ def proved(programs, found):
 @tpu_compiler
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_tpu(chip):
-    programs = {name: functools.partial(program, case) for name, case in (CASES | LARGEST).items()}
+    programs: dict[str, Any] = {name: functools.partial(program, case) for name, case in (CASES | LARGEST).items()}
     programs["layers"] = layers
     proved(programs, compiled(f"tpu {chip}:2x2", programs))
 
 
 @gpu_compiler
 def test_hopper():
-    here = [name for name, case in LARGEST.items() if explain(case, "gpu h200").chosen == "gpu"]
-    assert here
-    programs = {name: functools.partial(program, case) for name, case in (CASES | LARGEST).items()}
-    programs = {name: made for name, made in programs.items() if name in CASES or name in here} | {"layers": layers}
+    assert {explain(case, "gpu h200").chosen for case in (LARGEST | LIMITS).values()} == {"gpu"}
+    programs: dict[str, Any] = {
+        name: functools.partial(program, case) for name, case in (CASES | LARGEST | LIMITS).items()
+    }
+    programs["layers"] = layers
     proved(programs, compiled("gpu h200 x 2", programs))

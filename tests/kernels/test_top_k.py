@@ -94,15 +94,27 @@ def test_what_does_not_fit_is_refused_by_name(fields, says):
     [
         ("cpu", {"implementation": "gpu"}, "the target is cpu"),
         ("gpu h200", {"implementation": "gpu", "block": 32}, "blocks of 64, 128, 256, not 32"),
-        ("gpu h200", {"implementation": "gpu", "block": 64, "k": 17}, "k of at most 16, not 17"),
-        ("gpu h200", {"implementation": "gpu", "axis": -1, "block": 64}, "down the columns"),
+        (
+            "gpu h200",
+            {"implementation": "gpu", "x": jnp.zeros((4, 256)), "axis": -1, "block": 256, "k": 129},
+            "not 129",
+        ),
+        ("gpu h200", {"implementation": "gpu", "axis": -1, "block": 16}, "a multiple of 32 up to 2048, not 16"),
+        ("gpu h200", {"implementation": "gpu", "x": jnp.zeros((1, 4096)), "axis": -1, "block": 4096}, "not 4096"),
         ("tpu v5e", {"implementation": "tpu", "block": 8}, "multiple of 16 up to 2048, not 8"),
         ("tpu v5e", {"implementation": "tpu", "axis": -1, "block": 32}, "rows of one block, not 64 columns"),
     ],
 )
 def test_a_named_kernel_that_cannot_run_says_why(platform, fields, says):
     with pytest.raises(NotImplementedError, match=says):
-        top_k(jnp.zeros((64, 64)), **{"k": 2, "block": 64, "platform": platform, **fields})
+        top_k(**{"x": jnp.zeros((64, 64)), "k": 2, "block": 64, "platform": platform, **fields})
+
+
+def test_the_codec_takes_the_kernel_on_hopper():
+    """Of the blocks that it makes by default, and of a shorter leaf's."""
+    for elements in (10**6, 1024, 768):
+        blocks, block, kept = Largest(0.01, 1024).sizes(elements)
+        assert explain(Case("", blocks, block, kept, block, -1, "float32"), "gpu h200").chosen == "gpu"
 
 
 def test_tiles_divide_blocks():
