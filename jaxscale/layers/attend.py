@@ -5,7 +5,7 @@
 | plain | attention_plain | T x S scores per head | short sequences, decoding; the definition |
 | chunked | attention_chunked | chunk x chunk scores per head | long sequences anywhere |
 | tpu, gpu | attention_kernel | nothing of the kind | TPU; GPUs of compute capability 9.0 |
-| splash | attention_splash | nothing of the kind | TPU, where the sequence is sharded |
+| splash | attention_splash | nothing of the kind | TPU, where our kernel cannot |
 | cudnn | attention_kernel | nothing of the kind | NVIDIA GPUs, by name alone |
 """
 

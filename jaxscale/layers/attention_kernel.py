@@ -1,7 +1,10 @@
 """Attention by our own kernels, `pallas_kernels.attention`: on TPU, and on GPUs of compute capability 9.0.
 
-A kernel is code of one device, so under a layout it runs in a `shard_map`: batch and heads as the rules shard them,
-positions whole. Queries and keys must be in the order of their indices.
+A kernel is code of one device, so under a layout it runs in a `shard_map`: batch, heads and query positions as the
+rules shard them, keys and values whole along the sequence. Each device tells the kernel where its queries start; the
+gradients of keys and values are summed over the devices of a sequence in their own type. Queries and keys must be in
+the order of their indices. Left out: an order of positions that evens causal work out. The device of the last positions
+sees most keys: of n devices it works 2 - 1 / n times as long as the mean, and the others wait.
 """
 
 import functools
@@ -50,12 +53,15 @@ def why_not_kernel(
         return "got positions, expected queries and keys in the order of their index (no cache)"
     if visibility.window is not None and not isinstance(visibility.window, int | np.integer):
         return "got a traced window, expected a whole number: give windows by Stack's cycle"
-    if _axes_of_queries(q.shape):
-        return f"queries are sharded over {', '.join(_axes_of_queries(q.shape))}, and a kernel takes a whole row"
     from pallas_kernels.attention.api import explain
 
+    found = current()
+    shards = 1 if found is None else _parts(found[0], _partition(q, *found)[1])
+    q = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // shards, *q.shape[2:]), q.dtype)
     ids = None if visibility.q_segments is None else (_shape_of(q), _shape_of(k))
     settings = _settings(visibility, scale, soft_cap)
+    if shards > 1:
+        settings["query_offset"] = jax.ShapeDtypeStruct((), jnp.int32)
     try:
         platform = " ".join(place())
         explain(q, k, v, segment_ids=ids, implementation=name, platform=platform, **settings)
@@ -73,15 +79,16 @@ def _settings(visibility: Visibility, scale: float, soft_cap: float | None) -> d
     return {"causal": visibility.causal, "window": window, "logit_soft_cap": soft_cap, "scale": scale}
 
 
-def _axes_of_queries(shape: Any) -> tuple[str, ...]:
-    """Mesh axes that shard the positions of queries."""
-    found = current()
-    partition = () if found is None else spec(shape, ("batch", "inner_seq", "heads", "head_dim"), *found)
-    return _axes(partition[1]) if len(partition) > 1 else ()
+def _partition(q: Any, mesh: Any, rules: Any) -> tuple[Any, Any, Any]:
+    """Mesh axes of rows, positions and heads of queries."""
+    partition = spec(q.shape, ("batch", "inner_seq", "heads", "head_dim"), mesh, rules)
+    rows, positions, heads, _ = (*partition, *(None,) * (4 - len(partition)))
+    return rows, positions, heads
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+def _parts(mesh: Any, axes: Any) -> int:
+    """Into how many parts mesh axes cut a dim."""
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
 def attend_kernel(
@@ -126,32 +133,38 @@ def attend_kernel(
     settings = _settings(visibility, scale, soft_cap)
     settings |= {"implementation": implementation, "platform": " ".join(place()), "interpret": interpret}
 
-    def run(q: Any, k: Any, v: Any, ids: Any) -> Any:
-        return attention(q, k, v, segment_ids=ids, **settings)
+    def run(starts: Any, q: Any, k: Any, v: Any, ids: Any) -> Any:
+        return attention(q, k, v, segment_ids=ids, query_offset=0 if starts is None else starts[0], **settings)
 
     return _on_devices(run, q, k, v, ids)
 
 
 def _on_devices(run: Any, q: Any, k: Any, v: Any, ids: Any) -> Any:
-    """`run` on every device of the layout in force, which holds rows and heads of its own."""
+    """`run` on every device of the layout in force, which holds rows, query positions and heads of its own."""
     found = current()
     if found is None:
-        return run(q, k, v, ids)
+        return run(None, q, k, v, ids)
     mesh, rules = found
-    partition = spec(q.shape, ("batch", "inner_seq", "heads", "head_dim"), mesh, rules)
-    rows, _, heads, _ = (*partition, *(None,) * (4 - len(partition)))
-    shards, groups = math.prod(mesh.shape[axis] for axis in _axes(heads)), k.shape[2]
+    rows, positions, heads = _partition(q, mesh, rules)
+    shards, groups, pieces = _parts(mesh, heads), k.shape[2], _parts(mesh, positions)
     if groups % shards:
         # a device's query heads must find their own key heads beside them
         copies = shards // groups if shards % groups == 0 else q.shape[2] // groups
         k, v = jnp.repeat(k, copies, 2), jnp.repeat(v, copies, 2)
-    whole = PartitionSpec(rows, None, heads, None)
+    starts = None if pieces == 1 else jnp.arange(pieces, dtype=jnp.int32) * (q.shape[1] // pieces)
+    own, whole = PartitionSpec(rows, positions, heads), PartitionSpec(rows, None, heads)
     return jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(whole, whole, whole, None if ids is None else (PartitionSpec(rows),) * 2),
-        out_specs=whole,
+        in_specs=(
+            None if starts is None else PartitionSpec(positions),
+            own,
+            whole,
+            whole,
+            None if ids is None else (PartitionSpec(rows, positions), PartitionSpec(rows)),
+        ),
+        out_specs=own,
         # within a region that is manual over some axes (a pipeline's), the kernel becomes manual over the others
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         check_vma=False,
-    )(q, k, v, ids)
+    )(starts, q, k, v, ids)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention import chunked, reference
@@ -199,7 +200,7 @@ def _offset(given: Any, q: Any) -> Any:
     if hasattr(given, "dtype"):
         if given.shape != () or not jnp.issubdtype(given.dtype, jnp.integer):
             raise ValueError(f"attention: query_offset of {given.shape} {given.dtype}, {said}")
-        if isinstance(given, jax.core.Tracer | jax.ShapeDtypeStruct):
+        if isinstance(given, Tracer | jax.ShapeDtypeStruct):
             return given
     if isinstance(given, bool) or not hasattr(given, "__index__") or int(given) < 0:
         raise ValueError(f"attention: query_offset={given!r}, {said}")

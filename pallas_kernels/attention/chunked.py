@@ -15,8 +15,9 @@ from pallas_kernels.compat import filled
 CHUNK = 256
 """Queries and keys at a time."""
 
-UNSEEN = -1e30
 F32 = jnp.float32
+UNSEEN = float(jnp.finfo(F32).min)
+"""Stands for -inf: a row that has seen nothing yet never makes a NaN."""
 
 
 def _chunks(x: Any, width: int, axis: int = 1, value: float = 0) -> Any:
@@ -92,24 +93,25 @@ def forward(q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, offset: Any, option
         pair = _Pair(q_i, t0, ids_i, (keys, key_ids, S), options)
 
         def add(j: Any, carry: Any) -> Any:
-            top, total, out = carry
+            some, top, total, out = carry
             s, _, seen = pair.scores(j)
             s = jnp.where(seen, s, UNSEEN)
             new = jnp.maximum(top, jnp.max(s, -1))
             p = jnp.where(seen, jnp.exp(s - new[..., None]), 0.0)
             fade = jnp.exp(top - new)
             more = jnp.einsum("bkgts,bskh->bkgth", p.astype(v.dtype), values[j], preferred_element_type=jnp.float32)
-            return new, total * fade + jnp.sum(p, -1), out * fade[..., None] + more
+            return some | seen.any(-1), new, total * fade + jnp.sum(p, -1), out * fade[..., None] + more
 
         row = (B, K, N // K, width)
         wanted = ((row, UNSEEN), (row, 0.0), ((*row, H), 0.0))
         start = tuple(filled(shape, F32, value, q, k, v) for shape, value in wanted)
-        top, total, out = lax.fori_loop(*_reach(options, t0, width, S, step), add, start)
-        blind = top <= UNSEEN / 2
-        total = jnp.where(blind, 1.0, total)
+        none = filled((B, 1, 1, width), bool, False, q, k, v)
+        some, top, total, out = lax.fori_loop(*_reach(options, t0, width, S, step), add, (none, *start))
+        # where keys are seen and nothing adds up, all scores are -inf
+        total = jnp.where(some, jnp.where(total == 0, jnp.nan, total), 1.0)
         broken = jnp.where(jnp.isfinite(q_i).all(-1), 0.0, jnp.nan)[..., None]
         out = jnp.einsum("bkgth->btkgh", out / total[..., None]) + broken
-        return out.astype(q.dtype), jnp.where(blind, -jnp.inf, top + jnp.log(total))
+        return out.astype(q.dtype), jnp.where(some, top + jnp.log(total), -jnp.inf)
 
     out, lse = lax.map(one, (_starts(queries.shape[0], width, offset), queries, ids))
     return _whole(out, T).reshape(q.shape), _whole(lse, T, 3).reshape(B, N, T)

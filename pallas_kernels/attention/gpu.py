@@ -196,10 +196,11 @@ def forward(
             carry = lax.fori_loop(a, clear, unmasked, carry)
             acc, top, total = lax.fori_loop(clear, end, masked, carry)
             blind = top <= NEG / 2
-            inverse = jnp.where(blind, 0.0, 1 / jnp.maximum(total, 1e-30))
+            inverse = jnp.where(blind, jnp.nan if sizes.sighted else 0.0, 1 / jnp.maximum(total, 1e-30))
             out = acc * mg.along_rows(inverse, acc.shape) + mg.along_rows(broken, acc.shape)
             mine[...] = out.astype(q.dtype)
-            lse_s.at[wg][...] = jnp.where(blind, -jnp.inf, top * (1 / LOG2E) + jnp.log(total))
+            unseen = jnp.nan if sizes.sighted else -jnp.inf
+            lse_s.at[wg][...] = jnp.where(blind, unseen, top * (1 / LOG2E) + jnp.log(total))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(mine, out_g.at[b, rows, n])
             plgpu.copy_smem_to_gmem(lse_s.at[wg], lse_g.at[b, n, rows])
@@ -307,8 +308,8 @@ def _by_key(args: tuple[Any, ...], sizes: Sizes, wanted: str, interpret: Interpr
     dk_wanted, dv_wanted = "dk" in wanted, "dv" in wanted
 
     def body(q_g: Any, k_g: Any, v_g: Any, d_g: Any, lse_g: Any, delta_g: Any, *rest: Any) -> None:
-        q_ids_g, k_ids_g, start, rest = _beside(rest, sizes)
-        outs_g, own = rest[: dk_wanted + dv_wanted], rest[dk_wanted + dv_wanted :]
+        q_ids_g, k_ids_g, start, left = _beside(rest, sizes)
+        outs_g, own = left[: dk_wanted + dv_wanted], left[dk_wanted + dv_wanted :]
         k_s, v_s, q_s, d_s, lse_s, delta_s, q_ids_s, k_ids_s, k_ready, q_ready, d_ready, q_free, d_free = own
         h, i, b, wg = _block()
         block = i * LENGTH

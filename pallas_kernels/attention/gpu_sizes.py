@@ -129,6 +129,11 @@ class Sizes:
     offset: bool
 
     @property
+    def sighted(self) -> bool:
+        """Whether every query sees a key: a row without a score is then one of scores that are all -inf."""
+        return not self.segments and self.options.sighted(self.T, self.S, anywhere=self.offset)
+
+    @property
     def G(self) -> int:
         """Query heads of a key head."""
         return self.N // self.K

@@ -3,7 +3,12 @@
 A query sees a key when both carry the same segment id, when the key is not in its future (causal), and when it is less
 than `window` positions back. Positions count from 0 on both sides, also where S is not T; those of queries from an
 offset where one is given. A query that sees no key gives 0, and its log-sum-exp is -inf; one with a value that is not
-finite gives NaN.
+finite gives NaN, and so does one whose scores are all -inf, or one of them +inf or NaN.
+
+Two exceptions: the kernels cannot tell scores that are all -inf (below -5e29 counts as that) from none where segment
+ids or a window may leave a query no key, or where ids hide keys that fill up a length (causal is False, or T > S, and S
+no multiple of 128): there they give 0. And a value (of `v`) that is not finite makes queries NaN from which it is
+hidden: all of them here, with kernels and chunks those of its tiles.
 """
 
 import dataclasses
@@ -42,6 +47,19 @@ class Options:
             raise ValueError(f"attention: logit_soft_cap={self.soft_cap}, expected a positive number, or None for none")
         if self.scale == 0 or not math.isfinite(self.scale):
             raise ValueError(f"attention: scale={self.scale}, expected a finite number that is not 0")
+
+    def sighted(self, T: int, S: int, *, anywhere: bool = False) -> bool:
+        """Whether the positions let every query see a key.
+
+        Args:
+            T, S: queries and keys.
+            anywhere: the queries may start at any position.
+
+        Example:
+            >>> Options().sighted(9, 3), Options(window=2).sighted(4, 3), Options(window=2).sighted(5, 3)
+            (True, True, False)
+        """
+        return self.window is None or (not anywhere and S + self.window >= T + 1)
 
     def pairs(self, T: int, S: int, *, anywhere: bool = False) -> int:
         """How many (query, key) pairs the positions let see each other.

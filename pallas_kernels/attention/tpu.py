@@ -126,11 +126,15 @@ def _forward_kernel(*refs: Any, sizes: Sizes) -> None:
     @pl.when(j == pl.num_programs(3) - 1)
     def _() -> None:
         blind = top[...] <= NEG / 2
-        inverse = jnp.where(blind, 0.0, 1 / jnp.maximum(total[...], 1e-30))
+        inverse = jnp.where(blind, jnp.nan if sizes.sighted else 0.0, 1 / jnp.maximum(total[...], 1e-30))
         # a query with infinite values may hide all its keys: it must not come out as a blind one
         broken = _dot(jnp.ones((8, q.shape[1]), q.dtype), q[...] * jnp.zeros((), q.dtype), _ROWS)[:1]
         out[...] = (acc[...] * inverse + broken).T.astype(out.dtype)
-        lse[...] = jnp.where(blind, -jnp.inf, top[...] * (sizes.unit / LOG2E) + jnp.log(jnp.maximum(total[...], 1e-30)))
+        lse[...] = jnp.where(
+            blind,
+            jnp.nan if sizes.sighted else -jnp.inf,
+            top[...] * (sizes.unit / LOG2E) + jnp.log(jnp.maximum(total[...], 1e-30)),
+        )
 
 
 def _probabilities(sizes: Sizes, s: Any, lse: Any) -> Any:

@@ -161,6 +161,11 @@ class Sizes:
     offset: bool = False
 
     @property
+    def sighted(self) -> bool:
+        """Whether every query sees a key: a row without a score is then one of scores that are all -inf."""
+        return not self.segments and self.options.sighted(self.T, self.S, anywhere=self.offset)
+
+    @property
     def factor(self) -> float:
         """What makes scores (or their capped tanh) those of base 2."""
         options = self.options

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from jaxscale.platforms.hlo import collectives
 from pallas_kernels.attention.cases import CASES
 from tests.kernels import aot, programs_attention
 
@@ -106,18 +107,32 @@ def test_other_gpus_take_the_plain_ways():
     [
         pytest.param("tpu v5e:4x4", "fsdp:8,tensor:2", marks=aot.tpu_compiler),
         pytest.param("gpu h200 x 8", "fsdp:4,tensor:2", marks=aot.gpu_compiler),
+        pytest.param("tpu v5e:2x2", "sequence:4", marks=aot.tpu_compiler),
+        pytest.param("gpu h200 x 4", "sequence:4", marks=aot.gpu_compiler),
     ],
 )
 def test_a_train_step_has_the_kernels_and_no_scores(platform, mesh):
-    """Nobody asked for them; heads lie over the tensor axis."""
+    """Nobody asked for them; heads lie over the tensor axis, queries over the sequence axis.
+
+    What crosses the sequence axis by layer: what keys and values are made of, forward and when they are made again;
+    sums of their gradients, scattered; and sums of weights' gradients.
+    """
     from jaxscale.planning.program import lowered_step
     from jaxscale.step.plan import Plan
     from jaxscale.values import override
 
-    plan = override(Plan(precision="bfloat16"), {"mesh": mesh, "zero": "3", "memory": "full"})
+    plan = override(
+        Plan(precision="bfloat16"), {"mesh": mesh, "zero": "3" if "fsdp" in mesh else "0", "memory": "full"}
+    )
     step = functools.partial(lowered_step, make=programs_attention.experiment, plan=plan)
     (found,) = aot.compiled(platform, {"step": step}).values()
     assert found.error is None
     assert found.kernels == 4  # the forward twice, for nothing was kept
     # activations are (rows, 2048, 2048) as well: scores have heads before them
-    assert not re.search(r"\[\d+,\d+,2048,2048\]", found.hlo)
+    assert not re.search(r"\[\d+,\d+,(2048|512),2048\]", found.hlo)
+    if mesh == "sequence:4":
+        in_layers = [one for one in collectives(found.hlo, {"sequence": 4}) if one.in_loop]
+        assert {one.kind for one in in_layers} == {"all-gather", "reduce-scatter", "all-reduce"}
+        assert sum(one.kind == "all-gather" for one in in_layers) == 4
+        keys = 2 * 16 * 2048 * 2 * 128  # bytes
+        assert sum(one.bytes for one in in_layers if one.kind == "reduce-scatter") == 2 * keys

@@ -48,6 +48,7 @@ def _kernel(q, k, v, *, soft_cap=None, implementation="tpu", interpret=True, **g
 
 
 ON = [("tpu", None), ("tpu", "data:2,tensor:2"), ("tpu", "tensor:4"), ("tpu", "data:1")]
+ON += [("tpu", "data:2,sequence:2"), ("tpu", "sequence:2,tensor:4")]
 if battery.GPU_INTERPRETER:  # of one device
     ON += [("gpu", None), ("gpu", "data:1")]
 
@@ -69,14 +70,30 @@ def test_kernels_are_the_definition_on_meshes(implementation, mesh):
         battery.close([out, *grads], [want, *want_grads], {"bfloat16": 1e-2, "float32": 1e-2}, "attention")
 
 
+@pytest.mark.parametrize("settings", [{"window": 9, "soft_cap": 3.0, "packed": True}, {"causal": False}], ids=str)
+def test_queries_may_be_sharded(settings):
+    """Each device holds 16 positions of them, and sums of what its queries tell of keys and values."""
+    arguments, settings = _draw(2, 1, length=64, dtype=jnp.float32), dict(settings)
+    if settings.pop("packed", False):
+        ids = jnp.array([[1] * 30 + [2] * 30 + [0] * 4, [1] * 64])
+        settings |= {"q_segments": ids, "kv_segments": ids}
+    want = _gradients(functools.partial(attend, **settings, implementation="plain"), arguments)
+    with layout(MeshSpec.parse("sequence:4").build(), AxisRules()):
+        got = _gradients(functools.partial(_kernel, **settings), arguments)
+    (_, out), grads = got
+    (_, plain), plain_grads = want
+    battery.close([out, *grads], [plain, *plain_grads], {"float32": 1e-5}, "attention")
+
+
+@pytest.mark.parametrize("mesh", ["data:2,tensor:2", "sequence:4"])
 @pytest.mark.parametrize(("device", "primitive"), [(TPU, "pallas_call["), (H200, "mpmd_map[")])
-def test_a_layout_decides_which_kernels_run(device, primitive):
+def test_a_layout_decides_which_kernels_run(device, primitive, mesh):
     """Also for a chip that is not here: its kernels are traced, and no other way is."""
 
     def loss(*x):
         return attend(*x, window=100, soft_cap=3.0).astype(jnp.float32).sum()
 
-    with layout(MeshSpec.parse("data:2,tensor:2").build([device] * 4), AxisRules()):
+    with layout(MeshSpec.parse(mesh).build([device] * 4), AxisRules()):
         jaxpr = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*_draw()))
     assert jaxpr.count(primitive) == 3
     assert "platform_index" not in jaxpr
@@ -110,5 +127,7 @@ def test_what_kernels_cannot_do_is_refused_by_name():
         run(q, k, v, implementation="gpu", q_positions=jnp.zeros((1, LONG), int))
     with pytest.raises(UserError, match="traced window"):
         run(q, k, v, window=jnp.int32(3))
-    with layout(MeshSpec.parse("sequence:2").build(), AxisRules()), pytest.raises(UserError, match="sharded over seq"):
-        run(q, k, v)
+    given = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    there = layout(MeshSpec.parse("sequence:2").build([H200] * 2), AxisRules())
+    with there, pytest.raises(UserError, match=r"'cudnn': .*cuDNN knows no query_offset"):
+        jax.eval_shape(functools.partial(run, implementation="cudnn"), given, given, given)
