@@ -130,11 +130,8 @@ def _forward_kernel(*refs: Any, sizes: Sizes) -> None:
         # a query with infinite values may hide all its keys: it must not come out as a blind one
         broken = _dot(jnp.ones((8, q.shape[1]), q.dtype), q[...] * jnp.zeros((), q.dtype), _ROWS)[:1]
         out[...] = (acc[...] * inverse + broken).T.astype(out.dtype)
-        lse[...] = jnp.where(
-            blind,
-            jnp.nan if sizes.sighted else -jnp.inf,
-            top[...] * (sizes.unit / LOG2E) + jnp.log(jnp.maximum(total[...], 1e-30)),
-        )
+        unseen = jnp.nan if sizes.sighted else -jnp.inf
+        lse[...] = jnp.where(blind, unseen, top[...] * (sizes.unit / LOG2E) + jnp.log(jnp.maximum(total[...], 1e-30)))
 
 
 def _probabilities(sizes: Sizes, s: Any, lse: Any) -> Any:

@@ -134,6 +134,22 @@ def test_what_is_not_finite_comes_out_as_nan(implementation, value):
     assert np.isnan(got).any(-1).sum() == 2
 
 
+@pytest.mark.parametrize("implementation", ["reference", "chunked", "tpu", *KERNELS[1:]])
+def test_scores_that_are_all_infinite_come_out_as_nan(implementation):
+    """Causal, the first query sees the first key alone; the exceptions are where a query may see none."""
+    q, k, v = _drawn(128, 128, 1, 1, 64)
+    k = k.at[0, 0, 0, 0].set(-jnp.inf * jnp.sign(q[0, 0, 0, 0]))
+    kernel = implementation in ("tpu", "gpu")
+    run = functools.partial(attention, q, k, v, implementation=implementation, interpret=kernel)
+    got = np.asarray(run().astype(jnp.float32))[0, :, 0]
+    same = np.asarray(jnp.sign(q[0, :, 0, 0]) == jnp.sign(q[0, 0, 0, 0]))
+    assert np.isnan(got[0]).all()
+    assert np.isfinite(got[1:][same[1:]]).all()
+    assert np.isnan(got[1:][~same[1:]]).all()
+    apart = np.asarray(run(segment_ids=jnp.arange(128)[None]).astype(jnp.float32))[0, 0]
+    assert (apart == 0).all() if kernel else np.isnan(apart).all()
+
+
 # Properties, which need no reference.
 
 
