@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from pallas_kernels.target import Target
+from pallas_kernels.target import PROVED, Target
 
 
 class CannotRun(NotImplementedError):
@@ -40,6 +40,7 @@ class Implementation:
         name: "tpu", "gpu", "chunked", "reference", ..
         platform: "tpu" or "gpu" where it runs there alone; None: anywhere.
         hopper: it needs a GPU of compute capability 9.0.
+        chips: TPUs for which it was compiled, where it is for TPUs; it runs on no other.
         named: it runs where it is named, and is never chosen by itself.
         supports: of (target, case): why it cannot run the case there ("it needs ..., not ..."), None if it can. Asked
             after the platform is known to be right; shapes, dtypes and options alone decide.
@@ -49,6 +50,7 @@ class Implementation:
     platform: str | None = None
     hopper: bool = False
     named: bool = False
+    chips: Sequence[str] = PROVED
     supports: Callable[[Target, Any], str | None] = _always
 
     def why_not(self, target: Target, case: Any, *, interpret: bool = False) -> str | None:
@@ -67,6 +69,9 @@ class Implementation:
                 if target.chip is None:
                     return "it needs compute capability 9.0 (H100, H200), and the chip is not known: pass platform="
                 return f"it needs compute capability 9.0 (H100, H200), and the target is {target.chip}"
+            if self.platform == "tpu" and target.chip not in (None, *self.chips):
+                known = f"{', '.join(self.chips[:-1])} and {self.chips[-1]}"
+                return f"it was compiled for TPU {known} alone, and the target is {target.chip}"
         return self.supports(target, case)
 
 

@@ -1,6 +1,8 @@
 """Target: the platform and the chip that a kernel is being traced for, which need not be on this machine."""
 
 import dataclasses
+import difflib
+import re
 
 import jax
 
@@ -9,7 +11,13 @@ PLATFORMS = ("tpu", "gpu", "cpu")
 HOPPER = ("h100", "h200", "h800", "h20", "gh200")
 """How the names of GPUs of compute capability 9.0 begin."""
 
+PROVED = ("v5e", "v5p", "v6e")
+"""TPUs for which every kernel was compiled; a kernel that was for others too lists them."""
+
 _TPUS = {
+    "tpu v2": "v2",
+    "tpu v3": "v3",
+    "tpu v4 lite": "v4i",
     "tpu v4": "v4",
     "tpu v5 lite": "v5e",
     "tpu v5e": "v5e",
@@ -17,9 +25,20 @@ _TPUS = {
     "tpu v5p": "v5p",
     "tpu v6 lite": "v6e",
     "tpu v6e": "v6e",
+    "tpu7": "7",
     "tpu7x": "7x",
+    "tpu8i": "8i",
 }
-"""Chips by JAX's `device_kind`, in small letters."""
+"""Chips by JAX's `device_kind`, in small letters (jax/_src/pallas/mosaic/tpu_info.py)."""
+
+_GPUS = (
+    *HOPPER,
+    *("p100", "v100", "t4", "a10", "a10g", "a16", "a30", "a40", "a100", "a800", "l4", "l20", "l40", "l40s"),
+    *("b100", "b200", "b300", "gb200", "gb300"),
+)
+"""Short names of GPUs; "-" and more may follow."""
+_FAMILIES = re.compile(r"(rtx|gtx|mi) ?\d")
+"""How those of GPUs begin that have too many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,34 +69,37 @@ class Target:
         """This target if `platform` is the one that lowering decides for; the chip stays if it is one of them."""
         if self.platform == platform:
             return self
-        tpu = self.chip in _TPUS.values()
+        tpu = self.chip in _TPUS.values() or (self.chip or "").startswith("tpu")
         return Target(platform, self.chip if tpu == (platform == "tpu") else None)
 
     def __str__(self) -> str:
         if self.platform == "cpu":
             return "cpu"
-        chip = self.chip or "(chip not known)"
+        chip = (self.chip or "(chip not known)").removeprefix("tpu ")
         return f"{self.platform} {chip}" if self.platform else "whatever it is lowered for"
 
 
 def target(platform: str | None = None) -> Target:
     """The target of what is being traced.
 
+    A TPU of which no chip is named is taken for one for which kernels were compiled (`PROVED`): where programs are
+    lowered for a TPU that is not here, nothing tells which. A GPU of which none is named is not taken for a Hopper.
+
     Args:
-        platform: "tpu v5e", "gpu h200", "gpu", "cpu"; by default that of the mesh in force (`jax.set_mesh`, or inside
-            `jax.shard_map`), whose devices may be described ones; without a mesh lowering decides among the platforms,
-            and the chip is that of the first device here.
+        platform: "tpu v5e", "gpu h200", "gpu", "cpu"; in place of the chip JAX's `device_kind`, which need not be a
+            known one; by default that of the mesh in force (`jax.set_mesh`, or inside `jax.shard_map`), whose devices
+            may be described ones; without a mesh lowering decides among the platforms, and the chip is that of the
+            first device here.
 
     Raises:
-        ValueError: an unknown platform.
+        ValueError: an unknown platform, or an unknown short name of a chip.
 
     Example:
-        >>> str(target("gpu NVIDIA H200")), target("tpu v5e").chip, target("gpu a100").hopper
-        ('gpu h200', 'v5e', False)
+        >>> str(target("gpu NVIDIA H200")), target("tpu v5e").chip, target("TPU v6 lite").chip
+        ('gpu h200', 'v5e', 'v6e')
     """
     if platform is not None:
-        kind, _, chip = platform.strip().partition(" ")
-        return Target(kind, _chip(chip) if chip and kind != "cpu" else None)
+        return _named(platform.strip())
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         return Target(None, _chip(jax.devices()[0].device_kind))
@@ -85,9 +107,33 @@ def target(platform: str | None = None) -> Target:
     return Target(kind if kind in PLATFORMS else "cpu", _chip(device.device_kind))
 
 
+def _named(platform: str) -> Target:
+    """The target of a name that somebody gave."""
+    if platform.lower() in _TPUS:
+        return Target("tpu", _TPUS[platform.lower()])
+    kind, _, chip = platform.partition(" ")
+    chip = chip.strip()
+    if kind not in ("tpu", "gpu") or not chip:
+        return Target(kind)
+    name = _chip(chip)
+    known = _GPUS if kind == "gpu" else tuple(dict.fromkeys(_TPUS.values()))
+    printed = re.match("tpu" if kind == "tpu" else "nvidia |tesla |quadro |amd |gfx", chip.lower())
+    familiar = kind == "gpu" and (f"{name}".partition("-")[0] in known or _FAMILIES.match(chip.lower()))
+    if not (printed or name in known or familiar):
+        near = difflib.get_close_matches(chip.lower(), known, n=1)
+        hint = f"; did you mean {kind + ' ' + near[0]!r}?" if near else ""
+        raise ValueError(
+            f"platform {platform!r}: unknown chip {chip!r}, expected one of {', '.join(known)}, the device_kind that "
+            f"JAX prints, or {kind!r} alone{hint}"
+        )
+    return Target(kind, name)
+
+
 def _chip(kind: str) -> str | None:
-    """A chip's short name: `kind` is JAX's `device_kind`, or the short name."""
+    """A chip's short name: `kind` is JAX's `device_kind`, or the short name. A TPU that is not known keeps its kind."""
     kind = kind.strip().lower()
     if kind in ("", "cpu"):
         return None
-    return _TPUS.get(kind, kind.removeprefix("nvidia ").split(" ")[0])
+    if kind.startswith("tpu"):
+        return _TPUS.get(kind, kind)
+    return re.sub("^(nvidia|tesla) ", "", kind).split(" ")[0]

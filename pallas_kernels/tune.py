@@ -33,6 +33,7 @@ from typing import Any
 
 from pallas_kernels import ahead
 from pallas_kernels import tiles as files
+from pallas_kernels.target import Target
 
 ROUNDS = 10
 
@@ -268,7 +269,9 @@ def _known(what: str, given: str, names: Sequence[str]) -> None:
 def _one_pass(kernel: str, case: Any, chip: str, device: Any, command: str, here: bool) -> dict[str, Any] | None:
     """Of a kernel of `KERNELS`."""
     tuned, module = KERNELS[kernel](), importlib.import_module(f"pallas_kernels.{kernel}.tpu")
-    if module.supports(None, case) is not None:
+    lacks = module.supports(Target("tpu", chip), case)
+    if lacks is not None:
+        print(f"{kernel} {case.name} on {chip}: {lacks}", flush=True)
         return None
     every, shapes = tuned.tilings(case, chip), tuned.shapes(case)
     made = [ahead.compiled(tuned.run(case, tiles), shapes, device, donated=tuned.donated) for tiles in every]

@@ -136,10 +136,11 @@ def _runs(weight: Array, gradient: Array, first: Any, second: Any, place: Any, p
         return False
     if weight.dtype != jnp.float32 or gradient.dtype not in (jnp.float32, jnp.bfloat16):
         return False
-    if (first.map, second.map) not in _MAPS or first.block != second.block:
+    kind = _MAPS.get((first.map, second.map))
+    if kind is None or first.block != second.block:
         return False
     local = weight.shape if place is None else place.shard_shape(weight.shape)
-    return math.prod(local) > 0 and local[-2] % first.block == 0 and runs(local, first.block, platform)
+    return math.prod(local) > 0 and local[-2] % first.block == 0 and runs(local, first.block, platform, kind)
 
 
 def _stepped(

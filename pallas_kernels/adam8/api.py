@@ -15,7 +15,7 @@ from pallas_kernels.adam8.reference import HYPER, Settings
 from pallas_kernels.compat import Interpret
 from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose
 from pallas_kernels.dispatch import explain as explain_choice
-from pallas_kernels.target import Target, target
+from pallas_kernels.target import PROVED, Target, target
 
 GPU_COLS = 32
 """Columns that one block of threads takes, see `gpu.COLS`."""
@@ -32,7 +32,7 @@ def _gpu_supports(where: Target, case: Case) -> str | None:
 
 
 IMPLEMENTATIONS = (
-    Implementation("tpu", "tpu", supports=tpu.supports),
+    Implementation("tpu", "tpu", chips=("v4", *PROVED), supports=tpu.supports),
     Implementation("gpu", "gpu", hopper=True, supports=_gpu_supports),
     Implementation("reference"),
 )
@@ -162,19 +162,20 @@ def explain(case: Case, platform: str) -> Explanation:
 adam8.explain = explain  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def runs(shape: tuple[int, ...], block: int, platform: str) -> bool:
+def runs(shape: tuple[int, ...], block: int, platform: str, map: Any = "soft8") -> bool:
     """Whether a kernel steps parameters of a shape on a platform; else it is the reference.
 
     Args:
         shape: of the parameters on one device, two dims or more.
         block: rows of a column that share a scale.
         platform: "tpu v5e", "gpu h200", "cpu".
+        map: of the codes, a name of `maps.MAPS`.
 
     Example:
         >>> runs((4, 512, 64), 256, "tpu v5e"), runs((512, 64), 86, "tpu v5e")
         (True, False)
     """
-    case = Case("", math.prod(shape[:-2]), shape[-2], shape[-1], block)
+    case = Case("", math.prod(shape[:-2]), shape[-2], shape[-1], block, map)
     return explain(case, platform).chosen != "reference"
 
 

@@ -62,6 +62,8 @@ def supports(target: Any, case: Case) -> str | None:
     count, most = case.rows // case.block, ELEMENTS // LANES
     if case.block + count > most:
         return f"it needs at most {most} rows of a block and blocks of a column together, not {case.block} and {count}"
+    if target.chip == "v4" and case.map == "dynamic8" and case.cols >= LANES:
+        return f"of {LANES} columns or more it looks up the map dynamic8 along sublanes, which a v4 cannot: take soft8"
     return None
 
 

@@ -23,7 +23,7 @@ from pallas_kernels.attention.problem import Problem
 from pallas_kernels.attention.reference import Options
 from pallas_kernels.compat import Interpret, filled, varying_alike
 from pallas_kernels.dispatch import Choice, Explanation, Implementation
-from pallas_kernels.target import Target, target
+from pallas_kernels.target import PROVED, Target, target
 
 NAMES = ("attention_out", "attention_lse")
 """Residual names: the output, and the log-sum-exp of the scores."""
@@ -57,7 +57,7 @@ def _cudnn(target: Target, problem: Problem) -> str | None:
 
 
 _KERNELS = (
-    Implementation("tpu", "tpu", supports=_tpu),
+    Implementation("tpu", "tpu", chips=("v4", *PROVED), supports=_tpu),
     Implementation("gpu", "gpu", hopper=True, supports=_gpu),
     Implementation("cudnn", "gpu", named=True, supports=_cudnn),
 )

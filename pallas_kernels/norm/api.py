@@ -20,7 +20,7 @@ from pallas_kernels.compat import Interpret, varying_alike
 from pallas_kernels.dispatch import Choice, Implementation
 from pallas_kernels.norm import reference
 from pallas_kernels.norm.cases import Case
-from pallas_kernels.target import Target
+from pallas_kernels.target import PROVED, Target
 from pallas_kernels.target import target as target_of
 
 NAMES = ("norm_sum",)
@@ -40,7 +40,7 @@ def _gpu(target: Target, case: Case) -> str | None:
 
 
 IMPLEMENTATIONS = (
-    Implementation("tpu", "tpu", supports=_tpu),
+    Implementation("tpu", "tpu", chips=("v4", *PROVED), supports=_tpu),
     Implementation("gpu", "gpu", hopper=True, supports=_gpu),
     Implementation("reference"),
 )

@@ -12,7 +12,7 @@ from pallas_kernels.dispatch import Explanation, Implementation, by_platform, ch
 from pallas_kernels.dispatch import explain as explain_choice
 from pallas_kernels.quantize import reference, tpu
 from pallas_kernels.quantize.cases import Case
-from pallas_kernels.target import Target, target
+from pallas_kernels.target import PROVED, Target, target
 
 GPU_COLS = 64
 """See `gpu.COLS`."""
@@ -33,7 +33,7 @@ def _gpu_supports(where: Target, case: Case) -> str | None:
 
 
 IMPLEMENTATIONS = (
-    Implementation("tpu", "tpu", supports=tpu.supports),
+    Implementation("tpu", "tpu", chips=("v4", *PROVED), supports=tpu.supports),
     Implementation("gpu", "gpu", hopper=True, supports=_gpu_supports),
     Implementation("reference"),
 )

@@ -9,7 +9,7 @@ from pallas_kernels import tiles as files
 from pallas_kernels.compat import Interpret
 from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, first_order
 from pallas_kernels.dispatch import explain as explain_choice
-from pallas_kernels.target import Target, target
+from pallas_kernels.target import PROVED, Target, target
 from pallas_kernels.top_k import reference, tpu
 from pallas_kernels.top_k.cases import Case
 
@@ -38,7 +38,7 @@ def _gpu_supports(where: Target, case: Case) -> str | None:
 
 
 IMPLEMENTATIONS = (
-    Implementation("tpu", "tpu", supports=tpu.supports),
+    Implementation("tpu", "tpu", chips=("v4", *PROVED), supports=tpu.supports),
     Implementation("gpu", "gpu", hopper=True, supports=_gpu_supports),
     Implementation("reference"),
 )

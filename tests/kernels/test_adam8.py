@@ -288,6 +288,18 @@ def test_who_runs_what():
     ]
 
 
+def test_a_v4_has_no_gather_for_the_dynamic_map():
+    says = "looks up the map dynamic8 along sublanes, which a v4 cannot: take soft8"
+    assert says in (explain(Case("", 1, 512, 128, 256, "dynamic8"), "tpu v4").why or "")
+    for shape, kind, kernel in (
+        ((512, 128), "soft8", True),
+        ((512, 64), "dynamic8", True),
+        ((512, 128), "dynamic8", False),
+    ):
+        assert runs(shape, 256, "tpu v4", kind) is kernel
+        assert runs(shape, 256, "tpu v5p", kind)
+
+
 def test_tiles_divide_blocks_and_fit():
     for case in (*CASES, Case("", 1, 43 * 256, 5120, 256)):
         found = candidates(case)

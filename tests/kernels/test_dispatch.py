@@ -8,7 +8,9 @@ from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import dispatch, tiles
+from pallas_kernels.cross_entropy.api import cross_entropy
 from pallas_kernels.dispatch import Choice, Implementation, by_platform, choose
+from pallas_kernels.overview import overview
 from pallas_kernels.target import Target, target
 
 
@@ -31,6 +33,10 @@ WAYS = (
         (Target(None, "h200"), 2, ("tpu", "gpu", "reference")),
         (Target("tpu", "v5e"), 2, ("tpu",) * 3),
         (Target("tpu", "v5e"), 3, ("reference",) * 3),
+        (Target("tpu"), 2, ("tpu",) * 3),  # of which nobody said the chip
+        (Target("tpu", "7x"), 2, ("reference",) * 3),
+        (Target(None, "v3"), 2, ("reference",) * 3),
+        (Target(None, "tpu v9 lite"), 2, ("reference",) * 3),
         (Target("gpu", "h100"), 3, ("gpu",) * 3),
         (Target("gpu", "a100"), 3, ("reference",) * 3),
         (Target("gpu", "b200"), 3, ("reference",) * 3),
@@ -48,6 +54,8 @@ def test_none_always_works(where, size, choice):
         ("tpu", Target("tpu", "v5e"), 3, "it needs an even size, not 3"),
         ("gpu", Target("gpu", "a100"), 2, "compute capability 9.0 .H100, H200., and the target is a100"),
         ("gpu", Target("gpu"), 2, "the chip is not known: pass platform="),
+        ("tpu", Target("tpu", "v4"), 2, "it was compiled for TPU v5e, v5p and v6e alone, and the target is v4"),
+        ("tpu", Target(None, "v3"), 2, "and the target is v3"),
     ],
 )
 def test_a_named_one_runs_or_says_why_not(name, where, size, said):
@@ -106,6 +114,14 @@ def test_choices_are_noted_once_and_where_they_are_made():
 def test_targets():
     assert target("gpu NVIDIA H100 80GB HBM3") == Target("gpu", "h100")
     assert target("tpu TPU v5 lite") == Target("tpu", "v5e")
+    assert target("tpu TPU v5") == target("TPU v5p") == Target("tpu", "v5p")
+    assert target("TPU7x") == target("tpu TPU7x") == target("tpu 7x") == Target("tpu", "7x")
+    assert target("tpu TPU v6 lite") == target("tpu v6 lite") == Target("tpu", "v6e")
+    assert str(target("tpu TPU v9 lite")) == "tpu v9 lite"  # a device may be newer than this
+    assert [target(f"gpu {one}").chip for one in ("a100-80", "NVIDIA L4", "Tesla T4", "rtx 4090", "h100-pcie")] == [
+        "a100-80", "l4", "t4", "rtx", "h100-pcie"
+    ]  # fmt: skip
+    assert target("tpu") == Target("tpu")
     assert target("cpu") == Target("cpu")
     with pytest.raises(ValueError, match="platform 'rocm': expected 'tpu', 'gpu' or 'cpu'"):
         target("rocm mi300")
@@ -119,6 +135,36 @@ def test_targets():
     spec = jax.P("x")
     jax.shard_map(lambda x: seen.append(target()) or x, mesh=here, in_specs=spec, out_specs=spec)(jnp.ones(2))
     assert seen == [Target("cpu")]
+
+
+@pytest.mark.parametrize(
+    ("platform", "says"),
+    [
+        ("tpu v9z", "unknown chip 'v9z', expected one of v2, .*v5e, .* or 'tpu' alone$"),
+        ("tpu v5x", "did you mean 'tpu v5.'"),
+        ("tpu v5e:2x2", "did you mean 'tpu v5e'"),
+        ("gpu h2000", "did you mean 'gpu h200'"),
+        ("gpu v5e", "unknown chip 'v5e', expected one of h100, "),
+        ("TPU v9z", "platform 'TPU'"),
+    ],
+)
+def test_unknown_chips_are_refused(platform, says):
+    with pytest.raises(ValueError, match=says):
+        target(platform)
+
+
+def test_kernels_run_on_tpus_for_which_they_were_compiled():
+    chosen = {chip: {one.kernel: one.chosen for one in overview(f"tpu {chip}")} for chip in ("v3", "v4", "v5p", "7x")}
+    assert chosen["v4"] == chosen["v5p"]
+    assert {name for name, one in chosen["v4"].items() if one == "tpu"} == {
+        "attention", "adam8", "quantize", "top_k", "norm"
+    }  # fmt: skip
+    assert "tpu" not in (*chosen["v3"].values(), *chosen["7x"].values())
+    newer = {one.kernel: one.why for one in overview("tpu TPU v9 lite")}
+    assert newer["norm"] == "it was compiled for TPU v4, v5e, v5p and v6e alone, and the target is tpu v9 lite"
+    with pytest.raises(dispatch.CannotRun, match="compiled for TPU v5e, v5p and v6e alone, and the target is v4"):
+        cross_entropy(jnp.ones((128, 128)), jnp.ones((128, 128)), jnp.ones(128, int), platform="tpu v4",
+                      implementation="tpu")  # fmt: skip
 
 
 def test_lowering_decides_where_the_target_is_not_known():
