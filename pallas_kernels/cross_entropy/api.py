@@ -60,7 +60,8 @@ def cross_entropy(
     Args:
         x: (M, D). Products are of its type, sums float32.
         head: (V, D), a row per word, in the type of x; with `axis` this device's rows.
-        labels: (M,) integers. A negative one is ignored; one past the vocabulary makes the result NaN.
+        labels: (M,) integers. A negative one is ignored, whatever its row of x holds; one past the vocabulary makes the
+            result NaN.
         weights: (M,) floating point, or None for ones. Known in the forward: hence the sum.
         vocab: number of words; rows of the head from there on take no part. All by default.
         soft_cap: logits are `c tanh(z / c)`.
@@ -169,12 +170,16 @@ _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
 def _local(terms: Terms, head: Any, labels: Any) -> tuple[Any, Any, bool]:
-    """Labels as rows of this device's head, -1 for another's; how many rows are words; whether that may be fewer."""
+    """Labels as rows of this device's head, -1 for another's, the kernel's mark for an ignored one; how many rows are
+    words; whether that may be fewer.
+    """
+    from pallas_kernels.cross_entropy import tpu
+
     rows = head.shape[0]
     first = terms.first(rows)
     mine = labels - first
     # the kernel's last tile may go on past the head, where another device's label must find nothing
-    mine = jnp.where(mine < rows, mine, -1)
+    mine = jnp.where(labels < 0, tpu.IGNORED, jnp.where(mine < rows, mine, -1))
     words = jnp.clip(jnp.asarray(terms.vocab - first, jnp.int32), 0, rows)
     return mine, words.reshape(1), terms.shards * rows != terms.vocab
 
@@ -198,6 +203,8 @@ def _kernel_forward(
     tpu, options = _options(terms, case, masked, interpret)
     run = dispatch.first_order("cross_entropy", functools.partial(tpu.forward, **options))
     lse, hit = terms.over_shards(*run(x, head, mine, words))
+    # rows of ignored labels may hold anything, and 0 * NaN is NaN
+    lse, hit = (jnp.where(labels < 0, 0.0, one) for one in (lse, hit))
     losses, penalties = terms.part(lse, hit)
     sums = jnp.sum(weights * losses), jnp.sum(weights * penalties)
     lse = checkpoint_name(lse, NAMES[1])

@@ -46,6 +46,7 @@ def with_gradients(x: Any, head: Any, labels: Any, weights: Any, terms: Terms, c
     def one(carry: Any, rows: Any) -> tuple[Any, Any]:
         total, penalty, d_head = carry
         x, labels, weights = rows
+        x = reference.without_ignored(x, labels)
         z, word = reference.logits(x, head, terms)
         top = jnp.maximum(jnp.max(z, -1, keepdims=True), -1e30)
         lse = (top + jnp.log(jnp.sum(jnp.exp(z - top), -1, keepdims=True)))[:, 0]

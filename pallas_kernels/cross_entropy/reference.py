@@ -63,6 +63,16 @@ def logits(x: Any, head: Any, terms: Terms) -> tuple[Any, Any]:
     return z, word
 
 
+def without_ignored(x: Any, labels: Any) -> Any:
+    """x with the rows of ignored labels cleared: they may hold anything, and 0 * NaN is NaN.
+
+    Example:
+        >>> without_ignored(jnp.array([[jnp.nan], [2.0]]), jnp.array([-1, 0])).tolist()
+        [[0.0], [2.0]]
+    """
+    return jnp.where((labels < 0)[:, None], jnp.zeros((), x.dtype), x)
+
+
 def scores(x: Any, head: Any, labels: Any, terms: Terms) -> tuple[Any, Any]:
     """Log-sum-exp (M,) over all words, and this device's part of the label's logit.
 
@@ -85,8 +95,9 @@ def loss(x: Any, head: Any, labels: Any, weights: Any, terms: Terms) -> tuple[An
     Args:
         x: (M, D).
         head: (V, D), this device's rows.
-        labels: (M,) int32; one that is no word of this device hits nothing here.
-        weights: (M,) float32.
+        labels: (M,) int32; one that is no word of this device hits nothing here; rows of negative ones give 0, whatever
+            they hold.
+        weights: (M,) float32, 0 of negative labels.
         terms: see `Terms`.
 
     Example:
@@ -94,5 +105,5 @@ def loss(x: Any, head: Any, labels: Any, weights: Any, terms: Terms) -> tuple[An
         >>> round(float(whole), 4)  # log 4
         1.3863
     """
-    losses, penalties = terms.part(*scores(x, head, labels, terms))
+    losses, penalties = terms.part(*scores(without_ignored(x, labels), head, labels, terms))
     return jnp.sum(weights * losses), lax.stop_gradient(jnp.sum(weights * penalties))

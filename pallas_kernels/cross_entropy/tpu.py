@@ -24,6 +24,8 @@ from pallas_kernels.target import Target
 
 NEG = -1e30
 """Stands for -inf: a tile without a word makes no NaN."""
+IGNORED = -(2**31)
+"""Label of a row that gives 0, whatever it holds."""
 LANES = 128
 PARTS = {"row": 512, "x": 512, "head": 256}
 """Words of a tile that are worked on at once, by what the results are of. A loop over them takes at most 1.02 of the
@@ -151,7 +153,7 @@ def _d_logits(x: Any, head: Any, rows: Any, first: Any, words: Any, soft_cap: An
     label, lse, share, weight = (row[...] for row in rows)
     z, word, slope = _logits(x, head, first, words, soft_cap)
     d = share * jnp.exp(z - lse) - jnp.where(word == label, weight, 0.0)
-    d = d if slope is None else d * slope
+    d = jnp.where(label == IGNORED, 0.0, d if slope is None else d * slope)
     # past the end the head is garbage, and 0 * NaN is NaN
     return (d if words is None else jnp.where(word < words, d, 0.0)).astype(x.dtype)
 
@@ -178,11 +180,13 @@ def _d_head_kernel(words: Any, *refs: Any, masked: bool, soft_cap: Any) -> None:
     i, tile = pl.program_id(1), head.shape[0]
     start = pl.program_id(0) * tile
     pl.when(i == 0)(lambda: _clear(total))
+    live = jnp.broadcast_to(jnp.where(rows[0][...] == IGNORED, 0.0, 1.0), (8, x.shape[0])).T[:, :1]
 
     def add(at: Any) -> None:
         first, limit = start + at.start, words[0] if masked else None
         d = _d_logits(x[...], head[at, :], rows, first, limit, soft_cap)
-        total[at, :] += _dot(d, x[...], ((1,), (0,)))
+        real = jnp.broadcast_to(live, x.shape) > 0  # a row of zeros in d does not hide a NaN
+        total[at, :] += _dot(d, jnp.where(real, x[...], jnp.zeros((), x.dtype)), ((1,), (0,)))
 
     _by_parts(tile, PARTS["head"], add)
     pl.when(i == pl.num_programs(1) - 1)(lambda: _cast(total, d_head))
@@ -243,7 +247,7 @@ def forward(
     Args:
         x: (M, D).
         head: (V, D), this device's rows.
-        labels: (M,) int32, counted from this device's first row of the head.
+        labels: (M,) int32, counted from this device's first row of the head; or IGNORED.
         words: (1,) int32: how many rows of the head are words.
         masked: fewer than V may be, or the last tile is not full.
         soft_cap: of the logits.
@@ -251,7 +255,7 @@ def forward(
         interpret: see `compat.interpreter`.
 
     Returns:
-        Two (M,), float32.
+        Two (M,), float32; of ignored rows anything.
     """
     row = like((1, x.shape[0]), F32, x, head, labels)
     scratch = [pltpu.VMEM((1, tiles.rows), F32)] * 2

@@ -112,6 +112,22 @@ def test_properties(implementation):
     assert np.isnan(loss(x.at[1, 1].set(jnp.nan), head, labels)[0])
 
 
+@pytest.mark.parametrize("implementation", ["chunked", "reference", "tpu"])
+@pytest.mark.parametrize("value", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
+def test_ignored_rows_may_hold_anything(implementation, value):
+    """Their total is 0, and so are their gradients; those of the others are what they are without them."""
+    case = Case("", 128, 128, 200, soft_cap=20.0, z_loss=1e-2, dtype="float32", ignored=3)
+    x, head, labels, weights = inputs(case, jax.random.key(0))
+    total = run(case, implementation, implementation == "tpu")
+    found = jax.jit(jax.value_and_grad(lambda x, head, weights: total(x, head, labels, weights)[0], (0, 1, 2)))
+    spoilt = jnp.where((labels < 0)[:, None], value, x)
+    assert not np.isfinite(spoilt).all()
+    got, want = found(spoilt, head, weights), found(x, head, weights)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(got[1][0][::3], 0)
+
+
 def sharded(case, implementation, check_vma, x, head, labels, weights):
     """Rows over "data", the vocabulary over "words": the sum over all devices, and gradients."""
     mesh = jax.make_mesh((2, 4), ("data", "words"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
