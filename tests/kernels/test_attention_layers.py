@@ -99,9 +99,10 @@ def test_a_layout_decides_which_kernels_run(device, primitive, mesh):
     assert "platform_index" not in jaxpr
 
 
-def test_kernels_lower_where_some_axes_are_manual():
+@pytest.mark.parametrize("mesh", ["pipe:2,tensor:2", pytest.param("pipe:2,sequence:2", marks=pytest.mark.slow)])
+def test_kernels_lower_where_some_axes_are_manual(mesh):
     """As within a pipeline's stage: the kernel is manual over what is left."""
-    mesh, arguments = MeshSpec.parse("pipe:2,tensor:2").build(), _draw()
+    mesh, arguments = MeshSpec.parse(mesh).build(), _draw()
 
     def body(q, k, v):
         with layout(jax.sharding.get_abstract_mesh(), AxisRules(batch=())):
