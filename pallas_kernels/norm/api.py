@@ -159,7 +159,9 @@ def _norm(
         implementation=implementation,
         interpret=bool(interpret),
     )
-    x, weight, bias, flat = varying_alike(x, weight, bias, flat)
+    # TPUs load no float16; a row costs nothing, and its gradient comes back in its type
+    vectors = (None if one is None else one.astype(jnp.float32) for one in (weight, bias))
+    x, weight, bias, flat = varying_alike(x, *vectors, flat)
     y, h = _kernel(choice, float(eps), center, interpret, x, weight, bias, flat)
     y, h = y.reshape(shape), h.reshape(shape)
     return y if residual is None else (y, h)

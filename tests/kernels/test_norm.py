@@ -1,5 +1,7 @@
 """Norm: the battery, properties, what is refused, and how it behaves under other transformations."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,6 +110,22 @@ def test_inside_shard_map_scan_and_checkpoint(check_vma, kernel):
 
     for got, want in zip(jax.tree.leaves(both(sharded)), jax.tree.leaves(both(stacked)), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_vectors_of_any_type(dtype):
+    """Gradients come back in it."""
+    x = jax.random.normal(jax.random.key(0), (16, 128))
+    vectors = [one.astype(dtype) for one in 1 + 0.3 * jax.random.normal(jax.random.key(1), (2, 128))]
+
+    def loss(weight, bias, **how):
+        return jnp.sum(jnp.sin(layer_norm(x, weight, bias, **how)))
+
+    got = jax.grad(functools.partial(loss, implementation="tpu", interpret=True), (0, 1))(*vectors)
+    want = jax.grad(loss, (0, 1))(*(one.astype(jnp.float32) for one in vectors))
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == dtype
+        np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=1e-2, atol=1e-2)
 
 
 def test_vmap():

@@ -40,6 +40,16 @@ def program(make, case, implementation, devices):
     return lowered(devices, make(case, implementation), [x, jax.ShapeDtypeStruct((case.width,), jnp.float32), x])
 
 
+def in_float16(dtype, devices):
+    """Layer norm of another type than its vectors, and its gradients."""
+    x, vector = jax.ShapeDtypeStruct((64, 512), dtype), jax.ShapeDtypeStruct((512,), jnp.float16)
+
+    def loss(x, weight, bias):
+        return jnp.sum(layer_norm(x, weight, bias).astype(jnp.float32) ** 2)
+
+    return lowered(devices, jax.grad(loss, (0, 1, 2)), [x, vector, vector])
+
+
 def sharded(devices):
     """Rows over "x", the weight whole: its gradient is all that crosses."""
     x, weight = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024,), jnp.float32)
@@ -70,7 +80,11 @@ def proved(found, temp=0):
 
 @tpu_compiler
 def test_tpu():
-    found = compiled("tpu v5e:2x2", programs([FIRST]) | {"sharded": sharded})
+    vectors = {kind: functools.partial(in_float16, jnp.dtype(kind)) for kind in ("bfloat16", "float32")}
+    found = compiled("tpu v5e:2x2", programs([FIRST]) | {"sharded": sharded} | vectors)
+    for kind in vectors:
+        one = found.pop(kind)
+        assert (one.error, one.kernels) == (None, 2), kind
     one = found.pop("sharded")
     assert one.error is None
     assert (one.kernels, one.collectives) == (2, 1)
