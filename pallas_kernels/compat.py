@@ -1,7 +1,8 @@
 """What differs between JAX versions for kernels of either platform, and the types of what kernels return."""
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -106,6 +107,20 @@ def finite_inverse(x: Any) -> Any:
     moved = hasattr(pltpu, "reciprocal")  # from JAX 0.12 on
     reciprocal: Any = pltpu.reciprocal if moved else pl.reciprocal  # pyright: ignore[reportAttributeAccessIssue]
     return reciprocal(x, full_range=False)
+
+
+def estimate(flop: int, ins: Sequence[Any], outs: Sequence[Any], transcendentals: int = 0) -> Any:
+    """The cost of a kernel that reads and writes each array once.
+
+    Args:
+        flop: operations, a multiply and add being 2.
+        ins, outs: arrays, or their types.
+        transcendentals: exponentials, logarithms, roots.
+    """
+    from jax.experimental import pallas as pl
+
+    moved = sum(math.prod(one.shape) * jnp.dtype(one.dtype).itemsize for one in (*ins, *outs))
+    return pl.CostEstimate(flops=flop, transcendentals=transcendentals, bytes_accessed=moved)
 
 
 def accepted(function: Callable[..., Any], **options: Any) -> dict[str, Any]:

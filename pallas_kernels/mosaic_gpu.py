@@ -132,6 +132,7 @@ def launch_in_place(
     name: str,
     scratch: Sequence[Any] = (),
     approx_math: bool = True,
+    cost: pl.CostEstimate | None = None,
     interpret: Interpret = False,
 ) -> tuple[Any, ...]:
     """Run a kernel that reads `args` and changes `state` where it lies, with nothing copied if it was donated.
@@ -140,7 +141,7 @@ def launch_in_place(
         body: of the references of `args`, of `state`, of `scratch`.
         args: arrays.
         state: arrays to change.
-        grid, grid_names, name, scratch, approx_math, interpret: as of `launch`.
+        grid, grid_names, name, scratch, approx_math, cost, interpret: as of `launch`.
 
     Returns:
         The changed state.
@@ -157,6 +158,7 @@ def launch_in_place(
         mesh=plgpu.Mesh(grid=grid, grid_names=grid_names),
         name=name,
         compiler_params=params(approx_math=approx_math),
+        cost_estimate=cost,
         **more,
     )(*args, *refs)
     return tuple(jax.freeze(one) for one in refs)

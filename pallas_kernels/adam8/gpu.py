@@ -16,8 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.adam8.cases import Case
 from pallas_kernels.adam8.maps import MAPS
-from pallas_kernels.adam8.reference import LEAST, MOST, Settings
-from pallas_kernels.compat import Interpret
+from pallas_kernels.adam8.reference import FLOP, LEAST, MOST, Settings
+from pallas_kernels.compat import Interpret, estimate
 from pallas_kernels.mosaic_gpu import COL, WGMMA, along_columns, launch_in_place, load, sqrt, wide
 
 COLS = 32
@@ -95,6 +95,7 @@ def step(
         grid_names=("i", "j"),
         name="adam8",
         scratch=scratch,
+        cost=estimate(FLOP * p.size, (g, *state), state, 2 * p.size),
         interpret=interpret,
     )
     new, *rest = (one.reshape(like.shape) for one, like in zip(made, (p, *m, *v), strict=True))

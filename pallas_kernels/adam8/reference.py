@@ -20,6 +20,8 @@ from jax import Array
 
 from pallas_kernels.adam8.maps import MAPS
 
+FLOP = 45
+"""Of a parameter."""
 LEAST = 2.0**-126
 """The smallest normal float32: scales below it are not divided by, since what is smaller is flushed to zero."""
 MOST = 2.0**126

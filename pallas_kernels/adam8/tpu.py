@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.adam8 import decades
 from pallas_kernels.adam8.cases import Case
 from pallas_kernels.adam8.maps import MAPS
-from pallas_kernels.adam8.reference import LEAST, MOST, Settings
+from pallas_kernels.adam8.reference import FLOP, LEAST, MOST, Settings
 from pallas_kernels.compat import Interpret, finite_inverse, interpreter, like, varying_alike
 
 LANES = 128
@@ -190,7 +190,7 @@ def cost(case: Case) -> pl.CostEstimate:
     """What a step takes: float32 weights read and written, gradients read, 2 bytes of codes and 8 / block of scales."""
     elements = case.layers * case.rows * case.cols
     moved = 8 + jnp.dtype(case.gradient).itemsize + 2 * (2 + 8 / case.block)
-    return pl.CostEstimate(flops=45 * elements, transcendentals=2 * elements, bytes_accessed=int(elements * moved))
+    return pl.CostEstimate(flops=FLOP * elements, transcendentals=2 * elements, bytes_accessed=int(elements * moved))
 
 
 def step(

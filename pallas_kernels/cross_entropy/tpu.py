@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.compat import Interpret, interpreter, like
+from pallas_kernels.compat import Interpret, estimate, interpreter, like
 from pallas_kernels.cross_entropy.cases import Case
 from pallas_kernels.cross_entropy.reference import F32
 from pallas_kernels.target import Target
@@ -82,8 +82,7 @@ def supports(target: Target, case: Case) -> str | None:
 def cost(units: int, ins: Any, outs: Any) -> pl.CostEstimate:
     """`units` products of M*D*V, an exponential a logit; each operand counted once."""
     (rows, width), words = ins[0].shape, ins[1].shape[0]
-    moved = sum(a.size * jnp.dtype(a.dtype).itemsize for a in (*ins, *outs))
-    return pl.CostEstimate(flops=units * 2 * rows * width * words, transcendentals=rows * words, bytes_accessed=moved)
+    return estimate(units * 2 * rows * width * words, ins, outs, rows * words)
 
 
 def _dot(a: Any, b: Any, contract: tuple[tuple[int], tuple[int]]) -> Any:

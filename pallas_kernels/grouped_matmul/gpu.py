@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import Interpret, like
+from pallas_kernels.compat import Interpret, estimate, like
 from pallas_kernels.grouped_matmul.cases import Case
 from pallas_kernels.mosaic_gpu import MAX_SHARED, WGMMA, feed, launch, load, store, wide
 from pallas_kernels.target import Target
@@ -165,10 +165,11 @@ def forward(
             plgpu.wait_smem_to_gmem(0)
 
     buffer = (width, CHUNK) if transposed else (CHUNK, width)
+    out = like((rows, columns), x.dtype, x, w, sizes)
     return launch(
         body,
         (x, w, tiles_of_rows),
-        out_type=like((rows, columns), x.dtype, x, w, sizes),
+        out_type=out,
         grid=(tiles_of_rows.shape[1], columns // width),
         grid_names=("t", "j"),
         warpgroups=GROUPS + 1,
@@ -180,6 +181,7 @@ def forward(
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
         ],
         name="grouped_matmul_dx" if transposed else "grouped_matmul",
+        cost=estimate(2 * rows * inner * columns, (x, w), (out,)),
         interpret=interpret,
     )
 
@@ -254,10 +256,11 @@ def gradient_of_weights(
             plgpu.copy_smem_to_gmem(dw_s.at[wg], target)
             plgpu.wait_smem_to_gmem(0)
 
+    out = like((groups, inner, columns), x.dtype, x, dy, sizes)
     return launch(
         body,
         (x, dy, bounds),
-        out_type=like((groups, inner, columns), x.dtype, x, dy, sizes),
+        out_type=out,
         grid=(groups, inner // TILE, columns // width),
         grid_names=("e", "i", "j"),
         warpgroups=GROUPS + 1,
@@ -270,5 +273,6 @@ def gradient_of_weights(
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
         ],
         name="grouped_matmul_dw",
+        cost=estimate(2 * x.shape[0] * inner * columns, (x, dy), (out,)),
         interpret=interpret,
     )

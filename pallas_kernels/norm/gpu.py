@@ -14,10 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import Interpret, like
+from pallas_kernels.compat import Interpret, estimate, like
 from pallas_kernels.mosaic_gpu import full, launch
 from pallas_kernels.mosaic_gpu import load as load_as
 from pallas_kernels.norm.cases import Case
+from pallas_kernels.norm.reference import FLOP
 from pallas_kernels.target import Target
 
 F32 = jnp.float32
@@ -26,7 +27,11 @@ VECTOR = 4
 STEP = 128 * VECTOR
 """Widths are multiples of it: threads of a warpgroup times their neighbouring values."""
 WIDEST = 8192
-"""64 values of a row a thread; wider ones would spill."""
+"""64 values of a row a thread, whose backward spills a few registers where a residual is added."""
+WIDEST_CENTERED = 5120
+"""The same of rows whose mean is taken off: with two sums per column, wider ones spill as much as they read."""
+KEPT = 4096
+"""Width up to which the backward holds the gain in registers; from wider rows on it is read again for each."""
 BLOCKS = 1056
 """Blocks of the backward at most, 8 for each of 132 multiprocessors: every one writes a row of partial sums."""
 
@@ -57,8 +62,10 @@ def supports(target: Target, case: Case) -> str | None:
     """Why this cannot run a case; None if it can."""
     if case.dtype not in ("bfloat16", "float16", "float32"):
         return f"it needs bfloat16, float16 or float32, not {case.dtype}"
-    if case.width % STEP or case.width > WIDEST:
-        return f"it needs a width that is a multiple of {STEP} up to {WIDEST}, not {case.width}"
+    most = WIDEST_CENTERED if case.center else WIDEST
+    if case.width % STEP or case.width > most:
+        rows = "a layer norm's width" if case.center else "a width"
+        return f"it needs {rows} that is a multiple of {STEP} up to {most}, not {case.width}"
     return None
 
 
@@ -111,7 +118,7 @@ def _backward_kernel(*refs: Any, eps: float, center: bool, bias: bool, residual:
     rows, width = h.shape
     i = lax.axis_index("i")
     first, count = _rows_of_block(rows, tile)
-    gain = _load(weight, width)
+    kept = _load(weight, width) if width <= KEPT else None
 
     def one(k: Any, totals: Any) -> Any:
         r = first + k
@@ -119,7 +126,7 @@ def _backward_kernel(*refs: Any, eps: float, center: bool, bias: bool, residual:
         g = _load(dy.at[r], width)
         unit = f * scale
         totals = (totals[0] + g * unit, *([totals[1] + g] if bias else []))
-        g = g * gain
+        g = g * (_load(weight, width) if kept is None else kept)
         d = g - unit * (jnp.sum(g * unit) * (1 / width))
         if center:
             d = d - jnp.sum(g) * (1 / width)
@@ -135,8 +142,10 @@ def _backward_kernel(*refs: Any, eps: float, center: bool, bias: bool, residual:
 
 
 def _call(kernel: Any, tile: int, ins: Any, outs: Any, name: str, interpret: Interpret) -> Any:
-    grid = (pl.cdiv(ins[0].shape[0], tile),)
-    return launch(kernel, ins, out_type=outs, grid=grid, grid_names=("i",), name=name, interpret=interpret)
+    rows, width = ins[0].shape
+    cost = estimate(FLOP * rows * width, ins, outs, rows)
+    grid = (pl.cdiv(rows, tile),)
+    return launch(kernel, ins, out_type=outs, grid=grid, grid_names=("i",), name=name, cost=cost, interpret=interpret)
 
 
 def forward(

@@ -9,8 +9,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.compat import Interpret, interpreter, like
+from pallas_kernels.compat import Interpret, estimate, interpreter, like
 from pallas_kernels.norm.cases import Case
+from pallas_kernels.norm.reference import FLOP
 from pallas_kernels.target import Target
 
 F32 = jnp.float32
@@ -49,13 +50,6 @@ def supports(target: Target, case: Case) -> str | None:
     if case.width % LANES or case.width > WIDEST:
         return f"it needs a width that is a multiple of {LANES} up to {WIDEST}, not {case.width}"
     return None
-
-
-def cost(ins: Any, outs: Any) -> pl.CostEstimate:
-    """Each array read or written once; 8 operations an element."""
-    rows, width = ins[0].shape
-    moved = sum(a.size * jnp.dtype(a.dtype).itemsize for a in (*ins, *outs))
-    return pl.CostEstimate(flops=8 * rows * width, transcendentals=rows, bytes_accessed=moved)
 
 
 def _forward_kernel(*refs: Any, eps: float, center: bool, bias: bool, residual: bool) -> None:
@@ -121,7 +115,7 @@ def _call(kernel: Any, tile: int, ins: Any, outs: Any, sums: int, name: str, int
         out_specs=[matrix if a.ndim == 2 else vector for a in outs],
         out_shape=[a if a.ndim == 2 else like((1, width), a.dtype, *ins) for a in outs],
         scratch_shapes=[pltpu.VMEM((1, width), F32)] * sums,
-        cost_estimate=cost(ins, outs),
+        cost_estimate=estimate(FLOP * rows * width, ins, outs, rows),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         name=name,
         interpret=interpreter("tpu", interpret),

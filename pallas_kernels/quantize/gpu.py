@@ -8,10 +8,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import Interpret, like
+from pallas_kernels.compat import Interpret, estimate, like
 from pallas_kernels.mosaic_gpu import WGMMA, along_columns, along_rows, launch, load, store, wide
 from pallas_kernels.quantize.cases import Case
-from pallas_kernels.quantize.reference import coded, inverse, packed
+from pallas_kernels.quantize.reference import FLOP, coded, inverse, packed
 
 COLS = 64
 """Columns of a tile of blocks that lie down the columns."""
@@ -63,10 +63,11 @@ def quantize(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Arr
     def tile(shape: tuple[int, int], dtype: Any) -> Any:
         return wide(shape, dtype, min(128, shape[1] * jnp.dtype(dtype).itemsize))
 
+    outs = [like(shapes[0], jnp.int8, x), like(shapes[1], jnp.float32, x)]
     codes, scales = launch(
         functools.partial(_kernel, case=case),
         (x,),
-        out_type=[like(shapes[0], jnp.int8, x), like(shapes[1], jnp.float32, x)],
+        out_type=outs,
         grid=(R // rows, C // cols),
         grid_names=("i", "j"),
         name=f"quantize{case.bits}",
@@ -76,6 +77,7 @@ def quantize(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Arr
             plgpu.SMEM((cols if down else rows,), jnp.float32),
             plgpu.Barrier(),
         ],
+        cost=estimate(FLOP * R * C, (x,), outs),
         interpret=interpret,
     )
     return codes, scales if down else scales[:, None]

@@ -11,6 +11,8 @@ out: stochastic rounding, scales in fewer bits.
 import jax.numpy as jnp
 from jax import Array
 
+FLOP = 8
+"""Of a number."""
 SMALLEST = 2.0**-100
 """Scale of a block that is still told from zeros."""
 

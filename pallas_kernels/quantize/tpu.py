@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.compat import Interpret, interpreter, like
 from pallas_kernels.quantize.cases import Case
-from pallas_kernels.quantize.reference import coded, inverse, packed
+from pallas_kernels.quantize.reference import FLOP, coded, inverse, packed
 from pallas_kernels.tiles import Tiles
 
 LANES = 128
@@ -100,7 +100,7 @@ def cost(case: Case) -> pl.CostEstimate:
     """What it takes: the array read, codes and scales written."""
     elements = case.rows * case.cols
     moved = jnp.dtype(case.dtype).itemsize + case.bits / 8 + 4 / case.block
-    return pl.CostEstimate(flops=8 * elements, transcendentals=0, bytes_accessed=int(elements * moved))
+    return pl.CostEstimate(flops=FLOP * elements, transcendentals=0, bytes_accessed=int(elements * moved))
 
 
 def quantize(x: Array, *, case: Case, tiles: Tiles, interpret: Interpret = False) -> tuple[Array, Array]:

@@ -13,10 +13,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import Interpret, like
+from pallas_kernels.compat import Interpret, estimate, like
 from pallas_kernels.mosaic_gpu import WGMMA, along_columns, launch, load, load_rows, over_lanes, store, wide
 from pallas_kernels.top_k.cases import Case
-from pallas_kernels.top_k.reference import magnitude
+from pallas_kernels.top_k.reference import FLOP, magnitude
 
 COLS = 64
 """Columns of a tile of blocks that lie down the columns."""
@@ -97,22 +97,25 @@ def top_k(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Array,
     if case.axis == -1:
         blocks = R * C // case.block
         rows = 4 * max(1, 32 * HELD // case.block)
+        outs = [like((blocks, case.k), dtype, x) for dtype in (x.dtype, jnp.int32)]
         made = launch(
             functools.partial(_along_rows, k=case.k, rows=rows),
             (x.reshape(blocks, case.block),),
-            out_type=[like((blocks, case.k), dtype, x) for dtype in (x.dtype, jnp.int32)],
+            out_type=outs,
             grid=(blocks // rows + blocks % rows,),
             grid_names=("i",),
             name="top_k",
+            cost=estimate(FLOP * case.k * R * C, (x,), outs),
             interpret=interpret,
         )
         return tuple(one.reshape(R, C // case.block * case.k) for one in made)
     shape = (R // case.block * case.k, C)
+    outs = [like(shape, x.dtype, x), like(shape, jnp.int32, x)]
     return tuple(
         launch(
             functools.partial(_down_columns, k=case.k),
             (x,),
-            out_type=[like(shape, x.dtype, x), like(shape, jnp.int32, x)],
+            out_type=outs,
             grid=(R // case.block, C // COLS),
             grid_names=("i", "j"),
             name="top_k",
@@ -122,6 +125,7 @@ def top_k(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Array,
                 plgpu.SMEM((case.k, COLS), jnp.int32),
                 plgpu.Barrier(),
             ],
+            cost=estimate(FLOP * case.k * R * C, (x,), outs),
             interpret=interpret,
         )
     )

@@ -7,6 +7,9 @@ are zeros. Left out: values in fewer bits, thresholds instead of counts.
 import jax.numpy as jnp
 from jax import Array, lax
 
+FLOP = 7
+"""Of a number, for each that is kept of its block."""
+
 
 def magnitude(f: Array) -> Array:
     """What numbers are compared by, float32."""

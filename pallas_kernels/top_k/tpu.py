@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.compat import Interpret, interpreter, like
 from pallas_kernels.tiles import Tiles
 from pallas_kernels.top_k.cases import Case
-from pallas_kernels.top_k.reference import magnitude
+from pallas_kernels.top_k.reference import FLOP, magnitude
 
 LANES = 128
 SUBLANES = 16
@@ -105,11 +105,11 @@ def _along_rows(x: Any, values: Any, places: Any, *, k: int) -> None:
 
 
 def cost(case: Case) -> pl.CostEstimate:
-    """What it takes: the array read, values and places written; seven operations a number in each round."""
+    """What it takes: the array read, values and places written."""
     elements, size = case.rows * case.cols, jnp.dtype(case.dtype).itemsize
     kept = elements // case.block * case.k
     return pl.CostEstimate(
-        flops=7 * case.k * elements, transcendentals=0, bytes_accessed=elements * size + kept * (size + 4)
+        flops=FLOP * case.k * elements, transcendentals=0, bytes_accessed=elements * size + kept * (size + 4)
     )
 
 
