@@ -23,6 +23,18 @@ from jax import lax
 
 from pallas_kernels.target import PROVED, Target
 
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "adam8": ("tpu", "gpu", "reference"),
+    "attention": ("tpu", "gpu", "cudnn", "reference", "chunked"),
+    "cross_entropy": ("chunked", "tpu", "reference"),
+    "grouped_matmul": ("gpu", "ragged", "reference"),
+    "layer_norm": ("tpu", "gpu", "reference"),
+    "quantize": ("tpu", "gpu", "reference"),
+    "rms_norm": ("tpu", "gpu", "reference"),
+    "top_k": ("tpu", "gpu", "reference"),
+}
+"""Names of implementations by kernel, which go by their public functions; they are known before a kernel is loaded."""
+
 
 class CannotRun(NotImplementedError):
     """A named implementation cannot run a case on a target."""
@@ -145,9 +157,8 @@ def _choose(
         where = {name: target if target.platform else target.on(name) for name in ("tpu", "gpu", "cpu")}
         return Choice(*(_best(implementations, case, where[name]) for name in ("tpu", "gpu", "cpu")), kernel=kernel)
     if implementation not in names:
-        near = difflib.get_close_matches(implementation, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{kernel}: unknown implementation {implementation!r}: expected None or one of {names}{hint}")
+        near = _near(implementation, names)
+        raise ValueError(f"{kernel}: unknown implementation {implementation!r}: expected None or one of {names}{near}")
     one = implementations[names.index(implementation)]
     at = target if target.platform else target.on(one.platform or "cpu")
     reason = one.why_not(at, case, interpret=interpret)
@@ -157,6 +168,12 @@ def _choose(
             "Pass implementation=None to take one that can."
         )
     return Choice(implementation, implementation, implementation, kernel)
+
+
+def _near(given: Any, names: Sequence[str]) -> str:
+    """The end of a message on a name that is not known."""
+    near = difflib.get_close_matches(str(given), names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _best(implementations: Sequence[Implementation], case: Any, target: Target) -> str:
@@ -345,14 +362,25 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
     """While tracing inside, calls that name no implementation take the one that is named for their kernel here.
 
     Args:
-        names: implementation by kernel.
+        names: implementation by kernel, of `NAMES`.
+
+    Raises:
+        ValueError: an unknown kernel, or an unknown implementation of it.
 
     Example:
         >>> ways = (Implementation("tpu", "tpu"), Implementation("reference"))
-        >>> with naming({"twice": "reference"}):
-        ...     choose("twice", ways, None, Target("tpu", "v5e")).default
+        >>> with naming({"top_k": "reference"}):
+        ...     choose("top_k", ways, None, Target("tpu", "v5e")).default
         'reference'
     """
+    for kernel, name in names.items():
+        if kernel not in NAMES:
+            raise ValueError(f"unknown kernel {kernel!r}: expected one of {list(NAMES)}{_near(kernel, list(NAMES))}")
+        if name not in NAMES[kernel]:
+            raise ValueError(
+                f"{kernel}: unknown implementation {name!r}: expected one of {list(NAMES[kernel])}"
+                f"{_near(name, NAMES[kernel])}"
+            )
     token = _names.set(names)
     try:
         yield

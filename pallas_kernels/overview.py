@@ -1,5 +1,6 @@
 """Which implementation of each kernel a platform gets, for one shape of everyday size each."""
 
+import dataclasses
 import importlib
 
 import jax
@@ -21,7 +22,7 @@ def overview(platform: str) -> tuple[Explanation, ...]:
         ValueError: an unknown platform.
 
     Example:
-        >>> {one.kernel: one.chosen for one in overview("gpu a100")}["norm"]
+        >>> {one.kernel: one.chosen for one in overview("gpu a100")}["rms_norm"]
         'reference'
     """
     from pallas_kernels.attention.api import explain as attention
@@ -29,6 +30,10 @@ def overview(platform: str) -> tuple[Explanation, ...]:
     apis = {name: importlib.import_module(f"pallas_kernels.{name}.api") for name in KERNELS}
     cases = {name: importlib.import_module(f"pallas_kernels.{name}.cases").CASES for name in KERNELS}
     q, k = (jax.ShapeDtypeStruct((2, 4096, heads, 128), jnp.bfloat16) for heads in (16, 4))
-    everyday = {name: next(case for case in known if "aot" in case.tags) for name, known in cases.items()}
-    others = (apis[name].explain(case, platform) for name, case in everyday.items())
+    # blocks of codecs lie along rows
+    along = {name: [case for case in known if getattr(case, "axis", -1) == -1] for name, known in cases.items()}
+    everyday = {name: next(case for case in known if "aot" in case.tags) for name, known in along.items()}
+    others = [apis[name].explain(case, platform) for name, case in everyday.items()]
+    # two kernels of one folder
+    others.append(apis["norm"].explain(dataclasses.replace(everyday["norm"], center=True), platform))
     return (attention(q, k, k, platform=platform), *others)

@@ -140,7 +140,7 @@ def attention(
     at = target(platform)
     ways = implementations(problem)
     choice = dispatch.choose("attention", ways, problem, at, implementation=implementation, interpret=bool(interpret))
-    if implementation == "cudnn":
+    if choice.default == "cudnn":
         from pallas_kernels.attention import cudnn
 
         return checkpoint_name(cudnn.attention(q, k, v, problem.options), NAMES[0])

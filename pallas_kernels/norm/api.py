@@ -26,6 +26,9 @@ from pallas_kernels.target import target as target_of
 NAMES = ("norm_sum",)
 """Names of residuals."""
 
+_NAMES = ("rms_norm", "layer_norm")
+"""Of the kernels, by whether the mean is subtracted."""
+
 
 def _tpu(target: Target, case: Case) -> str | None:
     from pallas_kernels.norm import tpu
@@ -126,11 +129,11 @@ def explain(case: Case, platform: str, implementation: str | None = None) -> dis
 
     Example:
         >>> print(explain(Case("wide", 8, 384), "gpu h200"))
-        norm on gpu h200: reference
+        rms_norm on gpu h200: reference
           not tpu: it is for TPUs, and the target is gpu
           not gpu: it needs a width that is a multiple of 512 up to 8192, not 384
     """
-    return dispatch.explain("norm", IMPLEMENTATIONS, case, target_of(platform), implementation)
+    return dispatch.explain(_NAMES[case.center], IMPLEMENTATIONS, case, target_of(platform), implementation)
 
 
 def _norm(
@@ -198,7 +201,7 @@ def _branches(what: str, interpret: Interpret, **options: Any) -> Any:
 
         return getattr(gpu, what)(*args, interpret=interpret, **options)
 
-    kernels = {name: dispatch.first_order("norm", run) for name, run in (("tpu", tpu), ("gpu", gpu))}
+    kernels = {way: dispatch.first_order(_NAMES[options["center"]], run) for way, run in (("tpu", tpu), ("gpu", gpu))}
     return kernels | {"reference": functools.partial(getattr(reference, what), **options)}
 
 

@@ -1,5 +1,7 @@
 """Which implementation runs, where, and what is said of the others."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from pallas_kernels import dispatch, tiles
+import pallas_kernels
+from pallas_kernels import attention, dispatch, tiles
 from pallas_kernels.cross_entropy.api import cross_entropy
 from pallas_kernels.dispatch import Choice, Implementation, by_platform, choose
 from pallas_kernels.overview import overview
@@ -74,6 +77,41 @@ def test_names():
         choose("twice", WAYS, 2, Target("cpu"), interpret=True)
 
 
+def test_every_kernel_has_one_name():
+    """That of its public function, wherever it is named or told."""
+    apis = {name: importlib.import_module(f"pallas_kernels.{pallas_kernels._WHERE[name]}") for name in dispatch.NAMES}
+    ways = {kernel: [getattr(one, "name", one) for one in api.IMPLEMENTATIONS] for kernel, api in apis.items()}
+    assert {kernel: sorted(names) for kernel, names in ways.items()} == {
+        kernel: sorted(names) for kernel, names in dispatch.NAMES.items()
+    }
+    assert (
+        {one.kernel for one in overview("tpu v5e")}
+        == dispatch.NAMES.keys()
+        == set(pallas_kernels._WHERE) - {"dequantize"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ({"atention": "tpu"}, "unknown kernel 'atention': expected one of .* did you mean 'attention'"),
+        ({"norm": "reference"}, "unknown kernel 'norm': expected one of .*'rms_norm'"),
+        ({"attention": "chunks"}, "attention: unknown implementation 'chunks': .* did you mean 'chunked'"),
+    ],
+)
+def test_unknown_names_are_refused_where_they_are_named(names, says):
+    with pytest.raises(ValueError, match=says), dispatch.naming(names):
+        pass
+
+
+def test_cudnn_may_be_named_from_outside(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("pallas_kernels.attention.cudnn"), "attention", lambda q, *_: q + 2)
+    q = jnp.zeros((1, 16, 2, 64), jnp.bfloat16)
+    with dispatch.naming({"attention": "cudnn"}):
+        out = attention(q, q, q, platform="gpu h200")
+    np.testing.assert_array_equal(out.astype(jnp.float32), 2)
+
+
 def test_explain():
     said = dispatch.explain("twice", WAYS, 2, Target("gpu", "h200"))
     assert str(said).splitlines() == [
@@ -94,9 +132,9 @@ def test_choices_are_noted_once_and_where_they_are_made():
         dispatch.explain("twice", WAYS, 3, Target("tpu", "v5e"))  # who asks goes by the answer
         with pytest.raises(NotImplementedError):
             dispatch.explain("twice", WAYS, 3, Target("tpu", "v5e"), "tpu")  # nothing is chosen
-        with dispatch.naming({"twice": "reference"}):
-            choose("twice", WAYS, 2, Target("tpu", "v5e"))
-            choose("twice", WAYS, 2, Target("tpu", "v5e"), implementation="slow")
+        with dispatch.naming({"top_k": "reference"}):
+            choose("top_k", WAYS, 2, Target("tpu", "v5e"))
+            choose("top_k", WAYS, 2, Target("tpu", "v5e"), implementation="slow")
         choose("twice", WAYS, 2, Target())
         choose("twice", WAYS[2:], 2, Target("cpu"))
     choose("twice", WAYS, 4, Target("cpu"))  # nobody listens
@@ -157,11 +195,11 @@ def test_kernels_run_on_tpus_for_which_they_were_compiled():
     chosen = {chip: {one.kernel: one.chosen for one in overview(f"tpu {chip}")} for chip in ("v3", "v4", "v5p", "7x")}
     assert chosen["v4"] == chosen["v5p"]
     assert {name for name, one in chosen["v4"].items() if one == "tpu"} == {
-        "attention", "adam8", "quantize", "top_k", "norm"
+        "attention", "adam8", "quantize", "top_k", "rms_norm", "layer_norm"
     }  # fmt: skip
     assert "tpu" not in (*chosen["v3"].values(), *chosen["7x"].values())
     newer = {one.kernel: one.why for one in overview("tpu TPU v9 lite")}
-    assert newer["norm"] == "it was compiled for TPU v4, v5e, v5p and v6e alone, and the target is tpu v9 lite"
+    assert newer["rms_norm"] == "it was compiled for TPU v4, v5e, v5p and v6e alone, and the target is tpu v9 lite"
     with pytest.raises(dispatch.CannotRun, match="compiled for TPU v5e, v5p and v6e alone, and the target is v4"):
         cross_entropy(jnp.ones((128, 128)), jnp.ones((128, 128)), jnp.ones(128, int), platform="tpu v4",
                       implementation="tpu")  # fmt: skip

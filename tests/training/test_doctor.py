@@ -175,12 +175,12 @@ def test_tpus_on_the_bus(tmp_path):
 @pytest.mark.parametrize(
     ("platform", "expected"),
     [
-        ("tpu v5e:2x4", {"attention": "tpu", "adam8": "tpu", "norm": "tpu"}),
+        ("tpu v5e:2x4", {"attention": "tpu", "adam8": "tpu", "rms_norm": "tpu"}),
         ("gpu h200 x 2", {"attention": "gpu", "adam8": "gpu", "grouped_matmul": "gpu"}),
         (
             "gpu a100-40 x 2",
             {
-                "norm": "reference; not gpu: it needs compute capability 9.0 (H100, H200), and the target is "
+                "rms_norm": "reference; not gpu: it needs compute capability 9.0 (H100, H200), and the target is "
                 "a100-sxm4-40gb"
             },
         ),
