@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxscale.platforms.platform import Platform
+from jaxscale.step.kernels import KNOWN
 from jaxscale.values.units import rate, size
 
 State = Literal["ok", "note", "missing"]
@@ -293,7 +294,8 @@ def _kernels(machine: Machine) -> Iterator[Row]:
     kind = found.chip.kind
     for one in overview(f"{kind} {found.chip.device_kinds[0]}"):
         why_not = one.reasons.get(kind)
-        yield Row(one.kernel, one.chosen if why_not is None else f"{one.chosen}; not {kind}: {why_not}")
+        taken = one.chosen if one.kernel in KNOWN else f"{one.chosen} (for your own layers: none here takes it)"
+        yield Row(one.kernel, taken if why_not is None else f"{taken}; not {kind}: {why_not}")
 
 
 def _memory(machine: Machine) -> Iterator[Row]:

@@ -172,15 +172,18 @@ def test_tpus_on_the_bus(tmp_path):
     assert sees_tpu(tmp_path)
 
 
+OWN = "(for your own layers: none here takes it)"
+
+
 @pytest.mark.parametrize(
     ("platform", "expected"),
     [
-        ("tpu v5e:2x4", {"attention": "tpu", "adam8": "tpu", "rms_norm": "tpu"}),
-        ("gpu h200 x 2", {"attention": "gpu", "adam8": "gpu", "grouped_matmul": "gpu"}),
+        ("tpu v5e:2x4", {"attention": "tpu", "adam8": "tpu", "top_k": "tpu"}),
+        ("gpu h200 x 2", {"attention": "gpu", "top_k": "gpu", "grouped_matmul": f"gpu {OWN}"}),
         (
             "gpu a100-40 x 2",
             {
-                "rms_norm": "reference; not gpu: it needs compute capability 9.0 (H100, H200), and the target is "
+                "quantize": "reference; not gpu: it needs compute capability 9.0 (H100, H200), and the target is "
                 "a100-sxm4-40gb"
             },
         ),
