@@ -49,7 +49,8 @@ class Candidate:
 def problem(case: Case, platform: str) -> Problem:
     """What a case poses to the kernel of a platform."""
     options = Options(case.causal, case.window, case.soft_cap, 1 / math.sqrt(case.H))
-    given = Problem(case.B, case.T, case.S, case.N, case.K, case.H, case.dtype, case.segments > 0, options)
+    sizes = case.B, case.T, case.S, case.N, case.K, case.H
+    given = Problem(*sizes, case.dtype, case.segments > 0, options, case.causal and case.offset > 0)
     return api._padded(given, tpu_sizes if platform == "tpu" else gpu_sizes)
 
 
@@ -124,7 +125,7 @@ def run(case: Case, tiles: Any, platform: str, gradient: bool) -> Callable[..., 
 
 
 def cycles(found: ahead.Schedule, asked: Problem, name: str, tile: tuple[int, ...]) -> int:
-    """Cycles of a pass by its kernel's schedule, over the whole grid.
+    """Cycles of a pass by its kernel's schedule, over the whole grid; with an offset, the mean over a sequence's parts.
 
     Args:
         found: of the kernel.
@@ -134,21 +135,23 @@ def cycles(found: ahead.Schedule, asked: Problem, name: str, tile: tuple[int, ..
     """
     T, S, options = asked.T, asked.S, asked.options
     bq, bk = min(tile[0], T), min(tile[1], S)
-    sizes = tpu_sizes.Sizes(asked.B, T, S, asked.N, asked.K, asked.H, bq, bk, asked.segments, options)
+    sizes = tpu_sizes.Sizes(asked.B, T, S, asked.N, asked.K, asked.H, bq, bk, asked.segments, options, asked.offset)
     by_key = name == "dkv"
     count = S // bk if by_key else T // bq
     visible = sizes.query_tiles if by_key else sizes.key_tiles
-    first, end = visible(np.arange(count), xp=np)
-    pairs = [(i, j) for i in range(count) for j in range(first[i], end[i])]
-    q0, k0 = ([pair[which ^ by_key] * size for pair in pairs] for which, size in ((0, bq), (1, bk)))
-    starts = list(zip(q0, k0, strict=True))
+    parts, starts = -(-S // T) if asked.offset else 1, list[tuple[int, int]]()
+    for offset in range(0, parts * T, T):
+        first, end = visible(np.arange(count), offset, np)
+        pairs = [(i, j) for i in range(count) for j in range(first[i], end[i])]
+        starts += [(offset + pair[by_key] * bq, pair[not by_key] * bk) for pair in pairs]
     masked = sum(sizes.partly(q, k) for q, k in starts) if options.causal else 0
     tiles = found.longest(2 if options.causal else 1)
     by_row = sum(found.regions) - sum(tiles)
     each = ([*tiles, 0, 0] if options.causal else [0, *tiles, 0])[:2]
     heads, rows = asked.B * asked.N, asked.B * (asked.K if by_key else asked.N) * count
     steps = heads * count * sizes.steps(by_key)
-    return steps * found.always + rows * by_row + heads * (masked * each[0] + (len(starts) - masked) * each[1])
+    work = heads * (masked * each[0] + (len(starts) - masked) * each[1])
+    return steps * found.always + rows * by_row + work // parts
 
 
 def static(case: Case, one: Candidate, at: Any, platform: str, folder: pathlib.Path) -> dict[str, float] | str:

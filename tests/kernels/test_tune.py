@@ -94,6 +94,10 @@ def test_cycles_count_the_tiles_that_are_visited():
     assert tuning.cycles(found, asked, "dq", (512, 2048)) == 16 + 8 * 110 + 8 * 5000 + 4 * 1000
     full = dataclasses.replace(asked, options=dataclasses.replace(asked.options, causal=False))
     assert tuning.cycles(found, full, "forward", (1024, 1024)) == 16 + 4 * 1110 + 16 * 5000
+    # a part of four, which is any of them: a quarter of all tiles, but every part's own grid
+    part = dataclasses.replace(asked, T=1024, offset=True)
+    assert tuning.cycles(found, part, "forward", (1024, 1024)) == 4 + 110 + (4 * 5000 + 6 * 1000) // 4
+    assert tuning.cycles(found, part, "dkv", (1024, 1024)) == 4 + 4 * 110 + (4 * 5000 + 6 * 1000) // 4
 
 
 def test_both_passes_take_their_tiles_from_the_file(tmp_path, monkeypatch):
