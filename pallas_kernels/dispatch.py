@@ -69,7 +69,7 @@ class Implementation:
         """Why this one cannot run a case on a target (of a known platform); None if it can.
 
         Args:
-            target: where; not asked when interpreting.
+            target: where; when interpreting one of its own platform.
             case: what the kernel's `supports` functions read.
             interpret: it is to be interpreted.
         """
@@ -160,7 +160,7 @@ def _choose(
         near = _near(implementation, names)
         raise ValueError(f"{kernel}: unknown implementation {implementation!r}: expected None or one of {names}{near}")
     one = implementations[names.index(implementation)]
-    at = target if target.platform else target.on(one.platform or "cpu")
+    at = target if target.platform and not interpret else target.on(one.platform or "cpu")
     reason = one.why_not(at, case, interpret=interpret)
     if reason:
         raise CannotRun(

@@ -3,8 +3,12 @@
 import dataclasses
 import difflib
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+from jax import lax
+from jax.core import Tracer
 
 PLATFORMS = ("tpu", "gpu", "cpu")
 
@@ -79,8 +83,8 @@ class Target:
         return f"{self.platform} {chip}" if self.platform else "whatever it is lowered for"
 
 
-def target(platform: str | None = None) -> Target:
-    """The target of what is being traced.
+def target(platform: str | None = None, *arrays: Any) -> Target:
+    """The target of what is being traced, or run at once.
 
     A TPU of which no chip is named is taken for one for which kernels were compiled (`PROVED`): where programs are
     lowered for a TPU that is not here, nothing tells which. A GPU of which none is named is not taken for a Hopper.
@@ -88,8 +92,9 @@ def target(platform: str | None = None) -> Target:
     Args:
         platform: "tpu v5e", "gpu h200", "gpu", "cpu"; in place of the chip JAX's `device_kind`, which need not be a
             known one; by default that of the mesh in force (`jax.set_mesh`, or inside `jax.shard_map`), whose devices
-            may be described ones; without a mesh lowering decides among the platforms, and the chip is that of the
-            first device here.
+            may be described ones; without a mesh that of the arrays' device, where nothing is traced; else lowering
+            decides among the platforms, and the chip is that of the first device here.
+        arrays: what a kernel is called with, and trees of it.
 
     Raises:
         ValueError: an unknown platform, or an unknown short name of a chip.
@@ -102,9 +107,24 @@ def target(platform: str | None = None) -> Target:
         return _named(platform.strip())
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
+        device = _device(jax.tree.leaves(arrays))
+    if device is None:
         return Target(None, _chip(jax.devices()[0].device_kind))
     kind = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
     return Target(kind if kind in PLATFORMS else "cpu", _chip(device.device_kind))
+
+
+def _device(arrays: Sequence[Any]) -> Any:
+    """Where these arrays are computed with; None where something is being traced: it may be for another machine."""
+    if not arrays or any(isinstance(one, Tracer) for one in arrays):
+        return None
+    if isinstance(lax.neg(0.0), Tracer):  # the arrays are constants of a program
+        return None
+    placed = [one for one in arrays if isinstance(one, jax.Array)]
+    if placed:
+        return next(iter(placed[0].sharding.device_set))
+    default = jax.config.jax_default_device
+    return default if isinstance(default, jax.Device) else jax.devices(default)[0]
 
 
 def _named(platform: str) -> Target:

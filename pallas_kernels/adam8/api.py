@@ -20,7 +20,7 @@ from pallas_kernels.target import PROVED, Target, target
 GPU_COLS = 32
 """Columns that one block of threads takes, see `gpu.COLS`."""
 GPU_BLOCKS = (64, 128, 256)
-"""Rows that a warpgroup holds in registers without spilling them."""
+"""Rows that a warpgroup holds in registers; 256 with the dynamic map spill a few."""
 
 
 def _gpu_supports(where: Target, case: Case) -> str | None:
@@ -118,7 +118,7 @@ def adam8(
         Dettmers et al. 2021, arXiv 2110.02861; Gonzalez Ortiz et al. 2026, arXiv 2602.23349.
     """
     case = _case(p, g, m, v, hyper, settings)
-    where = target(platform)
+    where = target(platform, p, g, m, v, hyper)
     choice = choose("adam8", IMPLEMENTATIONS, case, where, implementation=implementation, interpret=bool(interpret))
     if tiles is not None:
         files.check("adam8", tiles, implementation, tpu.candidates(case, where.chip))

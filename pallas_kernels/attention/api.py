@@ -137,7 +137,7 @@ def attention(
     problem = _checked(q, k, v, ids, causal, window, logit_soft_cap, scale, offset)
     if tiles is not None and implementation not in ("tpu", "gpu"):
         raise ValueError(f"attention: tiles belong to a named kernel, 'tpu' or 'gpu', and not to {implementation!r}")
-    at = target(platform)
+    at = target(platform, q, k, v, ids, query_offset)
     ways = implementations(problem)
     choice = dispatch.choose("attention", ways, problem, at, implementation=implementation, interpret=bool(interpret))
     if choice.default == "cudnn":

@@ -96,7 +96,7 @@ def cross_entropy(
         "cross_entropy",
         IMPLEMENTATIONS,
         case,
-        target_of(platform),
+        target_of(platform, x, head, labels, weights),
         implementation=implementation,
         interpret=bool(interpret),
     )

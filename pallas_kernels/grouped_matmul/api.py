@@ -76,7 +76,7 @@ def grouped_matmul(
         "grouped_matmul",
         IMPLEMENTATIONS,
         case,
-        target_of(platform),
+        target_of(platform, x, w, sizes),
         implementation=implementation,
         interpret=bool(interpret),
     )

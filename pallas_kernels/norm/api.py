@@ -158,7 +158,7 @@ def _norm(
         name,
         IMPLEMENTATIONS,
         case,
-        target_of(platform),
+        target_of(platform, x, weight, bias, flat),
         implementation=implementation,
         interpret=bool(interpret),
     )

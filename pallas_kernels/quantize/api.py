@@ -83,7 +83,7 @@ def quantize(
         ([[7.0]], [[7.0, -3.0, 0.0, 1.0]])
     """
     case = _case(x, bits, block, axis)
-    where = target(platform)
+    where = target(platform, x)
     choice = choose("quantize", IMPLEMENTATIONS, case, where, implementation=implementation, interpret=bool(interpret))
     if tiles is not None:
         files.check("quantize", tiles, implementation, tpu.candidates(case))

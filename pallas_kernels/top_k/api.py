@@ -88,7 +88,7 @@ def top_k(
         Aji and Heafield, 2017, arXiv:1704.05021.
     """
     case = _case(x, k, block, axis)
-    where = target(platform)
+    where = target(platform, x)
     choice = choose("top_k", IMPLEMENTATIONS, case, where, implementation=implementation, interpret=bool(interpret))
     if tiles is not None:
         files.check("top_k", tiles, implementation, tpu.candidates(case))

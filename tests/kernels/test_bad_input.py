@@ -3,6 +3,8 @@
 The rest of the list is in each kernel's own tests: `BAD` there, and what a named implementation says.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +77,33 @@ def test_columns_that_a_kernel_cannot_take(use):
     call, said = NARROW[use]
     with pytest.raises(CannotRun, match=said):
         call()
+
+
+HERE = {
+    "attention": lambda x, **how: attention(*(x[None, :, None, :128],) * 3, **how),
+    "adam8": lambda x, **how: adam8(x, x, moment(jnp.int8), moment(jnp.uint8), jnp.ones(5), **how),
+    "quantize": quantize,
+    "top_k": lambda x, **how: top_k(x, 2, **how),
+    "rms_norm": lambda x, **how: rms_norm(x, x[0], **how),
+    "cross_entropy": lambda x, **how: cross_entropy(x, x, jnp.zeros(128, int), **how)[0],
+}
+
+
+@pytest.mark.parametrize("kernel", HERE)
+def test_a_named_kernel_says_why_it_cannot_run_on_arrays_that_are_here(kernel):
+    """Without a platform or a mesh: where they are on a CPU, and while a program is traced that may be for a TPU."""
+    x = jnp.zeros((128, 512))
+    with pytest.raises(CannotRun, match=rf"{kernel}: implementation 'tpu' cannot run: .* the target is cpu"):
+        HERE[kernel](x, implementation="tpu")
+    run = functools.partial(HERE[kernel], implementation="tpu")
+    for program in (jax.jit(run).trace(x), jax.jit(lambda: run(x)).trace()):
+        assert "tpu_custom_call" in program.lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_cudnn_says_why_it_cannot_run_here():
+    x = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
+    with pytest.raises(CannotRun, match="attention: implementation 'cudnn' cannot run: it is for GPUs"):
+        attention(x, x, x, implementation="cudnn")
 
 
 def test_top_k_is_not_interpreted_without_a_name():

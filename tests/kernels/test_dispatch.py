@@ -164,6 +164,12 @@ def test_targets():
     with pytest.raises(ValueError, match="platform 'rocm': expected 'tpu', 'gpu' or 'cpu'"):
         target("rocm mi300")
     assert target() == Target(None, None)  # no mesh: lowering decides
+    here = (jnp.ones(2), None), {"x": np.ones(2)}
+    assert target(None, *here) == target(None, *here[1:]) == Target("cpu")  # nothing is traced
+    seen = []
+    jax.jit(lambda x: seen.append(target(None, x)) or seen.append(target(None, *here)))(1.0)
+    jax.vmap(lambda x: seen.append(target(None, x)))(jnp.ones(2))
+    assert seen == [Target()] * 3
     described = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,), abstract_device=described)
     with jax.sharding.use_abstract_mesh(mesh):
