@@ -30,7 +30,7 @@ class Problem:
 
     @property
     def mask(self) -> str:
-        """What hides keys, as the key of tuned tiles: "full", "causal", "window", with "+segments", "+cap", "+offset"."""
+        """What hides keys, the key of tuned tiles: "full", "causal", "window", with "+segments", "+cap", "+offset"."""
         kind = "full" if not self.options.causal else "causal" if self.options.window is None else "window"
         cap = "" if self.options.soft_cap is None else "+cap"
         return kind + ("+segments" if self.segments else "") + cap + ("+offset" if self.offset else "")
