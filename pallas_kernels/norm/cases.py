@@ -37,6 +37,7 @@ CASES = (
     Case("layer", 24, 512, center=True, bias=True, tags=("small", "slow")),
     Case("layer_residual_f32", 37, 1024, "float32", center=True, bias=True, residual=True),
     Case("layer_no_bias", 5, 512, center=True, tags=("small", "slow")),
+    Case("rms_residual_wide", 3, 4608, residual=True, tags=("small", "slow")),
     Case("rms_4k", 8192, 4096, tags=("aot", "bench")),
     Case("rms_residual_4k", 8192, 4096, residual=True, tags=("aot", "bench")),
     Case("layer_residual_4k", 8192, 4096, center=True, bias=True, residual=True, tags=("aot", "bench")),

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import json
 import pathlib
 
@@ -81,6 +82,17 @@ def test_every_case_on_hopper():
     cases = {case.name: functools.partial(program, case) for case in AOT}
     for found in compiled("gpu h200 x 2", cases | {"sharded": functools.partial(sharded, False)}).values():
         proved(found)
+
+
+@pytest.mark.slow
+@gpu_compiler
+def test_the_largest_blocks_on_hopper():
+    """With the dynamic map 120 bytes are spilled, and on JAX 0.10 280."""
+    largest = [Case("", 1, 1024, 512, 256, *way) for way in itertools.product(MAPS, ("float32", "bfloat16"))]
+    found = compiled("gpu h200", {f"{one.map} {one.gradient}": functools.partial(program, one) for one in largest})
+    assert {name: one.error for name, one in found.items() if one.error} == {}
+    assert {name: one.spilled for name, one in found.items() if name.startswith("soft8") and one.spilled} == {}
+    assert max(one.spilled for one in found.values()) <= (280 if jax.__version_info__ < (0, 11) else 120)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from jaxscale.layers.norm import LayerNorm, RMSNorm
 from pallas_kernels.norm.api import explain, layer_norm, rms_norm
-from pallas_kernels.norm.cases import CASES
+from pallas_kernels.norm.cases import CASES, Case
 from pallas_kernels.norm.tpu import Tiles
 from tests.kernels.battery import GRADIENTS, Subject, check, parameters
 
@@ -186,6 +186,9 @@ def test_what_runs_where():
     chosen = {
         chip: {explain(case, chip).chosen for case in CASES} for chip in ("tpu v5e", "gpu h200", "gpu a100", "cpu")
     }
+    wide = {center: explain(Case("", 8, 5632, center=center), "gpu h200") for center in (False, True)}
+    assert [one.chosen for one in wide.values()] == ["gpu", "reference"]
+    assert "a layer norm's width that is a multiple of 512 up to 5120, not 5632" in (wide[True].why or "")
     assert chosen == {"tpu v5e": {"tpu"}, "gpu h200": {"gpu"}, "gpu a100": {"reference"}, "cpu": {"reference"}}
 
 

@@ -30,6 +30,13 @@ LIMITS = {
     for dtype in ("float32", "bfloat16")
 }
 """What Hopper's kernel holds in registers at most, and blocks that are no whole number of tiles."""
+EDGES = {
+    f"quantize{bits} {axis} {dtype}": quantize_cases.Case("", 1024, 256, bits, 256, axis, dtype)
+    for bits in (8, 4)
+    for axis in (-1, -2)
+    for dtype in ("float32", "bfloat16")
+}
+"""The largest blocks of Hopper's quantization."""
 
 
 def program(case, devices):
@@ -74,7 +81,7 @@ def test_tpu(chip):
 def test_hopper():
     assert {explain(case, "gpu h200").chosen for case in (LARGEST | LIMITS).values()} == {"gpu"}
     programs: dict[str, Any] = {
-        name: functools.partial(program, case) for name, case in (CASES | LARGEST | LIMITS).items()
+        name: functools.partial(program, case) for name, case in (CASES | LARGEST | LIMITS | EDGES).items()
     }
     programs["layers"] = layers
     proved(programs, compiled("gpu h200 x 2", programs))
