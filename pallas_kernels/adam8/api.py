@@ -13,7 +13,7 @@ from pallas_kernels.adam8.cases import Case
 from pallas_kernels.adam8.maps import MAPS
 from pallas_kernels.adam8.reference import HYPER, Settings
 from pallas_kernels.compat import Interpret
-from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose
+from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, first_order
 from pallas_kernels.dispatch import explain as explain_choice
 from pallas_kernels.target import PROVED, Target, target
 
@@ -84,8 +84,8 @@ def adam8(
         p' = p - \eta \left(\frac{m' / (1 - b_1^t)}{\sqrt{v' / (1 - b_2^t)} + \epsilon} + \lambda p\right)
 
     It is code of one device: under a mesh call it inside `jax.shard_map`, where blocks divide the shards. An element
-    with a NaN or infinity in its gradient stays as it is. There is no gradient of it; instead of `jax.vmap` give
-    leading dims.
+    with a NaN or infinity in its gradient stays as it is. There is no gradient of its kernels. Give leading dims, or
+    map it by `jax.vmap` (on Hopper from JAX 0.12 on).
 
     Args:
         p: parameters (..., R, C), float32.
@@ -123,7 +123,11 @@ def adam8(
     if tiles is not None:
         files.check("adam8", tiles, implementation, tpu.candidates(case, where.chip))
 
+    # of the arguments alone: what writes where they lie takes no rule around it
+    refusing = first_order("adam8", lambda *given: given, "derivatives")
+
     def on_tpu(p: Any, g: Any, m: Any, v: Any, hyper: Any) -> Any:
+        p, g, m, v, hyper = refusing(p, g, m, v, hyper)
         return tpu.step(
             p, g, m, v, hyper, settings, case=case, tiles=tiles or tiles_for(case, where), interpret=interpret
         )
@@ -131,6 +135,7 @@ def adam8(
     def on_gpu(p: Any, g: Any, m: Any, v: Any, hyper: Any) -> Any:
         from pallas_kernels.adam8 import gpu
 
+        p, g, m, v, hyper = refusing(p, g, m, v, hyper)
         return gpu.step(p, g, m, v, hyper, settings, case=case, interpret=interpret)
 
     branches = {"tpu": on_tpu, "gpu": on_gpu, "reference": functools.partial(reference.step, settings=settings)}

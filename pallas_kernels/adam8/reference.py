@@ -14,6 +14,7 @@ Left out: bias-corrected epsilon, stochastic rounding, moments in 4 bits.
 """
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jax import Array
@@ -61,13 +62,17 @@ class Settings:
     def __post_init__(self) -> None:
         if self.map not in MAPS:
             raise ValueError(f"adam8: got map {self.map!r}, expected {' or '.join(MAPS)}")
-        if self.block < 1:
-            raise ValueError(f"adam8: got blocks of {self.block} rows, expected 1 or more; 128 fits both kernels")
+        if isinstance(self.block, bool) or not hasattr(self.block, "__index__") or self.block < 1:
+            raise ValueError(
+                f"adam8: got blocks of {self.block!r} rows, expected a whole number, 1 or more; 128 fits both kernels"
+            )
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"adam8: got {name} {getattr(self, name)}, expected a decay in [0, 1)")
-        if not self.eps > 0:
-            raise ValueError(f"adam8: got eps {self.eps}, expected a number above 0, such as 1e-8")
+        if not (self.eps > 0 and math.isfinite(self.eps)):
+            raise ValueError(f"adam8: got eps {self.eps}, expected a finite number above 0, such as 1e-8")
+        if not math.isfinite(self.weight_decay):
+            raise ValueError(f"adam8: got weight_decay {self.weight_decay}, expected a finite number; 0 for none")
 
 
 def step(

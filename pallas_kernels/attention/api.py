@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from pallas_kernels import dispatch
+from pallas_kernels import arguments, dispatch
 from pallas_kernels.attention import chunked, reference
 from pallas_kernels.attention.problem import Problem
 from pallas_kernels.attention.reference import Options
@@ -133,6 +133,8 @@ def attention(
         windows (2004.05150). Gemma 2, for the cap (2408.00118).
     """
     ids = _pair(segment_ids)
+    arguments.arrays("attention", q=q, k=k, v=v)
+    arguments.static("attention", causal=causal, window=window, logit_soft_cap=logit_soft_cap, scale=scale)
     offset = _offset(query_offset, q)
     problem = _checked(q, k, v, ids, causal, window, logit_soft_cap, scale, offset)
     if tiles is not None and implementation not in ("tpu", "gpu"):
@@ -184,9 +186,15 @@ def _pair(segment_ids: Any) -> tuple[Any, Any] | None:
     if segment_ids is None:
         return None
     if isinstance(segment_ids, tuple | list):
+        if not all(one is None or (hasattr(one, "shape") and hasattr(one, "dtype")) for one in segment_ids):
+            raise ValueError(
+                f"attention: segment_ids as a {type(segment_ids).__name__} of what are no arrays, expected one array, "
+                "or a pair of arrays: take jnp.asarray(segment_ids)"
+            )
         if len(segment_ids) != 2 or any(one is None for one in segment_ids):
             raise ValueError("attention: segment_ids of queries or of keys alone: give one array, or a pair of both")
         return segment_ids[0], segment_ids[1]
+    arguments.arrays("attention", segment_ids=segment_ids)
     return segment_ids, segment_ids
 
 
@@ -268,10 +276,10 @@ class _Call:
             chip = self.tpu_chip if name == "tpu" else self.gpu_chip
             return dispatch.first_order("attention", functools.partial(run, self, _module(name), chip))(*args)
 
-        plains = {"reference": reference, "chunked": chunked}
         return {
             **{name: functools.partial(kernel, name) for name in ("tpu", "gpu")},
-            **{name: lambda *args, m=m: getattr(m, plain)(*args, self.options) for name, m in plains.items()},
+            "reference": lambda *args: getattr(reference, plain)(*args, self.options),
+            "chunked": dispatch.first_order("attention", lambda *args: getattr(chunked, plain)(*args, self.options)),
         }
 
 

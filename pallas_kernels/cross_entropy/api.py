@@ -7,6 +7,7 @@ the gradient of x.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import dispatch
+from pallas_kernels import arguments, dispatch
 from pallas_kernels.compat import Interpret, varying_alike
 from pallas_kernels.cross_entropy import chunked, reference
 from pallas_kernels.cross_entropy.cases import Case
@@ -84,14 +85,7 @@ def cross_entropy(
         >>> round(float(total), 4)  # log 4, once
         1.3863
     """
-    _check(x, head, labels, weights, soft_cap, z_loss, chunk)
-    shards = 1 if axis is None else lax.axis_size(axis)
-    words = shards * head.shape[0]
-    count = words if vocab is None else vocab
-    if not 0 < count <= words:
-        raise ValueError(f"cross_entropy: got vocab {count}, expected 1 to {words}, the rows of the head")
-    rows, width = x.shape
-    case = Case("", rows, width, head.shape[0], count, x.dtype.name, soft_cap, z_loss)
+    case, count = _case(x, head, labels, weights, vocab, soft_cap, z_loss, axis, chunk)
     choice = dispatch.choose(
         "cross_entropy",
         IMPLEMENTATIONS,
@@ -111,10 +105,43 @@ def cross_entropy(
     elif choice.default == "tpu":
         total, penalty = _kernel(terms, case, interpret, x, head, labels, weights)
     else:
-        total, penalty = _chunked(terms, min(chunk, rows), x.dtype.name, x, head, labels, weights)
+        total, penalty = _chunked(terms, min(chunk, case.rows), x.dtype.name, x, head, labels, weights)
     if axis is not None:
         total, penalty = lax.psum(total, axis), lax.psum(penalty, axis)
     return total, lax.stop_gradient(penalty)
+
+
+def explain_call(
+    x: Any,
+    head: Any,
+    labels: Any,
+    weights: Any = None,
+    *,
+    vocab: int | None = None,
+    soft_cap: float | None = None,
+    z_loss: float = 0.0,
+    axis: str | None = None,
+    chunk: int = 2048,
+    implementation: str | None = None,
+    platform: str,
+) -> dispatch.Explanation:
+    """What `cross_entropy` would run on a platform, and why each other implementation would not be taken.
+
+    Args:
+        x, head, labels, weights, vocab, soft_cap, z_loss, axis, chunk, implementation: as of `cross_entropy`; arrays
+            may be `jax.ShapeDtypeStruct`.
+        platform: "gpu h200", "tpu v5e", "cpu".
+
+    Example:
+        >>> x = jnp.ones((128, 128))
+        >>> cross_entropy.explain(x, x, jnp.zeros(128, int), platform="tpu v5e", implementation="tpu").chosen
+        'tpu'
+    """
+    case, _ = _case(x, head, labels, weights, vocab, soft_cap, z_loss, axis, chunk)
+    return explain(case, platform, implementation)
+
+
+cross_entropy.explain = explain_call  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def explain(case: Case, platform: str, implementation: str | None = None) -> dispatch.Explanation:
@@ -127,6 +154,20 @@ def explain(case: Case, platform: str, implementation: str | None = None) -> dis
           not reference: it runs only where it is named
     """
     return dispatch.explain("cross_entropy", IMPLEMENTATIONS, case, target_of(platform), implementation)
+
+
+def _case(
+    x: Any, head: Any, labels: Any, weights: Any, vocab: Any, soft_cap: Any, z_loss: Any, axis: str | None, chunk: Any
+) -> tuple[Case, int]:
+    """Shapes and options of a call that makes sense, and the number of words."""
+    arguments.arrays("cross_entropy", x=x, head=head, labels=labels, weights=weights)
+    arguments.static("cross_entropy", vocab=vocab, soft_cap=soft_cap, z_loss=z_loss, chunk=chunk)
+    _check(x, head, labels, weights, soft_cap, z_loss, chunk)
+    words = (1 if axis is None else lax.axis_size(axis)) * head.shape[0]
+    count = words if vocab is None else vocab
+    if not 0 < count <= words:
+        raise ValueError(f"cross_entropy: got vocab {count}, expected 1 to {words}, the rows of the head")
+    return Case("", *x.shape, head.shape[0], count, x.dtype.name, soft_cap, z_loss), count
 
 
 def _check(x: Any, head: Any, labels: Any, weights: Any, soft_cap: float | None, z_loss: float, chunk: int) -> None:
@@ -143,10 +184,10 @@ def _check(x: Any, head: Any, labels: Any, weights: Any, soft_cap: float | None,
     if weights is not None and (weights.shape != labels.shape or not jnp.issubdtype(weights.dtype, jnp.floating)):
         got = f"weights of type {weights.dtype} and shape {weights.shape}"
         raise ValueError(f"cross_entropy: got {got}, expected floating point of shape {labels.shape}")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"cross_entropy: got soft_cap {soft_cap}, expected more than 0, or None for no cap")
-    if not z_loss >= 0:
-        raise ValueError(f"cross_entropy: got z_loss {z_loss}, expected at least 0")
+    if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
+        raise ValueError(f"cross_entropy: got soft_cap {soft_cap}, expected more than 0 and finite, or None for no cap")
+    if not (z_loss >= 0 and math.isfinite(z_loss)):
+        raise ValueError(f"cross_entropy: got z_loss {z_loss}, expected at least 0, and finite")
     if chunk < 1:
         raise ValueError(f"cross_entropy: got chunk {chunk}, expected at least 1")
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from pallas_kernels import dispatch
+from pallas_kernels import arguments, dispatch
 from pallas_kernels.compat import Interpret, varying_alike
 from pallas_kernels.dispatch import Choice, Implementation
 from pallas_kernels.grouped_matmul import ragged, reference
@@ -69,9 +69,7 @@ def grouped_matmul(
         >>> grouped_matmul(jnp.ones((3, 1)), jnp.array([[[2.0]], [[5.0]]]), jnp.array([1, 1])).tolist()
         [[2.0], [5.0], [0.0]]
     """
-    _check(x, w, sizes)
-    rows, inner = x.shape
-    case = Case("", rows, inner, w.shape[2], (0,) * w.shape[0], x.dtype.name)
+    case = _case(x, w, sizes)
     choice = dispatch.choose(
         "grouped_matmul",
         IMPLEMENTATIONS,
@@ -80,8 +78,28 @@ def grouped_matmul(
         implementation=implementation,
         interpret=bool(interpret),
     )
-    x, w, sizes = varying_alike(x, w, _within(sizes, rows))
+    x, w, sizes = varying_alike(x, w, _within(sizes, case.rows))
     return _kernel(choice, interpret, x, w, sizes)
+
+
+def explain_call(
+    x: Any, w: Any, sizes: Any, *, implementation: str | None = None, platform: str
+) -> dispatch.Explanation:
+    """What `grouped_matmul` would run on a platform, and why each other implementation would not be taken.
+
+    Args:
+        x, w, sizes, implementation: as of `grouped_matmul`; arrays may be `jax.ShapeDtypeStruct`.
+        platform: "gpu h200", "tpu v5e", "cpu".
+
+    Example:
+        >>> x, w = jnp.ones((128, 96), jnp.bfloat16), jnp.ones((2, 96, 128), jnp.bfloat16)
+        >>> grouped_matmul.explain(x, w, jnp.array([64, 64]), platform="gpu h200").reasons["gpu"]
+        'it needs D and F that are multiples of 128, not 96 and 128'
+    """
+    return explain(_case(x, w, sizes), platform, implementation)
+
+
+grouped_matmul.explain = explain_call  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def explain(case: Case, platform: str, implementation: str | None = None) -> dispatch.Explanation:
@@ -109,6 +127,13 @@ def _within(sizes: Any, rows: int) -> Any:
     return jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
 
 
+def _case(x: Any, w: Any, sizes: Any) -> Case:
+    """Shapes of a call that makes sense."""
+    arguments.arrays("grouped_matmul", x=x, w=w, sizes=sizes)
+    _check(x, w, sizes)
+    return Case("", *x.shape, w.shape[2], (0,) * w.shape[0], x.dtype.name)
+
+
 def _check(x: Any, w: Any, sizes: Any) -> None:
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or 0 in (*x.shape, *w.shape):
         got = f"x {x.shape} and w {w.shape}"
@@ -119,7 +144,7 @@ def _check(x: Any, w: Any, sizes: Any) -> None:
     if sizes.shape != w.shape[:1] or not jnp.issubdtype(sizes.dtype, jnp.integer):
         got = f"sizes of type {sizes.dtype} and shape {sizes.shape}"
         raise ValueError(f"grouped_matmul: got {got}, expected integers of shape {w.shape[:1]}, one per matrix")
-    if not isinstance(sizes, Tracer):
+    if not isinstance(sizes, Tracer | jax.ShapeDtypeStruct):
         known = np.asarray(sizes)
         if known.min() < 0 or sum(known.tolist()) > x.shape[0]:
             got = f"sizes {known.tolist()}"

@@ -9,13 +9,14 @@ products, where XLA fuses the norm with its neighbours, a kernel costs more than
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import dispatch
+from pallas_kernels import arguments, dispatch
 from pallas_kernels.compat import Interpret, varying_alike
 from pallas_kernels.dispatch import Choice, Implementation
 from pallas_kernels.norm import reference
@@ -124,6 +125,49 @@ def layer_norm(
     return _norm("layer_norm", x, weight, bias, residual, eps, True, implementation, platform, interpret)
 
 
+def explain_rms(
+    x: Any, weight: Any, residual: Any = None, *, eps: float = 1e-6, implementation: str | None = None, platform: str
+) -> dispatch.Explanation:
+    """What `rms_norm` would run on a platform, and why each other implementation would not be taken.
+
+    Args:
+        x, weight, residual, eps, implementation: as of `rms_norm`; arrays may be `jax.ShapeDtypeStruct`.
+        platform: "gpu h200", "tpu v5e", "cpu".
+
+    Example:
+        >>> rms_norm.explain(jnp.ones((8, 384)), jnp.ones(384), platform="gpu h200").reasons["gpu"]
+        'it needs a width that is a multiple of 512 up to 8192, not 384'
+    """
+    return explain(_case("rms_norm", x, weight, None, residual, eps, False), platform, implementation)
+
+
+def explain_layer(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    residual: Any = None,
+    *,
+    eps: float = 1e-5,
+    implementation: str | None = None,
+    platform: str,
+) -> dispatch.Explanation:
+    """What `layer_norm` would run on a platform, and why each other implementation would not be taken.
+
+    Args:
+        x, weight, bias, residual, eps, implementation: as of `layer_norm`; arrays may be `jax.ShapeDtypeStruct`.
+        platform: "gpu h200", "tpu v5e", "cpu".
+
+    Example:
+        >>> layer_norm.explain(jnp.ones((8, 384)), jnp.ones(384), platform="tpu v5e").chosen
+        'tpu'
+    """
+    return explain(_case("layer_norm", x, weight, bias, residual, eps, True), platform, implementation)
+
+
+rms_norm.explain = explain_rms  # pyright: ignore[reportFunctionMemberAccess]
+layer_norm.explain = explain_layer  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def explain(case: Case, platform: str, implementation: str | None = None) -> dispatch.Explanation:
     """What would run a case on a platform, and why each other implementation would not.
 
@@ -148,12 +192,10 @@ def _norm(
     platform: str | None,
     interpret: Interpret,
 ) -> Any:
-    _check(name, x, weight, bias, residual, eps)
+    case = _case(name, x, weight, bias, residual, eps, center)
     shape = x.shape
     flat = None if residual is None else residual.reshape(-1, shape[-1])
     x = x.reshape(-1, shape[-1])
-    rows, width = x.shape
-    case = Case(name, rows, width, x.dtype.name, center, bias is not None, residual is not None)
     choice = dispatch.choose(
         name,
         IMPLEMENTATIONS,
@@ -170,6 +212,15 @@ def _norm(
     return y if residual is None else (y, h)
 
 
+def _case(name: str, x: Any, weight: Any, bias: Any, residual: Any, eps: Any, center: bool) -> Case:
+    """Shapes and options of a call that makes sense."""
+    arguments.arrays(name, x=x, weight=weight, bias=bias, residual=residual)
+    arguments.static(name, eps=eps)
+    _check(name, x, weight, bias, residual, eps)
+    rows = math.prod(x.shape[:-1])
+    return Case(name, rows, x.shape[-1], x.dtype.name, center, bias is not None, residual is not None)
+
+
 def _check(name: str, x: Any, weight: Any, bias: Any, residual: Any, eps: float) -> None:
     if x.ndim < 1 or 0 in x.shape:
         raise ValueError(f"{name}: got x of shape {x.shape}, expected (..., D) with nothing empty")
@@ -184,8 +235,8 @@ def _check(name: str, x: Any, weight: Any, bias: Any, residual: Any, eps: float)
     if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         got = f"{residual.dtype} {residual.shape}"
         raise ValueError(f"{name}: got a residual of {got}, expected {x.dtype} {x.shape}, as x: cast one of them")
-    if not eps >= 0:
-        raise ValueError(f"{name}: got eps {eps}, expected at least 0")
+    if not (eps >= 0 and math.isfinite(eps)):
+        raise ValueError(f"{name}: got eps {eps}, expected at least 0, and finite")
 
 
 def _branches(what: str, interpret: Interpret, **options: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels import arguments
 from pallas_kernels import tiles as files
 from pallas_kernels.compat import Interpret
 from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, first_order
@@ -55,8 +56,7 @@ def quantize(
 
     .. math:: s = \max |x|, \quad code = \mathrm{round}(x L / s), \quad L = 2^{bits - 1} - 1
 
-    It is code of one device: under a mesh call it inside `jax.shard_map`. There is no gradient of its kernels; instead
-    of `jax.vmap` reshape.
+    It is code of one device: under a mesh call it inside `jax.shard_map`. There is no gradient of its kernels.
 
     Args:
         x: (R, C), float32 or bfloat16.
@@ -136,10 +136,14 @@ def explain(case: Case, platform: str) -> Explanation:
         case: shapes and options.
         platform: "tpu v5e", "gpu h200", "cpu".
 
+    Raises:
+        ValueError: what `quantize` refuses, too.
+
     Example:
         >>> explain(Case("mine", 512, 4096), "tpu v6e").chosen
         'tpu'
     """
+    _check((case.rows, case.cols), case.dtype, case.bits, case.block, case.axis)
     return explain_choice("quantize", IMPLEMENTATIONS, case, target(platform))
 
 
@@ -160,20 +164,25 @@ def _tiles(case: Case, where: Target) -> tpu.Tiles:
 
 def _case(x: Array, bits: int, block: int, axis: int) -> Case:
     """Shapes and options of a call that makes sense."""
-    if x.ndim != 2 or not x.size:
-        raise ValueError(f"quantize: got an array of shape {x.shape}, expected (R, C), none of them 0")
-    if x.dtype.name not in ("float32", "bfloat16"):
-        raise ValueError(f"quantize: got {x.dtype.name}, expected float32 or bfloat16")
-    if bits not in (8, 4):
-        raise ValueError(f"quantize: got {bits} bits, expected 8 or 4")
-    if axis not in (-1, -2):
-        raise ValueError(f"quantize: got axis {axis}, expected -2 (down the columns) or -1 (along the rows)")
-    if block < 1 or x.shape[axis] % block or (bits == 4 and block % 2):
-        kind = "an even" if bits == 4 else "a"
-        raise ValueError(
-            f"quantize: blocks of {block} along dim {axis} of {x.shape}: expected {kind} divisor of {x.shape[axis]}"
-        )
+    arguments.static("quantize", bits=bits, block=block, axis=axis)
+    _check(x.shape, x.dtype.name, bits, block, axis)
     dtype: Any = x.dtype.name
     width: Any = bits
     along: Any = axis
     return Case("", x.shape[0], x.shape[1], width, block, along, dtype, tags=())
+
+
+def _check(shape: tuple[int, ...], dtype: str, bits: int, block: int, axis: int) -> None:
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"quantize: got an array of shape {shape}, expected (R, C), none of them 0")
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"quantize: got {dtype}, expected float32 or bfloat16")
+    if bits not in (8, 4):
+        raise ValueError(f"quantize: got {bits} bits, expected 8 or 4")
+    if axis not in (-1, -2):
+        raise ValueError(f"quantize: got axis {axis}, expected -2 (down the columns) or -1 (along the rows)")
+    if block < 1 or shape[axis] % block or (bits == 4 and block % 2):
+        kind = "an even" if bits == 4 else "a"
+        raise ValueError(
+            f"quantize: blocks of {block} along dim {axis} of {shape}: expected {kind} divisor of {shape[axis]}"
+        )

@@ -5,6 +5,7 @@ from typing import Any
 
 from jax import Array
 
+from pallas_kernels import arguments
 from pallas_kernels import tiles as files
 from pallas_kernels.compat import Interpret
 from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, first_order
@@ -59,7 +60,7 @@ def top_k(
     r"""The k numbers of largest magnitude of each block, the largest first, and where they lie in it.
 
     Among equal magnitudes the first in the block wins; a NaN is as large as an infinity. It is code of one device:
-    under a mesh call it inside `jax.shard_map`. There is no gradient of its kernels; instead of `jax.vmap` reshape.
+    under a mesh call it inside `jax.shard_map`. There is no gradient of its kernels.
 
     Args:
         x: (R, C), float32 or bfloat16.
@@ -137,6 +138,7 @@ def _tiles(case: Case, where: Target) -> tpu.Tiles:
 
 def _case(x: Array, k: int, block: int, axis: int) -> Case:
     """Shapes and options of a call that makes sense."""
+    arguments.static("top_k", k=k, block=block, axis=axis)
     if x.ndim != 2 or not x.size:
         raise ValueError(f"top_k: got an array of shape {x.shape}, expected (R, C), none of them 0")
     if x.dtype.name not in ("float32", "bfloat16"):

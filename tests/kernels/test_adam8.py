@@ -253,7 +253,10 @@ def test_what_does_not_fit_is_refused_by_name(fields, says):
         ({"b1": 1.0}, "b1 1.0"),
         ({"b2": -0.1}, "b2 -0.1"),
         ({"eps": 0.0}, "eps 0.0"),
+        ({"eps": float("inf")}, "eps inf, expected a finite number above 0"),
+        ({"weight_decay": float("nan")}, "weight_decay nan, expected a finite number"),
         ({"block": 0}, "blocks of 0"),
+        ({"block": 2.5}, "blocks of 2.5 rows, expected a whole number"),
         ({"map": "int4"}, "map 'int4', expected soft8 or dynamic8"),
     ],
 )

@@ -4,6 +4,7 @@ The rest of the list is in each kernel's own tests: `BAD` there, and what a name
 """
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,13 @@ from pallas_kernels.attention.api import attention
 from pallas_kernels.cross_entropy.api import cross_entropy
 from pallas_kernels.dispatch import CannotRun
 from pallas_kernels.grouped_matmul.api import grouped_matmul
-from pallas_kernels.norm.api import rms_norm
+from pallas_kernels.norm import api as norm_api
+from pallas_kernels.norm.api import layer_norm, rms_norm
+from pallas_kernels.quantize import api as quantize_api
 from pallas_kernels.quantize.api import dequantize, quantize
+from pallas_kernels.quantize.cases import Case
 from pallas_kernels.tiles import Tiles
+from pallas_kernels.top_k import api as top_k_api
 from pallas_kernels.top_k.api import top_k
 
 ON_TPU = {"implementation": "tpu", "platform": "tpu v5e"}
@@ -126,11 +131,92 @@ def test_second_derivatives_of_kernels_are_refused(kernel, function):
         jax.jit(jax.grad(slope)).trace(jnp.zeros((128, 128), jnp.bfloat16))
 
 
+TRACED = {
+    "attention": (lambda x, n: inspect.unwrap(attention)(*(x[None, :, None, :64],) * 3, window=n), "window"),
+    "attention's cap": (
+        lambda x, n: inspect.unwrap(attention)(*(x[None, :, None, :64],) * 3, logit_soft_cap=n),
+        "logit_soft_cap",
+    ),
+    "rms_norm": (lambda x, n: inspect.unwrap(rms_norm)(x, x[0], eps=n), "eps"),
+    "top_k": (lambda x, n: inspect.unwrap(top_k)(x, n), "k"),
+    "quantize": (lambda x, n: inspect.unwrap(quantize)(x, block=n), "block"),
+    "cross_entropy": (lambda x, n: inspect.unwrap(cross_entropy)(x, x, jnp.zeros(128, int), vocab=n), "vocab"),
+}
+
+
+@pytest.mark.parametrize("use", TRACED)
+def test_traced_options_are_refused_by_name(use, monkeypatch):
+    """Annotations, which tests check, would refuse them first."""
+    call, name = TRACED[use]
+    monkeypatch.setattr(top_k_api, "_case", inspect.unwrap(top_k_api._case))
+    monkeypatch.setattr(quantize_api, "_case", inspect.unwrap(quantize_api._case))
+    monkeypatch.setattr(norm_api, "_norm", inspect.unwrap(norm_api._norm))
+    kernel = use.partition("'")[0]
+    with pytest.raises(ValueError, match=rf"{kernel}: got a traced value as {name}, .* static_argnames='{name}'"):
+        jax.jit(lambda n: call(jnp.zeros((128, 512)), n))(2)
+
+
+LISTS = {
+    "segment_ids of keys and queries": (
+        lambda x: attention(*(jnp.ones((2, 3, 1, 8)),) * 3, segment_ids=[[0, 0, 1], [0, 1, 1]]),
+        "attention: segment_ids as a list of what are no arrays, expected one array, or a pair",
+    ),
+    "segment_ids of one row": (
+        lambda x: attention(*(jnp.ones((1, 3, 1, 8)),) * 3, segment_ids=[[0, 0, 1]]),
+        r"attention: segment_ids as a list .* take jnp.asarray\(segment_ids\)",
+    ),
+    "sizes": (lambda x: grouped_matmul(x, x[None], [64, 64]), "grouped_matmul: got sizes of type list, expected an"),
+    "labels": (lambda x: cross_entropy(x, x, [0] * 128), r"cross_entropy: got labels of type list, .*jnp.asarray"),
+    "weight": (lambda x: rms_norm(x, [1.0] * 128), "rms_norm: got weight of type list"),
+}
+
+
+@pytest.mark.parametrize("use", LISTS)
+def test_lists_are_refused_by_name(use):
+    call, says = LISTS[use]
+    with pytest.raises(ValueError, match=says):
+        call(jnp.ones((128, 128)))
+
+
+def test_second_derivatives_of_chunks_are_refused():
+    def slope(x):
+        return jax.grad(lambda x: attention(x, x, x, implementation="chunked").sum())(x).sum()
+
+    with pytest.raises(NotImplementedError, match=r"attention: kernels have no second derivatives .*'reference'"):
+        jax.grad(slope)(jnp.ones((1, 8, 1, 8)))
+
+
+def test_every_function_explains_itself():
+    """As attention does: of a call, whose arrays may be described."""
+    make = jax.ShapeDtypeStruct
+    x, row, whole = make((128, 512), jnp.bfloat16), make((512,), jnp.float32), make((128,), jnp.int32)
+    matrices, sizes = make((2, 512, 128), jnp.bfloat16), make((2,), jnp.int8)
+    told = (
+        rms_norm.explain(x, row, x, platform="tpu v5e"),
+        layer_norm.explain(x, row, row, platform="gpu h200"),
+        cross_entropy.explain(x, x, whole, vocab=100, platform="tpu v5e"),
+        grouped_matmul.explain(x, matrices, sizes, platform="gpu h200"),
+    )
+    assert [(found.kernel, found.chosen) for found in told] == [
+        ("rms_norm", "tpu"),
+        ("layer_norm", "gpu"),
+        ("cross_entropy", "chunked"),
+        ("grouped_matmul", "gpu"),
+    ]
+    with pytest.raises(ValueError, match="vocab 129"):
+        cross_entropy.explain(x, x, whole, vocab=129, platform="tpu v5e")
+    with pytest.raises(ValueError, match="quantize: blocks of 100 along dim -2"):
+        quantize.explain(Case("mine", 512, 4096, block=100), "tpu v6e")
+
+
 def test_kernels_that_round_or_choose_have_no_derivative():
     x = jnp.zeros((256, 128))
+    codes = [(jnp.zeros((256, 128), kind), jnp.zeros((2, 128))) for kind in (jnp.int8, jnp.uint8)]
     for kernel, run in (
         ("quantize", lambda x: quantize(x, **ON_TPU)[1].sum()),
         ("top_k", lambda x: top_k(x, 2, block=128, **ON_TPU)[0].sum()),
+        ("adam8", lambda x: adam8(x, x, *codes, jnp.ones(5), Settings(block=128), **ON_TPU)[0].sum()),
+        ("adam8", lambda x: adam8(x, x, *codes, jnp.ones(5), Settings(block=128), **ON_GPU)[0].sum()),
     ):
         with pytest.raises(NotImplementedError, match=f"{kernel}: kernels have no derivatives; pass implementation="):
             jax.jit(jax.grad(run)).trace(x)

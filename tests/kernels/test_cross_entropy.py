@@ -229,6 +229,7 @@ BAD = [
     ({"vocab": 17}, "vocab 17, expected 1 to 16"),
     ({"vocab": 0}, "vocab 0"),
     ({"soft_cap": 0.0}, "soft_cap 0.0, expected more than 0"),
+    ({"soft_cap": float("inf")}, "soft_cap inf, expected more than 0 and finite"),
     ({"z_loss": -1.0}, "z_loss -1.0"),
     ({"chunk": 0}, "chunk 0"),
     ({"implementation": "chunk"}, "did you mean 'chunked'"),
