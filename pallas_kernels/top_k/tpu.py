@@ -73,15 +73,25 @@ def _round(f: Any, a: Any, place: Any, axis: int) -> tuple[Any, Any, Any]:
     return jnp.sum(jnp.where(hit, f, 0.0), axis, keepdims=True), at, jnp.where(hit, -1.0, a)
 
 
-def _down_columns(x: Any, values: Any, places: Any, *, block: int, k: int) -> None:
+def _down_columns(x: Any, values: Any, places: Any, *found: Any, block: int, k: int) -> None:
+    """`found` holds values in float32 until all are known: Mosaic writes single rows of 32-bit numbers alone."""
     place = lax.broadcasted_iota(jnp.int32, (block, x.shape[1]), 0)
-    for i in range(x.shape[0] // block):
-        f = x[pl.ds(i * block, block), :].astype(jnp.float32)
-        a = magnitude(f)
-        for n in range(k):
+    held = found[0] if found else values
+
+    def one(i: Any, _: None) -> None:
+        f = x[pl.ds(pl.multiple_of(i * block, block), block), :].astype(jnp.float32)
+
+        def round_(n: Any, a: Any) -> Any:
             value, at, a = _round(f, a, place, 0)
-            row = pl.ds(i * k + n, 1)
-            values[row, :], places[row, :] = value.astype(values.dtype), at
+            row = slice(0, 1) if values.shape[0] == 1 else pl.ds(i * k + n, 1)  # Mosaic wants no index into one row
+            held[row, :], places[row, :] = value, at
+            return a
+
+        lax.fori_loop(0, k, round_, magnitude(f))
+
+    lax.fori_loop(0, x.shape[0] // block, one, None)
+    if found:
+        values[...] = held[...].astype(values.dtype)
 
 
 def _along_rows(x: Any, values: Any, places: Any, *, k: int) -> None:
@@ -126,15 +136,17 @@ def top_k(x: Array, *, case: Case, tiles: Tiles, interpret: Interpret = False) -
     if case.axis == -2:
         body = functools.partial(_down_columns, block=case.block, k=case.k)
         shape, made = (R // case.block * case.k, C), (tiles.rows // case.block * case.k, tiles.cols)
+        scratch = [] if x.dtype == jnp.float32 else [pltpu.VMEM(made, jnp.float32)]
     else:
         body = functools.partial(_along_rows, k=case.k)
-        shape, made = (R, case.k), (tiles.rows, case.k)
+        shape, made, scratch = (R, case.k), (tiles.rows, case.k), []
     values, places = pl.pallas_call(
         body,
         grid=(pl.cdiv(R, tiles.rows), pl.cdiv(C, tiles.cols)),
         in_specs=[pl.BlockSpec((tiles.rows, tiles.cols), lambda i, j: (i, j))],
         out_specs=[pl.BlockSpec(made, lambda i, j: (i, j))] * 2,
         out_shape=[like(shape, x.dtype, x), like(shape, jnp.int32, x)],
+        scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         cost_estimate=cost(case),
         interpret=interpreter("tpu", interpret),

@@ -117,6 +117,19 @@ def test_the_codec_takes_the_kernel_on_hopper():
         assert explain(Case("", blocks, block, kept, block, -1, "float32"), "gpu h200").chosen == "gpu"
 
 
+@pytest.mark.parametrize(("platform", "name"), [("tpu v5e", "tpu"), ("gpu h200", "gpu")])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_code_is_as_long_for_many_rounds_and_blocks(axis, platform, name):
+    """Compilers take as long as the code is, and a bar of 5 s holds for any k."""
+    how = {"block": 128, "axis": axis, "platform": platform, "implementation": name}
+
+    def maxima(k, blocks):
+        x = jnp.zeros((blocks * 128, 128))
+        return str(jax.make_jaxpr(lambda x: top_k(x, k, **how))(x)).count("reduce_max")
+
+    assert maxima(8, 2) == maxima(128, 2) == maxima(8, 16) <= 2
+
+
 def test_tiles_divide_blocks():
     odd = Case("", 43 * 256, 4096, 3, 256)
     assert candidates(odd) == []
