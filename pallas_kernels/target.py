@@ -123,7 +123,8 @@ def _device(arrays: Sequence[Any]) -> Any:
     placed = [one for one in arrays if isinstance(one, jax.Array)]
     if placed:
         return next(iter(placed[0].sharding.device_set))
-    default = jax.config.jax_default_device
+    config: Any = jax.config
+    default = config.jax_default_device
     return default if isinstance(default, jax.Device) else jax.devices(default)[0]
 
 

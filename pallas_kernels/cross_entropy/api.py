@@ -167,7 +167,8 @@ def _case(
     count = words if vocab is None else vocab
     if not 0 < count <= words:
         raise ValueError(f"cross_entropy: got vocab {count}, expected 1 to {words}, the rows of the head")
-    return Case("", *x.shape, head.shape[0], count, x.dtype.name, soft_cap, z_loss), count
+    rows, width = x.shape
+    return Case("", rows, width, head.shape[0], count, x.dtype.name, soft_cap, z_loss), count
 
 
 def _check(x: Any, head: Any, labels: Any, weights: Any, soft_cap: float | None, z_loss: float, chunk: int) -> None:

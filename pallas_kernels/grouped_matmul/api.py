@@ -131,7 +131,8 @@ def _case(x: Any, w: Any, sizes: Any) -> Case:
     """Shapes of a call that makes sense."""
     arguments.arrays("grouped_matmul", x=x, w=w, sizes=sizes)
     _check(x, w, sizes)
-    return Case("", *x.shape, w.shape[2], (0,) * w.shape[0], x.dtype.name)
+    groups, inner, outer = w.shape
+    return Case("", x.shape[0], inner, outer, (0,) * groups, x.dtype.name)
 
 
 def _check(x: Any, w: Any, sizes: Any) -> None:
