@@ -112,7 +112,7 @@ def test_both_passes_take_their_tiles_from_the_file(tmp_path, monkeypatch):
         for other in (dataclasses.replace(asked, H=64), dataclasses.replace(asked, T=384)):
             assert tpu_sizes.choose_tiles("v5e", other) == tpu_sizes.choose_tiles(None, other)
         program = tuning.run(dataclasses.replace(CASES["full_4k"], B=1, N=1, K=1), None, "tpu", True)
-        monkeypatch.setattr(tuning.api, "target", lambda platform: tuning.Target("tpu", "v5e"))
+        monkeypatch.setattr(tuning.api, "target", lambda platform, *operands: tuning.Target("tpu", "v5e"))
         rows = [jax.ShapeDtypeStruct((1, 4096, 1, 128), "bfloat16")] * 3
         text = str(jax.make_jaxpr(program)(*rows))
         assert [text.count(f"grid=({grid})") for grid in ("1, 1, 16, 8", "1, 1, 8, 2", "1, 1, 4, 1, 16")] == [1, 1, 1]
