@@ -91,6 +91,11 @@ def filled(shape: tuple[int, ...], dtype: Any, value: float, *operands: Any) -> 
     return varying_like(jnp.full(shape, value, dtype), *operands)
 
 
+def varies(one: Any) -> bool:
+    """Whether an array's type says that it varies over manual mesh axes (`jax.shard_map`, unless check_vma=False)."""
+    return bool(_varying(one))
+
+
 def _varying(one: Any) -> frozenset[str]:
     return frozenset(jax.typeof(one).manual_axis_type.varying)
 

@@ -4,6 +4,7 @@ import functools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -12,7 +13,7 @@ from pallas_kernels.adam8 import reference, tpu
 from pallas_kernels.adam8.cases import Case
 from pallas_kernels.adam8.maps import MAPS
 from pallas_kernels.adam8.reference import HYPER, Settings
-from pallas_kernels.compat import Interpret
+from pallas_kernels.compat import Interpret, varies
 from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, first_order
 from pallas_kernels.dispatch import explain as explain_choice
 from pallas_kernels.target import PROVED, Target, target
@@ -28,6 +29,11 @@ def _gpu_supports(where: Target, case: Case) -> str | None:
         return f"it needs blocks of {', '.join(map(str, GPU_BLOCKS))} rows, not {case.block}"
     if case.cols % GPU_COLS:
         return f"it needs columns that are a multiple of {GPU_COLS}, not {case.cols}"
+    if case.varying and jax.__version_info__ >= (0, 11):
+        return (
+            f"kernels of JAX {jax.__version__} change no array in place whose type says that it varies over mesh "
+            "axes: give jax.shard_map check_vma=False"
+        )
     return None
 
 
@@ -83,7 +89,8 @@ def adam8(
     .. math:: m' = b_1 m + (1 - b_1) g, \quad v' = b_2 v + (1 - b_2) g^2, \quad
         p' = p - \eta \left(\frac{m' / (1 - b_1^t)}{\sqrt{v' / (1 - b_2^t)} + \epsilon} + \lambda p\right)
 
-    It is code of one device: under a mesh call it inside `jax.shard_map`, where blocks divide the shards. An element
+    It is code of one device: under a mesh call it inside `jax.shard_map`, where blocks divide the shards; on Hopper
+    from JAX 0.11 on with `check_vma=False`, without which it is the reference. An element
     with a NaN or infinity in its gradient stays as it is. There is no gradient of its kernels. Give leading dims, or
     map it by `jax.vmap` (on Hopper from JAX 0.12 on).
 
@@ -221,4 +228,6 @@ def _case(p: Array, g: Array, m: Moment, v: Moment, hyper: Array, settings: Sett
             )
     gradient: Any = g.dtype.name
     kind: Any = settings.map
-    return Case("", math.prod(p.shape[:-2]), rows, cols, settings.block, kind, gradient, settings.weight_decay, tags=())
+    varying = any(varies(one) for one in (p, g, *m, *v, hyper))
+    layers = math.prod(p.shape[:-2])
+    return Case("", layers, rows, cols, settings.block, kind, gradient, settings.weight_decay, varying, tags=())

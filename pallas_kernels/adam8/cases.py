@@ -17,6 +17,7 @@ class Case:
         map: of the codes, a name of `maps.MAPS`.
         gradient: dtype of the gradient.
         weight_decay: decoupled.
+        varying: whether types of arrays say over which mesh axes they vary, as `jax.shard_map` has it by default.
         tags: "small" runs in the interpreter, "aot" is compiled for absent chips, "bench" is timed on a device.
     """
 
@@ -28,6 +29,7 @@ class Case:
     map: Literal["soft8", "dynamic8"] = "soft8"
     gradient: Literal["bfloat16", "float32"] = "float32"
     weight_decay: float = 0.1
+    varying: bool = False
     tags: tuple[str, ...] = ("small",)
 
 

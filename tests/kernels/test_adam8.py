@@ -11,6 +11,7 @@ import pytest
 from jaxscale.optim import maps as optimizer_maps
 from jaxscale.optim.quantize import Quantized, decode
 from jaxscale.optim.quantized import quantize_state
+from pallas_kernels import dispatch
 from pallas_kernels.adam8 import decades, reference
 from pallas_kernels.adam8.api import Settings, adam8, explain, hyper, runs
 from pallas_kernels.adam8.cases import CASES, Case
@@ -301,6 +302,33 @@ def test_a_v4_has_no_gather_for_the_dynamic_map():
     ):
         assert runs(shape, 256, "tpu v4", kind) is kernel
         assert runs(shape, 256, "tpu v5p", kind)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_on_hopper_types_that_vary_have_the_reference_and_named_the_cure(check_vma):
+    """JAX 0.11 and newer take no such type where a kernel changes arrays in place."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, settings = jax.P("x"), Settings(64)
+    scale, make = ((4, 64), F32), jax.ShapeDtypeStruct
+    moments = [(make((256, 64), kind), make(*scale)) for kind in (jnp.int8, jnp.uint8)]
+    given = make((256, 64), F32), make((256, 64), F32), *moments, make((5,), F32)
+    specs = rows, rows, (rows, rows), (rows, rows), jax.P()
+
+    def traced(name):
+        step = functools.partial(adam8, settings=settings, platform="gpu h200", implementation=name)
+        out = rows, (rows, rows), (rows, rows)
+        notes = []
+        with dispatch.noting(notes):
+            whole = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
+            jax.jit(whole).trace(*given)
+        return notes[0][0]
+
+    if check_vma and jax.__version_info__ >= (0, 11):
+        assert "give jax.shard_map check_vma=False" in traced(None).why
+        with pytest.raises(dispatch.CannotRun, match=r"give jax\.shard_map check_vma=False"):
+            traced("gpu")
+    else:
+        assert [traced(name).chosen for name in (None, "gpu")] == ["gpu", "gpu"]
 
 
 def test_tiles_divide_blocks_and_fit():

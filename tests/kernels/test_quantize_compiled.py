@@ -47,14 +47,14 @@ def program(case, devices):
     return lowered(devices, run, [jax.ShapeDtypeStruct((case.rows, case.cols), jnp.dtype(case.dtype))])
 
 
-def layers(devices):
+def layers(devices, check_vma=False):
     """Of stacked layers, inside a `shard_map`: what a codec of gradients does."""
 
     def local(x):
         return jax.vmap(functools.partial(quantize, bits=4, block=256, axis=-1))(x)
 
     def run(x):
-        return jax.shard_map(local, in_specs=jax.P(None, "x"), out_specs=jax.P(None, "x"), check_vma=False)(x)
+        return jax.shard_map(local, in_specs=jax.P(None, "x"), out_specs=jax.P(None, "x"), check_vma=check_vma)(x)
 
     given = [jax.ShapeDtypeStruct((3, 2048, 256), jnp.float32)]
     return lowered(devices, run, given, mesh={"x": 2}, specs=(jax.P(None, "x"),))
@@ -73,7 +73,7 @@ def proved(programs, found):
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_tpu(chip):
     programs: dict[str, Any] = {name: functools.partial(program, case) for name, case in (CASES | LARGEST).items()}
-    programs["layers"] = layers
+    programs |= {"layers": layers, "typed layers": functools.partial(layers, check_vma=True)}
     proved(programs, compiled(f"tpu {chip}:2x2", programs))
 
 
@@ -83,5 +83,5 @@ def test_hopper():
     programs: dict[str, Any] = {
         name: functools.partial(program, case) for name, case in (CASES | LARGEST | LIMITS | EDGES).items()
     }
-    programs["layers"] = layers
+    programs |= {"layers": layers, "typed layers": functools.partial(layers, check_vma=True)}
     proved(programs, compiled("gpu h200 x 2", programs))
