@@ -15,7 +15,7 @@ PLATFORMS = ("tpu", "gpu", "cpu")
 HOPPER = ("h100", "h200", "h800", "h20", "gh200")
 """How the names of GPUs of compute capability 9.0 begin."""
 
-PROVED = ("v5e", "v5p", "v6e")
+PROVED = ("v5e", "v5p", "v6e", "7x")
 """TPUs for which every kernel was compiled; a kernel that was for others too lists them."""
 
 _TPUS = {

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import pytest
 
 from pallas_kernels.adam8.cases import Case as Adam
@@ -21,6 +22,8 @@ from tests.kernels import (
 
 pytestmark = [pytest.mark.slow, aot.tpu_compiler]
 PLACES = {"v4": "tpu v4:2x2x1", "v5e": "tpu v5e:2x2", "v5p": "tpu v5p:2x2x1", "v6e": "tpu v6e:2x2"}
+if jax.__version_info__ >= (0, 12):  # before, JAX cannot read the programs that libtpu makes for a 7x
+    PLACES["7x"] = "tpu 7x:2x2x1"
 
 
 def attention(chip):

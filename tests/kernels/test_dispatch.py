@@ -37,7 +37,7 @@ WAYS = (
         (Target("tpu", "v5e"), 2, ("tpu",) * 3),
         (Target("tpu", "v5e"), 3, ("reference",) * 3),
         (Target("tpu"), 2, ("tpu",) * 3),  # of which nobody said the chip
-        (Target("tpu", "7x"), 2, ("reference",) * 3),
+        (Target("tpu", "8i"), 2, ("reference",) * 3),
         (Target(None, "v3"), 2, ("reference",) * 3),
         (Target(None, "tpu v9 lite"), 2, ("reference",) * 3),
         (Target("gpu", "h100"), 3, ("gpu",) * 3),
@@ -57,7 +57,7 @@ def test_none_always_works(where, size, choice):
         ("tpu", Target("tpu", "v5e"), 3, "it needs an even size, not 3"),
         ("gpu", Target("gpu", "a100"), 2, "compute capability 9.0 .H100, H200., and the target is a100"),
         ("gpu", Target("gpu"), 2, "the chip is not known: pass platform="),
-        ("tpu", Target("tpu", "v4"), 2, "it was compiled for TPU v5e, v5p and v6e alone, and the target is v4"),
+        ("tpu", Target("tpu", "v4"), 2, "it was compiled for TPU v5e, v5p, v6e and 7x alone, and the target is v4"),
         ("tpu", Target(None, "v3"), 2, "and the target is v3"),
     ],
 )
@@ -198,15 +198,15 @@ def test_unknown_chips_are_refused(platform, says):
 
 
 def test_kernels_run_on_tpus_for_which_they_were_compiled():
-    chosen = {chip: {one.kernel: one.chosen for one in overview(f"tpu {chip}")} for chip in ("v3", "v4", "v5p", "7x")}
+    chosen = {chip: {one.kernel: one.chosen for one in overview(f"tpu {chip}")} for chip in ("v3", "v4", "v5p", "7x", "8i")}
     assert chosen["v4"] == chosen["v5p"]
     assert {name for name, one in chosen["v4"].items() if one == "tpu"} == {
         "attention", "adam8", "quantize", "top_k", "rms_norm", "layer_norm"
     }  # fmt: skip
-    assert "tpu" not in (*chosen["v3"].values(), *chosen["7x"].values())
+    assert "tpu" not in (*chosen["v3"].values(), *chosen["8i"].values())
     newer = {one.kernel: one.why for one in overview("tpu TPU v9 lite")}
-    assert newer["rms_norm"] == "it was compiled for TPU v4, v5e, v5p and v6e alone, and the target is tpu v9 lite"
-    with pytest.raises(dispatch.CannotRun, match="compiled for TPU v5e, v5p and v6e alone, and the target is v4"):
+    assert newer["rms_norm"] == "it was compiled for TPU v4, v5e, v5p, v6e and 7x alone, and the target is tpu v9 lite"
+    with pytest.raises(dispatch.CannotRun, match="compiled for TPU v5e, v5p, v6e and 7x alone, and the target is v4"):
         cross_entropy(jnp.ones((128, 128)), jnp.ones((128, 128)), jnp.ones(128, int), platform="tpu v4",
                       implementation="tpu")  # fmt: skip
 
