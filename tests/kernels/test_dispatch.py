@@ -198,7 +198,8 @@ def test_unknown_chips_are_refused(platform, says):
 
 
 def test_kernels_run_on_tpus_for_which_they_were_compiled():
-    chosen = {chip: {one.kernel: one.chosen for one in overview(f"tpu {chip}")} for chip in ("v3", "v4", "v5p", "7x", "8i")}
+    chips = ("v3", "v4", "v5p", "7x", "8i")
+    chosen = {chip: {one.kernel: one.chosen for one in overview(f"tpu {chip}")} for chip in chips}
     assert chosen["v4"] == chosen["v5p"]
     assert {name for name, one in chosen["v4"].items() if one == "tpu"} == {
         "attention", "adam8", "quantize", "top_k", "rms_norm", "layer_norm"
