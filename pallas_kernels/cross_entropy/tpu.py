@@ -179,15 +179,22 @@ def _d_head_kernel(words: Any, *refs: Any, masked: bool, soft_cap: Any) -> None:
     i, tile = pl.program_id(1), head.shape[0]
     start = pl.program_id(0) * tile
     pl.when(i == 0)(lambda: _clear(total))
-    live = jnp.broadcast_to(jnp.where(rows[0][...] == IGNORED, 0.0, 1.0), (8, x.shape[0])).T[:, :1]
+    live = jnp.where(rows[0][...] == IGNORED, 0.0, 1.0)
+    some = jnp.min(live) == 0
 
-    def add(at: Any) -> None:
+    def add(at: Any, ignored: bool) -> None:
         first, limit = start + at.start, words[0] if masked else None
         d = _d_logits(x[...], head[at, :], rows, first, limit, soft_cap)
-        real = jnp.broadcast_to(live, x.shape) > 0  # a row of zeros in d does not hide a NaN
-        total[at, :] += _dot(d, jnp.where(real, x[...], jnp.zeros((), x.dtype)), ((1,), (0,)))
+        given = x[...]
+        if ignored:  # where d is 0 a NaN still is one
+            real = jnp.broadcast_to(jnp.broadcast_to(live, (8, x.shape[0])).T[:, :1], x.shape) > 0
+            given = jnp.where(real, given, jnp.zeros((), x.dtype))
+        total[at, :] += _dot(d, given, ((1,), (0,)))
 
-    _by_parts(tile, PARTS["head"], add)
+    for ignored in (False, True):
+        pl.when(some == ignored)(
+            functools.partial(_by_parts, tile, PARTS["head"], functools.partial(add, ignored=ignored))
+        )
     pl.when(i == pl.num_programs(1) - 1)(lambda: _cast(total, d_head))
 
 
