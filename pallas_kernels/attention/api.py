@@ -32,7 +32,8 @@ SHORT = 512 * 512
 """Scores per head up to which the reference is preferred to chunks, where no kernel runs."""
 
 LENGTH = 128
-"""Kernels see lengths that are multiples of it; what is added is hidden from all others."""
+"""Kernels see lengths that are multiples of it, on TPU those that were none of two or four times as many where larger
+tiles are worth it; what is added is hidden from all others."""
 
 _LONE_QUERY, _LONE_KEY = -(2**31) + 1, -(2**31)
 """Segment ids of what is added."""
@@ -330,8 +331,15 @@ def _kernel_backward(
 
 
 def _padded(problem: Problem, module: Any) -> Problem:
-    """The problem as a kernel sees it."""
-    T, S = (length + -length % LENGTH for length in (problem.T, problem.S))
+    """The problem as a kernel sees it: what must be filled up on TPU is as far as tiles that are larger cost less."""
+    if not hasattr(module, "work") or problem.T % LENGTH == problem.S % LENGTH == 0:
+        return _filled(problem, module, LENGTH)
+    return min((_filled(problem, module, step) for step in (LENGTH, 2 * LENGTH, 4 * LENGTH)), key=module.work)
+
+
+def _filled(problem: Problem, module: Any, step: int) -> Problem:
+    """The problem with lengths that are multiples of `step`."""
+    T, S = (length + -length % step for length in (problem.T, problem.S))
     # positions hide the keys that fill up, or segment ids do
     hidden = problem.S == S or (problem.options.causal and problem.T <= problem.S and not problem.offset)
     segments = problem.segments or not hidden

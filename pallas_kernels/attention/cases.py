@@ -62,6 +62,8 @@ CASES = (
     Case("more_keys", 128, 384, 2, 1, 64, tags=_SLOW),
     Case("more_queries", 384, 128, 2, 1, 64, tags=_SLOW),
     Case("ragged", 200, 200, 2, 1, 64, tags=_SLOW),
+    Case("ragged_long", 1100, 1100, 2, 1, 64, tile=256, tags=_SLOW),
+    Case("ragged_long_full", 1100, 1100, 1, 1, 64, dtype="float32", causal=False, tile=256, tags=_SLOW),
     Case("ragged_full", 72, 200, 2, 1, 64, causal=False, tags=_SLOW),
     Case("ragged_more_queries", 300, 130, 2, 1, 64, segments=2, tags=_SLOW),
     Case("narrow", 128, 128, 2, 2, 48, tags=_SLOW),

@@ -28,10 +28,11 @@ from pallas_kernels.attention.tpu_sizes import (
     div,
     padded_width,
     supports,
+    work,
 )
 from pallas_kernels.compat import Interpret, interpreter, like
 
-__all__ = ["Tiles", "backward", "check_tiles", "choose_tiles", "forward", "padded_width", "supports"]
+__all__ = ["Tiles", "backward", "check_tiles", "choose_tiles", "forward", "padded_width", "supports", "work"]
 
 NEG = -1e30
 """Stands for -inf: a row with nothing to see never makes a NaN."""

@@ -101,6 +101,11 @@ def _best(problem: Problem, queries: int, keys: int) -> tuple[int, int]:
     return min(pairs, key=functools.partial(_work, problem))
 
 
+def work(problem: Problem) -> float:
+    """Of the forward and a pass of the backward, by the rule's tiles; to compare lengths that are filled up."""
+    return sum(_work(problem, _best(problem, *most)) for most in longest(problem))
+
+
 def tilings(problem: Problem, area: int, above: float) -> list[tuple[int, int]]:
     """Tiles worth trying in a pass: those of at most so many pairs whose work is hardly above the least.
 

@@ -448,3 +448,20 @@ def test_tiles_that_do_not_fit_are_refused():
     q, k, v = _drawn(256, 256, H=256)
     with pytest.raises(ValueError, match="bytes of shared memory for heads of 256, and a block has 232448"):
         attention(q, k, v, implementation="gpu", platform="gpu h200", tiles=gpu.Tiles())
+
+
+def test_lengths_are_filled_up_to_where_larger_tiles_cost_less():
+    """On TPU; what is a multiple of 128 stays as long as it is."""
+
+    def length(T, module, causal=True):
+        return api._padded(Problem(1, T, T, 2, 1, 64, "bfloat16", False, Options(causal=causal)), module)
+
+    found = {T: length(T, tpu) for T in (4100, 8300, 4224, 1100, 4096, 200, 640)}
+    assert {T: (one.T, one.S) for T, one in found.items()} == {
+        4100: (4608, 4608), 8300: (8704, 8704), 4224: (4224, 4224), 1100: (1280, 1280),
+        4096: (4096, 4096), 200: (256, 256), 640: (640, 640),
+    }  # fmt: skip
+    assert not any(one.segments for one in found.values())
+    assert length(4100, tpu, causal=False).segments
+    assert tpu.choose_tiles(None, found[4100]).q == 512
+    assert length(4100, gpu).T == 4224
