@@ -15,6 +15,9 @@ Interpret = bool | Literal["races"]
 def interpreter(platform: str, interpret: Interpret) -> Any:
     """What a Pallas call takes as `interpret`.
 
+    Under `jax.shard_map` the TPU's wants check_vma=False: on JAX 0.10 and 0.12 it mixes types that vary over mesh axes
+    with its own, which do not.
+
     Args:
         platform: "tpu" or "gpu".
         interpret: whether, and with which care. A race raises from JAX 0.12 on (on the TPU's interpreter; on the GPU's
