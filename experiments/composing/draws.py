@@ -1,0 +1,315 @@
+"""Random combinations of techniques, drawn from the dataclasses' own fields.
+
+A technique is a field of `Plan` with another value than its default, an axis of the mesh, or the optimizer's name. What
+a field may hold is read off its type (`Literal`, `bool`, numbers) or off the registry behind its text form (schedules,
+codecs, memory rules, kernels), so that a new field, schedule, codec or rule is drawn without being added here. A field
+of a type that nobody can draw is an error.
+"""
+
+import dataclasses
+import functools
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from jaxscale.compression.codec import Codec
+from jaxscale.compression.codecs import CODECS
+from jaxscale.compression.named import NamedCodec
+from jaxscale.errors import UserError
+from jaxscale.memory.plan import FORMS as MEMORY_FORMS
+from jaxscale.memory.plan import POLICIES, MemoryPlan, Selector
+from jaxscale.optim.diloco import Diloco
+from jaxscale.optim.optimizer import Optimizer
+from jaxscale.pipeline.plan import FORMS as PIPELINE_FORMS
+from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.pipeline.schedules import METHODS
+from jaxscale.sharding.mesh import AXES
+from jaxscale.step.kernels import KNOWN, PLATFORMS, Kernels
+from jaxscale.step.plan import Plan
+from jaxscale.values.annotations import field_types, members
+
+DEVICES = 8
+LAYERS = 8
+"""Blocks of the model: stages of the deepest schedule that is drawn, two a device."""
+SCHEDULE_FIELDS = ("stages", "stash", "lowering", "anneal", "correction", "synchronous_steps")
+EXCLUDED = ("custom", "file", "fit", "splash")
+"""Values that need a file, a callable, a limit or another platform, by name."""
+WIDTH = 32
+"""Of the model's residual stream."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """One combination.
+
+    Args:
+        techniques: text by dotted path of a field of `Experiment`, as on the command line.
+        length: positions of a row.
+        rows: of a device and microbatch.
+        packed: rows hold several documents.
+        dropout: rate of the model's.
+        seed: of weights and batches.
+    """
+
+    techniques: tuple[tuple[str, str], ...]
+    length: int = 64
+    rows: int = 1
+    packed: bool = False
+    dropout: float = 0.0
+    seed: int = 0
+
+    @property
+    def plan(self) -> dict[str, str]:
+        """The changes of the plan, by field."""
+        return {path.removeprefix("plan."): text for path, text in self.techniques if path.startswith("plan.")}
+
+    @property
+    def optimizer(self) -> dict[str, str]:
+        """The changes of the optimizer, by field."""
+        return {path.removeprefix("optimizer."): text for path, text in self.techniques if path.startswith("optimizer")}
+
+    def __str__(self) -> str:
+        flags = " ".join(f"--{path.replace('_', '-')} {text}" for path, text in self.techniques)
+        extras = f"length {self.length}, rows {self.rows}"
+        extras += ", packed" * self.packed + f", dropout {self.dropout}" * (self.dropout > 0)
+        return f"{flags} ({extras})"
+
+
+def draw(seed: int, index: int) -> Draw:
+    """The combination number `index` of a seed: 3 to 6 techniques, and what they need.
+
+    Example:
+        >>> draw(0, 3) == draw(0, 3), draw(0, 3) == draw(0, 4)
+        (True, False)
+    """
+    rng = random.Random(f"{seed}/{index}")
+    count = rng.randint(3, 6)
+    sizes = _sizes(rng, rng.sample(AXES_DRAWN, k=min(count - 1, rng.choice((0, 1, 1, 2, 2, 3)))))
+    techniques: dict[str, str] = {}
+    if rng.random() < 0.45:
+        techniques["plan.pipeline"] = drawn_pipeline(rng)
+        if rng.random() < 0.3:
+            name = rng.choice(SCHEDULE_FIELDS)
+            techniques[f"plan.{name}"] = _value(rng, [text for field, text in TECHNIQUES if field == f"plan.{name}"])
+    free = [one for one in TECHNIQUES if one[0].removeprefix("plan.") not in (*SCHEDULE_FIELDS, "pipeline")]
+    while len(sizes) + len(techniques) < count:
+        name, text = rng.choice(free)
+        techniques.setdefault(name, _value(rng, [text]))
+    momentum = {"optimizer.name": "sgd", "optimizer.momentum": "0.9", "optimizer.learning_rate": "0.1"}
+    other = {"optimizer.name": rng.choice(OPTIMIZERS), "optimizer.learning_rate": "0.003"}
+    techniques |= momentum if rng.random() < 0.5 else other
+    long = rng.random() < 0.15
+    one = Draw(
+        tuple(sorted(complete(techniques, sizes, rng).items())),
+        length=2048 if long else 64,
+        rows=1 if long else rng.choice((1, 2, 3)),
+        packed=rng.random() < 0.25,
+        dropout=0.1 if rng.random() < 0.2 else 0.0,
+        seed=index,
+    )
+    # a budget means something beside what blocks' inputs take
+    inputs = one.rows * one.length * WIDTH * 4 * LAYERS // 1024
+    budget = f"{int(inputs * rng.choice((1.1, 2.0, 5.0)))}KiB"
+    changed = tuple((path, text.replace("BYTES", budget)) for path, text in one.techniques)
+    return dataclasses.replace(one, techniques=changed)
+
+
+def techniques() -> list[tuple[str, Any]]:
+    """Every technique that can be drawn, as a field and a text, or a function that draws one: a row a value.
+
+    Raises:
+        TypeError: a field of the plan has a type whose values cannot be drawn.
+    """
+    rows: list[tuple[str, Any]] = [("plan.rules.mlp", "()")]
+    for name, hint in field_types(Plan).items():
+        if name in ("mesh", "rules"):
+            continue
+        default = {field.name: field.default for field in dataclasses.fields(Plan)}[name]
+        texts = [text for member in members(hint) for text in _texts(member, default)]
+        if not texts:
+            raise TypeError(f"plan.{name}: got a field of type {hint}, expected one whose values can be drawn")
+        rows += [(f"plan.{name}", text) for text in texts]
+    return rows
+
+
+def _texts(hint: Any, default: Any) -> list[Any]:
+    """Texts of the values of a type, other than the default, or functions that draw one."""
+    if hint is type(None):
+        return []
+    if get_origin(hint) is Literal:
+        return [str(value) for value in get_args(hint) if value != default and value not in EXCLUDED]
+    if hint is bool:
+        return [str(not default)]
+    if hint is int:
+        return [lambda rng: str(rng.choice((2, 4, 8)))]
+    if hint is float:
+        return [lambda rng: rng.choice(("0.05", "0.25", "0.5"))]
+    if get_origin(hint) is tuple:
+        return ["()"]
+    return VALUES[hint]() if hint in VALUES else []
+
+
+def _value(rng: random.Random, texts: Sequence[Any]) -> str:
+    text = rng.choice(texts)
+    return text(rng) if callable(text) else text
+
+
+def _sizes(rng: random.Random, axes: Sequence[str]) -> dict[str, int]:
+    """Devices along each axis, at most `DEVICES` together."""
+    sizes: dict[str, int] = {}
+    product = 1
+    for axis in axes:
+        size = rng.choice((2, 2, 2, 4))
+        if product * size > DEVICES:
+            size = 2
+        if product * size <= DEVICES:
+            sizes[axis] = size
+            product *= size
+    return sizes
+
+
+def complete(techniques: Mapping[str, str], sizes: Mapping[str, int], rng: random.Random) -> dict[str, str]:
+    """The techniques with what they need: an axis to shard or to reduce over, and devices enough."""
+    techniques, sizes = dict(techniques), dict(sizes)
+    if techniques["optimizer.name"].startswith("one_bit") and {"plan.reduce", "plan.diloco"} & set(techniques):
+        techniques["optimizer.name"] = "adamw"  # each says what replicas send
+    if {"plan.attention", "plan.loss_chunk"} & set(techniques):
+        techniques.pop("plan.kernels", None)  # which would say it again
+    codec = techniques.get("plan.reduce") not in (None, "float32", "bfloat16")
+    replicated = codec or "plan.diloco" in techniques or techniques["optimizer.name"].startswith("one_bit")
+    if replicated:
+        sizes.setdefault("replica", 2)
+    if "plan.zero" in techniques:
+        sizes.setdefault("fsdp", 2)
+    if "plan.sequence_parallel" in techniques:
+        sizes.setdefault("tensor", 2)
+    if techniques.get("plan.gradients") == "host":
+        techniques["plan.weights"] = "host"
+    if techniques.get("plan.master") == "split" or techniques.get("plan.reduce") == "bfloat16":
+        techniques["plan.precision"] = "bfloat16"
+    pipeline = techniques.get("plan.pipeline")
+    ranks = 1
+    if pipeline is not None:
+        techniques.pop("plan.microbatches", None)
+        if "plan.anneal" in techniques or "plan.correction" in techniques:
+            techniques["plan.pipeline"] = pipeline = "pipemare:2"
+        if "plan.synchronous_steps" in techniques and not PipelinePlan.parse(pipeline).asynchronous:
+            techniques["plan.pipeline"] = pipeline = "2bw:2x4"
+        if techniques.get("plan.lowering") == "phased":
+            techniques["plan.pipeline"] = pipeline = rng.choice(("gpipe:2x4", "lockstep:2x4"))
+        ranks = int(re.search(r":(\d+)", pipeline).group(1))  # type: ignore[union-attr]
+        if "plan.stages" in techniques:
+            plan = PipelinePlan.parse(pipeline)
+            stages = 2 if plan.name == "auto" else plan.schedule().stages
+            techniques["plan.stages"] = ",".join(map(str, _parts(rng, LAYERS, stages)))
+    while ranks * _product(sizes) > DEVICES:
+        free = [axis for axis in sizes if sizes[axis] > 2] or [
+            axis
+            for axis in sizes
+            if not (axis == "replica" and replicated)
+            and not (axis == "fsdp" and "plan.zero" in techniques)
+            and not (axis == "tensor" and "plan.sequence_parallel" in techniques)
+        ]
+        if not free:
+            for field in ("plan.sequence_parallel", "plan.zero"):
+                if techniques.pop(field, None) is not None:
+                    break
+            continue
+        axis = rng.choice(free)
+        sizes[axis] //= 2
+        if sizes[axis] == 1:
+            del sizes[axis]
+    techniques["plan.mesh"] = ",".join(f"{axis}:{sizes[axis]}" for axis in AXES if axis in sizes) or "1"
+    return techniques
+
+
+def _product(sizes: Mapping[str, int]) -> int:
+    product = 1
+    for size in sizes.values():
+        product *= size
+    return product
+
+
+def _parts(rng: random.Random, total: int, count: int) -> list[int]:
+    """`count` whole numbers >= 1 that add up to `total`."""
+    cuts = sorted(rng.sample(range(1, total), count - 1)) if count <= total else list(range(1, count))
+    return [stop - start for start, stop in zip([0, *cuts], [*cuts, total], strict=True)]
+
+
+def drawn_pipeline(rng: random.Random) -> str:
+    """The text of a schedule on 2 or 4 devices."""
+    name = rng.choice([name for name in PIPELINE_FORMS if name not in EXCLUDED])
+    ranks = rng.choice((2, 2, 4))
+    if name not in METHODS:
+        return f"{name}:{ranks}"
+    method = METHODS[name]
+    microbatches = rng.choice((ranks, 2 * ranks, 2 * ranks))
+    if name == "zb-h2" or name == "zb-v":
+        microbatches = 2 * ranks
+    size = f"{ranks}" if method.streams else f"{ranks}x{microbatches}"
+    return f"{name}:{size}" + (",v=2" if method.interleaves and rng.random() < 0.5 else "")
+
+
+def memory_rules() -> list[Any]:
+    """A function for each memory rule, and for each selector of offload, made of the rule's form."""
+    rows = []
+    for rule, form in MEMORY_FORMS.items():
+        if rule == "none" or rule in EXCLUDED:
+            continue
+        for selector in get_args(Selector) if "SELECTOR" in form else ("",):
+            rows.append(functools.partial(_memory_text, form.replace("SELECTOR", selector)))
+    return rows
+
+
+def _memory_text(form: str, rng: random.Random) -> str:
+    if rng.random() < 0.5:
+        form = re.sub(r"\[.*\]", "", form)
+    form = re.sub(r"[\[\]]", "", form)
+    policies = [policy for policy in POLICIES if policy != "everything_saveable"]
+    words = {"POLICY": policies, "SLOTS": ("1", "2", "4"), "K": ("2", "3"), "flop|seconds": ("flop", "seconds")}
+    for word, options in words.items():
+        form = re.sub(rf"(?<=:){re.escape(word)}(?![A-Z])", rng.choice(options), form)
+    return form
+
+
+def _codec_text(codec: type[Codec], rng: random.Random) -> str:
+    """The text of a codec, with some of its options, as far as it takes them."""
+    hints = field_types(codec)
+    defaults = {field.name: field.default for field in dataclasses.fields(codec)}
+    text = codec.name
+    if codec.value is not None:
+        text += f":{rng.choice(CODEC_VALUES[codec.value])}{codec.unit}"
+    for name, hint in hints.items():
+        if bool in members(hint) and rng.random() < 0.3:
+            text += f",{name}={str(not defaults[name]).lower()}"
+    text += ",start=1" if rng.random() < 0.2 else ""
+    try:
+        NamedCodec.parse(text)
+    except UserError:
+        return text.partition(",")[0]
+    return text
+
+
+def kernel_choices() -> list[str]:
+    """Choices of kernels that run everywhere."""
+    pairs = [f"{kernel}={one}" for kernel, names in KNOWN.items() for one in names if one not in PLATFORMS]
+    return ["reference", *pairs]
+
+
+VALUES: dict[Any, Callable[[], list[Any]]] = {
+    PipelinePlan: lambda: [drawn_pipeline],
+    MemoryPlan: memory_rules,
+    NamedCodec: lambda: [functools.partial(_codec_text, codec) for codec in CODECS.values()],
+    Diloco: lambda: [lambda rng: f"every={rng.choice((1, 2, 2))}" + (",momentum=0" if rng.random() < 0.3 else "")],
+    Kernels: kernel_choices,
+}
+"""Texts of the types with a grammar of their own, or functions that draw one."""
+CODEC_VALUES: dict[str, Sequence[str]] = {"rank": ("1", "4"), "fraction": ("0.05", "0.25"), "bits": ("4", "8")}
+"""What stands behind a codec's colon, by the field's name."""
+TECHNIQUES = techniques()
+"""Every technique, a row a value."""
+AXES_DRAWN = [axis for axis in AXES if axis not in ("pipe", "expert")]
+"""Axes of the mesh that are techniques of their own: pipe is a pipeline's, and no model here has experts."""
+OPTIMIZERS = [name for name in get_args(field_types(Optimizer)["name"]) if name != "sgd"]
+"""Every rule but the one of half of the draws."""

@@ -1,0 +1,134 @@
+"""The verdict on a combination: it equals its twins, it is refused for a reason, or it is a fault."""
+
+import dataclasses
+import traceback
+from collections.abc import Iterator
+from typing import Literal
+
+from composing.draws import Draw
+from composing.twins import LOSSY, Trained, asynchronous, lossy_changes, plain_twin, train
+
+from jaxscale.errors import UserError
+from jaxscale.sharding.mesh import MeshSpec
+
+Outcome = Literal["equal", "refused", "wrong", "crashed", "hung"]
+
+EXACT = 2e-5
+"""Relative difference that the order of float32 sums may make."""
+ROUNDING = {
+    "precision=bfloat16": 4e-3, "reduce=bfloat16": 4e-3, "master=split": 4e-3,
+    "matmul=fp8": 2e-2, "matmul=int8": 1e-2, "matmul=int4": 1e-1,
+}  # fmt: skip
+"""Relative difference of a combination from its twins in these types."""
+CONDITIONING = 10.0
+"""What rounding changes in one program it may change so many times over in another."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One figure of a combination beside a twin's.
+
+    Args:
+        what: the figure, and whose it is compared with.
+        value: the combination's.
+        twin: the twin's.
+        tolerance: largest relative difference allowed.
+    """
+
+    what: str
+    value: float
+    twin: float
+    tolerance: float
+
+    @property
+    def difference(self) -> float:
+        """Relative."""
+        return relative(self.value, self.twin)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference is within the tolerance; not a number never is."""
+        return self.difference <= self.tolerance
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: {self.value:.7g} and {self.twin:.7g}, off by {self.difference:.1e} of {self.tolerance:.1e}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of a combination.
+
+    Args:
+        outcome: "equal" is a success, "refused" one if its reason is true; all others are faults.
+        reason: of a refusal or a fault.
+        compile_seconds: of the combination.
+        run_seconds: likewise, of two steps.
+        worst: largest difference, as a share of its tolerance.
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    compile_seconds: float = 0.0
+    run_seconds: float = 0.0
+    worst: float = 0.0
+
+
+def relative(value: float, twin: float) -> float:
+    """Difference relative to the twin."""
+    return abs(value - twin) / max(abs(twin), 1e-30)
+
+
+def judge(draw: Draw) -> Verdict:
+    """Train a combination and its twins, and compare them."""
+    try:
+        trained = train(draw, draw.plan)
+    except UserError as error:
+        return Verdict("refused", str(error))
+    except Exception as error:  # a fault of whatever kind is the finding
+        where = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in where if "jaxscale" in frame.filename and "composing" not in frame.filename]
+        place = f" ({ours[-1].filename.rpartition('jaxscale/')[2]}:{ours[-1].lineno})" if ours else ""
+        return Verdict("crashed", f"{type(error).__name__}{place}: {str(error)[:600]}")
+    seconds = {"compile_seconds": trained.compile_seconds, "run_seconds": trained.run_seconds}
+    comparisons = list(compare(draw, trained))
+    worst = max(one.difference / one.tolerance for one in comparisons)
+    failures = [str(one) for one in comparisons if not one.holds]
+    if failures:
+        return Verdict("wrong", "; ".join(failures), worst=worst, **seconds)
+    return Verdict("equal", worst=worst, **seconds)
+
+
+def rounding(draw: Draw) -> float:
+    """What the types that a combination computes in may change, added up."""
+    return sum(ROUNDING.get(f"{name}={text}", 0.0) for name, text in draw.plan.items())
+
+
+def compare(draw: Draw, trained: Trained) -> Iterator[Comparison]:
+    """Figures of a combination beside those of its twins."""
+    lossy = lossy_changes(draw)
+    twin = train(draw, lossy)
+    nudged = train(draw, lossy, nudged=True)
+    plain = twin if lossy == {"mesh": "1"} else train(plain_twin(draw), {"mesh": "1"})
+    slack = EXACT + rounding(draw)
+    if not asynchronous(draw):
+        yield Comparison("first loss, plain twin", trained.losses[0], plain.losses[0], slack)
+    coded = set(lossy) - {"mesh", "precision", "matmul"}
+    if not coded:
+        yield Comparison("first norm, plain twin", trained.norms[0], plain.norms[0], 2 * slack)
+    mesh = MeshSpec.parse(draw.plan["mesh"])
+    # blocks of codes end where a shard ends, so another layout rounds other numbers together
+    layout = {"reduce", "state", "master"} & coded and mesh.devices > mesh.replica * mesh.data
+    layout = layout or ("pipeline" in draw.plan and {"reduce", "state"} & coded)
+    for number, name in enumerate(("first", "second")):
+        for what, figures in (("loss", "losses"), ("norm", "norms")):
+            value, of_twin, of_nudged, of_plain = (
+                getattr(one, figures)[number] for one in (trained, twin, nudged, plain)
+            )
+            tolerance = slack * (2 if what == "norm" else 1) + CONDITIONING * relative(of_nudged, of_twin)
+            tolerance += relative(of_plain, of_twin) if layout else 0.0
+            yield Comparison(f"{name} {what}, lossy twin", value, of_twin, tolerance)
+
+
+__all__ = ["LOSSY", "Comparison", "Outcome", "Verdict", "compare", "judge", "relative"]
