@@ -50,6 +50,7 @@ class Draw:
         packed: rows hold several documents.
         dropout: rate of the model's.
         seed: of weights and batches.
+        batch: rows of the global batch; `None`: what `rows` comes to.
     """
 
     techniques: tuple[tuple[str, str], ...]
@@ -58,6 +59,7 @@ class Draw:
     packed: bool = False
     dropout: float = 0.0
     seed: int = 0
+    batch: int | None = None
 
     @property
     def plan(self) -> dict[str, str]:
@@ -176,6 +178,11 @@ def complete(techniques: Mapping[str, str], sizes: Mapping[str, int], rng: rando
         techniques["optimizer.name"] = "adamw"  # each says what replicas send
     if {"plan.attention", "plan.loss_chunk"} & set(techniques):
         techniques.pop("plan.kernels", None)  # which would say it again
+    kernel = techniques.get("plan.kernels", "").partition("=")[0]
+    for path, text in KERNEL_NEEDS.get(kernel, {}).items():
+        techniques[path] = text
+    if "optimizer.momentum" in techniques and techniques["optimizer.name"] != "sgd":
+        del techniques["optimizer.momentum"]
     codec = techniques.get("plan.reduce") not in (None, "float32", "bfloat16")
     replicated = codec or "plan.diloco" in techniques or techniques["optimizer.name"].startswith("one_bit")
     if replicated:
@@ -305,6 +312,12 @@ VALUES: dict[Any, Callable[[], list[Any]]] = {
     Kernels: kernel_choices,
 }
 """Texts of the types with a grammar of their own, or functions that draw one."""
+KERNEL_NEEDS = {
+    "adam8": {"plan.state": "int8", "optimizer.name": "adamw"},
+    "quantize": {"plan.reduce": "int8"},
+    "top_k": {"plan.reduce": "topk:0.25"},
+}
+"""What takes a kernel that is named."""
 CODEC_VALUES: dict[str, Sequence[str]] = {"rank": ("1", "4"), "fraction": ("0.05", "0.25"), "bits": ("4", "8")}
 """What stands behind a codec's colon, by the field's name."""
 TECHNIQUES = techniques()

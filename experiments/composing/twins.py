@@ -73,7 +73,7 @@ def batch_of(draw: Draw, rows: int, step: int) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What two steps showed.
+    """What the last two steps showed.
 
     Args:
         losses: of each, nats a target.
@@ -90,6 +90,8 @@ class Trained:
 
 def rows_of(draw: Draw) -> int:
     """Rows of the global batch: so many of each device and microbatch."""
+    if draw.batch is not None:
+        return draw.batch
     plan = draw.plan
     mesh = MeshSpec.parse(plan.get("mesh", "1"))
     microbatches = int(plan.get("microbatches", 1))
@@ -113,7 +115,7 @@ def experiment_of(draw: Draw) -> Experiment:
     )
     optimizer = override(Optimizer(), draw.optimizer)
     data = Batches(draw.length, draw.packed)
-    return Experiment("composition", model, data, optimizer, steps=8, batch=rows_of(draw))
+    return Experiment("composition", model, data, optimizer, steps=32, batch=rows_of(draw))
 
 
 def plan_of(changes: Mapping[str, str]) -> Plan:
@@ -143,7 +145,7 @@ def asynchronous(draw: Draw) -> bool:
     return pipeline is not None and PipelinePlan.parse(pipeline).asynchronous
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=16)
 def compiled(experiment: Experiment, changes: tuple[tuple[str, str], ...]) -> TrainStep:
     """The train step of an experiment under the changes of a plan, traced, checked and compiled."""
     step = build(experiment, settled(experiment, plan_of(dict(changes))))
@@ -156,6 +158,16 @@ def plain_twin(draw: Draw) -> Draw:
     names = {"one_bit_adam": "adamw", "one_bit_lamb": "lamb"}
     changed = ((path, names.get(text, text) if path == "optimizer.name" else text) for path, text in draw.techniques)
     return dataclasses.replace(draw, techniques=tuple(changed))
+
+
+def steps_of(draw: Draw) -> int:
+    """Two steps; where a pipe has to fill, as many more as it takes until gradients are as old as they get."""
+    pipeline = draw.plan.get("pipeline")
+    plan = None if pipeline is None else PipelinePlan.parse(pipeline)
+    if plan is None or not plan.asynchronous:
+        return 2
+    waiting = int(draw.plan.get("synchronous_steps", 0))
+    return 2 + waiting + 2 * (plan.ranks or 1)
 
 
 def train(draw: Draw, changes: Mapping[str, str], *, nudged: bool = False) -> Trained:
@@ -177,12 +189,12 @@ def train(draw: Draw, changes: Mapping[str, str], *, nudged: bool = False) -> Tr
     if nudged:
         state = dataclasses.replace(state, params=_nudged(state.params))
     losses, norms = [], []
-    for number in range(2):
+    for number in range(steps_of(draw)):
         state, metrics = step.run(state, step.place(batch_of(draw, experiment.batch, number)))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     ended = time.perf_counter()
-    return Trained((losses[0], losses[1]), (norms[0], norms[1]), compiled_at - start, ended - compiled_at)
+    return Trained((losses[-2], losses[-1]), (norms[-2], norms[-1]), compiled_at - start, ended - compiled_at)
 
 
 def _nudged(params: Any) -> Any:

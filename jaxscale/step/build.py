@@ -81,7 +81,8 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
         streamed = Streamed(stages, update.whole, *parts)
         functional, layout = streamed.held, streamed.places
         lines.append(str(streamed))
-    advance = advance_of(plan, update, layout) if plan.diloco is None else plainly(update.whole)
+    whole = plan.diloco is not None and plan.optimizer_state == "device"
+    advance = plainly(update.whole) if whole else advance_of(plan, update, layout)
     check_reduce(plan, experiment.model, functional.rest)
     stage = stage_of(plan, functional, layout)
     check_outer(plan, experiment, functional.rest)

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
+from jaxscale.compression.named import NamedCodec
 from jaxscale.layers.low_precision import RECIPES
 from jaxscale.memory.offload import streaming
 from jaxscale.sharding import place
@@ -125,10 +126,25 @@ class Objective:
 
     def _weights(self, params: Params) -> tuple[Params, Callable[[Params], Params]]:
         """What is differentiated, and the map from it to the weights that the module is given."""
-        copies = self._compute_params(to_device(params))
+        return self._reached(params, self._compute_params(to_device(params)))
+
+    def _reached(
+        self, params: Params, copies: Params, *, apart: bool = False
+    ) -> tuple[Params, Callable[[Params], Params]]:
+        """The differentiated leaves, and a function from them to the module's parameters.
+
+        Args:
+            params: masters, where they lie.
+            copies: of each, as a pass on the device reads it.
+            apart: in a region that is manual over replicas.
+        """
         if self.plan.weights == "device":
-            return copies, lambda weights: weights
-        return streamed_weights(self.plan, params, copies, self.layout.gradients)
+            return copies, _as_it_is
+        shardings = self.layout.gradients
+        if apart:
+            mesh = jax.sharding.get_abstract_mesh()
+            shardings = jax.tree.map(lambda sharding: NamedSharding(mesh, sharding.spec), shardings)
+        return streamed_weights(self.plan, params, copies, shardings)
 
     def _loss(
         self, params: Params, rest: Params, batch: Batch, context: Context, replicas: int = 1
@@ -143,7 +159,29 @@ class Objective:
 
     def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Any, examples: Array) -> Array:
         """The objective of one microbatch, from float32 masters on the device: to trace, not to run."""
-        return self._loss(self._compute_params(params), rest, batch, self.context(key, examples))[0]
+        copies = self._compute_params(params)
+        if not self._apart:
+            return self._loss(copies, rest, batch, self.context(key, examples))[0]
+        mesh = self.layout.mesh
+        whole, rows = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+
+        def body(copies: Params, rest: Params, batch: Batch, key: Any, examples: Array) -> Array:
+            with self._within((REPLICA_AXIS,)):
+                return self._loss(copies, rest, batch, self.context(key, examples), mesh.shape[REPLICA_AXIS])[0]
+
+        return jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(whole, whole, rows, whole, rows),
+            out_specs=whole,
+            axis_names={REPLICA_AXIS},
+            check_vma=False,
+        )(copies, rest, dict(batch), key, examples)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether a step takes the gradients of each replica apart, so that blocks run in a region manual over them."""
+        return isinstance(self.plan.reduce, NamedCodec) or self.plan.diloco is not None
 
     def _place_gradients(self, gradients: Params, *, apart: bool = False) -> Params:
         def place(gradient: Array, sharding: NamedSharding) -> Array:
@@ -184,8 +222,11 @@ class Objective:
 
         def body(weights: Params, rest: Params, batch: Batch, key: Any, examples: Array) -> Any:
             with self._within((REPLICA_AXIS,)):
-                weights = jax.tree.map(lambda w: w[0], weights) if own else weights
-                mine = (weights, _as_it_is, rest, batch, key, examples, replicas)
+                if own:
+                    moving, given = jax.tree.map(lambda w: w[0], weights), _as_it_is
+                else:
+                    moving, given = self._reached(*weights, apart=True)
+                mine = (moving, given, rest, batch, key, examples, replicas)
                 loss, gradients, rest = self._gradients(*mine)
             loss = jax.tree.map(lambda part: jax.lax.psum(part, REPLICA_AXIS), loss)
             return loss, jax.tree.map(lambda g: g[None], gradients), rest
@@ -193,7 +234,7 @@ class Objective:
         own = weights is not None
         with self.tracing():
             if weights is None:
-                copies = self._compute_params(to_device(state.params))
+                copies: Any = (state.params, self._compute_params(to_device(state.params)))
             else:
                 copies = jax.vmap(self._compute_params, spmd_axis_name=REPLICA_AXIS)(weights)
             given = (copies, state.rest, dict(batch))

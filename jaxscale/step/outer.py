@@ -26,6 +26,7 @@ from jaxscale.compression.reduce import Leaf, Stage
 from jaxscale.errors import UserError
 from jaxscale.optim.diloco import Diloco, fragments_of
 from jaxscale.optim.quantize import is_quantized
+from jaxscale.sharding.memory_space import in_memory_of
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
 from jaxscale.step.layout import REPLICA_AXIS, Layout
@@ -168,7 +169,10 @@ class Outer:
         return dataclasses.replace(plain, state=state, abstract=abstract)
 
     def _apart(self, shardings: Any) -> Any:
-        return jax.tree.map(lambda s: NamedSharding(s.mesh, PartitionSpec(REPLICA_AXIS, *s.spec)), shardings)
+        def apart(sharding: NamedSharding) -> NamedSharding:
+            return in_memory_of(sharding, NamedSharding(sharding.mesh, PartitionSpec(REPLICA_AXIS, *sharding.spec)))
+
+        return jax.tree.map(apart, shardings)
 
     def _abstract_apart(self, abstract: Any) -> Any:
         def one(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -188,7 +188,7 @@ class Plan:
                 "take master float32"
             )
         for name, value in (("weights", self.weights), ("optimizer_state", self.optimizer_state)):
-            if value != "device":
+            if value == "host":
                 raise UserError(
                     f"master split with {name} {value}: what is on the host there is the float32 weights, which split "
                     "weights do without; leave one out"
@@ -202,12 +202,11 @@ class Plan:
     def _check_codec(self) -> None:
         if not isinstance(self.reduce, NamedCodec):
             return
-        for name in ("weights", "gradients"):
-            if getattr(self, name) == "host":
-                raise UserError(
-                    f"reduce {self.reduce} with {name} host: a codec takes the gradients of a whole step on the "
-                    f"device, and {name} on the host come block by block; take {name} device, or leave reduce out"
-                )
+        if self.gradients == "host":
+            raise UserError(
+                f"reduce {self.reduce} with gradients host: a codec takes the gradients of a whole step on the device, "
+                "and gradients on the host come block by block; take gradients device, or leave reduce out"
+            )
         if self.asynchronous:
             raise UserError(
                 f"reduce {self.reduce} with pipeline {self.pipeline}: a stage updates in the middle of a step, and a "
@@ -227,12 +226,17 @@ class Plan:
                 f"diloco {self.diloco}: replicas train alone and meet over the replica axis, and mesh {self.mesh} has "
                 "none: name the slow axis replica:N, or leave diloco out"
             )
-        for name in ("weights", "gradients", "optimizer_state"):
+        for name in ("weights", "gradients"):
             if getattr(self, name) != "device":
                 raise UserError(
-                    f"diloco {self.diloco} with {name} {getattr(self, name)}: each replica has weights and state of "
-                    f"its own, on the device; take {name} device, or leave diloco out"
+                    f"diloco {self.diloco} with {name} {getattr(self, name)}: each replica has weights of its own, on "
+                    f"the device; take {name} device, or leave diloco out"
                 )
+        if self.optimizer_state == "host":
+            raise UserError(
+                f"diloco {self.diloco} with optimizer_state host: the host would update each replica's own weights, "
+                "which lie on the device; take optimizer_state streamed, or leave diloco out"
+            )
         if self.pipeline is not None:
             raise UserError(
                 f"diloco {self.diloco} with pipeline {self.pipeline}: stages read one copy of the weights, and each "

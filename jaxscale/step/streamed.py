@@ -70,8 +70,7 @@ def check_streamed(plan: Plan, rule: optax.GradientTransformation, params: Param
     Raises:
         UserError: as it says.
     """
-    asked, mesh = f"pipeline {plan.pipeline}", plan.mesh
-    assert mesh is not None
+    asked = f"pipeline {plan.pipeline}"
     if plan.zero:
         raise UserError(
             f"zero {plan.zero} with {asked}: a stage updates in the middle of a step, with weights and optimizer state "
@@ -82,12 +81,6 @@ def check_streamed(plan: Plan, rule: optax.GradientTransformation, params: Param
             f"optimizer_state {plan.optimizer_state} with {asked}: a stage updates in the middle of a step, where "
             "nothing comes from the host; leave it out, or take a synchronous pipeline"
         )
-    for axis in ("tensor", "sequence"):
-        if mesh.sizes[axis] > 1:
-            raise UserError(
-                f"mesh {mesh} with {asked}: weights in flight are not split over {axis}; take data in its place, or a "
-                "synchronous pipeline"
-            )
     mixing = first_mixing(rule, params)
     if mixing is not None:
         raise UserError(
@@ -138,7 +131,9 @@ class Streamed(Pipelined):
         clips = "" if self.experiment.optimizer.clip is None else " clips by its own gradient's norm and"
         first = self.plan.synchronous_steps
         waits = f"the first {first} steps are synchronous, then " if first else ""
-        return f"{self.asked}: {waits}{told}; each stage{clips} skips bad updates by itself"
+        whole = " x ".join(axis for axis in ("sequence", "tensor") if self.layout.mesh.shape[axis] > 1)
+        copies = f"; what is in flight lies whole on every device along {whole}" if whole else ""
+        return f"{self.asked}: {waits}{told}; each stage{clips} skips bad updates by itself{copies}"
 
     def _remedies(self) -> Remedies:
         """PipeMare's, as the plan says, or as published; others have none unless asked for."""

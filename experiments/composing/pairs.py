@@ -1,0 +1,195 @@
+"""Every pair of techniques, judged: the README's table is made of what this found.
+
+    python experiments/composing/pairs.py [--part 0/2]      judge the pairs that the record lacks, and write it
+    python experiments/composing/pairs.py --table           print the README's table
+
+A pair that goes was traced, compiled, trained two steps and compared with its twins, at a batch of 16 rows. The record,
+`pairs.json`, holds the verdict on each pair; a refusal is given with its reason.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+RECORD = Path(__file__).with_suffix(".json")
+BATCH, LENGTH = 16, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Technique:
+    """A row and a column of the table.
+
+    Args:
+        label: what the table calls it.
+        changes: fields of the plan, by name, without the mesh.
+        mesh: devices along each axis.
+        optimizer: fields of the optimizer.
+    """
+
+    label: str
+    changes: tuple[tuple[str, str], ...] = ()
+    mesh: tuple[tuple[str, int], ...] = ()
+    optimizer: tuple[tuple[str, str], ...] = ()
+
+
+def technique(label: str, mesh: str = "", optimizer: str = "", **changes: str) -> Technique:
+    """A technique of its label, axes such as "fsdp:2", the optimizer's name, and fields of the plan."""
+    axes = tuple((axis, int(size)) for axis, _, size in (part.partition(":") for part in mesh.split(",") if part))
+    chosen = (("optimizer.name", optimizer), ("optimizer.learning_rate", "0.003")) if optimizer else ()
+    return Technique(label, tuple(changes.items()), axes, chosen)
+
+
+TECHNIQUES = (
+    technique("data parallel", "data:2"),
+    technique("replicas (HSDP's outer axis)", "replica:2"),
+    technique("ZeRO 1", "fsdp:2", zero="1"),
+    technique("ZeRO 2", "fsdp:2", zero="2"),
+    technique("ZeRO 3", "fsdp:2", zero="3"),
+    technique("tensor parallel", "tensor:2"),
+    technique("sequence-sharded norms", "tensor:2", sequence_parallel="True"),
+    technique("context parallel", "sequence:2"),
+    technique("microbatches", microbatches="2"),
+    technique("bfloat16", precision="bfloat16"),
+    technique("products in 8 bits", matmul="fp8"),
+    technique("products in 4 bits", matmul="int4"),
+    technique("remat per block", memory="full"),
+    technique("every K-th input", memory="sqrt"),
+    technique("Revolve", memory="revolve:2"),
+    technique("Rotor", memory="chain:0.7"),
+    technique("optimal save sets", memory="save:2.0"),
+    technique("activations on the host", memory="offload:pofo:1.5"),
+    technique("1F1B", pipeline="1f1b:2x4"),
+    technique("interleaved 1F1B", pipeline="interleaved:2x4,v=2"),
+    technique("zero bubble", pipeline="zb-h1:2x4"),
+    technique("Chimera", pipeline="chimera:2x4"),
+    technique("PipeDream", pipeline="pipedream:2"),
+    technique("2BW", pipeline="2bw:2x4"),
+    technique("state in 8 bits", state="int8"),
+    technique("state in 4 bits", state="int4"),
+    technique("split weights", master="split"),
+    technique("codes in 8 bits", reduce="int8"),
+    technique("top-k", reduce="topk:0.25"),
+    technique("PowerSGD", reduce="powersgd:4"),
+    technique("1-bit Adam", optimizer="one_bit_adam"),
+    technique("DiLoCo", diloco="every=2"),
+    technique("weights on the host", weights="host"),
+    technique("gradients on the host", gradients="host"),
+    technique("state streamed", optimizer_state="streamed"),
+    technique("state on the host", optimizer_state="host"),
+    technique("loss in chunks", loss_chunk="8"),
+    technique("attention in chunks", attention="chunked"),
+    technique("Lion", optimizer="lion"),
+    technique("Muon", optimizer="muon"),
+)
+"""Rows and columns, in the table's order: a representative of each family."""
+
+
+def pairs() -> Iterator[tuple[int, int]]:
+    """Numbers of the techniques of each pair that sets no field twice."""
+    for i, j in itertools.combinations(range(len(TECHNIQUES)), 2):
+        one, other = TECHNIQUES[i], TECHNIQUES[j]
+        fields = dict(one.changes).keys() & dict(other.changes).keys()
+        if not fields and not (one.optimizer and other.optimizer):
+            yield i, j
+
+
+def drawn(one: Technique, other: Technique) -> "Draw":
+    """Both techniques as a combination, with what they need."""
+    techniques = {"optimizer.name": "sgd", "optimizer.momentum": "0.9", "optimizer.learning_rate": "0.1"}
+    techniques |= {f"plan.{name}": text for name, text in (*one.changes, *other.changes)}
+    techniques |= dict((*one.optimizer, *other.optimizer))
+    sizes = {**dict(one.mesh), **dict(other.mesh)}
+    completed = complete(techniques, sizes, random.Random(0))
+    rule, _, share = completed.get("plan.memory", "").rpartition(":")
+    if "." in share:
+        # a budget is a share of what the inputs of blocks take on a device
+        mesh = MeshSpec.parse(completed["plan.mesh"])
+        parts = (
+            mesh.batch_shards * mesh.sequence * (4 if {"plan.pipeline", "plan.microbatches"} & set(completed) else 1)
+        )
+        completed["plan.memory"] = f"{rule}:{int(float(share) * BATCH / parts * LENGTH * WIDTH * 4 * LAYERS / 1024)}KiB"
+    return Draw(tuple(sorted(completed.items())), length=LENGTH, rows=0, batch=BATCH)
+
+
+def read() -> dict[str, str]:
+    """The verdict on each pair that was judged, by the two labels: "" for one that goes, else why it does not."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def key(i: int, j: int) -> str:
+    """A pair's key in the record."""
+    return f"{TECHNIQUES[i].label} + {TECHNIQUES[j].label}"
+
+
+def table(record: dict[str, str]) -> str:
+    """The README's: a line a technique, a sign for each technique before it, and the reasons of refusals."""
+    reasons: dict[str, str] = {}
+    lines = []
+    for j, other in enumerate(TECHNIQUES):
+        signs = []
+        for i in range(j):
+            reason = record.get(key(i, j))
+            if reason is None:
+                signs.append(" ")
+            elif not reason:
+                signs.append("+")
+            else:
+                signs.append(reasons.setdefault(general(reason), chr(ord("a") + len(reasons))))
+        lines.append(f"{j + 1:2} {other.label:28} {''.join(signs)}")
+    head = "".join(str((n + 1) % 10) for n in range(len(TECHNIQUES)))
+    legend = "\n".join(f"{sign}: {reason}" for reason, sign in reasons.items())
+    return "\n".join([f"   {'':28} {head}", *lines, "", legend])
+
+
+def general(reason: str) -> str:
+    """A refusal without its way round: what is the same of all pairs that it refuses."""
+    said = reason.partition(": ")[2] or reason
+    return re.split(r"[;,] (?:take|leave|add|choose|or )", said)[0]
+
+
+def main() -> None:
+    """Judge what is missing, or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="print the README's table of the record")
+    parser.add_argument("--part", default="0/1", help="which of how many processes this is; each writes its own part")
+    parser.add_argument("--only", help="judge pairs whose key holds this text again, and print them")
+    arguments = parser.parse_args()
+    if arguments.table:
+        print(table(read()))
+        return
+    record, start = read(), time.time()
+    index, count = map(int, arguments.part.split("/"))
+    part = RECORD.with_suffix(f".{index}.json") if count > 1 else RECORD
+    mine: dict[str, str] = json.loads(part.read_text()) if part.exists() and count > 1 else {}
+    wanted = [pair for pair in pairs() if key(*pair) not in record and key(*pair) not in mine]
+    if arguments.only:
+        wanted = [pair for pair in pairs() if arguments.only in key(*pair)]
+    for number, (i, j) in enumerate(wanted):
+        if number % count != index:
+            continue
+        verdict = judge(drawn(TECHNIQUES[i], TECHNIQUES[j]))
+        faulty = verdict.outcome in ("wrong", "crashed", "hung")
+        print(f"{time.time() - start:6.0f} s  {verdict.outcome:8} {key(i, j)}  {verdict.reason}", flush=True)
+        if not faulty:
+            mine[key(i, j)] = verdict.reason
+            kept = {**record, **mine} if count == 1 else mine
+            part.write_text(json.dumps(kept, indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from composing.draws import LAYERS, WIDTH, Draw, complete
+from composing.judge import judge
+
+from jaxscale.sharding.mesh import MeshSpec
+
+if __name__ == "__main__":
+    main()
