@@ -238,8 +238,7 @@ class Streamed(Pipelined):
 
         stacked, shared = self._computed(jax.tree.map(lambda leaf: leaf[0], parameters))
         part, _ = jax.tree.map(lambda leaf: leaf[0], batch)
-        with self._inside():
-            x = jax.eval_shape(self._parts(self._loss_of).before, stacked, shared, part, key, jnp.int32(0))
+        x = jax.eval_shape(self._parts(self._loss_of).before, stacked, shared, part, key, jnp.int32(0))
         return Asynchronous(
             self.stream,
             scaled,
@@ -332,16 +331,6 @@ class Streamed(Pipelined):
         for axis in BATCH_AXES:
             found *= self.layout.mesh.shape[axis]
         return found
-
-    def _mapped(self, body: Any, given: Any, out: Any) -> Any:
-        return jax.shard_map(
-            body,
-            mesh=self.layout.mesh,
-            in_specs=given,
-            out_specs=out,
-            axis_names=set(self.manual),
-            check_vma=False,
-        )
 
     # -- one batch -----------------------------------------------------------------------------------------------------
 
