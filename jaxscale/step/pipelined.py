@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale import blocks
 from jaxscale.blocks import Context, Cut, Loss
 from jaxscale.compat import prune
+from jaxscale.memory.offload import offloading_later
 from jaxscale.pipeline.execute import execute
 from jaxscale.pipeline.passes import At
 from jaxscale.pipeline.tables import Tables, tabulate
@@ -77,6 +78,10 @@ class Pipelined(Objective):
     def stages_here(self) -> int:
         """Stages of a pipeline on one device."""
         return self.stages.schedule.chunks
+
+    def _treatment(self, plainly: bool) -> blocks.Treatment:
+        treatment = super()._treatment(plainly)
+        return offloading_later(treatment) if self.plan.stash == "residuals" else treatment
 
     # -- the mesh ------------------------------------------------------------------------------------------------------
 
@@ -237,6 +242,7 @@ class Pipelined(Objective):
                 manual=self.manual,
                 lowering=self.plan.lowering,
                 readers=readers,
+                hosted=blocks.treatment().hosted,
             )
             return finish(done)
 
