@@ -24,7 +24,6 @@ from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import EVERYTHING, value_index
 
-
 _LATER = f"{MARK}offloaded later:"
 
 

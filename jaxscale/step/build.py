@@ -61,9 +61,9 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     check_model(plan, experiment.model)
     check_products(plan, experiment.model)
     check_memory(plan)
+    mesh, decision, streamed = plan.mesh.build(devices), None, None
     plan, one_by_one = with_one_layer_at_a_time(plan)
     said += one_by_one
-    mesh, decision, streamed = plan.mesh.build(devices), None, None
     functional, update, layout = _placed(experiment, plan, mesh, stages=stages)
     if stages is not None and stages.chain is not None:
         check_chained(plan)

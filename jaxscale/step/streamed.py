@@ -179,7 +179,7 @@ class Streamed(Pipelined):
             first = len(jax.tree.leaves(x))
             return {name for name, reads in zip(names, used[first:], strict=False) if name and reads}
 
-        with self.tracing():
+        with self.tracing(plainly=True):  # a decision on what blocks keep is for a device's rows
             x = jax.eval_shape(parts.before, *given)
             before, inside, behind = read(parts.before), read(parts.inside, x), read(parts.behind, x)
         if inside:
