@@ -173,6 +173,8 @@ class Treatment:
         groups: neighbouring layers of a stack, as their number and their own wrapper, in order; they must add up to the
             layers of the stack. Empty: `wrapper` for all.
         sequence: how the blocks of a chain run, and those of a stack, which is then not scanned: nested checkpoints.
+        hosted: names (`checkpoint_name`) of values that blocks keep on the device, and that a pipeline has on the host
+            from a stage's forward to its backward.
 
     Example:
         >>> Treatment(unroll=2).segment is None
@@ -184,6 +186,7 @@ class Treatment:
     segment: int | None = None
     groups: tuple[tuple[int, Wrapper], ...] = ()
     sequence: Runner | None = None
+    hosted: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.segment is not None and self.segment < 1:

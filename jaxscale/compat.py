@@ -45,6 +45,24 @@ def rebind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(made) if eqn.primitive.multiple_results else [made]
 
 
+def rebind_checkpoint(eqn: Any, function: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """Run a function under the settings of a differentiated `jax.checkpoint`, in the place of the program it holds.
+
+    Args:
+        eqn: of the checkpoint.
+        function: of arrays, to a tree of them.
+        values: one per argument.
+
+    Returns:
+        What the function returns.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*values)
+    jaxpr: Any = partial_eval.convert_constvars_jaxpr(closed.jaxpr)
+    jaxpr = jex.ClosedJaxpr(jaxpr, ()) if hasattr(eqn.params["jaxpr"], "jaxpr") else jaxpr
+    made = rebind(eqn.replace(params={**eqn.params, "jaxpr": jaxpr}), [*closed.consts, *values])
+    return jax.tree.unflatten(jax.tree.structure(shapes), made)
+
+
 def source_line(eqn: Any) -> str:
     """Where the user's code made an equation: "file.py:12 (function)"; empty where JAX does not know.
 

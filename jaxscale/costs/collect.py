@@ -72,14 +72,20 @@ def collect(
 
     from jaxscale import blocks
 
-    seen: list[tuple[Any, tuple[Any, ...], bool]] = []
+    seen: list[tuple[str, tuple[Any, ...], bool]] = []
+    graphs: dict[str, BlockGraph] = {}
 
     def recorder(block: Callable[..., Any], rolled: bool) -> Callable[..., Any]:
         def recorded(*given: Any) -> Any:
             closed, shapes = jax.make_jaxpr(block, return_shape=True)(*given)
             abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jax.numpy.shape(leaf), _dtype(leaf)), given)
-            seen.append((closed, abstract, rolled))
             program = inline(closed)
+            found = program.fingerprint()
+            seen.append((found, abstract, rolled))
+            if found not in graphs:
+                # here, where the block runs: in a manual region its arrays are a device's parts, its axes have names
+                moving = (2,) if len(abstract) > 2 else (-1,)
+                graphs[found] = graph_of(closed, abstract, chip=chip, mesh=mesh, batch=batch, activations=moving)
 
             def run(*leaves: Any) -> list[Any]:
                 return program.run((*closed.consts, *leaves))
@@ -95,14 +101,9 @@ def collect(
         whole = jax.make_jaxpr(lambda *args: fn(*args))(*args)
     counts: Counter[int] = Counter()
     _count(whole, 1, counts)
-    graphs: dict[str, BlockGraph] = {}
     calls = []
-    for number, (closed, abstract, rolled) in enumerate(seen):
+    for number, (found, abstract, rolled) in enumerate(seen):
         if counts[number]:
-            found = inline(closed).fingerprint()
-            if found not in graphs:
-                moving = (2,) if len(abstract) > 2 else (-1,)
-                graphs[found] = graph_of(closed, abstract, chip=chip, mesh=mesh, batch=batch, activations=moving)
             calls.append(BlockCall(found, graphs[found], abstract, counts[number], rolled, len(calls)))
     return tuple(calls)
 

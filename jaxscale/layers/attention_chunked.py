@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jaxscale.layers.attention_plain import UNSEEN, scale_exactly
 from jaxscale.layers.visibility import Visibility
-from jaxscale.sharding.place import constrain, current, spec
+from jaxscale.sharding.place import Layout, constrain, current, spec, under
 from jaxscale.typing import Array, Float
 
 
@@ -35,8 +35,8 @@ class _Sizes(NamedTuple):
     keys: int
     scale: float
     soft_cap: float | None
-    mesh: Any | None  # None where the queries are not sharded
-    axes: tuple[str, ...]
+    layout: Layout | None
+    axes: tuple[str, ...]  # of the mesh, along which the queries are sharded
     shards: int
 
 
@@ -61,23 +61,23 @@ def attend_chunked(
     """
     batch, queries, heads, width = q.shape
     keys, groups = k.shape[1:3]
-    mesh, axes, shards = _query_axes(batch, queries)
+    axes, shards = _query_axes(batch, queries)
     q, left = scale_exactly(q, scale)
     own = queries // shards
-    sizes = _Sizes(min(chunk, own), min(chunk, keys), own, keys, left, soft_cap, mesh, axes, shards)
+    sizes = _Sizes(min(chunk, own), min(chunk, keys), own, keys, left, soft_cap, current(), axes, shards)
     q = q.reshape(batch, queries, groups, heads // groups, width)
     out: Any = _attend(sizes, q, k, v, visibility)
     return out.reshape(batch, queries, heads, width)
 
 
-def _query_axes(batch: int, queries: int) -> tuple[Any | None, tuple[str, ...], int]:
-    """The mesh and those of its axes that shard query positions, and into how many parts."""
+def _query_axes(batch: int, queries: int) -> tuple[tuple[str, ...], int]:
+    """The mesh axes that shard query positions, and into how many parts."""
     found = current()
     partition = () if found is None else spec((batch, queries), ("batch", "inner_seq"), *found)
     if found is None or len(partition) < 2:
-        return None, (), 1
+        return (), 1
     axes = (partition[1],) if isinstance(partition[1], str) else tuple(partition[1])
-    return found[0], axes, math.prod(found[0].shape[axis] for axis in axes)
+    return axes, math.prod(found[0].shape[axis] for axis in axes)
 
 
 def _chunks(x: Any, width: int) -> Any:
@@ -240,12 +240,12 @@ def _on_shards(sizes: _Sizes, function: Any, by_query: Any, whole: Any, dims: tu
     """
     function = functools.partial(function, sizes)
     starts = jnp.arange(sizes.shards) * sizes.queries
-    if sizes.mesh is None:
+    if sizes.layout is None or not sizes.axes:
         return function(starts, *by_query, *whole)
     by_dim = PartitionSpec(sizes.axes), PartitionSpec(None, sizes.axes)
     sharded = jax.shard_map(
         function,
-        mesh=sizes.mesh,
+        mesh=sizes.layout[0],
         axis_names=frozenset(sizes.axes),
         in_specs=(by_dim[0], *(by_dim[1],) * len(by_query), *(PartitionSpec(),) * len(whole)),
         out_specs=tuple(by_dim[dim] for dim in dims),
@@ -269,7 +269,8 @@ def _attend_backward(sizes: _Sizes, residuals: Any, d_out: Any) -> Any:
     q, k, v, visibility, out, row_sums = residuals
     by_query, whole = (q, d_out, out, row_sums), (k, v, visibility)
     dq, dk, dv = _on_shards(sizes, _backward, by_query, whole, (1, 0, 0))
-    return dq, _summed(dk, k.dtype), _summed(dv, v.dtype), None
+    with under(sizes.layout):
+        return dq, _summed(dk, k.dtype), _summed(dv, v.dtype), None
 
 
 def _summed(parts: Any, dtype: Any) -> Any:

@@ -18,7 +18,7 @@ from jaxscale.blocks import Loss
 from jaxscale.errors import UserError, unknown
 from jaxscale.layers.linear import matmul
 from jaxscale.layers.taken import took
-from jaxscale.sharding.place import constrain, current, spec
+from jaxscale.sharding.place import Layout, constrain, current, spec, under
 from jaxscale.typing import Array, Float, Int
 
 Implementation = Literal["auto", "tpu", "chunked", "reference"]
@@ -27,11 +27,12 @@ CHUNK = 256
 
 
 class _Terms(NamedTuple):
-    """What shapes the loss of a target."""
+    """What shapes the loss of a target, and where it is computed."""
 
     vocab: int
     z_loss: float
     soft_cap: float | None
+    layout: Layout | None = None
 
 
 def _product(hidden: Any, head: Any) -> Any:
@@ -131,7 +132,7 @@ def cross_entropy(
         chunk = min(chunk or CHUNK, hidden.shape[1])
     found = current()
     sharded = found is not None and any(spec(head.shape, ("vocab", None), *found))
-    terms = _Terms(vocab, z_loss, soft_cap)
+    terms = _Terms(vocab, z_loss, soft_cap, found)
     weights = None if weights is None else weights.astype(jnp.float32)
     weight = jnp.float32(targets.size) if weights is None else jnp.sum(weights)
     hidden = constrain(hidden, "batch", "inner_seq", "embed")
@@ -212,7 +213,12 @@ def _chunked(
     return lax.scan(step, start, tuple(_split(x, shards, chunk) for x in (hidden, targets, weights)))[0]
 
 
-def _chunked_forward(
+def _chunked_forward(terms: _Terms, *given: Any) -> tuple[tuple[Any, Any], Any]:
+    with under(terms.layout):
+        return _sums_and_gradients(terms, *given)
+
+
+def _sums_and_gradients(
     terms: _Terms, chunk: int, sharded: bool, hidden: Any, head: Any, targets: Any, weights: Any
 ) -> tuple[tuple[Any, Any], Any]:
     """The sums, and their gradients, which every shard adds up for itself."""

@@ -123,7 +123,6 @@ class Stack(nnx.Module):
         per_layer = {} if per_layer is None else dict(per_layer)
         treatment = blocks.treatment()
         one_by_one = treatment.sequence is not None or not self.scan
-        runs = treatment.runs(self.count)
         calls, found = [], []
 
         def block(graphdef: Any, settings: Mapping[str, Any]) -> BlockFunction:
@@ -147,6 +146,7 @@ class Stack(nnx.Module):
                 )
             return cut.between(self._stage(cut, [functools.partial(block, settings=one) for one in cycle]), x)
 
+        runs = treatment.runs(self.count)
         for part in self._spans():
             module = getattr(self, group_name(part.start))
             graphdef, params, rest = _states(module)

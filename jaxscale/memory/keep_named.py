@@ -24,6 +24,8 @@ from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import EVERYTHING, value_index
 
+_LATER = f"{MARK}offloaded later:"
+
 
 class StaleGraph(UserError):
     """A save set of one block was given to another."""
@@ -72,11 +74,19 @@ class Keeping:
         prepare: what happens to a block's arguments in front of it, in the forward pass and once more in the backward
             pass; `None` leaves them. Save sets know the block alone.
         everything: policy of a save set of everything.
+        later: what sets offload stays on the device, for whoever moves all of a stage at once: see `hosted`.
     """
 
     saves: Mapping[str, SaveSet]
     prepare: Callable[[Any], Any] | None = None
     everything: Callable[..., Any] = keep_everything
+    later: bool = False
+
+    @property
+    def hosted(self) -> frozenset[str]:
+        """Names that values have which are to be offloaded later."""
+        names = {name for save in self.saves.values() for name in save.offload}
+        return frozenset({_LATER + name for name in names} | {_given(name) for name in names})
 
     def __call__(self, block: BlockFunction, rolled: bool) -> BlockFunction:
         """The block as it runs."""
@@ -87,8 +97,10 @@ class Keeping:
             closed, shapes = jax.make_jaxpr(block, return_shape=True)(*ready)
             program = inline(closed)
             save = _of(program, self.saves)
-            tags = _tags(program, save)
+            tags = _tags(program, save, self.later)
             policy = self.everything if save.keep == (EVERYTHING,) else _policy(closed, ready, program, save)
+            if self.later and isinstance(policy, KeepNamed):
+                policy = KeepNamed(policy.keep | self.hosted)
 
             def run(consts: Any, args: Any) -> list[Any]:
                 leaves = jax.tree.leaves(args if prepare is None else prepare(args))
@@ -130,10 +142,10 @@ def _of(program: Program, by_block: Mapping[str, SaveSet]) -> SaveSet:
     return by_block[found]
 
 
-def _tags(program: Program, save: SaveSet) -> dict[int, str]:
+def _tags(program: Program, save: SaveSet, later: bool) -> dict[int, str]:
     """The name to give each value that the set keeps and the block itself makes, by number."""
-    wanted = {*save.keep, *save.offload}
-    return {number: MARK + name for number, name in program.names().items() if name in wanted}
+    marks = {**dict.fromkeys(save.keep, MARK), **dict.fromkeys(save.offload, _LATER if later else MARK)}
+    return {number: marks[name] + name for number, name in program.names().items() if name in marks}
 
 
 def _policy(closed: Any, args: Sequence[Any], program: Program, save: SaveSet) -> KeepNamed:
@@ -146,9 +158,14 @@ def _policy(closed: Any, args: Sequence[Any], program: Program, save: SaveSet) -
             value_index(graph, name)
 
     def marks(names: Sequence[str]) -> frozenset[str]:
-        return frozenset(MARK + name if name in own else re.sub(r" \(\d+\)$", "", name) for name in names)
+        return frozenset(MARK + name if name in own else _given(name) for name in names)
 
     return KeepNamed(marks(save.keep), marks(save.offload))
+
+
+def _given(name: str) -> str:
+    """The name that an operation gave a residual of its own."""
+    return re.sub(r" \(\d+\)$", "", name)
 
 
 def keeping_or_not(save: SaveSet | None) -> Wrapper:

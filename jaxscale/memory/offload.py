@@ -6,7 +6,7 @@ block runs, in the forward pass and again in the backward pass, and are dropped 
 layer's slice of the stacked weights, and a `Chain` the block's own. Left out: NVMe, and prefetching a block ahead,
 which XLA's scheduler undoes.
 
-Activations are offloaded by name (`keep_named`).
+Activations are offloaded by name (`keep_named`), in a pipeline with the slot that a stage keeps them in.
 """
 
 import dataclasses
@@ -109,6 +109,26 @@ def streaming(treatment: Treatment) -> Treatment:
         treatment,
         wrapper=fetching(treatment.wrapper),
         groups=tuple((layers, fetching(wrapper)) for layers, wrapper in treatment.groups),
+    )
+
+
+def offloading_later(treatment: Treatment) -> Treatment:
+    """The treatment of a pipeline's blocks, whose stages keep their residuals in slots.
+
+    What is offloaded goes to the host with the slot, when the stage's forward is done, and comes back as its backward
+    begins. On the way from host to host, out of a block's own offloading, it would need a program of the host's.
+    """
+    wrappers = (treatment.wrapper, *(wrapper for _, wrapper in treatment.groups))
+    keeping = [wrapper for wrapper in wrappers if isinstance(wrapper, Keeping)]
+
+    def later(wrapper: Wrapper) -> Wrapper:
+        return dataclasses.replace(wrapper, later=True) if isinstance(wrapper, Keeping) else wrapper
+
+    return dataclasses.replace(
+        treatment,
+        wrapper=later(treatment.wrapper),
+        groups=tuple((layers, later(wrapper)) for layers, wrapper in treatment.groups),
+        hosted=frozenset().union(*(wrapper.hosted for wrapper in keeping)),
     )
 
 

@@ -1,6 +1,6 @@
 """What a device does in a tick: forward, backward, or a half of one; on its weights, its slots and its sums."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ class Actions:
         x: shapes of the message.
         manual: the manual axes.
         readers: stages that read what is shared; `None`: all may.
+        hosted: names of residuals whose slots lie on the host.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Actions:
         x: Any,
         manual: Sequence[str],
         readers: Sequence[int] | None = None,
+        hosted: Collection[str] = (),
     ) -> None:
         self._tables, self._manual = tables, manual
         stages = range(tables.schedule.stages)
@@ -57,7 +59,7 @@ class Actions:
         message, objective, self._sums = jax.eval_shape(lambda: stage(context[0], context[1], zeros, *context[2:]))
         _check(message, objective, x)
         if tables.stash == "residuals" and tables.backward:
-            self._passes: Any = FromResiduals(stage, self._vary, context, zeros, split=tables.cuts > 0)
+            self._passes: Any = FromResiduals(stage, self._vary, context, zeros, split=tables.cuts > 0, hosted=hosted)
         else:
             self._passes = FromInput(stage, self._vary)
 
@@ -68,7 +70,7 @@ class Actions:
             for name in ("weights", "shared"):
                 tree = self._weights if name == "weights" else self._shared
                 state[name] = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
-            state["kept"] = empty(self._passes.kept, self._tables.residuals)
+            state["kept"] = empty(self._passes.kept, self._tables.residuals, self._passes.hosted)
             state["cut"] = empty(self._passes.cut, self._tables.cuts)
         return state
 

@@ -12,7 +12,7 @@ What it leaves to its caller: the `jax.shard_map` around it, every reduction ove
 device's own sums), unequal stages (inside the stage function), updates (`asynchronous.py` has those inside a schedule).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -62,6 +62,7 @@ def execute(
     manual: Sequence[str] = ("pipe",),
     lowering: Lowering = "switch",
     readers: Sequence[int] | None = None,
+    hosted: Collection[str] = (),
 ) -> Executed:
     """Run a schedule inside a `jax.shard_map` that is manual over `manual`.
 
@@ -81,6 +82,7 @@ def execute(
         lowering: "phased" for lock-step tables alone: no branch at all, idle devices compute on zeros and drop it.
         readers: stages that read anything of `shared`; gradients of it are added up by their backwards alone. `None`:
             all may.
+        hosted: names (`checkpoint_name`) of residuals that lie on the host between a forward and its backward.
 
     Returns:
         What this device summed; reduce it over the axes that share the parameters.
@@ -91,7 +93,7 @@ def execute(
     """
     _check(tables, weights, batch, lowering)
     weights, shared, batch, key = vary((weights, shared, batch, key), manual)
-    actions = Actions(tables, stage, weights, shared, batch, key, x, manual, readers)
+    actions = Actions(tables, stage, weights, shared, batch, key, x, manual, readers, hosted)
     table = np.stack([tables.columns[name] for name in tables.columns], axis=1)
     own = lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(axis), 2, keepdims=False)
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from jaxscale.compat import rebind, scan_counts, varying_axes
+from jaxscale.compat import rebind, rebind_checkpoint, scan_counts, varying_axes
 from jaxscale.costs.inline import Constant, Program, Step, inline
 from jaxscale.trees import leaf_bytes
 
@@ -325,17 +325,21 @@ def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
 
 
 def _checkpoint(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
-    """A checkpointed program, behind the barrier that keeps the compiler from merging it with what ran before."""
+    """A checkpointed program as two: each is computed again as the whole would be, under the same policy."""
     halves = program_halves(step.eqn.params["jaxpr"], first, second, None, unready)
 
-    def behind(given: Sequence[Any], reads: Sequence[bool]) -> list[Any]:
+    def run(half: Callable[..., Any], given: Sequence[Any], reads: Sequence[bool], crossed: Sequence[Any]) -> Any:
         read = [value for value, flag in zip(given, reads, strict=True) if flag]
-        passed = iter(jax.lax.optimization_barrier(read) if step.eqn.params["prevent_cse"] and read else read)
-        return [next(passed) if flag else None for flag in reads]
+
+        def part(*arrays: Any) -> Any:
+            own = iter(arrays[: len(read)])
+            return half([next(own) if flag else None for flag in reads], arrays[len(read) :])
+
+        return rebind_checkpoint(step.eqn, part, [*read, *crossed])
 
     return halves._replace(
-        first=lambda given: halves.first(behind(given, halves.reads_first)),
-        second=lambda given, cut: halves.second(behind(given, halves.reads_second), cut),
+        first=lambda given: run(lambda values, _: halves.first(values), given, halves.reads_first, ()),
+        second=lambda given, cut: run(halves.second, given, halves.reads_second, cut),
     )
 
 

@@ -9,7 +9,7 @@ Each also gives a backward in two halves for zero-bubble schedules: `inner`, the
 stages share, and `outer`, those of the weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jaxscale.compat import prune
+from jaxscale.pipeline.named import names_of
 from jaxscale.pipeline.pools import cotangents, gradients
 from jaxscale.pipeline.split import divide
 
@@ -59,6 +60,8 @@ class FromInput:
 
     kept: tuple[Any, ...] = ()
     """Shapes of what a forward remembers."""
+    hosted: tuple[bool, ...] = ()
+    """Which of it lies on the host meanwhile."""
     cut: tuple[Any, ...] = ()
     """Shapes of what the inner half of a backward leaves for the outer one."""
 
@@ -112,9 +115,19 @@ class FromResiduals:
         context: shapes of what the stage reads (arrays or tracers as inside the program).
         x: the same of its input.
         split: whether the backward is needed in two halves.
+        hosted: names (`checkpoint_name`) of residuals that lie on the host between forward and backward.
     """
 
-    def __init__(self, stage: StageFunction, vary: Vary, context: Context, x: Any, *, split: bool) -> None:
+    def __init__(
+        self,
+        stage: StageFunction,
+        vary: Vary,
+        context: Context,
+        x: Any,
+        *,
+        split: bool,
+        hosted: Collection[str] = (),
+    ) -> None:
         def forward(context: Context, x: Any) -> Any:
             def run(weights: Any, shared: Any, x: Any) -> Any:
                 y, objective, sums = stage(weights, shared, x, *context[2:])
@@ -135,6 +148,8 @@ class FromResiduals:
         self.kept: tuple[Any, ...] = tuple(
             jax.eval_shape(_plain, leaves[place]) if _is_key(leaves[place]) else leaves[place] for place in self._keep
         )
+        names = [names_of(self._program, self._span.start + place) if hosted else set() for place in self._keep]
+        self.hosted: tuple[bool, ...] = tuple(not own.isdisjoint(hosted) for own in names)
         self._halves = None
         if split:
             zeros = [vary(jnp.zeros(leaf.shape, leaf.dtype)) for leaf in self.kept]

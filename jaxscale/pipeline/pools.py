@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxscale.compat import varying_axes
+from jaxscale.sharding.memory_space import on_host, to_device, to_host
 
 
 def vary(tree: Any, axes: Sequence[str]) -> Any:
@@ -25,23 +27,46 @@ def vary(tree: Any, axes: Sequence[str]) -> Any:
     return jax.tree.map(mark, tree)
 
 
-def empty(tree: Any, slots: int) -> Any:
-    """A pool: zeros of the shape of `tree`, its leaves with a first dim of `slots`."""
-    return jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), tree)
+def empty(tree: Any, slots: int, hosted: Any = False) -> Any:
+    """A pool: zeros of the shape of `tree`, its leaves with a first dim of `slots`.
+
+    Args:
+        tree: of arrays or their shapes.
+        slots: of the pool.
+        hosted: whether a leaf of the pool lies on the host: a tree like `tree`, or a prefix of one.
+    """
+
+    def pool(leaf: Any, on_host: bool) -> Any:
+        zeros = jnp.zeros((slots, *leaf.shape), leaf.dtype)
+        return to_host(zeros) if on_host else zeros
+
+    return jax.tree.map(pool, tree, jax.tree.broadcast(hosted, tree))
 
 
 def read(pool: Any, slot: Any) -> Any:
-    """What lies in a slot; of a pool with one slot without looking at the number."""
-    return jax.tree.map(
-        lambda leaf: leaf[0] if leaf.shape[0] == 1 else lax.dynamic_index_in_dim(leaf, slot, 0, keepdims=False), pool
-    )
+    """What lies in a slot, on the device; of a pool with one slot without looking at the number."""
+
+    def take(leaf: Any) -> Any:
+        value = leaf[0] if leaf.shape[0] == 1 else lax.dynamic_index_in_dim(leaf, slot, 0, keepdims=False)
+        return _row_major(to_device(value)) if on_host(leaf) else value
+
+    return jax.tree.map(take, pool)
 
 
 def write(pool: Any, slot: Any, value: Any) -> Any:
     """The pool with a value in a slot."""
-    return jax.tree.map(
-        lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new.astype(leaf.dtype), slot, 0), pool, value
-    )
+
+    def put(leaf: Any, new: Any) -> Any:
+        new = new.astype(leaf.dtype)
+        new = to_host(_row_major(new)) if on_host(leaf) else new
+        return lax.dynamic_update_index_in_dim(leaf, new, slot, 0)
+
+    return jax.tree.map(put, pool, value)
+
+
+def _row_major(value: Any) -> Any:
+    """A value on its way from or to the host, laid out as there: a TPU's compiler gives up where the two differ."""
+    return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
 
 
 def where(condition: Any, tree: Any) -> Any:

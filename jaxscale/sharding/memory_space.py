@@ -64,18 +64,18 @@ def check_host_memory(devices: Iterable[Any], what: str) -> None:
     Raises:
         UserError: a device without the memory kind `pinned_host`.
     """
-    for device in devices:
-        if isinstance(device, AbstractDevice):
-            continue  # a device of this kind is not here to be asked; TPUs and GPUs have such a memory
-        kinds = [memory.kind for memory in device.addressable_memories()]
-        if not kinds:
-            raise UserError(
-                f"{what}: {device.device_kind} is described and not here, and JAX lists no memories of it: a part of "
-                "the step cannot be compiled for it; take fit --verify, which compiles the whole, or keep it on the "
-                "device"
-            )
-        if HOST_KIND not in kinds:
+    # a device of a described kind is not here to be asked; TPUs and GPUs have such a memory
+    real = [device for device in devices if not isinstance(device, AbstractDevice)]
+    kinds = [[memory.kind for memory in device.addressable_memories()] for device in real]
+    if real and not any(kinds):
+        raise UserError(
+            f"{what}: {real[0].device_kind} is described and not here, and JAX lists no memories of it: a part of "
+            "the step cannot be compiled for it; take fit --verify, which compiles the whole, or keep it on the "
+            "device"
+        )
+    for device, own in zip(real, kinds, strict=True):
+        if own and HOST_KIND not in own:  # another process's device lists none
             raise UserError(
                 f"{what}: {device.device_kind} ({device.platform}) has no memory of kind {HOST_KIND} "
-                f"(it has {', '.join(kinds)}), so nothing can be put on the host; keep it on the device"
+                f"(it has {', '.join(own)}), so nothing can be put on the host; keep it on the device"
             )

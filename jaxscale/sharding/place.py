@@ -9,33 +9,46 @@ import contextvars
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.typing import Array
 
-_layout: contextvars.ContextVar[tuple[Mesh, AxisRules] | None] = contextvars.ContextVar("layout", default=None)
+Layout: TypeAlias = tuple[Any, AxisRules]
+"""A mesh of devices, or an abstract one, and the rules by which arrays lie on it; hashable."""
+
+_layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
 
 
-@contextlib.contextmanager
-def layout(mesh: Any, rules: AxisRules) -> Iterator[None]:
+def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[None]:
     """While tracing inside, `constrain` places arrays on `mesh` by `rules`.
 
     Args:
         mesh: a `jax.sharding.Mesh`; to trace for devices that are not here, an `AbstractMesh` of axes in Auto mode.
         rules: mesh axes of each logical axis.
     """
-    token = _layout.set((mesh, rules))
+    return under((mesh, rules))
+
+
+@contextlib.contextmanager
+def under(layout: Layout | None) -> Iterator[None]:
+    """As `layout`, of what `current` gave earlier.
+
+    The rules of a `custom_vjp` are traced when they are asked for, which may be under another layout than the call was:
+    that of a step around the manual region of a pipeline's stage. Those that place arrays take the layout of the call
+    as a static argument, and trace under it.
+    """
+    token = _layout.set(layout)
     try:
         yield
     finally:
         _layout.reset(token)
 
 
-def current() -> tuple[Any, AxisRules] | None:
+def current() -> Layout | None:
     """The mesh and rules in force; `None` outside any layout. Kernels that need `shard_map` ask this."""
     return _layout.get()
 
@@ -99,15 +112,18 @@ def move(x: Array, source: tuple[str | None, ...], target: tuple[str | None, ...
         return x
     if spec(x.shape, source, *found) == spec(x.shape, target, *found):
         return constrain(x, *target)
-    return _moved(source, target, x)
+    return _moved(found, source, target, x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _moved(source: tuple[str | None, ...], target: tuple[str | None, ...], x: Array) -> Array:
-    return constrain(x, *target)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _moved(found: Layout, source: tuple[str | None, ...], target: tuple[str | None, ...], x: Array) -> Array:
+    with under(found):
+        return constrain(x, *target)
 
 
-_moved.defvjp(
-    lambda source, target, x: (constrain(x, *target), None),
-    lambda source, target, _, gradient: (constrain(gradient, *source),),
-)
+def _moved_back(found: Layout, source: Any, target: Any, _: None, gradient: Array) -> tuple[Array]:
+    with under(found):
+        return (constrain(gradient, *source),)
+
+
+_moved.defvjp(lambda *given: (_moved(*given), None), _moved_back)

@@ -18,7 +18,15 @@ from jaxscale.step.outer import Outer, check_outer
 from jaxscale.step.plan import Plan
 from jaxscale.step.products import check_products, said_of_products
 from jaxscale.step.reducing import check_reduce, stage_of, with_messages, with_states
-from jaxscale.step.remember import check_memory, decide_memory, layers_of_groups, needs_decision, said_of, treatment_of
+from jaxscale.step.remember import (
+    check_memory,
+    decide_memory,
+    layers_of_groups,
+    needs_decision,
+    said_of,
+    treatment_of,
+    with_one_layer_at_a_time,
+)
 from jaxscale.step.stages import Stages, stages_of
 from jaxscale.step.streamed import Streamed, check_streamed
 from jaxscale.step.train_step import TrainStep, objective_of
@@ -54,6 +62,8 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     check_products(plan, experiment.model)
     check_memory(plan)
     mesh, decision, streamed = plan.mesh.build(devices), None, None
+    plan, one_by_one = with_one_layer_at_a_time(plan)
+    said += one_by_one
     functional, update, layout = _placed(experiment, plan, mesh, stages=stages)
     if stages is not None and stages.chain is not None:
         check_chained(plan)

@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale import blocks
 from jaxscale.blocks import Context, Cut, Loss
 from jaxscale.compat import prune
+from jaxscale.memory.offload import offloading_later
 from jaxscale.pipeline.execute import execute
 from jaxscale.pipeline.passes import At
 from jaxscale.pipeline.tables import Tables, tabulate
@@ -78,6 +79,10 @@ class Pipelined(Objective):
         """Stages of a pipeline on one device."""
         return self.stages.schedule.chunks
 
+    def _treatment(self, plainly: bool) -> blocks.Treatment:
+        treatment = super()._treatment(plainly)
+        return offloading_later(treatment) if self.plan.stash == "residuals" else treatment
+
     # -- the mesh ------------------------------------------------------------------------------------------------------
 
     @property
@@ -94,9 +99,27 @@ class Pipelined(Objective):
             entries.append(kept if len(kept) > 1 else kept[0] if kept else None)
         return PartitionSpec(*entries)
 
-    def _inside(self) -> Any:
-        """The layout in force within the manual region."""
-        return self._within(self.manual)
+    def _mapped(self, body: Callable[..., Any], given: Any, out: Any) -> Callable[..., Any]:
+        """`body` on every device, manual over `manual`: all that is traced in it, backward passes too, is placed by the
+        axes that are left.
+
+        Args:
+            body: a function of this device's parts.
+            given, out: placements of its arguments and results, by the manual axes.
+        """
+
+        def inside(*parts: Any) -> Any:
+            with self._within(self.manual):
+                return body(*parts)
+
+        return jax.shard_map(
+            inside,
+            mesh=self.layout.mesh,
+            in_specs=given,
+            out_specs=out,
+            axis_names=set(self.manual),
+            check_vma=False,
+        )
 
     # -- the model in parts --------------------------------------------------------------------------------------------
 
@@ -171,17 +194,16 @@ class Pipelined(Objective):
             given = (stacked, shared, microbatch, key, at.stage)
             # recomputed in the backward pass: their residuals would lie in every stage's slots
             before, behind = jax.checkpoint(parts.before), jax.checkpoint(parts.behind)
-            with self._inside():
-                x = jax.lax.cond(at.stage == 0, lambda x, *given: before(*given), lambda x, *given: x, x, *given)
-                y = parts.inside(x, *given)
-                nothing = jax.eval_shape(parts.behind, y, *given)
-                sums = jax.lax.cond(
-                    at.stage == last,
-                    behind,
-                    lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), nothing),
-                    y,
-                    *given,
-                )
+            x = jax.lax.cond(at.stage == 0, lambda x, *given: before(*given), lambda x, *given: x, x, *given)
+            y = parts.inside(x, *given)
+            nothing = jax.eval_shape(parts.behind, y, *given)
+            sums = jax.lax.cond(
+                at.stage == last,
+                behind,
+                lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), nothing),
+                y,
+                *given,
+            )
             return y, objective(sums), sums
 
         return stage
@@ -198,7 +220,7 @@ class Pipelined(Objective):
     def _run(self, tables: Tables, stage: Any, state: TrainState, batch: Batch, finish: Any, out: Any) -> Any:
         """`pipeline.execute` in its `shard_map`: `finish` gives, of what it gives, what `out` places."""
         stacked, shared = self._split(self._copies(state.params))
-        mesh, spec = self.layout.mesh, self._specs("compute")
+        spec = self._specs("compute")
         batch = self._microbatches(batch)
         rows = PartitionSpec(None, tuple(axis for axis in BATCH_AXES if axis in self.manual))
         key = jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
@@ -206,9 +228,8 @@ class Pipelined(Objective):
         def body(stacked: Any, shared: Any, batch: Any, key: Any) -> Any:
             chunks = self._chunks(stacked)
             one = jax.tree.map(lambda leaf: leaf[0], (chunks, batch))
-            with self._inside():
-                x = jax.eval_shape(self._parts(self._loss_of).before, one[0], shared, one[1], key, jnp.int32(0))
-                readers = self._readers(x, one[0], shared, one[1], key) if tables.backward else None
+            x = jax.eval_shape(self._parts(self._loss_of).before, one[0], shared, one[1], key, jnp.int32(0))
+            readers = self._readers(x, one[0], shared, one[1], key) if tables.backward else None
             done = execute(
                 tables,
                 stage,
@@ -221,17 +242,11 @@ class Pipelined(Objective):
                 manual=self.manual,
                 lowering=self.plan.lowering,
                 readers=readers,
+                hosted=blocks.treatment().hosted,
             )
             return finish(done)
 
-        return jax.shard_map(
-            body,
-            mesh=mesh,
-            in_specs=(spec[0], spec[1], rows, PartitionSpec()),
-            out_specs=out,
-            axis_names=set(self.manual),
-            check_vma=False,
-        )(stacked, shared, batch, key)
+        return self._mapped(body, (spec[0], spec[1], rows, PartitionSpec()), out)(stacked, shared, batch, key)
 
     def _readers(self, x: Any, stacked: Any, shared: Any, microbatch: Any, key: Any) -> tuple[int, ...] | None:
         """The stages that read what stages share: the first and the last, where blocks read none of it; else `None`."""
@@ -254,17 +269,10 @@ class Pipelined(Objective):
         def body(stacked: Any, shared: Any, batch: Any, examples: Any, key: Any) -> Any:
             one = jax.tree.map(lambda leaf: leaf[0], self._chunks(stacked))
             given = (one, shared, (batch, examples), key, jnp.int32(0))
-            with self._inside():
-                return parts.behind(parts.inside(parts.before(*given), *given), *given).total
+            return parts.behind(parts.inside(parts.before(*given), *given), *given).total
 
-        return jax.shard_map(
-            body,
-            mesh=self.layout.mesh,
-            in_specs=(spec[0], spec[1], rows, rows, PartitionSpec()),
-            out_specs=PartitionSpec(),
-            axis_names=set(self.manual),
-            check_vma=False,
-        )(stacked, shared, batch, examples, key)
+        given = (spec[0], spec[1], rows, rows, PartitionSpec())
+        return self._mapped(body, given, PartitionSpec())(stacked, shared, batch, examples, key)
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Loss, Params, Params]:
         """Sums of the loss, mean gradients in float32, and the model's other state, of a global batch."""

@@ -48,10 +48,20 @@ def check_memory(plan: Plan) -> None:
     if needs_decision(plan.memory):
         if plan.weights == "host" and plan.memory.rule in _OF_SEGMENTS:
             raise _whole_stack(plan.memory)
-        if plan.unroll > 1:
+        if plan.memory.rule == "offload" and plan.asynchronous and plan.stash == "residuals":
             raise UserError(
-                f"memory {plan.memory} with unroll {plan.unroll}: a scan runs one layer at a time; leave unroll out"
+                f"memory {plan.memory} with pipeline {plan.pipeline}: what its stages keep is in flight from step to "
+                "step, and lies on the device; add stash input, with which a stage offloads within its backward, or "
+                "take a synchronous pipeline"
             )
+
+
+def with_one_layer_at_a_time(plan: Plan) -> tuple[Plan, str]:
+    """The plan with a scan that its memory rule can treat layer by layer, and a word on it behind a semicolon."""
+    if plan.unroll == 1 or not needs_decision(plan.memory):
+        return plan, ""
+    said = f"; unroll {plan.unroll}: memory {plan.memory} decides what each layer keeps, so a scan runs one at a time"
+    return dataclasses.replace(plan, unroll=1), said
 
 
 def decide_memory(objective: Objective, devices: Sequence[Any]) -> Decision:
@@ -88,9 +98,11 @@ def _decided(objective: Objective, devices: Sequence[Any]) -> Decision:
     calls, stages = traced_blocks(objective, chip), objective.stages_here
     if stages == 1 or plan.budget is None:
         return decide(plan, calls, chip)
-    # the budget is that of all blocks on a device; its stages are alike
-    one = decide(dataclasses.replace(plan, budget=plan.budget // stages), calls, chip)
-    total = {name: stages * getattr(one, name) for name in ("bytes", "host_bytes", "flop")}
+    # the budget is that of all blocks on a device; its stages are alike, and keep something one at a time where each
+    # runs again in its backward
+    held = stages if objective.plan.stash == "residuals" else 1
+    one = decide(dataclasses.replace(plan, budget=plan.budget // held), calls, chip)
+    total = {"bytes": held * one.bytes, "host_bytes": held * one.host_bytes, "flop": stages * one.flop}
     return dataclasses.replace(one, plan=plan, **total)
 
 

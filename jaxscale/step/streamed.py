@@ -174,7 +174,7 @@ class Streamed(Pipelined):
             first = len(jax.tree.leaves(x))
             return {name for name, reads in zip(names, used[first:], strict=False) if name and reads}
 
-        with self.tracing():
+        with self.tracing(plainly=True):  # a decision on what blocks keep is for a device's rows
             x = jax.eval_shape(parts.before, *given)
             before, inside, behind = read(parts.before), read(parts.inside, x), read(parts.behind, x)
         if inside:
@@ -233,8 +233,7 @@ class Streamed(Pipelined):
 
         stacked, shared = self._computed(jax.tree.map(lambda leaf: leaf[0], parameters))
         part, _ = jax.tree.map(lambda leaf: leaf[0], batch)
-        with self._inside():
-            x = jax.eval_shape(self._parts(self._loss_of).before, stacked, shared, part, key, jnp.int32(0))
+        x = jax.eval_shape(self._parts(self._loss_of).before, stacked, shared, part, key, jnp.int32(0))
         return Asynchronous(
             self.stream,
             scaled,
@@ -327,16 +326,6 @@ class Streamed(Pipelined):
         for axis in BATCH_AXES:
             found *= self.layout.mesh.shape[axis]
         return found
-
-    def _mapped(self, body: Any, given: Any, out: Any) -> Any:
-        return jax.shard_map(
-            body,
-            mesh=self.layout.mesh,
-            in_specs=given,
-            out_specs=out,
-            axis_names=set(self.manual),
-            check_vma=False,
-        )
 
     # -- one batch -----------------------------------------------------------------------------------------------------
 

@@ -103,6 +103,27 @@ def test_no_product_runs_twice(stage):
     assert second.total == LAYERS * 2 * 2 * ROWS * D * F
 
 
+@pytest.mark.parametrize("stage", [checkpointed, barred], ids=lambda stage: stage.__name__)
+def test_a_checkpoint_stays_one_in_both_halves(stage):
+    """So that the compiler does not merge what is computed again, and who reads the program sees what is."""
+    weights, x, g = arguments()
+    halves = divide(whole(stage), weights, x, g, kept=(True, True, False))
+    cut = jax.eval_shape(halves.first, weights, x, g)[1]
+    for program in (jax.make_jaxpr(halves.first)(weights, x, g), jax.make_jaxpr(halves.second)(cut, weights, x, g)):
+        found = [eqn for eqn in equations(program) if eqn.primitive.name in ("checkpoint", "remat", "remat2")]
+        assert len(found) == (1 if stage is checkpointed else LAYERS)
+        assert all(eqn.params["differentiated"] for eqn in found)
+        assert {eqn.params["prevent_cse"] for eqn in found} == {stage is barred}
+
+
+def equations(program):
+    for eqn in getattr(program, "jaxpr", program).eqns:
+        yield eqn
+        for inner in (eqn.params.get("jaxpr"), *eqn.params.get("branches", ())):
+            if inner is not None:
+                yield from equations(inner)
+
+
 def test_sums_are_made_where_their_terms_are():
     """The gradient of a gain or a bias crosses, D numbers, in place of the ROWS D that it is a sum of."""
 

@@ -6,8 +6,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.errors import UserError
+from jaxscale.layers.attention_chunked import attend_chunked
+from jaxscale.layers.loss import cross_entropy
+from jaxscale.layers.visibility import Visibility
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.sharding.place import constrain, layout, spec
+from jaxscale.sharding.place import constrain, layout, move, spec
 from jaxscale.sharding.rules import AxisRules
 
 MESH = MeshSpec(data=2, fsdp=2, tensor=2).build()
@@ -46,3 +49,28 @@ def test_constrain_places_inside_a_layout_and_is_the_identity_outside():
     assert y.sharding.spec == P(("data", "fsdp"), "tensor")
     with pytest.raises(ValueError, match="name each dim"), layout(MESH, AxisRules()):
         constrain(x, "batch")
+
+
+@pytest.mark.parametrize("called", ["move", "chunked attention", "chunked loss"])
+def test_a_backward_pass_is_placed_by_the_layout_of_its_call(called):
+    """It is traced when it is asked for: in a pipeline, under a layout whose axes of rows are manual there."""
+    inner = AxisRules(batch=("fsdp",), seq=("tensor",))
+
+    def compute(x):
+        if called == "move":
+            return move(x, ("batch", "seq", "embed"), ("batch", "inner_seq", "mlp"))
+        if called == "chunked loss":
+            return cross_entropy(x, jnp.ones((4, 4)), jnp.zeros((4, 4), int), vocab=4, chunk=2).total
+        heads = x[..., None, :]
+        return attend_chunked(heads, heads, heads, Visibility(), scale=1.0, soft_cap=None, chunk=2)
+
+    def body(x):
+        with layout(jax.sharding.get_abstract_mesh(), inner):
+            y, pull = jax.vjp(jax.checkpoint(compute), x)
+        return pull(jnp.ones_like(y))[0]
+
+    with layout(MESH, AxisRules()):
+        manual = jax.shard_map(
+            body, mesh=MESH, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False
+        )
+        jax.jit(manual).lower(jnp.ones((8, 4, 4)))

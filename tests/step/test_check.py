@@ -18,6 +18,7 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign import ForeignModel, classification
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.platforms.hlo import Collective, collectives
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
@@ -76,6 +77,7 @@ REAL = [
     {"memory": MemoryPlan("full"), "precision": "bfloat16", "reduce": "float32"},
     {"memory": MemoryPlan.parse("chain:1GiB")},  # enough for everything: nothing is to be recomputed
     {"memory": MemoryPlan("sqrt"), "model": dataclasses.replace(DECODER, layers=1)},
+    {"memory": MemoryPlan("full"), "pipeline": PipelinePlan.parse("zb-h1:2x2"), "mesh": "data:2"},
     {"unroll": 2, "loss_chunk": 4, "attention": "chunked"},
     {"attention": "plain", "precision": "bfloat16", "microbatches": 2},
     {"model": Plainly(), "precision": "bfloat16"},

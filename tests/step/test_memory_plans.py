@@ -148,7 +148,6 @@ def test_activations_on_a_host_that_is_too_small_are_refused(monkeypatch):
         ("save:1KiB", {}, "below the least possible"),
         ("chain:1KiB", {}, "least"),
         ("periodic:7", {}, "7"),
-        ("save:24KiB", {"unroll": 2}, "leave unroll out"),
         ("sqrt", {"weights": "host"}, "sqrt with weights host: segments of several blocks are cut out"),
         ("save:5KiB", {"weights": "host"}, "5KiB with weights host: segments of several blocks are cut out"),
         ("fit", {}, "settled before"),
@@ -157,6 +156,14 @@ def test_activations_on_a_host_that_is_too_small_are_refused(monkeypatch):
 def test_what_does_not_go_is_refused_before_anything_is_compiled(memory, plan, message):
     with pytest.raises(UserError, match=message):
         step_of(memory, **plan)
+
+
+def test_a_rule_that_decides_layer_by_layer_settles_unroll():
+    """A recipe that unrolls its layers takes any rule by name alone, and is told."""
+    step = step_of("save:24KiB", unroll=2)
+    assert step.plan.unroll == 1
+    assert "unroll 2: memory save:24KiB decides what each layer keeps, so a scan runs one at a time" in step.said[0]
+    assert step_of("dots", unroll=2).plan.unroll == 2
 
 
 def _first(params, name):

@@ -1,0 +1,43 @@
+"""Names that a result of a program was given inside it (`checkpoint_name`): how a residual is told from another."""
+
+from typing import Any
+
+from jax.extend.core import Literal
+
+_SAME = {"convert_element_type", "copy", "device_put", "pvary", "reduce_precision", "sharding_constraint"}
+"""Primitives whose result is their operand, in another place or type."""
+
+
+def names_of(program: Any, number: int) -> set[str]:
+    """The names of a result, where it was made: in a loop, of its part in one turn; in a branch, of either.
+
+    Args:
+        program: a jaxpr, closed or open.
+        number: of the result.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.ad_checkpoint import checkpoint_name
+        >>> def turn(x, _):
+        ...     return x, checkpoint_name(jnp.sin(x), "sine")
+        >>> program = jax.make_jaxpr(lambda x: jax.lax.scan(turn, x, length=3))(1.0)
+        >>> names_of(program, 1), names_of(program, 0)
+        ({'sine'}, set())
+    """
+    jaxpr = getattr(program, "jaxpr", program)
+    var, names = jaxpr.outvars[number], set()
+    while not isinstance(var, Literal):
+        eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
+        if eqn is None:
+            return names
+        if eqn.primitive.name == "name":
+            names.add(eqn.params["name"])
+        elif eqn.primitive.name == "optimization_barrier":
+            var = eqn.invars[eqn.outvars.index(var)]
+            continue
+        elif eqn.primitive.name not in _SAME:
+            place = eqn.outvars.index(var)
+            inner = [eqn.params[name] for name in ("jaxpr", "call_jaxpr") if name in eqn.params]
+            return names.union(*(names_of(part, place) for part in (*inner, *eqn.params.get("branches", ()))))
+        var = eqn.invars[0]
+    return names
