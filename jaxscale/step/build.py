@@ -18,7 +18,15 @@ from jaxscale.step.outer import Outer, check_outer
 from jaxscale.step.plan import Plan
 from jaxscale.step.products import check_products, said_of_products
 from jaxscale.step.reducing import check_reduce, stage_of, with_messages, with_states
-from jaxscale.step.remember import check_memory, decide_memory, layers_of_groups, needs_decision, said_of, treatment_of
+from jaxscale.step.remember import (
+    check_memory,
+    decide_memory,
+    layers_of_groups,
+    needs_decision,
+    said_of,
+    settled_unroll,
+    treatment_of,
+)
 from jaxscale.step.stages import Stages, stages_of
 from jaxscale.step.streamed import Streamed, check_streamed
 from jaxscale.step.train_step import TrainStep, objective_of
@@ -49,6 +57,8 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
         whose = "the model" if stages is None else "a stage"
         said += f"; unroll {plan.unroll}: {whose} has {layers} layers, all run in one iteration"
         plan = dataclasses.replace(plan, unroll=layers)
+    plan, note = settled_unroll(plan, devices[0].platform)
+    said += note
     assert plan.mesh is not None
     check_model(plan, experiment.model)
     check_products(plan, experiment.model)
@@ -77,7 +87,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     lines += said_of_state(plan, layout.abstract.optimizer, functional.parameters)
     if plan.asynchronous:
         assert stages is not None
-        parts = (experiment, plan, functional, layout, treatment_of(plan, decision))
+        parts = (experiment, plan, functional, layout, treatment_of(plan, decision, layout.platform))
         streamed = Streamed(stages, update.whole, *parts)
         functional, layout = streamed.held, streamed.places
         lines.append(str(streamed))

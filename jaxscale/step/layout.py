@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
 from jaxscale.memory.offload import of_a_block
@@ -252,6 +252,12 @@ class Layout:
         placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
         gradients = tree("gradient", lambda name: plan.gradients == "host" and of_a_block(name))
         return cls(plan, mesh, rules, placements, masters, gradients, tree("compute"), shardings, placed)
+
+    @property
+    def platform(self) -> str:
+        """Kind of the devices, which may be described ones: "cpu", "gpu" or "tpu"."""
+        device = self.mesh.abstract_device if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0]
+        return device.platform
 
     @property
     def batch(self) -> NamedSharding:

@@ -88,7 +88,7 @@ class TrainStep:
         self.decision = decision
         self.stages = stages
         self.stage = stage
-        parts = (experiment, plan, functional, layout, treatment_of(plan, decision))
+        parts = (experiment, plan, functional, layout, treatment_of(plan, decision, layout.platform))
         self.streamed = streamed
         self.objective = streamed or objective_of(stages, *parts)
         state, batches, whole = layout.state, layout.batch, NamedSharding(layout.mesh, PartitionSpec())
