@@ -31,6 +31,7 @@ from jaxscale.step.stages import Stages, stages_of
 from jaxscale.step.streamed import Streamed, check_streamed
 from jaxscale.step.train_step import TrainStep, objective_of
 from jaxscale.step.update import Update, said_of_state
+from jaxscale.step.without_effect import check_effect
 
 
 def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence[Any] | None = None) -> TrainStep:
@@ -77,6 +78,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
             functional, update, layout = _placed(experiment, plan, mesh, groups)
     layout.check_axes_used(experiment.model)
     layout.check_zero_used(update.whole)
+    check_effect(experiment, layout)
     check_offload(plan, experiment.model, update.plain, functional.params, devices)
     kept = 0 if decision is None else decision.host_bytes
     if kept:

@@ -34,7 +34,8 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
     """The plan with its mesh settled, and a sentence that says how.
 
     Without a mesh a run takes the most devices that divide the rows of a microbatch: along "fsdp" if ZeRO shards, else
-    along "data".
+    along "data". Where that is one device, ZeRO has nothing to shard over and is left out, so that the same plan runs
+    on a laptop.
 
     Args:
         plan: as the user wrote it.
@@ -70,6 +71,9 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
         kind = devices[0].device_kind
         said = f"mesh {mesh}: {mesh.devices} of {len(devices)} {kind} device{'s' if len(devices) > 1 else ''}"
         said += f", the most that divide {rows} rows" if mesh.devices < len(devices) else ""
+        if plan.zero and count == 1:
+            said += f"; zero {plan.zero}: one device along fsdp, so nothing is sharded: zero 0"
+            plan = dataclasses.replace(plan, zero=0)
         return dataclasses.replace(plan, mesh=mesh), said
     if plan.mesh.devices > len(devices):
         raise UserError(

@@ -24,6 +24,7 @@ from jaxscale.step.check import check_kept_on_host
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional, in_groups
 from jaxscale.step.plan import Plan
+from jaxscale.step.remember import settled_unroll
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import from_json, to_json
 
@@ -148,7 +149,6 @@ def test_activations_on_a_host_that_is_too_small_are_refused(monkeypatch):
         ("save:1KiB", {}, "below the least possible"),
         ("chain:1KiB", {}, "least"),
         ("periodic:7", {}, "7"),
-        ("save:24KiB", {"unroll": 2}, "leave unroll out"),
         ("sqrt", {"weights": "host"}, "sqrt with weights host: segments of several blocks are cut out"),
         ("save:5KiB", {"weights": "host"}, "5KiB with weights host: segments of several blocks are cut out"),
         ("fit", {}, "settled before"),
@@ -157,6 +157,22 @@ def test_activations_on_a_host_that_is_too_small_are_refused(monkeypatch):
 def test_what_does_not_go_is_refused_before_anything_is_compiled(memory, plan, message):
     with pytest.raises(UserError, match=message):
         step_of(memory, **plan)
+
+
+@pytest.mark.parametrize(
+    ("memory", "platform", "unroll"),
+    [("none", "cpu", 3), ("full", "cpu", 1), ("full", "tpu", 3), ("save:24KiB", "tpu", 1), ("jax:dots_saveable", "cpu", 1)],
+)
+def test_a_plan_settles_unroll_under_a_rule_that_wants_a_loop_and_says_so(memory, platform, unroll):
+    plan, said = settled_unroll(Plan(memory=MemoryPlan.parse(memory), unroll=3), platform)
+    assert plan.unroll == unroll
+    assert (f"unroll 3: 1 under memory {memory}" in said) == (unroll == 1)
+
+
+def test_the_default_recipe_unrolls_under_no_memory_rule():
+    step = step_of("save:24KiB", mesh=MeshSpec(), zero=0, unroll=LAYERS)
+    assert step.plan.unroll == 1
+    assert any(f"unroll {LAYERS}: 1 under memory save:24KiB" in line for line in step.describe())
 
 
 def _first(params, name):
