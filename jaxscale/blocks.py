@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.errors import UserError
+from jaxscale.held_back import held_back
 from jaxscale.typing import Array, Float, Int, Key, Shaped
 
 
@@ -152,13 +153,21 @@ def keep_nothing(primitive: Any, *inputs: Any, **params: Any) -> bool:
     return False
 
 
-def run_again(function: Callable[..., Any], *, rolled: bool) -> Callable[..., Any]:
+def run_again(function: Callable[..., Any], *, rolled: bool, policy: Any = keep_nothing) -> Callable[..., Any]:
     """A part of a model of which the inputs alone are kept, and which runs again in the backward pass.
 
     Inside a rolled scan XLA cannot undo the recomputation, and the barriers of `prevent_cse` only cost; elsewhere it
-    would, without them.
+    would, without them, and on some backends with them (`held_back.py`).
+
+    Args:
+        function: of pytrees of arrays.
+        rolled: it is the body of a rolled `lax.scan`.
+        policy: of `jax.checkpoint`: what is kept besides the inputs.
     """
-    return jax.checkpoint(function, policy=keep_nothing, prevent_cse=not rolled)
+    checkpointed = jax.checkpoint(function, policy=policy, prevent_cse=not rolled)
+    # a pipeline's forward and backward passes of a stage lie in other ticks
+    held = _treatment.get().held and not rolled and cut() is None
+    return held_back(checkpointed) if held else checkpointed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +184,7 @@ class Treatment:
         sequence: how the blocks of a chain run, and those of a stack, which is then not scanned: nested checkpoints.
         hosted: names (`checkpoint_name`) of values that blocks keep on the device, and that a pipeline has on the host
             from a stage's forward to its backward.
+        held: what runs again outside loops waits for its gradient, on a backend that would run it early.
 
     Example:
         >>> Treatment(unroll=2).segment is None
@@ -187,6 +197,7 @@ class Treatment:
     groups: tuple[tuple[int, Wrapper], ...] = ()
     sequence: Runner | None = None
     hosted: frozenset[str] = frozenset()
+    held: bool = False
 
     def __post_init__(self) -> None:
         if self.segment is not None and self.segment < 1:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax._src import core, source_info_util
 from jax._src.interpreters import partial_eval
+from jax._src.lib import version as jaxlib_version
 from jax.experimental import compute_on as _compute_on
 from jax.extend import core as jex
 
@@ -121,3 +122,8 @@ def prune(closed: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
     """
     jaxpr, inputs = partial_eval.dce_jaxpr(closed.jaxpr, list(used))
     return jex.ClosedJaxpr(jaxpr, closed.consts), inputs
+
+
+def runs_recomputation_early() -> bool:
+    """Whether XLA:CPU drops the barriers of `jax.checkpoint` before it orders a program: up to jaxlib 0.10."""
+    return jaxlib_version < (0, 11)

@@ -147,7 +147,7 @@ def valid(draw: Callable[..., Any]) -> Drawn:
     sizes = mesh or {}
     tensor, sequence = sizes.get("tensor", 1), sizes.get("sequence", 1)
     model = draw(models(tensor))
-    shards = sizes.get("fsdp", 1) > 1 or not sizes
+    shards = sizes.get("fsdp", 1) > 1 or mesh is None
     precision = draw(st.sampled_from(["float32", "bfloat16"]))
     optimizer = draw(st.sampled_from(["adamw", "sgd", "lion", "adafactor"]))
     momentum = draw(st.sampled_from([0.0, 0.9]))
@@ -163,7 +163,7 @@ def valid(draw: Callable[..., Any]) -> Drawn:
         "precision": precision,
         "reduce": draw(st.sampled_from([None, "float32", precision])),
         "memory": MemoryPlan.parse(memory),
-        "loss_chunk": draw(st.sampled_from([None, 1, 3, 8])),
+        "loss_chunk": draw(st.sampled_from([None, *(chunk for chunk in (1, 3) if chunk < CONTEXT // sequence)])),
         "attention": draw(st.sampled_from(["auto", "plain", "chunked"])),
         "unroll": 2 if rolls and len(model["windows"]) == 1 and cycles == 2 and draw(st.booleans()) else 1,
     }

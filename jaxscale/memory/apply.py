@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.blocks import BlockFunction, Wrapper, as_it_is, keep_nothing
+from jaxscale.blocks import BlockFunction, Wrapper, as_it_is, keep_nothing, run_again
 from jaxscale.memory.plan import MemoryPlan
 
 
@@ -49,7 +49,6 @@ def wrapper(plan: MemoryPlan) -> Wrapper:
     assert policy is not None, f"{plan} needs a decision, not a policy"
 
     def checkpointed(block: BlockFunction, rolled: bool) -> BlockFunction:
-        # inside a rolled scan XLA can't undo the recomputation, and the barriers of prevent_cse only cost
-        return jax.checkpoint(block, policy=policy, prevent_cse=not rolled)
+        return run_again(block, rolled=rolled, policy=policy)
 
     return checkpointed

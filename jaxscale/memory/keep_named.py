@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.blocks import BlockFunction, Wrapper, as_it_is
+from jaxscale.blocks import BlockFunction, Wrapper, as_it_is, run_again
 from jaxscale.costs.block import MARK, graph_of
 from jaxscale.costs.inline import Program, inline
 from jaxscale.errors import UserError
@@ -107,7 +107,7 @@ class Keeping:
                 given = (*consts, *leaves)
                 return program.run(given, lambda n, value: checkpoint_name(value, tags[n]) if n in tags else value)
 
-            again = jax.checkpoint(run, policy=policy, prevent_cse=not rolled)
+            again = run_again(run, rolled=rolled, policy=policy)
             return jax.tree.unflatten(jax.tree.structure(shapes), again(closed.consts, args))
 
         return kept

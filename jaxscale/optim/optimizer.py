@@ -133,7 +133,14 @@ class Optimizer:
                 raise UserError(f"optimizer.{field}: got {value!r}, expected a number from 0 up to, not including, 1")
         if self.freeze is not None and self.freeze >= 1 and self.freeze != int(self.freeze):
             raise UserError(f"optimizer.freeze: got {self.freeze!r}, expected whole updates, or a share below 1")
-        if self.custom is None:
+        if self.custom is not None:
+            idle = [name for name in OPTIONS if getattr(self, name) is not None]
+            if idle:
+                raise UserError(
+                    f"optimizer.{idle[0]}: got {getattr(self, idle[0])} with custom, whose rule has its own constants: "
+                    "leave it out, or set it in the rule"
+                )
+        else:
             self.options()
             if self.schedule is not None and self.schedule not in RULES[self.name].schedules:
                 raise UserError(

@@ -24,13 +24,14 @@ from jaxscale.step.remember import (
     layers_of_groups,
     needs_decision,
     said_of,
+    settled_unroll,
     treatment_of,
-    with_one_layer_at_a_time,
 )
 from jaxscale.step.stages import Stages, stages_of
 from jaxscale.step.streamed import Streamed, check_streamed
 from jaxscale.step.train_step import TrainStep, objective_of
 from jaxscale.step.update import Update, said_of_state
+from jaxscale.step.without_effect import check_effect
 
 
 def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence[Any] | None = None) -> TrainStep:
@@ -57,13 +58,13 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
         whose = "the model" if stages is None else "a stage"
         said += f"; unroll {plan.unroll}: {whose} has {layers} layers, all run in one iteration"
         plan = dataclasses.replace(plan, unroll=layers)
+    plan, note = settled_unroll(plan, devices[0].platform)
+    said += note
     assert plan.mesh is not None
     check_model(plan, experiment.model)
     check_products(plan, experiment.model)
     check_memory(plan)
     mesh, decision, streamed = plan.mesh.build(devices), None, None
-    plan, one_by_one = with_one_layer_at_a_time(plan)
-    said += one_by_one
     functional, update, layout = _placed(experiment, plan, mesh, stages=stages)
     if stages is not None and stages.chain is not None:
         check_chained(plan)
@@ -77,6 +78,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
             functional, update, layout = _placed(experiment, plan, mesh, groups)
     layout.check_axes_used(experiment.model)
     layout.check_zero_used(update.whole)
+    check_effect(experiment, layout)
     check_offload(plan, experiment.model, update.plain, functional.params, devices)
     kept = 0 if decision is None else decision.host_bytes
     if kept:
@@ -87,7 +89,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     lines += said_of_state(plan, layout.abstract.optimizer, functional.parameters)
     if plan.asynchronous:
         assert stages is not None
-        parts = (experiment, plan, functional, layout, treatment_of(plan, decision))
+        parts = (experiment, plan, functional, layout, treatment_of(plan, decision, layout.platform))
         streamed = Streamed(stages, update.whole, *parts)
         functional, layout = streamed.held, streamed.places
         lines.append(str(streamed))

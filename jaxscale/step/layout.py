@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
 from jaxscale.memory.offload import of_a_block
@@ -34,7 +34,8 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
     """The plan with its mesh settled, and a sentence that says how.
 
     Without a mesh a run takes the most devices that divide the rows of a microbatch: along "fsdp" if ZeRO shards, else
-    along "data".
+    along "data". Where that is one device, ZeRO has nothing to shard over and is left out, so that the same plan runs
+    on a laptop.
 
     Args:
         plan: as the user wrote it.
@@ -70,6 +71,9 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
         kind = devices[0].device_kind
         said = f"mesh {mesh}: {mesh.devices} of {len(devices)} {kind} device{'s' if len(devices) > 1 else ''}"
         said += f", the most that divide {rows} rows" if mesh.devices < len(devices) else ""
+        if plan.zero and count == 1:
+            said += f"; zero {plan.zero}: one device along fsdp, so nothing is sharded: zero 0"
+            plan = dataclasses.replace(plan, zero=0)
         return dataclasses.replace(plan, mesh=mesh), said
     if plan.mesh.devices > len(devices):
         raise UserError(
@@ -252,6 +256,12 @@ class Layout:
         placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
         gradients = tree("gradient", lambda name: plan.gradients == "host" and of_a_block(name))
         return cls(plan, mesh, rules, placements, masters, gradients, tree("compute"), shardings, placed)
+
+    @property
+    def platform(self) -> str:
+        """Kind of the devices, which may be described ones: "cpu", "gpu" or "tpu"."""
+        device = self.mesh.abstract_device if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0]
+        return device.platform
 
     @property
     def batch(self) -> NamedSharding:

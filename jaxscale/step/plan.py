@@ -137,10 +137,10 @@ class Plan:
         self._check_codec()
         self._check_diloco()
         if self.mesh is not None:
-            if self.zero and self.mesh.fsdp == 1 and self.mesh.devices > 1:
-                raise UserError(
-                    f"zero {self.zero} shards over the fsdp axis, and mesh {self.mesh} has none: add fsdp:N"
-                )
+            if self.zero and self.mesh.fsdp == 1:
+                alone = self.mesh.devices == 1
+                way = "take fsdp:N, leave mesh out to take all devices, or zero 0" if alone else "add fsdp:N"
+                raise UserError(f"zero {self.zero} shards over the fsdp axis, and mesh {self.mesh} has none: {way}")
             if self.sequence_parallel and self.mesh.tensor == 1:
                 raise UserError(
                     f"sequence_parallel shards over the tensor axis, and mesh {self.mesh} has none: add tensor:N"

@@ -88,7 +88,7 @@ class TrainStep:
         self.decision = decision
         self.stages = stages
         self.stage = stage
-        parts = (experiment, plan, functional, layout, treatment_of(plan, decision))
+        parts = (experiment, plan, functional, layout, treatment_of(plan, decision, layout.platform))
         self.streamed = streamed
         self.objective = streamed or objective_of(stages, *parts)
         state, batches, whole = layout.state, layout.batch, NamedSharding(layout.mesh, PartitionSpec())
@@ -137,8 +137,6 @@ class TrainStep:
     def describe(self) -> list[str]:
         """What a user should know before the first step, one line each."""
         lines = list(self.said)
-        if self.plan.zero and self.mesh.shape["fsdp"] == 1:
-            lines.append(f"zero {self.plan.zero}: one device along fsdp, so nothing is sharded")
         unsplit = self.layout.unsplit()
         if unsplit:
             shown = ", ".join(unsplit[:5]) + (f" and {len(unsplit) - 5} more" if len(unsplit) > 5 else "")

@@ -24,6 +24,7 @@ from jaxscale.step.check import check_kept_on_host
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional, in_groups
 from jaxscale.step.plan import Plan
+from jaxscale.step.remember import settled_unroll
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import from_json, to_json
 
@@ -158,12 +159,20 @@ def test_what_does_not_go_is_refused_before_anything_is_compiled(memory, plan, m
         step_of(memory, **plan)
 
 
-def test_a_rule_that_decides_layer_by_layer_settles_unroll():
-    """A recipe that unrolls its layers takes any rule by name alone, and is told."""
-    step = step_of("save:24KiB", unroll=2)
+@pytest.mark.parametrize(
+    ("memory", "platform", "unroll"),
+    [("none", "cpu", 3), ("full", "cpu", 1), ("full", "tpu", 3), ("save:24KiB", "tpu", 1), ("jax:dots_saveable", "cpu", 1)],
+)
+def test_a_plan_settles_unroll_under_a_rule_that_wants_a_loop_and_says_so(memory, platform, unroll):
+    plan, said = settled_unroll(Plan(memory=MemoryPlan.parse(memory), unroll=3), platform)
+    assert plan.unroll == unroll
+    assert (f"unroll 3: 1 under memory {memory}" in said) == (unroll == 1)
+
+
+def test_the_default_recipe_unrolls_under_no_memory_rule():
+    step = step_of("save:24KiB", mesh=MeshSpec(), zero=0, unroll=LAYERS)
     assert step.plan.unroll == 1
-    assert "unroll 2: memory save:24KiB decides what each layer keeps, so a scan runs one at a time" in step.said[0]
-    assert step_of("dots", unroll=2).plan.unroll == 2
+    assert any(f"unroll {LAYERS}: 1 under memory save:24KiB" in line for line in step.describe())
 
 
 def _first(params, name):
