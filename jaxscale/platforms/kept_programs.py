@@ -71,6 +71,7 @@ def _may_be_kept(name: str, executable: Any) -> bool:
         return True
     if all(stays_ordered(module.to_string()) for module in executable.hlo_modules()):
         return True
-    if name and jax.config.jax_compilation_cache_dir is not None:
+    config: Any = jax.config
+    if name and config.jax_compilation_cache_dir is not None:
         _left_out.append(name)
     return False

@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxscale.models.decoder import Decoder
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.plan import Plan
+from jaxscale.training.loop import train
+
 PROGRAM = Path(__file__).with_name("warm_starts.py")
 
 
@@ -13,6 +18,13 @@ def failures(*arguments: str) -> str:
     done = subprocess.run([sys.executable, PROGRAM, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr[-3000:]
     return done.stdout
+
+
+def test_a_run_says_that_its_step_is_not_kept(toy, tmp_path, capsys):
+    plan = Plan(mesh=MeshSpec(fsdp=2), zero=3)
+    two_layers = Decoder(vocab=256, context=16, layers=2, embed=8, heads=2, mlp=16)
+    train(toy(model=two_layers, plan=plan, steps=1), out=tmp_path / "run")
+    assert capsys.readouterr().out.count("the step is compiled at every start") == 1
 
 
 @pytest.mark.slow
