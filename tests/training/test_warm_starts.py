@@ -33,6 +33,11 @@ def test_the_smallest_program_that_failed():
 
 
 @pytest.mark.slow
+def test_a_loop_that_waits_for_nothing():
+    assert failures("--starts", "1", "--cold", "2", "own loop").endswith("\n0 failed\n")
+
+
+@pytest.mark.slow
 def test_starts_of_every_layout():
     """The recorded one has 20 starts each: python tests/training/warm_starts.py"""
     assert failures("--starts", "2", "--cold", "1").endswith("\n0 failed\n")
