@@ -1,10 +1,11 @@
 """What differs between the JAX versions that jaxscale runs on, and nowhere else: one small function each."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import core, source_info_util
+from jax._src import compilation_cache, core, source_info_util
 from jax._src.interpreters import partial_eval
 from jax._src.lib import version as jaxlib_version
 from jax.experimental import compute_on as _compute_on
@@ -127,3 +128,37 @@ def prune(closed: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
 def runs_recomputation_early() -> bool:
     """Whether XLA:CPU drops the barriers of `jax.checkpoint` before it orders a program: up to jaxlib 0.10."""
     return jaxlib_version < (0, 11)
+
+
+def filter_compile_cache(keeps: Callable[[str, Any], bool]) -> None:
+    """Ask a function about each program that JAX's persistent compile cache would keep, and each that it has kept.
+
+    Where the answer is no, the program is not written; one that was read is dropped and compiled. The filter stays for
+    as long as the process runs. A JAX whose cache cannot be filtered keeps nothing.
+
+    Args:
+        keeps: of the program's name ("" where it was read) and its `jaxlib` LoadedExecutable.
+
+    References:
+        `jax._src.compiler.compile_or_get_cached`, which calls both functions that are wrapped here by their names in
+        `jax._src.compilation_cache`; their parameters differ by version.
+    """
+    read = getattr(compilation_cache, "get_executable_and_time", None)
+    write = getattr(compilation_cache, "put_executable_and_time", None)
+    if read is None or write is None or not {"module_name", "executable"} <= set(inspect.signature(write).parameters):
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # JAX asks once whether there is one
+        return
+    names = inspect.signature(write)
+
+    def filtered_read(*args: Any, **kwargs: Any) -> Any:
+        executable, seconds = read(*args, **kwargs)
+        return (executable, seconds) if executable is None or keeps("", executable) else (None, None)
+
+    def filtered_write(*args: Any, **kwargs: Any) -> None:
+        values = names.bind(*args, **kwargs).arguments
+        if keeps(values["module_name"], values["executable"]):
+            write(*args, **kwargs)
+
+    compilation_cache.get_executable_and_time = filtered_read
+    compilation_cache.put_executable_and_time = filtered_write

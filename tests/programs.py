@@ -8,9 +8,13 @@ from typing import Any
 
 @contextlib.contextmanager
 def kept(folder: Path) -> Iterator[None]:
-    """Programs compiled meanwhile are kept in a folder, and not compiled again."""
+    """Programs compiled meanwhile are kept in a folder, and not compiled again, but those that could then hang."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
+
+    from jaxscale.platforms.kept_programs import keep_ordered_programs
+
+    keep_ordered_programs()
 
     wanted: dict[str, Any] = {
         "jax_compilation_cache_dir": str(folder),

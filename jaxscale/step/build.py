@@ -8,6 +8,7 @@ import jax
 
 from jaxscale.optim.offloaded import plainly
 from jaxscale.platforms.detect import host_memory
+from jaxscale.platforms.kept_programs import keep_ordered_programs
 from jaxscale.sharding.memory_space import check_host_memory
 from jaxscale.step.chained import check_chained
 from jaxscale.step.experiment import Experiment
@@ -45,6 +46,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     Raises:
         UserError: the plan does not fit the model, the batch or the devices.
     """
+    keep_ordered_programs()
     plan = experiment.plan if plan is None else plan
     devices = list(jax.devices() if devices is None else devices)
     plan, said = resolve_mesh(plan, experiment.batch, devices)

@@ -147,7 +147,8 @@ class Canonical:
         """The train state of a canonical form, which is given away; leaves in flight are `None` where it has none.
 
         Arrays that are stacked or padded are deleted leaf by leaf, so that little more than one state lives at a time;
-        the others become part of the state.
+        the others become part of the state. Each leaf is waited for: the memory of the last is free by then, and
+        collectives of dozens of programs in flight can starve one another on a CPU.
         """
         leaves = []
         # an array of a stack in groups is read by several leaves, and freed by the last
@@ -159,7 +160,8 @@ class Canonical:
             given = [arrays[name] for name in part.names]
             waiting.subtract(part.names)
             if waiting[part.names[0]] or part.rows is not None:
-                leaves.append(_joined(None, part.key, leaf.shape, leaf.dtype, leaf.sharding, part.rows)(given))
+                join = _joined(None, part.key, leaf.shape, leaf.dtype, leaf.sharding, part.rows)
+                leaves.append(jax.block_until_ready(join(given)))
                 if not waiting[part.names[0]] and isinstance(given[0], jax.Array):
                     given[0].delete()
                 continue
@@ -168,7 +170,7 @@ class Canonical:
                 leaves.append(jax.device_put(given[0], leaf.sharding))
                 continue
             join = _joined(part.stacked, part.key, leaf.shape, leaf.dtype, leaf.sharding, order=part.order)
-            leaves.append(join(given))
+            leaves.append(jax.block_until_ready(join(given)))
             for array in given:
                 if isinstance(array, jax.Array):
                     array.delete()

@@ -130,7 +130,8 @@ def conversion(entries: Mapping[str, Sequence[Any]], abstract: Abstract) -> Conv
         for name, (old, new) in changes.items():
             given = [arrays.pop(part) for part in old.names(name)]
             targets = [abstract[part] for part in new.names(name)]
-            made = _changed(old, new, tuple((leaf.dtype, leaf.sharding) for leaf in targets))(given)
+            change = _changed(old, new, tuple((leaf.dtype, leaf.sharding) for leaf in targets))
+            made = jax.block_until_ready(change(given))  # dozens in flight can starve one another on a CPU
             arrays |= dict(zip(new.names(name), made, strict=True))
             for array in given:
                 if not any(array is kept for kept in made):

@@ -104,6 +104,8 @@ class TrainStep:
         self.evaluate_fn = jax.jit(self.objective.evaluate, in_shardings=(state, batches), out_shardings=whole)
         self.accuracy_fn = jax.jit(self.objective.accuracy, in_shardings=(state, batches), out_shardings=whole)
         self._executable: Any = None
+        # up to JAX 0.10, collectives of some fifty programs in flight starve one another of a CPU's threads
+        self._one_at_a_time = layout.mesh.size > 1 and layout.mesh.devices.flat[0].platform == "cpu"
         # up to JAX 0.10 a compiled program refuses its own 4-bit arrays; `jit` runs the same program, compiled once
         self._by_jit = any(leaf.dtype in (jnp.int4, jnp.uint4) for leaf in jax.tree.leaves(layout.abstract.optimizer))
 
@@ -304,11 +306,14 @@ class TrainStep:
             `weight` (targets), `skipped` (steps so far that were not applied), `skipped_in_row`; with a codec
             `residual_norm` (of what replicas owe) and `wire_bytes` (each device's, over the replica axis).
         """
+        if self._one_at_a_time:
+            jax.block_until_ready(state.watch)
         return (self.step_fn if self._executable is None or self._by_jit else self._executable)(state, batch)
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Array]) -> Loss:
         """Sums of the loss of a batch, without dropout, microbatch by microbatch as in training."""
-        return self.evaluate_fn(state, batch)
+        loss = self.evaluate_fn(state, batch)
+        return jax.block_until_ready(loss) if self._one_at_a_time else loss
 
     def accuracy(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[Array, Array] | None:
         """Correct targets of a batch, and all, computed as the loss is but in a forward pass of its own.
@@ -316,7 +321,10 @@ class TrainStep:
         Returns:
             Two sums; `None` where the model cannot tell.
         """
-        return None if getattr(self.experiment.model, "accuracy", None) is None else self.accuracy_fn(state, batch)
+        if getattr(self.experiment.model, "accuracy", None) is None:
+            return None
+        sums = self.accuracy_fn(state, batch)
+        return jax.block_until_ready(sums) if self._one_at_a_time else sums
 
     # -- the step itself -----------------------------------------------------------------------------------------------
 

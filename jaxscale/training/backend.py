@@ -36,6 +36,8 @@ def start_backend() -> None:
     """
     import jax
 
+    from jaxscale.platforms.kept_programs import keep_ordered_programs
+
     hush_absent_gpus()
     config: Any = jax.config
     if not os.environ.get("JAX_PLATFORMS") and not config.jax_platforms and not has_accelerator():
@@ -47,6 +49,7 @@ def start_backend() -> None:
     if config.jax_platforms == "cpu" and not given:
         with contextlib.suppress(RuntimeError):  # the backend runs already
             config.update("jax_num_cpu_devices", cores())
+    keep_ordered_programs()
     if config.jax_compilation_cache_dir is None:
         folder = cache_folder()
         if folder is not None:

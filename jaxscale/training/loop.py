@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from jaxscale.errors import Preempted, UserError
 from jaxscale.planning.settle import settled
+from jaxscale.platforms.kept_programs import left_out
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.kernels import fields_of, lines_of
 from jaxscale.step.plan import Plan
@@ -297,6 +298,7 @@ class _Training:
     def _compile(self, batch: Mapping[str, Any]) -> None:
         for line in self.step.describe():
             self.journal.say(line)
+        before = left_out()
         facts = self.step.compile(batch)
         self.event("compile", **dataclasses.asdict(facts))
         for line in lines_of(self.step.kernels):
@@ -322,6 +324,11 @@ class _Training:
         if (lacking := lacking_room(sum(memory.values()), copy, device)) is not None:
             self.journal.say(lacking)
         self.journal.say(f"{self.step.parameters:,} parameters, compiled in {facts.seconds:.1f} s")
+        if left_out() > before:
+            self.journal.say(
+                f"the step is compiled at every start ({facts.seconds:.1f} s) and not kept: it has collectives in a "
+                "loop, and on several CPU devices such a program may hang once it is loaded from the compile cache"
+            )
 
     def _settle_pending(self, pending: tuple[int, Any, Any] | None) -> tuple[bool, bool]:
         if pending is None:

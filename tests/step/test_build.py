@@ -248,3 +248,10 @@ def test_a_spike_is_skipped():
     assert skipped == [(0, 0), (0, 0), (0, 0), (1, 1), (1, 0), (1, 0)]
     assert float(state.rest["seen"]) == 5
     assert float(state.watch.norm) == pytest.approx(np.mean([9, 1, 1, 1, 8]))
+
+
+def test_building_a_step_filters_the_compile_cache(monkeypatch):
+    calls = []
+    monkeypatch.setattr("jaxscale.step.build.keep_ordered_programs", lambda: calls.append(True))
+    make(Decoder(**SIZES))
+    assert calls
