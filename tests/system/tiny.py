@@ -39,10 +39,10 @@ class LinenNet(linen.Module):
 
 
 def experiment() -> Experiment:
-    """A decoder of bytes."""
+    """A decoder of bytes, whose wide mlp is large enough to have its state in few bits."""
     return Experiment(
         name="tiny",
-        model=Decoder(vocab=256, context=8, layers=2, heads=4, embed=16, mlp=32),
+        model=Decoder(vocab=256, context=8, layers=2, heads=4, embed=16, mlp=128),
         data=Text(HERE / "text.txt", tokenizer="byte", context=8),
         optimizer=Optimizer(learning_rate=0.01, warmup=2),
         steps=4,

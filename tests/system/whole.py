@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -124,7 +125,7 @@ def whole_run(
         steps: updates.
 
     Returns:
-        What `fit` said, and the bytes of the compiled step.
+        Bytes per device and kind that `fit` estimated, of the device and the host, and those of the compiled step.
 
     Raises:
         Ended: a command ended with another exit code than it should have.
@@ -152,7 +153,8 @@ def whole_run(
     assert last_lines(run) == expected, "the resumed run and the undisturbed one differ"
     for name in ("arrays", "data"):  # parameters, optimizer state, what is in flight; the next batch
         assert described(run, steps)[name] == described(undisturbed, steps)[name]
-    return {"fit": estimate, "compiled": _compiled(run), **_afterwards(folder, run)}
+    _afterwards(folder, run)
+    return {"estimate": _estimated(estimate), "compiled": _compiled(run)}
 
 
 def _resumed_elsewhere(run: Path, moved: Path, words: list[str], expected: Any) -> None:
@@ -165,6 +167,17 @@ def _resumed_elsewhere(run: Path, moved: Path, words: list[str], expected: Any) 
         np.testing.assert_allclose(row["loss"], expected[step]["loss"], rtol=0.02, err_msg=f"step {step}: {words}")
 
 
+def _estimated(said: str) -> dict[str, float]:
+    """The bytes per kind of the table that `fit` prints."""
+    units = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB"))}
+    found = {}
+    for line in said.splitlines():
+        if row := re.fullmatch(r"(\S+(?: \S+)*?) {2,}(\S.*? [KMG]?i?B.*)", line):
+            found[row[1]] = sum(float(n) * units[unit] for n, unit in re.findall(r"([\d.]+) ([KMG]?i?B)", row[2]))
+    assert found["total"] > 0, said
+    return found
+
+
 def _compiled(run: Path) -> dict[str, int]:
     """The bytes of the compiled step, as the run's log has them for comparison with `fit`."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -174,10 +187,9 @@ def _compiled(run: Path) -> dict[str, int]:
     return {name: compiled[name] for name in ("argument_bytes", "temp_bytes")}
 
 
-def _afterwards(folder: Path, run: Path) -> dict[str, Any]:
+def _afterwards(folder: Path, run: Path) -> None:
     """What is done with a run that is over: evaluated, sampled, exported, reported."""
-    evaluated = command("evaluate", str(run))
-    assert "loss" in evaluated
+    assert "loss" in command("evaluate", str(run))
     with_text = (run / "tokenizer.json").exists()
     command("generate", str(run), "--prompt", "ab", "--tokens", "12", codes=(0,) if with_text else (2,))
     page = run / "report.html"
@@ -192,4 +204,3 @@ def _afterwards(folder: Path, run: Path) -> dict[str, Any]:
         has_form = False
     command("export", str(run), str(folder / "exported"), codes=(0,) if has_form else (2,))
     assert (folder / "exported" / "config.json").exists() == has_form
-    return {"evaluated": evaluated}
