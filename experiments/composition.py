@@ -91,7 +91,7 @@ class Children:
 
         return {
             "outcome": outcome,
-            "reason": f"the process {'was killed' if line is None else 'died'} after {time.perf_counter() - start:.0f} s",
+            "reason": f"the process was {'killed' if line is None else 'lost'} after {time.perf_counter() - start:.0f} s",
             "compile_seconds": 0.0,
             "run_seconds": 0.0,
             "worst": 0.0,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.custom_batching
 from jax._src import compilation_cache, core, source_info_util
 from jax._src.interpreters import partial_eval
 from jax._src.lib import version as jaxlib_version
@@ -109,6 +110,29 @@ def all_gather_alike(value: Any, axis: str) -> Any:
             that knows fails.
     """
     return jax.lax.all_gather(value, axis, tiled=True, to="invarying" if axis in varying_axes(value) else "varying")
+
+
+def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of matrices which, where it is mapped over a batch of them on a CPU, takes them one after the other.
+
+    LAPACK's kernels of jaxlib 0.10 deal a batch out to the pool of threads that run the program, and wait for it on one
+    of those: as many such kernels as threads, and all of them wait for ever. A single matrix is not dealt out.
+
+    Args:
+        function: made of `jnp.linalg`'s decompositions, of arrays without a batch.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> matrices = jnp.stack([2 * jnp.eye(3), 4 * jnp.eye(3)])
+        >>> jax.vmap(one_by_one(jnp.linalg.cholesky))(matrices)[:, 0, 0].tolist()
+        [1.4142135381698608, 2.0]
+    """
+    alone = jax.custom_batching.sequential_vmap(function)
+
+    def run(*matrices: Any) -> Any:
+        return jax.lax.platform_dependent(*matrices, cpu=alone, default=function)
+
+    return run
 
 
 def prune(closed: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:

@@ -1,7 +1,7 @@
-"""Every pair of techniques, judged: the README's table is made of what this found.
+"""Every pair of techniques, judged: the README's table is made of what this found. From the folder `experiments`:
 
-    python experiments/composing/pairs.py [--part 0/2]      judge the pairs that the record lacks, and write it
-    python experiments/composing/pairs.py --table           print the README's table
+    python -m composing.pairs [--part 0/2]    judge the pairs that the record lacks, and write it
+    python -m composing.pairs --table          print the README's table
 
 A pair that goes was traced, compiled, trained two steps and compared with its twins, at a batch of 16 rows. The record,
 `pairs.json`, holds the verdict on each pair; a refusal is given with its reason.
@@ -13,10 +13,14 @@ import itertools
 import json
 import random
 import re
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from composing.draws import LAYERS, WIDTH, Draw, complete
+from composing.judge import judge
+
+from jaxscale.sharding.mesh import MeshSpec
 
 RECORD = Path(__file__).with_suffix(".json")
 BATCH, LENGTH = 16, 64
@@ -100,7 +104,7 @@ def pairs() -> Iterator[tuple[int, int]]:
             yield i, j
 
 
-def drawn(one: Technique, other: Technique) -> "Draw":
+def drawn(one: Technique, other: Technique) -> Draw:
     """Both techniques as a combination, with what they need."""
     techniques = {"optimizer.name": "sgd", "optimizer.momentum": "0.9", "optimizer.learning_rate": "0.1"}
     techniques |= {f"plan.{name}": text for name, text in (*one.changes, *other.changes)}
@@ -182,14 +186,6 @@ def main() -> None:
             kept = {**record, **mine} if count == 1 else mine
             part.write_text(json.dumps(kept, indent=0) + "\n")
 
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from composing.draws import LAYERS, WIDTH, Draw, complete
-from composing.judge import judge
-
-from jaxscale.sharding.mesh import MeshSpec
 
 if __name__ == "__main__":
     main()

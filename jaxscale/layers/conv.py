@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -203,7 +204,8 @@ def max_pool(
         [[5.0, 7.0], [13.0, 15.0]]
     """
     pads = _pads(padding, x.shape[1:3], (window, window), (stride, stride))
-    least = jnp.asarray(-jnp.inf, x.dtype)
+    # no array of JAX: under jit that is traced, and reduce_window knows its derivative for a known number alone
+    least = np.asarray(-np.inf, x.dtype)
     return jax.lax.reduce_window(
         x, least, jax.lax.max, (1, window, window, 1), (1, stride, stride, 1), ((0, 0), *pads, (0, 0))
     )

@@ -40,7 +40,7 @@ def read_config(folder: str | Path, **said: Any) -> tuple[Family, Any]:
 
     Args:
         folder: holds config.json, of transformers 4 or 5.
-        said: fields that the caller decides (dropout, z_loss).
+        said: fields that the caller decides (dropout, z_loss); one that the architecture lacks must be 0.
 
     Raises:
         UserError: no file; an unknown architecture; a value that is wrong, or not supported, or not understood.
@@ -68,7 +68,13 @@ def _from_file(family: Family, file: ConfigFile, said: Mapping[str, Any]) -> Any
     for piece in family.pieces:
         fields |= piece.read(file)
     file.refuse_unseen()
-    return family.value(**{**fields, **said})
+    known = {field.name for field in dataclasses.fields(family.value)}
+    for name, value in said.items():
+        if name in known:
+            fields[name] = value
+        elif value:
+            raise UserError(f"{name}: got {value!r}, and {family.architecture} has none; leave it out")
+    return family.value(**fields)
 
 
 def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
@@ -184,11 +190,12 @@ def save(
 class Pretrained:
     """The model of a folder of transformers, to be trained on from its weights.
 
-    Training starts from `initial_params` instead of random ones; everything else is the wrapped `model`'s.
+    Training starts from `initial_params` instead of random ones; everything else is the wrapped `model`'s: its fields
+    and what it can do (`vocab`, `init_cache`, `accuracy`) are attributes here where it has them.
 
     Args:
         folder: holds config.json and safetensors; kept as an absolute path.
-        dropout: rate to train with, as in `Decoder`; the file's rates are not taken.
+        dropout: rate to train with, as in `Decoder` and `ViT`; the file's rates are not taken.
         z_loss: as in `Decoder`.
 
     Raises:
@@ -213,15 +220,10 @@ class Pretrained:
         """The folder's model as a value of ours."""
         return self._read[1]
 
-    @property
-    def vocab(self) -> int:
-        """Size of the vocabulary."""
-        return self.model.vocab
-
-    @property
-    def context(self) -> int:
-        """Most positions of a sequence."""
-        return self.model.context
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in self.__dataclass_fields__:  # of an instance that is not filled yet
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(self.model, name)
 
     def initial_params(self) -> dict[str, Any]:
         """Nested dict of memory-mapped array-likes in the file's type, the vocabulary not padded.
@@ -242,7 +244,3 @@ class Pretrained:
     def loss(self, module: Any, batch: "Batch", context: "Context") -> "Loss":
         """As the wrapped model's."""
         return self.model.loss(module, batch, context)
-
-    def init_cache(self, batch: int, length: int, dtype: Any) -> Any:
-        """As the wrapped model's."""
-        return self.model.init_cache(batch, length, dtype)

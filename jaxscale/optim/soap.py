@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxscale.compat import one_by_one
 from jaxscale.optim.per_layer import Rule, by_kind, per_layer
 from jaxscale.typing import Array, Params
 
@@ -145,7 +146,7 @@ def _one(
     )
 
     def found() -> tuple[Array, ...]:
-        return nu, *(jnp.linalg.eigh(GG)[1][:, ::-1] if GG.ndim == 2 else GG for GG in statistics)
+        return nu, *(_eigenvectors(GG)[:, ::-1] if GG.ndim == 2 else GG for GG in statistics)
 
     def refined() -> tuple[Array, ...]:
         after, news = nu, []
@@ -153,7 +154,7 @@ def _one(
             if GG.ndim == 2:
                 order = jnp.argsort(-jnp.sum(Q * _product(GG, Q), axis=0))
                 after = jnp.take(after, order, axis=dim)
-                Q = jnp.linalg.qr(_product(GG, jnp.take(Q, order, axis=1)))[0]
+                Q = _orthogonal(_product(GG, jnp.take(Q, order, axis=1)))
             news.append(Q)
         return after, *news
 
@@ -161,6 +162,10 @@ def _one(
         which = jnp.where(first, 0, jnp.where(turn % every == 0, 1, 2))
         nu, *bases = jax.lax.switch(which, [found, refined, lambda: (nu, *bases)])
     return jnp.where(first, jnp.zeros_like(g), step).astype(g.dtype), mu, nu, *statistics, *bases
+
+
+_eigenvectors = one_by_one(lambda matrix: jnp.linalg.eigh(matrix)[1])
+_orthogonal = one_by_one(lambda matrix: jnp.linalg.qr(matrix)[0])
 
 
 def _turned(x: Array, bases: Any, *, back: bool = False) -> Array:

@@ -32,9 +32,9 @@ from jaxscale.pipeline.batch_clock import KINDS, BatchClock
 from jaxscale.pipeline.costs import Costs
 from jaxscale.pipeline.exhaustive import fastest, few
 from jaxscale.pipeline.schedule import Action, Kind, Schedule
+from jaxscale.pipeline.schedules.searched import NAME
 from jaxscale.pipeline.simulate import simulate
 
-NAME = "search"
 _BATCH = 48
 _LISTS = 48
 _CLOSE = 1e-9  # seconds so near the bound meet it

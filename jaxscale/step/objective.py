@@ -247,14 +247,27 @@ class Objective:
                 check_vma=False,  # weights count as each replica's own: their gradients are not added up
             )(*given, *self._key_and_examples(state, batch))
 
-    def _within(self, manual: Sequence[str]) -> Any:
+    @property
+    def replicas_apart(self) -> int:
+        """Replicas whose gradients a step takes apart, each of its own rows; 1 where it takes those of the batch."""
+        apart = isinstance(self.plan.reduce, NamedCodec) or self.plan.diloco is not None
+        return self.layout.mesh.shape.get(REPLICA_AXIS, 1) if apart else 1
+
+    @contextlib.contextmanager
+    def tracing_blocks(self) -> Iterator[None]:
+        """As `tracing` plainly, of what a pass sees: where replicas are apart, one of them."""
+        manual = (REPLICA_AXIS,) if self.replicas_apart > 1 else ()
+        with self.tracing(plainly=True), self._within(manual, self.layout.mesh):
+            yield
+
+    def _within(self, manual: Sequence[str], mesh: Any = None) -> Any:
         """The layout in force within a manual region: the axes that are left, by the rules without the others."""
         rules = self.layout.rules
         left = {
             field.name: tuple(axis for axis in getattr(rules, field.name) if axis not in manual)
             for field in dataclasses.fields(AxisRules)
         }
-        return place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**left))
+        return place.layout(jax.sharding.get_abstract_mesh() if mesh is None else mesh, AxisRules(**left))
 
     def _gradients(
         self,

@@ -156,7 +156,7 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
         objective: of the step.
         chip: for the seconds of their operations.
     """
-    parts = objective.plan.microbatches
+    parts = objective.plan.microbatches * objective.replicas_apart
     batch = {
         name: jax.ShapeDtypeStruct((rows.shape[0] // parts, *rows.shape[1:]), rows.dtype)
         for name, rows in batch_shapes(objective.experiment).items()
@@ -164,7 +164,7 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
     functional, rows = objective.functional, next(iter(batch.values())).shape[0]
     # what the step computes is given, not made: a block sees it as it will
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(rows, dtype="int32")))
-    with objective.tracing(plainly=True):
+    with objective.tracing_blocks():
         calls = collect(objective.loss_of_masters, functional.whole, functional.rest, batch, key, examples, chip=chip)
     depth = objective.stage_depth
     return calls if depth is None else tuple(dataclasses.replace(call, count=depth) for call in calls)

@@ -466,13 +466,15 @@ def _same_arrays(entries: Mapping[str, Any], abstract: Mapping[str, Any], path: 
 def _cast(arrays: dict[str, Any], abstract: Mapping[str, Any]) -> dict[str, Any]:
     import jax
 
+    from jaxscale.sharding.memory_space import to_device
+
     other = {name for name, x in arrays.items() if x.dtype != abstract[name].dtype}
     if not other:
         return arrays
     shardings = {name: abstract[name].sharding for name in other}
 
     def cast(tree: dict[str, Any]) -> dict[str, Any]:
-        return {name: x.astype(abstract[name].dtype) for name, x in tree.items()}
+        return {name: to_device(x).astype(abstract[name].dtype) for name, x in tree.items()}
 
     return arrays | jax.jit(cast, out_shardings=shardings)({name: arrays[name] for name in other})
 

@@ -31,8 +31,6 @@ def export(
 
     trained = restore_parameters(run, best=best)
     model = trained.experiment.model
-    if not hasattr(model, "init_cache"):
-        raise UserError(f"{type(model).__name__} has no form in transformers: Decoder models have")
     model = getattr(model, "model", model)  # what a pretrained folder was read as
     arrays = trained.step.to_canonical(trained.state)
     params = {

@@ -213,10 +213,19 @@ def test_a_crash_keeps_its_traceback(toy: Path, trained: list):
 
 
 def test_as_a_process_without_jax(toy: Path):
-    code = (
-        "import sys; from jaxscale.cli import main; c = main(sys.argv[1:]); sys.exit(9 if 'jax' in sys.modules else c)"
-    )
-    for words in (["tarin"], ["train", "tyo.py"], ["train", str(toy), "wdie"], ["train", str(toy), "--resume", "nver"]):
+    code = """
+import sys
+from jaxscale.cli import main
+code = main(sys.argv[1:])
+sys.exit(9 if {"jax", "flax", "optax", "numpy"} & set(sys.modules) else code)
+"""
+    for words in (
+        ["tarin"],
+        ["train", "tyo.py"],
+        ["train", str(toy), "wdie"],
+        ["train", str(toy), "--lgo-every", "3"],
+        ["train", str(toy), "--resume", "nver"],
+    ):
         ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
         assert (ended.returncode, "did you mean" in ended.stderr, ended.stdout) == (2, True, ""), ended.stderr
     words = ["train", str(toy), "--profile", "x"]

@@ -1,6 +1,8 @@
 """Folders read, written, and bent: what comes back is equal in every byte, and what is wrong is named."""
 
+import copy
 import json
+import pickle
 import shutil
 
 import jax
@@ -16,6 +18,7 @@ from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.huggingface import Pretrained, load, save
 from jaxscale.models.huggingface_tensors import Stacked, flat
+from jaxscale.models.vit import ViT
 from tests.models.goldens import DECODERS, GOLDEN, golden
 
 MODELS = (*DECODERS, "vit")
@@ -281,6 +284,19 @@ def test_pretrained_is_the_wrapped_model():
     shapes = {path: leaf.shape for path, leaf in flat(nnx.to_pure_dict(nnx.state(module)))}
     assert shapes.keys() == dict(flat(pretrained.initial_params())).keys()
     assert hash(pretrained) == hash(Pretrained(str(GOLDEN / "qwen3"), dropout=0.1, z_loss=1e-4))
+
+
+def test_pretrained_offers_what_the_wrapped_model_does_and_nothing_else():
+    vit, gemma = Pretrained(str(GOLDEN / "vit"), dropout=0.1), Pretrained(str(GOLDEN / "gemma2"))
+    assert isinstance(vit.model, ViT)
+    assert (vit.model.dropout, vit.classes, vit.image, vit.channels) == (0.1, 10, 32, 3)
+    assert gemma.windows == gemma.model.windows != ()
+    for name in ("init_cache", "vocab", "context"):
+        assert (hasattr(vit, name), hasattr(gemma, name)) == (False, True)
+    assert (hasattr(vit, "accuracy"), hasattr(gemma, "accuracy")) == (True, False)
+    assert copy.deepcopy(gemma) == pickle.loads(pickle.dumps(gemma)) == gemma
+    with pytest.raises(UserError, match=r"z_loss: got 0\.1, and ViTForImageClassification has none; leave it out"):
+        Pretrained(str(GOLDEN / "vit"), z_loss=0.1)
 
 
 def test_a_relative_folder_is_the_same_from_anywhere(monkeypatch):

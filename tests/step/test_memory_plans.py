@@ -26,7 +26,7 @@ from jaxscale.step.functional import Functional, in_groups
 from jaxscale.step.plan import Plan
 from jaxscale.step.remember import settled_unroll
 from jaxscale.step.train_step import TrainStep
-from jaxscale.values import from_json, to_json
+from jaxscale.values import from_json, override, to_json
 
 LAYERS, ROWS, LENGTH = 6, 4, 16
 
@@ -62,6 +62,16 @@ def trained(step: TrainStep):
 @pytest.fixture(scope="module")
 def plain():
     return trained(step_of("none"))
+
+
+@pytest.mark.parametrize("apart", ["reduce int8", pytest.param("diloco every=2", marks=pytest.mark.slow)])
+def test_blocks_of_replicas_whose_gradients_are_taken_apart_are_planned_as_they_run(apart):
+    name, _, value = apart.partition(" ")
+    plan = override(Plan(), {"mesh": "replica:2", "memory": "offload:capuchin:20KiB", name: value})
+    step = build(EXPERIMENT, plan)
+    step.step_fn.trace(step.layout.abstract, step.abstract_batch(BATCH))  # a block of another shape is refused
+    together = build(EXPERIMENT, override(Plan(), {"mesh": "data:2", "memory": "offload:capuchin:20KiB"}))
+    assert (step.decision.bytes, step.decision.host_bytes) == (together.decision.bytes, together.decision.host_bytes)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +171,13 @@ def test_what_does_not_go_is_refused_before_anything_is_compiled(memory, plan, m
 
 @pytest.mark.parametrize(
     ("memory", "platform", "unroll"),
-    [("none", "cpu", 3), ("full", "cpu", 1), ("full", "tpu", 3), ("save:24KiB", "tpu", 1), ("jax:dots_saveable", "cpu", 1)],
+    [
+        ("none", "cpu", 3),
+        ("full", "cpu", 1),
+        ("full", "tpu", 3),
+        ("save:24KiB", "tpu", 1),
+        ("jax:dots_saveable", "cpu", 1),
+    ],
 )
 def test_a_plan_settles_unroll_under_a_rule_that_wants_a_loop_and_says_so(memory, platform, unroll):
     plan, said = settled_unroll(Plan(memory=MemoryPlan.parse(memory), unroll=3), platform)

@@ -18,6 +18,7 @@ os.environ |= {
 import importlib
 
 import jax
+from watching import lines, newest, saving
 
 from jaxscale.data.text import Text
 from jaxscale.models.decoder import Decoder
@@ -58,23 +59,6 @@ def child(folder: Path, out: Path, steps: int) -> int:
         code = 0
     finally:
         os._exit(code)
-
-
-def lines(out: Path) -> int:
-    log = out / "metrics.jsonl"
-    return log.read_bytes().count(b'"kind": "train"') if log.exists() else 0
-
-
-def saving(out: Path) -> bool:
-    folder = out / "checkpoints"
-    return folder.exists() and any(".orbax-checkpoint-tmp" in item.name for item in folder.iterdir())
-
-
-def newest(out: Path) -> int:
-    """Step of the newest checkpoint that was saved to its end."""
-    folder = out / "checkpoints"
-    names = [item.name for item in folder.iterdir()] if folder.exists() else []
-    return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def main() -> None:

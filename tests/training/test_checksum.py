@@ -55,3 +55,11 @@ def test_scalars_and_empty_arrays_and_keys():
     assert sums["step"] == (7, 7)
     assert sums["none"] == (0, 0)
     assert sums["key"] != checksums({"key": jax.random.key(4)})["key"]
+
+
+@pytest.mark.parametrize("mesh", ["1", "fsdp:4,tensor:2"])
+def test_arrays_in_host_memory_are_summed_as_on_the_device(mesh):
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(8, 16)), jnp.float32)
+    place = NamedSharding(MeshSpec.parse(mesh).build(), PartitionSpec("fsdp", "tensor"))
+    mixed = {"there": jax.device_put(x, place.with_memory_kind("pinned_host")), "here": jax.device_put(x, place)}
+    assert checksums(mixed) == dict.fromkeys(("there", "here"), checksums({"x": x})["x"])

@@ -1,6 +1,5 @@
 """A run killed with SIGKILL at random moments, during saves too, ends as if nothing had happened: bit for bit."""
 
-import json
 import re
 import subprocess
 import sys
@@ -9,23 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxscale.training.metrics import read_metrics
-
-EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens")
-
-
-def last_lines(run: Path) -> dict[int, dict]:
-    """The last line of each step, read without jaxscale."""
-    found = {}
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)  # a torn line would raise
-        if row["kind"] == "train":
-            found[row["step"]] = {name: row[name] for name in EXACT}
-    return found
-
-
-def description(run: Path, step: int) -> dict:
-    file = run / "checkpoints" / f"{step:08d}" / "_CHECKPOINT_METADATA"
-    return json.loads(file.read_text())["custom_metadata"]["jaxscale"]
+from tests.training.watching import EXACT, described, last_lines
 
 
 def kill_and_compare(folder: Path, steps: int, kills: int, seed: int) -> None:
@@ -49,8 +32,8 @@ def kill_and_compare(folder: Path, steps: int, kills: int, seed: int) -> None:
     assert len(resumed) == kills
     assert resumed == sorted(set(resumed)), "each time from a newer checkpoint"
     # parameters, optimizer state and the next batch, by the checksums and the state of the data
-    assert description(killed, steps)["arrays"] == description(whole, steps)["arrays"]
-    assert description(killed, steps)["data"] == description(whole, steps)["data"]
+    assert described(killed, steps)["arrays"] == described(whole, steps)["arrays"]
+    assert described(killed, steps)["data"] == described(whole, steps)["data"]
     counted = [[{name: row[name] for name in EXACT} for row in read_metrics(run, "train")] for run in (whole, killed)]
     assert counted[0] == counted[1]
     assert [p.name for p in (killed / "checkpoints").iterdir() if "tmp" in p.name] == []

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxscale.compat import one_by_one
 from jaxscale.compression.low_rank import LowRank, times
 from jaxscale.errors import UserError
 from jaxscale.typing import Array, Float
@@ -55,6 +56,12 @@ class GradZip(LowRank):
         mean = jnp.trace(squares) / self.rank
         # scaled to a mean of 1, so that gradients of any magnitude are far from what float32 can't hold
         scaled = squares / jnp.maximum(mean, 2.0**-100) + self.ridge * jnp.eye(self.rank)
-        lower = jnp.linalg.cholesky(scaled, symmetrize_input=False)
-        solved = jax.scipy.linalg.cho_solve((lower, True), product.T).T
+        solved = _solved(scaled, product.T).T
         return solved / jnp.maximum(mean, 2.0**-100)
+
+
+@one_by_one
+def _solved(matrix: Array, right: Array) -> Array:
+    """X of `matrix @ X = right`, for a symmetric positive definite matrix."""
+    lower = jnp.linalg.cholesky(matrix, symmetrize_input=False)
+    return jax.scipy.linalg.cho_solve((lower, True), right)

@@ -2,7 +2,8 @@
 
 No order of one stage a rank is faster than it then: it meets the bound of `search.py` for every m, which ZB-H1 does for
 m >= p. What the search is made for are measured costs and another memory: call `search.search` with them, and keep what
-it finds as CSV.
+it finds as CSV. The search takes numpy, so it is imported when it is called: plans name schedules before anything heavy
+is there.
 """
 
 import dataclasses
@@ -10,7 +11,8 @@ import dataclasses
 from jaxscale.pipeline.costs import Costs
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.search import NAME, search
+
+NAME = "search"
 
 
 def searched(ranks: int, microbatches: int) -> Schedule:
@@ -20,6 +22,8 @@ def searched(ranks: int, microbatches: int) -> Schedule:
         ranks: p, one stage each.
         microbatches: m, any.
     """
+    from jaxscale.pipeline.search import search
+
     alike = (1.0,) * ranks
     return dataclasses.replace(search(Costs(alike, alike, alike), ranks, microbatches, copies=1).schedule, name=NAME)
 

@@ -1,0 +1,167 @@
+"""Every technique of the README's table, alone and in mixtures, through a whole run of the command line.
+
+`fit`, train with checkpoints, stopped in the middle (some killed), resumed, some on another layout too; evaluate,
+generate, export, report. The losses after the restart are those of the undisturbed run, bit for bit. One technique of
+each family by default; all of them, on one device and on four, and 40 mixtures by `-m slow`.
+"""
+
+import contextlib
+import re
+import shutil
+from pathlib import Path
+from typing import get_args
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from programs import kept
+
+from jaxscale.compression.codecs import CODECS
+from jaxscale.memory.plan import Rule
+from jaxscale.memory.selectors import SELECTORS
+from jaxscale.optim.optimizer import Name
+from jaxscale.pipeline.schedules import METHODS
+from jaxscale.step.plan import Plan
+from tests.models.goldens import GOLDEN
+from tests.system.mixtures import mixture
+from tests.system.techniques import HELD, TECHNIQUES, Technique
+from tests.system.whole import Ended, command, compiled_once, whole_run
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A folder with the experiment file and what it reads."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text("".join(f"line {i * i % 97} of the text. " for i in range(200)))
+    rng = np.random.default_rng(0)
+    for name, side, channels, classes in (("small", 8, 1, 12), ("large", 32, 3, 10)):
+        labels = np.arange(80) % classes
+        shape = (80, side, side, channels)
+        pixels = rng.integers(0, 200, shape) + 4 * labels[:, None, None, None]
+        np.savez(folder / f"{name}.npz", x=pixels.astype(np.uint8), y=labels)
+    for name in ("llama", "gpt2", "qwen3", "gemma2", "vit"):
+        shutil.copytree(GOLDEN / name, folder / name, ignore=shutil.ignore_patterns("sharded", "bf16", "golden*"))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _none_kept():
+    """No program of several devices is loaded from a cache: on CPUs its collectives may wait for one another."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def place(data, tmp_path, monkeypatch):
+    """A folder of one test, with the experiment file."""
+    monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "whole"
+    shutil.copytree(data, folder, copy_function=lambda a, b: Path(b).symlink_to(a))
+    (folder / "tiny.py").write_text(Path(__file__).with_name("tiny.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory):
+    """A folder in which programs of one device are kept."""
+    return tmp_path_factory.mktemp("programs")
+
+
+def on_one() -> list:
+    found = [technique for technique in TECHNIQUES if technique.one]
+    return [pytest.param(technique, id=technique.name or "plain", marks=pytest.mark.slow) for technique in found]
+
+
+def on_four() -> list:
+    found = [technique for technique in TECHNIQUES if technique.four]
+    return [
+        pytest.param(technique, id=technique.name, marks=[] if technique.default else pytest.mark.slow)
+        for technique in found
+    ]
+
+
+@pytest.mark.parametrize("technique", on_one())
+def test_alone_on_one_device(technique: Technique, place, programs):
+    flags = technique.flags
+    jax.config.update("jax_enable_compilation_cache", True)
+    with kept(programs):
+        if "DECISION" in flags:
+            before = str(place / "before")
+            command(
+                "train", str(place / "tiny.py"), "--plan.memory", f"save:{HELD}", "--plan.mesh", "1", "--out", before
+            )
+            flags = flags.replace("DECISION", f"{before}/memory.json")
+        whole_run(place, technique.variant, flags, "--plan.mesh 1")
+
+
+@pytest.mark.parametrize("technique", on_four())
+def test_alone_on_four_devices(technique: Technique, place):
+    with compiled_once() if technique.default else contextlib.nullcontext():
+        whole_run(place, technique.variant, technique.flags, technique.four, onto=technique.onto)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(40))
+def test_in_a_mixture(number: int, place, capsys):
+    """One that is refused once it is traced is said, and goes on with one technique fewer."""
+    for turn, (flags, layout) in enumerate(mixture(number, place / "tiny.py")):
+        with capsys.disabled():
+            print(f"\nmixture {number}: {flags} {layout}")
+        folder = place.with_name(f"turn{turn}")
+        shutil.copytree(place, folder, symlinks=True)
+        try:
+            whole_run(folder, "", flags, layout)
+            return
+        except Ended as ended:
+            if ended.code != 2:
+                raise
+            with capsys.disabled():
+                print(f"refused: {ended.said.strip()}")
+    pytest.fail("no technique of it trains")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "layout"),
+    [
+        ("--plan.optimizer-state host --plan.state int8", "--plan.mesh fsdp:2"),
+        ("--plan.reduce int8 --plan.memory full", "--plan.mesh replica:2,fsdp:2 --plan.zero 3"),
+        ("--plan.pipeline pipedream:2", "--plan.mesh data:2"),
+    ],
+)
+def test_killed(flags: str, layout: str, place):
+    whole_run(place, "", flags, layout, kill=True, steps=60)
+
+
+@pytest.mark.parametrize(
+    ("field", "names"),
+    [
+        ("--plan.reduce", CODECS),
+        ("--optimizer", get_args(Name)),
+        ("--plan.pipeline", METHODS),
+        ("--plan.memory offload", SELECTORS),
+        ("--plan.memory", {*get_args(Rule)} - {"none", "fit"}),
+        ("--plan.state", {*get_args(Plan.__annotations__["state"])} - {"float32"}),
+    ],
+)
+def test_no_name_is_left_out(field, names):
+    asked = [technique.flags + " " for technique in TECHNIQUES]
+    lacking = [name for name in names if not any(re.search(rf"{field}[ :]{name}[: ]", flags) for flags in asked)]
+    assert lacking == []
+
+
+def test_no_row_of_the_readme_is_left_out():
+    text = README.read_text().split("## Techniques")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (?!technique|---)([^|]+?) \|", text, re.MULTILINE)
+    assert len(rows) > 30
+    named = {technique.row for technique in TECHNIQUES if technique.row}
+    assert {row for row in rows if not any(row.startswith(name) for name in named)} == set()
+    assert {name for name in named if not any(row.startswith(name) for row in rows)} == set()

@@ -1,0 +1,206 @@
+"""A whole run through the command line: fit, train, stopped or killed in the middle, resumed, and all that comes after.
+
+Commands run in this process, which is fast; a run that is killed with SIGKILL is one of its own.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxscale.step.build
+import jaxscale.training.loop
+from jaxscale.cli.main import main
+from jaxscale.errors import UserError
+from jaxscale.models.huggingface import describe
+from jaxscale.step.train_step import TrainStep
+from jaxscale.training.source import load_experiment
+from jaxscale.values import to_json
+from tests.training.watching import described, last_lines, newest
+
+STEPS, MIDDLE = 4, 2
+"""Updates of a run, and those before it is interrupted: a checkpoint is saved there."""
+
+
+class Ended(AssertionError):
+    """A command that ended with another exit code than it should have."""
+
+    def __init__(self, words: Sequence[str], code: int, said: str) -> None:
+        super().__init__(f"jaxscale {shlex.join(words)}: exit code {code}\n{said[-3000:]}")
+        self.code, self.said = code, said
+
+
+def command(*words: str, codes: Sequence[int] = (0,)) -> str:
+    """What a command printed; its exit code must be one of `codes`."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        code = main(words)
+    if code not in codes:
+        raise Ended(words, code, told.getvalue())
+    return told.getvalue()
+
+
+@contextlib.contextmanager
+def compiled_once() -> Iterator[None]:
+    """Within it, runs of one experiment and plan share their compiled step, as if it were loaded from a cache."""
+    steps: dict[Any, TrainStep] = {}
+    done: dict[TrainStep, Any] = {}
+    build, compile = jaxscale.step.build.build, TrainStep.compile
+
+    def built(experiment: Any, plan: Any = None, *, devices: Any = None) -> TrainStep:
+        key = json.dumps([to_json(experiment), to_json(plan), str(devices)], sort_keys=True)
+        if key not in steps:
+            steps[key] = build(experiment, plan, devices=devices)
+        return steps[key]
+
+    def compiled(self: TrainStep, batch: Any) -> Any:
+        if self not in done:
+            done[self] = compile(self, batch)
+        return done[self]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxscale.step.build.build", built)
+        patch.setattr(TrainStep, "compile", compiled)
+        yield
+
+
+@contextlib.contextmanager
+def stopped_after(step: int) -> Iterator[None]:
+    """A run in this process gets a SIGTERM as soon as it has this step behind it."""
+    real = jaxscale.training.loop._Training._settle
+
+    def settle(self: Any, n: int, metrics: Any) -> None:
+        real(self, n, metrics)
+        if n == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxscale.training.loop._Training, "_settle", settle)
+        yield
+
+
+def killed_after(step: int, out: Path, *words: str) -> None:
+    """A run of its own process that gets a SIGKILL once the checkpoint of this step is saved."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxscale", *words],
+        env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 300
+    while newest(out) < step and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    process.kill()
+    said, _ = process.communicate()
+    assert newest(out) >= step, said[-3000:]
+    assert process.returncode == -signal.SIGKILL, said[-3000:]
+
+
+def whole_run(
+    folder: Path, variant: str, flags: str, layout: str, *, kill: bool = False, onto: str = "", steps: int = STEPS
+) -> dict[str, Any]:
+    """A run from `fit` to its report, compared with one that nothing disturbed.
+
+    Args:
+        folder: with the experiment file and its data; runs are made there.
+        variant: of the experiment.
+        flags: of the techniques.
+        layout: flags of the mesh.
+        kill: with SIGKILL, not told to stop.
+        onto: flags of another layout, which a copy of the interrupted run is continued on.
+        steps: updates.
+
+    Returns:
+        Bytes per device and kind that `fit` estimated, of the device and the host, and those of the compiled step.
+
+    Raises:
+        Ended: a command ended with another exit code than it should have.
+    """
+    run, undisturbed, moved = (folder / name for name in ("run", "undisturbed", "moved"))
+    subject = [str(folder / "tiny.py"), *filter(None, [variant])]
+    given, there = shlex.split(flags), shlex.split(layout)
+    estimate = command("fit", *subject, *given, *there, codes=(0, 3))
+    anywhere = ["train", *subject, "--steps", str(steps), *given]
+    training = [*anywhere, *there, "--out"]
+    command(*training, str(undisturbed))
+    expected = last_lines(undisturbed)
+    assert list(expected) == list(range(1, steps + 1))
+    assert np.isfinite([row["loss"] for row in expected.values()]).all()
+
+    if kill:
+        killed_after(MIDDLE, run, *training, str(run))
+    else:
+        with stopped_after(MIDDLE):
+            command(*training, str(run), codes=(75,))
+    assert MIDDLE <= newest(run) < steps
+    if onto:
+        _resumed_elsewhere(run, moved, [*anywhere, *shlex.split(onto), "--out", str(moved)], expected)
+    command(*training, str(run))
+    assert last_lines(run) == expected, "the resumed run and the undisturbed one differ"
+    for name in ("arrays", "data"):  # parameters, optimizer state, what is in flight; the next batch
+        assert described(run, steps)[name] == described(undisturbed, steps)[name]
+    _afterwards(folder, run)
+    return {"estimate": _estimated(estimate), "compiled": _compiled(run)}
+
+
+def _resumed_elsewhere(run: Path, moved: Path, words: list[str], expected: Any) -> None:
+    """A copy of the run goes on under another layout, whose losses are those of before as nearly as sums allow."""
+    shutil.copytree(run, moved)
+    command(*words)
+    found = last_lines(moved)
+    assert list(found) == list(expected)
+    for step, row in found.items():
+        np.testing.assert_allclose(row["loss"], expected[step]["loss"], rtol=0.02, err_msg=f"step {step}: {words}")
+
+
+def _estimated(said: str) -> dict[str, float]:
+    """The bytes per kind of the table that `fit` prints."""
+    units = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB"))}
+    found = {}
+    for line in said.splitlines():
+        if row := re.fullmatch(r"(\S+(?: \S+)*?) {2,}(\S.*? [KMG]?i?B.*)", line):
+            found[row[1]] = sum(float(n) * units[unit] for n, unit in re.findall(r"([\d.]+) ([KMG]?i?B)", row[2]))
+    assert found["total"] > 0, said
+    return found
+
+
+def _compiled(run: Path) -> dict[str, int]:
+    """The bytes of the compiled step, as the run's log has them for comparison with `fit`."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (*_, compiled) = (row for row in rows if row.get("name") == "compile")
+    assert compiled["argument_bytes"] > 0
+    assert compiled["temp_bytes"] > 0
+    return {name: compiled[name] for name in ("argument_bytes", "temp_bytes")}
+
+
+def _afterwards(folder: Path, run: Path) -> None:
+    """What is done with a run that is over: evaluated, sampled, exported, reported."""
+    assert "loss" in command("evaluate", str(run))
+    with_text = (run / "tokenizer.json").exists()
+    command("generate", str(run), "--prompt", "ab", "--tokens", "12", codes=(0,) if with_text else (2,))
+    page = run / "report.html"
+    page.unlink()
+    command("report", str(run))
+    assert "<html" in page.read_text()
+    model = load_experiment(run).model
+    try:
+        describe(getattr(model, "model", model))
+        has_form = True
+    except UserError:
+        has_form = False
+    command("export", str(run), str(folder / "exported"), codes=(0,) if has_form else (2,))
+    assert (folder / "exported" / "config.json").exists() == has_form
