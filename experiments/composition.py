@@ -86,12 +86,13 @@ class Children:
         if line:
             return json.loads(line)
         outcome = "hung" if line is None else "crashed"
+        seconds = time.perf_counter() - start
         self.close()
         from composing.draws import draw
 
         return {
             "outcome": outcome,
-            "reason": f"the process was {'killed' if line is None else 'lost'} after {time.perf_counter() - start:.0f} s",
+            "reason": f"the process was {'killed' if line is None else 'lost'} after {seconds:.0f} s",
             "compile_seconds": 0.0,
             "run_seconds": 0.0,
             "worst": 0.0,
