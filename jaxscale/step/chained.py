@@ -27,7 +27,6 @@ from jaxscale.blocks import Context, Cut
 from jaxscale.errors import UserError
 from jaxscale.memory.apply import policy_of
 from jaxscale.step.layout import PIPE_AXIS
-from jaxscale.step.objective import Objective
 from jaxscale.step.pipelined import Parts, Pipelined, Reached
 from jaxscale.step.plan import Plan
 from jaxscale.trees import named_leaves, path_name
@@ -278,4 +277,8 @@ class Chained(Pipelined):
 
     def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Any, examples: Array) -> Array:
         """The objective of one microbatch of the whole model: to trace, not to run."""
-        return Objective.loss_of_masters(self, params, rest, batch, key, examples)
+        return self._loss(self._compute_params(params), rest, batch, self.context(key, examples))[0]
+
+    def tracing_blocks(self) -> Any:
+        """As `tracing` plainly: blocks are looked at in the whole model, whose axes are the compiler's."""
+        return self.tracing(plainly=True)

@@ -160,7 +160,7 @@ class Objective:
     def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Any, examples: Array) -> Array:
         """The objective of one microbatch, from float32 masters on the device: to trace, not to run."""
         copies = self._compute_params(params)
-        if not self._apart:
+        if not self.manual:
             return self._loss(copies, rest, batch, self.context(key, examples))[0]
         mesh = self.layout.mesh
         whole, rows = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
@@ -179,9 +179,10 @@ class Objective:
         )(copies, rest, dict(batch), key, examples)
 
     @property
-    def _apart(self) -> bool:
-        """Whether a step takes the gradients of each replica apart, so that blocks run in a region manual over them."""
-        return isinstance(self.plan.reduce, NamedCodec) or self.plan.diloco is not None
+    def manual(self) -> tuple[str, ...]:
+        """Axes that are manual where blocks run: the replicas', where a step takes the gradients of each apart."""
+        apart = isinstance(self.plan.reduce, NamedCodec) or self.plan.diloco is not None
+        return (REPLICA_AXIS,) if apart else ()
 
     def _place_gradients(self, gradients: Params, *, apart: bool = False) -> Params:
         def place(gradient: Array, sharding: NamedSharding) -> Array:
@@ -247,17 +248,10 @@ class Objective:
                 check_vma=False,  # weights count as each replica's own: their gradients are not added up
             )(*given, *self._key_and_examples(state, batch))
 
-    @property
-    def replicas_apart(self) -> int:
-        """Replicas whose gradients a step takes apart, each of its own rows; 1 where it takes those of the batch."""
-        apart = isinstance(self.plan.reduce, NamedCodec) or self.plan.diloco is not None
-        return self.layout.mesh.shape.get(REPLICA_AXIS, 1) if apart else 1
-
     @contextlib.contextmanager
     def tracing_blocks(self) -> Iterator[None]:
-        """As `tracing` plainly, of what a pass sees: where replicas are apart, one of them."""
-        manual = (REPLICA_AXIS,) if self.replicas_apart > 1 else ()
-        with self.tracing(plainly=True), self._within(manual, self.layout.mesh):
+        """As `tracing` plainly, with the layout that blocks have inside `loss_of_masters`: without its manual axes."""
+        with self.tracing(plainly=True), self._within(self.manual, self.layout.mesh):
             yield
 
     def _within(self, manual: Sequence[str], mesh: Any = None) -> Any:

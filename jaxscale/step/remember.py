@@ -156,7 +156,7 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
         objective: of the step.
         chip: for the seconds of their operations.
     """
-    parts = objective.plan.microbatches * objective.replicas_apart
+    parts = objective.plan.microbatches
     batch = {
         name: jax.ShapeDtypeStruct((rows.shape[0] // parts, *rows.shape[1:]), rows.dtype)
         for name, rows in batch_shapes(objective.experiment).items()

@@ -34,8 +34,8 @@ def check_effect(experiment: Experiment, layout: Layout) -> None:
     if plan.state != "float32" and not state_bytes(optimizer)[1]:
         raise UserError(
             f"state {plan.state}: nothing of this optimizer's state would be kept in few bits: embeddings, heads, "
-            f"norms and small arrays stay float32, and {_rule(experiment)} keeps nothing else; leave state out, or take "
-            "a rule with moments and a larger model"
+            f"norms and small arrays stay float32, and {_rule(experiment)} keeps nothing else; leave state out, or "
+            "take a rule with moments and a larger model"
         )
     if plan.optimizer_state == "streamed" and not any(leaf.ndim for leaf in jax.tree.leaves(optimizer)):
         raise UserError(

@@ -1,0 +1,129 @@
+"""Random combinations of techniques: each lowers or is refused, and what trains equals its plain twin.
+
+The draws, the twins and the tolerances are those of `experiments/composition.py`; other seeds are tried with it.
+"""
+
+import dataclasses
+
+import jax
+import pytest
+from composing.draws import TECHNIQUES, Draw, draw
+from composing.judge import compare, judge
+from composing.pairs import TECHNIQUES as ROWS
+from composing.pairs import drawn, key, pairs, read
+from composing.twins import experiment_of, plan_of, train
+
+from jaxscale.errors import UserError
+from jaxscale.planning.settle import settled
+from jaxscale.step.build import build
+from jaxscale.step.plan import Plan
+from jaxscale.step.rows import batch_shapes
+from jaxscale.values.annotations import field_types
+
+SEED = 17
+SGD = {"optimizer.name": "sgd", "optimizer.momentum": "0.9", "optimizer.learning_rate": "0.1"}
+
+
+def combination(**fields: str) -> Draw:
+    """SGD with momentum under a plan of some fields."""
+    changes = {"mesh": "1", **fields}
+    return Draw(tuple(sorted({**SGD, **{f"plan.{name}": text for name, text in changes.items()}}.items())))
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_a_draw_lowers_or_is_refused(number: int) -> None:
+    one = draw(SEED, number)
+    one = dataclasses.replace(one, length=64)
+    experiment = experiment_of(one)
+    try:
+        step = build(experiment, settled(experiment, plan_of(one.plan)))
+    except UserError:
+        return
+    traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment)))
+    assert "func.func public @main" in traced.lower().as_text()
+
+
+@pytest.mark.parametrize("number", range(100, 110))
+def test_a_draw_trains_like_its_twins(number: int) -> None:
+    one = dataclasses.replace(draw(SEED, number), length=64)
+    verdict = judge(one)
+    assert verdict.outcome in ("equal", "refused"), f"{one}: {verdict.reason}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(200, 600))
+def test_four_hundred_draws(number: int) -> None:
+    one = draw(SEED, number)
+    verdict = judge(one)
+    assert verdict.outcome in ("equal", "refused"), f"{one}: {verdict.reason}"
+
+
+FORMER_FAULTS = {
+    "a memory rule sees a block as a region of replicas does": combination(
+        mesh="replica:2,tensor:2", sequence_parallel="True", memory="save:256KiB", reduce="int8"
+    ),
+    "a codec with weights on the host": combination(mesh="replica:2,tensor:2", weights="host", reduce="powersgd:4"),
+    "streamed state of replicas of their own": combination(
+        mesh="replica:2,fsdp:2", diloco="every=2", optimizer_state="streamed"
+    ),
+    "streamed state of split weights": combination(
+        mesh="fsdp:2", zero="2", precision="bfloat16", master="split", optimizer_state="streamed"
+    ),
+    "weights in flight beside a tensor axis": combination(mesh="data:2,tensor:2", pipeline="2bw:2x4"),
+    "messages in flight beside a sequence axis": combination(mesh="sequence:2", pipeline="pipemare:2"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (n > 1)) for n, name in enumerate(FORMER_FAULTS)]
+)
+def test_what_was_refused_or_crashed_trains_like_its_twins(name: str) -> None:
+    verdict = judge(FORMER_FAULTS[name])
+    assert verdict.outcome == "equal", verdict.reason
+
+
+def test_streamed_state_of_replicas_lies_on_the_host() -> None:
+    one = FORMER_FAULTS["streamed state of replicas of their own"]
+    step = build(experiment_of(one), plan_of(one.plan))
+    momenta = [leaf for leaf in jax.tree.leaves(step.layout.abstract.optimizer) if leaf.ndim > 1]
+    assert {leaf.sharding.memory_kind for leaf in momenta} == {"pinned_host"}
+
+
+def test_every_field_of_a_plan_is_drawn() -> None:
+    drawn_fields = {path.split(".")[1] for path, _ in TECHNIQUES}
+    assert drawn_fields == set(field_types(Plan)) - {"mesh"}
+
+
+def test_few_draws_are_refused_before_they_are_traced() -> None:
+    """Of all techniques as often as one another, 15 % may not go together."""
+    refused = 0
+    for number in range(40):
+        one = draw(SEED, 1000 + number)
+        try:
+            plan_of(one.plan)
+        except UserError:
+            refused += 1
+    assert refused <= 10
+
+
+def test_a_wrong_gradient_is_seen() -> None:
+    """The comparison can fail: a norm off by a thousandth, and a second loss off by as much."""
+    one = combination(mesh="data:2")
+    right = train(one, {"mesh": "1"})
+    assert all(figure.holds for figure in compare(one, right))
+    for wrong in (
+        dataclasses.replace(right, norms=(1.001 * right.norms[0], right.norms[1])),
+        dataclasses.replace(right, losses=(right.losses[0], 1.001 * right.losses[1])),
+        dataclasses.replace(right, losses=(float("nan"), right.losses[1])),
+    ):
+        assert not all(figure.holds for figure in compare(one, wrong))
+
+
+PAIRS = [pytest.param(i, j, id=key(i, j)) for i, j in pairs()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("i", "j"), PAIRS)
+def test_a_pair_does_what_the_readme_says(i: int, j: int) -> None:
+    verdict = judge(drawn(ROWS[i], ROWS[j]))
+    assert verdict.reason == read()[key(i, j)]
