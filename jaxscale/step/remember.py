@@ -49,12 +49,18 @@ def check_memory(plan: Plan) -> None:
     if needs_decision(plan.memory):
         if plan.weights == "host" and plan.memory.rule in _OF_SEGMENTS:
             raise _whole_stack(plan.memory)
-        if plan.memory.rule == "offload" and plan.asynchronous and plan.stash == "residuals":
-            raise UserError(
-                f"memory {plan.memory} with pipeline {plan.pipeline}: what its stages keep is in flight from step to "
-                "step, and lies on the device; add stash input, with which a stage offloads within its backward, or "
-                "take a synchronous pipeline"
-            )
+        if plan.memory.rule == "offload":
+            _check_in_flight(plan)
+
+
+def _check_in_flight(plan: Plan) -> None:
+    """Refuse to offload what an asynchronous pipeline has in flight."""
+    if plan.asynchronous and plan.stash == "residuals":
+        raise UserError(
+            f"memory {plan.memory} with pipeline {plan.pipeline}: what its stages keep is in flight from step to step, "
+            "and lies on the device; add stash input, with which a stage offloads within its backward, or take a "
+            "synchronous pipeline"
+        )
 
 
 def settled_unroll(plan: Plan, platform: str) -> tuple[Plan, str]:
@@ -92,6 +98,8 @@ def decide_memory(objective: Objective, devices: Sequence[Any]) -> Decision:
     segments = decision.chain is not None or (decision.stack is not None and decision.stack.segment is not None)
     if objective.plan.weights == "host" and segments:
         raise _whole_stack(objective.plan.memory)
+    if decision.host_bytes:
+        _check_in_flight(objective.plan)
     return decision
 
 
