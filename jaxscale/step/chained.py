@@ -278,7 +278,3 @@ class Chained(Pipelined):
     def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Any, examples: Array) -> Array:
         """The objective of one microbatch of the whole model: to trace, not to run."""
         return self._loss(self._compute_params(params), rest, batch, self.context(key, examples))[0]
-
-    def tracing_blocks(self) -> Any:
-        """As `tracing` plainly: blocks are looked at in the whole model, whose axes are the compiler's."""
-        return self.tracing(plainly=True)

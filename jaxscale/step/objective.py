@@ -248,20 +248,14 @@ class Objective:
                 check_vma=False,  # weights count as each replica's own: their gradients are not added up
             )(*given, *self._key_and_examples(state, batch))
 
-    @contextlib.contextmanager
-    def tracing_blocks(self) -> Iterator[None]:
-        """As `tracing` plainly, with the layout that blocks have inside `loss_of_masters`: without its manual axes."""
-        with self.tracing(plainly=True), self._within(self.manual, self.layout.mesh):
-            yield
-
-    def _within(self, manual: Sequence[str], mesh: Any = None) -> Any:
+    def _within(self, manual: Sequence[str]) -> Any:
         """The layout in force within a manual region: the axes that are left, by the rules without the others."""
         rules = self.layout.rules
         left = {
             field.name: tuple(axis for axis in getattr(rules, field.name) if axis not in manual)
             for field in dataclasses.fields(AxisRules)
         }
-        return place.layout(jax.sharding.get_abstract_mesh() if mesh is None else mesh, AxisRules(**left))
+        return place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**left))
 
     def _gradients(
         self,

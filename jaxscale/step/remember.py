@@ -172,7 +172,7 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
     functional, rows = objective.functional, next(iter(batch.values())).shape[0]
     # what the step computes is given, not made: a block sees it as it will
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(rows, dtype="int32")))
-    with objective.tracing_blocks():
+    with objective.tracing(plainly=True):
         calls = collect(objective.loss_of_masters, functional.whole, functional.rest, batch, key, examples, chip=chip)
     depth = objective.stage_depth
     return calls if depth is None else tuple(dataclasses.replace(call, count=depth) for call in calls)
