@@ -217,15 +217,31 @@ class Pipelined(Objective):
         split = functools.partial(microbatches, parts=self.stages.schedule.microbatches)
         return jax.tree.map(split, dict(batch)), split(examples)
 
-    def _run(self, tables: Tables, stage: Any, state: TrainState, batch: Batch, finish: Any, out: Any) -> Any:
-        """`pipeline.execute` in its `shard_map`: `finish` gives, of what it gives, what `out` places."""
-        stacked, shared = self._split(self._copies(state.params))
-        spec = self._specs("compute")
+    def _run(
+        self,
+        tables: Tables,
+        stage: Any,
+        state: TrainState,
+        batch: Batch,
+        finish: Any,
+        out: Any,
+        weights: Params | None = None,
+    ) -> Any:
+        """`pipeline.execute` in its `shard_map`: `finish` gives, of what it gives, what `out` places.
+
+        Of `weights` each replica has its own, along a first dim; by default all read the state's.
+        """
+        own, specs = weights is not None, self._specs("compute")
+        copies = jax.vmap(self._copies, spmd_axis_name=REPLICA_AXIS)(weights) if own else self._copies(state.params)
+        stacked, shared = self._split(copies)
+        spec = _of_replicas(specs) if own else specs
         batch = self._microbatches(batch)
         rows = PartitionSpec(None, tuple(axis for axis in BATCH_AXES if axis in self.manual))
         key = jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
 
         def body(stacked: Any, shared: Any, batch: Any, key: Any) -> Any:
+            if own:
+                stacked, shared = jax.tree.map(lambda leaf: leaf[0], (stacked, shared))
             chunks = self._chunks(stacked)
             one = jax.tree.map(lambda leaf: leaf[0], (chunks, batch))
             x = jax.eval_shape(self._parts(self._loss_of).before, one[0], shared, one[1], key, jnp.int32(0))
@@ -285,11 +301,17 @@ class Pipelined(Objective):
         """The same with the gradients of each replica apart, along a first dim, whose mean is that of the global batch.
 
         Nothing of the size of a parameter crosses the replica axis.
-        """
-        assert weights is None, "a plan refuses replicas with weights of their own and a pipeline"
-        return *self._pipelined(state, batch, apart=True), state.rest
 
-    def _pipelined(self, state: TrainState, batch: Batch, *, apart: bool = False) -> tuple[Loss, Params]:
+        Args:
+            state: the train state.
+            batch: the global batch.
+            weights: float32, each replica's own along a first dim; the state's, which they share, by default.
+        """
+        return *self._pipelined(state, batch, apart=True, weights=weights), state.rest
+
+    def _pipelined(
+        self, state: TrainState, batch: Batch, *, apart: bool = False, weights: Params | None = None
+    ) -> tuple[Loss, Params]:
         """Sums of the loss and the gradients: mean ones, or those of each replica, whose mean they are."""
         stage = self._stage(self._loss_of, lambda loss: loss.total + loss.penalty)
         specs = self._specs("gradient")
@@ -307,9 +329,9 @@ class Pipelined(Objective):
 
         out = (PartitionSpec(), *specs)
         if apart:
-            out = (out[0], *jax.tree.map(lambda spec: PartitionSpec(REPLICA_AXIS, *spec), specs, is_leaf=_is_spec))
+            out = (out[0], *_of_replicas(specs))
         with self.tracing():
-            loss, stacked, shared = self._run(self.training, stage, state, batch, finish, out)
+            loss, stacked, shared = self._run(self.training, stage, state, batch, finish, out, weights)
             gradients = self._whole(stacked, shared)
         return Loss(loss.total, loss.weight), gradients
 
@@ -397,6 +419,11 @@ class Pipelined(Objective):
                     gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
         over = [axis for axis in over if self.layout.mesh.shape[axis] > 1]
         return (jax.lax.psum(gradient, over) if over else gradient).astype(jnp.float32)
+
+
+def _of_replicas(specs: Any) -> Any:
+    """Placements of arrays that have a first dim for the replicas."""
+    return jax.tree.map(lambda spec: PartitionSpec(REPLICA_AXIS, *spec), specs, is_leaf=_is_spec)
 
 
 def _is_spec(spec: Any) -> bool:

@@ -237,10 +237,11 @@ class Plan:
                 f"diloco {self.diloco} with optimizer_state host: the host would update each replica's own weights, "
                 "which lie on the device; take optimizer_state streamed, or leave diloco out"
             )
-        if self.pipeline is not None:
+        if self.asynchronous:
             raise UserError(
-                f"diloco {self.diloco} with pipeline {self.pipeline}: stages read one copy of the weights, and each "
-                "replica has its own; leave one out, or have a codec reduce gradients over the replicas"
+                f"diloco {self.diloco} with pipeline {self.pipeline}: its stages update copies of the weights of their "
+                "own in the middle of a step, and replicas meet between steps; take a synchronous pipeline, or leave "
+                "diloco out"
             )
         if self.master != "float32":
             raise UserError(
