@@ -52,7 +52,7 @@ LAYOUTS = {
     "1f1b": {"mesh": "data:2", "pipeline": "1f1b:2x4"},
     "gpipe, phased": {"mesh": "data:2", "pipeline": "gpipe:2x4", "lowering": "phased"},
     "zb-h1": {"mesh": "data:2", "pipeline": "zb-h1:2x4"},
-    "pipedream": {"mesh": "data:2", "pipeline": "pipedream:2x4"},
+    "pipedream": {"mesh": "data:2", "pipeline": "pipedream:2"},
 }
 """Changes of a plan, by name: one of each way to have collectives in a loop, and the plain one that has none."""
 KINDS = ("float32", "int32", "uint32", "float16", "int16", "uint16")
@@ -167,7 +167,8 @@ def ends(pid: int, log: Path) -> bool:
             if code in (-signal.SIGABRT, -signal.SIGSEGV):
                 return False  # XLA gives up a rendezvous after a while, or finds it in disorder
             if code:
-                raise RuntimeError(f"a start failed: exit status {code}; see {log.parent.parent / 'output.txt'}")
+                output = (log.parent.parent / "output.txt").read_text()
+                raise RuntimeError(f"a start failed: exit status {code}\n{output[-3000:]}")
             return True
         now = log.stat().st_size if log.exists() else 0
         if now != length:
