@@ -217,10 +217,11 @@ class Outer:
         stage, names, mesh = self.stages[part], self.parts[part], self.plain.mesh
         shared, own = named_leaves(state.params), named_leaves(state.outer[WEIGHTS])
         momenta = named_leaves(state.outer.get(MOMENTUM, {}))
-        ways, reduce, metrics = {}, state.reduce, {}
-        for name in names:
-            way = shared[name][None] - own[name]
-            ways[name] = lax.with_sharding_constraint(way, self._place(name, REPLICA_AXIS))
+        reduce, metrics = state.reduce, {}
+        here = {name: shared[name] for name in names}
+        ways = self._within_replicas(
+            lambda here, own: {name: self._placed(here[name] - own[name][0], name)[None] for name in names}
+        )(here, {name: own[name] for name in names})
         if isinstance(stage, Stage):
             found = stage(ways, {name: state.reduce[name] for name in stage.coded}, state.step)
             means, reduce = found.mean, {**state.reduce, **found.states}
@@ -234,13 +235,25 @@ class Outer:
                 out_specs=specs,
             )(ways)
         good = jnp.isfinite(optax.tree.norm(means))
-        for name in names:
-            theta = lax.with_sharding_constraint(shared[name], self._place(name))
-            moved, momentum = self.diloco.moved(theta, momenta.get(name), means[name])
-            shared[name] = jnp.where(good, moved, theta)
-            own[name] = jnp.where(good, shared[name][None], own[name])
+        masters = named_leaves(self.plain.masters)
+
+        def moved(here: Any, momenta: Any, means: Any) -> Any:
+            after = {}
+            for name in names:
+                theta = self._placed(here[name], name)
+                weight, momentum = self.diloco.moved(theta, momenta.get(name), means[name])
+                weight = jnp.where(good, weight, theta)
+                if momentum is not None:
+                    momentum = jnp.where(good, momentum, momenta[name])
+                after[name] = self._constrained(weight, masters[name].spec), momentum
+            return after
+
+        whole = {name: momenta[name] for name in names if name in momenta}
+        for name, (weight, momentum) in self._within_replicas(moved, apart=False)(here, whole, means).items():
+            shared[name] = weight
+            own[name] = jnp.where(good, weight[None], own[name])
             if momentum is not None:
-                momenta[name] = jnp.where(good, momentum, momenta[name])
+                momenta[name] = momentum
 
         def filled(tree: Any, by_name: Mapping[str, Array]) -> Any:
             return jax.tree_util.tree_map_with_path(lambda path, _: by_name[path_name(path)], tree)
@@ -250,6 +263,35 @@ class Outer:
             outer[MOMENTUM] = filled(state.outer[MOMENTUM], momenta)
         after = dataclasses.replace(state, params=filled(state.params, shared), reduce=reduce, outer=outer)
         return after, metrics
+
+    def _within_replicas(self, function: Any, *, apart: bool = True) -> Any:
+        """`function` in a region that is manual over replicas: what it moves from place to place stays in its replica.
+
+        Args:
+            function: of what all replicas share, and, where `apart`, of what each has of its own, which it returns.
+            apart: the last argument and the result have a first dim for the replicas.
+        """
+        whole, rows = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+
+        def run(*args: Any) -> Any:
+            specs = (*(whole,) * (len(args) - 1), rows if apart else whole)
+            return jax.shard_map(
+                function,
+                mesh=self.plain.mesh,
+                in_specs=specs,
+                out_specs=rows if apart else whole,
+                axis_names={REPLICA_AXIS},
+                check_vma=False,
+            )(*args)
+
+        return run
+
+    def _placed(self, x: Array, name: str) -> Array:
+        """A tensor where a meeting has it, within a replica."""
+        return self._constrained(x, self.leaves[name].spec)
+
+    def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
+        return lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), spec))
 
     # -- in checkpoints ------------------------------------------------------------------------------------------------
 
