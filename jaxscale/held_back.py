@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.compat import varying_axes
-from jaxscale.typing import Array, Bool, PyTree
+from jaxscale.typing import Array, Bool
 
 
 def held_back(checkpointed: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,9 +46,8 @@ def check_memory(plan: Plan) -> None:
     """
     if plan.memory.rule == "fit":
         raise UserError("memory fit: it is settled before a step is built; jaxscale train and jaxscale.train do that")
-    if needs_decision(plan.memory):
-        if plan.weights == "host" and plan.memory.rule in _OF_SEGMENTS:
-            raise _whole_stack(plan.memory)
+    if plan.weights == "host" and plan.memory.rule in _OF_SEGMENTS:
+        raise _whole_stack(plan.memory)
 
 
 def settled_unroll(plan: Plan, platform: str) -> tuple[Plan, str]:

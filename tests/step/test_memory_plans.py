@@ -161,7 +161,13 @@ def test_what_does_not_go_is_refused_before_anything_is_compiled(memory, plan, m
 
 @pytest.mark.parametrize(
     ("memory", "platform", "unroll"),
-    [("none", "cpu", 3), ("full", "cpu", 1), ("full", "tpu", 3), ("save:24KiB", "tpu", 1), ("jax:dots_saveable", "cpu", 1)],
+    [
+        ("none", "cpu", 3),
+        ("full", "cpu", 1),
+        ("full", "tpu", 3),
+        ("save:24KiB", "tpu", 1),
+        ("jax:dots_saveable", "cpu", 1),
+    ],
 )
 def test_a_plan_settles_unroll_under_a_rule_that_wants_a_loop_and_says_so(memory, platform, unroll):
     plan, said = settled_unroll(Plan(memory=MemoryPlan.parse(memory), unroll=3), platform)
