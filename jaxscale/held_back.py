@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jex
 
 from jaxscale.compat import varying_axes
 from jaxscale.typing import Array, Bool
@@ -35,7 +36,7 @@ def held_back(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
         closed, shapes = jax.make_jaxpr(checkpointed, return_shape=True)(*args)
 
         def program(consts: Any, leaves: Any) -> list[Any]:
-            return jax.core.eval_jaxpr(closed.jaxpr, consts, *leaves)
+            return jex.jaxpr_as_fun(jex.ClosedJaxpr(closed.jaxpr, consts))(*leaves)
 
         held = jax.custom_vjp(program)
         held.defvjp(lambda *given: jax.vjp(program, *given), _backward)
@@ -64,7 +65,7 @@ def _selected(never: Bool[Array, "B"], leaf: Any) -> Any:
     kind, other = jax.typeof(never), jax.typeof(leaf)
     if (
         other.shape[:1] != kind.shape
-        or jax.dtypes.issubdtype(other.dtype, jax.dtypes.extended)
+        or jnp.issubdtype(other.dtype, jax.dtypes.extended)
         or other.memory_space != kind.memory_space
         or not varying_axes(kind) <= varying_axes(other)
     ):

@@ -64,7 +64,8 @@ class Plan:
         attention: implementation of attention: auto, plain, chunked (never holds S x S), splash (TPU).
         kernels: implementations of kernels: "auto", the best that run on the platform; "reference", plain JAX; or by
             name, such as "attention=chunked,cross_entropy=tpu".
-        unroll: layers per iteration of the scan over layers.
+        unroll: layers per iteration of the scan over layers; 1 under a memory rule that treats one layer at a time, and
+            on a CPU under any.
         rules: mesh axes per logical axis.
 
     Example:

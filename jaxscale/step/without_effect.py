@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from jaxscale.errors import UserError
-from jaxscale.optim.quantized import state_bytes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.layout import Layout
 from jaxscale.step.plan import Plan
@@ -31,12 +30,6 @@ def check_effect(experiment: Experiment, layout: Layout) -> None:
     length = _positions(experiment)
     if plan.loss_chunk is not None and plan.scores == "auto" and length is not None:
         _check_loss_chunk(plan, layout, length)
-    if plan.state != "float32" and not state_bytes(optimizer)[1]:
-        raise UserError(
-            f"state {plan.state}: nothing of this optimizer's state would be kept in few bits: embeddings, heads, "
-            f"norms and small arrays stay float32, and {_rule(experiment)} keeps nothing else; leave state out, or "
-            "take a rule with moments and a larger model"
-        )
     if plan.optimizer_state == "streamed" and not any(leaf.ndim for leaf in jax.tree.leaves(optimizer)):
         raise UserError(
             f"optimizer_state streamed: {_rule(experiment)} keeps no array that could lie on the host; leave it out, "
