@@ -154,6 +154,7 @@ class TrainStep:
             "model state": local_bytes((abstract.rest, abstract.watch, abstract.step)),
             **({"in flight": local_bytes(abstract.in_flight)} if self.streamed else {}),
             **({"residuals": local_bytes(abstract.reduce)} if self.stage else {}),
+            **({"outer state": local_bytes(abstract.outer)} if self.outer else {}),
             "batch": local_bytes(self.abstract_batch(batch)),
         }
 

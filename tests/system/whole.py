@@ -33,6 +33,10 @@ from tests.training.watching import described, last_lines, newest
 
 STEPS, MIDDLE = 4, 2
 """Updates of a run, and those before it is interrupted: a checkpoint is saved there."""
+EVENTS = ("compile", "predicted")
+"""Of a run's log: the bytes of its compiled step, and those of its state by kind."""
+STATE = ("parameters", "optimizer state", "model state", "batch", "residuals", "outer state")
+"""Rows of `fit` that are arguments of the step; what an asynchronous pipeline has in flight it counts as its stash."""
 
 
 class Ended(AssertionError):
@@ -154,7 +158,10 @@ def whole_run(
     for name in ("arrays", "data"):  # parameters, optimizer state, what is in flight; the next batch
         assert described(run, steps)[name] == described(undisturbed, steps)[name]
     _afterwards(folder, run)
-    return {"estimate": _estimated(estimate), "compiled": _compiled(run)}
+    estimated, compiled = _estimated(estimate), _compiled(run)
+    state = sum(estimated.get(kind, 0) for kind in STATE)
+    np.testing.assert_allclose(compiled["state"], state, rtol=0.01, err_msg="the state as fit estimates it")
+    return {"estimate": estimated, "compiled": compiled}
 
 
 def _resumed_elsewhere(run: Path, moved: Path, words: list[str], expected: Any) -> None:
@@ -181,10 +188,12 @@ def _estimated(said: str) -> dict[str, float]:
 def _compiled(run: Path) -> dict[str, int]:
     """The bytes of the compiled step, as the run's log has them for comparison with `fit`."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    (*_, compiled) = (row for row in rows if row.get("name") == "compile")
-    assert compiled["argument_bytes"] > 0
+    (*_, compiled), (*_, predicted) = ([row for row in rows if row.get("name") == name] for name in EVENTS)
     assert compiled["temp_bytes"] > 0
-    return {name: compiled[name] for name in ("argument_bytes", "temp_bytes")}
+    return {
+        "state": compiled["argument_bytes"] - predicted.get("in_flight_bytes", 0),
+        "temporary": compiled["temp_bytes"],
+    }
 
 
 def _afterwards(folder: Path, run: Path) -> None:
