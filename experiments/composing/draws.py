@@ -153,7 +153,7 @@ def _texts(hint: Any, default: Any) -> list[Any]:
 
 
 def _value(rng: random.Random, texts: Sequence[Any]) -> str:
-    text = rng.choice(texts)
+    text: Any = rng.choice(texts)
     return text(rng) if callable(text) else text
 
 

@@ -94,13 +94,12 @@ def judge(draw: Draw) -> Verdict:
         ours = [frame for frame in where if "jaxscale" in frame.filename and "composing" not in frame.filename]
         place = f" ({ours[-1].filename.rpartition('jaxscale/')[2]}:{ours[-1].lineno})" if ours else ""
         return Verdict("crashed", f"{type(error).__name__}{place}: {str(error)[:600]}")
-    seconds = {"compile_seconds": trained.compile_seconds, "run_seconds": trained.run_seconds}
     comparisons = list(compare(draw, trained))
     worst = max(one.difference / one.tolerance for one in comparisons)
     failures = [str(one) for one in comparisons if not one.holds]
     if failures:
-        return Verdict("wrong", "; ".join(failures), worst=worst, **seconds)
-    return Verdict("equal", worst=worst, **seconds)
+        return Verdict("wrong", "; ".join(failures), trained.compile_seconds, trained.run_seconds, worst)
+    return Verdict("equal", "", trained.compile_seconds, trained.run_seconds, worst)
 
 
 def rounding(draw: Draw) -> tuple[float, ...]:

@@ -221,7 +221,7 @@ class Objective:
         mesh = self.layout.mesh
         replicas, whole, rows = mesh.shape[REPLICA_AXIS], PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
-        def body(weights: Params, rest: Params, batch: Batch, key: Any, examples: Array) -> Any:
+        def body(weights: Any, rest: Params, batch: Batch, key: Any, examples: Array) -> Any:
             with self._within((REPLICA_AXIS,)):
                 if own:
                     moving, given = jax.tree.map(lambda w: w[0], weights), _as_it_is

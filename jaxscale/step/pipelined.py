@@ -231,10 +231,12 @@ class Pipelined(Objective):
 
         Of `weights` each replica has its own, along a first dim; by default all read the state's.
         """
-        own, specs = weights is not None, self._specs("compute")
-        copies = jax.vmap(self._copies, spmd_axis_name=REPLICA_AXIS)(weights) if own else self._copies(state.params)
+        own, spec = weights is not None, self._specs("compute")
+        if weights is None:
+            copies = self._copies(state.params)
+        else:
+            copies, spec = jax.vmap(self._copies, spmd_axis_name=REPLICA_AXIS)(weights), _of_replicas(spec)
         stacked, shared = self._split(copies)
-        spec = _of_replicas(specs) if own else specs
         batch = self._microbatches(batch)
         rows = PartitionSpec(None, tuple(axis for axis in BATCH_AXES if axis in self.manual))
         key = jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
