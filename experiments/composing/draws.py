@@ -153,8 +153,8 @@ def _texts(hint: Any, default: Any) -> list[Any]:
 
 
 def _value(rng: random.Random, texts: Sequence[Any]) -> str:
-    text: Any = rng.choice(texts)
-    return text(rng) if callable(text) else text
+    text = rng.choice(texts)
+    return text if isinstance(text, str) else text(rng)
 
 
 def _sizes(rng: random.Random, axes: Sequence[str]) -> dict[str, int]:
