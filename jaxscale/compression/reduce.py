@@ -157,9 +157,27 @@ class Stage:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends over the slow axis in one step."""
-        coded = (self.codec.wire_bytes(self.local(n), self.replicas, layers=self.leaves[n].layers) for n in self.coded)
-        return sum(coded) + wire.all_reduce(self.plain_bytes, self.replicas)
+        """Bytes that one device sends over the slow axis in one step, once nothing changes with time any more."""
+        return self._coded_bytes(self.codec) + wire.all_reduce(self.plain_bytes, self.replicas)
+
+    @property
+    def program_bytes(self) -> int:
+        """The same of all that the compiled step can send: a program holds every codec of the timetable."""
+        coded = sum(self._coded_bytes(codec) for _, codec in self.codec.timetable)
+        return coded + wire.all_reduce(self.plain_bytes, self.replicas)
+
+    def wire_bytes_at(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        """The same of one step, after so many updates."""
+        firsts, codecs = zip(*self.codec.timetable, strict=True)
+        sent = [self._coded_bytes(codec) + wire.all_reduce(self.plain_bytes, self.replicas) for codec in codecs]
+        return jnp.array(sent, jnp.float32)[jnp.sum(step >= jnp.array(firsts)) - 1]
+
+    def _coded_bytes(self, codec: Codec | None) -> int:
+        """Of the gradients that the codec is for; `None` sends them in float32."""
+        shapes = ((self.local(name), self.leaves[name].layers) for name in self.coded)
+        if codec is None:
+            return sum(wire.exact(shape, self.replicas) for shape, _ in shapes)
+        return sum(codec.wire_bytes(shape, self.replicas, layers=layers) for shape, layers in shapes)
 
     @property
     def exact_bytes(self) -> int:
