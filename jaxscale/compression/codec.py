@@ -52,8 +52,8 @@ class Codec(NamedCodec):
         """What runs from which step on, in order, from step 0: `None` is the exact mean.
 
         Example:
-            >>> [(step, str(codec)) for step, codec in Codec.parse("topk:0.05,start=10,warmup=8").timetable]
-            [(0, 'None'), (10, 'topk:0.25,warmup=0'), (14, 'topk:0.0625,warmup=0'), (18, 'topk:0.05,warmup=0')]
+            >>> [(step, str(codec)) for step, codec in Codec.parse("topk:0.1,start=10,warmup=8").timetable]
+            [(0, 'None'), (10, 'topk:0.25,block=512,warmup=0'), (18, 'topk:0.1,warmup=0')]
         """
         compressed = [(self.start + step, codec) for step, codec in self._timetable()]
         return ((0, None), *compressed) if self.start else tuple(compressed)

@@ -251,6 +251,16 @@ def test_what_runs_from_which_step_on(text, expected):
         assert codec is None or not codec.timed
 
 
+def test_a_warm_up_stays_within_what_kernels_find_in_a_block():
+    """128 elements; a fraction and block that are asked for stay."""
+    for text in ("topk:0.01", "dgc:0.01,block=16384", "topk:0.001,block=4096"):
+        codec = Codec.parse(text)
+        found = [one for _, one in codec.timetable]
+        assert all(round(one.fraction * one.block) <= 128 for one in found[:-1])
+        assert [(one.fraction, one.block) for one in found[-1:]] == [(codec.fraction, codec.block)]
+    assert [one.block for _, one in Codec.parse("topk:0.2,block=none").timetable] == [None, None]
+
+
 @pytest.mark.slow
 def test_dgc_sends_more_while_it_warms_up():
     codec = Codec.parse("dgc:0.01,warmup=6,start=1")
