@@ -5,7 +5,7 @@ about every hundredth step, with all that it was owed, and that delay asks for t
 (`benchmarks/convergence.py`: nats after 400 steps, beside exact runs):
 
 - *No momentum after it.* An optimizer's momentum carries what came late on for ten steps more: 1 % costs nothing with
-  Adam whose b1 is 0 and with SGD without momentum (-0.01, -0.04), and +0.22 and +0.15 with momentum 0.9. Momentum
+  Adam whose b1 is 0 and with SGD without momentum (-0.001, -0.05), and +0.22 and +0.15 with momentum 0.9. Momentum
   that is summed before elements are held back, and forgotten where they are sent, does no harm: `dgc`.
 - *A warm-up.* The first gradients are large and the rate is still small; held back, they arrive at its peak, and
   feedback ends behind none (+0.50 and +0.15 with momentum). So the fraction falls to its own in `warmup` steps, as in
