@@ -11,8 +11,8 @@ with SGD and momentum, for which PowerSGD was made, and dgc with plain SGD, as i
 rms- with Adam without momentum, which is what top-k goes with.
 What a codec costs in loss is also in `benchmarks/convergence.py`, on a smaller model and 8 replicas. Here `--steps 400`
 gave, on XLA:CPU, JAX 0.12.0.1, 22 November 2026, and rows marked * on the 23rd with 0.10.2 (2,000 steps of all have
-not been run). Bytes of top-k and dgc are the mean, of which the warm-up's 100 steps are most: after it they send 51,708,
-62.2 times fewer.
+not been run). Bytes of top-k and dgc are the mean, of which the warm-up's 100 steps are most: after it they send
+51,708, 62.2 times fewer.
 
                   held-out loss  bytes a step     fewer
     exact                2.4108     3,216,896       1.0
