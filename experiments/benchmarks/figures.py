@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import operator
 from collections.abc import Iterable
 from typing import Literal
 
@@ -26,14 +27,15 @@ class Figure:
     value: float
     unit: str
     bar: float | None = None
-    compare: Literal["<=", ">="] = "<="
+    compare: Literal["<=", ">=", ">"] = "<="
 
     @property
     def holds(self) -> bool:
         """Whether the bar is reached; a figure without one always holds."""
         if self.bar is None:
             return True
-        return self.value <= self.bar if self.compare == "<=" else self.value >= self.bar
+        holds = {"<=": operator.le, ">=": operator.ge, ">": operator.gt}
+        return holds[self.compare](self.value, self.bar)
 
 
 def show(figures: Iterable[Figure], title: str) -> bool:

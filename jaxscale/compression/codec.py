@@ -14,6 +14,7 @@ found by itself. Left out here: which leaves a codec is for, NaN and Inf, metric
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -47,9 +48,20 @@ class Codec(NamedCodec):
     # ---- what a caller asks
 
     @property
+    def timetable(self) -> tuple[tuple[int, "Codec | None"], ...]:
+        """What runs from which step on, in order, from step 0: `None` is the exact mean.
+
+        Example:
+            >>> [(step, str(codec)) for step, codec in Codec.parse("topk:0.1,start=10,warmup=8").timetable]
+            [(0, 'None'), (10, 'topk:0.25,block=512,warmup=0'), (18, 'topk:0.1,warmup=0')]
+        """
+        compressed = [(self.start + step, codec) for step, codec in self._timetable()]
+        return ((0, None), *compressed) if self.start else tuple(compressed)
+
+    @property
     def timed(self) -> bool:
         """Whether `reduce` does another thing at some steps than at others, and needs the step's number."""
-        return self.start > 0
+        return len(self.timetable) > 1
 
     def refusal(self, shape: Sequence[int], n: int, *, layers: bool = False) -> str | None:
         """Why this codec can't take a leaf, as a message says it; `None` where it can.
@@ -113,10 +125,13 @@ class Codec(NamedCodec):
         assert step is not None or not self.timed, f"codec {self} changes with time: give reduce the step"
         gradient = gradient.astype(jnp.float32)
 
-        def one_layer(gradient: Array, state: State, key: Key | None) -> tuple[Array, State]:
-            return self._reduce(gradient, state, axis, key, step)
+        def run(codec: Codec | None, gradient: Array, state: State) -> tuple[Array, State]:
+            if codec is None:
+                return lax.pmean(gradient, axis), state
 
-        def compressed(gradient: Array, state: State) -> tuple[Array, State]:
+            def one_layer(gradient: Array, state: State, key: Key | None) -> tuple[Array, State]:
+                return codec._reduce(gradient, state, axis, key)
+
             if layers:
                 keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(gradient)))
                 mean, after = jax.vmap(one_layer)(gradient, state, keys)
@@ -124,16 +139,16 @@ class Codec(NamedCodec):
                 mean, after = one_layer(gradient, state, key)
             return mean, jax.tree.map(_typed_like, after, state)
 
-        def exact(gradient: Array, state: State) -> tuple[Array, State]:
-            return lax.pmean(gradient, axis), state
-
-        if not self.start:
-            return compressed(gradient, state)
-        assert step is not None
-        return lax.cond(step < self.start, exact, compressed, gradient, state)
+        firsts, codecs = zip(*self.timetable, strict=True)
+        if step is None or not self.timed:
+            return run(codecs[0], gradient, state)
+        number = jnp.sum(step >= jnp.array(firsts[1:]))
+        return lax.switch(number, [functools.partial(run, codec) for codec in codecs], gradient, state)
 
     def wire_bytes(self, shape: Sequence[int], n: int, *, layers: bool = False) -> int:
-        """Bytes that one device sends over the axis in one compressed step; `wire.exact` is the float32 mean's.
+        """Bytes that one device sends over the axis in a step, once nothing changes with time any more.
+
+        The mean in float32 sends `wire.exact`.
 
         Args:
             shape: of the leaf, as one device has it.
@@ -166,14 +181,16 @@ class Codec(NamedCodec):
     def _refusal(self, shape: tuple[int, ...], n: int) -> str | None:
         return None
 
+    def _timetable(self) -> tuple[tuple[int, "Codec"], ...]:
+        """What compresses from which step on, counted from the first that is compressed; these have no `start`."""
+        return ((0, dataclasses.replace(self, start=0)),)
+
     def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> State:
         return {"residual": jnp.zeros(shape, jnp.float32)} if self.feedback else {}
 
     @abc.abstractmethod
-    def _reduce(
-        self, gradient: Array, state: State, axis: str, key: Key | None, step: Array | None
-    ) -> tuple[Array, State]:
-        """The mean of one layer's gradient over the axis, and what is kept."""
+    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
+        """The mean of one layer's gradient over the axis, and what is kept, without `start` or a warm-up."""
 
     @abc.abstractmethod
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:

@@ -55,9 +55,7 @@ class LowRank(Codec):
         assert key is not None, f"codec {self} starts at random: give init a key"
         return super()._init(shape, key, n) | {"q": jax.random.normal(key, (matrix(shape)[1], self.rank))}
 
-    def _reduce(
-        self, gradient: Array, state: State, axis: str, key: Key | None, step: Array | None
-    ) -> tuple[Array, State]:
+    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
         owed, before = self.owed(gradient, state), state["q"]
         whole = owed.reshape(matrix(gradient.shape))
         p = self.left(times(whole, before), before, axis)

@@ -34,6 +34,8 @@ did you mean 'start'?
     """The field that stands behind the colon."""
     unit: ClassVar[str] = ""
     """What may follow its number: the bit of `qsgd:4bit`."""
+    late: ClassVar[bool] = False
+    """Whether most of a gradient comes many steps after its own, so that an optimizer's momentum carries it too far."""
     feedback: bool = dataclasses.field(default=True, kw_only=True)
     start: int = dataclasses.field(default=0, kw_only=True)
 

@@ -44,9 +44,7 @@ class OnePhase(Codec):
         """
         return lax.optimization_barrier(self.encode(flat, key))
 
-    def _reduce(
-        self, gradient: Array, state: State, axis: str, key: Key | None, step: Array | None
-    ) -> tuple[Array, State]:
+    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
         own = None if key is None else jax.random.fold_in(key, lax.axis_index(axis))
         owed = self.owed(gradient, state)
         message = self.message(owed.reshape(-1), own)

@@ -102,6 +102,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         if self.coded:
+            _ = self._sent  # sizes of messages come of tracing them, which is not to be noted as what a step takes
             return
         largest = max(self.leaves, key=lambda name: math.prod(self.local(name)), default=None)
         if largest is None or self.replicas < 2:
@@ -157,9 +158,31 @@ class Stage:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends over the slow axis in one step."""
-        coded = (self.codec.wire_bytes(self.local(n), self.replicas, layers=self.leaves[n].layers) for n in self.coded)
-        return sum(coded) + wire.all_reduce(self.plain_bytes, self.replicas)
+        """Bytes that one device sends over the slow axis in one step, once nothing changes with time any more."""
+        return self._coded_bytes(self.codec) + wire.all_reduce(self.plain_bytes, self.replicas)
+
+    @property
+    def program_bytes(self) -> int:
+        """The same of all that the compiled step can send: a program holds every codec of the timetable."""
+        return sum(self._sent) + wire.all_reduce(self.plain_bytes, self.replicas)
+
+    def wire_bytes_at(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        """The same of one step, after so many updates."""
+        firsts = jnp.array([first for first, _ in self.codec.timetable])
+        small = wire.all_reduce(self.plain_bytes, self.replicas)
+        return jnp.array([coded + small for coded in self._sent], jnp.float32)[jnp.sum(step >= firsts) - 1]
+
+    @functools.cached_property
+    def _sent(self) -> tuple[int, ...]:
+        """Bytes of the gradients that the codec is for, by each codec of the timetable."""
+        return tuple(self._coded_bytes(codec) for _, codec in self.codec.timetable)
+
+    def _coded_bytes(self, codec: Codec | None) -> int:
+        """Of the gradients that the codec is for; `None` sends them in float32."""
+        shapes = ((self.local(name), self.leaves[name].layers) for name in self.coded)
+        if codec is None:
+            return sum(wire.exact(shape, self.replicas) for shape, _ in shapes)
+        return sum(codec.wire_bytes(shape, self.replicas, layers=layers) for shape, layers in shapes)
 
     @property
     def exact_bytes(self) -> int:

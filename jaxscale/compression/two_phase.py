@@ -65,9 +65,7 @@ class TwoPhase(Codec):
             return {}
         return super()._init(shape, key, n) | {"server": jnp.zeros(self.chunk(math.prod(shape), n), jnp.float32)}
 
-    def _reduce(
-        self, gradient: Array, state: State, axis: str, key: Key | None, step: Array | None
-    ) -> tuple[Array, State]:
+    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
         n, elements = lax.axis_size(axis), gradient.size
         length = self.chunk(elements, n)
         place = lax.axis_index(axis)

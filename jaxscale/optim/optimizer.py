@@ -157,6 +157,18 @@ class Optimizer:
         """
         return RULES[self.name].options(self.name, {option: getattr(self, option) for option in OPTIONS})
 
+    def momentum_after(self) -> tuple[str, float] | None:
+        """The option that has the rule carry a mean gradient on, and its decay; `None` where nothing known does.
+
+        Example:
+            >>> Optimizer().momentum_after(), Optimizer(name="sgd").momentum_after()
+            (('b1', 0.9), None)
+        """
+        if self.custom is not None:
+            return None
+        options = self.options()
+        return next(((name, options[name]) for name in ("momentum", "b1") if options.get(name)), None)
+
     def schedule_fn(self, steps: int) -> Callable[[Any], Any]:
         """Learning rate as an optax schedule: a function of the number of updates made."""
         import optax

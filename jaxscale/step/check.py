@@ -298,9 +298,7 @@ def check_codec(stage: Stage, sent: int, *, slices: int = 1) -> None:
         NoEffect: more crosses than the codec says, such as gradients in full precision; or less, so that it says more
             than it does.
     """
-    told = stage.wire_bytes
-    if stage.codec.start:  # both ways are in the program, and small gradients go one way
-        told += stage.exact_bytes - wire.all_reduce(stage.plain_bytes, stage.replicas)
+    told = stage.program_bytes
     numbers = SCALARS if slices == 1 else 2 * PADDED  # one may fill a tile, of 4096 bytes, behind the codes
     if not 0.98 * told - numbers <= sent <= 1.02 * told + numbers:
         raise NoEffect(

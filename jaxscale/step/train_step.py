@@ -143,7 +143,7 @@ class TrainStep:
         if unsplit:
             shown = ", ".join(unsplit[:5]) + (f" and {len(unsplit) - 5} more" if len(unsplit) > 5 else "")
             lines.append(f"zero {self.plan.zero}: no dim divides by {self.mesh.shape['fsdp']}, kept whole: {shown}")
-        return lines + describe_reduce(self.stage) + describe(self.layout)
+        return lines + describe_reduce(self.stage, self.experiment.optimizer) + describe(self.layout)
 
     def memory(self, batch: Batch) -> dict[str, int]:
         """Bytes per device of what lives in its own memory between steps, by kind of tensor."""

@@ -15,8 +15,8 @@ VALUES = {None: "", "rank": ":2", "fraction": ":0.1", "bits": ":4"}
 
 
 def example(codec: type[Codec]) -> Codec:
-    """A codec of each class for tiny leaves; DGC without momentum, which sums up what it is given."""
-    options = ",momentum=0" if codec.name == "dgc" else ""
+    """A codec of each class for tiny leaves, without a warm-up; DGC without momentum: it sums up what it is given."""
+    options = ",warmup=0" * codec.late + ",momentum=0" * (codec.name == "dgc")
     return Codec.parse(f"{codec.name}{VALUES[codec.value]}{options}")
 
 

@@ -15,7 +15,7 @@ from tests.compression.replicas import example
     [
         *(str(example(codec)) for codec in CODECS.values()),
         "powersgd:4,start=100", "topk:0.01,feedback=false", "topk:0.001,block=none", "qsgd:8bit,block=64",
-        "dgc:0.001,momentum=0.5,clip=1.0,warmup=400", "gradzip:4,ridge=0.001", "int8,block=128",
+        "dgc:0.001,warmup=400,momentum=0.5,clip=1.0", "gradzip:4,ridge=0.001", "int8,block=128",
     ],
 )  # fmt: skip
 def test_text_is_read_as_it_is_written(text):

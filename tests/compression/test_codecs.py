@@ -134,7 +134,8 @@ def test_the_first_steps_are_exact():
 
 
 @pytest.mark.parametrize(
-    ("text", "layers"), [("int4", False), ("int4", True), ("qsgd:4bit", True), ("powersgd:2", True), ("dgc:0.1", False)]
+    ("text", "layers"),
+    [("int4", False), ("int4", True), ("qsgd:4bit", True), ("powersgd:2", True), ("dgc:0.1,warmup=0", False)],
 )
 def test_other_numbers_of_replicas_owe_the_same(text, layers):
     codec, shape = Codec.parse(text), (2, *SHAPE)[not layers :]
@@ -229,6 +230,35 @@ def test_dgc_sums_momentum_before_it_holds_back():
         mask = np.abs(v) >= np.sort(np.abs(v), 1)[:, [-3]]
         np.testing.assert_allclose(means[step, 0], (v * mask).mean(0), atol=1e-5)
         u, v = u * ~mask, v * ~mask
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("int8", [(0, "int8")]),
+        ("int8,start=3", [(0, "None"), (3, "int8")]),
+        ("topk:0.05,warmup=0", [(0, "topk:0.05,warmup=0")]),
+        ("topk:0.5", [(0, "topk:0.5,warmup=0")]),  # more than a warm-up begins with
+        ("topk:0.01", [(0, 0.25), (34, 0.0625), (67, 0.015625), (100, 0.01)]),
+        ("dgc:0.01,warmup=2,start=5", [(0, None), (5, 0.25), (6, 0.0625), (7, 0.01)]),
+    ],
+)
+def test_what_runs_from_which_step_on(text, expected):
+    found = Codec.parse(text).timetable
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    for (_, codec), (_, one) in zip(found, expected, strict=True):
+        assert one == (str(codec) if isinstance(one, str) else getattr(codec, "fraction", None))
+        assert codec is None or not codec.timed
+
+
+def test_a_warm_up_stays_within_what_kernels_find_in_a_block():
+    """128 elements; a fraction and block that are asked for stay."""
+    for text in ("topk:0.01", "dgc:0.01,block=16384", "topk:0.001,block=4096"):
+        codec = Codec.parse(text)
+        found = [one for _, one in codec.timetable]
+        assert all(round(one.fraction * one.block) <= 128 for one in found[:-1])
+        assert [(one.fraction, one.block) for one in found[-1:]] == [(codec.fraction, codec.block)]
+    assert [one.block for _, one in Codec.parse("topk:0.2,block=none").timetable] == [None, None]
 
 
 @pytest.mark.slow

@@ -60,6 +60,36 @@ def test_few_bits_lose_no_more_than_their_gate(benchmark, lost, name):
     assert lost(name) <= gate
 
 
-def test_a_second_moment_with_zero_loses_more(benchmark, lost):
-    control = next(row for row in benchmark.ROWS if row.name == "control_adamw_second_moment_with_zero")
-    assert lost(control.name) > control.gate
+def test_a_state_with_zero_loses_more(benchmark, lost):
+    rows = {row.name: row for row in benchmark.ROWS}
+    control = rows["control_adamw_state_with_zero"]
+    assert lost(control.name) > max(rows[name].gate for name in control.fails)
+
+
+def test_every_row_has_a_gate_and_every_gate_a_row_that_fails_it(benchmark):
+    rows = {row.name: row for row in benchmark.ROWS}
+    assert len(rows) == len(benchmark.ROWS)
+    failed = {name for row in rows.values() for name in row.fails}
+    for row in rows.values():
+        exact = row == benchmark.Row(row.baseline, row.rule)
+        assert exact or row.gate is not None or row.fails, f"{row.name} shows nothing"
+        assert not exact or row.gate is None
+        assert row.gate is None or 0 < row.gate <= 0.3, f"{row.name}: a gate that nothing would fail"
+        assert row.gate is None or row.name in failed, f"{row.name}: no row fails its gate"
+        for name in row.fails:
+            assert name != row.name
+            assert rows[name].gate is not None
+            assert rows[name].baseline == row.baseline, f"{row.name} and {name} are compared with different twins"
+
+
+def test_gates_and_controls_hold_on_their_own_sides(benchmark):
+    rows = {row.name: row for row in benchmark.ROWS}
+    row, control = rows["adamw_reduce_int8"], rows["adamw_reduce_int4"]
+    assert [f.holds for f in benchmark.figures_of(row, 2.0, row.gate)] == [True]
+    assert [f.holds for f in benchmark.figures_of(row, 2.0, row.gate + 1e-6)] == [False]
+    # four bits have a gate of their own, and fail that of eight
+    assert [f.holds for f in benchmark.figures_of(control, 2.0, 0.015)] == [True, True]
+    assert [f.holds for f in benchmark.figures_of(control, 2.0, row.gate)] == [True, False]
+    broken = benchmark.lost([float("nan"), 2.0], [2.0, 2.0])
+    assert [f.holds for f in benchmark.figures_of(row, broken, broken)] == [False]
+    assert [f.holds for f in benchmark.figures_of(rows["control_adamw_reduce_onebit"], broken, broken)] == [True]

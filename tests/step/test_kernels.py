@@ -149,6 +149,8 @@ def test_choices_are_those_of_the_platform_traced_for(platform, kernel, why):
     assert took(platform, kernels="cross_entropy=chunked")["cross_entropy"] == ("chunked", None)
     largest = took(platform, mesh="replica:2,fsdp:2", reduce="topk:0.05,block=none")["top_k"]
     assert largest == ("reference", "kernels are of blocks, and this is a whole leaf")
+    largest = took(platform, mesh="replica:2,fsdp:2", reduce="topk:0.05")["top_k"]
+    assert largest == (kernel or "reference", why), "in every fraction of its warm-up"
     fp8 = took(platform, state="fp8")["adam8"]
     knows = "the kernel knows states int8 and dynamic8, not fp8"
     assert fp8 == ("reference", why if platform.startswith("cpu") else knows)

@@ -20,6 +20,7 @@ from jaxscale.step.build import build
 from jaxscale.step.check import NoEffect, check_codec, slow_bytes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from jaxscale.step.reducing import describe_reduce
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import override
 
@@ -35,7 +36,7 @@ class Whole(Codec):
 
     name = "whole"
 
-    def _reduce(self, gradient: Any, state: Any, axis: str, key: Any, step: Any) -> Any:
+    def _reduce(self, gradient: Any, state: Any, axis: str, key: Any) -> Any:
         return jax.lax.pmean(self.owed(gradient, state), axis), {"residual": jnp.zeros_like(gradient)}
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
@@ -117,6 +118,58 @@ def test_a_step_trains_and_goes_on_from_its_checkpoint(expected: Any) -> None:
     state, metrics = step.run(after[1], step.place(poisoned))
     assert int(metrics["skipped"]) == 1
     jax.tree.map(np.testing.assert_array_equal, kept, jax.tree.map(np.asarray, state.reduce))
+
+
+def test_a_warm_up_is_compiled_and_told_step_by_step() -> None:
+    """A program with a message for each fraction passes the check of what it sends, and each step says its own."""
+    mesh = MeshSpec(replica=2, fsdp=2).build(jax.devices()[:4])
+    leaves = {"w": Leaf((64, 64), PartitionSpec("fsdp")), "b": Leaf((64,), PartitionSpec())}
+    stage = Stage(Codec.parse("dgc:0.05,start=1,warmup=4"), mesh, leaves)
+    given = {"w": jnp.ones((2, 64, 64)), "b": jnp.ones((2, 64))}
+    specs = {"w": PartitionSpec("replica", "fsdp"), "b": PartitionSpec("replica")}
+    shardings = {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
+    compiled = (
+        jax.jit(stage, in_shardings=(shardings, stage.shardings(), None))
+        .lower(given, stage.abstract(), jnp.int32(0))
+        .compile()
+    )
+    check_codec(stage, slow_bytes(collectives(compiled.as_text() or "", mesh), stage))
+
+    later = [dataclasses.replace(stage, codec=Codec.parse(f"dgc:{f},warmup=0")) for f in (0.25, 0.0625, 0.05)]
+    first, second, last = (each.wire_bytes for each in later)
+    told = [float(stage.wire_bytes_at(jnp.int32(step))) for step in range(7)]
+    assert told == [stage.exact_bytes, first, first, second, second, last, last]
+    assert stage.wire_bytes == last < second < first
+
+
+def test_momentum_after_late_gradients_is_said() -> None:
+    sgd, mesh = EXPERIMENT.optimizer, MeshSpec(replica=2, fsdp=2).build(jax.devices()[:4])
+    stage = Stage(Codec.parse("topk:0.05"), mesh, {"w": Leaf((64, 64), PartitionSpec("fsdp"))})
+    late = "what arrives many steps late is carried on"
+
+    def said(optimizer: Optimizer, codec: str) -> str:
+        return "\n".join(describe_reduce(dataclasses.replace(stage, codec=Codec.parse(codec)), optimizer))
+
+    assert "reduce topk:0.05: more than that is sent before step 100" in said(sgd, "topk:0.05")
+    assert f"with adamw, b1 0.9: {late}" in said(Optimizer(), "topk:0.05")
+    assert f"with sgd, momentum 0.9: {late}" in said(dataclasses.replace(sgd, momentum=0.9), "dgc:0.05")
+    for optimizer, codec in ((sgd, "topk:0.05"), (Optimizer(b1=0.0), "topk:0.05"), (Optimizer(), "int8")):
+        assert late not in said(optimizer, codec)
+    assert late not in said(Optimizer(), "topk:0.05,feedback=false"), "nothing is late"
+
+
+@pytest.mark.slow
+def test_a_warm_up_trains() -> None:
+    experiment = dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, layers=1))
+    step = build(experiment, Plan(mesh=MeshSpec(replica=2), reduce=Codec.parse("dgc:0.05,warmup=4")))
+    assert step.stage is not None
+    step.compile(batch())
+    state, sent = step.init(), []
+    for _ in range(5):
+        state, metrics = step.run(state, step.place(batch()))
+        sent.append(float(metrics["wire_bytes"]))
+        assert np.isfinite(float(metrics["loss"]))
+    assert sent[0] == sent[1] > sent[2] == sent[3] > sent[4] == step.stage.wire_bytes
 
 
 def test_more_replicas_owe_as_much_on_average() -> None:
