@@ -291,6 +291,7 @@ def _codec_text(codec: type[Codec], rng: random.Random) -> str:
         if bool in members(hint) and rng.random() < 0.3:
             text += f",{name}={str(not defaults[name]).lower()}"
     text += ",start=1" if rng.random() < 0.2 else ""
+    text += ",warmup=0" if "warmup" in hints and rng.random() < 0.5 else ""
     try:
         NamedCodec.parse(text)
     except UserError:
@@ -315,7 +316,7 @@ VALUES: dict[Any, Callable[[], list[Any]]] = {
 KERNEL_NEEDS = {
     "adam8": {"plan.state": "int8", "optimizer.name": "adamw"},
     "quantize": {"plan.reduce": "int8"},
-    "top_k": {"plan.reduce": "topk:0.25"},
+    "top_k": {"plan.reduce": "topk:0.25,warmup=0"},
 }
 """What takes a kernel that is named."""
 CODEC_VALUES: dict[str, Sequence[str]] = {"rank": ("1", "4"), "fraction": ("0.05", "0.25"), "bits": ("4", "8")}

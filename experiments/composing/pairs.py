@@ -79,7 +79,7 @@ TECHNIQUES = (
     technique("state in 4 bits", state="int4"),
     technique("split weights", master="split"),
     technique("codes in 8 bits", reduce="int8"),
-    technique("top-k", reduce="topk:0.25"),
+    technique("top-k", reduce="topk:0.25,warmup=0"),
     technique("PowerSGD", reduce="powersgd:4"),
     technique("1-bit Adam", optimizer="one_bit_adam"),
     technique("DiLoCo", diloco="every=2"),
