@@ -1,12 +1,19 @@
 """Random combinations of techniques, each trained two steps beside its plain twin.
 
-python experiments/composition.py --seed S --draws N       each draw with its verdict, compile and run seconds
-python experiments/composition.py --seed S --only 17       one of them again
+    python experiments/composition.py --seed S --draws N       each draw with its verdict, compile and run seconds
+    python experiments/composition.py --seed S --only 17       one of them again
+    python experiments/composition.py --seed S --draws 40 --lower "tpu v5e:2x4"     lowered for absent devices
+    python experiments/composition.py --pairs                  judges the pairs that composing/pairs.json lacks
+    python experiments/composition.py --table                  prints the README's table of pairs
+
+A draw takes 3 to 6 techniques from the fields of the plan and what these need: rows of 64 or 2,048 tokens with uneven
+weights, 1 to 3 rows a device and microbatch, SGD with momentum in half of them. It *equals* its twins if loss and
+gradient norm do (`composing/judge.py` has the tolerances), or it is *refused* with a reason; what is *wrong*, *crashed*
+or *hung* is a fault, and the exit code is then 1. On 8 virtual CPU devices; a draw takes 5 to 30 processor seconds.
 """
 
 import argparse
 import collections
-import dataclasses
 import json
 import os
 import queue
@@ -26,51 +33,70 @@ FLAGS = " ".join(
     ]
 )
 """Eight virtual devices; code of the first level, which is three times faster to compile."""
+FAULTS = ("wrong", "crashed", "hung")
 
 
-def main() -> None:
-    """Judge each draw in a child process, which may crash or hang."""
+def main() -> int:
+    """Judge each draw or pair in a child process, which may crash or hang."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--draws", type=int, default=40, help="how many")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of draws")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a draw counts as hung")
+    parser.add_argument(
+        "--lower", metavar="PLATFORM", help='lower for devices that are not here, such as "gpu h100 x 8"'
+    )
+    parser.add_argument("--pairs", action="store_true", help="judge pairs in place of draws, and record them")
+    parser.add_argument("--table", action="store_true", help="print the README's table of the pairs recorded")
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th draw or pair, from the I-th on")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which one counts as hung")
     parser.add_argument("-o", "--out", type=Path, help="a file for the verdicts, a JSON object a line")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         return child()
-    numbers = arguments.only or range(arguments.draws)
+    from composing import pairs
+
+    if arguments.table:
+        print(pairs.table(pairs.read()))
+        return 0
+    tasks: list[dict[str, Any]]
+    if arguments.pairs:
+        tasks = [{"pair": pair} for pair in pairs.missing()]
+    else:
+        tasks = [{"draw": (arguments.seed, number)} for number in arguments.only or range(arguments.draws)]
+    index, count = map(int, arguments.part.split("/"))
     counts: collections.Counter[str] = collections.Counter()
     out = arguments.out.open("a") if arguments.out else None
     judge = Children(arguments.timeout)
-    for number in numbers:
-        verdict = judge(arguments.seed, number)
+    for task in tasks[index::count]:
+        verdict = judge({**task, "lower": arguments.lower})
         counts[verdict["outcome"]] += 1
         print(
-            f"{number:4} {verdict['outcome']:8} compile {verdict['compile_seconds']:5.1f} s, run "
+            f"{verdict['name']:>4} {verdict['outcome']:8} compile {verdict['compile_seconds']:5.1f} s, run "
             f"{verdict['run_seconds']:5.1f} s, {verdict['worst']:5.2f} of the tolerance  {verdict['draw']}",
             flush=True,
         )
         if verdict["reason"]:
             print(f"     {verdict['reason']}", flush=True)
         if out:
-            print(json.dumps({"seed": arguments.seed, "number": number, **verdict}), file=out, flush=True)
+            print(json.dumps(verdict), file=out, flush=True)
+        if arguments.pairs and verdict["outcome"] not in FAULTS:
+            pairs.record(verdict["name"], verdict["reason"])
     judge.close()
-    print(json.dumps({"seed": arguments.seed, "draws": len(list(numbers)), **counts}))
-    return None
+    print(json.dumps({"seed": arguments.seed, "judged": sum(counts.values()), **counts}))
+    return int(any(counts[fault] for fault in FAULTS))
 
 
 class Children:
-    """A process that judges draws, started again after a crash, a hang, and a number of draws."""
+    """A process that judges, started again after a crash, a hang, and a number of tasks."""
 
     def __init__(self, timeout: float, recycle: int = 20) -> None:
         self.timeout, self.recycle = timeout, recycle
         self.process: subprocess.Popen[str] | None = None
         self.judged = 0
 
-    def __call__(self, seed: int, number: int) -> dict[str, Any]:
-        """The verdict on a draw."""
+    def __call__(self, task: dict[str, Any]) -> dict[str, Any]:
+        """The verdict on a task."""
         if self.process is None or self.judged >= self.recycle:
             self.close()
             self._start()
@@ -78,7 +104,7 @@ class Children:
         assert self.process.stdin is not None
         self.judged += 1
         start = time.perf_counter()
-        print(json.dumps([seed, number]), file=self.process.stdin, flush=True)
+        print(json.dumps(task), file=self.process.stdin, flush=True)
         try:
             line = self.lines.get(timeout=self.timeout)
         except queue.Empty:
@@ -88,25 +114,20 @@ class Children:
         outcome = "hung" if line is None else "crashed"
         seconds = time.perf_counter() - start
         self.close()
-        from composing.draws import draw
+        from composing.judge import named
 
-        return {
-            "outcome": outcome,
-            "reason": f"the process was {'killed' if line is None else 'lost'} after {seconds:.0f} s",
-            "compile_seconds": 0.0,
-            "run_seconds": 0.0,
-            "worst": 0.0,
-            "draw": str(draw(seed, number)),
-        }
+        name, one = named(task)
+        reason = f"the process was {'killed' if line is None else 'lost'} after {seconds:.0f} s"
+        figures = dict.fromkeys(("compile_seconds", "run_seconds", "worst"), 0.0)
+        return {"name": name, "outcome": outcome, "reason": reason, **figures, "draw": str(one)}
 
     def _start(self) -> None:
-        environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS, **os.environ}
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS, **os.environ},
         )
         self.judged = 0
         self.lines: queue.Queue[str] = queue.Queue()
@@ -127,15 +148,14 @@ class Children:
             self.process = None
 
 
-def child() -> None:
-    """Judge draws whose seed and number stand on standard input."""
-    from composing.draws import draw
-    from composing.judge import judge
+def child() -> int:
+    """Judge the tasks that stand on standard input, a JSON object a line."""
+    from composing.judge import verdict_on
 
     for line in sys.stdin:
-        one = draw(*json.loads(line))
-        print(json.dumps({**dataclasses.asdict(judge(one)), "draw": str(one)}), flush=True)
+        print(json.dumps(verdict_on(json.loads(line))), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -117,6 +117,21 @@ def finite_inverse(x: Any) -> Any:
     return reciprocal(x, full_range=False)
 
 
+def product_precision(operand: Any) -> Any:
+    """Precision of a kernel's products on TPU, where Mosaic multiplies in one pass or in full, and in no three passes.
+
+    A float32 product for which `jax.default_matmul_precision` asks for three passes ("high") is made in full; one of
+    narrower operands takes one pass, which is exact.
+
+    Args:
+        operand: either of the two.
+    """
+    if operand.dtype != jnp.float32:
+        return jax.lax.Precision.DEFAULT
+    asked = jax.config.jax_default_matmul_precision
+    return jax.lax.Precision.HIGHEST if asked in ("high", "bfloat16_3x", "tensorfloat32") else None
+
+
 def estimate(flop: int, ins: Sequence[Any], outs: Sequence[Any], transcendentals: int = 0) -> Any:
     """The cost of a kernel that reads and writes each array once.
 

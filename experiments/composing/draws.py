@@ -175,7 +175,7 @@ def complete(techniques: Mapping[str, str], sizes: Mapping[str, int], rng: rando
     """The techniques with what they need: an axis to shard or to reduce over, and devices enough."""
     techniques, sizes = dict(techniques), dict(sizes)
     if techniques["optimizer.name"].startswith("one_bit") and {"plan.reduce", "plan.diloco"} & set(techniques):
-        techniques["optimizer.name"] = "adamw"  # each says what replicas send
+        techniques["optimizer.name"] = "adamw"  # each specifies what replicas send
     if {"plan.attention", "plan.loss_chunk"} & set(techniques):
         techniques.pop("plan.kernels", None)  # which would say it again
     kernel = techniques.get("plan.kernels", "").partition("=")[0]
@@ -314,7 +314,7 @@ VALUES: dict[Any, Callable[[], list[Any]]] = {
 }
 """Texts of the types with a grammar of their own, or functions that draw one."""
 KERNEL_NEEDS = {
-    "adam8": {"plan.state": "int8", "optimizer.name": "adamw"},
+    "adam8": {"plan.state": "int8", "optimizer.name": "adamw", "optimizer.learning_rate": "0.003"},
     "quantize": {"plan.reduce": "int8"},
     "top_k": {"plan.reduce": "topk:0.25,warmup=0"},
 }

@@ -2,11 +2,12 @@
 
 import dataclasses
 import traceback
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
-from composing.draws import Draw
-from composing.twins import Trained, asynchronous, lossy_changes, plain_twin, train
+from composing.draws import Draw, draw
+from composing.pairs import drawn, key
+from composing.twins import Trained, asynchronous, lossy_changes, lower, plain_twin, train
 
 from jaxscale.errors import UserError
 from jaxscale.sharding.mesh import MeshSpec
@@ -83,10 +84,33 @@ def relative(value: float, twin: float) -> float:
     return abs(value - twin) / max(abs(twin), 1e-30)
 
 
-def judge(draw: Draw) -> Verdict:
-    """Train a combination and its twins, and compare them."""
+def named(task: Mapping[str, Any]) -> tuple[str, Draw]:
+    """The name and the combination of a task of `composition.py`: a draw's number, or a pair's two labels."""
+    if "pair" in task:
+        i, j = task["pair"]
+        return key(i, j), drawn(i, j)
+    seed, number = task["draw"]
+    return str(number), draw(seed, number)
+
+
+def verdict_on(task: Mapping[str, Any]) -> dict[str, Any]:
+    """The verdict on a task of `composition.py`, as JSON."""
+    name, one = named(task)
+    verdict = judge(one, task.get("lower"))
+    return {"name": name, **dataclasses.asdict(verdict), "draw": str(one)}
+
+
+def judge(one: Draw, platform: str | None = None) -> Verdict:
+    """Train a combination and its twins, and compare them.
+
+    Args:
+        one: the combination.
+        platform: lower it for devices that are not here, such as "tpu v5e:2x4", in place of training it.
+    """
     try:
-        trained = train(draw, draw.plan)
+        if platform is not None:
+            return Verdict("equal", compile_seconds=lower(one, platform))
+        trained = train(one, one.plan)
     except UserError as error:
         return Verdict("refused", str(error))
     except Exception as error:  # a fault of whatever kind is the finding
@@ -94,41 +118,41 @@ def judge(draw: Draw) -> Verdict:
         ours = [frame for frame in where if "jaxscale" in frame.filename and "composing" not in frame.filename]
         place = f" ({ours[-1].filename.rpartition('jaxscale/')[2]}:{ours[-1].lineno})" if ours else ""
         return Verdict("crashed", f"{type(error).__name__}{place}: {str(error)[:600]}")
-    comparisons = list(compare(draw, trained))
-    worst = max(one.difference / one.tolerance for one in comparisons)
-    failures = [str(one) for one in comparisons if not one.holds]
+    comparisons = list(compare(one, trained))
+    worst = max(figure.difference / figure.tolerance for figure in comparisons)
+    failures = [str(figure) for figure in comparisons if not figure.holds]
     if failures:
         return Verdict("wrong", "; ".join(failures), trained.compile_seconds, trained.run_seconds, worst)
     return Verdict("equal", "", trained.compile_seconds, trained.run_seconds, worst)
 
 
-def rounding(draw: Draw) -> tuple[float, ...]:
+def rounding(one: Draw) -> tuple[float, ...]:
     """What the types that a combination computes in may change, added up: of `ROUNDING`'s four figures."""
-    shown = [ROUNDING.get(f"{name}={text}", (0.0,) * 4) for name, text in draw.plan.items()]
-    later = 3 if asynchronous(draw) else 1  # more steps come before the two that are compared
+    shown = [ROUNDING.get(f"{name}={text}", (0.0,) * 4) for name, text in one.plan.items()]
+    later = 3 if asynchronous(one) else 1  # more steps come before the two that are compared
     return tuple(2 * later * sum(figures) for figures in zip(*shown, strict=True))
 
 
-def compare(draw: Draw, trained: Trained) -> Iterator[Comparison]:
+def compare(one: Draw, trained: Trained) -> Iterator[Comparison]:
     """Figures of a combination beside those of its twins."""
-    lossy = lossy_changes(draw)
-    twin = train(draw, lossy)
-    nudged = train(draw, lossy, nudged=True)
-    slack = [EXACT + share for share in rounding(draw)]
+    lossy = lossy_changes(one)
+    twin = train(one, lossy)
+    nudged = train(one, lossy, nudged=True)
+    slack = [EXACT + share for share in rounding(one)]
     plain = twin
-    if not asynchronous(draw):
-        plain = twin if lossy == {"mesh": "1"} else train(plain_twin(draw), {"mesh": "1"})
+    if not asynchronous(one):
+        plain = twin if lossy == {"mesh": "1"} else train(plain_twin(one), {"mesh": "1"})
         yield Comparison("first loss, plain twin", trained.losses[0], plain.losses[0], slack[0])
-        if not set(lossy) - {"mesh", "precision", "matmul"} and not draw.optimizer["name"].startswith("one_bit"):
+        if not set(lossy) - {"mesh", "precision", "matmul"} and not one.optimizer["name"].startswith("one_bit"):
             yield Comparison("first norm, plain twin", trained.norms[0], plain.norms[0], slack[1])
     # blocks of codes end where a shard ends, so another layout rounds other numbers together
-    coded = {"reduce", "state", "master"} & set(lossy) or draw.optimizer["name"].startswith("one_bit")
-    mesh = MeshSpec.parse(draw.plan["mesh"])
-    layout = coded and (mesh.devices > mesh.replica or "pipeline" in draw.plan)
+    coded = {"reduce", "state", "master"} & set(lossy) or one.optimizer["name"].startswith("one_bit")
+    mesh = MeshSpec.parse(one.plan["mesh"])
+    layout = coded and (mesh.devices > mesh.replica or "pipeline" in one.plan)
     for number, name in enumerate(("first", "second")):
         for what, figures in enumerate(("losses", "norms")):
             value, of_twin, of_nudged, of_plain = (
-                getattr(one, figures)[number] for one in (trained, twin, nudged, plain)
+                getattr(each, figures)[number] for each in (trained, twin, nudged, plain)
             )
             tolerance = slack[2 * number + what] + CONDITIONING * relative(of_nudged, of_twin)
             tolerance += 3 * relative(of_plain, of_twin) if layout else 0.0

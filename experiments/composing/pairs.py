@@ -1,24 +1,19 @@
-"""Every pair of techniques, judged: the README's table is made of what this found. From the folder `experiments`:
-
-    python -m composing.pairs [--part 0/2]    judge the pairs that the record lacks, and write it
-    python -m composing.pairs --table          print the README's table
+"""Every pair of techniques: `composition.py --pairs` judges them, and the README's table is made of what it found.
 
 A pair that goes was traced, compiled, trained two steps and compared with its twins, at a batch of 16 rows. The record,
-`pairs.json`, holds the verdict on each pair; a refusal is given with its reason.
+`pairs.json`, holds "" for it, and the reason of a refusal. Pairs that set the same field twice are none.
 """
 
-import argparse
 import dataclasses
+import fcntl
 import itertools
 import json
 import random
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from composing.draws import LAYERS, WIDTH, Draw, complete
-from composing.judge import judge
 
 from jaxscale.sharding.mesh import MeshSpec
 
@@ -104,8 +99,9 @@ def pairs() -> Iterator[tuple[int, int]]:
             yield i, j
 
 
-def drawn(one: Technique, other: Technique) -> Draw:
-    """Both techniques as a combination, with what they need."""
+def drawn(i: int, j: int) -> Draw:
+    """Two techniques by their numbers as a combination, with what they need."""
+    one, other = TECHNIQUES[i], TECHNIQUES[j]
     techniques = {"optimizer.name": "sgd", "optimizer.momentum": "0.9", "optimizer.learning_rate": "0.1"}
     techniques |= {f"plan.{name}": text for name, text in (*one.changes, *other.changes)}
     techniques |= dict((*one.optimizer, *other.optimizer))
@@ -124,7 +120,7 @@ def drawn(one: Technique, other: Technique) -> Draw:
 
 def read() -> dict[str, str]:
     """The verdict on each pair that was judged, by the two labels: "" for one that goes, else why it does not."""
-    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return json.loads(RECORD.read_text() or "{}") if RECORD.exists() else {}
 
 
 def key(i: int, j: int) -> str:
@@ -158,34 +154,17 @@ def general(reason: str) -> str:
     return re.split(r"[;,] (?:take|leave|add|choose|or )", said)[0]
 
 
-def main() -> None:
-    """Judge what is missing, or print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the README's table of the record")
-    parser.add_argument("--part", default="0/1", help="which of how many processes this is; each writes its own part")
-    parser.add_argument("--only", help="judge pairs whose key holds this text again, and print them")
-    arguments = parser.parse_args()
-    if arguments.table:
-        print(table(read()))
-        return
-    record, start = read(), time.time()
-    index, count = map(int, arguments.part.split("/"))
-    part = RECORD.with_suffix(f".{index}.json") if count > 1 else RECORD
-    mine: dict[str, str] = json.loads(part.read_text()) if part.exists() and count > 1 else {}
-    wanted = [pair for pair in pairs() if key(*pair) not in record and key(*pair) not in mine]
-    if arguments.only:
-        wanted = [pair for pair in pairs() if arguments.only in key(*pair)]
-    for number, (i, j) in enumerate(wanted):
-        if number % count != index:
-            continue
-        verdict = judge(drawn(TECHNIQUES[i], TECHNIQUES[j]))
-        faulty = verdict.outcome in ("wrong", "crashed", "hung")
-        print(f"{time.time() - start:6.0f} s  {verdict.outcome:8} {key(i, j)}  {verdict.reason}", flush=True)
-        if not faulty:
-            mine[key(i, j)] = verdict.reason
-            kept = {**record, **mine} if count == 1 else mine
-            part.write_text(json.dumps(kept, indent=0) + "\n")
+def missing() -> list[tuple[int, int]]:
+    """Pairs that the record lacks."""
+    judged = read()
+    return [pair for pair in pairs() if key(*pair) not in judged]
 
 
-if __name__ == "__main__":
-    main()
+def record(name: str, reason: str) -> None:
+    """Add a verdict to the record: "" for a pair that goes. Several processes may do so at once."""
+    with RECORD.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        judged = {**read(), name: reason}
+        order = {key(*pair): n for n, pair in enumerate(pairs())}
+        kept = dict(sorted(judged.items(), key=lambda item: order.get(item[0], len(order))))
+        RECORD.write_text(json.dumps(kept, indent=0) + "\n")

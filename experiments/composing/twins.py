@@ -17,7 +17,9 @@ from composing.draws import LAYERS, WIDTH, Draw
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.planning.program import described_step
 from jaxscale.planning.settle import settled
+from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
@@ -195,6 +197,26 @@ def train(draw: Draw, changes: Mapping[str, str], *, nudged: bool = False) -> Tr
         norms.append(float(metrics["grad_norm"]))
     ended = time.perf_counter()
     return Trained((losses[-2], losses[-1]), (norms[-2], norms[-1]), compiled_at - start, ended - compiled_at)
+
+
+def lower(draw: Draw, platform: str) -> float:
+    """Seconds that a combination takes to be traced and lowered for devices that need not be here.
+
+    Args:
+        draw: the combination.
+        platform: such as "tpu v5e:2x4".
+
+    Raises:
+        UserError: the plan is refused there.
+    """
+    start = time.perf_counter()
+    target = Platform.parse(platform)
+    experiment = experiment_of(draw)
+    step = described_step(experiment, target, settled(experiment, plan_of(draw.plan)))
+    traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment)))
+    step.check_kernels()
+    traced.lower(lowering_platforms=({"gpu": "cuda"}.get(target.chip.kind, target.chip.kind),))
+    return time.perf_counter() - start
 
 
 def _nudged(params: Any) -> Any:

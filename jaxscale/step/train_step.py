@@ -105,7 +105,7 @@ class TrainStep:
         self.accuracy_fn = jax.jit(self.objective.accuracy, in_shardings=(state, batches), out_shardings=whole)
         self._executable: Any = None
         # up to JAX 0.10, collectives of some fifty programs in flight starve one another of a CPU's threads
-        self._one_at_a_time = layout.mesh.size > 1 and layout.mesh.devices.flat[0].platform == "cpu"
+        self._one_at_a_time = layout.mesh.size > 1 and layout.platform == "cpu"
         # up to JAX 0.10 a compiled program refuses its own 4-bit arrays; `jit` runs the same program, compiled once
         self._by_jit = any(leaf.dtype in (jnp.int4, jnp.uint4) for leaf in jax.tree.leaves(layout.abstract.optimizer))
 

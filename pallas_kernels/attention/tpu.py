@@ -30,7 +30,7 @@ from pallas_kernels.attention.tpu_sizes import (
     supports,
     work,
 )
-from pallas_kernels.compat import Interpret, interpreter, like
+from pallas_kernels.compat import Interpret, interpreter, like, product_precision
 
 __all__ = ["Tiles", "backward", "check_tiles", "choose_tiles", "forward", "padded_width", "supports", "work"]
 
@@ -43,7 +43,7 @@ _ROWS, _COLS, _FLIP = ((1,), (1,)), ((1,), (0,)), ((0,), (0,))
 
 
 def _dot(a: Any, b: Any, contract: Any) -> Any:
-    return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=F32)
+    return lax.dot_general(a, b, (contract, ((), ())), precision=product_precision(a), preferred_element_type=F32)
 
 
 def _scores(sizes: Sizes, q: Any, k: Any, q0: Any, k0: Any, ids: Any, hide: bool) -> tuple[Any, Any]:

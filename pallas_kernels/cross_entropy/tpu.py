@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.compat import Interpret, estimate, interpreter, like
+from pallas_kernels.compat import Interpret, estimate, interpreter, like, product_precision
 from pallas_kernels.cross_entropy.cases import Case
 from pallas_kernels.cross_entropy.reference import F32
 from pallas_kernels.target import Target
@@ -86,7 +86,7 @@ def cost(units: int, ins: Any, outs: Any) -> pl.CostEstimate:
 
 
 def _dot(a: Any, b: Any, contract: tuple[tuple[int], tuple[int]]) -> Any:
-    return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=F32)
+    return lax.dot_general(a, b, (contract, ((), ())), precision=product_precision(a), preferred_element_type=F32)
 
 
 def _logits(x: Any, head: Any, first: Any, words: Any, soft_cap: float | None) -> tuple[Any, Any, Any]:
