@@ -8,9 +8,12 @@ Embeddings, head, gains and biases get AdamW. Its moments have rank x (the short
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 from optax import contrib
 
+from jaxscale.compat import one_by_one
 from jaxscale.optim.per_layer import Rule, by_kind, per_layer
 
 
@@ -50,9 +53,22 @@ def galore(
         [(8, 1)]
     """
     inner = contrib.scale_by_galore(rank, every, base_optimizer=optax.scale_by_adam(b1, b2, eps))
+    inner = optax.GradientTransformation(inner.init, _matrix_by_matrix(inner.update))
     rules = {"matrix": per_layer(inner, leaves, matrices=True), "rest": optax.scale_by_adam(b1, b2, eps)}
     return optax.chain(
         by_kind(rules, lambda leaf: "matrix" if leaf.kind == "matrix" else "rest", leaves),
         optax.add_decayed_weights(weight_decay, mask=mask),
         optax.scale_by_learning_rate(rate),
     )
+
+
+def _matrix_by_matrix(update: Callable[..., Any]) -> Callable[..., Any]:
+    """`update`, which decomposes one matrix after the other on a CPU; counts, which layers share, are made once."""
+    alone = one_by_one(update)
+
+    def run(gradient: Any, state: Any, params: Any = None) -> Any:
+        shared = update(gradient, state, params)  # of which nothing but the counts is used, or computed
+        own = alone(gradient, state, params)
+        return jax.tree.map(lambda mine, count: mine if jnp.ndim(mine) else count, own, shared)
+
+    return run

@@ -152,9 +152,9 @@ def _one(
         after, news = nu, []
         for dim, (GG, Q) in enumerate(zip(statistics, bases, strict=True)):
             if GG.ndim == 2:
-                order = jnp.argsort(-jnp.sum(Q * _product(GG, Q), axis=0))
-                after = jnp.take(after, order, axis=dim)
-                Q = _orthogonal(_product(GG, jnp.take(Q, order, axis=1)))
+                rank = -jnp.sum(Q * _product(GG, Q), axis=0)
+                after = _ordered(after, rank, dim)
+                Q = _orthogonal(_product(GG, _ordered(Q, rank, 1)))
             news.append(Q)
         return after, *news
 
@@ -166,6 +166,14 @@ def _one(
 
 _eigenvectors = one_by_one(lambda matrix: jnp.linalg.eigh(matrix)[1])
 _orthogonal = one_by_one(lambda matrix: jnp.linalg.qr(matrix)[0])
+
+
+def _ordered(x: Array, rank: Array, dim: int) -> Array:
+    """A matrix whose lines along `dim` stand in the order of `rank`: sorted, for XLA aborts on such a look-up of a
+    matrix over several axes within a region of replicas.
+    """
+    keys = jax.lax.broadcast_in_dim(rank, x.shape, (dim,))
+    return jax.lax.sort((keys, x), dimension=dim, num_keys=1)[1]
 
 
 def _turned(x: Array, bases: Any, *, back: bool = False) -> Array:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from jaxscale.step.choices import noted
 from jaxscale.step.compiled import Compiled
@@ -130,6 +131,23 @@ class DilocoStep(TrainStep):
         wire: Any = np.float32(sent)
         return state, {**metrics, "wire_bytes": wire}
 
+    def _advance_apart(self, *given: Any) -> tuple[Params, Any]:
+        """Each replica's own update, in a region that is manual over replicas: no tensor of another's is reached."""
+        own, whole = PartitionSpec(REPLICA_AXIS), PartitionSpec()
+
+        def body(*parts: Any) -> Any:
+            mine = jax.tree.map(lambda x: x[0], parts[:-1])
+            return jax.tree.map(lambda x: x[None], self.advance(*mine, parts[-1]))
+
+        return jax.shard_map(
+            body,
+            mesh=self.layout.mesh,
+            in_specs=(own, own, own, own, whole),
+            out_specs=own,
+            axis_names={REPLICA_AXIS},
+            check_vma=False,
+        )(*given)
+
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         weights = state.outer[WEIGHTS]
         loss, gradients, rest = self.objective.gradients_apart(state, batch, weights)
@@ -137,8 +155,7 @@ class DilocoStep(TrainStep):
         mean, norm = loss.total / positive(loss.weight), jnp.sqrt(jnp.mean(jnp.square(norms)))
         # a step that is bad for one replica is none for all
         good, watch = state.watch.judge(mean, norm, self.experiment.guard)
-        advance = jax.vmap(self.advance, in_axes=(0, 0, 0, 0, None), spmd_axis_name=REPLICA_AXIS)
-        weights, optimizer = advance(gradients, state.optimizer, weights, norms, good)
+        weights, optimizer = self._advance_apart(gradients, state.optimizer, weights, norms, good)
         metrics = {"loss": mean, "grad_norm": norm, "weight": loss.weight, **self._progress(state.watch, watch)}
         outer = {**state.outer, WEIGHTS: weights}
         after = dataclasses.replace(

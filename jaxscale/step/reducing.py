@@ -68,11 +68,12 @@ def with_messages(experiment: Experiment, plan: Plan) -> Plan:
             f"optimizer {name} with reduce {plan.reduce}: it sends momenta, by {codec}, and no gradients that reduce "
             "could be for; leave reduce out"
         )
-    if plan.optimizer_state != "device":
-        raise UserError(
-            f"optimizer {name} with optimizer_state {plan.optimizer_state}: replicas send what their momentum on the "
-            "device becomes; take optimizer_state device"
-        )
+    for field in ("weights", "optimizer_state"):
+        if getattr(plan, field) != "device":
+            raise UserError(
+                f"optimizer {name} with {field} {getattr(plan, field)}: replicas send what their momentum on the "
+                f"device becomes, and an update from the host is made slice by slice; take {field} device"
+            )
     return dataclasses.replace(plan, reduce=codec)
 
 
