@@ -128,7 +128,8 @@ def product_precision(operand: Any) -> Any:
     """
     if operand.dtype != jnp.float32:
         return jax.lax.Precision.DEFAULT
-    asked = jax.config.jax_default_matmul_precision
+    config: Any = jax.config
+    asked = config.jax_default_matmul_precision
     return jax.lax.Precision.HIGHEST if asked in ("high", "bfloat16_3x", "tensorfloat32") else None
 
 

@@ -131,13 +131,13 @@ class DilocoStep(TrainStep):
         wire: Any = np.float32(sent)
         return state, {**metrics, "wire_bytes": wire}
 
-    def _advance_apart(self, *given: Any) -> tuple[Params, Any]:
+    def _advance_apart(self, gradients: Any, optimizer: Any, weights: Any, norms: Any, good: Any) -> tuple[Params, Any]:
         """Each replica's own update, in a region that is manual over replicas: no tensor of another's is reached."""
         own, whole = PartitionSpec(REPLICA_AXIS), PartitionSpec()
 
-        def body(*parts: Any) -> Any:
-            mine = jax.tree.map(lambda x: x[0], parts[:-1])
-            return jax.tree.map(lambda x: x[None], self.advance(*mine, parts[-1]))
+        def body(gradients: Any, optimizer: Any, weights: Any, norms: Any, good: Any) -> Any:
+            mine = jax.tree.map(lambda x: x[0], (gradients, optimizer, weights, norms))
+            return jax.tree.map(lambda x: x[None], self.advance(mine[0], mine[1], mine[2], mine[3], good))
 
         return jax.shard_map(
             body,
@@ -146,7 +146,7 @@ class DilocoStep(TrainStep):
             out_specs=own,
             axis_names={REPLICA_AXIS},
             check_vma=False,
-        )(*given)
+        )(gradients, optimizer, weights, norms, good)
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         weights = state.outer[WEIGHTS]
