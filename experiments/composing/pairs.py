@@ -131,13 +131,15 @@ def key(i: int, j: int) -> str:
 def table(record: dict[str, str]) -> str:
     """The README's: a line a technique, a sign for each technique before it, and the reasons of refusals."""
     reasons: dict[str, str] = {}
-    lines = []
+    lines, known = [], set(pairs())
     for j, other in enumerate(TECHNIQUES):
         signs = []
         for i in range(j):
             reason = record.get(key(i, j))
-            if reason is None:
+            if (i, j) not in known:
                 signs.append(" ")
+            elif reason is None:
+                signs.append("?")
             elif not reason:
                 signs.append("+")
             else:

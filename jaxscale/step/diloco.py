@@ -22,7 +22,7 @@ from jaxscale.step.choices import noted
 from jaxscale.step.compiled import Compiled
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
-from jaxscale.step.layout import REPLICA_AXIS, Layout, local_bytes
+from jaxscale.step.layout import REPLICA_AXIS, Layout
 from jaxscale.step.objective import positive
 from jaxscale.step.outer import WEIGHTS, Outer
 from jaxscale.step.plan import Plan
@@ -64,13 +64,6 @@ class DilocoStep(TrainStep):
         """What a user should know before the first step, one line each."""
         own = [line for line in super().describe() if not line.startswith("reduce ")]
         return own + self.outer.describe()
-
-    def memory(self, batch: Batch) -> dict[str, int]:
-        """Bytes per device of what lives in its own memory between steps, by kind of tensor."""
-        return {
-            **super().memory(batch),
-            "replicas' weights and outer momentum": local_bytes(self.layout.abstract.outer),
-        }
 
     def describe_restored(self, names: Container[str]) -> str:
         """What a user should know of a checkpoint with arrays of these names, behind a semicolon; mostly nothing."""

@@ -90,7 +90,7 @@ def test_diloco_spreads_its_meetings_over_the_steps_between(planned):
     assert found.bytes == pytest.approx(found.exact_bytes / 10, rel=1e-3)
     assert found.by == "diloco every 10 steps"
     device = of_step(step, batch_shapes(experiment), Platform.parse(SLICES)).device
-    assert device["outer state"] == step.memory(batch_shapes(experiment))["replicas' weights and outer momentum"]
+    assert device["outer state"] == step.memory(batch_shapes(experiment))["outer state"]
     assert estimate(planned("fsdp:4"), "tpu v5e:2x2").wire is None
 
 
