@@ -11,7 +11,7 @@ import pytest
 from composing.draws import TECHNIQUES, Draw, draw
 from composing.judge import compare, judge
 from composing.pairs import drawn, key, pairs, read
-from composing.twins import experiment_of, plan_of, train
+from composing.twins import experiment_of, lower, plan_of, train
 
 from jaxscale.errors import UserError
 from jaxscale.planning.settle import settled
@@ -25,10 +25,11 @@ README = Path(__file__).parents[2] / "README.md"
 SGD = {"optimizer.name": "sgd", "optimizer.momentum": "0.9", "optimizer.learning_rate": "0.1"}
 
 
-def combination(**fields: str) -> Draw:
-    """SGD with momentum under a plan of some fields."""
-    changes = {"mesh": "1", **fields}
-    return Draw(tuple(sorted({**SGD, **{f"plan.{name}": text for name, text in changes.items()}}.items())))
+def combination(optimizer: str = "", **fields: str) -> Draw:
+    """SGD with momentum, or another rule, under a plan of some fields."""
+    rule = {"optimizer.name": optimizer, "optimizer.learning_rate": "0.003"} if optimizer else SGD
+    changes = {f"plan.{name}": text for name, text in {"mesh": "1", **fields}.items()}
+    return Draw(tuple(sorted({**rule, **changes}.items())))
 
 
 @pytest.mark.parametrize("number", range(30))
@@ -71,6 +72,13 @@ FORMER_FAULTS = {
         mesh="fsdp:2", zero="2", precision="bfloat16", master="split", optimizer_state="streamed"
     ),
     "weights in flight beside a tensor axis": combination(mesh="data:2,tensor:2", pipeline="2bw:2x4"),
+    "replicas of their own in a pipeline": combination(
+        mesh="replica:2,fsdp:2", zero="2", diloco="every=2", pipeline="1f1b:2x4"
+    ),
+    "matrices that replicas of their own decompose": combination(
+        "soap", mesh="replica:2,fsdp:2,tensor:2", zero="1", diloco="every=2"
+    ),
+    "singular vectors on several CPU devices": combination("galore", mesh="replica:2,data:2", diloco="every=2"),
     "messages in flight beside a sequence axis": combination(mesh="sequence:2", pipeline="pipemare:2"),
 }
 
@@ -88,6 +96,13 @@ def test_streamed_state_of_replicas_lies_on_the_host() -> None:
     step = build(experiment_of(one), plan_of(one.plan))
     momenta = [leaf for leaf in jax.tree.leaves(step.layout.abstract.optimizer) if leaf.ndim > 1]
     assert {leaf.sharding.memory_kind for leaf in momenta} == {"pinned_host"}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_products_in_three_passes_lower_for_a_tpu(precision: str) -> None:
+    """Mosaic has one pass or all: the kernels of attention crashed."""
+    one = dataclasses.replace(combination(mesh="data:2", matmul="high", precision=precision), length=256)
+    assert lower(one, "tpu v5e:2x4") > 0
 
 
 def test_every_field_of_a_plan_is_drawn() -> None:
