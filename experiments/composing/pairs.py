@@ -111,9 +111,8 @@ def drawn(i: int, j: int) -> Draw:
     if "." in share:
         # a budget is a share of what the inputs of blocks take on a device
         mesh = MeshSpec.parse(completed["plan.mesh"])
-        parts = (
-            mesh.batch_shards * mesh.sequence * (4 if {"plan.pipeline", "plan.microbatches"} & set(completed) else 1)
-        )
+        parts = mesh.batch_shards * mesh.sequence * int(completed.get("plan.microbatches", 1))
+        parts *= 4 if "plan.pipeline" in completed else 1
         completed["plan.memory"] = f"{rule}:{int(float(share) * BATCH / parts * LENGTH * WIDTH * 4 * LAYERS / 1024)}KiB"
     return Draw(tuple(sorted(completed.items())), length=LENGTH, rows=0, batch=BATCH)
 

@@ -10,7 +10,7 @@ import jax
 import pytest
 from composing.draws import TECHNIQUES, Draw, draw
 from composing.judge import compare, judge
-from composing.pairs import drawn, key, pairs, read
+from composing.pairs import drawn, key, pairs, read, table
 from composing.twins import experiment_of, lower, plan_of, train
 
 from jaxscale.errors import UserError
