@@ -205,9 +205,9 @@ def complete(techniques: Mapping[str, str], sizes: Mapping[str, int], rng: rando
             techniques["plan.pipeline"] = pipeline = "2bw:2x4"
         if techniques.get("plan.lowering") == "phased":
             techniques["plan.pipeline"] = pipeline = rng.choice(("gpipe:2x4", "lockstep:2x4"))
-        ranks = int(re.search(r":(\d+)", pipeline).group(1))  # type: ignore[union-attr]
+        plan = PipelinePlan.parse(pipeline)
+        ranks = plan.ranks or 1
         if "plan.stages" in techniques:
-            plan = PipelinePlan.parse(pipeline)
             stages = 2 if plan.name == "auto" else plan.schedule().stages
             techniques["plan.stages"] = ",".join(map(str, _parts(rng, LAYERS, stages)))
     while ranks * _product(sizes) > DEVICES:

@@ -21,11 +21,9 @@ ROUNDING = {
     "matmul=fp8": (3.9e-2, 1.8e-1, 1.1e-2, 9.9e-2),
     "matmul=int8": (5.8e-3, 3.2e-2, 3.8e-3, 5.5e-2),
     "matmul=int4": (5.1e-2, 5.7e-1, 3.8e-2, 4.7e-1),
-    "optimizer=muon": (0.0, 0.0, 1e-4, 1e-3),
 }
 """Largest relative difference of loss and norm, of the first step and the second, that each type shows alone beside
-float32: 12 batches of 1 and 3 rows, SGD and AdamW. A combination may differ by twice as much. Muon makes its updates
-orthogonal in bfloat16."""
+float32: 12 batches of 1 and 3 rows, SGD and AdamW. A combination may differ by twice as much."""
 CONDITIONING = 10.0
 """What rounding changes in one program it may change so many times over in another."""
 
@@ -130,8 +128,7 @@ def judge(one: Draw, platform: str | None = None) -> Verdict:
 
 def rounding(one: Draw) -> tuple[float, ...]:
     """What the types that a combination computes in may change, added up: of `ROUNDING`'s four figures."""
-    choices = {**one.plan, "optimizer": one.optimizer["name"]}
-    shown = [ROUNDING.get(f"{name}={text}", (0.0,) * 4) for name, text in choices.items()]
+    shown = [ROUNDING.get(f"{name}={text}", (0.0,) * 4) for name, text in one.plan.items()]
     later = 3 if asynchronous(one) else 1  # more steps come before the two that are compared
     return tuple(2 * later * sum(figures) for figures in zip(*shown, strict=True))
 

@@ -151,8 +151,8 @@ def table(record: dict[str, str]) -> str:
 
 def general(reason: str) -> str:
     """A refusal without its way round: what is the same of all pairs that it refuses."""
-    said = reason.partition(": ")[2] or reason
-    return re.split(r"[;,] (?:take|leave|add|choose|or )", said)[0]
+    cause = reason.partition(": ")[2] or reason
+    return re.split(r"[;,] (?:take|leave|add|choose|or )", cause)[0]
 
 
 def missing() -> list[tuple[int, int]]:
@@ -167,5 +167,5 @@ def record(name: str, reason: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         judged = {**read(), name: reason}
         order = {key(*pair): n for n, pair in enumerate(pairs())}
-        kept = dict(sorted(judged.items(), key=lambda item: order.get(item[0], len(order))))
-        RECORD.write_text(json.dumps(kept, indent=0) + "\n")
+        verdicts = dict(sorted(judged.items(), key=lambda item: order.get(item[0], len(order))))
+        RECORD.write_text(json.dumps(verdicts, indent=0) + "\n")
