@@ -71,6 +71,7 @@ def main() -> int:
     for task in tasks[index::count]:
         verdict = judge({**task, "lower": arguments.lower})
         counts[verdict["outcome"]] += 1
+        counts["refused by a rule"] += verdict.get("by_rule", False)
         print(
             f"{verdict['name']:>4} {verdict['outcome']:8} compile {verdict['compile_seconds']:5.1f} s, run "
             f"{verdict['run_seconds']:5.1f} s, {verdict['worst']:5.2f} of the tolerance  {verdict['draw']}",
@@ -83,7 +84,8 @@ def main() -> int:
         if arguments.pairs and verdict["outcome"] not in FAULTS:
             pairs.record(verdict["name"], verdict["reason"])
     judge.close()
-    print(json.dumps({"seed": arguments.seed, "judged": sum(counts.values()), **counts}))
+    judged = len(tasks[index::count])
+    print(json.dumps({"seed": arguments.seed, "judged": judged, **counts}))
     return int(any(counts[fault] for fault in FAULTS))
 
 

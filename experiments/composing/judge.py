@@ -11,6 +11,7 @@ from composing.twins import Trained, asynchronous, lossy_changes, lower, plain_t
 
 from jaxscale.errors import UserError
 from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.combinations import Incompatible
 
 Outcome = Literal["equal", "refused", "wrong", "crashed", "hung"]
 
@@ -24,6 +25,8 @@ ROUNDING = {
 }
 """Largest relative difference of loss and norm, of the first step and the second, that each type shows alone beside
 float32: 12 batches of 1 and 3 rows, SGD and AdamW. A combination may differ by twice as much."""
+CODED = ("reduce", "state", "master")
+"""Fields whose techniques code numbers in blocks."""
 CONDITIONING = 10.0
 """What rounding changes in one program it may change so many times over in another."""
 
@@ -70,6 +73,7 @@ class Verdict:
         compile_seconds: of the combination.
         run_seconds: likewise, of two steps.
         worst: largest difference, as a share of its tolerance.
+        by_rule: it is refused by a row of `step/combinations.py`; otherwise for a value, such as a budget too small.
     """
 
     outcome: Outcome
@@ -77,6 +81,7 @@ class Verdict:
     compile_seconds: float = 0.0
     run_seconds: float = 0.0
     worst: float = 0.0
+    by_rule: bool = False
 
 
 def relative(value: float, twin: float) -> float:
@@ -112,7 +117,7 @@ def judge(one: Draw, platform: str | None = None) -> Verdict:
             return Verdict("equal", compile_seconds=lower(one, platform))
         trained = train(one, one.plan)
     except UserError as error:
-        return Verdict("refused", str(error))
+        return Verdict("refused", str(error), by_rule=isinstance(error, Incompatible))
     except Exception as error:  # a fault of whatever kind is the finding
         where = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in where if "jaxscale" in frame.filename and "composing" not in frame.filename]
@@ -146,9 +151,11 @@ def compare(one: Draw, trained: Trained) -> Iterator[Comparison]:
         if not set(lossy) - {"mesh", "precision", "matmul"} and not one.optimizer["name"].startswith("one_bit"):
             yield Comparison("first norm, plain twin", trained.norms[0], plain.norms[0], slack[1])
     # blocks of codes end where a shard ends, so another layout rounds other numbers together
-    coded = {"reduce", "state", "master"} & set(lossy) or one.optimizer["name"].startswith("one_bit")
+    coded = set(CODED) & set(lossy) or one.optimizer["name"].startswith("one_bit")
     mesh = MeshSpec.parse(one.plan["mesh"])
     layout = coded and (mesh.devices > mesh.replica or "pipeline" in one.plan)
+    if layout and asynchronous(one):
+        plain = train(one, {name: text for name, text in lossy.items() if name not in CODED})
     for number, name in enumerate(("first", "second")):
         for what, figures in enumerate(("losses", "norms")):
             value, of_twin, of_nudged, of_plain = (

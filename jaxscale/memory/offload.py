@@ -79,8 +79,10 @@ _tied.defvjp(lambda weight, tie: (weight, None), lambda _, gradient: (None, grad
 def keep_all_but_weights(primitive: Any, *inputs: Any, **params: Any) -> bool:
     """Policy of a block that nothing else treats: every residual is kept but weights, which are fetched once more."""
     fetched = primitive.name == "name" and params["name"] == FETCHED
-    # a cast of a weight is a weight, and a cast of anything else costs nothing
-    return not fetched and primitive.name not in ("device_put", "convert_element_type")
+    # what is still on the host would be copied there, layer by layer, which the TPU's compiler gives up on
+    there = any(getattr(leaf, "memory_space", None) == jax.memory.Space.Host for leaf in inputs)
+    # a cast of a weight is a weight, and a cast of anything else costs nothing; a pipeline gathers what it fetched
+    return not fetched and not there and primitive.name not in ("device_put", "convert_element_type", "all_gather")
 
 
 def streaming(treatment: Treatment) -> Treatment:

@@ -10,7 +10,7 @@ from jax import lax
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Kind
 from jaxscale.pipeline.passes import At, Context, FromInput, FromResiduals, StageFunction
-from jaxscale.pipeline.pools import differentiable, empty, read, vary, where, write
+from jaxscale.pipeline.pools import differentiable, empty, read, read_in_place, vary, where, write
 from jaxscale.pipeline.tables import IDLE, KINDS, Tables
 
 Row = dict[str, Any]
@@ -33,6 +33,7 @@ class Actions:
         manual: the manual axes.
         readers: stages that read what is shared; `None`: all may.
         hosted: names of residuals whose slots lie on the host.
+        frozen: leaves (v, ...), as of `execute`.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Actions:
         manual: Sequence[str],
         readers: Sequence[int] | None = None,
         hosted: Collection[str] = (),
+        frozen: Any = None,
     ) -> None:
+        self._frozen = frozen
         self._tables, self._manual = tables, manual
         stages = range(tables.schedule.stages)
         self._reads = None if readers is None else [stage in readers for stage in stages]
@@ -196,7 +199,8 @@ class Actions:
     def _context(self, row: Row) -> Context:
         microbatch = read(self._batch, row["microbatch"])
         weights = read(self._weights, row["chunk"])
-        return Context(weights, self._shared, microbatch, At(row["stage"], row["microbatch"]), self._key)
+        at = At(row["stage"], row["microbatch"], read_in_place(self._frozen, row["chunk"]))
+        return Context(weights, self._shared, microbatch, at, self._key)
 
     def _vary(self, tree: Any) -> Any:
         return vary(tree, self._manual)

@@ -63,6 +63,7 @@ def execute(
     lowering: Lowering = "switch",
     readers: Sequence[int] | None = None,
     hosted: Collection[str] = (),
+    frozen: Any = None,
 ) -> Executed:
     """Run a schedule inside a `jax.shard_map` that is manual over `manual`.
 
@@ -83,6 +84,8 @@ def execute(
         readers: stages that read anything of `shared`; gradients of it are added up by their backwards alone. `None`:
             all may.
         hosted: names (`checkpoint_name`) of residuals that lie on the host between a forward and its backward.
+        frozen: leaves (v, ...) that a stage finds as `at.frozen`, of its chunk and in the memory that they lie in, and
+            that no gradient goes to: weights on the host.
 
     Returns:
         What this device summed; reduce it over the axes that share the parameters.
@@ -92,8 +95,8 @@ def execute(
             message than `x`, "phased" with a table whose ticks mix kinds.
     """
     _check(tables, weights, batch, lowering)
-    weights, shared, batch, key = vary((weights, shared, batch, key), manual)
-    actions = Actions(tables, stage, weights, shared, batch, key, x, manual, readers, hosted)
+    weights, shared, batch, key, frozen = vary((weights, shared, batch, key, frozen), manual)
+    actions = Actions(tables, stage, weights, shared, batch, key, x, manual, readers, hosted, frozen)
     table = np.stack([tables.columns[name] for name in tables.columns], axis=1)
     own = lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(axis), 2, keepdims=False)
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)

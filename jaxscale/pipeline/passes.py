@@ -28,10 +28,12 @@ class At(NamedTuple):
     Args:
         stage: int32, traced: one program serves all stages.
         microbatch: int32.
+        frozen: what the stage reads of its chunk and no gradient goes to; `None` where there is nothing of the kind.
     """
 
     stage: Any
     microbatch: Any
+    frozen: Any = None
 
 
 class Context(NamedTuple):

@@ -53,6 +53,17 @@ def read(pool: Any, slot: Any) -> Any:
     return jax.tree.map(take, pool)
 
 
+def read_in_place(pool: Any, slot: Any) -> Any:
+    """What lies in a slot, in the memory that the pool lies in."""
+
+    def take(leaf: Any) -> Any:
+        if leaf.shape[0] == 1:
+            return leaf.reshape(leaf.shape[1:])
+        return lax.dynamic_index_in_dim(leaf, slot, 0, keepdims=False)
+
+    return jax.tree.map(take, pool)
+
+
 def write(pool: Any, slot: Any, value: Any) -> Any:
     """The pool with a value in a slot."""
 

@@ -6,19 +6,20 @@ from typing import Any
 
 import jax
 
+from jaxscale.optim.elementwise import first_mixing
 from jaxscale.optim.offloaded import plainly
 from jaxscale.platforms.detect import host_memory
 from jaxscale.platforms.kept_programs import keep_ordered_programs
 from jaxscale.sharding.memory_space import check_host_memory
-from jaxscale.step.chained import check_chained
+from jaxscale.step.combinations import Facts, check
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
-from jaxscale.step.host import advance_of, check_host_size, check_offload
+from jaxscale.step.host import advance_of, asked_of_host, check_host_size, uses_host
 from jaxscale.step.layout import Layout, check_model, resolve_mesh, vocab_multiple
-from jaxscale.step.outer import Outer, check_outer
+from jaxscale.step.outer import Outer
 from jaxscale.step.plan import Plan
 from jaxscale.step.products import check_products, said_of_products
-from jaxscale.step.reducing import check_reduce, stage_of, with_messages, with_states
+from jaxscale.step.reducing import stage_of, with_messages, with_states
 from jaxscale.step.remember import (
     check_memory,
     decide_memory,
@@ -29,10 +30,11 @@ from jaxscale.step.remember import (
     treatment_of,
 )
 from jaxscale.step.stages import Stages, stages_of
-from jaxscale.step.streamed import Streamed, check_streamed
+from jaxscale.step.streamed import Streamed
 from jaxscale.step.train_step import TrainStep, objective_of
 from jaxscale.step.update import Update, said_of_state
 from jaxscale.step.without_effect import check_effect
+from jaxscale.trees import named_leaves
 
 
 def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence[Any] | None = None) -> TrainStep:
@@ -50,6 +52,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     plan = experiment.plan if plan is None else plan
     devices = list(jax.devices() if devices is None else devices)
     plan, said = resolve_mesh(plan, experiment.batch, devices)
+    check(Facts(plan, experiment))
     plan = with_messages(experiment, plan)
     stages = None
     if plan.pipeline is not None:
@@ -68,10 +71,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     check_memory(plan)
     mesh, decision, streamed = plan.mesh.build(devices), None, None
     functional, update, layout = _placed(experiment, plan, mesh, stages=stages)
-    if stages is not None and stages.chain is not None:
-        check_chained(plan)
-    if plan.asynchronous:
-        check_streamed(plan, update.plain, functional.params)
+    check(_facts(experiment, plan, functional, update, stages))
     if needs_decision(plan.memory):
         objective = objective_of(stages, experiment, plan, functional, layout)
         decision = decide_memory(objective, devices)
@@ -81,7 +81,8 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     layout.check_axes_used(experiment.model)
     layout.check_zero_used(update.whole)
     check_effect(experiment, layout)
-    check_offload(plan, experiment.model, update.plain, functional.params, devices)
+    if uses_host(plan):
+        check_host_memory(devices, asked_of_host(plan))
     kept = 0 if decision is None else decision.host_bytes
     if kept:
         check_host_memory(devices, f"memory {plan.memory}")
@@ -97,9 +98,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
         lines.append(str(streamed))
     whole = plan.diloco is not None and plan.optimizer_state == "device"
     advance = plainly(update.whole) if whole else advance_of(plan, update, layout)
-    check_reduce(plan, experiment.model, functional.rest)
     stage = stage_of(plan, functional, layout)
-    check_outer(plan, experiment, functional.rest)
     layout = with_states(layout, stage)
     given: Any = (experiment, plan, functional, layout, update, advance, lines, decision, stages, streamed, stage)
     if plan.diloco is None:
@@ -107,6 +106,19 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     from jaxscale.step.diloco import DilocoStep
 
     return DilocoStep(Outer.of(plan, functional, layout, update.whole, stage), *given)
+
+
+def _facts(experiment: Experiment, plan: Plan, functional: Functional, update: Update, stages: Stages | None) -> Facts:
+    """All that rows may ask of a combination."""
+    slices = uses_host(plan) and plan.optimizer_state != "host"
+    return Facts(
+        plan,
+        experiment,
+        state=tuple(named_leaves(functional.rest)),
+        unlike=stages is not None and stages.chain is not None,
+        copied=stages is not None and bool(stages.copies),
+        mixing=first_mixing(update.plain, functional.params) if slices or plan.asynchronous else None,
+    )
 
 
 def _placed(

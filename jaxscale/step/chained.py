@@ -24,54 +24,13 @@ import jax.numpy as jnp
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Cut
-from jaxscale.errors import UserError
-from jaxscale.memory.apply import policy_of
 from jaxscale.step.layout import PIPE_AXIS
 from jaxscale.step.pipelined import Parts, Pipelined, Reached
-from jaxscale.step.plan import Plan
 from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Batch, Params
 
 FLAT = "flat"
 """The one stacked parameter: each stage's weights in a row."""
-
-
-def check_chained(plan: Plan) -> None:
-    """Refuse what does not go with stages of unlike blocks.
-
-    Args:
-        plan: with its mesh settled.
-
-    Raises:
-        UserError: as it says.
-    """
-    assert plan.mesh is not None
-    unlike = f"with pipeline {plan.pipeline} of unlike blocks"
-    if plan.asynchronous:
-        raise UserError(
-            f"pipeline {plan.pipeline}: stages of unlike blocks have no updates of their own; take a synchronous one"
-        )
-    if plan.stash == "residuals":
-        raise UserError(
-            f"stash residuals {unlike}: what a stage keeps has shapes of its own, and slots are alike; add stash input"
-        )
-    for axis in ("tensor", "sequence"):
-        if plan.mesh.sizes[axis] > 1:
-            raise UserError(
-                f"mesh {plan.mesh} {unlike}: a stage's weights travel as one flat array, which nothing splits over "
-                f"{axis}; take data or fsdp in its place"
-            )
-    if plan.zero == 3:
-        raise UserError(
-            f"zero 3 {unlike}: a stage's weights travel as one flat array, whole on its device; take zero 2"
-        )
-    if plan.reduce is not None and not isinstance(plan.reduce, str):
-        raise UserError(f"reduce {plan.reduce} {unlike}: codecs are made for weights that stages have; leave it out")
-    if plan.memory.rule != "none" and policy_of(plan.memory) is None:
-        raise UserError(
-            f"memory {plan.memory} {unlike}: it looks at all blocks in sequence, and a stage has some; take none, dots "
-            "or full"
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,15 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxscale.errors import UserError
 from jaxscale.memory.offload import Streamed, of_a_block
-from jaxscale.optim.elementwise import check_elementwise
 from jaxscale.optim.offloaded import Advance, on_host, plainly, streamed
 from jaxscale.optim.slices import cut
-from jaxscale.sharding.memory_space import COPY, HOST_KIND, check_host_memory, rehearses
+from jaxscale.sharding.memory_space import COPY, HOST_KIND, rehearses
 from jaxscale.step.check import NoEffect
 from jaxscale.step.layout import Layout, local_bytes, masters_on_host
 from jaxscale.step.plan import Plan
@@ -33,36 +31,6 @@ from jaxscale.values.byte_sizes import bytes_text
 def uses_host(plan: Plan) -> bool:
     """Whether a plan leaves weights or optimizer state on the host."""
     return masters_on_host(plan) or plan.optimizer_state != "device"
-
-
-def check_offload(plan: Plan, model: Any, rule: optax.GradientTransformation, params: Params, devices: Any) -> None:
-    """Refuse an offload that this model, optimizer or machine does not take, before anything is traced.
-
-    Args:
-        plan: with its mesh settled.
-        model: of the experiment.
-        rule: the optimizer without clipping.
-        params: shapes of the parameters.
-        devices: of the mesh.
-
-    Raises:
-        UserError: as it says.
-    """
-    if not uses_host(plan):
-        return
-    check_host_memory(devices, said(plan))
-    if plan.weights == "host" and getattr(model, "foreign", False):
-        raise UserError(
-            "weights host: weights are streamed to the blocks of layers.Stack and layers.Chain; this model "
-            "brings its own layers: take optimizer_state streamed or host"
-        )
-    if plan.weights == "host" and plan.memory.name == "everything_saveable":
-        raise UserError(
-            f"memory {plan.memory} with weights host: it keeps every weight that was fetched on the device; take "
-            "memory none, which keeps all else"
-        )
-    if plan.optimizer_state != "host":
-        check_elementwise(rule, params, said(plan))
 
 
 def check_host_size(layout: Layout, host_bytes: int | None, kept: int = 0) -> None:
@@ -85,7 +53,7 @@ def check_host_size(layout: Layout, host_bytes: int | None, kept: int = 0) -> No
     here = jax.local_devices()
     count = sum(device in here for device in layout.mesh.devices.flat)
     if each * count > host_bytes:
-        asked = [said(plan)] * uses_host(plan) + [f"memory {plan.memory}"] * (kept > 0)
+        asked = [asked_of_host(plan)] * uses_host(plan) + [f"memory {plan.memory}"] * (kept > 0)
         twice = " (of the state twice, with the copy of a checkpoint)" if uses_host(plan) else ""
         raise UserError(
             f"{', '.join(asked)}: {bytes_text(each)} for each of {count} devices lies on their host{twice}: "
@@ -94,7 +62,7 @@ def check_host_size(layout: Layout, host_bytes: int | None, kept: int = 0) -> No
         )
 
 
-def said(plan: Plan) -> str:
+def asked_of_host(plan: Plan) -> str:
     """What of a plan is on the host, as the user wrote it."""
     places = {name: getattr(plan, name) for name in ("weights", "gradients", "optimizer_state")}
     return ", ".join(f"{name} {place}" for name, place in places.items() if place != "device")
@@ -104,7 +72,9 @@ def describe(layout: Layout) -> list[str]:
     """What a user should know of a plan's offload before the first step; nothing where there is none."""
     if not uses_host(layout.plan):
         return []
-    lines = [f"{said(layout.plan)}: {bytes_text(local_bytes(layout.abstract, host=True))} per device on the host"]
+    lines = [
+        f"{asked_of_host(layout.plan)}: {bytes_text(local_bytes(layout.abstract, host=True))} per device on the host"
+    ]
     if rehearses(layout.mesh.devices.flat):
         lines.append("a rehearsal: a CPU has no memory but its host's, so the values are right and nothing is moved")
     return lines
@@ -126,7 +96,9 @@ def check_host_bytes(layout: Layout, memory: Any, as_text: Callable[[], str | No
         return
     planned, found = local_bytes(layout.abstract, host=True), memory.host_argument_size_in_bytes
     if found < planned:
-        raise NoEffect(f"{said(layout.plan)}: {found} bytes of the compiled step lie on the host, and {planned} should")
+        raise NoEffect(
+            f"{asked_of_host(layout.plan)}: {found} bytes of the compiled step lie on the host, and {planned} should"
+        )
     if layout.plan.weights == "device" and layout.plan.optimizer_state == "host":
         return  # the passes read a whole copy of the weights
     text = as_text() or ""
@@ -143,8 +115,8 @@ def check_host_bytes(layout: Layout, memory: Any, as_text: Callable[[], str | No
         pieces = cut(leaf.shape, leaf.dtype.itemsize, leaf.sharding).pieces
         if pieces > 1 and brought_whole(text, local):
             raise NoEffect(
-                f"{said(layout.plan)}: the compiled step brings a whole array of shape {local} to the device at once, "
-                f"where {pieces} slices should come one by one: it saves nothing"
+                f"{asked_of_host(layout.plan)}: the compiled step brings a whole array of shape {local} to the device "
+                f"at once, where {pieces} slices should come one by one: it saves nothing"
             )
 
 
@@ -199,7 +171,6 @@ def streamed_weights(
     """
     by_path = jax.tree_util.tree_map_with_path
     there = plan.gradients == "host"
-    low = None if plan.precision == "float32" else plan.precision
 
     def moving(path: Any, param: Array, copy: Array, sharding: NamedSharding) -> Array:
         if not of_a_block(path_name(path)):
@@ -211,9 +182,20 @@ def streamed_weights(
         def one(path: Any, moved: Array, param: Array) -> Any:
             if not of_a_block(path_name(path)):
                 return moved
-            weight, tie = (moved, None) if there else (param, moved)
-            return Streamed(weight, tie, low, plan.reduce == "float32")
+            return streamed_weight(plan, moved) if there else streamed_weight(plan, param, moved)
 
         return by_path(one, moving, params)
 
     return by_path(moving, params, copies, gradients), given
+
+
+def streamed_weight(plan: Plan, weight: Array, tie: Array | None = None) -> Streamed:
+    """A weight on the host as a block is given it: in the type computed in, its gradient summed in that of `reduce`.
+
+    Args:
+        plan: types.
+        weight: float32, on the host.
+        tie: zeros like it on the device, which its gradient goes to; `None` leaves the gradient on the host.
+    """
+    low = None if plan.precision == "float32" else plan.precision
+    return Streamed(weight, tie, low, plan.reduce == "float32")

@@ -23,11 +23,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.compression import wire
 from jaxscale.compression.reduce import Leaf, Stage
-from jaxscale.errors import UserError
 from jaxscale.optim.diloco import Diloco, fragments_of
 from jaxscale.optim.quantize import is_quantized
 from jaxscale.sharding.memory_space import in_memory_of
-from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
 from jaxscale.step.layout import REPLICA_AXIS, Layout
 from jaxscale.step.plan import Plan
@@ -41,43 +39,6 @@ OUTER = "outer"
 """Prefix of what is each replica's own and of the outer momentum, in a checkpoint; another plan leaves it behind."""
 WEIGHTS, MOMENTUM, OPTIMIZER = "weights", "momentum", "optimizer"
 ONE, ALL = "one", "all"
-
-
-def check_outer(plan: Plan, experiment: Experiment, rest: Params) -> None:
-    """Refuse what replicas that train alone do not take, before anything is traced.
-
-    Args:
-        plan: with its mesh settled.
-        experiment: its model, optimizer and steps.
-        rest: the model's state that is not a parameter.
-
-    Raises:
-        UserError: as it says.
-    """
-    if plan.diloco is None:
-        return
-    asked, model = f"diloco {plan.diloco}", experiment.model
-    if experiment.optimizer.messages(experiment.steps) is not None:
-        raise UserError(
-            f"{asked} with optimizer {experiment.optimizer.name}: its replicas exchange momenta in every step; take "
-            "adamw inside, or leave diloco out"
-        )
-    if plan.diloco.every > experiment.steps:
-        raise UserError(
-            f"{asked}: the run has {experiment.steps} steps, so replicas would meet once, at its end; meet more often, "
-            "or leave diloco out"
-        )
-    if rest:
-        names = ", ".join(list(named_leaves(rest))[:3])
-        raise UserError(
-            f"{asked}: this model has state of its own ({names}), such as batch statistics or generators, which is of "
-            "the whole batch, and each replica would have its own; leave diloco out, or take a model without"
-        )
-    if getattr(model, "foreign", False) and plan.mesh is not None and plan.mesh.tensor > 1:
-        raise UserError(
-            f"{asked} with tensor:{plan.mesh.tensor}: XLA aborts on look-ups of layers that are not ours there; take a "
-            "mesh without tensor"
-        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,6 +10,9 @@ added up in the loop and reduced once, after it (those of ZeRO 3 are scattered b
 gathered by each pass); tensor and sequence axes stay with the compiler. What all stages share (embedding, head, norms
 outside the blocks) is split over the pipe axis between steps, gathered once before the loop, and its gradients are
 scattered once after it.
+
+Weights on the host stay there: each block of a stage fetches its own when it runs, in every tick, under any stage of
+ZeRO the part that this device has, which is then gathered as under the third.
 """
 
 import dataclasses
@@ -30,6 +33,7 @@ from jaxscale.pipeline.passes import At
 from jaxscale.pipeline.tables import Tables, tabulate
 from jaxscale.sharding.memory_space import to_device
 from jaxscale.sharding.zero import placed_axes, without
+from jaxscale.step.host import streamed_weight
 from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS
 from jaxscale.step.objective import Objective, positive
 from jaxscale.step.rows import microbatches
@@ -140,7 +144,8 @@ class Pipelined(Objective):
 
     def _parts(self, of: Callable[[Any, Batch, Context], Any]) -> "Parts":
         """The model as what stands before its blocks, its blocks, and what stands behind them."""
-        numbers, gather = jnp.asarray(self.stages.numbers), self._gather if self.plan.zero == 3 else None
+        numbers = jnp.asarray(self.stages.numbers)
+        gather = self._gather if self.plan.zero == 3 or (self.plan.zero and self._streams) else None
 
         def traced(between: blocks.Between, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
             batch, examples = microbatch
@@ -175,7 +180,7 @@ class Pipelined(Objective):
         alike = next((n for n in range(min(map(len, names))) if len({name[n] for name in names}) > 1), None)
         parts = names[0][:alike] if alike is not None else names[0]
         start = len(parts) - parts[::-1].index("layers")
-        specs = {"/".join(name[start:]): self.layout.placements["/".join(name)].compute for name in names}
+        specs = {"/".join(name[start:]): self._reads("/".join(name)) for name in names}
 
         def whole(path: Any, leaf: Array) -> Array:
             for dim, entry in enumerate(specs[path_name(path)]):
@@ -191,6 +196,8 @@ class Pipelined(Objective):
         parts, last = self._parts(of), self.stages.schedule.stages - 1
 
         def stage(stacked: Any, shared: Any, x: Any, microbatch: Any, at: At, key: Any) -> Any:
+            if at.frozen is not None:
+                stacked = {name: streamed_weight(self.plan, at.frozen[name], tie) for name, tie in stacked.items()}
             given = (stacked, shared, microbatch, key, at.stage)
             # recomputed in the backward pass: their residuals would lie in every stage's slots
             before, behind = jax.checkpoint(parts.before), jax.checkpoint(parts.behind)
@@ -237,14 +244,16 @@ class Pipelined(Objective):
         else:
             copies, spec = jax.vmap(self._copies, spmd_axis_name=REPLICA_AXIS)(weights), _of_replicas(spec)
         stacked, shared = self._split(copies)
+        frozen = self._split(state.params)[0] if self._streams else None
         batch = self._microbatches(batch)
         rows = PartitionSpec(None, tuple(axis for axis in BATCH_AXES if axis in self.manual))
         key = jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
 
-        def body(stacked: Any, shared: Any, batch: Any, key: Any) -> Any:
+        def body(stacked: Any, frozen: Any, shared: Any, batch: Any, key: Any) -> Any:
             if own:
                 stacked, shared = jax.tree.map(lambda leaf: leaf[0], (stacked, shared))
             chunks = self._chunks(stacked)
+            frozen = None if frozen is None else self._chunks(frozen)
             one = jax.tree.map(lambda leaf: leaf[0], (chunks, batch))
             x = jax.eval_shape(self._parts(self._loss_of).before, one[0], shared, one[1], key, jnp.int32(0))
             readers = self._readers(x, one[0], shared, one[1], key) if tables.backward else None
@@ -261,10 +270,12 @@ class Pipelined(Objective):
                 lowering=self.plan.lowering,
                 readers=readers,
                 hosted=blocks.treatment().hosted,
+                frozen=frozen,
             )
             return finish(done)
 
-        return self._mapped(body, (spec[0], spec[1], rows, PartitionSpec()), out)(stacked, shared, batch, key)
+        given = (spec[0], None if frozen is None else spec[0], spec[1], rows, PartitionSpec())
+        return self._mapped(body, given, out)(stacked, frozen, shared, batch, key)
 
     def _readers(self, x: Any, stacked: Any, shared: Any, microbatch: Any, key: Any) -> tuple[int, ...] | None:
         """The stages that read what stages share: the first and the last, where blocks read none of it; else `None`."""
@@ -349,13 +360,23 @@ class Pipelined(Objective):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _streams(self) -> bool:
+        """Whether the weights of stages come from the host."""
+        return self.plan.weights == "host"
+
     def _copies(self, params: Params) -> Params:
-        """The weights that stages read: in the type computed in, and what they share gathered over the pipe axis."""
+        """The weights that stages read: in the type computed in, and what they share gathered over the pipe axis.
+
+        Of weights that come from the host, zeros, which their gradients go to.
+        """
         dtype = jnp.dtype(self.plan.precision)
 
         def copy(path: Any, param: Array, master: NamedSharding) -> Array:
             master = NamedSharding(master.mesh, master.spec)  # which may lie on the host
             compute = NamedSharding(self.layout.mesh, self._reads(path_name(path)))
+            if self._streams and self._of_a_stage(path_name(path)):
+                return jax.lax.with_sharding_constraint(jnp.zeros(param.shape, param.dtype), compute)
             if jnp.issubdtype(param.dtype, jnp.floating) and dtype != param.dtype:
                 # cast first, so that half the bytes are gathered
                 param = jax.lax.with_sharding_constraint(param.astype(dtype), master)
@@ -366,13 +387,17 @@ class Pipelined(Objective):
 
     def _reads(self, name: str) -> PartitionSpec:
         """The placement that a step's loop reads a parameter in: what stages share is whole."""
-        spec = self.layout.placements[name].compute
-        return spec if self.functional.stacked(name) else without(spec, "fsdp")
+        place = self.layout.placements[name]
+        if not self.functional.stacked(name):
+            return without(place.compute, "fsdp")
+        return place.master if self._streams else place.compute
 
     def _specs(self, kind: str) -> tuple[dict[str, PartitionSpec], dict[str, PartitionSpec]]:
         """The manual axes of the placements of stacked and of shared parameters."""
         placed = self.layout.placements
-        found = {n: self._kept(self._reads(n) if kind == "compute" else getattr(p, kind)) for n, p in placed.items()}
+        # gradients of weights from the host are scattered as they are made
+        whole = {name: kind == "compute" or (self._streams and self._of_a_stage(name)) for name in placed}
+        found = {n: self._kept(self._reads(n) if whole[n] else getattr(p, kind)) for n, p in placed.items()}
         stacked = {name: spec for name, spec in found.items() if self._of_a_stage(name)}
         return stacked, {name: spec for name, spec in found.items() if name not in stacked}
 

@@ -10,6 +10,7 @@ from jaxscale.optim.diloco import Diloco
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.step.combinations import Facts, check
 from jaxscale.step.kernels import AUTO, Kernels
 from jaxscale.values import check_types, from_json, read_json
 
@@ -110,42 +111,8 @@ class Plan:
                 raise UserError(f"{name}: got {value!r}, expected a whole number >= 1")
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise UserError(f"loss_chunk: got {self.loss_chunk!r}, expected a whole number >= 1, or none")
-        if self.reduce == "bfloat16" and self.precision == "float32":
-            raise UserError(
-                "reduce: bfloat16 needs precision bfloat16: what is computed in float32 is reduced in float32"
-            )
-        if self.gradients == "host" and self.weights == "device":
-            raise UserError("gradients host: they go there from weights that come from there; add weights host")
-        if self.gradients == "host" and self.microbatches > 1:
-            raise UserError(
-                f"gradients host: nothing adds up the gradients of {self.microbatches} microbatches there; take "
-                "gradients device, or microbatches 1"
-            )
-        if self.attention != "auto" and self.kernels.of("attention") != "auto":
-            raise UserError(f"attention {self.attention} with kernels {self.kernels}, which says it too: leave one out")
-        if self.loss_chunk is not None and self.scores in ("tpu", "reference"):
-            raise UserError(
-                f"loss_chunk {self.loss_chunk} with kernels {self.kernels}, whose cross_entropy takes no chunk: leave "
-                "one out"
-            )
-        self._check_split()
-        if self.state != "float32" and self.asynchronous:
-            raise UserError(
-                f"state {self.state} with pipeline {self.pipeline}: a stage updates its own layers in the middle of a "
-                "step, and blocks of a state are of all; take state float32, or a synchronous pipeline"
-            )
         self._check_pipeline()
-        self._check_codec()
-        self._check_diloco()
-        if self.mesh is not None:
-            if self.zero and self.mesh.fsdp == 1:
-                alone = self.mesh.devices == 1
-                way = "take fsdp:N, leave mesh out to take all devices, or zero 0" if alone else "add fsdp:N"
-                raise UserError(f"zero {self.zero} shards over the fsdp axis, and mesh {self.mesh} has none: {way}")
-            if self.sequence_parallel and self.mesh.tensor == 1:
-                raise UserError(
-                    f"sequence_parallel shards over the tensor axis, and mesh {self.mesh} has none: add tensor:N"
-                )
+        check(Facts(self))
 
     @property
     def asynchronous(self) -> bool:
@@ -175,116 +142,15 @@ class Plan:
             self, pipeline=None, mesh=mesh, **{name: getattr(Plan, name) for name in OF_A_PIPELINE}
         )
 
-    def _check_split(self) -> None:
-        if self.master == "float32":
-            return
-        if self.precision != "bfloat16":
-            raise UserError(
-                f"master split: its weights are bfloat16, which the passes read, and precision is {self.precision}; "
-                "add precision bfloat16, or take master float32"
-            )
-        if self.reduce == "float32":
-            raise UserError(
-                "master split with reduce float32: gradients of bfloat16 weights are bfloat16; leave reduce out, or "
-                "take master float32"
-            )
-        for name, value in (("weights", self.weights), ("optimizer_state", self.optimizer_state)):
-            if value == "host":
-                raise UserError(
-                    f"master split with {name} {value}: what is on the host there is the float32 weights, which split "
-                    "weights do without; leave one out"
-                )
-        if self.asynchronous:
-            raise UserError(
-                f"master split with pipeline {self.pipeline}: its stages keep older weights whole; take master "
-                "float32, or a synchronous pipeline"
-            )
-
-    def _check_codec(self) -> None:
-        if not isinstance(self.reduce, NamedCodec):
-            return
-        if self.gradients == "host":
-            raise UserError(
-                f"reduce {self.reduce} with gradients host: a codec takes the gradients of a whole step on the device, "
-                "and gradients on the host come block by block; take gradients device, or leave reduce out"
-            )
-        if self.asynchronous:
-            raise UserError(
-                f"reduce {self.reduce} with pipeline {self.pipeline}: a stage updates in the middle of a step, and a "
-                "codec reduces once, after it; take a synchronous pipeline, or leave reduce out"
-            )
-        if self.mesh is not None and self.mesh.replica == 1:
-            raise UserError(
-                f"reduce {self.reduce}: a codec reduces over the replica axis, and mesh {self.mesh} has none: name "
-                "the slow axis replica:N, or leave reduce out"
-            )
-
-    def _check_diloco(self) -> None:
-        if self.diloco is None:
-            return
-        if self.mesh is not None and self.mesh.replica == 1:
-            raise UserError(
-                f"diloco {self.diloco}: replicas train alone and meet over the replica axis, and mesh {self.mesh} has "
-                "none: name the slow axis replica:N, or leave diloco out"
-            )
-        for name in ("weights", "gradients"):
-            if getattr(self, name) != "device":
-                raise UserError(
-                    f"diloco {self.diloco} with {name} {getattr(self, name)}: each replica has weights of its own, on "
-                    f"the device; take {name} device, or leave diloco out"
-                )
-        if self.optimizer_state == "host":
-            raise UserError(
-                f"diloco {self.diloco} with optimizer_state host: the host would update each replica's own weights, "
-                "which lie on the device; take optimizer_state streamed, or leave diloco out"
-            )
-        if self.asynchronous:
-            raise UserError(
-                f"diloco {self.diloco} with pipeline {self.pipeline}: its stages update copies of the weights of their "
-                "own in the middle of a step, and replicas meet between steps; take a synchronous pipeline, or leave "
-                "diloco out"
-            )
-        if self.master != "float32":
-            raise UserError(
-                f"diloco {self.diloco} with master {self.master}: ways back are taken of float32 weights; take master "
-                "float32"
-            )
-
     def _check_pipeline(self) -> None:
         pipeline = self.pipeline
         if pipeline is None:
-            if self.mesh is not None and self.mesh.pipe > 1:
-                raise UserError(
-                    f"mesh {self.mesh}: nothing says what the devices along pipe do; add a pipeline such as "
-                    f"1f1b:{self.mesh.pipe}x{4 * self.mesh.pipe}"
-                )
-            for name in OF_A_PIPELINE:
-                if getattr(self, name) != getattr(Plan, name):
-                    raise UserError(f"{name}: got {getattr(self, name)} without a pipeline; add one, or leave it out")
             return
-        for name in ("anneal", "correction", "synchronous_steps"):
-            if getattr(self, name) != getattr(Plan, name) and not self.asynchronous:
-                raise UserError(
-                    f"{name}: got {getattr(self, name)} with pipeline {pipeline}, whose gradients are of the newest "
-                    "weights; leave it out, or take pipemare:P"
-                )
         for name in ("anneal", "synchronous_steps"):
             if (getattr(self, name) or 0) < 0:
                 raise UserError(f"{name}: got {getattr(self, name)}, expected 0 or more")
         if self.correction is not None and not 0 <= self.correction < 1:
             raise UserError(f"correction: got {self.correction}, expected 0 (none) or more, and less than 1")
-        if self.correction and pipeline.name != "pipemare":
-            raise UserError(
-                f"correction: got {self.correction} with pipeline {pipeline}, whose backwards read the weights of "
-                "their forwards; leave it out, or take pipemare:P"
-            )
-        if self.lowering == "phased" and self.asynchronous:
-            raise UserError(f"lowering phased with pipeline {pipeline}, whose ticks mix kinds: leave it out")
-        for name, value in (("weights", self.weights), ("gradients", self.gradients)):
-            if value == "host":
-                raise UserError(
-                    f"{name} host with pipeline {pipeline}: a stage's weights are read in every tick; leave one out"
-                )
         if pipeline.name == "auto":  # the rest is settled when the platform is known
             if self.microbatches != 1:
                 raise UserError(

@@ -44,8 +44,7 @@ def with_messages(experiment: Experiment, plan: Plan) -> Plan:
         plan: with its mesh settled.
 
     Raises:
-        UserError: the plan has no replicas or another codec, the state is not on the device, or the run ends before
-            anything is sent in few bits.
+        UserError: the run ends before anything is sent in few bits.
     """
     messages, name = experiment.optimizer.messages(experiment.steps), experiment.optimizer.name
     if messages is None:
@@ -57,57 +56,7 @@ def with_messages(experiment: Experiment, plan: Plan) -> Plan:
             f"{experiment.steps}: nothing would be sent in few bits; freeze earlier (0.15 to 0.25 of the run), or take "
             f"{name.removeprefix('one_bit_').replace('adam', 'adamw')}"
         )
-    if plan.mesh.replica == 1:
-        raise UserError(
-            f"optimizer {name}: its momenta cross the replica axis, and mesh {plan.mesh} has none: name the slow axis "
-            f"replica:N, or take {name.removeprefix('one_bit_').replace('adam', 'adamw')}"
-        )
-    codec = OneBit(start=messages.freeze)
-    if plan.reduce not in (None, codec):
-        raise UserError(
-            f"optimizer {name} with reduce {plan.reduce}: it sends momenta, by {codec}, and no gradients that reduce "
-            "could be for; leave reduce out"
-        )
-    for field in ("weights", "optimizer_state"):
-        if getattr(plan, field) != "device":
-            raise UserError(
-                f"optimizer {name} with {field} {getattr(plan, field)}: replicas send what their momentum on the "
-                f"device becomes, and an update from the host is made slice by slice; take {field} device"
-            )
-    return dataclasses.replace(plan, reduce=codec)
-
-
-def check_reduce(plan: Plan, model: Any, rest: Params) -> None:
-    """Refuse a codec that this mesh or model does not take, before anything is traced.
-
-    Args:
-        plan: with its mesh settled.
-        model: of the experiment.
-        rest: the model's state that is not a parameter.
-
-    Raises:
-        UserError: as it says.
-    """
-    if not isinstance(plan.reduce, Codec):
-        return
-    assert plan.mesh is not None
-    if plan.mesh.replica == 1:
-        raise UserError(
-            f"reduce {plan.reduce}: a codec reduces over the replica axis, and mesh {plan.mesh} has none: name the "
-            "slow axis replica:N, or leave reduce out"
-        )
-    if rest:
-        names = ", ".join(list(named_leaves(rest))[:3])
-        raise UserError(
-            f"reduce {plan.reduce}: this model has state of its own ({names}), such as batch statistics or generators, "
-            "which is of the whole batch, and each replica would have its own; leave reduce out, or take a model "
-            "without"
-        )
-    if getattr(model, "foreign", False) and plan.mesh.tensor > 1:
-        raise UserError(
-            f"reduce {plan.reduce} with tensor:{plan.mesh.tensor}: XLA aborts on look-ups of layers that are not ours "
-            "there; take a mesh without tensor"
-        )
+    return dataclasses.replace(plan, reduce=OneBit(start=messages.freeze))
 
 
 def stage_of(plan: Plan, functional: Functional, layout: Layout) -> Stage | None:

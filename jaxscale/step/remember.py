@@ -39,22 +39,17 @@ def needs_decision(plan: MemoryPlan) -> bool:
 
 
 def check_memory(plan: Plan) -> None:
-    """Refuse a memory plan that does not go with the rest of a plan.
+    """Refuse a memory plan that nobody has settled.
 
     Raises:
         UserError: as it says.
     """
     if plan.memory.rule == "fit":
         raise UserError("memory fit: it is settled before a step is built; jaxscale train and jaxscale.train do that")
-    if needs_decision(plan.memory):
-        if plan.weights == "host" and plan.memory.rule in _OF_SEGMENTS:
-            raise _whole_stack(plan.memory)
-        if plan.memory.rule == "offload":
-            _check_in_flight(plan)
 
 
 def _check_in_flight(plan: Plan) -> None:
-    """Refuse to offload what an asynchronous pipeline has in flight."""
+    """Refuse a decision that offloads what an asynchronous pipeline has in flight; the rule has a row of its own."""
     if plan.asynchronous and plan.stash == "residuals":
         raise UserError(
             f"memory {plan.memory} with pipeline {plan.pipeline}: what its stages keep is in flight from step to step, "

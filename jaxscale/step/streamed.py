@@ -35,7 +35,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.blocks import Loss
 from jaxscale.compat import prune
 from jaxscale.errors import UserError
-from jaxscale.optim.elementwise import first_mixing
 from jaxscale.optim.offloaded import plainly
 from jaxscale.pipeline.asynchronous import Asynchronous, UpdateAt
 from jaxscale.pipeline.passes import At
@@ -46,7 +45,6 @@ from jaxscale.pipeline.tables import Tables, tabulate
 from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS, Layout
 from jaxscale.step.objective import positive
 from jaxscale.step.pipelined import Pipelined
-from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
 from jaxscale.step.stages import Stages
 from jaxscale.step.state import TrainState, Watch
@@ -57,36 +55,6 @@ CORRECTION = 0.135
 """PipeMare's D, as its theory has it: exp(-2)."""
 ANNEAL = 4
 """PipeMare's rescheduling fades over one of so many parts of a run, unless the plan says another number of updates."""
-
-
-def check_streamed(plan: Plan, rule: optax.GradientTransformation, params: Params) -> None:
-    """Refuse what the updates of an asynchronous pipeline, made stage by stage, cannot mean.
-
-    Args:
-        plan: with its mesh settled.
-        rule: the optimizer without clipping.
-        params: shapes of the parameters.
-
-    Raises:
-        UserError: as it says.
-    """
-    asked = f"pipeline {plan.pipeline}"
-    if plan.zero:
-        raise UserError(
-            f"zero {plan.zero} with {asked}: a stage updates in the middle of a step, with weights and optimizer state "
-            "of its own, whole on its device; take zero 0, or a synchronous pipeline"
-        )
-    if plan.optimizer_state != "device":
-        raise UserError(
-            f"optimizer_state {plan.optimizer_state} with {asked}: a stage updates in the middle of a step, where "
-            "nothing comes from the host; leave it out, or take a synchronous pipeline"
-        )
-    mixing = first_mixing(rule, params)
-    if mixing is not None:
-        raise UserError(
-            f"{asked}: this optimizer's update mixes elements of a tensor ({mixing}), and a stage has some layers of "
-            "each alone; take adamw, lion or sgd, or a synchronous pipeline"
-        )
 
 
 class Streamed(Pipelined):
@@ -211,7 +179,8 @@ class Streamed(Pipelined):
 
         def run(batch: Batch) -> Float[Array, ""]:
             leaves = zip(jax.tree.leaves(dict(batch)), used[of_model:], strict=True)
-            return jex.jaxpr_as_fun(pruned)(*[leaf for leaf, reads in leaves if reads])[0]
+            (sum_of_weights,) = jex.jaxpr_as_fun(pruned)(*[leaf for leaf, reads in leaves if reads])
+            return jnp.asarray(sum_of_weights)  # a number of NumPy's, where it depends on shapes alone
 
         return run
 

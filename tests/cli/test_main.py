@@ -69,7 +69,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *message
         ("train experiments/toy.py --plan.zero 7", "plan.zero: got '7', expected 0 or 1 or 2 or 3"),
         ("train experiments/toy.py --plan.mesh fsdb:2", "did you mean 'fsdp'?"),
         ("train experiments/toy.py --plan.memory ful", "did you mean 'full'?"),
-        ("train experiments/toy.py --plan.zero 3 --plan.mesh data:2", "has none: add fsdp:N"),
+        ("train experiments/toy.py --plan.zero 3 --plan.mesh data:2", "has none; add fsdp:N"),
         ("train experiments/toy.py --steps 0", "steps: got 0, expected a whole number >= 1"),
         ("train experiments/toy.py --batch -1", "batch: got -1, expected a whole number >= 1"),
         ("train experiments/toy.py --seed -1", "seed: got -1, expected a whole number >= 0"),

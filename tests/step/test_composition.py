@@ -79,6 +79,16 @@ FORMER_FAULTS = {
         "soap", mesh="replica:2,fsdp:2,tensor:2", zero="1", diloco="every=2"
     ),
     "singular vectors on several CPU devices": combination("galore", mesh="replica:2,data:2", diloco="every=2"),
+    "weights on the host in a pipeline": combination(
+        mesh="replica:2,fsdp:2", pipeline="zb-h1:2x4", weights="host", zero="1", precision="bfloat16", reduce="int8"
+    ),
+    "weights on the host in stages of unlike depth": combination(
+        "adamw", mesh="fsdp:2,tensor:2", pipeline="1f1b:2x4", weights="host", zero="3", stages="3,5", stash="input"
+    ),
+    "weights on the host in several stages a device": combination(
+        mesh="data:2", pipeline="interleaved:2x4,v=2", weights="host", optimizer_state="streamed"
+    ),
+    "state in few bits beside stale weights": combination("adamw", mesh="tensor:2", pipeline="2bw:2x4", state="int8"),
     "messages in flight beside a sequence axis": combination(mesh="sequence:2", pipeline="pipemare:2"),
 }
 

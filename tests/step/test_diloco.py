@@ -229,8 +229,8 @@ def test_other_optimizers_and_plans_inside(optimizer: Optimizer, plan: dict[str,
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"mesh": "fsdp:2"}, "mesh fsdp:2 has none: name the slow axis"),
-        ({}, "has none: name the slow axis"),
+        ({"mesh": "fsdp:2"}, "mesh fsdp:2 has none; name the slow axis"),
+        ({}, "has none; name the slow axis"),
         ({"mesh": "replica:2", "weights": "host"}, "with weights host: each replica has"),
         ({"mesh": "replica:2", "optimizer_state": "host"}, "with optimizer_state host"),
         ({"mesh": "replica:2", "pipeline": "2bw:2x2"}, "with pipeline 2bw:2x2"),

@@ -96,6 +96,26 @@ def test_weights_stream_under_rematerialization_and_microbatches(memory):
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("memory", ["none", "dots"])
+def test_no_scan_over_layers_copies_weights_from_host_to_host(memory):
+    """Where one does, the TPU's compiler gives up."""
+    step = make(weights="host", memory=MemoryPlan.parse(memory))
+    program = step.step_fn.trace(step.layout.abstract, step.abstract_batch(BATCH)).jaxpr
+    scans = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]
+    on_host = [sum(v.aval.memory_space == jax.memory.Space.Host for v in eqn.invars) for eqn in scans]
+    assert sum(on_host) > 0
+    assert not [v for eqn in scans for v in eqn.outvars if v.aval.memory_space == jax.memory.Space.Host]
+
+
+def equations(jaxpr):
+    """Those of a jaxpr and of all inside it."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(getattr(x, "jaxpr", x), "eqns")):
+            if hasattr(getattr(value, "jaxpr", value), "eqns"):
+                yield from equations(value)
+
+
 def test_a_bad_step_leaves_what_is_on_the_host_as_it_was():
     step = make(weights="host", optimizer_state="streamed", gradients="host")
     state = step.init()

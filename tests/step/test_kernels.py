@@ -84,9 +84,9 @@ def test_a_kernel_of_another_platform_is_refused(text, where):
 
 
 def test_one_field_says_it():
-    with pytest.raises(UserError, match="attention chunked with kernels attention=tpu, which says it too"):
+    with pytest.raises(UserError, match="attention chunked with kernels attention=tpu: both choose it"):
         Plan(attention="chunked", kernels=Kernels.parse("attention=tpu"))
-    with pytest.raises(UserError, match="loss_chunk 64 with kernels cross_entropy=tpu, whose cross_entropy takes no"):
+    with pytest.raises(UserError, match="loss_chunk 64 with kernels cross_entropy=tpu: its cross_entropy takes no"):
         Plan(loss_chunk=64, kernels=Kernels.parse("cross_entropy=tpu"))
     assert Plan(loss_chunk=64, kernels=Kernels.parse("cross_entropy=chunked")).scores == "chunked"
 

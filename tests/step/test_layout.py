@@ -62,7 +62,7 @@ def test_a_model_that_does_not_divide_is_refused(plan, says):
         ({"sequence_parallel": True, "mesh": MeshSpec(data=2)}, "add tensor:N"),
         ({"microbatches": 0}, "microbatches: got 0"),
         ({"loss_chunk": 0}, "loss_chunk: got 0"),
-        ({"reduce": "bfloat16"}, "needs precision bfloat16"),
+        ({"reduce": "bfloat16"}, "add precision bfloat16"),
         ({"precision": "bf16"}, "precision"),
     ],
 )

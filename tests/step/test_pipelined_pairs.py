@@ -33,8 +33,7 @@ class Tokens:
 DECODER = Decoder(vocab=12, context=8, layers=4, embed=8, heads=2)
 
 REFUSED = {
-    "`weights` host": ({"weights": "host"}, "a stage's weights are read in every tick"),
-    "`gradients` host": ({"weights": "host", "gradients": "host"}, "a stage's weights are read in every tick"),
+    "`gradients` host": ({"weights": "host", "gradients": "host"}, "nothing adds up the gradients of its microbatches"),
     "another `microbatches`": ({"microbatches": "2"}, "leave it out"),
     "a `mesh` with another pipe axis": ({"mesh": "pipe:4"}, "leave pipe out of the mesh"),
 }

@@ -99,7 +99,6 @@ def factored(rate):
 REFUSED = [
     ({"optimizer": Optimizer(custom=factored)}, "would quantize no leaf"),
     ({"optimizer": Optimizer(name="sgd")}, "would quantize no leaf"),
-    ({"pipeline": PipelinePlan.parse("pipedream:2")}, "state int8 with pipeline pipedream"),
     ({"master": "split"}, "master split: its weights are bfloat16"),
     ({"master": "split", "precision": "bfloat16", "reduce": "float32"}, "master split with reduce float32"),
     ({"master": "split", "precision": "bfloat16", "optimizer_state": "host"}, "split with optimizer_state host"),

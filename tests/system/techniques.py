@@ -143,6 +143,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     *_alike(
         "asynchronous pipelines",
         *(f"--plan.pipeline {form}" for form in ("pipedream:2", "2bw:2x4", "pipemare:2")),
+        "--plan.pipeline 2bw:2x4 --plan.state int8",
         four=_PIPE,
         one=False,
     ),
