@@ -15,6 +15,7 @@ from pathlib import Path
 
 from composing.draws import LAYERS, WIDTH, Draw, complete
 
+from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.sharding.mesh import MeshSpec
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -112,7 +113,8 @@ def drawn(i: int, j: int) -> Draw:
         # a budget is a share of what the inputs of blocks take on a device
         mesh = MeshSpec.parse(completed["plan.mesh"])
         parts = mesh.batch_shards * mesh.sequence * int(completed.get("plan.microbatches", 1))
-        parts *= 4 if "plan.pipeline" in completed else 1
+        if "plan.pipeline" in completed:
+            parts *= PipelinePlan.parse(completed["plan.pipeline"]).shape()[1]
         completed["plan.memory"] = f"{rule}:{int(float(share) * BATCH / parts * LENGTH * WIDTH * 4 * LAYERS / 1024)}KiB"
     return Draw(tuple(sorted(completed.items())), length=LENGTH, rows=0, batch=BATCH)
 
@@ -152,7 +154,7 @@ def table(record: dict[str, str]) -> str:
 def general(reason: str) -> str:
     """A refusal without its way round: what is the same of all pairs that it refuses."""
     cause = reason.partition(": ")[2] or reason
-    return re.split(r"[;,] (?:take|leave|add|choose|or )", cause)[0]
+    return re.split(r"[;,] (?:take|leave|add|keep|choose|or )", cause)[0]
 
 
 def missing() -> list[tuple[int, int]]:
