@@ -25,14 +25,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-FLAGS = " ".join(
-    [
-        "--xla_force_host_platform_device_count=8 --xla_disable_hlo_passes=all-reduce-promotion",
-        "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1",
-        *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib") < "0.11" else []),
-    ]
-)
-"""Eight virtual devices; code of the first level, which is three times faster to compile."""
+DEVICES = "--xla_force_host_platform_device_count=8 --xla_disable_hlo_passes=all-reduce-promotion"
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+FLAGS = {
+    True: DEVICES,
+    False: f"{DEVICES} {QUICK}" + " --xla_cpu_use_fusion_emitters=false" * (version("jaxlib") < "0.11"),
+}
+"""Eight virtual devices. Long rows run optimized code, all others code that is three times faster to compile."""
+SHORT = 64
+"""Positions of a row that is not long."""
 FAULTS = ("wrong", "crashed", "hung")
 
 
@@ -95,13 +96,17 @@ class Children:
     def __init__(self, timeout: float, recycle: int = 20) -> None:
         self.timeout, self.recycle = timeout, recycle
         self.process: subprocess.Popen[str] | None = None
-        self.judged = 0
+        self.judged, self.long = 0, False
 
     def __call__(self, task: dict[str, Any]) -> dict[str, Any]:
         """The verdict on a task."""
-        if self.process is None or self.judged >= self.recycle:
+        from composing.judge import named
+
+        name, one = named(task)
+        long = one.length > SHORT
+        if self.process is None or self.judged >= self.recycle or long != self.long:
             self.close()
-            self._start()
+            self._start(long)
         assert self.process is not None
         assert self.process.stdin is not None
         self.judged += 1
@@ -116,20 +121,18 @@ class Children:
         outcome = "hung" if line is None else "crashed"
         seconds = time.perf_counter() - start
         self.close()
-        from composing.judge import named
-
-        name, one = named(task)
         reason = f"the process was {'killed' if line is None else 'lost'} after {seconds:.0f} s"
         figures = dict.fromkeys(("compile_seconds", "run_seconds", "worst"), 0.0)
         return {"name": name, "outcome": outcome, "reason": reason, **figures, "draw": str(one)}
 
-    def _start(self) -> None:
+    def _start(self, long: bool) -> None:
+        self.long = long
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS, **os.environ},
+            env={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS[long], **os.environ},
         )
         self.judged = 0
         self.lines: queue.Queue[str] = queue.Queue()

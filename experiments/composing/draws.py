@@ -101,7 +101,7 @@ def draw(seed: int, index: int) -> Draw:
     momentum = {"optimizer.name": "sgd", "optimizer.momentum": "0.9", "optimizer.learning_rate": "0.1"}
     other = {"optimizer.name": rng.choice(OPTIMIZERS), "optimizer.learning_rate": "0.003"}
     techniques |= momentum if rng.random() < 0.5 else other
-    long = rng.random() < 0.15
+    long = rng.random() < 0.08
     one = Draw(
         tuple(sorted(complete(techniques, sizes, rng).items())),
         length=2048 if long else 64,

@@ -110,7 +110,7 @@ def experiment_of(draw: Draw) -> Experiment:
         context=draw.length,
         layers=LAYERS,
         embed=WIDTH,
-        heads=4,
+        heads=2 if draw.length > 64 and MeshSpec.parse(draw.plan["mesh"]).tensor < 4 else 4,
         mlp=2 * WIDTH,
         dropout=draw.dropout,
         init_std=0.2,

@@ -50,6 +50,7 @@ def pipeline_choice(
         UserError: no schedule fits, or none is defined for the devices and the batch.
     """
     plan = experiment.plan if plan is None else plan
+    experiment = dataclasses.replace(experiment, plan=plan)  # whose blocks are priced as it has them
     assert plan.pipeline is not None
     ranks = plan.pipeline.ranks
     assert ranks is not None

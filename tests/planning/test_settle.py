@@ -50,6 +50,13 @@ def test_auto_keeps_to_the_limit():
         pipeline_choice(EXPERIMENT, Platform.parse("tpu v5e:2x2"), 1024, plan)
 
 
+def test_blocks_are_priced_under_the_plan_that_is_settled():
+    plan, platform = override(Plan(), {"pipeline": "auto:2", "memory": "full"}), Platform.parse("tpu v5e:2x2")
+    _, given = pipeline_choice(EXPERIMENT, platform, 2**34, plan)
+    _, own = pipeline_choice(dataclasses.replace(EXPERIMENT, plan=plan), platform, 2**34)
+    assert given.best == own.best
+
+
 def test_turns_of_unlike_blocks_are_one_to_a_partition():
     model = in_turns(Model((Price(1, 2, 3, message_bytes=7), Price(2, 2, 2, message_bytes=7)) * 2), 2)
     assert model.blocks == (Price(3, 4, 5, message_bytes=7),) * 2
