@@ -110,10 +110,17 @@ def draw(seed: int, index: int) -> Draw:
         dropout=0.1 if rng.random() < 0.2 else 0.0,
         seed=index,
     )
-    # a budget means something beside what blocks' inputs take
+    # a budget means something beside what blocks' inputs take, and a segment beside the blocks of a stage
     inputs = one.rows * one.length * WIDTH * 4 * LAYERS // 1024
-    budget = f"{int(inputs * rng.choice((1.1, 2.0, 5.0)))}KiB"
-    changed = tuple((path, text.replace("BYTES", budget)) for path, text in one.techniques)
+    pipeline = one.plan.get("pipeline")
+    if pipeline is not None:
+        plan = PipelinePlan.parse(pipeline)
+        inputs *= 8 if plan.name == "auto" else plan.shape()[1]
+    words = {"BYTES": f"{int(inputs * rng.choice((1.1, 2.0, 5.0)))}KiB"}
+    words |= {} if pipeline is None else {"periodic:3": "periodic:2"}
+    changed = one.techniques
+    for word, text in words.items():
+        changed = tuple((path, value.replace(word, text)) for path, value in changed)
     return dataclasses.replace(one, techniques=changed)
 
 
@@ -274,7 +281,12 @@ def _memory_text(form: str, rng: random.Random) -> str:
         form = re.sub(r"\[.*\]", "", form)
     form = re.sub(r"[\[\]]", "", form)
     policies = [policy for policy in POLICIES if policy != "everything_saveable"]
-    words = {"POLICY": policies, "SLOTS": ("1", "2", "4"), "K": ("2", "3"), "flop|seconds": ("flop", "seconds")}
+    words = {
+        "POLICY": policies,
+        "SLOTS": ("1", "2", "4"),
+        "K": ("2", "3"),
+        "flop|seconds": ("flop",),
+    }  # a CPU's rates are unknown
     for word, options in words.items():
         form = re.sub(rf"(?<=:){re.escape(word)}(?![A-Z])", rng.choice(options), form)
     return form

@@ -25,8 +25,13 @@ ROUNDING = {
 }
 """Largest relative difference of loss and norm, of the first step and the second, that each type shows alone beside
 float32: 12 batches of 1 and 3 rows, SGD and AdamW. A combination may differ by twice as much."""
+CODING = {
+    "reduce=int8": (4.7e-7, 2.1e-4, 3.2e-4, 3.6e-3),
+}
+"""The same of techniques that round the numbers of a block together, from layout to layout, for a block ends where a
+shard does: `composition.py --tolerances`."""
 CODED = ("reduce", "state", "master")
-"""Fields whose techniques code numbers in blocks."""
+"""Fields of such techniques. What the table lacks may differ by three times what it changes alone."""
 CONDITIONING = 10.0
 """What rounding changes in one program it may change so many times over in another."""
 
@@ -132,10 +137,22 @@ def judge(one: Draw, platform: str | None = None) -> Verdict:
 
 
 def rounding(one: Draw) -> tuple[float, ...]:
-    """What the types that a combination computes in may change, added up: of `ROUNDING`'s four figures."""
-    shown = [ROUNDING.get(f"{name}={text}", (0.0,) * 4) for name, text in one.plan.items()]
+    """What the types that a combination computes in may change, and its codes, added up: the tables' four figures."""
+    names = [f"{name}={_kind(text)}" for name, text in one.plan.items()]
+    shown = [(ROUNDING | (CODING if recoded(one) else {})).get(name, (0.0,) * 4) for name in names]
     later = 3 if asynchronous(one) else 1  # more steps come before the two that are compared
     return tuple(2 * later * sum(figures) for figures in zip(*shown, strict=True))
+
+
+def recoded(one: Draw) -> bool:
+    """Whether blocks of codes end elsewhere than in the twin."""
+    mesh = MeshSpec.parse(one.plan["mesh"])
+    return mesh.devices > mesh.replica or "pipeline" in one.plan
+
+
+def _kind(text: str) -> str:
+    """A codec's name without its options; any other value as it is."""
+    return text.replace(",", ":").partition(":")[0]
 
 
 def compare(one: Draw, trained: Trained) -> Iterator[Comparison]:
@@ -150,10 +167,8 @@ def compare(one: Draw, trained: Trained) -> Iterator[Comparison]:
         yield Comparison("first loss, plain twin", trained.losses[0], plain.losses[0], slack[0])
         if not set(lossy) - {"mesh", "precision", "matmul"} and not one.optimizer["name"].startswith("one_bit"):
             yield Comparison("first norm, plain twin", trained.norms[0], plain.norms[0], slack[1])
-    # blocks of codes end where a shard ends, so another layout rounds other numbers together
-    coded = set(CODED) & set(lossy) or one.optimizer["name"].startswith("one_bit")
-    mesh = MeshSpec.parse(one.plan["mesh"])
-    layout = coded and (mesh.devices > mesh.replica or "pipeline" in one.plan)
+    unmeasured = [name for name in CODED if name in lossy and f"{name}={_kind(lossy[name])}" not in CODING]
+    layout = recoded(one) and (unmeasured or one.optimizer["name"].startswith("one_bit"))
     if layout and asynchronous(one):
         plain = train(one, {name: text for name, text in lossy.items() if name not in CODED})
     for number, name in enumerate(("first", "second")):

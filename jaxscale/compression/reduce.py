@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -242,9 +242,7 @@ class Stage:
         """States before the first step: a function to jit with `out_shardings`."""
 
         def local() -> States:
-            key = jax.random.key(self.seed)
-            found = {name: self._init(name, self._key(key, name)) for name in self.coded}
-            return self._lifted(found)
+            return self._lifted(self.start())
 
         return self._mapped(local, (), self._specs())()
 
@@ -274,7 +272,7 @@ class Stage:
         """The inverse of `merged`, for the replicas of this mesh; what it lacks begins anew."""
 
         def local(merged: States) -> States:
-            fresh = {name: self._init(name, self._key(jax.random.key(self.seed), name)) for name in self.coded}
+            fresh = self.start()
             given = {
                 name: {key: part if key == RESIDUAL else part[0] for key, part in mine.items()}
                 for name, mine in merged.items()
@@ -310,22 +308,8 @@ class Stage:
 
         def local(gradients: dict[str, Array], states: States, step: Array) -> Reduced:
             mine = {name: gradient[0] for name, gradient in gradients.items()}
-            squares = sum((jnp.sum(jnp.square(gradient)) for gradient in mine.values()), jnp.zeros(()))
-            good = jnp.isfinite(lax.psum(squares, self.mesh.axis_names))
-            mean, before, after = self._exact(mine), self._lowered(states), {}
-            key = jax.random.fold_in(jax.random.key(self.seed), step)
-            for name in self.coded:
-                found, left = self.codec.reduce(
-                    mine[name],
-                    before[name],
-                    self.axis,
-                    self._key(key, name),
-                    step,
-                    layers=self.leaves[name].layers,
-                )
-                mean[name], after[name] = jnp.where(good, found, jnp.nan), left
-            after = jax.tree.map(lambda new, old: jnp.where(good, new, old), after, before)
-            return Reduced({name: mean[name] for name in self.leaves}, self._lifted(after), self._norm(after))
+            mean, after = self.inside(mine, self._lowered(states), step, self.mesh.axis_names)
+            return Reduced(mean, self._lifted(after), self._norm(after))
 
         whole = PartitionSpec()
         apart = {name: PartitionSpec(self.axis, *leaf.spec) for name, leaf in self.leaves.items()}
@@ -333,6 +317,39 @@ class Stage:
         out: Any = Reduced(*(together, self._specs(), whole))  # pyright: ignore[reportArgumentType]
         ordered = {name: gradients[name] for name in self.leaves}
         return self._mapped(local, (apart, self._specs(), whole), out)(ordered, states, step)
+
+    def inside(
+        self, gradients: Mapping[str, Array], states: States, step: Int[Array, ""], agreeing: Sequence[str]
+    ) -> tuple[dict[str, Array], States]:
+        """The mean of gradients over the replicas, and states after it, in a region that is manual over the axes.
+
+        Args:
+            gradients: by name, float32: shards of this device and replica.
+            states: of this device and replica.
+            step: updates made before this one.
+            agreeing: axes whose devices agree on whether the gradients are finite; all run this.
+        """
+        squares = sum((jnp.sum(jnp.square(gradient)) for gradient in gradients.values()), jnp.zeros(()))
+        good = jnp.isfinite(lax.psum(squares, agreeing))
+        mean, after = self._exact(gradients), {}
+        key = jax.random.fold_in(jax.random.key(self.seed), step)
+        for name in self.coded:
+            reduced, left = self.codec.reduce(
+                gradients[name],
+                states[name],
+                self.axis,
+                self._key(key, name),
+                step,
+                layers=self.leaves[name].layers,
+            )
+            mean[name], after[name] = jnp.where(good, reduced, jnp.nan), left
+        after = jax.tree.map(lambda new, old: jnp.where(good, new, old), after, states)
+        return {name: mean[name] for name in self.leaves}, after
+
+    def start(self) -> States:
+        """States of one device and replica before the first step, in a region that is manual over the axes."""
+        key = jax.random.key(self.seed)
+        return {name: self._init(name, self._key(key, name)) for name in self.coded}
 
     def _exact(self, mine: Mapping[str, Array]) -> dict[str, Array]:
         """The means of the small gradients, which are sent together. One that is bad makes its own mean so."""

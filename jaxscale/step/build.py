@@ -19,7 +19,7 @@ from jaxscale.step.layout import Layout, check_model, resolve_mesh, vocab_multip
 from jaxscale.step.outer import Outer
 from jaxscale.step.plan import Plan
 from jaxscale.step.products import check_products, said_of_products
-from jaxscale.step.reducing import stage_of, with_messages, with_states
+from jaxscale.step.reducing import describe_reduce, stage_of, with_messages, with_states
 from jaxscale.step.remember import (
     check_memory,
     decide_memory,
@@ -95,10 +95,11 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
         parts = (experiment, plan, functional, layout, treatment_of(plan, decision, layout.platform))
         streamed = Streamed(stages, update.whole, *parts)
         functional, layout = streamed.held, streamed.places
-        lines.append(str(streamed))
+        lines += [str(streamed), *describe_reduce(streamed.codes, experiment.optimizer)]
     whole = plan.diloco is not None and plan.optimizer_state == "device"
     advance = plainly(update.whole) if whole else advance_of(plan, update, layout)
-    stage = stage_of(plan, functional, layout)
+    # stages of an asynchronous pipeline reduce by themselves
+    stage = None if streamed is not None else stage_of(plan, functional, layout)
     layout = with_states(layout, stage)
     given: Any = (experiment, plan, functional, layout, update, advance, lines, decision, stages, streamed, stage)
     if plan.diloco is None:

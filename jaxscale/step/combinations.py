@@ -528,10 +528,17 @@ RULES: tuple[Rule, ...] = (
         "take zero 0, or a synchronous pipeline",
     ),
     Excludes(
-        _codec,
+        lambda facts: _codec(facts) if along("tensor")(facts) else None,
         _asynchronous,
-        "a stage updates in the middle of a step, and a codec reduces once, after it",
-        "take a synchronous pipeline, or leave reduce out",
+        "stages reduce when they update, each in a branch of its own, in which XLA would move parts of a gradient over "
+        "tensor, and devices of other stages never come",
+        "take a mesh without tensor, or a synchronous pipeline",
+    ),
+    Excludes(
+        _one_bit,
+        _asynchronous,
+        "replicas send momenta once, after a step, and a stage updates in the middle of it",
+        "take a synchronous pipeline, or {plain}",
     ),
     Excludes(
         _diloco,

@@ -5,7 +5,8 @@ Its loss is that of the forwards which reach the last stage in these ticks: in P
 one microbatch, of batches that entered up to p - 1 steps before. Steps in which none gets there have no loss, a NaN.
 
 What has a meaning over all stages is done per stage, on its own gradients: clipping by the norm, the watch over bad
-steps (a non-finite or spiking gradient skips that stage's update), and the counts that a learning rate depends on.
+steps (a non-finite or spiking gradient skips that stage's update), a codec, and the counts that a learning rate depends
+on.
 Gradients are means over the batch, so its weight is found before its loss is: it must not depend on the model.
 
 What stages share is each one's own copy. A parameter is read before the blocks, by the first stage, or behind them, by
@@ -34,6 +35,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
 from jaxscale.compat import prune
+from jaxscale.compression.codec import Codec
+from jaxscale.compression.reduce import Leaf, Stage
 from jaxscale.errors import UserError
 from jaxscale.optim.offloaded import plainly
 from jaxscale.pipeline.asynchronous import Asynchronous, UpdateAt
@@ -42,7 +45,7 @@ from jaxscale.pipeline.pipemare import Remedies
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.pipeline.stream import stream
 from jaxscale.pipeline.tables import Tables, tabulate
-from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS, Layout
+from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS, Layout
 from jaxscale.step.objective import positive
 from jaxscale.step.pipelined import Pipelined
 from jaxscale.step.rows import batch_shapes
@@ -83,6 +86,7 @@ class Streamed(Pipelined):
         self.batch = batch_shapes(self.experiment)
         self.held = self.functional.copied(self._copies_of())
         places = Layout.of(self.held, optimizer, self.plan, self.layout.mesh)
+        self.codes = self._codes_of()
         self._owners = places.owners(optimizer)
         self._optimizer = jax.tree.structure(places.abstract.optimizer)
         self._weight = self._weight_program()
@@ -160,6 +164,18 @@ class Streamed(Pipelined):
         homes = {name: last if name in behind else 0 for name in shared}
         return {name: tuple(0 if rank == home else -1 for rank in range(self.ranks)) for name, home in homes.items()}
 
+    def _codes_of(self) -> Stage | None:
+        """The codec at work on the gradients of one stage, whole on each of its devices; `None` where XLA reduces."""
+        if not isinstance(self.plan.reduce, Codec):
+            return None
+        stacked, shared = self._split(self.functional.params)
+        leaves = {
+            name: Leaf((self.stages.depth, *leaf.shape[1:]), PartitionSpec(), layers=True)
+            for name, leaf in stacked.items()
+        }
+        leaves |= {name: Leaf(leaf.shape, PartitionSpec()) for name, leaf in shared.items()}
+        return Stage(self.plan.reduce, self.layout.mesh, leaves, REPLICA_AXIS, self.functional.seed)
+
     def _weight_program(self) -> Any:
         """From a batch to the weight of its targets."""
 
@@ -217,21 +233,30 @@ class Streamed(Pipelined):
     def _update(self, parameters: Any, gradients: Any, carry: dict[str, Any], at: UpdateAt) -> tuple[Any, Any]:
         """Of one stage: gradients added up over the data axes, judged, clipped and applied."""
         del at
-        found = self._whole(*jax.tree.map(lambda leaf: self._over_rows(leaf[0]), gradients))
+        stacked, shared = jax.tree.map(lambda leaf: self._over_rows(leaf[0]), gradients)
+        codec, codes = self.codes, carry["codes"]
+        if codec is not None:
+            sums = jax.tree.map(lambda leaf: leaf * codec.replicas, {**stacked, **shared})
+            reduced, states = codec.inside(sums, codes["states"], codes["updates"], (REPLICA_AXIS,))
+            codes = {"states": states, "updates": codes["updates"] + 1}
+            stacked, shared = ({name: reduced[name] for name in part} for part in (stacked, shared))
+        found = self._whole(stacked, shared)
         norm = optax.tree.norm(found)
         good, watch = carry["watch"].judge(norm, norm, self.experiment.guard)
         leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
         params = self._whole(*jax.tree.map(lambda leaf: leaf[0], parameters))
         after, state = self.advance(found, self._optimizer.unflatten(leaves), params, norm, good)
         owned, free = self._divided(jax.tree.leaves(state))
-        carry = {"owned": owned, "free": free, "watch": watch, "squares": carry["squares"] + jnp.square(norm)}
+        squares = carry["squares"] + jnp.square(norm)
+        carry = {"owned": owned, "free": free, "watch": watch, "codes": codes, "squares": squares}
         return jax.tree.map(lambda leaf: leaf[None], self._split(after)), carry
 
     def _over_rows(self, gradient: Array) -> Array:
-        """One gradient, added up over the devices of this stage."""
+        """One gradient, added up over the devices of this stage; a codec adds up those of replicas."""
         if self.plan.reduce == "bfloat16":
             gradient = gradient.astype(jnp.bfloat16)
-        over = [axis for axis in self.manual if axis != PIPE_AXIS and self.layout.mesh.shape[axis] > 1]
+        apart = {PIPE_AXIS} if self.codes is None else {PIPE_AXIS, REPLICA_AXIS}
+        over = [axis for axis in self.manual if axis not in apart and self.layout.mesh.shape[axis] > 1]
         return (jax.lax.psum(gradient, over) if over else gradient).astype(jnp.float32)
 
     def _divided(self, leaves: list[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -267,7 +292,7 @@ class Streamed(Pipelined):
     def filled(self, state: TrainState) -> TrainState:
         """A state whose pipe is empty, and whose stages have made as many updates as the state tells."""
 
-        def body(stacked: Any, shared: Any, free: Any, watch: Watch) -> Any:
+        def body(stacked: Any, shared: Any, free: Any, watch: Watch, updates: Array) -> Any:
             parameters = jax.tree.map(lambda leaf: leaf[None], stacked), shared
             rows = self.experiment.batch // self.group // self._ways
             zeros = {
@@ -278,13 +303,17 @@ class Streamed(Pipelined):
             pipe = self._pipe(parameters, batch, key).fill(parameters, batch, key)
             # each stage's share of the norm, were they alike
             watch = replace(watch, norm=watch.norm / self.ranks**0.5)
-            return {"pipe": pipe, **jax.tree.map(lambda leaf: leaf[None], {"free": free, "watch": watch})}
+            codes = {}
+            if self.codes is not None:
+                codes = {"states": self.codes.start(), "updates": updates}
+            own = {"free": free, "watch": watch, "codes": codes}
+            return {"pipe": pipe, **jax.tree.map(lambda leaf: leaf[None], own)}
 
         _, free = self._divided(jax.tree.leaves(state.optimizer))
         each, same = PartitionSpec(PIPE_AXIS), PartitionSpec()
         with self.tracing():
-            flight = self._mapped(body, (each, each, same, same), self._own)(
-                *self._split(state.params), free, state.watch
+            flight = self._mapped(body, (each, each, same, same, same), self._own)(
+                *self._split(state.params), free, state.watch, state.step
             )
         return replace(state, in_flight=flight)
 
@@ -332,7 +361,7 @@ class Streamed(Pipelined):
 
         def body(weights: Any, shared: Any, owned: Any, flight: Any, batch: Any, key: Any) -> Any:
             parameters = jax.tree.map(lambda leaf: leaf[None], weights), shared
-            mine = jax.tree.map(lambda leaf: leaf[0], {name: flight[name] for name in ("free", "watch")})
+            mine = jax.tree.map(lambda leaf: leaf[0], {name: flight[name] for name in ("free", "watch", "codes")})
             owned = {i: leaf if stacked[i] else leaf[0] for i, leaf in owned.items()}
             carry = {"owned": owned, **mine, "squares": jnp.zeros(())}
             pipe = self._pipe(parameters, batch, key)
@@ -340,7 +369,7 @@ class Streamed(Pipelined):
             weights, shared = found.parameters
             weights, carry = jax.tree.map(lambda leaf: leaf[0], weights), found.optimizer
             owned = {i: leaf if stacked[i] else leaf[None] for i, leaf in carry["owned"].items()}
-            mine = jax.tree.map(lambda leaf: leaf[None], {name: carry[name] for name in ("free", "watch")})
+            mine = jax.tree.map(lambda leaf: leaf[None], {name: carry[name] for name in ("free", "watch", "codes")})
             squares = jax.lax.psum(carry["squares"], PIPE_AXIS)
             told = jax.lax.psum(found.sums, self.manual), jnp.sqrt(squares)
             return weights, shared, owned, {"pipe": found.in_flight, **mine}, told

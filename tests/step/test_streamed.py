@@ -291,3 +291,19 @@ def test_synchronous_steps_come_first(alone: TrainStep) -> None:
     # a pipe fills, and all go on from the updates that were made
     assert [metrics["weight"] > 0 for metrics in after] == [True, True, True]
     assert after[2]["learning_rate"] < after[0]["learning_rate"] < one[-1]["learning_rate"]
+
+
+@pytest.mark.parametrize(
+    ("codec", "bound"),
+    [("int8,start=100", 2e-5), pytest.param("int8", 2e-2, marks=pytest.mark.slow)],
+)
+def test_a_codec_that_still_sends_the_exact_mean_changes_nothing(codec: str, bound: float) -> None:
+    wide = dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, embed=16))
+    told = []
+    for reduce in ("", f"; reduce={codec}"):
+        step = step_of(f"pipeline=2bw:2x2; mesh=replica:2{reduce}", wide)
+        told.append(fed(step, step.init(), range(STEPS))[1])
+    for name in ("loss", "grad_norm"):
+        exact, coded = ([metrics[name] for metrics in one] for one in told)
+        np.testing.assert_allclose(coded, exact, rtol=bound)
+    assert bound < 1e-3 or told[0] != told[1]
