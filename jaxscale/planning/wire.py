@@ -58,8 +58,9 @@ def wire_of(step: TrainStep, platform: Platform) -> Wire | None:
     if replicas == 1:
         return None
     outer = step.outer
-    if step.stage is not None:
-        sent, exact, by = step.stage.wire_bytes, step.stage.exact_bytes, f"reduce {step.stage.codec}"
+    stage = step.stage if step.streamed is None else step.streamed.codes
+    if stage is not None:
+        sent, exact, by = stage.wire_bytes, stage.exact_bytes, f"reduce {stage.codec}"
     elif outer is not None:
         parts = range(len(outer.parts))
         sent = math.ceil(sum(map(outer.wire_bytes, parts)) / outer.diloco.every)

@@ -234,15 +234,17 @@ class Streamed(Pipelined):
         """Of one stage: gradients added up over the data axes, judged, clipped and applied."""
         del at
         stacked, shared = jax.tree.map(lambda leaf: self._over_rows(leaf[0]), gradients)
-        codec, codes = self.codes, carry["codes"]
+        codec, codes, states = self.codes, carry["codes"], {}
         if codec is not None:
             sums = jax.tree.map(lambda leaf: leaf * codec.replicas, {**stacked, **shared})
             reduced, states = codec.inside(sums, codes["states"], codes["updates"], (REPLICA_AXIS,))
-            codes = {"states": states, "updates": codes["updates"] + 1}
             stacked, shared = ({name: reduced[name] for name in part} for part in (stacked, shared))
         found = self._whole(stacked, shared)
         norm = optax.tree.norm(found)
         good, watch = carry["watch"].judge(norm, norm, self.experiment.guard)
+        if codec is not None:
+            kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), states, codes["states"])
+            codes = {"states": kept, "updates": codes["updates"] + 1}
         leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
         params = self._whole(*jax.tree.map(lambda leaf: leaf[0], parameters))
         after, state = self.advance(found, self._optimizer.unflatten(leaves), params, norm, good)

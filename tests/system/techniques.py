@@ -92,6 +92,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         onto="--plan.mesh data:2",
     ),
     *_alike("L2L", "--plan.weights host", "--plan.weights host --plan.gradients host"),
+    *_alike("L2L", "--plan.weights host --plan.pipeline 1f1b:2x4", four=_PIPE, one=False),
     *_alike(
         "gradients compressed",
         *(f"--plan.reduce {codec}" for codec in ("int4", "onebit", "qsgd:4bit", "topk:0.1", "dgc:0.1")),
@@ -146,6 +147,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         "--plan.pipeline 2bw:2x4 --plan.state int8",
         four=_PIPE,
         one=False,
+    ),
+    *_alike(
+        "asynchronous pipelines", "--plan.pipeline 2bw:2x4 --plan.reduce int8", four="--plan.mesh replica:2", one=False
     ),
     *_alike("loss in chunks", "--plan.loss-chunk 4"),
     *_alike("attention in chunks", "--plan.attention chunked"),
