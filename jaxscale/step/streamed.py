@@ -237,7 +237,7 @@ class Streamed(Pipelined):
         codec, codes, states = self.codes, carry["codes"], {}
         if codec is not None:
             sums = jax.tree.map(lambda leaf: leaf * codec.replicas, {**stacked, **shared})
-            reduced, states = codec.inside(sums, codes["states"], codes["updates"], (REPLICA_AXIS,))
+            reduced, states = self._reduced(codec, sums, codes["states"], codes["updates"])
             stacked, shared = ({name: reduced[name] for name in part} for part in (stacked, shared))
         found = self._whole(stacked, shared)
         norm = optax.tree.norm(found)
@@ -252,6 +252,21 @@ class Streamed(Pipelined):
         squares = carry["squares"] + jnp.square(norm)
         carry = {"owned": owned, "free": free, "watch": watch, "codes": codes, "squares": squares}
         return jax.tree.map(lambda leaf: leaf[None], self._split(after)), carry
+
+    def _reduced(self, codec: Stage, gradients: Any, states: Any, updates: Array) -> tuple[dict[str, Array], Any]:
+        """One stage's gradients averaged over the replicas, manual over the axes that are left: kernels want all."""
+
+        def inside(gradients: Any, states: Any, updates: Array) -> tuple[dict[str, Array], Any]:
+            return codec.inside(gradients, states, updates, (REPLICA_AXIS,))
+
+        return jax.shard_map(
+            inside,
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            axis_names=set(self.layout.mesh.axis_names) - set(self.manual),
+            check_vma=False,
+        )(gradients, states, updates)
 
     def _over_rows(self, gradient: Array) -> Array:
         """One gradient, added up over the devices of this stage; a codec adds up those of replicas."""

@@ -15,7 +15,7 @@ from jaxscale.values import override
 pytestmark = pytest.mark.slow
 pytest.importorskip("libtpu")
 
-LENGTH, VOCAB, EMBED = 128, 1024, 128
+LENGTH, VOCAB, EMBED = 128, 1024, 256
 
 
 class Tokens:
@@ -25,14 +25,16 @@ class Tokens:
         return dict.fromkeys(("tokens", "targets"), ((rows, LENGTH), "int32"))
 
 
-def experiment():
-    model = Decoder(vocab=VOCAB, context=LENGTH, layers=4, embed=EMBED, heads=2, tied=True)
+def experiment(tied=True):
+    model = Decoder(vocab=VOCAB, context=LENGTH, layers=4, embed=EMBED, heads=2, tied=tied)
     return Experiment("compiled", model, Tokens(), batch=32)
 
 
-def report(platform, **changes):
+def report(platform, tied=True, **changes):
     plan = override(Plan(precision="bfloat16"), changes)
-    return compile_report(functools.partial(lowered_step, make=experiment, plan=plan), Platform.parse(platform))
+    return compile_report(
+        functools.partial(lowered_step, make=functools.partial(experiment, tied), plan=plan), Platform.parse(platform)
+    )
 
 
 @pytest.mark.parametrize("zero", ["1", "2"])
@@ -71,3 +73,11 @@ def test_weights_on_the_host_leave_the_device(changes):
     assert there.host_argument_bytes >= here.host_argument_bytes + blocks
     assert there.argument_bytes <= here.argument_bytes - blocks
     assert there.argument_bytes + there.temp_bytes < here.argument_bytes + here.temp_bytes
+
+
+def test_stages_that_update_on_their_way_send_codes():
+    found = report("tpu v5e:2x4", False, pipeline="2bw:2x4", mesh="replica:2,data:2", reduce="int8")
+    slow = [one for one in found.collectives if "replica" in (one.axes or ())]
+    assert {one.kind for one in slow if one.dtype == "s8"} == {"all-to-all", "all-gather"}
+    coded = sum(one.bytes * one.count for one in slow if one.dtype == "s8")
+    assert sum(one.bytes * one.count for one in slow if one.dtype == "f32") < 0.1 * coded
