@@ -151,7 +151,7 @@ def recoded(one: Draw) -> bool:
 
 
 def _kind(text: str) -> str:
-    """A codec's name without its options; any other value as it is."""
+    """A codec's name without its options; any other value unchanged."""
     return text.replace(",", ":").partition(":")[0]
 
 

@@ -44,13 +44,13 @@ def shown(fields: dict[str, str], rule: dict[str, str], seed: int) -> list[tuple
     """Relative differences of loss and norm, of the first step and the second, between layouts."""
     one = Draw(tuple(rule.items()), rows=0, batch=16, seed=seed)
     alone = train(one, {"mesh": "replica:2", **fields})
-    found = []
+    differences = []
     for layout in LAYOUTS:
         other = train(one, {**layout, **fields})
         pairs = zip((*alone.losses, *alone.norms), (*other.losses, *other.norms), strict=True)
         first, second, first_norm, second_norm = (relative(a, b) for a, b in pairs)
-        found.append((first, first_norm, second, second_norm))
-    return found
+        differences.append((first, first_norm, second, second_norm))
+    return differences
 
 
 def measure() -> None:

@@ -209,8 +209,8 @@ def _codec_beside_one_bit(facts: Facts) -> str | None:
     """A codec other than the one that takes a one-bit optimizer's momenta."""
     experiment, reduce = facts.experiment, facts.plan.reduce
     messages = None if experiment is None else experiment.optimizer.messages(experiment.steps)
-    own = isinstance(reduce, NamedCodec) and messages is not None and str(reduce) == f"onebit,start={messages.freeze}"
-    return None if own else changed("reduce")(facts)
+    takes_them = messages is not None and str(reduce) == f"onebit,start={messages.freeze}"
+    return None if takes_them else changed("reduce")(facts)
 
 
 def _diloco(facts: Facts) -> str | None:
@@ -318,9 +318,7 @@ _state_host, _state_off = field("optimizer_state", "host"), field("optimizer_sta
 _split, _residuals = field("master", "split"), field("stash", "residuals")
 
 ONE_COPY = "its stages update copies of their own on the device, in the middle of a step"
-OF_THE_WHOLE_BATCH = (
-    "such as batch statistics or generators, which is of the whole batch, and each replica would have its own"
-)
+OF_THE_WHOLE_BATCH = "batch statistics and generators are of the whole batch, and each replica would have its own"
 LOOK_UPS = "XLA aborts on look-ups of such layers there"
 
 RULES: tuple[Rule, ...] = (
@@ -359,7 +357,7 @@ RULES: tuple[Rule, ...] = (
     Needs(
         along("pipe"),
         lambda facts: facts.plan.pipeline is not None,
-        "nothing says what the devices along pipe do",
+        "nothing specifies what the devices along pipe do",
         "add a pipeline such as 1f1b:4x16",
     ),
     Needs(_without_pipeline, lambda facts: False, "there is no pipeline", "add one, or leave it out"),

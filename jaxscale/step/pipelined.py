@@ -274,8 +274,8 @@ class Pipelined(Objective):
             )
             return finish(done)
 
-        given = (spec[0], None if frozen is None else spec[0], spec[1], rows, PartitionSpec())
-        return self._mapped(body, given, out)(stacked, frozen, shared, batch, key)
+        specs = (spec[0], None if frozen is None else spec[0], spec[1], rows, PartitionSpec())
+        return self._mapped(body, specs, out)(stacked, frozen, shared, batch, key)
 
     def _readers(self, x: Any, stacked: Any, shared: Any, microbatch: Any, key: Any) -> tuple[int, ...] | None:
         """The stages that read what stages share: the first and the last, where blocks read none of it; else `None`."""

@@ -243,8 +243,8 @@ class Streamed(Pipelined):
         norm = optax.tree.norm(found)
         good, watch = carry["watch"].judge(norm, norm, self.experiment.guard)
         if codec is not None:
-            kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), states, codes["states"])
-            codes = {"states": kept, "updates": codes["updates"] + 1}
+            states = jax.tree.map(lambda new, old: jnp.where(good, new, old), states, codes["states"])
+            codes = {"states": states, "updates": codes["updates"] + 1}
         leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
         params = self._whole(*jax.tree.map(lambda leaf: leaf[0], parameters))
         after, state = self.advance(found, self._optimizer.unflatten(leaves), params, norm, good)
@@ -323,8 +323,8 @@ class Streamed(Pipelined):
             codes = {}
             if self.codes is not None:
                 codes = {"states": self.codes.start(), "updates": updates}
-            own = {"free": free, "watch": watch, "codes": codes}
-            return {"pipe": pipe, **jax.tree.map(lambda leaf: leaf[None], own)}
+            lasting = {"free": free, "watch": watch, "codes": codes}
+            return {"pipe": pipe, **jax.tree.map(lambda leaf: leaf[None], lasting)}
 
         _, free = self._divided(jax.tree.leaves(state.optimizer))
         each, same = PartitionSpec(PIPE_AXIS), PartitionSpec()

@@ -1,4 +1,4 @@
-"""Every row of the rules refuses what it is for, and says what to do instead; without devices."""
+"""Every row of the rules refuses an example of its own, with a way round; without devices."""
 
 import re
 

@@ -144,7 +144,7 @@ def test_a_step_trains(changes: dict[str, str], reference: Any) -> None:
         ({"pipeline": "1f1b:2x3"}, "batch 8 does not divide into 3 microbatches"),
         ({"pipeline": "1f1b:2x4", "mesh": "pipe:4"}, "takes 2 devices along pipe, and mesh pipe:4 says 4"),
         ({"pipeline": "1f1b:2x4", "microbatches": "2"}, "microbatches says 2"),
-        ({"mesh": "pipe:2"}, "nothing says what the devices along pipe do"),
+        ({"mesh": "pipe:2"}, "nothing specifies what the devices along pipe do"),
         ({"stages": "2,2"}, "there is no pipeline"),
         ({"lowering": "phased"}, "lowering phased: there is no pipeline"),
         ({"pipeline": "1f1b:2x4", "lowering": "phased"}, "take lockstep or gpipe, or lowering switch"),
