@@ -11,7 +11,7 @@ from jaxscale.optim.offloaded import plainly
 from jaxscale.platforms.detect import host_memory
 from jaxscale.platforms.kept_programs import keep_ordered_programs
 from jaxscale.sharding.memory_space import check_host_memory
-from jaxscale.step.combinations import Facts, check
+from jaxscale.step.combinations import check
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
 from jaxscale.step.host import advance_of, asked_of_host, check_host_size, uses_host
@@ -29,6 +29,7 @@ from jaxscale.step.remember import (
     settled_unroll,
     treatment_of,
 )
+from jaxscale.step.requests import Facts
 from jaxscale.step.stages import Stages, stages_of
 from jaxscale.step.streamed import Streamed
 from jaxscale.step.train_step import TrainStep, objective_of

@@ -10,8 +10,9 @@ from jaxscale.optim.diloco import Diloco
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.step.combinations import Facts, check
+from jaxscale.step.combinations import check
 from jaxscale.step.kernels import AUTO, Kernels
+from jaxscale.step.requests import Facts
 from jaxscale.values import check_types, from_json, read_json
 
 PLAN_VERSION = 1

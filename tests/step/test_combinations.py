@@ -8,9 +8,10 @@ from flax import nnx
 from jaxscale.models import ForeignModel, classification
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.step.combinations import RULES, Facts, Incompatible, check
+from jaxscale.step.combinations import RULES, Incompatible, check
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from jaxscale.step.requests import Facts
 from jaxscale.values import override
 
 

@@ -1,0 +1,248 @@
+"""What a user can ask for, as the rules of `combinations.py` name it: each is read off the facts of a training.
+
+A request is a function from the facts to the text that asks for it, as the user wrote it, or `None` where nothing does.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from jaxscale.compression.named import NamedCodec
+from jaxscale.memory.plan import MemoryPlan
+
+if TYPE_CHECKING:
+    from jaxscale.step.experiment import Experiment
+    from jaxscale.step.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known of a training when its combination is checked.
+
+    Args:
+        plan: its plan; rows about an axis of the mesh wait until the plan has one.
+        experiment: model, optimizer and steps; `None` while the plan is made.
+        state: names of what the model holds beside parameters.
+        unlike: its pipeline has stages of unlike blocks.
+        copied: two devices of its pipeline have weights of the same stage.
+        mixing: the operation by which the optimizer's update mixes elements of a tensor; `None`: it mixes none.
+    """
+
+    plan: "Plan"
+    experiment: "Experiment | None" = None
+    state: tuple[str, ...] = ()
+    unlike: bool = False
+    copied: bool = False
+    mixing: str | None = None
+
+    def size(self, axis: str) -> int | None:
+        """Devices along an axis; `None` while it is not known."""
+        return None if self.plan.mesh is None else self.plan.mesh.sizes[axis]
+
+    def fill(self, text: str) -> str:
+        """A row's text, with what it mentions of the facts filled in."""
+        plan, experiment = self.plan, self.experiment
+        optimizer = "" if experiment is None else experiment.optimizer.name
+        return text.format(
+            mesh=plan.mesh,
+            precision=plan.precision,
+            steps="" if experiment is None else experiment.steps,
+            plain=optimizer.removeprefix("one_bit_").replace("adam", "adamw"),
+            mixing=self.mixing,
+        )
+
+
+Request: TypeAlias = Callable[[Facts], str | None]
+"""What the user wrote of a technique; `None` where it is not asked for."""
+
+
+def field(name: str, *values: object) -> Request:
+    """A field of the plan that has one of some values."""
+
+    def request(facts: Facts) -> str | None:
+        value = getattr(facts.plan, name)
+        return f"{name} {value}" if value in values else None
+
+    return request
+
+
+def changed(name: str) -> Request:
+    """A field of the plan that has another value than its default."""
+
+    def request(facts: Facts) -> str | None:
+        value = getattr(facts.plan, name)
+        return None if value == getattr(type(facts.plan), name) else f"{name} {value}"
+
+    return request
+
+
+def along(axis: str) -> Request:
+    """Several devices along an axis of the mesh."""
+
+    def request(facts: Facts) -> str | None:
+        return f"mesh {facts.plan.mesh}" if (facts.size(axis) or 1) > 1 else None
+
+    return request
+
+
+def pipeline(facts: Facts) -> str | None:
+    """A pipeline."""
+    return None if facts.plan.pipeline is None else f"pipeline {facts.plan.pipeline}"
+
+
+def asynchronous(facts: Facts) -> str | None:
+    """A pipeline that updates weights on its way."""
+    return f"pipeline {facts.plan.pipeline}" if facts.plan.asynchronous else None
+
+
+def unlike(facts: Facts) -> str | None:
+    """A pipeline with stages of unlike blocks."""
+    return f"pipeline {facts.plan.pipeline} of unlike blocks" if facts.unlike else None
+
+
+def copied(facts: Facts) -> str | None:
+    """A pipeline in which two devices have the same stage."""
+    return f"pipeline {facts.plan.pipeline}" if facts.copied else None
+
+
+def newest_weights(facts: Facts) -> str | None:
+    """A pipeline whose gradients are of the newest weights."""
+    pipeline = facts.plan.pipeline
+    return f"pipeline {pipeline}" if pipeline is not None and not facts.plan.asynchronous else None
+
+
+def own_weights(facts: Facts) -> str | None:
+    """A pipeline whose backwards read the weights of their forwards."""
+    pipeline = facts.plan.pipeline
+    return f"pipeline {pipeline}" if pipeline is not None and pipeline.name != "pipemare" else None
+
+
+def codec(facts: Facts) -> str | None:
+    """A codec of gradients."""
+    return f"reduce {facts.plan.reduce}" if isinstance(facts.plan.reduce, NamedCodec) else None
+
+
+def codec_beside_one_bit(facts: Facts) -> str | None:
+    """A codec other than the one that takes a one-bit optimizer's momenta."""
+    experiment, reduce = facts.experiment, facts.plan.reduce
+    messages = None if experiment is None else experiment.optimizer.messages(experiment.steps)
+    takes_them = messages is not None and str(reduce) == f"onebit,start={messages.freeze}"
+    return None if takes_them else changed("reduce")(facts)
+
+
+def diloco(facts: Facts) -> str | None:
+    """Replicas that train alone and meet."""
+    return None if facts.plan.diloco is None else f"diloco {facts.plan.diloco}"
+
+
+def one_bit(facts: Facts) -> str | None:
+    """An optimizer whose replicas send momenta."""
+    experiment = facts.experiment
+    sends = experiment is not None and experiment.optimizer.messages(experiment.steps) is not None
+    return f"optimizer {experiment.optimizer.name}" if experiment is not None and sends else None
+
+
+def zero(facts: Facts) -> str | None:
+    """A stage of ZeRO."""
+    return f"zero {facts.plan.zero}" if facts.plan.zero else None
+
+
+def microbatches(facts: Facts) -> str | None:
+    """Several microbatches."""
+    return f"microbatches {facts.plan.microbatches}" if facts.plan.microbatches > 1 else None
+
+
+def memory(*rules: str) -> Request:
+    """A memory plan by one of some rules."""
+
+    def request(facts: Facts) -> str | None:
+        return f"memory {facts.plan.memory}" if facts.plan.memory.rule in rules else None
+
+    return request
+
+
+def memory_of_sequences(facts: Facts) -> str | None:
+    """A memory plan that looks at all blocks in sequence."""
+    memory: MemoryPlan = facts.plan.memory
+    return None if memory.rule in ("none", "dots", "full", "jax") else f"memory {memory}"
+
+
+def keeps_weights(facts: Facts) -> str | None:
+    """A memory plan that keeps every weight."""
+    return f"memory {facts.plan.memory}" if facts.plan.memory.name == "everything_saveable" else None
+
+
+def host_updates_by_slices(facts: Facts) -> str | None:
+    """State or weights on the host whose updates are made on the device, slice by slice."""
+    plan = facts.plan
+    if plan.optimizer_state == "host" or (plan.weights == "device" and plan.optimizer_state == "device"):
+        return None
+    places = {name: getattr(plan, name) for name in ("weights", "gradients", "optimizer_state")}
+    return ", ".join(f"{name} {place}" for name, place in places.items() if place != "device")
+
+
+def scores_named(facts: Facts) -> str | None:
+    """A kernel of cross-entropy by name."""
+    return f"kernels {facts.plan.kernels}" if facts.plan.scores in ("tpu", "reference") else None
+
+
+def attention_named(facts: Facts) -> str | None:
+    """A kernel of attention by name."""
+    return f"kernels {facts.plan.kernels}" if facts.plan.kernels.of("attention") != "auto" else None
+
+
+def model_state(facts: Facts) -> str | None:
+    """A model that holds more than parameters."""
+    return f"a model that holds state of its own ({', '.join(facts.state[:3])})" if facts.state else None
+
+
+def foreign(facts: Facts) -> str | None:
+    """A model of layers that are not ours."""
+    model = None if facts.experiment is None else facts.experiment.model
+    return "a model of layers that are not ours" if getattr(model, "foreign", False) else None
+
+
+def foreign_over_tensor(facts: Facts) -> str | None:
+    """Such a model on a tensor axis."""
+    return f"{foreign(facts)} and tensor:{facts.size('tensor')}" if foreign(facts) and along("tensor")(facts) else None
+
+
+def meets_before_the_end(facts: Facts) -> bool | None:
+    """Whether DiLoCo's replicas meet before the end of the run."""
+    plan, experiment = facts.plan, facts.experiment
+    return None if experiment is None or plan.diloco is None else plan.diloco.every <= experiment.steps
+
+
+def has(axis: str) -> Callable[[Facts], bool | None]:
+    """Whether an axis of the mesh has several devices; `None` while the mesh is not known."""
+
+    def met(facts: Facts) -> bool | None:
+        size = facts.size(axis)
+        return None if size is None else size > 1
+
+    return met
+
+
+def fsdp(facts: Facts) -> bool | None:
+    """Whether there is an fsdp axis; one device alone has another way round."""
+    return None if facts.plan.mesh is not None and facts.plan.mesh.devices == 1 else has("fsdp")(facts)
+
+
+def not_alone(facts: Facts) -> bool | None:
+    """Whether there are several devices; `None` while the mesh is not known."""
+    return None if facts.plan.mesh is None else facts.plan.mesh.devices > 1
+
+
+def without_pipeline(facts: Facts) -> str | None:
+    """Fields that mean something beside a pipeline alone."""
+    from jaxscale.step.plan import OF_A_PIPELINE
+
+    plan = facts.plan
+    if plan.pipeline is not None:
+        return None
+    return next((text for text in (changed(name)(facts) for name in OF_A_PIPELINE) if text), None)
+
+
+weights_host, gradients_host = field("weights", "host"), field("gradients", "host")
+state_host, state_off = field("optimizer_state", "host"), field("optimizer_state", "host", "streamed")
+split, residuals = field("master", "split"), field("stash", "residuals")
