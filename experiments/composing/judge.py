@@ -26,12 +26,22 @@ ROUNDING = {
 """Largest relative difference of loss and norm, of the first step and the second, that each type shows alone beside
 float32: 12 batches of 1 and 3 rows, SGD and AdamW. A combination may differ by twice as much."""
 CODING = {
-    "reduce=int8": (4.7e-7, 2.1e-4, 3.2e-4, 3.6e-3),
+    "reduce=int8": (1.8e-07, 1.7e-04, 3.2e-04, 3.6e-03),
+    "reduce=int4": (1.8e-07, 3.6e-03, 7.7e-04, 1.3e-02),
+    "reduce=onebit": (1.8e-07, 1.3e-03, 3.2e-03, 1.3e-02),
+    "reduce=qsgd:4bit": (1.8e-07, 6.1e-03, 2.0e-03, 3.1e-02),
+    "reduce=qsgd:8bit": (1.8e-07, 5.3e-04, 4.7e-04, 6.6e-03),
+    "reduce=topk:0.05": (1.8e-07, 8.6e-03, 1.2e-03, 2.9e-02),
+    "reduce=topk:0.25": (1.8e-07, 4.4e-03, 6.4e-04, 1.4e-02),
+    "reduce=dgc:0.05": (1.8e-07, 8.6e-03, 1.2e-03, 1.1e-02),
+    "reduce=dgc:0.25": (1.8e-07, 4.4e-03, 6.4e-04, 1.1e-02),
+    "reduce=powersgd:1": (1.8e-07, 2.1e-01, 1.0e-02, 1.8e-01),
+    "reduce=powersgd:4": (1.8e-07, 1.9e-01, 1.4e-02, 9.5e-02),
 }
 """The same of techniques that round the numbers of a block together, from layout to layout, for a block ends where a
 shard does: `composition.py --tolerances`."""
 CODED = ("reduce", "state", "master")
-"""Fields of such techniques. What the table lacks may differ by three times what it changes alone."""
+"""Fields of such techniques. A value that the table lacks may differ by three times what it changes alone."""
 CONDITIONING = 10.0
 """What rounding changes in one program it may change so many times over in another."""
 
@@ -138,7 +148,7 @@ def judge(one: Draw, platform: str | None = None) -> Verdict:
 
 def rounding(one: Draw) -> tuple[float, ...]:
     """What the types that a combination computes in may change, and its codes, added up: the tables' four figures."""
-    names = [f"{name}={_kind(text)}" for name, text in one.plan.items()]
+    names = [row_name(choice) for choice in one.plan.items()]
     shown = [(ROUNDING | (CODING if recoded(one) else {})).get(name, (0.0,) * 4) for name in names]
     later = 3 if asynchronous(one) else 1  # more steps come before the two that are compared
     return tuple(2 * later * sum(figures) for figures in zip(*shown, strict=True))
@@ -150,9 +160,10 @@ def recoded(one: Draw) -> bool:
     return mesh.devices > mesh.replica or "pipeline" in one.plan
 
 
-def _kind(text: str) -> str:
-    """A codec's name without its options; any other value unchanged."""
-    return text.replace(",", ":").partition(":")[0]
+def row_name(choice: tuple[str, str]) -> str:
+    """The row of the tables for a field's value, such as "reduce=qsgd:4bit": without what follows a comma."""
+    field, text = choice
+    return f"{field}={text.partition(',')[0]}"
 
 
 def compare(one: Draw, trained: Trained) -> Iterator[Comparison]:
@@ -167,7 +178,7 @@ def compare(one: Draw, trained: Trained) -> Iterator[Comparison]:
         yield Comparison("first loss, plain twin", trained.losses[0], plain.losses[0], slack[0])
         if not set(lossy) - {"mesh", "precision", "matmul"} and not one.optimizer["name"].startswith("one_bit"):
             yield Comparison("first norm, plain twin", trained.norms[0], plain.norms[0], slack[1])
-    unmeasured = [name for name in CODED if name in lossy and f"{name}={_kind(lossy[name])}" not in CODING]
+    unmeasured = [name for name in CODED if name in lossy and row_name((name, lossy[name])) not in CODING]
     layout = recoded(one) and (unmeasured or one.optimizer["name"].startswith("one_bit"))
     if layout and asynchronous(one):
         plain = train(one, {name: text for name, text in lossy.items() if name not in CODED})

@@ -8,27 +8,19 @@ that split their gradients and state further, on four batches, with SGD and Adam
 import contextlib
 import itertools
 
-from composing.draws import Draw
-from composing.judge import relative
+from composing.draws import CODEC_VALUES, Draw
+from composing.judge import relative, row_name
 from composing.twins import train
 
 from jaxscale.errors import UserError
 
-TECHNIQUES: dict[str, tuple[dict[str, str], ...]] = {
-    "reduce=int8": ({"reduce": "int8"},),
-    "reduce=int4": ({"reduce": "int4"},),
-    "reduce=onebit": ({"reduce": "onebit"},),
-    "reduce=qsgd": ({"reduce": "qsgd:4bit"}, {"reduce": "qsgd:8bit"}),
-    "reduce=topk": ({"reduce": "topk:0.05,warmup=0"}, {"reduce": "topk:0.25,warmup=0"}),
-    "reduce=dgc": ({"reduce": "dgc:0.05,warmup=0"}, {"reduce": "dgc:0.25,warmup=0"}),
-    "reduce=powersgd": ({"reduce": "powersgd:1"}, {"reduce": "powersgd:4"}),
-    "reduce=gradzip": ({"reduce": "gradzip:1"}, {"reduce": "gradzip:4"}),
-    "state=int8": ({"state": "int8"},),
-    "state=dynamic8": ({"state": "dynamic8"},),
-    "state=int4": ({"state": "int4"},),
-    "state=fp8": ({"state": "fp8"},),
-    "master=split": ({"master": "split", "precision": "bfloat16"},),
-}
+TECHNIQUES: tuple[dict[str, str], ...] = (
+    *({"reduce": text} for text in ("int8", "int4", "onebit", "qsgd:4bit", "qsgd:8bit")),
+    *({"reduce": f"{name}:{share},warmup=0"} for name in ("topk", "dgc") for share in CODEC_VALUES["fraction"]),
+    *({"reduce": f"{name}:{rank}"} for name in ("powersgd", "gradzip") for rank in CODEC_VALUES["rank"]),
+    *({"state": text} for text in ("int8", "dynamic8", "int4", "fp8")),
+    {"master": "split", "precision": "bfloat16"},
+)
 LAYOUTS: tuple[dict[str, str], ...] = (
     {"mesh": "replica:2,data:4"},
     {"mesh": "replica:2,fsdp:2", "zero": "1"},
@@ -55,11 +47,10 @@ def shown(fields: dict[str, str], rule: dict[str, str], seed: int) -> list[tuple
 
 def measure() -> None:
     """Print the largest differences of each technique, a line each."""
-    for name, variants in TECHNIQUES.items():
+    for fields in TECHNIQUES:
         figures: list[tuple[float, ...]] = []
-        for fields in variants:
-            for rule, seed in itertools.product(RULES.values(), range(4)):
-                with contextlib.suppress(UserError):
-                    figures += shown(fields, rule, seed)
+        for rule, seed in itertools.product(RULES.values(), range(4)):
+            with contextlib.suppress(UserError):
+                figures += shown(fields, rule, seed)
         largest = ", ".join(f"{max(column):.1e}" for column in zip(*figures, strict=True))
-        print(f'    "{name}": ({largest}),', flush=True)
+        print(f'    "{row_name(next(iter(fields.items())))}": ({largest}),', flush=True)

@@ -196,7 +196,7 @@ class Chained(Pipelined):
                 with blocks.cutting(cut):
                     return of(module, batch, self.context(key, examples))
             except Reached as reached:
-                return reached.found
+                return reached.value
 
         def wire(run: Any, x: Any) -> Wire:
             shapes = [jax.eval_shape(lambda x: x, x)]

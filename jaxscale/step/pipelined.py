@@ -44,11 +44,11 @@ from jaxscale.typing import Array, Batch, Params
 
 
 class Reached(Exception):
-    """What the model was traced for has been found."""
+    """Carries a traced value out of the model, which need not run on."""
 
-    def __init__(self, found: Any) -> None:
+    def __init__(self, value: Any) -> None:
         super().__init__("a traced value, on its way out of the model")
-        self.found = found
+        self.value = value
 
 
 class Pipelined(Objective):
@@ -155,7 +155,7 @@ class Pipelined(Objective):
                 with blocks.cutting(cut):
                     return of(module, batch, self.context(key, examples))
             except Reached as reached:
-                return reached.found
+                return reached.value
 
         def stop(run: Any, x: Any) -> Any:
             raise Reached(x)
@@ -397,9 +397,9 @@ class Pipelined(Objective):
         placed = self.layout.placements
         # gradients of weights from the host are scattered as they are made
         whole = {name: kind == "compute" or (self._streams and self._of_a_stage(name)) for name in placed}
-        found = {n: self._kept(self._reads(n) if whole[n] else getattr(p, kind)) for n, p in placed.items()}
-        stacked = {name: spec for name, spec in found.items() if self._of_a_stage(name)}
-        return stacked, {name: spec for name, spec in found.items() if name not in stacked}
+        specs = {n: self._kept(self._reads(n) if whole[n] else getattr(p, kind)) for n, p in placed.items()}
+        stacked = {name: spec for name, spec in specs.items() if self._of_a_stage(name)}
+        return stacked, {name: spec for name, spec in specs.items() if name not in stacked}
 
     def _chunks(self, stacked: dict[str, Array]) -> dict[str, Array]:
         """Rows of this rank as (chunks, depth, ...), with copies of other ranks' stages where the schedule has two."""

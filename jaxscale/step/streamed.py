@@ -23,6 +23,7 @@ under way are lost, some of whose updates have been made. Restored without it, a
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -239,15 +240,15 @@ class Streamed(Pipelined):
             sums = jax.tree.map(lambda leaf: leaf * codec.replicas, {**stacked, **shared})
             reduced, states = self._reduced(codec, sums, codes["states"], codes["updates"])
             stacked, shared = ({name: reduced[name] for name in part} for part in (stacked, shared))
-        found = self._whole(stacked, shared)
-        norm = optax.tree.norm(found)
+        gradients = self._whole(stacked, shared)
+        norm = optax.tree.norm(gradients)
         good, watch = carry["watch"].judge(norm, norm, self.experiment.guard)
         if codec is not None:
             states = jax.tree.map(lambda new, old: jnp.where(good, new, old), states, codes["states"])
             codes = {"states": states, "updates": codes["updates"] + 1}
         leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
         params = self._whole(*jax.tree.map(lambda leaf: leaf[0], parameters))
-        after, state = self.advance(found, self._optimizer.unflatten(leaves), params, norm, good)
+        after, state = self.advance(gradients, self._optimizer.unflatten(leaves), params, norm, good)
         owned, free = self._divided(jax.tree.leaves(state))
         squares = carry["squares"] + jnp.square(norm)
         carry = {"owned": owned, "free": free, "watch": watch, "codes": codes, "squares": squares}
@@ -337,10 +338,7 @@ class Streamed(Pipelined):
     @property
     def _ways(self) -> int:
         """Parts that the rows of a microbatch are in."""
-        found = 1
-        for axis in BATCH_AXES:
-            found *= self.layout.mesh.shape[axis]
-        return found
+        return math.prod(self.layout.mesh.shape[axis] for axis in BATCH_AXES)
 
     # -- one batch -----------------------------------------------------------------------------------------------------
 
@@ -357,11 +355,11 @@ class Streamed(Pipelined):
     def _waiting(self, state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, Array]]:
         """A synchronous step, after which the pipe is empty."""
         loss, gradients, _ = super().gradients(self._newest(state), batch)
-        found = self.held.in_rows(self.functional.in_layers(gradients))
-        found = jax.lax.with_sharding_constraint(found, self.places.masters)
-        mean, norm = loss.total / positive(loss.weight), optax.tree.norm(found)
+        gradients = self.held.in_rows(self.functional.in_layers(gradients))
+        gradients = jax.lax.with_sharding_constraint(gradients, self.places.masters)
+        mean, norm = loss.total / positive(loss.weight), optax.tree.norm(gradients)
         good, watch = state.watch.judge(mean, norm, self.experiment.guard)
-        params, optimizer = self.advance(found, state.optimizer, state.params, norm, good)
+        params, optimizer = self.advance(gradients, state.optimizer, state.params, norm, good)
         after = replace(state, step=state.step + 1, params=params, optimizer=optimizer, watch=watch)
         return self.filled(after), {"loss": mean, "grad_norm": norm, "weight": loss.weight}
 
@@ -382,14 +380,14 @@ class Streamed(Pipelined):
             owned = {i: leaf if stacked[i] else leaf[0] for i, leaf in owned.items()}
             carry = {"owned": owned, **mine, "squares": jnp.zeros(())}
             pipe = self._pipe(parameters, batch, key)
-            found = pipe.advance(parameters, carry, flight["pipe"], batch, key)
-            weights, shared = found.parameters
-            weights, carry = jax.tree.map(lambda leaf: leaf[0], weights), found.optimizer
+            after = pipe.advance(parameters, carry, flight["pipe"], batch, key)
+            weights, shared = after.parameters
+            weights, carry = jax.tree.map(lambda leaf: leaf[0], weights), after.optimizer
             owned = {i: leaf if stacked[i] else leaf[None] for i, leaf in carry["owned"].items()}
             mine = jax.tree.map(lambda leaf: leaf[None], {name: carry[name] for name in ("free", "watch", "codes")})
             squares = jax.lax.psum(carry["squares"], PIPE_AXIS)
-            told = jax.lax.psum(found.sums, self.manual), jnp.sqrt(squares)
-            return weights, shared, owned, {"pipe": found.in_flight, **mine}, told
+            sums = jax.lax.psum(after.sums, self.manual)
+            return weights, shared, owned, {"pipe": after.in_flight, **mine}, (sums, jnp.sqrt(squares))
 
         scale = jnp.broadcast_to(1.0 / positive(self._weight(batch)), (self.group,))
         with self.tracing():

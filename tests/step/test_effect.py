@@ -11,13 +11,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
 
 import jax
 import numpy as np
 import optax
 import pytest
 
+from jaxscale.compression.codecs import CODECS
 from jaxscale.errors import UserError
+from jaxscale.memory.plan import Rule
 from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.platforms.hlo import Collective, collectives
@@ -28,7 +32,9 @@ from jaxscale.step.check import bytes_over
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.values import override
+from jaxscale.values.annotations import field_types
 
+TESTS = Path(__file__).parents[1]
 LENGTH, ROWS = 64, 8
 MODEL = Decoder(vocab=512, context=LENGTH, layers=4, heads=4, embed=64, mlp=256)
 
@@ -132,6 +138,16 @@ def recomputes(share: float) -> Promise:
     return lambda found, control: found.temp <= share * control.temp and found.flop > control.flop
 
 
+def sends(share: float) -> Promise:
+    """At most this share of the bytes between replicas, and some."""
+    return lambda found, control: 0 < found.slow <= share * control.slow
+
+
+def computes_in(*dtypes: str) -> Promise:
+    """Each of these types is in the program."""
+    return lambda found, control: all(found.text.count(f"{dtype}[") for dtype in dtypes)
+
+
 PLAIN, DATA = "mesh=1 unroll=4", "mesh=data:4 unroll=4"
 
 ROWS_OF = {
@@ -182,7 +198,20 @@ ROWS_OF = {
     "master split": Row(
         "mesh=1 precision=bfloat16 master=split", "mesh=1 precision=bfloat16", lambda f, c: f.parameters < 2.1
     ),
-    "reduce int8": Row("mesh=replica:2 reduce=int8", "mesh=replica:2", lambda f, c: 0 < f.slow < 0.5 * c.slow),
+    "matmul fp8": Row("mesh=1 matmul=fp8", "mesh=1", computes_in("f8e4m3fn", "f8e5m2")),
+    "matmul int8": Row("mesh=1 matmul=int8", "mesh=1", computes_in("s8")),
+    "matmul int4": Row("mesh=1 matmul=int4", "mesh=1 matmul=int8", computes_in("s8", "f8e5m2")),
+    # a code's share of 32 bits, and a tenth for scales, vectors and what every step sums
+    "reduce int8": Row("mesh=replica:2 reduce=int8", "mesh=replica:2", sends(1.1 * 8 / 32)),
+    "reduce int4": Row("mesh=replica:2 reduce=int4", "mesh=replica:2", sends(1.1 * 4 / 32)),
+    "reduce onebit": Row("mesh=replica:2 reduce=onebit", "mesh=replica:2", sends(1.1 * 1 / 32)),
+    "reduce qsgd": Row("mesh=replica:2 reduce=qsgd:4bit", "mesh=replica:2", sends(1.1 * 4 / 32)),
+    # values and places of the largest, twice their share
+    "reduce topk": Row("mesh=replica:2 reduce=topk:0.01,warmup=0", "mesh=replica:2", sends(2 * 0.01)),
+    "reduce dgc": Row("mesh=replica:2 reduce=dgc:0.01,warmup=0", "mesh=replica:2", sends(2 * 0.01)),
+    # factors of rank 2, of matrices 64 wide and 64 to 512 long
+    "reduce powersgd": Row("mesh=replica:2 reduce=powersgd:2", "mesh=replica:2", sends(2 * (1 / 64 + 1 / 64))),
+    "reduce gradzip": Row("mesh=replica:2 reduce=gradzip:2", "mesh=replica:2", sends(2 * (1 / 64 + 1 / 64))),
     "diloco": Row(
         "mesh=replica:2 diloco=every=2",
         "mesh=replica:2",
@@ -193,7 +222,34 @@ ROWS_OF = {
         "mesh=data:2",
         lambda f, c: f.parameters < 0.75 * 4 and f.bytes_of("collective-permute", "pipe") > 0,
     ),
+    "stash": Row("pipeline=1f1b:2x4 stash=input", "pipeline=1f1b:2x4", recomputes(0.5)),
+    "lowering": Row(
+        "pipeline=gpipe:2x4 lowering=phased",
+        "pipeline=gpipe:2x4",
+        lambda f, c: f.text.count(" conditional(") < c.text.count(" conditional("),
+    ),
 }
+ELSEWHERE = {
+    **dict.fromkeys(("optimizer_state", "weights", "gradients"), "step/test_effect_compiled.py"),
+    "memory=offload": "step/test_effect_compiled.py",
+    **dict.fromkeys(("anneal", "correction", "synchronous_steps"), "step/test_streamed.py"),
+    "stages": "step/test_chained.py",
+    "kernels": "step/test_kernels.py",
+    "rules": "sharding/test_zero.py",
+}
+"""The tests that show what the other fields and rules do, by name: these change numbers, or a CPU has no such thing."""
+
+
+def test_every_field_and_every_named_value_has_a_row():
+    chosen = {part for row in ROWS_OF.values() for part in row.plan.split()}
+    shown = {part.partition("=")[0] for part in chosen} | {part.partition(":")[0].partition(",")[0] for part in chosen}
+    named = {"memory": set(get_args(Rule)) - {"none", "fit", "file"}, "reduce": set(CODECS)}
+    named |= {name: set(get_args(field_types(Plan)[name])) for name in ("state", "master", "precision")}
+    wanted = {field.name for field in dataclasses.fields(Plan)}
+    wanted |= {f"{name}={value}" for name, values in named.items() for value in values - {"float32"}}
+    assert wanted - shown == set(ELSEWHERE)
+    for name, file in ELSEWHERE.items():
+        assert name.partition("=")[2] or name in (TESTS / file).read_text()
 
 
 def plain_flop() -> int:
