@@ -1,16 +1,17 @@
-"""Random combinations of techniques, each trained two steps beside its plain twin.
+"""Random combinations of techniques, each trained a few steps beside its twins.
 
     python experiments/composition.py --seed S --draws N       each draw with its verdict, compile and run seconds
     python experiments/composition.py --seed S --only 17       one of them again
     python experiments/composition.py --seed S --draws 40 --lower "tpu v5e:2x4"     lowered for absent devices
     python experiments/composition.py --pairs                  judges the pairs that composing/pairs.json lacks
     python experiments/composition.py --table                  prints the README's table of pairs
-    python experiments/composition.py --tolerances             measures what codes alone change from layout to layout
+    python experiments/composition.py --tolerances             measures what few bits alone change from layout to layout
 
 A draw takes 3 to 6 techniques from the fields of the plan and what these need: rows of 64 or 2,048 tokens with uneven
-weights, 1 to 3 rows a device and microbatch, SGD with momentum in half of them. It *equals* its twins if loss and
-gradient norm do (`composing/judge.py` has the tolerances), or it is *refused* with a reason; what is *wrong*, *crashed*
-or *hung* is a fault, and the exit code is then 1. On 8 virtual CPU devices; a draw takes 5 to 30 processor seconds.
+weights, 1 to 3 rows a device and microbatch, SGD with momentum and without clipping in half of them. It *equals* its
+twins if loss and gradient norm of its first step and its last do (`composing/comparing.py` has the tolerances), or it
+is *refused* by a rule before it is traced; what is *invalid*, *wrong*, *crashed* or *hung* is a fault, and the exit
+code is then 1. On 8 virtual CPU devices; a draw takes 5 to 30 processor seconds.
 """
 
 import argparse
@@ -35,7 +36,7 @@ FLAGS = {
 """Eight virtual devices. Long rows run optimized code, all others code that is three times faster to compile."""
 SHORT = 64
 """Positions of a row that is not long."""
-FAULTS = ("wrong", "crashed", "hung")
+FAULTS = ("wrong", "invalid", "crashed", "hung")
 
 
 def main() -> int:
@@ -49,7 +50,7 @@ def main() -> int:
     )
     parser.add_argument("--pairs", action="store_true", help="judge pairs in place of draws, and record them")
     parser.add_argument("--table", action="store_true", help="print the README's table of the pairs recorded")
-    parser.add_argument("--tolerances", action="store_true", help="measure the figures of judge.CODING; half an hour")
+    parser.add_argument("--tolerances", action="store_true", help="measure the figures of comparing.LAYOUT; an hour")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th draw or pair, from the I-th on")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which one counts as hung")
     parser.add_argument("-o", "--out", type=Path, help="a file for the verdicts, a JSON object a line")
@@ -80,7 +81,6 @@ def main() -> int:
     for task in tasks[index::count]:
         verdict = judge({**task, "lower": arguments.lower})
         counts[verdict["outcome"]] += 1
-        counts["refused by a rule"] += verdict.get("by_rule", False)
         print(
             f"{verdict['name']:>4} {verdict['outcome']:8} compile {verdict['compile_seconds']:5.1f} s, run "
             f"{verdict['run_seconds']:5.1f} s, {verdict['worst']:5.2f} of the tolerance  {verdict['draw']}",
@@ -94,7 +94,8 @@ def main() -> int:
             pairs.record(verdict["name"], verdict["reason"])
     judge.close()
     judged = len(tasks[index::count])
-    print(json.dumps({"seed": arguments.seed, "judged": judged, **counts}))
+    share = round(counts["refused"] / max(judged, 1), 3)
+    print(json.dumps({"seed": arguments.seed, "judged": judged, "refused share": share, **counts}))
     return int(any(counts[fault] for fault in FAULTS))
 
 
@@ -108,9 +109,9 @@ class Children:
 
     def __call__(self, task: dict[str, Any]) -> dict[str, Any]:
         """The verdict on a task."""
-        from composing.judge import named
+        from composing.judge import combination_of
 
-        name, one = named(task)
+        name, one = combination_of(task)
         long = one.length > SHORT
         if self.process is None or self.judged >= self.recycle or long != self.long:
             self.close()

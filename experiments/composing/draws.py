@@ -8,6 +8,7 @@ of a type that nobody can draw is an error.
 
 import dataclasses
 import functools
+import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,13 @@ EXCLUDED = ("custom", "file", "fit", "splash")
 """Values that need a file, a callable, a limit or another platform, by name."""
 WIDTH = 32
 """Of the model's residual stream."""
+SGD = {
+    "optimizer.name": "sgd",
+    "optimizer.momentum": "0.9",
+    "optimizer.learning_rate": "0.01",
+    "optimizer.clip": "None",
+}
+"""SGD with momentum, whose step is as long as the gradient: a wrong scale shows in the losses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +106,11 @@ def draw(seed: int, index: int) -> Draw:
     while len(sizes) + len(techniques) < count:
         name, text = rng.choice(free)
         techniques.setdefault(name, _value(rng, [text]))
-    momentum = {"optimizer.name": "sgd", "optimizer.momentum": "0.9", "optimizer.learning_rate": "0.1"}
     other = {"optimizer.name": rng.choice(OPTIMIZERS), "optimizer.learning_rate": "0.003"}
-    techniques |= momentum if rng.random() < 0.5 else other
+    techniques |= SGD if rng.random() < 0.5 else other
     long = rng.random() < 0.08
     one = Draw(
-        tuple(sorted(complete(techniques, sizes, rng).items())),
+        tuple(sorted(completed(without_conflicts(techniques, rng), sizes, rng).items())),
         length=2048 if long else 64,
         rows=1 if long else rng.choice((1, 2, 3)),
         packed=rng.random() < 0.25,
@@ -135,15 +142,16 @@ def techniques() -> list[tuple[str, Any]]:
         if name in ("mesh", "rules"):
             continue
         default = {field.name: field.default for field in dataclasses.fields(Plan)}[name]
-        texts = [text for member in members(hint) for text in _texts(member, default)]
-        if not texts:
-            raise TypeError(f"plan.{name}: got a field of type {hint}, expected one whose values can be drawn")
-        rows += [(f"plan.{name}", text) for text in texts]
+        rows += [(f"plan.{name}", text) for member in members(hint) for text in _texts(member, default)]
     return rows
 
 
 def _texts(hint: Any, default: Any) -> list[Any]:
-    """Texts of the values of a type, other than the default, or functions that draw one."""
+    """Texts of the values of a type, other than the default, or functions that draw one.
+
+    Raises:
+        TypeError: nothing here can draw a value of the type.
+    """
     if hint is type(None):
         return []
     if get_origin(hint) is Literal:
@@ -154,9 +162,9 @@ def _texts(hint: Any, default: Any) -> list[Any]:
         return [lambda rng: str(rng.choice((2, 4, 8)))]
     if hint is float:
         return [lambda rng: rng.choice(("0.05", "0.25", "0.5"))]
-    if get_origin(hint) is tuple:
-        return ["()"]
-    return VALUES[hint]() if hint in VALUES else []
+    if hint not in VALUES:
+        raise TypeError(f"got a field of type {hint}, expected one of those whose values can be drawn")
+    return VALUES[hint]()
 
 
 def _value(rng: random.Random, texts: Sequence[Any]) -> str:
@@ -178,58 +186,21 @@ def _sizes(rng: random.Random, axes: Sequence[str]) -> dict[str, int]:
     return sizes
 
 
-def complete(techniques: Mapping[str, str], sizes: Mapping[str, int], rng: random.Random) -> dict[str, str]:
-    """The techniques with what they need: an axis to shard or to reduce over, and devices enough."""
-    techniques, sizes = dict(techniques), dict(sizes)
-    if techniques["optimizer.name"].startswith("one_bit") and {"plan.reduce", "plan.diloco"} & set(techniques):
-        techniques["optimizer.name"] = "adamw"  # each specifies what replicas send
-    if {"plan.attention", "plan.loss_chunk"} & set(techniques):
-        techniques.pop("plan.kernels", None)  # which would say it again
-    kernel = techniques.get("plan.kernels", "").partition("=")[0]
-    for path, text in KERNEL_NEEDS.get(kernel, {}).items():
-        techniques[path] = text
-    if "optimizer.momentum" in techniques and techniques["optimizer.name"] != "sgd":
-        del techniques["optimizer.momentum"]
-    codec = techniques.get("plan.reduce") not in (None, "float32", "bfloat16")
-    replicated = codec or "plan.diloco" in techniques or techniques["optimizer.name"].startswith("one_bit")
-    if replicated:
-        sizes.setdefault("replica", 2)
-    if "plan.zero" in techniques:
-        sizes.setdefault("fsdp", 2)
-    if "plan.sequence_parallel" in techniques:
-        sizes.setdefault("tensor", 2)
-    if techniques.get("plan.gradients") == "host":
-        techniques["plan.weights"] = "host"
-    if techniques.get("plan.master") == "split" or techniques.get("plan.reduce") == "bfloat16":
-        techniques["plan.precision"] = "bfloat16"
+def completed(techniques: Mapping[str, str], sizes: Mapping[str, int], rng: random.Random) -> dict[str, str]:
+    """The techniques with what they need, and the mesh: none is left out.
+
+    Args:
+        techniques: text by dotted path.
+        sizes: devices along each axis; they are halved where these and what is needed are too many.
+        rng: chooses which.
+    """
+    techniques, sizes = with_needs(techniques, rng), dict(sizes)
+    least = axes_needed(techniques)
+    sizes = {**least, **sizes}
     pipeline = techniques.get("plan.pipeline")
-    ranks = 1
-    if pipeline is not None:
-        techniques.pop("plan.microbatches", None)
-        if "plan.anneal" in techniques or "plan.correction" in techniques:
-            techniques["plan.pipeline"] = pipeline = "pipemare:2"
-        if "plan.synchronous_steps" in techniques and not PipelinePlan.parse(pipeline).asynchronous:
-            techniques["plan.pipeline"] = pipeline = "2bw:2x4"
-        if techniques.get("plan.lowering") == "phased":
-            techniques["plan.pipeline"] = pipeline = rng.choice(("gpipe:2x4", "lockstep:2x4"))
-        plan = PipelinePlan.parse(pipeline)
-        ranks = plan.ranks or 1
-        if "plan.stages" in techniques:
-            stages = 2 if plan.name == "auto" else plan.schedule().stages
-            techniques["plan.stages"] = ",".join(map(str, _parts(rng, LAYERS, stages)))
-    while ranks * _product(sizes) > DEVICES:
-        free = [axis for axis in sizes if sizes[axis] > 2] or [
-            axis
-            for axis in sizes
-            if not (axis == "replica" and replicated)
-            and not (axis == "fsdp" and "plan.zero" in techniques)
-            and not (axis == "tensor" and "plan.sequence_parallel" in techniques)
-        ]
-        if not free:
-            for field in ("plan.sequence_parallel", "plan.zero"):
-                if techniques.pop(field, None) is not None:
-                    break
-            continue
+    ranks = 1 if pipeline is None else PipelinePlan.parse(pipeline).ranks or 1
+    while ranks * math.prod(sizes.values()) > DEVICES:
+        free = [axis for axis in sizes if sizes[axis] > 2] or [axis for axis in sizes if axis not in least]
         axis = rng.choice(free)
         sizes[axis] //= 2
         if sizes[axis] == 1:
@@ -238,11 +209,67 @@ def complete(techniques: Mapping[str, str], sizes: Mapping[str, int], rng: rando
     return techniques
 
 
-def _product(sizes: Mapping[str, int]) -> int:
-    product = 1
-    for size in sizes.values():
-        product *= size
-    return product
+def with_needs(techniques: Mapping[str, str], rng: random.Random) -> dict[str, str]:
+    """The techniques, and those that they need."""
+    techniques = dict(techniques)
+    kernel = techniques.get("plan.kernels", "").partition("=")[0]
+    techniques |= KERNEL_NEEDS.get(kernel, {})
+    if techniques["optimizer.name"].startswith("one_bit"):
+        # in bits from the second update on; by what one gradient says of the variance, steps are to be short
+        techniques |= {"optimizer.freeze": "1", "optimizer.learning_rate": "0.0003"}
+    if techniques.get("plan.gradients") == "host":
+        techniques["plan.weights"] = "host"
+    if techniques.get("plan.master") == "split" or techniques.get("plan.reduce") == "bfloat16":
+        techniques["plan.precision"] = "bfloat16"
+    pipeline = techniques.get("plan.pipeline")
+    if pipeline is not None and "plan.stages" in techniques:
+        plan = PipelinePlan.parse(pipeline)
+        stages = 2 if plan.name == "auto" else plan.schedule().stages
+        techniques["plan.stages"] = ",".join(map(str, _parts(rng, LAYERS, stages)))
+    streams = pipeline is not None and PipelinePlan.parse(pipeline).asynchronous
+    if streams and techniques.get("plan.memory", "").startswith("offload"):
+        techniques["plan.stash"] = "input"
+    return techniques
+
+
+def axes_needed(techniques: Mapping[str, str]) -> dict[str, int]:
+    """The axes that techniques shard or reduce over, and the fewest devices along each."""
+    codec = techniques.get("plan.reduce") not in (None, "float32", "bfloat16")
+    replicated = codec or "plan.diloco" in techniques or techniques["optimizer.name"].startswith("one_bit")
+    wanted = {
+        "replica": replicated,
+        "fsdp": "plan.zero" in techniques,
+        "tensor": "plan.sequence_parallel" in techniques,
+    }
+    return {axis: 2 for axis, is_wanted in wanted.items() if is_wanted}
+
+
+def without_conflicts(techniques: Mapping[str, str], rng: random.Random) -> dict[str, str]:
+    """A drawn combination without what says the same twice, or means nothing beside the rest.
+
+    These are refused too, and `tests/step/test_combinations.py` has them; a draw has better to do.
+    """
+    techniques = dict(techniques)
+    if techniques["optimizer.name"].startswith("one_bit") and {"plan.reduce", "plan.diloco"} & set(techniques):
+        techniques["optimizer.name"] = "adamw"  # each specifies what replicas send
+    if {"plan.attention", "plan.loss_chunk"} & set(techniques):
+        techniques.pop("plan.kernels", None)  # which would say it again
+    if techniques.get("plan.kernels", "").partition("=")[0] == "adam8":
+        techniques.pop("optimizer.momentum", None)
+    pipeline = techniques.get("plan.pipeline")
+    if pipeline is not None:
+        techniques.pop("plan.microbatches", None)
+        if "plan.anneal" in techniques or "plan.correction" in techniques:
+            techniques["plan.pipeline"] = "pipemare:2"
+        if "plan.synchronous_steps" in techniques and not PipelinePlan.parse(pipeline).asynchronous:
+            techniques["plan.pipeline"] = "2bw:2x4"
+        if techniques.get("plan.lowering") == "phased":
+            techniques["plan.pipeline"] = rng.choice(("gpipe:2x4", "lockstep:2x4"))
+    ranks = 1 if pipeline is None else PipelinePlan.parse(techniques["plan.pipeline"]).ranks or 1
+    for field in ("plan.sequence_parallel", "plan.zero"):
+        if ranks * math.prod(axes_needed(with_needs(techniques, rng)).values()) > DEVICES:
+            techniques.pop(field, None)
+    return techniques
 
 
 def _parts(rng: random.Random, total: int, count: int) -> list[int]:
@@ -323,6 +350,7 @@ VALUES: dict[Any, Callable[[], list[Any]]] = {
     NamedCodec: lambda: [functools.partial(_codec_text, codec) for codec in CODECS.values()],
     Diloco: lambda: [lambda rng: f"every={rng.choice((1, 2, 2))}" + (",momentum=0" if rng.random() < 0.3 else "")],
     Kernels: kernel_choices,
+    tuple[int, ...]: lambda: ["()"],  # layers of each stage, which `with_needs` counts
 }
 """Texts of the types with a grammar of their own, or functions that draw one."""
 KERNEL_NEEDS = {

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from composing.draws import LAYERS, WIDTH, Draw, complete
+from composing.draws import LAYERS, SGD, WIDTH, Draw, completed
 
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.sharding.mesh import MeshSpec
@@ -100,23 +100,25 @@ def pairs() -> Iterator[tuple[int, int]]:
             yield i, j
 
 
-def drawn(i: int, j: int) -> Draw:
-    """Two techniques by their numbers as a combination, with what they need."""
+def combination(i: int, j: int) -> Draw:
+    """Two techniques by their numbers, with what they need."""
     one, other = TECHNIQUES[i], TECHNIQUES[j]
-    techniques = {"optimizer.name": "sgd", "optimizer.momentum": "0.9", "optimizer.learning_rate": "0.1"}
-    techniques |= {f"plan.{name}": text for name, text in (*one.changes, *other.changes)}
-    techniques |= dict((*one.optimizer, *other.optimizer))
+    asked = {f"plan.{name}": text for name, text in (*one.changes, *other.changes)}
+    asked |= dict((*one.optimizer, *other.optimizer))
     sizes = {**dict(one.mesh), **dict(other.mesh)}
-    completed = complete(techniques, sizes, random.Random(0))
-    rule, _, share = completed.get("plan.memory", "").rpartition(":")
+    techniques = completed({**({} if "optimizer.name" in asked else SGD), **asked}, sizes, random.Random(0))
+    mesh = MeshSpec.parse(techniques["plan.mesh"])
+    assert asked.items() - {("optimizer.learning_rate", "0.003")} <= techniques.items()
+    assert all(mesh.sizes[axis] > 1 for axis in sizes)
+    rule, _, share = techniques.get("plan.memory", "").rpartition(":")
     if "." in share:
         # a budget is a share of what the inputs of blocks take on a device
-        mesh = MeshSpec.parse(completed["plan.mesh"])
-        parts = mesh.batch_shards * mesh.sequence * int(completed.get("plan.microbatches", 1))
-        if "plan.pipeline" in completed:
-            parts *= PipelinePlan.parse(completed["plan.pipeline"]).shape()[1]
-        completed["plan.memory"] = f"{rule}:{int(float(share) * BATCH / parts * LENGTH * WIDTH * 4 * LAYERS / 1024)}KiB"
-    return Draw(tuple(sorted(completed.items())), length=LENGTH, rows=0, batch=BATCH)
+        parts = mesh.batch_shards * mesh.sequence * int(techniques.get("plan.microbatches", 1))
+        if "plan.pipeline" in techniques:
+            parts *= PipelinePlan.parse(techniques["plan.pipeline"]).shape()[1]
+        kibibytes = int(float(share) * BATCH / parts * LENGTH * WIDTH * 4 * LAYERS / 1024)
+        techniques["plan.memory"] = f"{rule}:{kibibytes}KiB"
+    return Draw(tuple(sorted(techniques.items())), length=LENGTH, rows=0, batch=BATCH)
 
 
 def read() -> dict[str, str]:

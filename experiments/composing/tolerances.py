@@ -1,56 +1,69 @@
-"""What codes in blocks change alone, where their blocks end elsewhere: the figures of `judge.CODING`.
+"""What few bits change alone from layout to layout: the figures of `comparing.LAYOUT`.
 
-Codecs, states in few bits and split weights round the numbers of a block together, and a block ends where a shard ends:
-the same technique on another layout rounds other numbers together. Each is trained alone on replicas and on replicas
-that split their gradients and state further, on four batches, with SGD and AdamW.
+Codecs, states in few bits and split weights round the numbers of a block together, and a block ends where a shard ends;
+sums of few bits are rounded in another order where a batch or a row is split. Each technique is trained alone, on
+replicas and on replicas that split their batch, gradients and state further, on three batches, with SGD and AdamW.
 """
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 
-from composing.draws import CODEC_VALUES, Draw
-from composing.judge import relative, row_name
+from composing.comparing import relative, row_name
+from composing.draws import CODEC_VALUES, SGD, Draw
 from composing.twins import train
 
 from jaxscale.errors import UserError
 
 TECHNIQUES: tuple[dict[str, str], ...] = (
-    *({"reduce": text} for text in ("int8", "int4", "onebit", "qsgd:4bit", "qsgd:8bit")),
-    *({"reduce": f"{name}:{share},warmup=0"} for name in ("topk", "dgc") for share in CODEC_VALUES["fraction"]),
-    *({"reduce": f"{name}:{rank}"} for name in ("powersgd", "gradzip") for rank in CODEC_VALUES["rank"]),
-    *({"state": text} for text in ("int8", "dynamic8", "int4", "fp8")),
-    {"master": "split", "precision": "bfloat16"},
+    *({"plan.reduce": text} for text in ("int8", "int4", "onebit", "qsgd:4bit", "qsgd:8bit")),
+    *({"plan.reduce": f"{name}:{share},warmup=0"} for name in ("topk", "dgc") for share in CODEC_VALUES["fraction"]),
+    *({"plan.state": text} for text in ("int8", "dynamic8", "int4", "fp8")),
+    {"plan.precision": "bfloat16"},
+    {"plan.master": "split", "plan.precision": "bfloat16"},
+    *({"plan.matmul": text} for text in ("fp8", "int8", "int4")),
+    *(
+        {"optimizer.name": f"one_bit_{rule}", "optimizer.freeze": "1", "optimizer.learning_rate": "0.0003"}
+        for rule in ("adam", "lamb")
+    ),
+    *({"plan.reduce": f"{name}:{rank}"} for name in ("powersgd", "gradzip") for rank in CODEC_VALUES["rank"]),
 )
 LAYOUTS: tuple[dict[str, str], ...] = (
     {"mesh": "replica:2,data:4"},
     {"mesh": "replica:2,fsdp:2", "zero": "1"},
     {"mesh": "replica:2,tensor:2"},
+    {"mesh": "replica:2,fsdp:2,tensor:2", "zero": "2"},
+    {"mesh": "replica:2", "microbatches": "2"},
+    {"mesh": "replica:2", "attention": "chunked"},
 )
-RULES = {
-    "sgd": {"optimizer.name": "sgd", "optimizer.momentum": "0.9", "optimizer.learning_rate": "0.1"},
-    "adamw": {"optimizer.name": "adamw", "optimizer.learning_rate": "0.003"},
-}
+RULES = (SGD, {"optimizer.name": "adamw", "optimizer.learning_rate": "0.003"})
+SEEDS = range(3)
 
 
-def shown(fields: dict[str, str], rule: dict[str, str], seed: int) -> list[tuple[float, ...]]:
-    """Relative differences of loss and norm, of the first step and the second, between layouts."""
-    one = Draw(tuple(rule.items()), rows=0, batch=16, seed=seed)
-    alone = train(one, {"mesh": "replica:2", **fields})
-    differences = []
+def shown(one: Draw) -> Iterator[tuple[float, ...]]:
+    """Relative differences of loss and norm, of the first step and the last, between layouts."""
+    alone = train(one, one.plan)
     for layout in LAYOUTS:
-        other = train(one, {**layout, **fields})
-        pairs = zip((*alone.losses, *alone.norms), (*other.losses, *other.norms), strict=True)
-        first, second, first_norm, second_norm = (relative(a, b) for a, b in pairs)
-        differences.append((first, first_norm, second, second_norm))
-    return differences
+        with contextlib.suppress(UserError):
+            other = train(one, {**one.plan, **layout})
+            yield tuple(
+                relative(getattr(other, kind)[at], getattr(alone, kind)[at])
+                for at in (0, -1)
+                for kind in ("losses", "norms")
+            )
 
 
 def measure() -> None:
     """Print the largest differences of each technique, a line each."""
-    for fields in TECHNIQUES:
+    for technique in TECHNIQUES:
         figures: list[tuple[float, ...]] = []
-        for rule, seed in itertools.product(RULES.values(), range(4)):
+        for rule, seed in itertools.product(RULES, SEEDS):
+            if "optimizer.name" in technique and rule is SGD:
+                continue
+            fields = {**rule, **technique, "plan.mesh": "replica:2"}
             with contextlib.suppress(UserError):
-                figures += shown(fields, rule, seed)
+                figures += shown(Draw(tuple(fields.items()), rows=0, batch=16, seed=seed))
+        path, text = next(iter(technique.items()))
+        name = row_name((path.removeprefix("plan.").removesuffix(".name"), text))
         largest = ", ".join(f"{max(column):.1e}" for column in zip(*figures, strict=True))
-        print(f'    "{row_name(next(iter(fields.items())))}": ({largest}),', flush=True)
+        print(f'    "{name}": ({largest}),', flush=True)

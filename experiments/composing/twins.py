@@ -1,7 +1,8 @@
-"""Two steps of a combination, and of the twins that it is held to.
+"""A few steps of a combination, and of the twins that it is held to.
 
 The plain twin trains the same model, batches and optimizer on one device with a plan of defaults. The lossy twin has in
-addition those techniques that change the numbers by design (few bits, codecs, DiLoCo, stale weights), alone.
+addition those techniques that change the numbers by design (few bits, codecs, DiLoCo, stale weights), and no other.
+Where these are several, each has a twin that has it alone.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import numpy as np
 from composing.draws import LAYERS, WIDTH, Draw
 
 from jaxscale.models.decoder import Decoder
+from jaxscale.optim.diloco import Diloco
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning.program import described_step
@@ -30,12 +32,14 @@ from jaxscale.values import override
 
 VOCAB = 90
 """No multiple of the devices, so that a vocabulary over an axis is padded."""
-LOSSY = (
-    "precision", "matmul", "reduce", "diloco", "state", "master", "anneal", "correction", "synchronous_steps",
-)  # fmt: skip
+LOSSY = ("precision", "matmul", "reduce", "diloco", "state", "master")
 """Fields of the plan that change the numbers by design. Every other field, a new one too, must not."""
-REPLICATED = ("reduce", "diloco")
-"""Of these, those that need replicas."""
+EXACT_VALUES = {"matmul": ("high", "highest")}
+"""Values of these that change no number on a CPU."""
+STALE = ("pipeline", "stages", "stash", "anneal", "correction", "synchronous_steps")
+"""Fields of an asynchronous pipeline, which changes the numbers too; PipeMare's recomputation reads newer weights."""
+ONE_BIT = {"one_bit_adam": "adamw", "one_bit_lamb": "lamb"}
+"""Optimizers that change the numbers, and the rule that each begins as."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,17 +79,17 @@ def batch_of(draw: Draw, rows: int, step: int) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What the last two steps showed.
+    """What the steps showed, from the first that a full pipe makes.
 
     Args:
         losses: of each, nats a target.
         norms: of each, of the gradient before clipping.
         compile_seconds: of tracing, lowering and compiling.
-        run_seconds: of making the state and two steps.
+        run_seconds: of making the state and of the steps.
     """
 
-    losses: tuple[float, float]
-    norms: tuple[float, float]
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
     compile_seconds: float
     run_seconds: float
 
@@ -125,26 +129,58 @@ def plan_of(changes: Mapping[str, str]) -> Plan:
     return override(Plan(), changes)
 
 
-def lossy_changes(draw: Draw) -> dict[str, str]:
-    """The changes of the lossy twin: techniques that change the numbers, with the replicas or stages they need."""
-    plan = draw.plan
-    changes = {name: text for name, text in plan.items() if name in LOSSY}
-    pipeline = plan.get("pipeline")
-    if pipeline is not None and PipelinePlan.parse(pipeline).asynchronous:
-        changes["pipeline"] = pipeline
-        if "stages" in plan:
-            changes["stages"] = plan["stages"]
-    replicas = MeshSpec.parse(plan["mesh"]).replica
-    codec = changes.get("reduce") not in (None, "float32", "bfloat16")
-    split = codec or "diloco" in changes or draw.optimizer["name"].startswith("one_bit")
-    changes["mesh"] = f"replica:{replicas}" if split and replicas > 1 else "1"
-    return changes
-
-
-def asynchronous(draw: Draw) -> bool:
-    """Whether the combination's pipeline never drains."""
+def stale(draw: Draw) -> dict[str, str]:
+    """The changes of an asynchronous pipeline, if the combination has one."""
     pipeline = draw.plan.get("pipeline")
-    return pipeline is not None and PipelinePlan.parse(pipeline).asynchronous
+    if pipeline is None or not PipelinePlan.parse(pipeline).asynchronous:
+        return {}
+    return {name: text for name, text in draw.plan.items() if name in STALE}
+
+
+def lossy(draw: Draw) -> dict[str, dict[str, str]]:
+    """Techniques of the combination that change the numbers, by name: the changes of each, with what it needs.
+
+    Example:
+        >>> lossy(Draw((("plan.master", "split"), ("plan.mesh", "fsdp:2"), ("plan.precision", "bfloat16"))))
+        {'master': {'precision': 'bfloat16', 'master': 'split'}}
+    """
+    plan = draw.plan
+    exact = EXACT_VALUES if "precision" in plan else {**EXACT_VALUES, "reduce": ("float32",)}
+    names = [name for name in plan if name in LOSSY and plan[name] not in exact.get(name, ())]
+    rounded = [name for name in names if name == "master" or plan[name] in ("float32", "bfloat16")]
+    computed = {"precision": plan["precision"]} if "precision" in plan else {}
+    techniques = {
+        name: {**(computed if name in rounded else {}), name: plan[name]}
+        for name in names
+        if name != "precision" or rounded == ["precision"]
+    }
+    if draw.optimizer.get("name") in ONE_BIT:
+        techniques["optimizer"] = {}
+    return techniques
+
+
+def on_replicas(draw: Draw, changes: Mapping[str, str], *, sends: bool = False) -> dict[str, str]:
+    """The changes of a twin, on the combination's replicas where they send anything else than a mean.
+
+    Args:
+        draw: the combination.
+        changes: the twin's, without a mesh.
+        sends: its optimizer sends momenta.
+    """
+    replicas = MeshSpec.parse(draw.plan["mesh"]).replica
+    codec = changes.get("reduce") not in (None, "float32", "bfloat16")
+    split = replicas > 1 and (codec or sends or "diloco" in changes)
+    return {**changes, "mesh": f"replica:{replicas}" if split else "1"}
+
+
+def built(draw: Draw) -> TrainStep:
+    """The combination's train step, checked, neither traced nor compiled.
+
+    Raises:
+        UserError: the combination is refused.
+    """
+    experiment = experiment_of(draw)
+    return build(experiment, settled(experiment, plan_of(draw.plan)))
 
 
 @functools.lru_cache(maxsize=16)
@@ -157,27 +193,40 @@ def compiled(experiment: Experiment, changes: tuple[tuple[str, str], ...]) -> Tr
 
 def plain_twin(draw: Draw) -> Draw:
     """The draw whose optimizer sends nothing in few bits: the rule that it begins as."""
-    names = {"one_bit_adam": "adamw", "one_bit_lamb": "lamb"}
-    changed = ((path, names.get(text, text) if path == "optimizer.name" else text) for path, text in draw.techniques)
-    return dataclasses.replace(draw, techniques=tuple(changed))
+    rule = ONE_BIT.get(draw.optimizer.get("name", ""))
+    if rule is None:
+        return draw
+    kept = {path: text for path, text in draw.techniques if path != "optimizer.freeze"}
+    return dataclasses.replace(draw, techniques=tuple({**kept, "optimizer.name": rule}.items()))
 
 
-def steps_of(draw: Draw) -> int:
-    """Two steps; where a pipe has to fill, as many more as it takes until gradients are as old as they get."""
-    pipeline = draw.plan.get("pipeline")
-    plan = None if pipeline is None else PipelinePlan.parse(pipeline)
-    if plan is None or not plan.asynchronous:
-        return 2
-    waiting = int(draw.plan.get("synchronous_steps", 0))
-    return 2 + waiting + 2 * (plan.ranks or 1)
+def steps_of(draw: Draw) -> tuple[int, int]:
+    """Steps until gradients are as old as they get, and those that are compared, until all techniques have an effect.
+
+    What the second update reads (momenta in few bits, residuals) shows in the third loss; what replicas of DiLoCo keep
+    of one meeting, behind the next; what the first message in one bit leaves, two steps on.
+    """
+    plan = draw.plan
+    waiting = 0
+    if stale(draw):
+        waiting = int(plan.get("synchronous_steps", 0)) + 2 * (PipelinePlan.parse(plan["pipeline"]).ranks or 1)
+    shown = 3
+    if "diloco" in plan:
+        shown = 1 + 2 * Diloco.parse(plan["diloco"]).every
+    elif draw.optimizer.get("name") in ONE_BIT or ",start=1" in plan.get("reduce", ""):
+        shown = 4
+    return waiting, shown
 
 
-def train(draw: Draw, changes: Mapping[str, str], *, nudged: bool = False) -> Trained:
-    """Two steps under a plan.
+def train(
+    draw: Draw, changes: Mapping[str, str], *, steps: tuple[int, int] | None = None, nudged: bool = False
+) -> Trained:
+    """A few steps under a plan.
 
     Args:
         draw: model, batches and optimizer.
         changes: of the plan.
+        steps: those that fill a pipe, and those that are shown; as many as the draw takes by default.
         nudged: the first weights are off by about an ulp: what that changes is what rounding may change.
 
     Raises:
@@ -191,12 +240,13 @@ def train(draw: Draw, changes: Mapping[str, str], *, nudged: bool = False) -> Tr
     if nudged:
         state = dataclasses.replace(state, params=_nudged(state.params))
     losses, norms = [], []
-    for number in range(steps_of(draw)):
+    waiting, shown = steps or steps_of(draw)
+    for number in range(waiting + shown):
         state, metrics = step.run(state, step.place(batch_of(draw, experiment.batch, number)))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     ended = time.perf_counter()
-    return Trained((losses[-2], losses[-1]), (norms[-2], norms[-1]), compiled_at - start, ended - compiled_at)
+    return Trained(tuple(losses[waiting:]), tuple(norms[waiting:]), compiled_at - start, ended - compiled_at)
 
 
 def lower(draw: Draw, platform: str) -> float:

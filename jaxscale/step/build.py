@@ -72,7 +72,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     check_memory(plan)
     mesh, decision, streamed = plan.mesh.build(devices), None, None
     functional, update, layout = _placed(experiment, plan, mesh, stages=stages)
-    check(_facts(experiment, plan, functional, update, stages))
+    check(_facts(experiment, plan, functional, update, layout, stages))
     if needs_decision(plan.memory):
         objective = objective_of(stages, experiment, plan, functional, layout)
         decision = decide_memory(objective, devices)
@@ -110,16 +110,22 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     return DilocoStep(Outer.of(plan, functional, layout, update.whole, stage), *given)
 
 
-def _facts(experiment: Experiment, plan: Plan, functional: Functional, update: Update, stages: Stages | None) -> Facts:
+def _facts(
+    experiment: Experiment, plan: Plan, functional: Functional, update: Update, layout: Layout, stages: Stages | None
+) -> Facts:
     """All that rows may ask of a combination."""
     slices = uses_host(plan) and plan.optimizer_state != "host"
+    # the rules that have a name update each layer of a stack by itself
+    by_stage = plan.asynchronous and experiment.optimizer.custom is not None
+    state = zip(jax.tree.leaves(layout.abstract.optimizer), layout.owners(update.whole), strict=True)
     return Facts(
         plan,
         experiment,
         state=tuple(named_leaves(functional.rest)),
         unlike=stages is not None and stages.chain is not None,
         copied=stages is not None and bool(stages.copies),
-        mixing=first_mixing(update.plain, functional.params) if slices or plan.asynchronous else None,
+        mixing=first_mixing(update.plain, functional.params) if slices or by_stage else None,
+        reshaped=plan.asynchronous and any(leaf.ndim and not owner for leaf, owner in state),
     )
 
 

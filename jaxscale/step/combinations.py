@@ -1,8 +1,8 @@
-"""What does not go together: a row a rule, and the only place that refuses a combination of techniques.
+"""What does not go together: a row a rule.
 
 A row names requests (`requests.py`). A plan is checked by itself when it is made, and with its mesh, experiment and
 model before a step is built; a row whose facts are not known yet is left for then. What a single value must be stands
-with the value.
+with the value; what a schedule's table or a traced model shows first is refused where it is found.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxscale.step.requests import Facts, Request
 
 
 @dataclasses.dataclass(frozen=True)
-class Excludes:
+class Exclusion:
     """Two requests that cannot be met together.
 
     Args:
@@ -39,7 +39,7 @@ class Excludes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Needs:
+class Requirement:
     """A request that can be met under a condition alone.
 
     Args:
@@ -62,7 +62,7 @@ class Needs:
         return f"{text}: {facts.fill(self.reason)}; {facts.fill(self.way)}"
 
 
-Rule: TypeAlias = Excludes | Needs
+Rule: TypeAlias = Exclusion | Requirement
 
 
 class Incompatible(UserError):
@@ -97,90 +97,90 @@ weights host
             raise Incompatible(text, rule)
 
 
-ONE_COPY = "its stages update copies of their own on the device, in the middle of a step"
+OWN_COPIES = "its stages update copies of their own on the device, in the middle of a step"
 OF_THE_WHOLE_BATCH = "batch statistics and generators are of the whole batch, and each replica would have its own"
-LOOK_UPS = "XLA aborts on look-ups of such layers there"
+LOOK_UPS = "XLA aborts on look-ups of such layers there (embeddings), and a model is not asked whether it has any"
 
 RULES: tuple[Rule, ...] = (
     # what needs an axis of the mesh, or a pipeline
-    Needs(
+    Requirement(
         asked.zero,
         asked.not_alone,
         "it shards over the fsdp axis, and mesh {mesh} has none",
         "take fsdp:N, leave mesh out to take all devices, or zero 0",
     ),
-    Needs(asked.zero, asked.fsdp, "it shards over the fsdp axis, and mesh {mesh} has none", "add fsdp:N"),
-    Needs(
+    Requirement(asked.zero, asked.fsdp, "it shards over the fsdp axis, and mesh {mesh} has none", "add fsdp:N"),
+    Requirement(
         asked.field("sequence_parallel", True),
         asked.has("tensor"),
         "it shards over the tensor axis, and mesh {mesh} has none",
         "add tensor:N",
     ),
-    Needs(
+    Requirement(
         asked.codec,
         asked.has("replica"),
         "a codec reduces over the replica axis, and mesh {mesh} has none",
         "name the slow axis replica:N, or leave reduce out",
     ),
-    Needs(
+    Requirement(
         asked.diloco,
         asked.has("replica"),
         "replicas train alone and meet over the replica axis, and mesh {mesh} has none",
         "name the slow axis replica:N, or leave diloco out",
     ),
-    Needs(
+    Requirement(
         asked.one_bit,
         asked.has("replica"),
         "its momenta cross the replica axis, and mesh {mesh} has none",
         "name the slow axis replica:N, or take {plain}",
     ),
-    Needs(
+    Requirement(
         asked.along("pipe"),
         lambda facts: facts.plan.pipeline is not None,
         "nothing specifies what the devices along pipe do",
         "add a pipeline such as 1f1b:4x16",
     ),
-    Needs(asked.without_pipeline, lambda facts: False, "there is no pipeline", "add one, or leave it out"),
+    Requirement(asked.without_pipeline, lambda facts: False, "there is no pipeline", "add one, or leave it out"),
     # numbers
-    Needs(
+    Requirement(
         asked.field("reduce", "bfloat16"),
         lambda facts: facts.plan.precision == "bfloat16",
         "what is computed in float32 is reduced in float32",
         "add precision bfloat16, or leave reduce out",
     ),
-    Needs(
+    Requirement(
         asked.split,
         lambda facts: facts.plan.precision == "bfloat16",
         "its weights are bfloat16, which the passes read, and precision is {precision}",
         "add precision bfloat16, or take master float32",
     ),
-    Excludes(
+    Exclusion(
         asked.split,
         asked.field("reduce", "float32"),
         "gradients of bfloat16 weights are bfloat16",
         "leave reduce out, or take master float32",
     ),
     # host memory
-    Needs(
+    Requirement(
         asked.gradients_host,
         lambda facts: facts.plan.weights == "host",
         "they go there from weights that come from there",
         "add weights host",
     ),
-    Excludes(
+    Exclusion(
         asked.gradients_host,
         asked.microbatches,
         "nothing adds up the gradients of several microbatches there",
         "take gradients device, or microbatches 1",
     ),
-    Excludes(
+    Exclusion(
         asked.gradients_host,
         asked.pipeline,
         "nothing adds up the gradients of its microbatches there",
         "take gradients device, or leave the pipeline out",
     ),
     *(
-        Excludes(
+        Exclusion(
             asked.split,
             place,
             "what is on the host there is the float32 weights, which split weights do without",
@@ -188,86 +188,91 @@ RULES: tuple[Rule, ...] = (
         )
         for place in (asked.weights_host, asked.state_host)
     ),
-    Excludes(
+    Exclusion(
         asked.keeps_weights,
         asked.weights_host,
         "it keeps every weight that was fetched on the device",
         "take memory none, which keeps all else",
     ),
-    Excludes(
+    Exclusion(
         asked.memory("sqrt", "periodic", "revolve", "chain"),
         asked.weights_host,
         "segments of several blocks are cut out of the stacked weights, which would bring all of them to the device at "
         "once",
         "take save:BYTES of at least the blocks' inputs, none, dots or full",
     ),
-    Excludes(
+    Exclusion(
         asked.weights_host,
         asked.foreign,
         "weights are streamed to the blocks of layers.Stack and layers.Chain",
         "take optimizer_state streamed or host",
     ),
-    Needs(
+    Requirement(
         asked.host_updates_by_slices,
         lambda facts: facts.mixing is None,
         "this optimizer's update mixes elements of a tensor ({mixing}), so it can't be run slice by slice",
-        "take adamw, lion or sgd, or optimizer_state host, or keep the state on the device",
+        "take adamw, lion or sgd, or optimizer_state host, whose update is of whole tensors",
     ),
     # what replicas send
-    Excludes(
+    Exclusion(
         asked.codec,
         asked.gradients_host,
         "a codec takes the gradients of a whole step on the device, and gradients on the host come block by block",
         "take gradients device, or leave reduce out",
     ),
-    Excludes(asked.codec, asked.model_state, OF_THE_WHOLE_BATCH, "leave reduce out, or take a model without"),
-    Excludes(asked.codec, asked.foreign_over_tensor, LOOK_UPS, "take a mesh without tensor"),
-    Excludes(
+    Exclusion(asked.codec, asked.model_state, OF_THE_WHOLE_BATCH, "{no_codec}, or take a model without"),
+    Exclusion(asked.codec, asked.foreign_over_tensor, LOOK_UPS, "take a mesh without tensor"),
+    Exclusion(
         asked.one_bit,
         asked.codec_beside_one_bit,
         "it sends momenta in one bit, and no gradients that reduce could be for",
         "leave reduce out",
     ),
     *(
-        Excludes(
+        Exclusion(
             asked.one_bit,
             place,
-            "replicas send what their momentum on the device becomes, and an update from the host is made slice by "
-            "slice",
+            "replicas send what their momentum becomes in the middle of an update, all of it from the device",
             "keep it on the device",
         )
         for place in (asked.weights_host, asked.state_off)
     ),
-    Excludes(
+    Exclusion(
         asked.diloco,
         asked.one_bit,
         "its replicas exchange momenta in every step",
         "take adamw inside, or leave diloco out",
     ),
-    Needs(
+    Requirement(
         asked.diloco,
         asked.meets_before_the_end,
         "the run has {steps} steps, so replicas would meet once, at its end",
         "meet more often, or leave diloco out",
     ),
-    Excludes(
+    Exclusion(
         asked.diloco,
         asked.weights_host,
         "each replica has weights of its own, on the device",
         "take weights device, or leave diloco out",
     ),
-    Excludes(
+    Exclusion(
         asked.diloco,
         asked.state_host,
         "the host would update each replica's own weights, which lie on the device",
         "take optimizer_state streamed, or leave diloco out",
     ),
-    Excludes(asked.diloco, asked.split, "ways back are taken of float32 weights", "take master float32"),
-    Excludes(asked.diloco, asked.model_state, OF_THE_WHOLE_BATCH, "leave diloco out, or take a model without"),
-    Excludes(asked.diloco, asked.foreign_over_tensor, LOOK_UPS, "take a mesh without tensor"),
+    Exclusion(asked.diloco, asked.split, "ways back are taken of float32 weights", "take master float32"),
+    Exclusion(asked.diloco, asked.model_state, OF_THE_WHOLE_BATCH, "leave diloco out, or take a model without"),
+    Exclusion(asked.diloco, asked.foreign_over_tensor, LOOK_UPS, "take a mesh without tensor"),
     # pipelines
+    Exclusion(
+        asked.other_microbatches,
+        asked.pipeline,
+        "a pipeline specifies by itself how many parts it splits a batch into",
+        "leave microbatches out",
+    ),
     *(
-        Excludes(
+        Exclusion(
             asked.changed(name),
             asked.newest_weights,
             "its gradients are of the newest weights",
@@ -275,80 +280,88 @@ RULES: tuple[Rule, ...] = (
         )
         for name in ("anneal", "correction", "synchronous_steps")
     ),
-    Excludes(
+    Exclusion(
         lambda facts: asked.changed("correction")(facts) if facts.plan.correction else None,
         asked.own_weights,
         "its backwards read the weights of their forwards",
         "leave it out, or take pipemare:P",
     ),
-    Excludes(asked.field("lowering", "phased"), asked.asynchronous, "its ticks mix kinds", "leave it out"),
-    Excludes(
+    Exclusion(asked.field("lowering", "phased"), asked.asynchronous, "its ticks mix kinds", "leave it out"),
+    Exclusion(
         asked.weights_host,
         asked.copied,
         "two devices have each stage, and its weights go from one to the other in every step",
         "take another pipeline, or weights device",
     ),
     # asynchronous pipelines
-    Excludes(
+    Exclusion(
         asked.split,
         asked.asynchronous,
         "its stages keep older weights whole",
         "take master float32, or a synchronous pipeline",
     ),
-    Excludes(asked.weights_host, asked.asynchronous, ONE_COPY, "take weights device, or a synchronous pipeline"),
-    Excludes(
+    Exclusion(asked.weights_host, asked.asynchronous, OWN_COPIES, "take weights device, or a synchronous pipeline"),
+    Exclusion(
         asked.state_off,
         asked.asynchronous,
         "a stage updates in the middle of a step, where nothing comes from the host",
         "leave it out, or take a synchronous pipeline",
     ),
-    Excludes(
+    Exclusion(
         asked.zero,
         asked.asynchronous,
         "a stage updates in the middle of a step, with weights and optimizer state of its own, whole on its device",
         "take zero 0, or a synchronous pipeline",
     ),
-    Excludes(
+    Exclusion(
         lambda facts: asked.codec(facts) if asked.along("tensor")(facts) else None,
         asked.asynchronous,
         "stages reduce when they update, each in a branch of its own, in which XLA would move parts of a gradient over "
         "tensor, and devices of other stages never come",
         "take a mesh without tensor, or a synchronous pipeline",
     ),
-    Excludes(
+    Exclusion(
         asked.one_bit,
         asked.asynchronous,
         "replicas send momenta once, after a step, and a stage updates in the middle of it",
         "take a synchronous pipeline, or {plain}",
     ),
-    Excludes(
+    Exclusion(
         asked.diloco,
         asked.asynchronous,
-        f"{ONE_COPY}, and replicas meet between steps",
+        f"{OWN_COPIES}, and replicas meet between steps",
         "take a synchronous pipeline, or leave diloco out",
     ),
-    Excludes(
+    Exclusion(
         lambda facts: asked.memory("offload")(facts) if facts.plan.stash == "residuals" else None,
         asked.asynchronous,
         "what its stages keep is in flight from step to step, and lies on the device",
         "add stash input, with which a stage offloads within its backward, or take a synchronous pipeline",
     ),
-    Needs(
+    Requirement(
         asked.asynchronous,
         lambda facts: facts.mixing is None,
-        "this optimizer's update mixes elements of a tensor ({mixing}), and a stage has some layers of each alone",
-        "take adamw, lion or sgd, or a synchronous pipeline",
+        "this optimizer's update mixes elements of a tensor ({mixing}), which may be of several layers, and a stage "
+        "has some of them alone",
+        "take an optimizer by name such as adamw or lamb, or a synchronous pipeline",
+    ),
+    Requirement(
+        asked.asynchronous,
+        lambda facts: not facts.reshaped,
+        "what this optimizer keeps has other shapes than its parameters, and a stage takes its layers' part of arrays "
+        "that have theirs",
+        "take adamw, lamb, lion or sgd, or a synchronous pipeline",
     ),
     # pipelines of unlike blocks
-    Excludes(asked.unlike, asked.asynchronous, "its stages have no updates of their own", "take a synchronous one"),
-    Excludes(
+    Exclusion(asked.unlike, asked.asynchronous, "its stages have no updates of their own", "take a synchronous one"),
+    Exclusion(
         asked.residuals,
         asked.unlike,
         "what a stage keeps has shapes of its own, and slots are alike",
         "add stash input",
     ),
     *(
-        Excludes(
+        Exclusion(
             asked.along(axis),
             asked.unlike,
             f"a stage's weights travel as one flat array, which nothing splits over {axis}",
@@ -356,29 +369,29 @@ RULES: tuple[Rule, ...] = (
         )
         for axis in ("tensor", "sequence")
     ),
-    Excludes(
+    Exclusion(
         asked.field("zero", 3),
         asked.unlike,
         "a stage's weights travel as one flat array, whole on its device",
         "take zero 2",
     ),
-    Excludes(
+    Exclusion(
         asked.weights_host,
         asked.unlike,
         "a stage's weights travel as one flat array, whole on its device",
         "take weights device, or optimizer_state host",
     ),
-    Excludes(asked.codec, asked.unlike, "codecs are made for weights that stages have", "leave it out"),
-    Excludes(
+    Exclusion(asked.codec, asked.unlike, "codecs are made for weights that stages have", "{no_codec}"),
+    Exclusion(
         asked.memory_of_sequences,
         asked.unlike,
         "it looks at all blocks in sequence, and a stage has some",
         "take none, dots or full",
     ),
     # two ways to ask for the same
-    Excludes(
+    Exclusion(
         asked.field("attention", "plain", "chunked", "splash"), asked.attention_named, "both choose it", "leave one out"
     ),
-    Excludes(asked.changed("loss_chunk"), asked.scores_named, "its cross_entropy takes no chunk", "leave one out"),
+    Exclusion(asked.changed("loss_chunk"), asked.scores_named, "its cross_entropy takes no chunk", "leave one out"),
 )
 """Every rule, in the order in which a combination is checked."""

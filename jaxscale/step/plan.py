@@ -153,22 +153,12 @@ class Plan:
         if self.correction is not None and not 0 <= self.correction < 1:
             raise UserError(f"correction: got {self.correction}, expected 0 (none) or more, and less than 1")
         if pipeline.name == "auto":  # the rest is settled when the platform is known
-            if self.microbatches != 1:
-                raise UserError(
-                    f"pipeline {pipeline} chooses how many microbatches, and microbatches says {self.microbatches}: "
-                    "leave it out"
-                )
             return
-        ranks, microbatches = pipeline.shape()
+        ranks, _ = pipeline.shape()
         if self.mesh is not None and self.mesh.pipe not in (1, ranks):
             raise UserError(
                 f"pipeline {pipeline} takes {ranks} devices along pipe, and mesh {self.mesh} says "
                 f"{self.mesh.pipe}: leave pipe out of the mesh"
-            )
-        if self.microbatches not in (1, microbatches):
-            raise UserError(
-                f"pipeline {pipeline} splits a batch into {microbatches} microbatches, and microbatches says "
-                f"{self.microbatches}: leave it out"
             )
 
 

@@ -26,6 +26,7 @@ class Facts:
         unlike: its pipeline has stages of unlike blocks.
         copied: two devices of its pipeline have weights of the same stage.
         mixing: the operation by which the optimizer's update mixes elements of a tensor; `None`: it mixes none.
+        reshaped: the optimizer keeps arrays of other shapes than its parameters'.
     """
 
     plan: "Plan"
@@ -34,6 +35,7 @@ class Facts:
     unlike: bool = False
     copied: bool = False
     mixing: str | None = None
+    reshaped: bool = False
 
     def size(self, axis: str) -> int | None:
         """Devices along an axis; `None` while it is not known."""
@@ -43,13 +45,22 @@ class Facts:
         """A row's text, with what it mentions of the facts filled in."""
         plan, experiment = self.plan, self.experiment
         optimizer = "" if experiment is None else experiment.optimizer.name
+        plain = optimizer.removeprefix("one_bit_").replace("adam", "adamw")
         return text.format(
             mesh=plan.mesh,
             precision=plan.precision,
             steps="" if experiment is None else experiment.steps,
-            plain=optimizer.removeprefix("one_bit_").replace("adam", "adamw"),
+            plain=plain,
+            no_codec=f"take {plain}" if self.momenta_coded else "leave reduce out",
             mixing=self.mixing,
         )
+
+    @property
+    def momenta_coded(self) -> bool:
+        """Whether the codec is the one that takes a one-bit optimizer's momenta."""
+        experiment = self.experiment
+        messages = None if experiment is None else experiment.optimizer.messages(experiment.steps)
+        return messages is not None and str(self.plan.reduce) == f"onebit,start={messages.freeze}"
 
 
 Request: TypeAlias = Callable[[Facts], str | None]
@@ -118,16 +129,15 @@ def own_weights(facts: Facts) -> str | None:
 
 
 def codec(facts: Facts) -> str | None:
-    """A codec of gradients."""
+    """A codec of gradients, or of the momenta that an optimizer sends."""
+    if facts.momenta_coded:
+        return one_bit(facts)
     return f"reduce {facts.plan.reduce}" if isinstance(facts.plan.reduce, NamedCodec) else None
 
 
 def codec_beside_one_bit(facts: Facts) -> str | None:
     """A codec other than the one that takes a one-bit optimizer's momenta."""
-    experiment, reduce = facts.experiment, facts.plan.reduce
-    messages = None if experiment is None else experiment.optimizer.messages(experiment.steps)
-    takes_them = messages is not None and str(reduce) == f"onebit,start={messages.freeze}"
-    return None if takes_them else changed("reduce")(facts)
+    return None if facts.momenta_coded else changed("reduce")(facts)
 
 
 def diloco(facts: Facts) -> str | None:
@@ -150,6 +160,13 @@ def zero(facts: Facts) -> str | None:
 def microbatches(facts: Facts) -> str | None:
     """Several microbatches."""
     return f"microbatches {facts.plan.microbatches}" if facts.plan.microbatches > 1 else None
+
+
+def other_microbatches(facts: Facts) -> str | None:
+    """Other microbatches than the pipeline's own."""
+    pipeline = facts.plan.pipeline
+    own = None if pipeline is None or pipeline.name == "auto" else pipeline.shape()[1]
+    return None if facts.plan.microbatches == own else microbatches(facts)
 
 
 def memory(*rules: str) -> Request:

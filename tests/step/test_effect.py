@@ -223,6 +223,8 @@ ROWS_OF = {
         lambda f, c: f.parameters < 0.75 * 4 and f.bytes_of("collective-permute", "pipe") > 0,
     ),
     "stash": Row("pipeline=1f1b:2x4 stash=input", "pipeline=1f1b:2x4", recomputes(0.5)),
+    "stages": Row("pipeline=1f1b:2x4 stages=1,3", "pipeline=1f1b:2x4", lambda f, c: f.parameters > 1.2 * c.parameters),
+    "rules": Row("mesh=tensor:4 rules.mlp=()", "mesh=tensor:4", lambda f, c: f.parameters > 1.2 * c.parameters),
     "lowering": Row(
         "pipeline=gpipe:2x4 lowering=phased",
         "pipeline=gpipe:2x4",
@@ -230,26 +232,31 @@ ROWS_OF = {
     ),
 }
 ELSEWHERE = {
-    **dict.fromkeys(("optimizer_state", "weights", "gradients"), "step/test_effect_compiled.py"),
-    "memory=offload": "step/test_effect_compiled.py",
-    **dict.fromkeys(("anneal", "correction", "synchronous_steps"), "step/test_streamed.py"),
-    "stages": "step/test_chained.py",
-    "kernels": "step/test_kernels.py",
-    "rules": "sharding/test_zero.py",
+    "optimizer_state": 'step/test_effect_compiled.py: "optimizer_state streamed": Row(',
+    "weights": 'step/test_effect_compiled.py: "weights host": Row(',
+    "gradients": 'step/test_effect_compiled.py: "gradients host": Row(',
+    "memory=offload": 'step/test_effect_compiled.py: "memory offload": Row(',
+    "kernels": "step/test_kernels.py: def test_the_named_loss_reaches_the_step_and_holds_no_logits(",
+    "synchronous_steps": "step/test_streamed.py: def test_synchronous_steps_come_first(",
+    "anneal": "pipeline/test_asynchronous.py: def test_each_remedy(",
+    "correction": "pipeline/test_asynchronous.py: def test_each_remedy(",
 }
-"""The tests that show what the other fields and rules do, by name: these change numbers, or a CPU has no such thing."""
+"""Where the effect of other fields and rules is shown, a file and what it has: they change numbers, or need a device whose
+host has a memory of its own, or kernels."""
 
 
 def test_every_field_and_every_named_value_has_a_row():
     chosen = {part for row in ROWS_OF.values() for part in row.plan.split()}
-    shown = {part.partition("=")[0] for part in chosen} | {part.partition(":")[0].partition(",")[0] for part in chosen}
+    fields = {part.partition("=")[0].partition(".")[0] for part in chosen}
+    values = {part.partition(":")[0].partition(",")[0] for part in chosen}
     named = {"memory": set(get_args(Rule)) - {"none", "fit", "file"}, "reduce": set(CODECS)}
     named |= {name: set(get_args(field_types(Plan)[name])) for name in ("state", "master", "precision")}
     wanted = {field.name for field in dataclasses.fields(Plan)}
-    wanted |= {f"{name}={value}" for name, values in named.items() for value in values - {"float32"}}
-    assert wanted - shown == set(ELSEWHERE)
-    for name, file in ELSEWHERE.items():
-        assert name.partition("=")[2] or name in (TESTS / file).read_text()
+    wanted |= {f"{name}={value}" for name, of_field in named.items() for value in of_field - {"float32"}}
+    assert wanted - fields - values == set(ELSEWHERE)
+    for place in ELSEWHERE.values():
+        file, _, line = place.partition(": ")
+        assert line in (TESTS / file).read_text()
 
 
 def plain_flop() -> int:

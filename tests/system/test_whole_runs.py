@@ -6,6 +6,7 @@ each family by default; all of them, on one device and on four, and 40 mixtures 
 """
 
 import contextlib
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -111,8 +112,8 @@ def test_alone_on_four_devices(technique: Technique, place):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(40))
 def test_in_a_mixture(number: int, place, capsys):
-    """One that is refused once it is traced is said, and goes on with one technique fewer."""
-    for turn, (flags, layout) in enumerate(mixture(number, place / "tiny.py")):
+    """What is refused once it is traced goes on with one technique fewer; once it has trained, nothing is refused."""
+    for turn, (flags, layout) in enumerate(itertools.islice(mixture(number, place / "tiny.py"), 3)):
         with capsys.disabled():
             print(f"\nmixture {number}: {flags} {layout}")
         folder = place.with_name(f"turn{turn}")
@@ -121,11 +122,11 @@ def test_in_a_mixture(number: int, place, capsys):
             whole_run(folder, "", flags, layout)
             return
         except Ended as ended:
-            if ended.code != 2:
+            if ended.code != 2 or (folder / "undisturbed" / "metrics.jsonl").exists():
                 raise
             with capsys.disabled():
                 print(f"refused: {ended.said.strip()}")
-    pytest.fail("no technique of it trains")
+    pytest.fail("refused with two techniques fewer, too")
 
 
 @pytest.mark.slow

@@ -38,6 +38,11 @@ EVENTS = ("compile", "predicted")
 STATE = ("parameters", "optimizer state", "model state", "batch", "residuals", "outer state")
 """Rows of `fit` that are arguments of the step; what an asynchronous pipeline has in flight it counts as its stash."""
 
+BOUND, LOSSY_BOUND = 1e-4, 0.02
+"""Relative differences of losses between layouts: of sums, and of techniques that round blocks or have replicas."""
+_FIELDS = (f"--plan.{name} " for name in ("precision", "matmul", "reduce", "state", "master", "diloco"))
+LOSSY = (*_FIELDS, "one_bit", "pipedream", "2bw", "pipemare")
+
 
 class Ended(AssertionError):
     """A command that ended with another exit code than it should have."""
@@ -168,10 +173,11 @@ def _resumed_elsewhere(run: Path, moved: Path, words: list[str], expected: Any) 
     """A copy of the run goes on under another layout, whose losses are those of before as nearly as sums allow."""
     shutil.copytree(run, moved)
     command(*words)
-    found = last_lines(moved)
-    assert list(found) == list(expected)
-    for step, row in found.items():
-        np.testing.assert_allclose(row["loss"], expected[step]["loss"], rtol=0.02, err_msg=f"step {step}: {words}")
+    after = last_lines(moved)
+    assert list(after) == list(expected)
+    bound = LOSSY_BOUND if any(word in " ".join(words) for word in LOSSY) else BOUND
+    for step, row in after.items():
+        np.testing.assert_allclose(row["loss"], expected[step]["loss"], rtol=bound, err_msg=f"step {step}: {words}")
 
 
 def _estimated(said: str) -> dict[str, float]:

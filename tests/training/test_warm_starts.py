@@ -33,6 +33,11 @@ def test_the_smallest_program_that_failed():
 
 
 @pytest.mark.slow
+def test_without_the_filter_it_fails():
+    assert not failures("--unfiltered", "--starts", "5", "--cold", "0", "bare loop").endswith("\n0 failed\n")
+
+
+@pytest.mark.slow
 def test_a_loop_that_waits_for_nothing():
     assert failures("--starts", "1", "--cold", "2", "own loop").endswith("\n0 failed\n")
 

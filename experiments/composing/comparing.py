@@ -1,0 +1,251 @@
+"""What is compared of a combination: its figures beside those of its twins, and how far apart they may be.
+
+Three comparisons hold it. The first step's loss equals the plain twin's, and its norm too where no technique changes
+it. All figures equal the lossy twin's, which differs in layout alone. And where the lossy twin has several techniques,
+they change together what they change alone, each: at most three times as much, and not nothing.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+
+from composing.draws import Draw
+from composing.twins import Trained, lossy, on_replicas, plain_twin, stale, steps_of, train
+
+from jaxscale.sharding.mesh import MeshSpec
+
+EXACT = 2e-5
+"""Relative difference that the order of float32 sums may make."""
+ROUNDING = {
+    "precision=bfloat16": (1.4e-3, 1.0e-2),
+    "matmul=fp8": (3.9e-2, 1.8e-1),
+    "matmul=int8": (5.8e-3, 3.2e-2),
+    "matmul=int4": (5.1e-2, 5.7e-1),
+}
+"""Largest relative difference of the first loss and norm that each type shows alone beside float32: 12 batches of 1 and
+3 rows. A combination may differ from its plain twin by twice as much."""
+LAYOUT = {
+    "reduce=int8": (9.8e-08, 1.7e-04, 4.4e-04, 2.5e-03),
+    "reduce=int4": (9.8e-08, 3.6e-03, 1.2e-03, 1.2e-02),
+    "reduce=onebit": (9.8e-08, 1.3e-03, 3.6e-03, 8.9e-03),
+    "reduce=qsgd:4bit": (9.8e-08, 6.0e-03, 3.5e-03, 3.8e-02),
+    "reduce=qsgd:8bit": (9.8e-08, 4.6e-04, 5.1e-04, 6.8e-03),
+    "reduce=topk:0.05": (9.8e-08, 6.4e-03, 1.5e-03, 1.2e-02),
+    "reduce=topk:0.25": (9.8e-08, 4.4e-03, 1.3e-03, 9.4e-03),
+    "reduce=dgc:0.05": (9.8e-08, 6.4e-03, 1.2e-03, 1.6e-02),
+    "reduce=dgc:0.25": (9.8e-08, 4.4e-03, 1.7e-03, 8.4e-03),
+    "state=int8": (2.0e-07, 1.7e-07, 7.2e-06, 5.4e-05),
+    "state=dynamic8": (2.0e-07, 1.7e-07, 2.1e-05, 2.1e-04),
+    "state=int4": (2.0e-07, 1.7e-07, 7.4e-04, 2.1e-03),
+    "state=fp8": (2.0e-07, 1.7e-07, 2.2e-05, 8.6e-05),
+    "precision=bfloat16": (2.0e-04, 3.1e-03, 6.6e-04, 6.3e-03),
+    "master=split": (2.0e-04, 3.1e-03, 9.5e-04, 8.8e-03),
+    "matmul=fp8": (2.5e-03, 2.7e-02, 4.9e-03, 3.6e-02),
+    "matmul=int8": (9.0e-06, 4.1e-04, 1.2e-03, 9.8e-03),
+    "matmul=int4": (1.9e-07, 2.3e-02, 1.4e-02, 6.0e-02),
+    "optimizer=one_bit_adam": (9.8e-08, 1.7e-07, 2.5e-02, 2.5e-01),
+    "optimizer=one_bit_lamb": (9.8e-08, 1.7e-07, 8.9e-04, 5.9e-03),
+    "reduce=powersgd:1": (9.8e-08, 2.7e-01, 9.7e-03, 2.8e-01),
+    "reduce=powersgd:4": (9.8e-08, 2.2e-01, 1.8e-02, 6.0e-02),
+    "reduce=gradzip:1": (9.8e-08, 2.7e-01, 9.7e-03, 2.8e-01),
+    "reduce=gradzip:4": (9.8e-08, 2.2e-01, 1.8e-02, 6.0e-02),
+}
+"""Largest relative difference of loss and norm, of the first step and the last, that a technique shows alone from
+layout to layout: blocks of codes end where a shard does, and sums of few bits are rounded in another order
+(`composition.py --tolerances`). A combination may differ from its lossy twin by twice as much."""
+STALE_STEPS = 3
+"""So many times as much where an asynchronous pipeline makes more steps before those that are compared."""
+CONDITIONING = 10.0
+"""What rounding changes in one program it may change so many times over in another."""
+SHARE = 1 / 3
+"""Of what a technique changes, the share that a layout may change where the table has no row for it."""
+TOGETHER = 3.0
+"""Techniques may change so many times together what they change alone, added up."""
+NORM_CHANGED = ("reduce", "diloco")
+"""Techniques that change the first gradient norm: it is of what replicas have received, or of each replica."""
+
+NEEDS_ROW = ("precision", "matmul", "reduce", "state", "master", "optimizer")
+"""Techniques whose numbers depend on the layout; what DiLoCo adds up is exact."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One figure of a combination beside a twin's.
+
+    Args:
+        what: the figure, and whose it is compared with.
+        value: the combination's.
+        twin: the twin's.
+        tolerance: largest relative difference allowed.
+        unlike: they must differ, too.
+    """
+
+    what: str
+    value: float
+    twin: float
+    tolerance: float
+    unlike: bool = False
+
+    @property
+    def difference(self) -> float:
+        """Relative."""
+        return relative(self.value, self.twin)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference is within the tolerance; not a number never is."""
+        return self.difference <= self.tolerance and not (self.unlike and self.value == self.twin)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: {self.value:.7g} and {self.twin:.7g}, off by {self.difference:.1e} of {self.tolerance:.1e}"
+        )
+
+
+def relative(value: float, twin: float) -> float:
+    """Difference relative to the twin."""
+    return abs(value - twin) / max(abs(twin), 1e-30)
+
+
+def row_name(choice: tuple[str, str]) -> str:
+    """The row of the tables for a field's value, such as "reduce=qsgd:4bit": without what follows a comma."""
+    field, text = choice
+    return f"{field}={text.partition(',')[0]}"
+
+
+def recoded(one: Draw) -> bool:
+    """Whether blocks of codes end elsewhere than in the lossy twin, or numbers are added up in another order."""
+    mesh = MeshSpec.parse(one.plan["mesh"])
+    return mesh.devices > mesh.replica or bool({"pipeline", "microbatches"} & set(one.plan))
+
+
+class Twins:
+    """The twins of a combination, each trained when it is asked for.
+
+    Args:
+        one: the combination.
+    """
+
+    def __init__(self, one: Draw) -> None:
+        self.one, self.techniques = one, lossy(one)
+        self.bare = plain_twin(one)
+
+    @functools.cached_property
+    def plain(self) -> Trained:
+        """With no technique at all."""
+        return self._train(self.bare, {"mesh": "1"})
+
+    @functools.cached_property
+    def changes(self) -> dict[str, str]:
+        """Of the plan of the lossy twin."""
+        changes = {name: text for technique in self.techniques.values() for name, text in technique.items()}
+        return on_replicas(self.one, {**stale(self.one), **changes}, sends="optimizer" in self.techniques)
+
+    @functools.cached_property
+    def lossy(self) -> Trained:
+        """With the techniques that change the numbers, and no other."""
+        return self._train(self.one, self.changes) if self.techniques or stale(self.one) else self.plain
+
+    @functools.cached_property
+    def nudged(self) -> Trained:
+        """The lossy twin from weights that are off by about an ulp."""
+        return self._train(self.one, self.changes, nudged=True)
+
+    @functools.cached_property
+    def base(self) -> Trained:
+        """What the lossy techniques change: the plain twin, or the asynchronous pipeline without them."""
+        changes = stale(self.one)
+        return self._train(self.bare, {**changes, "mesh": "1"}) if changes else self.plain
+
+    @functools.cached_property
+    def alone(self) -> Mapping[str, Trained]:
+        """By a technique's name: with it, in a synchronous step."""
+        return {
+            name: self._train(
+                self.one if name == "optimizer" else self.bare,
+                on_replicas(self.one, changes, sends=name == "optimizer"),
+            )
+            for name, changes in self.techniques.items()
+        }
+
+    def _train(self, one: Draw, changes: Mapping[str, str], *, nudged: bool = False) -> Trained:
+        return train(one, changes, steps=steps_of(self.one), nudged=nudged)
+
+    def effect(self, name: str, kind: str) -> float:
+        """What a technique changes alone: the largest relative difference of the losses or norms of a step."""
+        return furthest(self.alone[name], self.plain, kind)
+
+
+def furthest(trained: Trained, other: Trained, kind: str) -> float:
+    """The largest relative difference between two trainings' losses or norms."""
+    return max(relative(a, b) for a, b in zip(getattr(trained, kind), getattr(other, kind), strict=True))
+
+
+def compare(one: Draw, trained: Trained) -> Iterator[Comparison]:
+    """Figures of a combination beside those of its twins."""
+    twins = Twins(one)
+    yield from _beside_plain(twins, trained)
+    yield from _beside_lossy(twins, trained)
+    if len(twins.techniques) + bool(stale(one)) > 1:
+        yield from _together(twins)
+
+
+def _beside_plain(twins: Twins, trained: Trained) -> Iterator[Comparison]:
+    """The first step; that of an asynchronous pipeline is of weights that are old already."""
+    if stale(twins.one):
+        return
+    rounding = [ROUNDING.get(row_name(choice), (0.0, 0.0)) for choice in twins.one.plan.items()]
+    of_loss, of_norm = (EXACT + 2 * sum(figures) for figures in zip((0.0, 0.0), *rounding, strict=True))
+    yield Comparison("first loss, plain twin", trained.losses[0], twins.plain.losses[0], of_loss)
+    if not set(NORM_CHANGED) & set(twins.techniques):
+        yield Comparison("first norm, plain twin", trained.norms[0], twins.plain.norms[0], of_norm)
+
+
+def _beside_lossy(twins: Twins, trained: Trained) -> Iterator[Comparison]:
+    """The first step and the last."""
+    slack = tolerances(twins)
+    for number, at in enumerate((0, -1)):
+        for what, kind in enumerate(("losses", "norms")):
+            value, of_twin, of_nudged = (getattr(each, kind)[at] for each in (trained, twins.lossy, twins.nudged))
+            tolerance = slack[2 * number + what] + CONDITIONING * relative(of_nudged, of_twin)
+            name = f"{('first', 'last')[number]} {('loss', 'norm')[what]}, lossy twin"
+            yield Comparison(name, value, of_twin, tolerance)
+
+
+def tolerances(twins: Twins) -> list[float]:
+    """What a layout may change of the first loss and norm, and the last."""
+    one = twins.one
+    allowed = [EXACT] * 4
+    if recoded(one):
+        times = STALE_STEPS if stale(one) else 1  # more steps come before those that are compared
+        for name, changes in twins.techniques.items():
+            for row in row_names(one, name, changes):
+                figures = LAYOUT.get(row)
+                if figures is None and name in NEEDS_ROW:
+                    effects = [twins.effect(name, kind) for kind in ("losses", "norms")]
+                    figures = [SHARE / 2 * effect for effect in (*effects, *effects)]
+                allowed = [a + 2 * times * b for a, b in zip(allowed, figures or (0.0,) * 4, strict=True)]
+    return allowed
+
+
+def row_names(one: Draw, name: str, changes: Mapping[str, str]) -> list[str]:
+    """The rows of the table for a technique."""
+    if name == "optimizer":
+        return [row_name((name, one.optimizer["name"]))]
+    return [row_name(choice) for choice in changes.items()]
+
+
+def _together(twins: Twins) -> Iterator[Comparison]:
+    """The lossy twin beside what its techniques change alone: no more, and something."""
+    slack = tolerances(twins)
+    for what, kind in enumerate(("losses", "norms")):
+        effects = sum(twins.effect(name, kind) for name in twins.techniques)
+        nudge = furthest(twins.nudged, twins.lossy, kind)
+        tolerance = TOGETHER * effects + slack[2 + what] + CONDITIONING * nudge
+        name = f"last {('loss', 'norm')[what]}, techniques together and without them"
+        yield Comparison(name, getattr(twins.lossy, kind)[-1], getattr(twins.base, kind)[-1], tolerance)
+    others = {"the pipeline": twins.base} if stale(twins.one) else twins.alone
+    for name, alone in others.items():
+        if (twins.lossy.losses, twins.lossy.norms[:-1]) == (alone.losses, alone.norms[:-1]):
+            figures = twins.lossy.norms[-1], alone.norms[-1]
+            yield Comparison(f"last norm, together and {name} alone", *figures, float("inf"), unlike=True)
