@@ -219,6 +219,8 @@ def with_needs(techniques: Mapping[str, str], rng: random.Random) -> dict[str, s
         techniques |= {"optimizer.freeze": "1", "optimizer.learning_rate": "0.0003"}
     if techniques.get("plan.gradients") == "host":
         techniques["plan.weights"] = "host"
+    if techniques.get("plan.weights") == "host" and techniques["optimizer.name"] in WHOLE:
+        techniques.setdefault("plan.optimizer_state", "host")
     if techniques.get("plan.master") == "split" or techniques.get("plan.reduce") == "bfloat16":
         techniques["plan.precision"] = "bfloat16"
     pipeline = techniques.get("plan.pipeline")
@@ -359,6 +361,8 @@ KERNEL_NEEDS = {
     "top_k": {"plan.reduce": "topk:0.25,warmup=0"},
 }
 """What takes a kernel that is named."""
+WHOLE = ("adafactor", "muon", "soap", "galore")
+"""Optimizers whose updates are of whole tensors: the host makes those of weights that lie there."""
 CODEC_VALUES: dict[str, Sequence[str]] = {"rank": ("1", "4"), "fraction": ("0.05", "0.25"), "bits": ("4", "8")}
 """What stands behind a codec's colon, by the field's name."""
 TECHNIQUES = techniques()

@@ -111,14 +111,19 @@ def facts_of(leaves: Any, tree: Any) -> list[Leaf]:
 
     Args:
         leaves: tree of `Leaf` like it; `None` judges by shapes and paths.
-        tree: of arrays. One of another shape than its leaf stands for nothing, and is a vector.
+        tree: of arrays. One that has some of its leaf's layers is of that kind; one of any other shape stands for
+            nothing, and is a vector.
     """
     found = jax.tree.structure(tree).flatten_up_to(leaves_of(tree) if leaves is None else leaves)
     shapes = [tuple(array.shape) for array in jax.tree.leaves(tree)]
-    return [
-        leaf if leaf.shape == shape else Leaf(shape, "vector", decays=False)
-        for leaf, shape in zip(found, shapes, strict=True)
-    ]
+
+    def of(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
+        if leaf.shape == shape:
+            return leaf
+        some_layers = leaf.stack > 0 and leaf.shape[1:] == shape[1:] and len(leaf.shape) == len(shape)
+        return dataclasses.replace(leaf, shape=shape) if some_layers else Leaf(shape, "vector", decays=False)
+
+    return [of(leaf, shape) for leaf, shape in zip(found, shapes, strict=True)]
 
 
 def decays(axes: Sequence[str | None] | None, shape: Sequence[int]) -> bool:

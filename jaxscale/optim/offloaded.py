@@ -59,20 +59,23 @@ def streamed(
     clip: float | None = None,
     slice_bytes: int = SLICE_BYTES,
     elementwise: optax.GradientTransformation | None = None,
+    layers: Params | None = None,
 ) -> Advance:
     """Apply a rule slice by slice, on the device, to state (and weights, and gradients) that may lie on the host.
 
     Args:
-        rule: an optax transformation that treats each number by itself. Its state may be quantized:
-            slices cut no block.
+        rule: an optax transformation that treats each number by itself, or each layer of a stack. Its state, whose
+            arrays have the parameters' shapes, may be quantized: slices cut no block.
         params: shapes of the parameters, with the sharding of the optimizer's state where there is a mesh.
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
         slice_bytes: of one tensor on each device, at most, where it can be cut so small.
         elementwise: the rule within `rule` that must treat each number by itself, where that one shares a scale in a
             block; `rule` itself by default.
+        layers: of each parameter, whether its first dim is of layers, each of which the rule treats by itself: slices
+            are of whole layers, and other parameters are not cut. `None`: numbers are treated by themselves.
 
     Raises:
-        UserError: the rule mixes elements.
+        UserError: the rule mixes elements, and `layers` are not given.
 
     Example:
         >>> params = {"w": jnp.ones((4, 2))}
@@ -82,9 +85,10 @@ def streamed(
         >>> after["w"].shape, float(after["w"][3, 1])
         ((4, 2), 0.5)
     """
-    check_elementwise(rule if elementwise is None else elementwise, params)
+    if layers is None:
+        check_elementwise(rule if elementwise is None else elementwise, params)
     leaves = jax.tree.leaves(params)
-    cuts = cuts_of(rule, params, [getattr(leaf, "sharding", None) for leaf in leaves], slice_bytes)
+    cuts = cuts_of(rule, params, [getattr(leaf, "sharding", None) for leaf in leaves], slice_bytes, layers)
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
         def step(gradients: Params, old: tuple[Params, Any]) -> tuple[Params, Any]:
@@ -177,11 +181,24 @@ def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
     return there
 
 
-def cuts_of(rule: optax.GradientTransformation, params: Params, places: Sequence[Any], slice_bytes: int) -> list[Cut]:
+def cuts_of(
+    rule: optax.GradientTransformation,
+    params: Params,
+    places: Sequence[Any],
+    slice_bytes: int,
+    layers: Params | None = None,
+) -> list[Cut]:
     """How each parameter is cut, and its state with it."""
+    leaves, units = jax.tree.leaves(params), _units(rule, params)
+    if layers is not None:
+        stacked = jax.tree.leaves(layers)
+        units = [
+            (unit[0], *leaf.shape[1:]) if many else leaf.shape
+            for leaf, unit, many in zip(leaves, units, stacked, strict=True)
+        ]
     cuts = [
-        cut(leaf.shape, leaf.dtype.itemsize, place, slice_bytes, units)
-        for leaf, place, units in zip(jax.tree.leaves(params), places, _units(rule, params), strict=True)
+        cut(leaf.shape, leaf.dtype.itemsize, place, slice_bytes, unit)
+        for leaf, place, unit in zip(leaves, places, units, strict=True)
     ]
     return [c if c.pieces > 1 else Cut() for c in cuts]
 

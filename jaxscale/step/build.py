@@ -114,18 +114,18 @@ def _facts(
     experiment: Experiment, plan: Plan, functional: Functional, update: Update, layout: Layout, stages: Stages | None
 ) -> Facts:
     """All that rows may ask of a combination."""
-    slices = uses_host(plan) and plan.optimizer_state != "host"
-    # the rules that have a name update each layer of a stack by itself
-    by_stage = plan.asynchronous and experiment.optimizer.custom is not None
+    in_parts = plan.asynchronous or (uses_host(plan) and plan.optimizer_state != "host")
     state = zip(jax.tree.leaves(layout.abstract.optimizer), layout.owners(update.whole), strict=True)
+    reshaped = in_parts and any(leaf.ndim and not owner for leaf, owner in state)
+    by_layer = update.layers is not None and not reshaped
     return Facts(
         plan,
         experiment,
         state=tuple(named_leaves(functional.rest)),
         unlike=stages is not None and stages.chain is not None,
         copied=stages is not None and bool(stages.copies),
-        mixing=first_mixing(update.plain, functional.params) if slices or by_stage else None,
-        reshaped=plan.asynchronous and any(leaf.ndim and not owner for leaf, owner in state),
+        mixing=first_mixing(update.plain, functional.params) if in_parts and not by_layer else None,
+        reshaped=reshaped,
     )
 
 

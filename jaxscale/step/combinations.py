@@ -211,7 +211,7 @@ RULES: tuple[Rule, ...] = (
         asked.host_updates_by_slices,
         lambda facts: facts.mixing is None,
         "this optimizer's update mixes elements of a tensor ({mixing}), so it can't be run slice by slice",
-        "take adamw, lion or sgd, or optimizer_state host, whose update is of whole tensors",
+        "take adamw, lamb, lion or sgd, or optimizer_state host, whose update is of whole tensors",
     ),
     # what replicas send
     Exclusion(
@@ -340,17 +340,17 @@ RULES: tuple[Rule, ...] = (
     ),
     Requirement(
         asked.asynchronous,
-        lambda facts: facts.mixing is None,
-        "this optimizer's update mixes elements of a tensor ({mixing}), which may be of several layers, and a stage "
-        "has some of them alone",
-        "take an optimizer by name such as adamw or lamb, or a synchronous pipeline",
-    ),
-    Requirement(
-        asked.asynchronous,
         lambda facts: not facts.reshaped,
         "what this optimizer keeps has other shapes than its parameters, and a stage takes its layers' part of arrays "
         "that have theirs",
         "take adamw, lamb, lion or sgd, or a synchronous pipeline",
+    ),
+    Requirement(
+        asked.asynchronous,
+        lambda facts: facts.mixing is None,
+        "this optimizer's update mixes elements of a tensor ({mixing}), which may be of several layers, and a stage "
+        "has some of them alone",
+        "take an optimizer by name such as adamw or lamb, or a synchronous pipeline",
     ),
     # pipelines of unlike blocks
     Exclusion(asked.unlike, asked.asynchronous, "its stages have no updates of their own", "take a synchronous one"),

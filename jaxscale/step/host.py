@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxscale.errors import UserError
 from jaxscale.memory.offload import Streamed, of_a_block
+from jaxscale.optim.elementwise import first_mixing
 from jaxscale.optim.offloaded import Advance, on_host, plainly, streamed
 from jaxscale.optim.slices import cut
 from jaxscale.sharding.memory_space import COPY, HOST_KIND, rehearses
@@ -152,7 +153,9 @@ def advance_of(plan: Plan, update: Update, layout: Layout) -> Advance:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     params = jax.tree_util.tree_map_with_path(placed, layout.abstract.params)
-    return streamed(update.rule, params, clip=update.clip, elementwise=update.plain)
+    mixes = first_mixing(update.plain, layout.abstract.params) is not None
+    layers = update.layers if mixes else None
+    return streamed(update.rule, params, clip=update.clip, elementwise=update.plain, layers=layers)
 
 
 def streamed_weights(

@@ -25,7 +25,8 @@ class Facts:
         state: names of what the model holds beside parameters.
         unlike: its pipeline has stages of unlike blocks.
         copied: two devices of its pipeline have weights of the same stage.
-        mixing: the operation by which the optimizer's update mixes elements of a tensor; `None`: it mixes none.
+        mixing: the operation by which the optimizer's update mixes elements; `None`: it mixes none, or those of a layer
+            alone, with a state of the parameters' shapes.
         reshaped: the optimizer keeps arrays of other shapes than its parameters'.
     """
 

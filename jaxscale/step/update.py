@@ -40,6 +40,8 @@ class Update:
         messages: what each replica sends, where the rule takes the mean of that; `None` takes that of gradients.
         fused: the whole step where a kernel makes it on the plan's platform; `None`: `whole`.
         unfused: why no kernel makes it of a state in few bits; `None` where one does, and of a float32 state.
+        layers: whether a parameter is a stack of layers, which the rule treats one by one; `None`: that is not known of
+            a rule of the user's own.
     """
 
     plain: optax.GradientTransformation
@@ -50,6 +52,7 @@ class Update:
     messages: Messages | None = None
     fused: Advance | None = None
     unfused: str | None = None
+    layers: Params | None = None
 
     @classmethod
     def of(cls, experiment: Experiment, plan: Plan, functional: Functional, mesh: Any) -> "Update":
@@ -91,7 +94,10 @@ class Update:
             whole = clipped(rule, messages)
         else:
             whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
-        return cls(plain, rule, whole, clip, plan.master == "split", messages, fused, unfused)
+        one_by_one = None
+        if experiment.optimizer.custom is None:
+            one_by_one = jax.tree.map(lambda leaf: leaf.stack > 0, leaves)
+        return cls(plain, rule, whole, clip, plan.master == "split", messages, fused, unfused, one_by_one)
 
     def start(self, params: Params) -> tuple[Params, Any]:
         """Split weights, and the state before the first update.

@@ -16,7 +16,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxscale.errors import UserError
 from jaxscale.optim import offload_state, quantize_state
 from jaxscale.optim.elementwise import first_mixing
-from jaxscale.optim.offloaded import by_host_cpu, global_norm, on_host, plainly, streamed
+from jaxscale.optim.leaves import leaf_of
+from jaxscale.optim.offloaded import by_host_cpu, cuts_of, global_norm, on_host, plainly, streamed
+from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.quantize import is_quantized
 from jaxscale.optim.quantized import placed
 from jaxscale.optim.slices import Cut, cut
@@ -104,6 +106,34 @@ def test_every_way_gives_the_same(name, weights):
     for advance in (streamed(RULES[name], shapes, clip=1.0, slice_bytes=64), on_host(RULES[name], clip=1.0)):
         found = run(advance, optimizer, sharded(), hosted=True, weights=weights)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), found, expected)
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+@pytest.mark.parametrize("weights", [False, True], ids=["weights on the device", "weights on the host"])
+def test_a_rule_that_treats_layers_one_by_one_is_cut_between_layers(name, weights):
+    shapes = jax.tree.map(
+        lambda shape, s: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=s),
+        SHAPES,
+        sharded(),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    axes = {"blocks": {"w": ("layers", "embed", "mlp"), "norm": ("layers", "norm")}, "table": None, "bias": None}
+    leaves = jax.tree.map(
+        lambda leaf, names: leaf_of("", names, leaf.shape, leaf.sharding),
+        shapes,
+        axes,
+    )
+    layers = jax.tree.map(lambda leaf: leaf.stack > 0, leaves)
+    assert layers == {"blocks": {"w": True, "norm": True}, "table": False, "bias": False}
+    rule = Optimizer(name, learning_rate=0.1).rule(5, leaves)
+    places = [leaf.sharding for leaf in jax.tree.leaves(shapes)]
+    pieces = [c.pieces for c in cuts_of(rule, shapes, places, 64, layers)]
+    assert pieces == [1, 3, 6, 1]  # bias, norm, w, table
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), rule)
+    expected = run(plainly(optimizer), optimizer, sharded(), hosted=False, weights=False)
+    advance = streamed(rule, shapes, clip=1.0, slice_bytes=64, layers=layers)
+    after = run(advance, optimizer, sharded(), hosted=True, weights=weights)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), after, expected)
 
 
 def noisy(x):

@@ -241,8 +241,8 @@ ELSEWHERE = {
     "anneal": "pipeline/test_asynchronous.py: def test_each_remedy(",
     "correction": "pipeline/test_asynchronous.py: def test_each_remedy(",
 }
-"""Where the effect of other fields and rules is shown, a file and what it has: they change numbers, or need a device whose
-host has a memory of its own, or kernels."""
+"""Where the effect of other fields and rules is shown, a file and what it has: they change numbers, or need a device
+whose host has a memory of its own, or kernels."""
 
 
 def test_every_field_and_every_named_value_has_a_row():
