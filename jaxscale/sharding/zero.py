@@ -122,14 +122,32 @@ def placement(
 def over(found: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placement:
     """A placement with all but the copy that computes split over one more axis, where a dim divides.
 
+    All along the same dim, and before other axes, so that a part of the finest lies within a part of the others: XLA
+    would else exchange parts in every step, with any device that has the same, over a slow axis too.
+
     Args:
         found: the placement without it.
         axis: mesh axis to split over.
         shape: of the parameter.
         mesh: the mesh.
     """
-    between = {name: split(shape, None, getattr(found, name), mesh, axis) for name in ("master", "state", "gradient")}
-    return dataclasses.replace(found, **between)
+    between = ("master", "state", "gradient")
+    finest = [*found.state, *(None,) * (len(shape) - len(found.state))]
+    shard = split(shape, None, found.state, mesh, axis)
+    if shard == found.state:  # of a coarser one a dim may divide
+        return dataclasses.replace(
+            found, **{name: split(shape, None, getattr(found, name), mesh, axis) for name in between}
+        )
+    dim = next(dim for dim, entry in enumerate(shard) if entry != finest[dim])
+    return dataclasses.replace(found, **{name: _split_first(getattr(found, name), dim, axis) for name in between})
+
+
+def _split_first(spec: PartitionSpec, dim: int, axis: str) -> PartitionSpec:
+    """A PartitionSpec with a dim split over one more axis, before it is split over others."""
+    entries = [*spec, *(None,) * (dim + 1 - len(spec))]
+    entry = entries[dim]
+    entries[dim] = axis if entry is None else (axis, *((entry,) if isinstance(entry, str) else entry))
+    return PartitionSpec(*entries)
 
 
 def stacked_over(found: Placement, axis: str) -> Placement:
