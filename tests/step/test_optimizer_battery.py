@@ -41,8 +41,8 @@ RULES = {
     "adafactor": Optimizer(learning_rate=0.01, custom=lambda rate: optax.adafactor(rate, min_dim_size_to_factor=8)),
 }
 STATES, MESHES, PLACES = ("float32", "int8", "int4"), ("1", "fsdp:2", "tensor:2"), ("device", "streamed", "host")
-MIXING = ("lars", "lamb", "muon", "adafactor")
-"""Rules that look across a tensor: their state is updated whole, so it is not streamed."""
+MIXING = ("muon", "adafactor")
+"""Rules that look across a tensor and keep other shapes than its own: their state is updated whole, so not streamed."""
 FACTORED = ("adafactor",)
 """Rules whose state has no leaf that blocks would make smaller."""
 GATE = {"float32": 2e-4, "int8": 0.02, "int4": 0.03}
@@ -58,6 +58,7 @@ QUICK = {
     ("momentum", "float32", "fsdp:2", "streamed"),
     ("lamb", "float32", "tensor:2", "host"),
     ("lamb", "int8", "fsdp:2", "device"),
+    ("lamb", "int8", "tensor:2", "streamed"),
     ("lamb", "int4", "1", "host"),
     ("adafactor", "float32", "fsdp:2", "device"),
     ("adafactor", "float32", "tensor:2", "host"),

@@ -34,7 +34,7 @@ DECODER = Decoder(vocab=12, context=8, layers=4, embed=8, heads=2)
 
 REFUSED = {
     "`gradients` host": ({"weights": "host", "gradients": "host"}, "nothing adds up the gradients of its microbatches"),
-    "another `microbatches`": ({"microbatches": "2"}, "leave it out"),
+    "another `microbatches`": ({"microbatches": "2"}, "a pipeline specifies by itself how many"),
     "a `mesh` with another pipe axis": ({"mesh": "pipe:4"}, "leave pipe out of the mesh"),
 }
 OTHERS = {

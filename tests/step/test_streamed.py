@@ -213,7 +213,7 @@ REFUSALS = [
     (
         "pipeline=2bw:2x4; mesh=data:1",
         {"optimizer": {"name": "adafactor", "momentum": None}},
-        "update mixes elements of a tensor",
+        "other shapes than its parameters",
     ),
     ("pipeline=1f1b:2x4; anneal=3", {}, "anneal 3 with pipeline 1f1b:2x4: its gradients"),
     ("pipeline=1f1b:2x4; synchronous_steps=3", {}, "synchronous_steps 3 with pipeline 1f1b:2x4"),
