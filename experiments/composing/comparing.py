@@ -63,9 +63,10 @@ TOGETHER = 3.0
 """Techniques may change so many times together what they change alone, added up."""
 NORM_CHANGED = ("reduce", "diloco")
 """Techniques that change the first gradient norm: it is of what replicas have received, or of each replica."""
-
 NEEDS_ROW = ("precision", "matmul", "reduce", "state", "master", "optimizer")
 """Techniques whose numbers depend on the layout; what DiLoCo adds up is exact."""
+COMPUTED = ("precision", "matmul", "master")
+"""Those that round what a layer computes, so that attention in chunks, too, is rounded otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,18 +217,17 @@ def tolerances(twins: Twins) -> list[float]:
     """What a layout may change of the first loss and norm, and the last."""
     one = twins.one
     allowed = [EXACT] * 4
-    if recoded(one):
-        times = STALE_STEPS if stale(one) else 1  # more steps come before those that are compared
-        for name, changes in twins.techniques.items():
-            for row in row_names(one, name, changes):
-                figures = LAYOUT.get(row)
-                if figures is None and name in NEEDS_ROW:
-                    effects = [twins.effect(name, kind) for kind in ("losses", "norms")]
-                    figures = [SHARE / 2 * effect for effect in (*effects, *effects)]
-                figures = figures or (0.0,) * 4
-                if stale(one):  # a full pipe's first step is one after many
-                    figures = (*figures[2:], *figures[2:])
-                allowed = [a + 2 * times * b for a, b in zip(allowed, figures, strict=True)]
+    times = STALE_STEPS if stale(one) else 1  # more steps come before those that are compared
+    for name, changes in twins.techniques.items():
+        for row in row_names(one, name, changes) if recoded(one) or name in COMPUTED else ():
+            figures = LAYOUT.get(row)
+            if figures is None and name in NEEDS_ROW:
+                effects = [twins.effect(name, kind) for kind in ("losses", "norms")]
+                figures = [SHARE / 2 * effect for effect in (*effects, *effects)]
+            figures = figures or (0.0,) * 4
+            if stale(one):  # a full pipe's first step is one after many
+                figures = (*figures[2:], *figures[2:])
+            allowed = [a + 2 * times * b for a, b in zip(allowed, figures, strict=True)]
     return allowed
 
 
