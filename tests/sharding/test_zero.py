@@ -3,7 +3,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.sharding.zero import placement, split
+from jaxscale.sharding.zero import Placement, over, placement, split
 
 MESH = MeshSpec(fsdp=4, tensor=2).build()
 
@@ -39,3 +39,20 @@ def test_the_stages_of_zero(copied):
         2: (early, shard, shard, whole),
         3: (shard, shard, shard, shard),
     }
+
+
+@pytest.mark.parametrize(
+    ("shape", "found", "expected"),
+    [
+        # the state's dim, whose rows fsdp has taken: the largest of the master's is another
+        ((90, 32), Placement(P(), P("fsdp"), P(), P()), (P(None, "pipe"), P("fsdp", "pipe"), P(None, "pipe"))),
+        ((64, 8), Placement(P(), P("fsdp"), P(), P()), (P("pipe"), P(("pipe", "fsdp")), P("pipe"))),  # before fsdp
+        ((6, 3), Placement(P(), P("fsdp"), P(), P()), (P("pipe"), P("fsdp"), P("pipe"))),  # none divides the state's
+    ],
+)
+def test_what_stages_share_nests(shape, found, expected):
+    """A part of the finest placement lies within a part of each other, so that an update exchanges nothing."""
+    mesh = MeshSpec(pipe=2, fsdp=2).build()
+    after = over(found, "pipe", shape, mesh)
+    assert (after.master, after.state, after.gradient) == expected
+    assert after.compute == found.compute
