@@ -171,10 +171,9 @@ BRANCHES = {  # of the comparison: each has tolerances of its own
     "codes in 4 bits": combination(mesh="replica:2,tensor:2", reduce="qsgd:4bit"),
     "top-k": combination(mesh="replica:2,fsdp:2", reduce="topk:0.25,warmup=0"),
     "PowerSGD": combination(mesh="replica:2,data:2", reduce="powersgd:4"),
-    "state in 4 bits": combination("adamw", mesh="fsdp:2,tensor:2", zero="1", state="int4"),
-    "split weights": combination(mesh="tensor:2", precision="bfloat16", master="split"),
+    "state in 4 bits": combination("adamw", mesh="fsdp:2", zero="1", state="int4"),
+    "split weights": combination(mesh="data:2", precision="bfloat16", master="split"),
     "DiLoCo": combination(mesh="replica:2,data:2", diloco="every=2"),
-    "1-bit Adam": combination("one_bit_adam", mesh="replica:2,data:2"),
     "2BW": combination(mesh="data:2", pipeline="2bw:2x4"),
 }
 
