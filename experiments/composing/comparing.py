@@ -48,11 +48,10 @@ LAYOUT = {
     "reduce=powersgd:1": (9.8e-08, 2.7e-01, 9.7e-03, 2.8e-01),
     "reduce=powersgd:4": (9.8e-08, 2.2e-01, 1.8e-02, 6.0e-02),
     "reduce=gradzip:1": (9.8e-08, 2.7e-01, 9.7e-03, 2.8e-01),
-    "reduce=gradzip:4": (9.8e-08, 2.2e-01, 1.8e-02, 6.0e-02),
 }
 """Largest relative difference of loss and norm, of the first step and the last, that a technique shows alone from
 layout to layout: blocks of codes end where a shard does, and sums of few bits are rounded in another order
-(`composition.py --tolerances`). A combination may differ from its lossy twin by twice as much."""
+(`composition.py --tolerances`; two or three batches). A combination may differ from its lossy twin by twice as much."""
 STALE_STEPS = 3
 """So many times as much where an asynchronous pipeline makes more steps before those that are compared."""
 CONDITIONING = 10.0

@@ -215,7 +215,7 @@ def with_needs(techniques: Mapping[str, str], rng: random.Random) -> dict[str, s
     kernel = techniques.get("plan.kernels", "").partition("=")[0]
     techniques |= KERNEL_NEEDS.get(kernel, {})
     if techniques["optimizer.name"].startswith("one_bit"):
-        # in bits from the second update on; by what one gradient says of the variance, steps are to be short
+        # in bits from the second update on; steps are short, for the variance is estimated from one gradient
         techniques |= {"optimizer.freeze": "1", "optimizer.learning_rate": "0.0003"}
     if techniques.get("plan.gradients") == "host":
         techniques["plan.weights"] = "host"
@@ -247,7 +247,7 @@ def axes_needed(techniques: Mapping[str, str]) -> dict[str, int]:
 
 
 def without_conflicts(techniques: Mapping[str, str], rng: random.Random) -> dict[str, str]:
-    """A drawn combination without what says the same twice, or means nothing beside the rest.
+    """A drawn combination without what asks for the same twice, or means nothing beside the rest.
 
     These are refused too, and `tests/step/test_combinations.py` has them; a draw has better to do.
     """
@@ -255,7 +255,7 @@ def without_conflicts(techniques: Mapping[str, str], rng: random.Random) -> dict
     if techniques["optimizer.name"].startswith("one_bit") and {"plan.reduce", "plan.diloco"} & set(techniques):
         techniques["optimizer.name"] = "adamw"  # each specifies what replicas send
     if {"plan.attention", "plan.loss_chunk"} & set(techniques):
-        techniques.pop("plan.kernels", None)  # which would say it again
+        techniques.pop("plan.kernels", None)  # which would ask for it again
     if techniques.get("plan.kernels", "").partition("=")[0] == "adam8":
         techniques.pop("optimizer.momentum", None)
     pipeline = techniques.get("plan.pipeline")

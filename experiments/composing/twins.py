@@ -196,8 +196,8 @@ def plain_twin(draw: Draw) -> Draw:
     rule = ONE_BIT.get(draw.optimizer.get("name", ""))
     if rule is None:
         return draw
-    kept = {path: text for path, text in draw.techniques if path != "optimizer.freeze"}
-    return dataclasses.replace(draw, techniques=tuple({**kept, "optimizer.name": rule}.items()))
+    techniques = {path: text for path, text in draw.techniques if path != "optimizer.freeze"}
+    return dataclasses.replace(draw, techniques=tuple({**techniques, "optimizer.name": rule}.items()))
 
 
 def steps_of(draw: Draw) -> tuple[int, int]:

@@ -115,8 +115,9 @@ def _facts(
 ) -> Facts:
     """All that rows may ask of a combination."""
     in_parts = plan.asynchronous or (uses_host(plan) and plan.optimizer_state != "host")
+    mixing = first_mixing(update.plain, functional.params) if in_parts else None
     state = zip(jax.tree.leaves(layout.abstract.optimizer), layout.owners(update.whole), strict=True)
-    reshaped = in_parts and any(leaf.ndim and not owner for leaf, owner in state)
+    reshaped = mixing is not None and any(leaf.ndim and not owner for leaf, owner in state)
     by_layer = update.layers is not None and not reshaped
     return Facts(
         plan,
@@ -124,7 +125,7 @@ def _facts(
         state=tuple(named_leaves(functional.rest)),
         unlike=stages is not None and stages.chain is not None,
         copied=stages is not None and bool(stages.copies),
-        mixing=first_mixing(update.plain, functional.params) if in_parts and not by_layer else None,
+        mixing=None if by_layer else mixing,
         reshaped=reshaped,
     )
 

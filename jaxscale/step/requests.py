@@ -27,7 +27,7 @@ class Facts:
         copied: two devices of its pipeline have weights of the same stage.
         mixing: the operation by which the optimizer's update mixes elements; `None`: it mixes none, or those of a layer
             alone, with a state of the parameters' shapes.
-        reshaped: the optimizer keeps arrays of other shapes than its parameters'.
+        reshaped: the optimizer mixes elements, and keeps arrays of other shapes than its parameters'.
     """
 
     plan: "Plan"
@@ -166,8 +166,8 @@ def microbatches(facts: Facts) -> str | None:
 def other_microbatches(facts: Facts) -> str | None:
     """Other microbatches than the pipeline's own."""
     pipeline = facts.plan.pipeline
-    own = None if pipeline is None or pipeline.name == "auto" else pipeline.shape()[1]
-    return None if facts.plan.microbatches == own else microbatches(facts)
+    count = None if pipeline is None or pipeline.name == "auto" else pipeline.shape()[1]
+    return None if facts.plan.microbatches == count else microbatches(facts)
 
 
 def memory(*rules: str) -> Request:

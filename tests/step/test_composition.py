@@ -126,8 +126,8 @@ def test_every_field_of_a_plan_is_drawn() -> None:
 
 
 def test_a_field_that_nobody_can_draw_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = {hint: texts for hint, texts in draws.VALUES.items() if hint is not draws.NamedCodec}
-    monkeypatch.setattr(draws, "VALUES", left)
+    values = {hint: texts for hint, texts in draws.VALUES.items() if hint is not draws.NamedCodec}
+    monkeypatch.setattr(draws, "VALUES", values)
     with pytest.raises(TypeError, match="NamedCodec"):
         draws.techniques()
 

@@ -75,8 +75,8 @@ def test_weights_on_the_host_are_no_arguments_of_the_device(changes):
 
 
 def test_stages_that_update_on_their_way_send_codes():
-    found = report("tpu v5e:2x4", False, pipeline="2bw:2x4", mesh="replica:2,data:2", reduce="int8")
-    slow = [one for one in found.collectives if "replica" in (one.axes or ())]
+    compiled_step = report("tpu v5e:2x4", False, pipeline="2bw:2x4", mesh="replica:2,data:2", reduce="int8")
+    slow = [one for one in compiled_step.collectives if "replica" in (one.axes or ())]
     assert {one.kind for one in slow if one.dtype == "s8"} == {"all-to-all", "all-gather"}
     coded = sum(one.bytes * one.count for one in slow if one.dtype == "s8")
     assert sum(one.bytes * one.count for one in slow if one.dtype == "f32") < 0.1 * coded

@@ -255,7 +255,7 @@ OTHERS = [
 @pytest.mark.parametrize("name", ["lamb", pytest.param("lars", marks=pytest.mark.slow)])
 def test_layers_of_a_stage_are_updated_one_by_one(name: str) -> None:
     """Two layers a stage, which a rule of norms would otherwise take for one tensor."""
-    rule = Optimizer(name=name, learning_rate=0.3, clip=0.3, warmup=2)  # type: ignore[arg-type]
+    rule = override(Optimizer(learning_rate=0.3, clip=0.3, warmup=2), {"name": name})
     experiment = dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, layers=4), optimizer=rule)
     alone = build(experiment, Plan(mesh=MeshSpec()), devices=jax.devices()[:1])
     check(step_of("pipeline=2bw:2x4; mesh=data:1", experiment), alone, bound=1e-5)
