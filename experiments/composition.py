@@ -51,18 +51,19 @@ def main() -> int:
     parser.add_argument("--pairs", action="store_true", help="judge pairs in place of draws, and record them")
     parser.add_argument("--table", action="store_true", help="print the README's table of the pairs recorded")
     parser.add_argument("--tolerances", action="store_true", help="measure the figures of comparing.LAYOUT; an hour")
-    parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th draw or pair, from the I-th on")
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th draw, pair or row, from the I-th on")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which one counts as hung")
     parser.add_argument("-o", "--out", type=Path, help="a file for the verdicts, a JSON object a line")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         return child()
+    index, count = map(int, arguments.part.split("/"))
     if arguments.tolerances:
         os.environ.update({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS[False], **os.environ})
-        from composing.tolerances import measure
+        from composing.tolerances import TECHNIQUES, measure
 
-        measure()
+        measure(TECHNIQUES[index::count])
         return 0
     from composing import pairs
 
@@ -74,7 +75,6 @@ def main() -> int:
         tasks = [{"pair": pair} for pair in pairs.missing()]
     else:
         tasks = [{"draw": (arguments.seed, number)} for number in arguments.only or range(arguments.draws)]
-    index, count = map(int, arguments.part.split("/"))
     counts: collections.Counter[str] = collections.Counter()
     out = arguments.out.open("a") if arguments.out else None
     judge = Children(arguments.timeout)

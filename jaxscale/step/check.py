@@ -96,9 +96,13 @@ def check_traced(step: "TrainStep", jaxpr: Any, batch: Batch) -> None:
 
 
 def _keeps_all(decision: Decision | None) -> bool:
-    """Whether a chain's decision leaves every block as it is: a budget that is enough, or one block alone."""
-    chain = None if decision is None else decision.chain
-    return chain is not None and all(
+    """Whether a decision recomputes nothing and moves nothing: its budget is enough, or a chain has one block alone."""
+    if decision is None or decision.stack is not None:
+        return False
+    chain = decision.chain
+    if chain is None:
+        return bool(decision.saves) and all(save.keep == (EVERYTHING,) for save in decision.saves)
+    return all(
         isinstance(node, Save) and chain.options[node.stage][node.option].keep == (EVERYTHING,) for node in chain.nodes
     )
 

@@ -76,6 +76,7 @@ REAL = [
     {"memory": MemoryPlan("dots")},
     {"memory": MemoryPlan("full"), "precision": "bfloat16", "reduce": "float32"},
     {"memory": MemoryPlan.parse("chain:1GiB")},  # enough for everything: nothing is to be recomputed
+    {"memory": MemoryPlan.parse("offload:capuchin:1GiB"), "weights": "host"},  # nothing is to be moved, either
     {"memory": MemoryPlan("sqrt"), "model": dataclasses.replace(DECODER, layers=1)},
     {"memory": MemoryPlan("full"), "pipeline": PipelinePlan.parse("zb-h1:2x2"), "mesh": "data:2"},
     {"unroll": 2, "loss_chunk": 4, "attention": "chunked"},
