@@ -74,7 +74,7 @@ def judge(one: Draw, platform: str | None = None) -> Verdict:
         trained = train(one, one.plan)
     except Exception as error:
         return Verdict("crashed", _place_of(error))
-    comparisons = list(compare(one, trained))
+    comparisons = compare(one, trained)
     worst = max(figure.difference / figure.tolerance for figure in comparisons)
     failures = [str(figure) for figure in comparisons if not figure.holds]
     outcome = "wrong" if failures else "equal"

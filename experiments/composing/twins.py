@@ -219,7 +219,7 @@ def steps_of(draw: Draw) -> tuple[int, int]:
 
 
 def train(
-    draw: Draw, changes: Mapping[str, str], *, steps: tuple[int, int] | None = None, nudged: bool = False
+    draw: Draw, changes: Mapping[str, str], *, steps: tuple[int, int] | None = None, nudge: int | None = None
 ) -> Trained:
     """A few steps under a plan.
 
@@ -227,7 +227,7 @@ def train(
         draw: model, batches and optimizer.
         changes: of the plan.
         steps: those that fill a pipe, and those that are shown; as many as the draw takes by default.
-        nudged: the first weights are off by about an ulp: what that changes is what rounding may change.
+        nudge: a seed: the first weights are off by about an ulp, and what that changes is what rounding may change.
 
     Raises:
         UserError: the plan is refused.
@@ -237,8 +237,8 @@ def train(
     step = compiled(experiment, tuple(sorted(changes.items())))
     compiled_at = time.perf_counter()
     state = step.init()
-    if nudged:
-        state = dataclasses.replace(state, params=_nudged(state.params))
+    if nudge is not None:
+        state = dataclasses.replace(state, params=_nudged(state.params, nudge))
     losses, norms = [], []
     waiting, shown = steps or steps_of(draw)
     for number in range(waiting + shown):
@@ -269,12 +269,12 @@ def lower(draw: Draw, platform: str) -> float:
     return time.perf_counter() - start
 
 
-def _nudged(params: Any) -> Any:
+def _nudged(params: Any, seed: int) -> Any:
     """Weights whose last bit is drawn again, where they lie."""
 
-    def nudge(path: Any, leaf: Any) -> Any:
-        key = jax.random.key(len(jax.tree_util.keystr(path)))
+    def nudged(path: Any, leaf: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(seed), len(jax.tree_util.keystr(path)))
         noise = 1 + 1e-7 * jax.random.normal(key, leaf.shape)
         return jax.device_put((leaf * noise).astype(leaf.dtype), leaf.sharding)
 
-    return jax.tree_util.tree_map_with_path(nudge, params)
+    return jax.tree_util.tree_map_with_path(nudged, params)

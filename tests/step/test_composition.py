@@ -209,7 +209,7 @@ def test_a_fault_of_two_lossy_techniques_together_is_seen(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Streamed, "_reduced", eighth)
     compiled.cache_clear()
-    figures = list(compare(one, train(one, one.plan)))
+    figures = compare(one, train(one, one.plan))
     compiled.cache_clear()
     assert {figure.what for figure in figures if not figure.holds} >= {
         "last norm, techniques together and without them"
