@@ -209,14 +209,17 @@ def completed(techniques: Mapping[str, str], sizes: Mapping[str, int], rng: rand
     return techniques
 
 
+ONE_BIT_NEEDS = {"optimizer.freeze": "1", "optimizer.learning_rate": "0.003", "optimizer.eps": "0.01"}
+"""In bits from the second update on. The variance is estimated from one gradient: without eps signs go far."""
+
+
 def with_needs(techniques: Mapping[str, str], rng: random.Random) -> dict[str, str]:
     """The techniques, and those that they need."""
     techniques = dict(techniques)
     kernel = techniques.get("plan.kernels", "").partition("=")[0]
     techniques |= KERNEL_NEEDS.get(kernel, {})
     if techniques["optimizer.name"].startswith("one_bit"):
-        # in bits from the second update on; steps are short, for the variance is estimated from one gradient
-        techniques |= {"optimizer.freeze": "1", "optimizer.learning_rate": "0.0003"}
+        techniques |= ONE_BIT_NEEDS
     if techniques.get("plan.gradients") == "host":
         techniques["plan.weights"] = "host"
     if techniques.get("plan.weights") == "host" and techniques["optimizer.name"] in WHOLE:

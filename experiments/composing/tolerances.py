@@ -9,8 +9,8 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 
-from composing.comparing import relative, row_name
-from composing.draws import CODEC_VALUES, SGD, Draw
+from composing.comparing import IN_BFLOAT16, relative, row_name
+from composing.draws import CODEC_VALUES, ONE_BIT_NEEDS, SGD, Draw
 from composing.twins import train
 
 from jaxscale.errors import UserError
@@ -22,10 +22,8 @@ TECHNIQUES: tuple[dict[str, str], ...] = (
     {"plan.precision": "bfloat16"},
     {"plan.master": "split", "plan.precision": "bfloat16"},
     *({"plan.matmul": text} for text in ("fp8", "int8", "int4")),
-    *(
-        {"optimizer.name": f"one_bit_{rule}", "optimizer.freeze": "1", "optimizer.learning_rate": "0.0003"}
-        for rule in ("adam", "lamb")
-    ),
+    *({"plan.matmul": text, "plan.precision": "bfloat16"} for text in ("fp8", "int8", "int4")),
+    *({"optimizer.name": f"one_bit_{rule}", **ONE_BIT_NEEDS} for rule in ("adam", "lamb")),
     *({"plan.reduce": f"{name}:{rank}"} for name in ("powersgd", "gradzip") for rank in CODEC_VALUES["rank"]),
 )
 LAYOUTS: tuple[dict[str, str], ...] = (
@@ -33,6 +31,7 @@ LAYOUTS: tuple[dict[str, str], ...] = (
     {"mesh": "replica:2,fsdp:2", "zero": "1"},
     {"mesh": "replica:2,tensor:2"},
     {"mesh": "replica:2,tensor:4"},
+    {"mesh": "replica:2,sequence:2"},
     {"mesh": "replica:2,fsdp:2,tensor:2", "zero": "2"},
     {"mesh": "replica:2", "microbatches": "2"},
     {"mesh": "replica:2", "attention": "chunked"},
@@ -66,5 +65,6 @@ def measure(techniques: tuple[dict[str, str], ...] = TECHNIQUES) -> None:
                 figures += shown(Draw(tuple(fields.items()), rows=0, batch=16, seed=seed))
         path, text = next(iter(technique.items()))
         name = row_name((path.removeprefix("plan.").removesuffix(".name"), text))
+        name += IN_BFLOAT16 * ("matmul" in name and "plan.precision" in technique)
         largest = ", ".join(f"{max(column):.1e}" for column in zip(*figures, strict=True))
         print(f'    "{name}": ({largest}),', flush=True)

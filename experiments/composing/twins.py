@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from composing.draws import LAYERS, WIDTH, Draw
 
+from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.diloco import Diloco
 from jaxscale.optim.optimizer import Optimizer
@@ -37,7 +39,7 @@ LOSSY = ("precision", "matmul", "reduce", "diloco", "state", "master")
 EXACT_VALUES = {"matmul": ("high", "highest")}
 """Values of these that change no number on a CPU."""
 STALE = ("pipeline", "stages", "stash", "anneal", "correction", "synchronous_steps")
-"""Fields of an asynchronous pipeline, which changes the numbers too; PipeMare's recomputation reads newer weights."""
+"""Fields of an asynchronous pipeline, which changes the numbers too."""
 ONE_BIT = {"one_bit_adam": "adamw", "one_bit_lamb": "lamb"}
 """Optimizers that change the numbers, and the rule that each begins as."""
 
@@ -130,11 +132,28 @@ def plan_of(changes: Mapping[str, str]) -> Plan:
 
 
 def stale(draw: Draw) -> dict[str, str]:
-    """The changes of an asynchronous pipeline, if the combination has one."""
+    """The changes of an asynchronous pipeline, if the combination has one.
+
+    What a memory rule recomputes is among them where it reads newer weights than its forward, and is the same on every
+    layout.
+
+    Example:
+        >>> stale(Draw((("plan.memory", "dots"), ("plan.pipeline", "pipemare:2"))))
+        {'memory': 'dots', 'pipeline': 'pipemare:2'}
+    """
     pipeline = draw.plan.get("pipeline")
     if pipeline is None or not PipelinePlan.parse(pipeline).asynchronous:
         return {}
-    return {name: text for name, text in draw.plan.items() if name in STALE}
+    rule = MemoryPlan.parse(draw.plan.get("memory", "none"))
+    fields = (*STALE, "memory") if recomputes_newer(draw) and rule.budget is None else STALE
+    return {name: text for name, text in draw.plan.items() if name in fields}
+
+
+def recomputes_newer(draw: Draw) -> bool:
+    """Whether a memory rule recomputes from newer weights than a forward read: PipeMare keeps no older ones."""
+    plan = PipelinePlan.parse(draw.plan["pipeline"]) if "pipeline" in draw.plan else None
+    versions = plan.schedule().versions if plan is not None and plan.asynchronous else None
+    return versions is not None and versions.backward == "newest" and draw.plan.get("memory", "none") != "none"
 
 
 def lossy(draw: Draw) -> dict[str, dict[str, str]]:
@@ -227,7 +246,7 @@ def train(
         draw: model, batches and optimizer.
         changes: of the plan.
         steps: those that fill a pipe, and those that are shown; as many as the draw takes by default.
-        nudge: a seed: the first weights are off by about an ulp, and what that changes is what rounding may change.
+        nudge: a seed: the first state is off by about an ulp, and what that changes is what rounding may change.
 
     Raises:
         UserError: the plan is refused.
@@ -238,7 +257,7 @@ def train(
     compiled_at = time.perf_counter()
     state = step.init()
     if nudge is not None:
-        state = dataclasses.replace(state, params=_nudged(state.params, nudge))
+        state = _nudged(state, nudge)
     losses, norms = [], []
     waiting, shown = steps or steps_of(draw)
     for number in range(waiting + shown):
@@ -269,12 +288,14 @@ def lower(draw: Draw, platform: str) -> float:
     return time.perf_counter() - start
 
 
-def _nudged(params: Any, seed: int) -> Any:
-    """Weights whose last bit is drawn again, where they lie."""
+def _nudged(state: Any, seed: int) -> Any:
+    """A state with the last bit of its numbers drawn again: of weights, of replicas' own, of what a pipe keeps."""
 
     def nudged(path: Any, leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
         key = jax.random.fold_in(jax.random.key(seed), len(jax.tree_util.keystr(path)))
         noise = 1 + 1e-7 * jax.random.normal(key, leaf.shape)
         return jax.device_put((leaf * noise).astype(leaf.dtype), leaf.sharding)
 
-    return jax.tree_util.tree_map_with_path(nudged, params)
+    return jax.tree_util.tree_map_with_path(nudged, state)

@@ -36,6 +36,11 @@ States = dict[str, dict[str, Any]]
 """By gradient and name: residuals (replicas, *shape), others (replicas, shards, *shape on a device)."""
 
 
+def squared_residuals(states: States) -> Float[Array, ""]:
+    """Squared norm of what the codec owes, of these states."""
+    return sum((jnp.sum(jnp.square(mine[RESIDUAL])) for mine in states.values() if RESIDUAL in mine), jnp.zeros(()))
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One gradient of the stage.
@@ -368,9 +373,8 @@ class Stage:
     def _norm(self, states: States) -> Array:
         found = jnp.zeros(())
         for name, mine in states.items():
-            if RESIDUAL in mine:
-                copies = self.mesh.size // (self.replicas * self.shards(name))
-                found += jnp.sum(jnp.square(mine[RESIDUAL])) / copies
+            copies = self.mesh.size // (self.replicas * self.shards(name))
+            found += squared_residuals({name: mine}) / copies
         return jnp.sqrt(lax.psum(found, self.mesh.axis_names) / self.replicas)
 
     def _key(self, key: Key, name: str) -> Key:

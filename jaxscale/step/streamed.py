@@ -37,7 +37,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.blocks import Loss
 from jaxscale.compat import prune
 from jaxscale.compression.codec import Codec
-from jaxscale.compression.reduce import Leaf, Stage
+from jaxscale.compression.reduce import Leaf, Stage, squared_residuals
 from jaxscale.errors import UserError
 from jaxscale.optim.offloaded import plainly
 from jaxscale.pipeline.asynchronous import Asynchronous, UpdateAt
@@ -106,6 +106,8 @@ class Streamed(Pipelined):
         waits = f"the first {first} steps are synchronous, then " if first else ""
         whole = " x ".join(axis for axis in ("sequence", "tensor") if self.layout.mesh.shape[axis] > 1)
         copies = f"; what is in flight lies whole on every device along {whole}" if whole else ""
+        if self.stream.newest and (self.plan.memory.rule != "none" or self.plan.stash == "input"):
+            told += ", and what is recomputed reads newer weights than its forward did"
         return f"{self.asked}: {waits}{told}; each stage{clips} skips bad updates by itself{copies}"
 
     def _remedies(self) -> Remedies:
@@ -246,12 +248,13 @@ class Streamed(Pipelined):
         if codec is not None:
             states = jax.tree.map(lambda new, old: jnp.where(good, new, old), states, codes["states"])
             codes = {"states": states, "updates": codes["updates"] + 1}
+            carry = {**carry, "sent": carry["sent"] + codec.wire_bytes_at(carry["codes"]["updates"])}
         leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
         params = self._whole(*jax.tree.map(lambda leaf: leaf[0], parameters))
         after, state = self.advance(gradients, self._optimizer.unflatten(leaves), params, norm, good)
         owned, free = self._divided(jax.tree.leaves(state))
         squares = carry["squares"] + jnp.square(norm)
-        carry = {"owned": owned, "free": free, "watch": watch, "codes": codes, "squares": squares}
+        carry |= {"owned": owned, "free": free, "watch": watch, "codes": codes, "squares": squares}
         return jax.tree.map(lambda leaf: leaf[None], self._split(after)), carry
 
     def _reduced(self, codec: Stage, gradients: Any, states: Any, updates: Array) -> tuple[dict[str, Array], Any]:
@@ -345,7 +348,8 @@ class Streamed(Pipelined):
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, Array]]:
         """The state after a batch has entered, and `loss`, `grad_norm` and `weight` of the step's ticks.
 
-        The norm is that of all gradients that stages have updated by, together; 0 where none has.
+        The norm is that of all gradients that stages have updated by, together; 0 where none has. With a codec
+        `wire_bytes` too, of the device that sends most, and `residual_norm`, of all that stages owe.
         """
         first = self.plan.synchronous_steps
         if not first:
@@ -361,7 +365,10 @@ class Streamed(Pipelined):
         good, watch = state.watch.judge(mean, norm, self.experiment.guard)
         params, optimizer = self.advance(gradients, state.optimizer, state.params, norm, good)
         after = replace(state, step=state.step + 1, params=params, optimizer=optimizer, watch=watch)
-        return self.filled(after), {"loss": mean, "grad_norm": norm, "weight": loss.weight}
+        metrics = {"loss": mean, "grad_norm": norm, "weight": loss.weight}
+        if self.codes is not None:  # which is not at work yet
+            metrics |= {"residual_norm": jnp.zeros(()), "wire_bytes": jnp.float32(self.codes.exact_bytes)}
+        return self.filled(after), metrics
 
     def _newest(self, state: TrainState) -> TrainState:
         """The state of a synchronous pipeline with these weights, its optimizer aside."""
@@ -378,22 +385,27 @@ class Streamed(Pipelined):
             parameters = jax.tree.map(lambda leaf: leaf[None], weights), shared
             mine = jax.tree.map(lambda leaf: leaf[0], {name: flight[name] for name in ("free", "watch", "codes")})
             owned = {i: leaf if stacked[i] else leaf[0] for i, leaf in owned.items()}
-            carry = {"owned": owned, **mine, "squares": jnp.zeros(())}
+            carry = {"owned": owned, **mine, "squares": jnp.zeros(()), "sent": jnp.zeros(())}
             pipe = self._pipe(parameters, batch, key)
             after = pipe.advance(parameters, carry, flight["pipe"], batch, key)
             weights, shared = after.parameters
             weights, carry = jax.tree.map(lambda leaf: leaf[0], weights), after.optimizer
             owned = {i: leaf if stacked[i] else leaf[None] for i, leaf in carry["owned"].items()}
             mine = jax.tree.map(lambda leaf: leaf[None], {name: carry[name] for name in ("free", "watch", "codes")})
-            squares = jax.lax.psum(carry["squares"], PIPE_AXIS)
+            norm = jnp.sqrt(jax.lax.psum(carry["squares"], PIPE_AXIS))
             sums = jax.lax.psum(after.sums, self.manual)
-            return weights, shared, owned, {"pipe": after.in_flight, **mine}, (sums, jnp.sqrt(squares))
+            coded = {}
+            if self.codes is not None:
+                owed = jax.lax.psum(squared_residuals(carry["codes"]["states"]), self.manual) / self._ways
+                sent = jax.lax.pmax(carry["sent"], self.manual)
+                coded = {"residual_norm": jnp.sqrt(owed), "wire_bytes": sent}
+            return weights, shared, owned, {"pipe": after.in_flight, **mine}, (sums, norm, coded)
 
         scale = jnp.broadcast_to(1.0 / positive(self._weight(batch)), (self.group,))
         with self.tracing():
             key = jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
             given = (each, each, each, self._own, (rows, same), same)
-            weights, shared, owned, flight, (loss, norm) = self._mapped(
+            weights, shared, owned, flight, (loss, norm, coded) = self._mapped(
                 body, given, (each, each, each, self._own, same)
             )(*self._split(state.params), owned, state.in_flight, (self._microbatches(batch), scale), key)
         # of every stage, once
@@ -409,7 +421,7 @@ class Streamed(Pipelined):
             in_flight=flight,
         )
         mean = jnp.where(loss.weight > 0, loss.total / positive(loss.weight), jnp.nan)
-        return after, {"loss": mean, "grad_norm": norm, "weight": loss.weight}
+        return after, {"loss": mean, "grad_norm": norm, "weight": loss.weight, **coded}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Loss, Params, Params]:
         """There is no such thing.

@@ -30,7 +30,7 @@ README = Path(__file__).parents[2] / "README.md"
 def combination(optimizer: str = "", **fields: str) -> Draw:
     """SGD with momentum, or another rule, under a plan of some fields."""
     rule = {"optimizer.name": optimizer, "optimizer.learning_rate": "0.003"} if optimizer else SGD
-    rule |= {"optimizer.freeze": "1", "optimizer.learning_rate": "0.0003"} if optimizer.startswith("one_bit") else {}
+    rule |= draws.ONE_BIT_NEEDS if optimizer.startswith("one_bit") else {}
     changes = {f"plan.{name}": text for name, text in {"mesh": "1", **fields}.items()}
     return Draw(tuple(sorted({**rule, **changes}.items())))
 
@@ -173,6 +173,8 @@ BRANCHES = {  # of the comparison: each has tolerances of its own
     "PowerSGD": combination(mesh="replica:2,data:2", reduce="powersgd:4"),
     "state in 4 bits": combination("adamw", mesh="fsdp:2", zero="1", state="int4"),
     "split weights": combination(mesh="data:2", precision="bfloat16", master="split"),
+    "1-bit Adam": combination("one_bit_adam", mesh="replica:2,data:2"),
+    "1-bit LAMB": combination("one_bit_lamb", mesh="replica:2,fsdp:2", zero="1"),
     "DiLoCo": combination(mesh="replica:2,data:2", diloco="every=2"),
     "2BW": combination(mesh="data:2", pipeline="2bw:2x4"),
 }

@@ -316,3 +316,18 @@ def test_a_codec_that_still_sends_the_exact_mean_changes_nothing(codec: str, bou
         exact, coded = ([metrics[name] for metrics in one] for one in told)
         np.testing.assert_allclose(coded, exact, rtol=bound)
     assert bound < 1e-3 or told[0] != told[1]
+
+
+def test_a_codec_reports_what_stages_send_and_owe() -> None:
+    """Nothing while a pipe fills: 2BW makes the first update of a batch when the next one enters."""
+    wide = dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, embed=16))
+    step = step_of("pipeline=2bw:2x2; mesh=replica:2,data:2; reduce=int8; synchronous_steps=1", wide)
+    assert step.streamed is not None
+    codes = step.streamed.codes
+    state, metrics = fed(step, step.init(), range(4))
+    sent, owed = ([one[name] for one in metrics] for name in ("wire_bytes", "residual_norm"))
+    assert sent == [codes.exact_bytes, 0, codes.wire_bytes, codes.wire_bytes]
+    flights = jax.device_get(state.in_flight)["codes"]["states"]
+    residuals = np.concatenate([np.ravel(mine["residual"]) for mine in flights.values()])
+    np.testing.assert_allclose(owed[-1], np.sqrt(np.square(residuals).sum() / 4), rtol=1e-5)
+    assert owed[0] == 0 < owed[-1]
