@@ -40,6 +40,8 @@ EXACT_VALUES = {"matmul": ("high", "highest")}
 """Values of these that change no number on a CPU."""
 STALE = ("pipeline", "stages", "stash", "anneal", "correction", "synchronous_steps")
 """Fields of an asynchronous pipeline, which changes the numbers too."""
+NUDGES = {"float32": 1e-7, "bfloat16": 1e-4}
+"""Relative sizes of nudges by the type computed in: an ulp, and what takes a few numbers in a hundred to the next."""
 ONE_BIT = {"one_bit_adam": "adamw", "one_bit_lamb": "lamb"}
 """Optimizers that change the numbers, and the rule that each begins as."""
 
@@ -257,7 +259,7 @@ def train(
     compiled_at = time.perf_counter()
     state = step.init()
     if nudge is not None:
-        state = _nudged(state, nudge)
+        state = _nudged(state, nudge, NUDGES[changes.get("precision", "float32")])
     losses, norms = [], []
     waiting, shown = steps or steps_of(draw)
     for number in range(waiting + shown):
@@ -288,14 +290,14 @@ def lower(draw: Draw, platform: str) -> float:
     return time.perf_counter() - start
 
 
-def _nudged(state: Any, seed: int) -> Any:
-    """A state with the last bit of its numbers drawn again: of weights, of replicas' own, of what a pipe keeps."""
+def _nudged(state: Any, seed: int, size: float) -> Any:
+    """A state whose numbers are a little off: weights, replicas' own, those that a pipe keeps."""
 
     def nudged(path: Any, leaf: Any) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         key = jax.random.fold_in(jax.random.key(seed), len(jax.tree_util.keystr(path)))
-        noise = 1 + 1e-7 * jax.random.normal(key, leaf.shape)
+        noise = 1 + size * jax.random.normal(key, leaf.shape)
         return jax.device_put((leaf * noise).astype(leaf.dtype), leaf.sharding)
 
     return jax.tree_util.tree_map_with_path(nudged, state)

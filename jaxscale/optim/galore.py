@@ -2,7 +2,8 @@
 
 The rule is `optax.contrib.scale_by_galore`, which knows no stacked layers; `per_layer` hands it one matrix at a time.
 Embeddings, head, gains and biases get AdamW. Its moments have rank x (the shorter dim) numbers, its projection rank x
-(the longer): neither has the shape of the parameter, so ZeRO and quantization leave them as they are.
+(the longer): neither has the shape of the parameter, so ZeRO and quantization leave them as they are. A gradient that is
+split over devices is gathered, and each of them projects all of it.
 """
 
 from collections.abc import Callable
@@ -54,7 +55,7 @@ def galore(
     """
     inner = contrib.scale_by_galore(rank, every, base_optimizer=optax.scale_by_adam(b1, b2, eps))
     inner = optax.GradientTransformation(inner.init, _matrix_by_matrix(inner.update))
-    rules = {"matrix": per_layer(inner, leaves, matrices=True), "rest": optax.scale_by_adam(b1, b2, eps)}
+    rules = {"matrix": per_layer(inner, leaves, matrices=True, whole=True), "rest": optax.scale_by_adam(b1, b2, eps)}
     return optax.chain(
         by_kind(rules, lambda leaf: "matrix" if leaf.kind == "matrix" else "rest", leaves),
         optax.add_decayed_weights(weight_decay, mask=mask),

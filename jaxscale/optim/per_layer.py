@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.optim.leaves import Leaf, facts_of
 from jaxscale.typing import Array
@@ -29,7 +30,7 @@ class _Here:
 _HERE: Any = _Here()
 
 
-def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False) -> Rule:
+def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False, whole: bool = False) -> Rule:
     """`rule` applied to each tensor of stacked parameters by itself.
 
     Args:
@@ -37,6 +38,8 @@ def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False) -> Rule
             parameters, such as a count, may not depend on gradients.
         leaves: tree of `Leaf` like the parameters; `None` judges by shapes, and finds nothing stacked.
         matrices: hand tensors of kind "matrix" to the rule as matrices (everything else, last dim).
+        whole: gather each tensor first, for a rule that decomposes it; XLA would spread the products over axes that
+            replicate it, slow ones too.
 
     Returns:
         A transformation whose state is the rule's own, with the stacked dims in front.
@@ -78,13 +81,20 @@ def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False) -> Rule
                 new, state = rule.update(update, form.joined(own, shared), param)
                 return new, form.own(state), form.shared(state)
 
-            tensors = jax.tree.map(
-                lambda x, leaf=leaf: _as_tensors(x, leaf, matrices), (update, [own[number] for own in owned], param)
-            )
+            arrays = update, [own[number] for own in owned], param
+            if whole:
+                arrays = _whole(arrays, leaf)
+            tensors = jax.tree.map(lambda x, leaf=leaf: _as_tensors(x, leaf, matrices), arrays)
             mapped = jax.vmap(one, out_axes=(0, 0, None)) if leaf.stack else one
             new, own, last = mapped(*tensors)
-            after.append(new.reshape(update.shape))
-            columns.append([jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), part) for part in own])
+            results = (
+                new.reshape(update.shape),
+                [jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), part) for part in own],
+            )
+            if whole:
+                results = _split(_whole(results, leaf), leaf)
+            after.append(results[0])
+            columns.append(results[1])
         trees = [treedef.unflatten(row) for row in zip(*columns, strict=True)]
         return treedef.unflatten(after), form.joined(trees, last)
 
@@ -169,6 +179,28 @@ class _Form:
 def _form(rule: Rule) -> _Form:
     found, treedef = jax.tree.flatten(rule.init(_HERE), is_leaf=lambda x: isinstance(x, _Here))
     return _Form(treedef, tuple(isinstance(part, _Here) for part in found))
+
+
+def _whole(arrays: Any, leaf: Leaf) -> Any:
+    """Arrays of a leaf's tensors, each of which is whole on a device; layers lie where they are."""
+    if leaf.sharding is None:
+        return arrays
+    place = _place(leaf, PartitionSpec(*leaf.sharding.spec[: leaf.stack]))
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, place), arrays)
+
+
+def _split(arrays: Any, leaf: Leaf) -> Any:
+    """Those of the leaf's shape where it lies."""
+    if leaf.sharding is None:
+        return arrays
+    place = _place(leaf, leaf.sharding.spec)
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, place) if x.shape == leaf.shape else x, arrays)
+
+
+def _place(leaf: Leaf, spec: PartitionSpec) -> NamedSharding:
+    """On the leaf's devices, of which a region of one replica has a part."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return NamedSharding(leaf.sharding.mesh if mesh.empty else mesh, spec)
 
 
 def _is_matrix(leaf: Leaf, matrices: bool) -> bool:

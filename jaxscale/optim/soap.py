@@ -7,7 +7,8 @@ As in the authors' program the first update only finds the bases, the first mome
 the second in that of the bases, its rows and columns sorted with them. A side longer than `max_dim` keeps its own
 basis. Embeddings, head, gains and biases get AdamW. Beside Adam's moments a matrix of n rows and m
 columns has 2 n n + 2 m m numbers of state. They are not quantized: small eigenvalues would be lost, and bases would no
-longer be orthogonal. Left out: Shampoo's grafting, and blocks of a large matrix.
+longer be orthogonal. A matrix that is split over devices is gathered, and each of them turns all of it. Left out:
+Shampoo's grafting, and blocks of a large matrix.
 """
 
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def soap(
         >>> sorted(leaf.shape for leaf in jax.tree.leaves(state) if leaf.size == 9)  # statistics and basis of the rows
         [(3, 3), (3, 3)]
     """
-    matrix = per_layer(scale_by_soap(b1, b2, eps, every, max_dim), leaves, matrices=True)
+    matrix = per_layer(scale_by_soap(b1, b2, eps, every, max_dim), leaves, matrices=True, whole=True)
     return optax.chain(
         by_kind(
             {"matrix": matrix, "rest": optax.scale_by_adam(b1, b2, eps)},

@@ -81,6 +81,11 @@ REAL = [
     {"memory": MemoryPlan("full"), "pipeline": PipelinePlan.parse("zb-h1:2x2"), "mesh": "data:2"},
     {"unroll": 2, "loss_chunk": 4, "attention": "chunked"},
     {"attention": "plain", "precision": "bfloat16", "microbatches": 2},
+    {  # most of whose products are the optimizer's
+        "model": dataclasses.replace(DECODER, embed=64, mlp=128),
+        "optimizer": Optimizer(name="soap"),
+        "precision": "bfloat16",
+    },
     {"model": Plainly(), "precision": "bfloat16"},
     {"model": ForeignModel(lambda rngs: nnx.Linear(8, 4, rngs=rngs), classification()), "memory": MemoryPlan("full")},
 ]

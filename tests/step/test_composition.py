@@ -81,6 +81,8 @@ FORMER_FAULTS = {
         "soap", mesh="replica:2,fsdp:2,tensor:2", zero="1", diloco="every=2"
     ),
     "singular vectors on several CPU devices": combination("galore", mesh="replica:2,data:2", diloco="every=2"),
+    "bases of SOAP beside a codec": combination("soap", mesh="replica:2,fsdp:2,tensor:2", zero="2", reduce="int8"),
+    "projections of GaLore beside a codec": combination("galore", mesh="replica:2,tensor:2", reduce="int8"),
     "weights on the host in a pipeline": combination(
         mesh="replica:2,fsdp:2", pipeline="zb-h1:2x4", weights="host", zero="1", precision="bfloat16", reduce="int8"
     ),
