@@ -1,7 +1,7 @@
 """Every pair of techniques: `composition.py --pairs` judges them, and the README's table is made of what it found.
 
-A pair that goes was traced, compiled, trained a few steps and compared with its twins, at a batch of 16 rows. The record,
-`pairs.json`, holds "" for it, and the reason of a refusal. Pairs that set the same field twice are none.
+A pair that goes was traced, compiled, trained a few steps and compared with its twins, at a batch of 16 rows. The
+record, `pairs.json`, holds "" for it, and the reason of a refusal. Pairs that set the same field twice are none.
 """
 
 import dataclasses

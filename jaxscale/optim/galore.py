@@ -2,8 +2,8 @@
 
 The rule is `optax.contrib.scale_by_galore`, which knows no stacked layers; `per_layer` hands it one matrix at a time.
 Embeddings, head, gains and biases get AdamW. Its moments have rank x (the shorter dim) numbers, its projection rank x
-(the longer): neither has the shape of the parameter, so ZeRO and quantization leave them as they are. A gradient that is
-split over devices is gathered, and each of them projects all of it.
+(the longer): neither has the shape of the parameter, so ZeRO and quantization leave them as they are. A gradient that
+is split over devices is gathered, and each of them projects all of it.
 """
 
 from collections.abc import Callable
