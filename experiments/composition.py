@@ -5,7 +5,7 @@
     python experiments/composition.py --seed S --draws 40 --lower "tpu v5e:2x4"     lowered for absent devices
     python experiments/composition.py --pairs                  judges the pairs that composing/pairs.json lacks
     python experiments/composition.py --table                  prints the README's table of pairs
-    python experiments/composition.py --tolerances             measures what few bits alone change from layout to layout
+    python experiments/composition.py --tolerances             measures what few bits change from layout to layout
 
 A draw takes 3 to 6 techniques from the fields of the plan and what these need: rows of 64 or 2,048 tokens with uneven
 weights, 1 to 3 rows a device and microbatch, SGD with momentum and without clipping in half of them. It *equals* its
@@ -50,7 +50,9 @@ def main() -> int:
     )
     parser.add_argument("--pairs", action="store_true", help="judge pairs in place of draws, and record them")
     parser.add_argument("--table", action="store_true", help="print the README's table of the pairs recorded")
-    parser.add_argument("--tolerances", action="store_true", help="measure the figures of comparing.LAYOUT; an hour")
+    parser.add_argument(
+        "--tolerances", action="store_true", help="measure the figures of composing/tolerances.json; hours"
+    )
     parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th draw, pair or row, from the I-th on")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which one counts as hung")
     parser.add_argument("-o", "--out", type=Path, help="a file for the verdicts, a JSON object a line")

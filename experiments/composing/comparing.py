@@ -1,13 +1,16 @@
 """What is compared of a combination: its figures beside those of its twins, and how far apart they may be.
 
-Three comparisons hold it. The first step's loss equals the plain twin's, and its norm too where no technique changes
-it. All figures equal the lossy twin's, which differs in layout alone. And where the lossy twin has several techniques,
-they change together what they change alone, each: at most three times as much, and not nothing.
+Four comparisons hold it. The first step's loss equals the plain twin's, and its norm too where no technique changes
+it. All figures equal those of the lossy twin on the same devices. These equal the lossy twin's on replicas alone, as
+nearly as codes whose blocks end elsewhere allow. And where the lossy twin has several techniques, they change together
+what they change alone, each: at most three times as much, and not nothing.
 """
 
 import dataclasses
 import functools
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from composing.draws import Draw
 from composing.twins import Trained, lossy, on_replicas, plain_twin, recomputes_newer, stale, steps_of, train
@@ -24,48 +27,20 @@ ROUNDING = {
 }
 """Largest relative difference of the first loss and norm that each type shows alone beside float32: 12 batches of 1 and
 3 rows. A combination may differ from its plain twin by twice as much."""
-LAYOUT = {
-    "reduce=int8": (3.7e-07, 2.1e-04, 4.8e-04, 5.7e-03),
-    "reduce=int4": (3.7e-07, 6.4e-03, 2.6e-03, 2.3e-02),
-    "reduce=onebit": (2.8e-07, 3.3e-03, 4.5e-03, 4.1e-02),
-    "reduce=qsgd:4bit": (2.8e-07, 1.4e-02, 3.5e-03, 3.8e-02),
-    "reduce=qsgd:8bit": (2.8e-07, 5.3e-04, 5.1e-04, 8.1e-03),
-    "reduce=topk:0.05": (2.8e-07, 1.6e-02, 2.4e-03, 1.8e-02),
-    "reduce=topk:0.25": (2.8e-07, 5.2e-03, 2.7e-03, 9.4e-03),
-    "reduce=dgc:0.05": (2.8e-07, 1.6e-02, 1.9e-03, 1.6e-02),
-    "reduce=dgc:0.25": (2.8e-07, 5.2e-03, 1.7e-03, 1.7e-02),
-    "state=int8": (2.8e-07, 3.0e-07, 2.0e-05, 2.0e-04),
-    "state=dynamic8": (2.8e-07, 3.0e-07, 2.9e-05, 2.1e-04),
-    "state=int4": (2.8e-07, 1.7e-07, 2.3e-03, 4.0e-03),
-    "state=fp8": (2.8e-07, 1.7e-07, 2.4e-05, 3.6e-04),
-    "precision=bfloat16": (5.2e-04, 8.1e-03, 1.8e-03, 8.9e-03),
-    "master=split": (5.2e-04, 8.1e-03, 2.0e-03, 1.0e-02),
-    "matmul=fp8": (2.5e-03, 2.7e-02, 5.0e-03, 3.6e-02),
-    "matmul=int8": (7.8e-05, 1.3e-03, 1.2e-03, 9.8e-03),
-    "matmul=int4": (1.9e-07, 2.3e-02, 1.4e-02, 7.8e-02),
-    "matmul=fp8 in bfloat16": (3.0e-03, 1.7e-02, 5.0e-03, 4.5e-02),
-    "matmul=int8 in bfloat16": (4.2e-04, 4.6e-03, 4.4e-03, 2.7e-02),
-    "matmul=int4 in bfloat16": (7.0e-03, 6.2e-02, 2.3e-02, 7.5e-02),
-    "optimizer=one_bit_adam": (2.8e-07, 1.7e-07, 2.4e-03, 1.4e-02),
-    "optimizer=one_bit_lamb": (2.8e-07, 1.7e-07, 3.4e-04, 1.1e-02),
-    "reduce=powersgd:1": (2.8e-07, 3.7e-01, 1.8e-02, 2.8e-01),
-    "reduce=powersgd:4": (2.8e-07, 2.6e-01, 2.8e-02, 8.5e-02),
-    "reduce=gradzip:1": (2.8e-07, 3.7e-01, 1.8e-02, 2.8e-01),
-    "reduce=gradzip:4": (2.8e-07, 2.6e-01, 2.8e-02, 8.5e-02),
-}
+LAYOUT: dict[str, dict[str, list[float]]] = json.loads(Path(__file__).with_name("tolerances.json").read_text())
 """Largest relative difference of loss and norm, of the first step and the last, that a technique shows alone from
-layout to layout: blocks of codes end where a shard does, and sums of few bits are rounded in another order
-(`composition.py --tolerances`; three batches, six where four devices share each layer). A combination may differ from
-its lossy twin by twice as much."""
+layout to layout, with SGD and with AdamW: blocks of codes end where a shard does, and sums of few bits are rounded in
+another order (`composition.py --tolerances`)."""
+LAYOUT_TIMES = {True: 2, False: 3}
+"""A layout may change so many times as much of a combination: of what is rounded as it is computed, and of codes."""
 IN_BFLOAT16 = " in bfloat16"
 """Of rows of products in few bits: activations that are rounded twice go to another code more often."""
 STALE_STEPS = 3
 """So many times as much where an asynchronous pipeline makes more steps before those that are compared."""
-CONDITIONING = 10.0
-"""What rounding changes in one program it may change so many times over in another."""
-NUDGES = (1, 6)
-"""Times that the lossy twin starts from weights that are off by an ulp, and where a figure is beyond its tolerance: a
-number at the edge of two codes goes to the other one in few of them."""
+CONDITIONING = {1: 10.0, 6: 4.0}
+"""By how many starts of the lossy twin from a state that is off by an ulp: what rounding changes in these it may change
+so many times over in another program. There are six where a figure is beyond its tolerance after one: a number at the
+edge of two codes goes to the other one in few of them."""
 REMADE = 1.0
 """What a budget has recomputed from newer weights may change so many times what recomputing everything does."""
 SHARE = 1 / 3
@@ -76,6 +51,21 @@ NORM_CHANGED = ("reduce", "diloco")
 """Techniques that change the first gradient norm: it is of what replicas have received, or of each replica."""
 NEEDS_ROW = ("precision", "matmul", "reduce", "state", "master", "optimizer")
 """Techniques whose numbers depend on the layout; what DiLoCo adds up is exact."""
+CODED = ("reduce", "state", "master", "optimizer", "matmul", "precision")
+"""Those whose twin is trained on the combination's devices too: they round to codes, by blocks that end where a shard
+does, or numbers that another order of sums takes to another code."""
+PLACES = (
+    "mesh",
+    "zero",
+    "pipeline",
+    "stages",
+    "microbatches",
+    "sequence_parallel",
+    "attention",
+    "kernels",
+    "loss_chunk",
+)
+"""Fields that decide where shards end, and in which order numbers are added up."""
 COMPUTED = ("precision", "matmul", "master")
 """Those that round what a layer computes, so that attention in chunks, too, is rounded otherwise."""
 
@@ -160,16 +150,29 @@ class Twins:
         return self._train(self.one, self.changes) if self.techniques or stale(self.one) else self.plain
 
     @functools.cached_property
+    def spread_changes(self) -> dict[str, str]:
+        """Of the plan of the lossy twin whose codes are those of the combination's devices, block by block."""
+        if not set(CODED) & set(self.techniques):
+            return self.changes
+        own = {name: text for name, text in self.one.plan.items() if name in PLACES or name.startswith("rules.")}
+        return {**self.changes, **own}
+
+    @functools.cached_property
+    def spread(self) -> Trained:
+        """The lossy twin on the combination's own devices, if it codes numbers in blocks; else the lossy twin."""
+        return self.lossy if self.spread_changes == self.changes else self._train(self.one, self.spread_changes)
+
+    @functools.cached_property
     def nudged(self) -> Sequence[Trained]:
-        """The lossy twin from weights that are off by about an ulp."""
-        return [self._train(self.one, self.changes, nudge=seed) for seed in range(self.nudges)]
+        """The same from a state that is off by about an ulp."""
+        return [self._train(self.one, self.spread_changes, nudge=seed) for seed in range(self.nudges)]
 
     @functools.cached_property
     def remade(self) -> Trained:
-        """The lossy twin that recomputes everything, where a budget decides what is recomputed from newer weights."""
+        """The same that recomputes everything, where a budget decides what is recomputed from newer weights."""
         if not recomputes_newer(self.one) or "memory" in self.changes:
-            return self.lossy
-        return self._train(self.one, {**self.changes, "stash": "input"})
+            return self.spread
+        return self._train(self.one, {**self.spread_changes, "stash": "input"})
 
     @functools.cached_property
     def base(self) -> Trained:
@@ -204,7 +207,7 @@ def furthest(trained: Trained, other: Trained, kind: str) -> float:
 def compare(one: Draw, trained: Trained) -> list[Comparison]:
     """Figures of a combination beside those of its twins."""
     figures: list[Comparison] = []
-    for nudges in NUDGES:
+    for nudges in CONDITIONING:
         figures = list(_compared(Twins(one, nudges), trained))
         if all(figure.holds for figure in figures):
             break
@@ -230,33 +233,40 @@ def _beside_plain(twins: Twins, trained: Trained) -> Iterator[Comparison]:
 
 
 def _beside_lossy(twins: Twins, trained: Trained) -> Iterator[Comparison]:
-    """The first step and the last."""
-    slack = tolerances(twins)
+    """The first step and the last: beside the lossy twin on the same devices, and that beside it on replicas alone."""
+    within, between = [EXACT] * 4, tolerances(twins, twins.techniques)
     for number, at in enumerate((0, -1)):
         for what, kind in enumerate(("losses", "norms")):
-            value, of_twin = (getattr(each, kind)[at] for each in (trained, twins.lossy))
-            rounding = max(relative(getattr(each, kind)[at], of_twin) for each in twins.nudged)
-            recomputation = relative(getattr(twins.remade, kind)[at], of_twin)
-            tolerance = slack[2 * number + what] + CONDITIONING * rounding + REMADE * recomputation
+            value, of_spread, of_twin = (getattr(each, kind)[at] for each in (trained, twins.spread, twins.lossy))
+            rounding = CONDITIONING[twins.nudges] * max(
+                relative(getattr(each, kind)[at], of_spread) for each in twins.nudged
+            )
+            recomputation = REMADE * relative(getattr(twins.remade, kind)[at], of_spread)
+            tolerance = within[2 * number + what] + rounding + recomputation
             name = f"{('first', 'last')[number]} {('loss', 'norm')[what]}, lossy twin"
-            yield Comparison(name, value, of_twin, tolerance)
+            yield Comparison(name, value, of_spread, tolerance)
+            if twins.spread is not twins.lossy:
+                yield Comparison(f"{name} on its devices", of_spread, of_twin, between[2 * number + what] + rounding)
 
 
-def tolerances(twins: Twins) -> list[float]:
-    """What a layout may change of the first loss and norm, and the last."""
+def tolerances(twins: Twins, techniques: Mapping[str, Mapping[str, str]]) -> list[float]:
+    """What a layout may change of the first loss and norm, and the last, under some techniques."""
     one = twins.one
+    rule = "sgd" if one.optimizer.get("name") == "sgd" else "adamw"
     allowed = [EXACT] * 4
     times = STALE_STEPS if stale(one) else 1  # more steps come before those that are compared
-    for name, changes in twins.techniques.items():
+    for name, changes in techniques.items():
+        more = LAYOUT_TIMES[name in COMPUTED]
         for row in row_names(one, name, changes) if recoded(one) or name in COMPUTED else ():
-            figures = LAYOUT.get(row)
+            by_rule = LAYOUT.get(row, {})
+            figures = by_rule.get(rule, by_rule.get("adamw"))
             if figures is None and name in NEEDS_ROW:
                 effects = [twins.effect(name, kind) for kind in ("losses", "norms")]
-                figures = [SHARE / 2 * effect for effect in (*effects, *effects)]
+                figures = [SHARE / more * effect for effect in (*effects, *effects)]
             figures = figures or (0.0,) * 4
             if stale(one):  # a full pipe's first step is one after many
                 figures = (*figures[2:], *figures[2:])
-            allowed = [a + 2 * times * b for a, b in zip(allowed, figures, strict=True)]
+            allowed = [a + more * times * b for a, b in zip(allowed, figures, strict=True)]
     return allowed
 
 
@@ -271,11 +281,11 @@ def row_names(one: Draw, name: str, changes: Mapping[str, str]) -> list[str]:
 
 def _together(twins: Twins) -> Iterator[Comparison]:
     """The lossy twin beside what its techniques change alone: no more, and something."""
-    slack = tolerances(twins)
+    slack = tolerances(twins, twins.techniques)
     for what, kind in enumerate(("losses", "norms")):
         effects = sum(twins.effect(name, kind) for name in twins.techniques)
-        rounding = max(furthest(each, twins.lossy, kind) for each in twins.nudged)
-        tolerance = TOGETHER * effects + slack[2 + what] + CONDITIONING * rounding
+        rounding = max(furthest(each, twins.spread, kind) for each in twins.nudged)
+        tolerance = TOGETHER * effects + slack[2 + what] + CONDITIONING[twins.nudges] * rounding
         name = f"last {('loss', 'norm')[what]}, techniques together and without them"
         yield Comparison(name, getattr(twins.lossy, kind)[-1], getattr(twins.base, kind)[-1], tolerance)
     others = {"the pipeline": twins.base} if stale(twins.one) else twins.alone

@@ -1,13 +1,17 @@
-"""What few bits change alone from layout to layout: the figures of `comparing.LAYOUT`.
+"""What few bits change alone from layout to layout: the figures of `tolerances.json`.
 
 Codecs, states in few bits and split weights round the numbers of a block together, and a block ends where a shard ends;
 sums of few bits are rounded in another order where a batch or a row is split. Each technique is trained alone, on
-replicas and on replicas that split their batch, gradients and state further, on six batches, with SGD and AdamW.
+replicas and on replicas that split their batch, gradients and state further, on batches of 4 and of 16 rows, with
+SGD and AdamW.
 """
 
 import contextlib
+import fcntl
 import itertools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 from composing.comparing import IN_BFLOAT16, relative, row_name
 from composing.draws import CODEC_VALUES, ONE_BIT_NEEDS, SGD, Draw
@@ -38,6 +42,9 @@ LAYOUTS: tuple[dict[str, str], ...] = (
 )
 RULES = (SGD, {"optimizer.name": "adamw", "optimizer.learning_rate": "0.003"})
 SEEDS = range(6)
+RECORD = Path(__file__).with_suffix(".json")
+BATCHES = (4, 16)
+"""Rows: of few targets gradients are steeper, and codes farther apart."""
 
 
 def shown(one: Draw) -> Iterator[tuple[float, ...]]:
@@ -54,17 +61,28 @@ def shown(one: Draw) -> Iterator[tuple[float, ...]]:
 
 
 def measure(techniques: tuple[dict[str, str], ...] = TECHNIQUES) -> None:
-    """Print the largest differences of each technique, a line each."""
-    for technique in techniques:
+    """Record the largest differences of each technique by each rule, and print them, a line each."""
+    for technique, rule in itertools.product(techniques, RULES):
+        if "optimizer.name" in technique and rule is SGD:
+            continue
+        fields = {**rule, **technique, "plan.mesh": "replica:2"}
         figures: list[tuple[float, ...]] = []
-        for rule, seed in itertools.product(RULES, SEEDS):
-            if "optimizer.name" in technique and rule is SGD:
-                continue
-            fields = {**rule, **technique, "plan.mesh": "replica:2"}
+        for batch, seed in itertools.product(BATCHES, SEEDS):
             with contextlib.suppress(UserError):
-                figures += shown(Draw(tuple(fields.items()), rows=0, batch=16, seed=seed))
+                figures += shown(Draw(tuple(fields.items()), rows=0, batch=batch, seed=seed))
         path, text = next(iter(technique.items()))
         name = row_name((path.removeprefix("plan.").removesuffix(".name"), text))
         name += IN_BFLOAT16 * ("matmul" in name and "plan.precision" in technique)
-        largest = ", ".join(f"{max(column):.1e}" for column in zip(*figures, strict=True))
-        print(f'    "{name}": ({largest}),', flush=True)
+        largest = [float(f"{max(column):.1e}") for column in zip(*figures, strict=True)]
+        print(name, rule["optimizer.name"], *largest, flush=True)
+        record(name, rule["optimizer.name"], largest)
+
+
+def record(name: str, rule: str, figures: list[float]) -> None:
+    """Write a row's figures into the record. Several processes may do so at once."""
+    with RECORD.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        table = json.loads(RECORD.read_text())
+        table[name] = {**table.get(name, {}), rule: figures}
+        lines = (f" {json.dumps(name)}: {json.dumps(row)}" for name, row in table.items())
+        RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")

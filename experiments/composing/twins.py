@@ -298,6 +298,6 @@ def _nudged(state: Any, seed: int, size: float) -> Any:
             return leaf
         key = jax.random.fold_in(jax.random.key(seed), len(jax.tree_util.keystr(path)))
         noise = 1 + size * jax.random.normal(key, leaf.shape)
-        return jax.device_put((leaf * noise).astype(leaf.dtype), leaf.sharding)
+        return jax.device_put((leaf.astype(jnp.float32) * noise).astype(leaf.dtype), leaf.sharding)
 
     return jax.tree_util.tree_map_with_path(nudged, state)

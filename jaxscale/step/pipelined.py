@@ -137,7 +137,7 @@ class Pipelined(Objective):
         """Whether a parameter is read by one stage alone."""
         return self.functional.stacked(name)
 
-    def _whole(self, stacked: dict[str, Array], shared: dict[str, Array]) -> Params:
+    def _whole(self, stacked: Params, shared: Params) -> Params:
         """The inverse of `_split`."""
         named = {**stacked, **shared}
         return jax.tree_util.tree_map_with_path(lambda path, _: named[path_name(path)], self.functional.params)
