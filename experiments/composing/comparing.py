@@ -54,18 +54,10 @@ NEEDS_ROW = ("precision", "matmul", "reduce", "state", "master", "optimizer")
 CODED = ("reduce", "state", "master", "optimizer", "matmul", "precision")
 """Those whose twin is trained on the combination's devices too: they round to codes, by blocks that end where a shard
 does, or numbers that another order of sums takes to another code."""
-PLACES = (
-    "mesh",
-    "zero",
-    "pipeline",
-    "stages",
-    "microbatches",
-    "sequence_parallel",
-    "attention",
-    "kernels",
-    "loss_chunk",
-)
-"""Fields that decide where shards end, and in which order numbers are added up."""
+PLACES = ("mesh", "zero", "pipeline", "stages", "microbatches", "sequence_parallel", "loss_chunk")
+"""Fields that decide where shards end, and how many rows are added up at once."""
+ORDERS = ("attention", "kernels", "memory")
+"""Those that decide, too, in which order a layer adds up, or how much of long rows it keeps."""
 COMPUTED = ("precision", "matmul", "master")
 """Those that round what a layer computes, so that attention in chunks, too, is rounded otherwise."""
 
@@ -154,7 +146,8 @@ class Twins:
         """Of the plan of the lossy twin whose codes are those of the combination's devices, block by block."""
         if not set(CODED) & set(self.techniques):
             return self.changes
-        own = {name: text for name, text in self.one.plan.items() if name in PLACES or name.startswith("rules.")}
+        fields = (*PLACES, *ORDERS) if set(COMPUTED) & set(self.techniques) else PLACES
+        own = {name: text for name, text in self.one.plan.items() if name in fields or name.startswith("rules.")}
         return {**self.changes, **own}
 
     @functools.cached_property
