@@ -32,7 +32,7 @@ LAYOUT: dict[str, dict[str, list[float]]] = json.loads(Path(__file__).with_name(
 layout to layout, with SGD and with AdamW: blocks of codes end where a shard does, and sums of few bits are rounded in
 another order (`composition.py --tolerances`)."""
 LAYOUT_TIMES = {True: 2, False: 3}
-"""A layout may change so many times as much of a combination: of what is rounded as it is computed, and of codes."""
+"""The largest factor by which a combination may exceed a row of `LAYOUT`, by whether the technique is in `COMPUTED`."""
 IN_BFLOAT16 = " in bfloat16"
 """Of rows of products in few bits: activations that are rounded twice go to another code more often."""
 STALE_STEPS = 3
@@ -147,8 +147,8 @@ class Twins:
         if not set(CODED) & set(self.techniques):
             return self.changes
         fields = (*PLACES, *ORDERS) if set(COMPUTED) & set(self.techniques) else PLACES
-        own = {name: text for name, text in self.one.plan.items() if name in fields or name.startswith("rules.")}
-        return {**self.changes, **own}
+        layout = {name: text for name, text in self.one.plan.items() if name in fields or name.startswith("rules.")}
+        return {**self.changes, **layout}
 
     @functools.cached_property
     def spread(self) -> Trained:
@@ -227,7 +227,7 @@ def _beside_plain(twins: Twins, trained: Trained) -> Iterator[Comparison]:
 
 def _beside_lossy(twins: Twins, trained: Trained) -> Iterator[Comparison]:
     """The first step and the last: beside the lossy twin on the same devices, and that beside it on replicas alone."""
-    within, between = [EXACT] * 4, tolerances(twins, twins.techniques)
+    slack = tolerances(twins)
     for number, at in enumerate((0, -1)):
         for what, kind in enumerate(("losses", "norms")):
             value, of_spread, of_twin = (getattr(each, kind)[at] for each in (trained, twins.spread, twins.lossy))
@@ -235,20 +235,19 @@ def _beside_lossy(twins: Twins, trained: Trained) -> Iterator[Comparison]:
                 relative(getattr(each, kind)[at], of_spread) for each in twins.nudged
             )
             recomputation = REMADE * relative(getattr(twins.remade, kind)[at], of_spread)
-            tolerance = within[2 * number + what] + rounding + recomputation
             name = f"{('first', 'last')[number]} {('loss', 'norm')[what]}, lossy twin"
-            yield Comparison(name, value, of_spread, tolerance)
+            yield Comparison(name, value, of_spread, EXACT + rounding + recomputation)
             if twins.spread is not twins.lossy:
-                yield Comparison(f"{name} on its devices", of_spread, of_twin, between[2 * number + what] + rounding)
+                yield Comparison(f"{name} on its devices", of_spread, of_twin, slack[2 * number + what] + rounding)
 
 
-def tolerances(twins: Twins, techniques: Mapping[str, Mapping[str, str]]) -> list[float]:
-    """What a layout may change of the first loss and norm, and the last, under some techniques."""
+def tolerances(twins: Twins) -> list[float]:
+    """What a layout may change of the first loss and norm, and the last."""
     one = twins.one
     rule = "sgd" if one.optimizer.get("name") == "sgd" else "adamw"
     allowed = [EXACT] * 4
     times = STALE_STEPS if stale(one) else 1  # more steps come before those that are compared
-    for name, changes in techniques.items():
+    for name, changes in twins.techniques.items():
         more = LAYOUT_TIMES[name in COMPUTED]
         for row in row_names(one, name, changes) if recoded(one) or name in COMPUTED else ():
             by_rule = LAYOUT.get(row, {})
@@ -274,7 +273,7 @@ def row_names(one: Draw, name: str, changes: Mapping[str, str]) -> list[str]:
 
 def _together(twins: Twins) -> Iterator[Comparison]:
     """The lossy twin beside what its techniques change alone: no more, and something."""
-    slack = tolerances(twins, twins.techniques)
+    slack = tolerances(twins)
     for what, kind in enumerate(("losses", "norms")):
         effects = sum(twins.effect(name, kind) for name in twins.techniques)
         rounding = max(furthest(each, twins.spread, kind) for each in twins.nudged)
