@@ -31,8 +31,8 @@ LAYOUT: dict[str, dict[str, list[float]]] = json.loads(Path(__file__).with_name(
 """Largest relative difference of loss and norm, of the first step and the last, that a technique shows alone from
 layout to layout, with SGD and with AdamW: blocks of codes end where a shard does, and sums of few bits are rounded in
 another order (`composition.py --tolerances`)."""
-LAYOUT_TIMES = {True: 2, False: 3}
-"""The largest factor by which a combination may exceed a row of `LAYOUT`, by whether the technique is in `COMPUTED`."""
+LAYOUT_TIMES = 2
+"""A combination may exceed a row of `LAYOUT` by this factor."""
 IN_BFLOAT16 = " in bfloat16"
 """Of rows of products in few bits: activations that are rounded twice go to another code more often."""
 STALE_STEPS = 3
@@ -248,17 +248,16 @@ def tolerances(twins: Twins) -> list[float]:
     allowed = [EXACT] * 4
     times = STALE_STEPS if stale(one) else 1  # more steps come before those that are compared
     for name, changes in twins.techniques.items():
-        more = LAYOUT_TIMES[name in COMPUTED]
         for row in row_names(one, name, changes) if recoded(one) or name in COMPUTED else ():
             by_rule = LAYOUT.get(row, {})
             figures = by_rule.get(rule, by_rule.get("adamw"))
             if figures is None and name in NEEDS_ROW:
                 effects = [twins.effect(name, kind) for kind in ("losses", "norms")]
-                figures = [SHARE / more * effect for effect in (*effects, *effects)]
+                figures = [SHARE / LAYOUT_TIMES * effect for effect in (*effects, *effects)]
             figures = figures or (0.0,) * 4
             if stale(one):  # a full pipe's first step is one after many
                 figures = (*figures[2:], *figures[2:])
-            allowed = [a + more * times * b for a, b in zip(allowed, figures, strict=True)]
+            allowed = [a + LAYOUT_TIMES * times * b for a, b in zip(allowed, figures, strict=True)]
     return allowed
 
 

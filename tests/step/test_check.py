@@ -98,7 +98,7 @@ def test_what_takes_effect_passes(fields):
 
 @pytest.mark.parametrize("name", ["soap", pytest.param("galore", marks=pytest.mark.slow)])
 def test_a_rule_that_decomposes_matrices_sends_nothing_over_replicas(name):
-    """XLA spread its products over them, beside 47 KB of codes 2.2 MB a step."""
+    """XLA spread its products over them, the slow axis, where a codec is to send few bytes."""
     wide = dataclasses.replace(DECODER, embed=32, mlp=64)
     step = make(wide, "replica:2,fsdp:2", Optimizer(name=name), zero=1, reduce=Codec.parse("int8"))
     step.compile(TEXT)

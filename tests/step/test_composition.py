@@ -5,10 +5,11 @@ The draws, the twins and the tolerances are those of `experiments/composition.py
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
-from composing import draws
+from composing import comparing, draws
 from composing.comparing import compare
 from composing.draws import SGD, Draw, draw
 from composing.judge import judge
@@ -16,6 +17,7 @@ from composing.pairs import combination as pair
 from composing.pairs import key, pairs, read, table
 from composing.twins import built, compiled, experiment_of, lower, plan_of, train
 
+from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.step.combinations import Incompatible
 from jaxscale.step.plan import Plan
@@ -193,6 +195,27 @@ def test_steps_of_a_wrong_length_are_seen(name: str) -> None:
     for wrong in (4 * rate, 1e-12):
         other = dataclasses.replace(one, techniques=tuple({**dict(one.techniques), path: str(wrong)}.items()))
         assert not all(figure.holds for figure in compare(one, train(other, one.plan))), wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_wrong_layout_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the combination and in its twin on the same devices alike: steps not made, or four times as long.
+
+    Types of layers hide the latter: from layout to layout they change the losses of small batches as much.
+    """
+    one, path = BRANCHES[name], "optimizer.learning_rate"
+    rate = float(dict(one.techniques)[path])
+    for wrong in (1e-12,) if {"precision", "matmul"} & set(one.plan) else (1e-12, 4 * rate):
+
+        def train_wrong(draw: Draw, changes: Any, wrong: float = wrong, **given: Any) -> Any:
+            mesh = MeshSpec.parse(changes.get("mesh", "1"))
+            if mesh.devices > mesh.replica:
+                draw = dataclasses.replace(draw, techniques=tuple({**dict(draw.techniques), path: str(wrong)}.items()))
+            return train(draw, changes, **given)
+
+        monkeypatch.setattr(comparing, "train", train_wrong)
+        assert not all(figure.holds for figure in compare(one, train_wrong(one, one.plan))), wrong
 
 
 @pytest.mark.slow
