@@ -29,6 +29,7 @@ from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
+from jaxscale.step.state import TrainState
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import override
 
@@ -200,16 +201,26 @@ def built(draw: Draw) -> TrainStep:
     Raises:
         UserError: the combination is refused.
     """
-    experiment = experiment_of(draw)
-    return build(experiment, settled(experiment, plan_of(draw.plan)))
+    return _built(experiment_of(draw), tuple(sorted(draw.plan.items())))
+
+
+@functools.lru_cache(maxsize=1)
+def _built(experiment: Experiment, changes: tuple[tuple[str, str], ...]) -> TrainStep:
+    return build(experiment, settled(experiment, plan_of(dict(changes))))
 
 
 @functools.lru_cache(maxsize=16)
 def compiled(experiment: Experiment, changes: tuple[tuple[str, str], ...]) -> TrainStep:
-    """The train step of an experiment under the changes of a plan, traced, checked and compiled."""
-    step = build(experiment, settled(experiment, plan_of(dict(changes))))
+    """The train step of an experiment under the sorted changes of a plan, traced, checked and compiled."""
+    step = _built(experiment, changes)
     step.compile(batch_shapes(experiment))
     return step
+
+
+@functools.lru_cache(maxsize=16)
+def _first_state(experiment: Experiment, changes: tuple[tuple[str, str], ...]) -> TrainState:
+    """Which takes longer to compile than to copy: a twin starts from it several times."""
+    return compiled(experiment, changes).init()
 
 
 def plain_twin(draw: Draw) -> Draw:
@@ -255,11 +266,14 @@ def train(
     """
     experiment = experiment_of(draw)
     start = time.perf_counter()
-    step = compiled(experiment, tuple(sorted(changes.items())))
+    which = experiment, tuple(sorted(changes.items()))
+    step = compiled(*which)
     compiled_at = time.perf_counter()
-    state = step.init()
-    if nudge is not None:
-        state = _nudged(state, nudge, NUDGES[changes.get("precision", "float32")])
+    first = _first_state(*which)
+    if nudge is None:
+        state = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding, may_alias=False), first)
+    else:
+        state = _nudged(first, nudge, NUDGES[changes.get("precision", "float32")])
     losses, norms = [], []
     waiting, shown = steps or steps_of(draw)
     for number in range(waiting + shown):
@@ -295,9 +309,8 @@ def _nudged(state: Any, seed: int, size: float) -> Any:
 
     def nudged(path: Any, leaf: Any) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf
-        key = jax.random.fold_in(jax.random.key(seed), len(jax.tree_util.keystr(path)))
-        noise = 1 + size * jax.random.normal(key, leaf.shape)
-        return jax.device_put((leaf.astype(jnp.float32) * noise).astype(leaf.dtype), leaf.sharding)
+            return jax.device_put(leaf, leaf.sharding, may_alias=False)
+        noise = np.random.default_rng((seed, len(jax.tree_util.keystr(path)))).standard_normal(leaf.shape)
+        return jax.device_put((np.asarray(leaf) * (1 + size * noise)).astype(leaf.dtype), leaf.sharding)
 
     return jax.tree_util.tree_map_with_path(nudged, state)

@@ -95,8 +95,7 @@ class Codec(NamedCodec):
             raise UserError(f"codec {self}: {why}")
         if not layers:
             return self._init(tuple(shape), key, n)
-        each = [self._init(tuple(shape[1:]), _at(key, layer), n) for layer in range(shape[0])]
-        return jax.tree.map(lambda *parts: jnp.stack(parts), *each)
+        return jax.vmap(lambda key: self._init(tuple(shape[1:]), key, n), axis_size=shape[0])(_keys(key, shape[0]))
 
     def reduce(
         self,
@@ -133,8 +132,7 @@ class Codec(NamedCodec):
                 return codec._reduce(gradient, state, axis, key)
 
             if layers:
-                keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(gradient)))
-                mean, after = jax.vmap(one_layer)(gradient, state, keys)
+                mean, after = jax.vmap(one_layer)(gradient, state, _keys(key, len(gradient)))
             else:
                 mean, after = one_layer(gradient, state, key)
             return mean, jax.tree.map(_typed_like, after, state)
@@ -215,8 +213,9 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[:-1]), (shape[-1] if shape else 1)
 
 
-def _at(key: Key | None, layer: int) -> Key | None:
-    return None if key is None else jax.random.fold_in(key, layer)
+def _keys(key: Key | None, layers: int) -> Key | None:
+    """A key for each layer."""
+    return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(layers))
 
 
 def _repeated(value: Array, n: int) -> Array:
