@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.custom_batching
-from jax._src import compilation_cache, core, source_info_util
+from jax._src import compilation_cache, core, source_info_util, xla_bridge
 from jax._src.interpreters import partial_eval
 from jax._src.lib import version as jaxlib_version
 from jax.experimental import compute_on as _compute_on
@@ -152,6 +152,11 @@ def prune(closed: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
 def runs_recomputation_early() -> bool:
     """Whether XLA:CPU drops the barriers of `jax.checkpoint` before it orders a program: up to jaxlib 0.10."""
     return jaxlib_version < (0, 11)
+
+
+def backend_runs() -> bool:
+    """Whether JAX has started its backends, so that their settings stay as they are."""
+    return xla_bridge.backends_are_initialized()
 
 
 def filter_compile_cache(keeps: Callable[[str, Any], bool]) -> None:

@@ -7,6 +7,7 @@ from importlib.metadata import version
 import hypothesis
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["NPROC"] = "24"  # threads of the backend, as `platforms/cpu_threads.py` provides them; here it starts before
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),

@@ -29,8 +29,8 @@ ROUNDING = {
 3 rows. A combination may differ from its plain twin by twice as much."""
 LAYOUT: dict[str, dict[str, list[float]]] = json.loads(Path(__file__).with_name("tolerances.json").read_text())
 """Largest relative difference of loss and norm, of the first step and the last, that a technique shows alone from
-layout to layout, with SGD and with AdamW: blocks of codes end where a shard does, and sums of few bits are rounded in
-another order (`composition.py --tolerances`)."""
+layout to layout, by the optimizer's rule; AdamW's stand for rules that have none. Blocks of codes end where a shard
+does, and sums of few bits are rounded in another order (`composition.py --tolerances`)."""
 LAYOUT_TIMES = 2
 """A combination may exceed a row of `LAYOUT` by this factor."""
 IN_BFLOAT16 = " in bfloat16"
@@ -244,7 +244,7 @@ def _beside_lossy(twins: Twins, trained: Trained) -> Iterator[Comparison]:
 def tolerances(twins: Twins) -> list[float]:
     """What a layout may change of the first loss and norm, and the last."""
     one = twins.one
-    rule = "sgd" if one.optimizer.get("name") == "sgd" else "adamw"
+    rule = one.optimizer.get("name", "adamw")
     allowed = [EXACT] * 4
     times = STALE_STEPS if stale(one) else 1  # more steps come before those that are compared
     for name, changes in twins.techniques.items():

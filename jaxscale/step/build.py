@@ -8,6 +8,7 @@ import jax
 
 from jaxscale.optim.elementwise import first_mixing
 from jaxscale.optim.offloaded import plainly
+from jaxscale.platforms.cpu_threads import provide_threads
 from jaxscale.platforms.detect import host_memory
 from jaxscale.platforms.kept_programs import keep_ordered_programs
 from jaxscale.sharding.memory_space import check_host_memory
@@ -50,6 +51,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
         UserError: the plan does not fit the model, the batch or the devices.
     """
     keep_ordered_programs()
+    remark = provide_threads()
     plan = experiment.plan if plan is None else plan
     devices = list(jax.devices() if devices is None else devices)
     plan, said = resolve_mesh(plan, experiment.batch, devices)
@@ -67,6 +69,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     plan, note = settled_unroll(plan, devices[0].platform)
     said += note
     assert plan.mesh is not None
+    said += remark * (plan.mesh.devices > 1)
     check_model(plan, experiment.model)
     check_products(plan, experiment.model)
     check_memory(plan)

@@ -36,6 +36,7 @@ def start_backend() -> None:
     """
     import jax
 
+    from jaxscale.platforms.cpu_threads import provide_threads
     from jaxscale.platforms.kept_programs import keep_ordered_programs
 
     hush_absent_gpus()
@@ -49,6 +50,7 @@ def start_backend() -> None:
     if config.jax_platforms == "cpu" and not given:
         with contextlib.suppress(RuntimeError):  # the backend runs already
             config.update("jax_num_cpu_devices", cores())
+    provide_threads()
     keep_ordered_programs()
     if config.jax_compilation_cache_dir is None:
         folder = cache_folder()
