@@ -117,6 +117,8 @@ def draw(seed: int, index: int) -> Draw:
         dropout=0.1 if rng.random() < 0.2 else 0.0,
         seed=index,
     )
+    if long and _streams(techniques):  # a pipe takes a dozen steps to fill, and each of its twins as many
+        one = dataclasses.replace(one, length=64)
     # a budget means something beside what blocks' inputs take, and a segment beside the blocks of a stage
     inputs = one.rows * one.length * WIDTH * 4 * LAYERS // 1024
     pipeline = one.plan.get("pipeline")
@@ -231,10 +233,14 @@ def with_needs(techniques: Mapping[str, str], rng: random.Random) -> dict[str, s
         plan = PipelinePlan.parse(pipeline)
         stages = 2 if plan.name == "auto" else plan.schedule().stages
         techniques["plan.stages"] = ",".join(map(str, _parts(rng, LAYERS, stages)))
-    streams = pipeline is not None and PipelinePlan.parse(pipeline).asynchronous
-    if streams and techniques.get("plan.memory", "").startswith("offload"):
+    if _streams(techniques) and techniques.get("plan.memory", "").startswith("offload"):
         techniques["plan.stash"] = "input"
     return techniques
+
+
+def _streams(techniques: Mapping[str, str]) -> bool:
+    """Whether the pipeline is asynchronous."""
+    return PipelinePlan.parse(techniques.get("plan.pipeline", "gpipe:2x2")).asynchronous
 
 
 def axes_needed(techniques: Mapping[str, str]) -> dict[str, int]:

@@ -82,10 +82,12 @@ def measure(techniques: tuple[dict[str, str], ...] = TECHNIQUES) -> None:
 
 
 def record(name: str, rule: str, figures: list[float]) -> None:
-    """Write a row's figures into the record. Several processes may do so at once."""
+    """Write a row's figures into the record, where larger ones stay. Several processes may do so at once."""
     with RECORD.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         table = json.loads(RECORD.read_text())
-        table[name] = {**table.get(name, {}), rule: figures}
+        before = table.get(name, {})
+        largest = list(map(max, figures, before.get(rule, figures)))
+        table[name] = {**before, rule: largest}
         lines = (f" {json.dumps(name)}: {json.dumps(row)}" for name, row in table.items())
         RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")

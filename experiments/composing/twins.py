@@ -43,6 +43,8 @@ STALE = ("pipeline", "stages", "stash", "anneal", "correction", "synchronous_ste
 """Fields of an asynchronous pipeline, which changes the numbers too."""
 NUDGES = {"float32": 1e-7, "bfloat16": 1e-4}
 """Relative sizes of nudges by the type computed in: an ulp, and what takes a few numbers in a hundred to the next."""
+NUDGE_OF_BFLOAT16 = 1e-3
+"""Of numbers that are kept in bfloat16, where it is so many that go to the next."""
 ONE_BIT = {"one_bit_adam": "adamw", "one_bit_lamb": "lamb"}
 """Optimizers that change the numbers, and the rule that each begins as."""
 
@@ -236,7 +238,8 @@ def steps_of(draw: Draw) -> tuple[int, int]:
     """Steps until gradients are as old as they get, and those that are compared, until all techniques have an effect.
 
     What the second update reads (momenta in few bits, residuals) shows in the third loss; what replicas of DiLoCo keep
-    of one meeting, behind the next; what the first message in one bit leaves, two steps on.
+    of one meeting, behind the next; what the first message in one bit leaves, two steps on. SOAP only gathers
+    statistics in its first step.
     """
     plan = draw.plan
     waiting = 0
@@ -245,7 +248,7 @@ def steps_of(draw: Draw) -> tuple[int, int]:
     shown = 3
     if "diloco" in plan:
         shown = 1 + 2 * Diloco.parse(plan["diloco"]).every
-    elif draw.optimizer.get("name") in ONE_BIT or ",start=1" in plan.get("reduce", ""):
+    elif draw.optimizer.get("name") in (*ONE_BIT, "soap") or ",start=1" in plan.get("reduce", ""):
         shown = 4
     return waiting, shown
 
@@ -311,6 +314,7 @@ def _nudged(state: Any, seed: int, size: float) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jax.device_put(leaf, leaf.sharding, may_alias=False)
         noise = np.random.default_rng((seed, len(jax.tree_util.keystr(path)))).standard_normal(leaf.shape)
-        return jax.device_put((np.asarray(leaf) * (1 + size * noise)).astype(leaf.dtype), leaf.sharding)
+        noise *= NUDGE_OF_BFLOAT16 if leaf.dtype == jnp.bfloat16 else size
+        return jax.device_put((np.asarray(leaf) * (1 + noise)).astype(leaf.dtype), leaf.sharding)
 
     return jax.tree_util.tree_map_with_path(nudged, state)

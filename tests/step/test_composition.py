@@ -4,6 +4,10 @@ The draws, the twins and the tolerances are those of `experiments/composition.py
 """
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +109,15 @@ FORMER_FAULTS = {
 def test_what_was_refused_or_crashed_trains_like_its_twins(name: str) -> None:
     verdict = judge(FORMER_FAULTS[name])
     assert verdict.outcome == "equal", verdict.reason
+
+
+@pytest.mark.slow
+def test_collectives_that_wait_for_one_another_have_threads() -> None:
+    """In half of the starts all threads of XLA waited, and the process ended after 40 seconds."""
+    environment = {name: text for name, text in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
+    command = [sys.executable, "experiments/composition.py", "--seed", "5388312", "--only", *["27"] * 4]
+    ended = subprocess.run(command, capture_output=True, text=True, env={**environment, "PYTHONPATH": "."})
+    assert json.loads(ended.stdout.splitlines()[-1])["equal"] == 4, ended.stdout
 
 
 def test_streamed_state_of_replicas_lies_on_the_host() -> None:
