@@ -79,7 +79,7 @@ class Codec(NamedCodec):
             return f"got a leaf of shape {tuple(shape)}, expected elements"
         return self._refusal(tuple(shape[layers:]), n)
 
-    def init(self, shape: Sequence[int], key: Key | None, n: int, *, layers: bool = False) -> State:
+    def init(self, shape: Sequence[int], key: Key | None, n: int, *, layers: bool = False, first: int = 0) -> State:
         """The state of one leaf on one device and replica, before the first step.
 
         Args:
@@ -87,6 +87,7 @@ class Codec(NamedCodec):
             key: the same on every replica.
             n: devices on the axis.
             layers: the first dim is stacked layers.
+            first: number of the first of them, where the leaf is a part of a stack.
 
         Raises:
             UserError: a leaf or an axis that the codec can't take.
@@ -95,7 +96,9 @@ class Codec(NamedCodec):
             raise UserError(f"codec {self}: {why}")
         if not layers:
             return self._init(tuple(shape), key, n)
-        return jax.vmap(lambda key: self._init(tuple(shape[1:]), key, n), axis_size=shape[0])(_keys(key, shape[0]))
+        return jax.vmap(lambda key: self._init(tuple(shape[1:]), key, n), axis_size=shape[0])(
+            _keys(key, shape[0], first)
+        )
 
     def reduce(
         self,
@@ -106,6 +109,7 @@ class Codec(NamedCodec):
         step: Int[Array, ""] | None = None,
         *,
         layers: bool = False,
+        first: int = 0,
     ) -> tuple[Float[Array, "..."], State]:
         """The mean of a leaf over an axis, the same on every replica, and the state after it.
 
@@ -116,6 +120,7 @@ class Codec(NamedCodec):
             key: of step and leaf, the same on every replica; needed where `random`.
             step: updates made before this one, the same on every replica; needed where `timed`.
             layers: the first dim is stacked layers.
+            first: number of the first of them, where the leaf is a part of a stack.
 
         Returns:
             The mean, float32, and the new state.
@@ -132,7 +137,7 @@ class Codec(NamedCodec):
                 return codec._reduce(gradient, state, axis, key)
 
             if layers:
-                mean, after = jax.vmap(one_layer)(gradient, state, _keys(key, len(gradient)))
+                mean, after = jax.vmap(one_layer)(gradient, state, _keys(key, len(gradient), first))
             else:
                 mean, after = one_layer(gradient, state, key)
             return mean, jax.tree.map(_typed_like, after, state)
@@ -213,9 +218,9 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[:-1]), (shape[-1] if shape else 1)
 
 
-def _keys(key: Key | None, layers: int) -> Key | None:
-    """A key for each layer."""
-    return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(layers))
+def _keys(key: Key | None, layers: int, first: int) -> Key | None:
+    """A key for each layer, which depends on its number alone."""
+    return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(layers))
 
 
 def _repeated(value: Array, n: int) -> Array:

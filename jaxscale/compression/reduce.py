@@ -49,11 +49,15 @@ class Leaf:
         shape: of all of it.
         spec: where its shards lie; the slow axis is none of its axes.
         layers: its first dim is stacked layers.
+        stack: where these are a part of a stack, the name of the whole: what codecs draw does not depend on the parts.
+        first: number of the first of them in the stack.
     """
 
     shape: tuple[int, ...]
     spec: PartitionSpec
     layers: bool = False
+    stack: str | None = None
+    first: int = 0
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -206,7 +210,8 @@ class Stage:
         return Leaf((*n, self.shards(name), *shape), PartitionSpec(*first, leaf.axes or None))
 
     def _init(self, name: str, key: Key) -> dict[str, Array]:
-        return self.codec.init(self.local(name), key, self.replicas, layers=self.leaves[name].layers)
+        leaf = self.leaves[name]
+        return self.codec.init(self.local(name), key, self.replicas, layers=leaf.layers, first=leaf.first)
 
     @functools.cached_property
     def _shapes(self) -> dict[str, dict[str, Any]]:
@@ -346,6 +351,7 @@ class Stage:
                 self._key(key, name),
                 step,
                 layers=self.leaves[name].layers,
+                first=self.leaves[name].first,
             )
             mean[name], after[name] = jnp.where(good, reduced, jnp.nan), left
         after = jax.tree.map(lambda new, old: jnp.where(good, new, old), after, states)
@@ -379,9 +385,10 @@ class Stage:
 
     def _key(self, key: Key, name: str) -> Key:
         """Of a gradient's shard: the same on all replicas, and on all devices that hold the same shard."""
-        key = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+        leaf = self.leaves[name]
+        key = jax.random.fold_in(key, zlib.crc32((leaf.stack or name).encode()) & 0x7FFFFFFF)
         number = jnp.int32(0)
-        for axis in self.leaves[name].axes:
+        for axis in leaf.axes:
             number = number * self.mesh.shape[axis] + lax.axis_index(axis)
         return jax.random.fold_in(key, number)
 

@@ -8,6 +8,7 @@ leaves as results.
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -252,6 +253,19 @@ def group_name(start: int) -> str:
         ('layers', 'layers_from_25')
     """
     return f"layers_from_{start}" if start else "layers"
+
+
+def in_one_stack(name: str) -> tuple[str, int]:
+    """The name that a parameter has where its stack is not in groups, and the group's first layer.
+
+    Example:
+        >>> in_one_stack("blocks/layers_from_25/mlp"), in_one_stack("blocks/layers/mlp")
+        (('blocks/layers/mlp', 25), ('blocks/layers/mlp', 0))
+    """
+    found = list(re.finditer(r"(?:^|/)layers(_from_(\d+))(?=/|$)", name))
+    if not found:
+        return name, 0
+    return name[: found[-1].start(1)] + name[found[-1].end(1) :], int(found[-1][2])
 
 
 def _cut(tree: PyTree, part: slice, layers: int) -> PyTree:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxscale.layers.stack import in_one_stack
 from jaxscale.optim.quantize import is_quantized
 from jaxscale.sharding.memory_space import in_memory_of, on_host, to_device, to_host
 from jaxscale.sharding.zero import split
@@ -284,10 +285,10 @@ def _parts(step: "TrainStep") -> TrainState:
         starts: dict[str, set[int]] = collections.defaultdict(set)
         for part in parts:
             if part.stacked is None:
-                starts[_in_one_stack(part.names[0])[0]].add(_in_one_stack(part.names[0])[1])
+                starts[in_one_stack(part.names[0])[0]].add(in_one_stack(part.names[0])[1])
 
         def joined(part: Part) -> Part:
-            name, start = _in_one_stack(part.names[0])
+            name, start = in_one_stack(part.names[0])
             if part.stacked is not None or len(starts[name]) == 1:
                 return part
             rows = (start, start + part.shape[0]) if stacked(part) else None
@@ -353,25 +354,12 @@ def layer_name(name: str, layer: int) -> str:
         >>> layer_name("params/blocks/layers_from_25/mlp/up/kernel", 3)
         'params/blocks/layers/28/mlp/up/kernel'
     """
-    name, start = _in_one_stack(name)
+    name, start = in_one_stack(name)
     found = list(re.finditer(r"(?:^|/)layers(?=/|$)", name))
     if not found:
         return f"{name}/{layer}"
     end = found[-1].end()
     return f"{name[:end]}/{start + layer}{name[end:]}"
-
-
-def _in_one_stack(name: str) -> tuple[str, int]:
-    """The name that a leaf has where its stack is not in groups, and the group's first layer.
-
-    Example:
-        >>> _in_one_stack("rest/blocks/layers_from_25/mean"), _in_one_stack("rest/blocks/layers/mean")
-        (('rest/blocks/layers/mean', 25), ('rest/blocks/layers/mean', 0))
-    """
-    found = list(re.finditer(r"(?:^|/)layers(_from_(\d+))(?=/|$)", name))
-    if not found:
-        return name, 0
-    return name[: found[-1].start(1)] + name[found[-1].end(1) :], int(found[-1][2])
 
 
 def _spec(leaf: jax.ShapeDtypeStruct, part: Part) -> PartitionSpec:

@@ -18,6 +18,7 @@ from jaxscale.compression.codec import Codec
 from jaxscale.compression.codecs.one_bit import OneBit
 from jaxscale.compression.reduce import RESIDUAL, Leaf, Stage
 from jaxscale.errors import UserError
+from jaxscale.layers.stack import in_one_stack
 from jaxscale.optim.offloaded import global_norm
 from jaxscale.optim.one_bit import Messages
 from jaxscale.optim.optimizer import Optimizer
@@ -78,7 +79,7 @@ def leaves_of_gradients(plan: Plan, functional: Functional, layout: Layout) -> d
         spec, names = layout.placements[name].gradient, functional.names.get(name)
         for axis in ("fsdp", "data", *((PIPE_AXIS,) if plan.pipeline is not None else ())):
             spec = split(leaf.shape, names, spec, layout.mesh, axis)
-        leaves[name] = Leaf(tuple(leaf.shape), spec, functional.stacked(name))
+        leaves[name] = Leaf(tuple(leaf.shape), spec, functional.stacked(name), *in_one_stack(name))
     return leaves
 
 

@@ -73,6 +73,9 @@ FORMER_FAULTS = {
         mesh="replica:2,tensor:2", sequence_parallel="True", memory="save:256KiB", reduce="int8"
     ),
     "a codec with weights on the host": combination(mesh="replica:2,tensor:2", weights="host", reduce="powersgd:4"),
+    "what a codec draws for layers that a memory rule keeps in groups": combination(
+        mesh="replica:2", memory="save:75KiB:flop", reduce="powersgd:4"
+    ),
     "streamed state of replicas of their own": combination(
         mesh="replica:2,fsdp:2", diloco="every=2", optimizer_state="streamed"
     ),
