@@ -56,7 +56,7 @@ class Part:
     """How one leaf of a train state becomes arrays of the canonical form.
 
     Args:
-        names: of its arrays: one per layer for a stacked leaf, else one.
+        names: of its arrays: one per layer for a stacked leaf, else one; none for a leaf without elements.
         stacked: the dim that is taken apart; `None` if none is.
         shape: of the leaf without padding.
         key: name of the generator's implementation if the leaf is a PRNG key.
@@ -92,8 +92,12 @@ class Canonical:
         whole = _held(step)
         abstract, treedef = jax.tree.flatten(whole)
         self._leaves, self._treedef = abstract, treedef
-        self._parts = jax.tree.leaves(_parts(step), is_leaf=lambda x: isinstance(x, Part))
-        assert len(self._parts) == len(self._leaves)
+        parts = jax.tree.leaves(_parts(step), is_leaf=lambda x: isinstance(x, Part))
+        # an array without elements, as some rules keep for parameters that are none of theirs, can't be written
+        self._parts = [
+            dataclasses.replace(part, names=()) if 0 in leaf.shape else part
+            for leaf, part in zip(abstract, parts, strict=True)
+        ]
         self.shardings = {
             name: in_memory_of(leaf.sharding, NamedSharding(step.mesh, _spec(leaf, part)))
             for leaf, part in zip(self._leaves, self._parts, strict=True)
@@ -123,6 +127,8 @@ class Canonical:
         groups: dict[str, dict[int, Array]] = {}
         ways: dict[str, Any] = {}
         for leaf, part in zip(jax.tree.leaves(state), self._parts, strict=True):
+            if not part.names:
+                continue
             back = functools.partial(_given_back, dtype=part.dtype, host=on_host(leaf))
             if part.stacked is not None and part.rows is None and leaf.shape == part.shape:
                 for i, name in part.rows_of():
@@ -155,6 +161,9 @@ class Canonical:
         # an array of a stack in groups is read by several leaves, and freed by the last
         waiting = collections.Counter(name for part in self._parts for name in part.names)
         for leaf, part in zip(self._leaves, self._parts, strict=True):
+            if not part.names:
+                leaves.append(jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding))
+                continue
             if part.names[0].startswith(OPTIONAL) and part.names[0] not in arrays:
                 leaves.append(None)
                 continue
