@@ -2,11 +2,11 @@
 
 XLA:CPU starts an instruction as soon as its operands are there, and lets a collective block a thread until every device
 has come. Collectives must therefore run in one order on all devices. In a program that was compiled, all of them, and
-every loop that holds one, use one resource, which gives that order. A program that is loaded has one resource for each
-sequence of instructions: nothing orders a loop's collectives with those outside it any more. They hold the threads that
-each other's partners need, and the program hangs; and where both have one channel, as all collectives of
-`jax.shard_map` have, a device meets the wrong collective, which ends in a crash. Collectives of the entry computation
-alone share one sequence, and stay in order.
+every loop that holds one, use one resource, which has them start in that order (a loop need not have ended:
+`cpu_threads.py`). A program that is loaded has one resource for each sequence of instructions: nothing orders a loop's
+collectives with those outside it any more. They hold the threads that each other's partners need, and the program
+hangs; and where both have one channel, as all collectives of `jax.shard_map` have, a device meets the wrong collective,
+which ends in a crash. Collectives of the entry computation alone share one sequence, and stay in order.
 
 References:
     XLA, xla/backends/cpu/runtime/thunk_proto_serdes.cc: `ThunkSequenceSerDesProtobuf::FromProto` makes the resources
