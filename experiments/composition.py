@@ -11,7 +11,7 @@ A draw takes 3 to 6 techniques from the fields of the plan and what these need: 
 weights, 1 to 3 rows a device and microbatch, SGD with momentum and without clipping in half of them. It *equals* its
 twins if loss and gradient norm of its first step and its last do (`composing/comparing.py` has the tolerances), or it
 is *refused* by a rule before it is traced; what is *invalid*, *wrong*, *crashed* or *hung* is a fault, and the exit
-code is then 1. On 8 virtual CPU devices; a draw takes 5 to 30 processor seconds.
+code is then 1. On 8 virtual CPU devices; a draw takes 5 to 60 processor seconds.
 """
 
 import argparse

@@ -262,10 +262,10 @@ def in_one_stack(name: str) -> tuple[str, int]:
         >>> in_one_stack("blocks/layers_from_25/mlp"), in_one_stack("blocks/layers/mlp")
         (('blocks/layers/mlp', 25), ('blocks/layers/mlp', 0))
     """
-    found = list(re.finditer(r"(?:^|/)layers(_from_(\d+))(?=/|$)", name))
-    if not found:
+    groups = list(re.finditer(r"(?:^|/)layers(_from_(\d+))(?=/|$)", name))
+    if not groups:
         return name, 0
-    return name[: found[-1].start(1)] + name[found[-1].end(1) :], int(found[-1][2])
+    return name[: groups[-1].start(1)] + name[groups[-1].end(1) :], int(groups[-1][2])
 
 
 def _cut(tree: PyTree, part: slice, layers: int) -> PyTree:

@@ -79,7 +79,8 @@ def leaves_of_gradients(plan: Plan, functional: Functional, layout: Layout) -> d
         spec, names = layout.placements[name].gradient, functional.names.get(name)
         for axis in ("fsdp", "data", *((PIPE_AXIS,) if plan.pipeline is not None else ())):
             spec = split(leaf.shape, names, spec, layout.mesh, axis)
-        leaves[name] = Leaf(tuple(leaf.shape), spec, functional.stacked(name), *in_one_stack(name))
+        stacked = functional.stacked(name)
+        leaves[name] = Leaf(tuple(leaf.shape), spec, stacked, *(in_one_stack(name) if stacked else ()))
     return leaves
 
 
