@@ -80,7 +80,8 @@ def leaves_of_gradients(plan: Plan, functional: Functional, layout: Layout) -> d
         for axis in ("fsdp", "data", *((PIPE_AXIS,) if plan.pipeline is not None else ())):
             spec = split(leaf.shape, names, spec, layout.mesh, axis)
         stacked = functional.stacked(name)
-        leaves[name] = Leaf(tuple(leaf.shape), spec, stacked, *(in_one_stack(name) if stacked else ()))
+        stack, first = in_one_stack(name) if stacked else (None, 0)
+        leaves[name] = Leaf(tuple(leaf.shape), spec, stacked, stack, first)
     return leaves
 
 
