@@ -322,6 +322,13 @@ def test_int_passes_for_float():
     assert Rope(base=3).base == 3
 
 
+def test_a_string_that_reads_like_what_lacks_is_a_difference_of_its_own():
+    (found,) = difference({"data": None}, {"data": "absent"})
+    assert found.there == "absent" and found.there is not values.ABSENT
+    (found,) = difference({"data": None}, {})
+    assert found.there is values.ABSENT and str(found) == "data (None here, absent there)"
+
+
 @given(jobs, jobs)
 def test_difference_is_empty_only_for_equals_and_names_what_differs(drawn: dict[str, Any], others: dict[str, Any]):
     a, b = Job(**drawn), Job(**others)
@@ -336,7 +343,7 @@ def test_difference_is_empty_only_for_equals_and_names_what_differs(drawn: dict[
         for parent in parents:
             assume(parent in level)
             level = level[parent]
-        if there == values.ABSENT:
+        if there is values.ABSENT:
             level.pop(leaf)
         else:
             level[leaf] = there

@@ -1,8 +1,19 @@
 """Where two JSON values differ, leaf by leaf."""
 
-from typing import Any, NamedTuple
+import enum
+from typing import Any, Final, NamedTuple
 
-ABSENT = "absent"
+
+class Absent(enum.Enum):
+    """Stands for what a JSON value lacks, so that no string of a user's is taken for it."""
+
+    ABSENT = "absent"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+ABSENT: Final = Absent.ABSENT
 
 
 class Difference(NamedTuple):
