@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import get_args
 
 import jax
-import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from programs import kept
@@ -24,7 +23,7 @@ from jaxscale.memory.selectors import SELECTORS
 from jaxscale.optim.optimizer import Name
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.step.plan import Plan
-from tests.models.goldens import GOLDEN
+from tests.system.data import write_data
 from tests.system.mixtures import mixture
 from tests.system.techniques import HELD, TECHNIQUES, Technique
 from tests.system.whole import Ended, command, compiled_once, whole_run
@@ -36,15 +35,7 @@ README = Path(__file__).parents[2] / "README.md"
 def data(tmp_path_factory):
     """A folder with the experiment file and what it reads."""
     folder = tmp_path_factory.mktemp("data")
-    (folder / "text.txt").write_text("".join(f"line {i * i % 97} of the text. " for i in range(200)))
-    rng = np.random.default_rng(0)
-    for name, side, channels, classes in (("small", 8, 1, 12), ("large", 32, 3, 10)):
-        labels = np.arange(80) % classes
-        shape = (80, side, side, channels)
-        pixels = rng.integers(0, 200, shape) + 4 * labels[:, None, None, None]
-        np.savez(folder / f"{name}.npz", x=pixels.astype(np.uint8), y=labels)
-    for name in ("llama", "gpt2", "qwen3", "gemma2", "vit"):
-        shutil.copytree(GOLDEN / name, folder / name, ignore=shutil.ignore_patterns("sharded", "bf16", "golden*"))
+    write_data(folder)
     return folder
 
 

@@ -1,0 +1,42 @@
+"""Runs that earlier code has left open: shown, evaluated, sampled and continued by the code of today."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tests.system.data import write_data
+from tests.system.earlier_runs import RUNS, opened, words
+from tests.system.whole import command
+from tests.training.watching import last_lines
+
+DEFAULT = ("powersgd",)
+ROUNDING = 1e-6
+"""Relative: other versions of JAX and other processors add up in another order."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in RUNS]
+)
+def test_a_run_of_earlier_code_goes_on(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_data(tmp_path)
+    shutil.copy(Path(__file__).with_name("tiny.py"), tmp_path)
+    run, expected = opened(name, tmp_path)
+
+    assert "loss" in command("evaluate", str(run))
+    with_text = (run / "tokenizer.json").exists()
+    command("generate", str(run), "--prompt", "ab", "--tokens", "4", codes=(0,) if with_text else (2,))
+    command("report", str(run))
+    assert "<html" in (run / "report.html").read_text()
+
+    command(*words(name, tmp_path), "--out", str(run))
+    rows = last_lines(run)
+    assert list(rows) == list(map(int, expected["lines"]))
+    exact = expected["jax"] == jax.__version__
+    for step, row in rows.items():
+        for figure, value in expected["lines"][str(step)].items():
+            np.testing.assert_allclose(row[figure], value, rtol=ROUNDING if exact else 1e-4, err_msg=f"{figure} {step}")
