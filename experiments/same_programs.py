@@ -25,6 +25,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ RENAMED: dict[str, str] = {}
 FLAGS = (
     "--xla_force_host_platform_device_count=8 --xla_disable_hlo_passes=all-reduce-promotion "
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-    + " --xla_cpu_use_fusion_emitters=false" * (version("jaxlib") < "0.11")
+    + " --xla_cpu_use_fusion_emitters=false"
+    * (version("jaxlib") < "0.11")
 )
 STEPS = 3
 ON_TPU = 10
@@ -80,7 +82,7 @@ def main() -> int:
     return max(*failed, compare(*folders))
 
 
-def record(checkout: Path, out: Path, only: list[str] | None) -> int:
+def record(checkout: Path, out: Path, only: Sequence[str] | None) -> int:
     """Record a checkout, each kind of record by a process whose first import is the checkout's."""
     out.mkdir(parents=True, exist_ok=True)
     environment = {name: text for name, text in os.environ.items() if name not in ("XLA_FLAGS", "PYTHONPATH")}
@@ -93,14 +95,15 @@ def record(checkout: Path, out: Path, only: list[str] | None) -> int:
     return max(exits)
 
 
-def draws(only: list[str] | None) -> dict[str, Any]:
+def draws(only: Sequence[str] | None) -> dict[str, Any]:
     """The plans as draws of this checkout's harness, by name."""
     from composing.draws import Draw
 
-    rows = json.loads(PLANS.read_text())
+    rows: list[dict[str, Any]] = json.loads(PLANS.read_text())
     named: dict[str, Any] = {}
     for number, row in enumerate(rows):
-        techniques = tuple(sorted((RENAMED.get(path, path), text) for path, text in row.pop("techniques").items()))
+        texts: dict[str, str] = row.pop("techniques")
+        techniques = tuple(sorted((RENAMED.get(path, path), text) for path, text in texts.items()))
         if only is None or str(number) in only:
             named[str(number)] = Draw(techniques, **row)
     return named

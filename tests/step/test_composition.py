@@ -30,6 +30,8 @@ from jaxscale.step.streamed import Streamed
 from jaxscale.values.annotations import field_types
 
 SEED = 17
+LENGTHY = (102, 104)
+"""Draws that take a minute each."""
 README = Path(__file__).parents[2] / "README.md"
 
 
@@ -53,7 +55,9 @@ def test_a_draw_lowers_or_is_refused(number: int) -> None:
     assert "func.func public @main" in traced.lower().as_text()
 
 
-@pytest.mark.parametrize("number", range(100, 110))
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.slow] * (n in LENGTHY)) for n in range(100, 113)]
+)
 def test_a_draw_trains_like_its_twins(number: int) -> None:
     one = dataclasses.replace(draw(SEED, number), length=64)
     verdict = judge(one)

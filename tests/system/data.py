@@ -1,4 +1,4 @@
-"""What the experiments of `tiny.py` read: text, images in classes, folders of transformers; the same numbers each time."""
+"""What the experiments of `tiny.py` read: text, images in classes, folders of transformers; the same each time."""
 
 import shutil
 from pathlib import Path
