@@ -251,6 +251,8 @@ def tolerances(twins: Twins) -> list[float]:
         for row in row_names(one, name, changes) if recoded(one) or name in COMPUTED else ():
             by_rule = LAYOUT.get(row, {})
             figures = by_rule.get(rule, by_rule.get("adamw"))
+            if figures is not None:  # no rule has a part in the first step
+                figures = [*map(max, figures[:2], *by_rule.values()), *figures[2:]]
             if figures is None and name in NEEDS_ROW:
                 effects = [twins.effect(name, kind) for kind in ("losses", "norms")]
                 figures = [SHARE / LAYOUT_TIMES * effect for effect in (*effects, *effects)]

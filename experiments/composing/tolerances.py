@@ -39,6 +39,7 @@ LAYOUTS: tuple[dict[str, str], ...] = (
     {"mesh": "replica:2,sequence:2"},
     {"mesh": "replica:2,fsdp:2,tensor:2", "zero": "2"},
     {"mesh": "replica:2", "microbatches": "2"},
+    {"mesh": "replica:2", "microbatches": "4"},
     {"mesh": "replica:2", "attention": "chunked"},
 )
 RULES = (SGD, *({"optimizer.name": name, "optimizer.learning_rate": "0.003"} for name in ("adamw", "ademamix")))
