@@ -87,8 +87,8 @@ class Case:
     @property
     def overrides(self) -> dict[str, str]:
         """Fields of the experiment."""
-        given = dict(word.split("=", 1) for word in self.fields.split())
-        return {"plan.mesh": self.mesh} | {f"plan.{name}": text for name, text in given.items()}
+        texts = dict(word.split("=", 1) for word in self.fields.split())
+        return {"plan.mesh": self.mesh} | {f"plan.{name}": text for name, text in texts.items()}
 
 
 CASES = (

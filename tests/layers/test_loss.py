@@ -132,12 +132,7 @@ def test_a_mesh_gives_the_same(mesh, chunk):
         vocab = NamedSharding(devices, PartitionSpec("tensor"))
         placed = [jax.device_put(x, vocab if i == 1 else rows) for i, x in enumerate(arguments)]
         found = _gradients(placed, chunk=chunk, z_loss=0.1)
-
-    def equal(a, b):
-        ulp = np.finfo(np.float32).eps * np.abs(b).max()  # what cancels leaves the rounding of the largest
-        np.testing.assert_allclose(a, b, rtol=2e-6, atol=max(3e-6, 4 * ulp))
-
-    jax.tree.map(equal, found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=3e-6), found, expected)
 
 
 def test_the_head_gradient_crosses_devices_once_outside_the_scan():

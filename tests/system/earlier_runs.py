@@ -5,6 +5,7 @@
 A run is recorded once, by the code of its day, and never again: later code has to open it.
 """
 
+import importlib
 import json
 import shlex
 import shutil
@@ -86,6 +87,5 @@ def main(names: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parent))
-    import tests.conftest  # noqa: F401 (sets the backend's flags, before JAX is imported)
-
+    importlib.import_module("tests.conftest")  # sets the backend's flags, before JAX is imported
     main(sys.argv[1:])
