@@ -230,7 +230,7 @@ def check(given: argparse.Namespace) -> None:
             state, metrics = step.run(state, step.place(batch))
             jax.block_until_ready(metrics)  # or calls that wait for each other could take all threads
         # what entered last is still under way: each stage has made its own number of updates
-        made = [int(count) for count in np.asarray(state.in_flight["watch"].good).reshape(STAGES, -1)[:, 0]]
+        made = [int(count) for count in np.asarray(state.extra["in_flight"]["watch"].good).reshape(STAGES, -1)[:, 0]]
         newest = StaleWeights(plain, Rule((0,) * STAGES)).begin(
             dataclasses.replace(plain.init(), params=jax.device_get(step.functional.in_layers(state.params)))
         )

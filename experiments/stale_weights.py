@@ -131,7 +131,7 @@ class StaleWeights:
     def _passes(self, s: int, batch: Batch, params: Params, x: Any) -> FromResiduals:
         """Forward and backward of a stage; the last one's sums are the mean loss, and it sends nothing."""
         plain = self.plain
-        context = plain.objective.context(None)
+        context = plain.objective.planned.context(None)
 
         def stage(weights: Params, shared: Any, x: Any, batch: Batch, at: At, key: Any) -> tuple[Any, Any, Any]:
             del shared, at, key
@@ -162,7 +162,7 @@ class StaleWeights:
         """The stages after update `number` from 0, each by the gradients of its own weights, and the batch's loss."""
         x: Any = ()
         forwards, loss = [], jnp.zeros(())
-        with self.plain.objective.tracing(plainly=True), blocks.treating(blocks.Treatment()):
+        with self.plain.objective.planned.tracing(plainly=True), blocks.treating(blocks.Treatment()):
             for s, stage in enumerate(stages):
                 passes = self._passes(s, batch, stage.versions[-1], x)
                 y, sums, kept = passes.forward(self._context(stage.versions[-1], batch), x)

@@ -1,6 +1,7 @@
 """Names and bytes of the leaves of pytrees."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -35,6 +36,16 @@ def named_leaves(tree: Any) -> dict[str, Any]:
         {'mlp/up': 1, 'norm/0': 2, 'norm/1': 3}
     """
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def filled(tree: Any, by_name: Mapping[str, Any]) -> Any:
+    """A tree of the same structure with the leaf of each name.
+
+    Example:
+        >>> filled({"mlp": {"up": 1}, "norm": [2, 3]}, {"mlp/up": "a", "norm/0": "b", "norm/1": "c"})
+        {'mlp': {'up': 'a'}, 'norm': ['b', 'c']}
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, _: by_name[path_name(path)], tree)
 
 
 def leaf_bytes(leaf: Any) -> int:

@@ -76,12 +76,14 @@ from jaxscale.platforms.hlo import Collective
 from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.check import NoEffect, check_codec, slow_bytes
 from jaxscale.step.experiment import Experiment
+from jaxscale.step.gradients import LossAndGradients
 from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
+from jaxscale.step.state import TrainState
 from jaxscale.step.train_step import TrainStep
-from jaxscale.typing import Array, Key
+from jaxscale.step.wire_checks import NoEffect, check_codec, slow_bytes
+from jaxscale.typing import Array, Batch, Key
 
 BARS: dict[tuple[str, int], float | None] = {
     ("int8", 2): 3.9,
@@ -231,13 +233,13 @@ def program(devices: Sequence[Any], case: Case) -> Any:
     on = [abstract(device) for device in devices] if without_memories(devices) else devices
     step = build(case.experiment, case.plan, devices=on)
     if case.fault:
-        apart = step.objective.gradients_apart
+        apart = step.parts.gradients
 
-        def reduced(state: Any, batch: Any, weights: Any = None) -> Any:
-            loss, gradients, rest = apart(state, batch, weights)
+        def reduced(state: TrainState, batch: Batch) -> LossAndGradients:
+            loss, gradients, rest = apart(state, batch)
             return loss, jax.tree.map(lambda g: jnp.broadcast_to(g.mean(0), g.shape), gradients), rest
 
-        step.objective.gradients_apart = reduced
+        step = TrainStep(dataclasses.replace(step.parts, gradients=reduced))
     traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(case.experiment)))
     return traced.lower() if on is devices else lower_for(devices[: step.devices], traced)
 
@@ -267,7 +269,7 @@ def counted(case: Case, platform: Platform) -> Counted:
     if report.crashed or report.argument_bytes is None or report.unread:
         raise SystemExit(f"{case} on {platform}: {report} {report.unread or ''}")
     step = described_step(case.experiment, platform, case.plan)
-    stage = step.stage
+    stage = step.codec
     assert stage is not None, "the plan has a codec"
     single = [one for one in report.collectives if one.bytes < NUMBERS]
     slow, numbers = (slow_bytes(found, stage, slices=platform.slices) for found in (report.collectives, single))
@@ -297,8 +299,8 @@ def compared(where: Where, tiny: bool, codecs: Sequence[str] = ()) -> list[Figur
             exact[replicas] = counted(case(Exact()), platform)
             figures.append(Figure(f"{where.name} n={replicas} float32: bytes", exact[replicas].slow, "B"))
         base, found = exact[replicas], counted(case(Codec.parse(text)), platform)
-        assert found.step.stage is not None
-        float32 = min(base.slow - base.numbers, found.step.stage.exact_bytes)
+        assert found.step.codec is not None
+        float32 = min(base.slow - base.numbers, found.step.codec.exact_bytes)
         name = f"{where.name} n={replicas} {text}"
         figures += [
             Figure(f"{name}: bytes", found.slow, "B"),
@@ -325,9 +327,9 @@ def unlike(one: Mapping[Any, int], other: Mapping[Any, int]) -> int:
 
 def caught(found: Counted) -> bool:
     """Whether the check of a compiled step fails."""
-    assert found.step.stage is not None
+    assert found.step.codec is not None
     try:
-        check_codec(found.step.stage, found.slow)
+        check_codec(found.step.codec, found.slow)
     except NoEffect:
         return True
     return False

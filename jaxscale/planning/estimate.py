@@ -188,7 +188,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         traced.flop,
         found,
         arguments,
-        step.said,
+        step.parts.lines,
         compiled,
         tree_bytes(step.layout.abstract.optimizer) / step.parameters,
         wire_of(step, platform),
@@ -231,10 +231,13 @@ def _kept_on_host(program: Program, placed: Placements) -> int:
 def _arguments(traced: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """The arguments on the device and those in host memory, by the names of their leaves."""
     device, host = [], []
-    first = {"params": "parameters", "optimizer": "optimizer state", "in_flight": "stash"}
-    first |= {"reduce": "residuals", "outer": "outer state"}
+    first = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
+    first |= {"extra/reduce": "residuals", "extra/outer": "outer state"}
     for value, (name, leaf) in zip(traced.program.inputs, traced.leaves, strict=False):
         root, _, rest = name.partition("/")
+        if root == "extra":
+            extra, _, rest = rest.partition("/")
+            root = f"extra/{extra}"
         kind = first.get(root, "batch" if root in batch else "model state")
         item = Item(rest or name, kind, traced.placed.bytes_of(leaf, traced.placed.dims[value]))
         (host if getattr(leaf.sharding, "memory_kind", None) == "pinned_host" else device).append(item)

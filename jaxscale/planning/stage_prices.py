@@ -214,12 +214,12 @@ def _behind(step: TrainStep, calls: Sequence[BlockCall], platform: Platform) -> 
     assert plan.mesh is not None
     batch = {
         name: jax.ShapeDtypeStruct((rows.shape[0] // plan.microbatches, *rows.shape[1:]), rows.dtype)
-        for name, rows in batch_shapes(objective.experiment).items()
+        for name, rows in batch_shapes(objective.planned.experiment).items()
     }
     count = next(iter(batch.values())).shape[0]
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(count, dtype="int32")))
     functional = step.functional
-    with objective.tracing(plainly=True):
+    with objective.planned.tracing(plainly=True):
         whole = jax.make_jaxpr(lambda *given: objective.loss_of_masters(*given))(
             functional.whole, functional.rest, batch, key, examples
         )

@@ -16,8 +16,8 @@ from jaxscale.platforms.hlo import Collective
 from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.slices import across
+from jaxscale.step.exchange import leaves_of_gradients
 from jaxscale.step.layout import REPLICA_AXIS
-from jaxscale.step.reducing import leaves_of_gradients
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values.units import size
 
@@ -57,14 +57,13 @@ def wire_of(step: TrainStep, platform: Platform) -> Wire | None:
     plan, replicas = step.plan, step.mesh.shape[REPLICA_AXIS]
     if replicas == 1:
         return None
-    outer = step.outer
-    stage = step.stage if step.streamed is None else step.streamed.codes
-    if stage is not None:
-        sent, exact, by = stage.wire_bytes, stage.exact_bytes, f"reduce {stage.codec}"
-    elif outer is not None:
-        parts = range(len(outer.parts))
-        sent = math.ceil(sum(map(outer.wire_bytes, parts)) / outer.diloco.every)
-        exact, by = sum(map(outer.exact_bytes, parts)), f"diloco every {outer.diloco.every} steps"
+    codec, replicas_alone = step.codec, step.replicas
+    if codec is not None:
+        sent, exact, by = codec.wire_bytes, codec.exact_bytes, f"reduce {codec.codec}"
+    elif replicas_alone is not None:
+        parts, every = range(len(replicas_alone.fragments)), replicas_alone.diloco.every
+        sent = math.ceil(sum(map(replicas_alone.wire_bytes, parts)) / every)
+        exact, by = sum(map(replicas_alone.exact_bytes, parts)), f"diloco every {every} steps"
     else:
         leaves = leaves_of_gradients(plan, step.functional, step.layout)
         numbers = sum(math.prod(leaf.shape) // _ways(step, leaf.axes) for leaf in leaves.values())

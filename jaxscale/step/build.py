@@ -1,42 +1,41 @@
 """build: from an Experiment and a Plan to the train step, with every check that needs no tracing of the step."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from jaxscale.memory.decision import Decision
 from jaxscale.optim.elementwise import first_mixing
-from jaxscale.optim.offloaded import plainly
+from jaxscale.optim.offloaded import Advance, plainly
 from jaxscale.platforms.cpu_threads import provide_threads
 from jaxscale.platforms.detect import host_memory
 from jaxscale.platforms.kept_programs import keep_ordered_programs
 from jaxscale.sharding.memory_space import check_host_memory
 from jaxscale.step.combinations import check
+from jaxscale.step.exchange import CodecResiduals, Exchanged, by_codec, by_compiler, none_yet, stage_of
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
+from jaxscale.step.gradients import Objective, Whole
+from jaxscale.step.gradients_pipelined import Pipelined
 from jaxscale.step.host import advance_of, asked_of_host, check_host_size, uses_host
-from jaxscale.step.layout import Layout, check_model, resolve_mesh, vocab_multiple
-from jaxscale.step.outer import Outer
+from jaxscale.step.layout import Layout, vocab_multiple
+from jaxscale.step.pipeline_async import AsyncPipeline, InFlight
 from jaxscale.step.plan import Plan
-from jaxscale.step.products import check_products, said_of_products
-from jaxscale.step.reducing import describe_reduce, stage_of, with_messages, with_states
-from jaxscale.step.remember import (
-    check_memory,
-    decide_memory,
-    layers_of_groups,
-    needs_decision,
-    said_of,
-    settled_unroll,
-    treatment_of,
-)
+from jaxscale.step.planned_model import PlannedModel
+from jaxscale.step.products import said_of_products
+from jaxscale.step.remember import decide_memory, layers_of_groups, said_of, treatment_of
+from jaxscale.step.replicas import Replicas
 from jaxscale.step.requests import Facts
-from jaxscale.step.stages import Stages, stages_of
-from jaxscale.step.streamed import Streamed
-from jaxscale.step.train_step import TrainStep, objective_of
+from jaxscale.step.resolve import ResolvedPlan, needs_decision, resolve
+from jaxscale.step.state import TrainState
+from jaxscale.step.train_step import StepParts, TrainStep, UpdateFn
 from jaxscale.step.update import Update, said_of_state
 from jaxscale.step.without_effect import check_effect
 from jaxscale.trees import named_leaves
+from jaxscale.typing import Array, Bool
 
 
 def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence[Any] | None = None) -> TrainStep:
@@ -52,92 +51,186 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     """
     keep_ordered_programs()
     remark = provide_threads()
-    plan = experiment.plan if plan is None else plan
     devices = list(jax.devices() if devices is None else devices)
-    plan, said = resolve_mesh(plan, experiment.batch, devices)
-    check(Facts(plan, experiment))
-    plan = with_messages(experiment, plan)
-    stages = None
-    if plan.pipeline is not None:
-        stages = stages_of(experiment, plan)
-        said += f"; {stages}"
-    layers = getattr(experiment.model, "layers", None) if stages is None else stages.depth
-    if isinstance(layers, int) and plan.unroll > layers:
-        whose = "the model" if stages is None else "a stage"
-        said += f"; unroll {plan.unroll}: {whose} has {layers} layers, all run in one iteration"
-        plan = dataclasses.replace(plan, unroll=layers)
-    plan, note = settled_unroll(plan, devices[0].platform)
-    said += note
-    assert plan.mesh is not None
-    said += remark * (plan.mesh.devices > 1)
-    check_model(plan, experiment.model)
-    check_products(plan, experiment.model)
-    check_memory(plan)
-    mesh, decision, streamed = plan.mesh.build(devices), None, None
-    functional, update, layout = _placed(experiment, plan, mesh, stages=stages)
-    check(_facts(experiment, plan, functional, update, layout, stages))
-    if needs_decision(plan.memory):
-        objective = objective_of(stages, experiment, plan, functional, layout)
-        decision = decide_memory(objective, devices)
+    resolved = resolve(experiment, experiment.plan if plan is None else plan, devices, remark)
+    assert resolved.plan.mesh is not None
+    assembly = Assembly.of(resolved, resolved.plan.mesh.build(devices))
+    assembly.check_combination()
+    decision = None
+    if needs_decision(resolved.plan.memory):
+        decision = decide_memory(assembly.objective(), devices)
         groups = layers_of_groups(decision)
-        if groups and stages is None:  # a stage's layers are few: those of a group are cut from the rest in the step
-            functional, update, layout = _placed(experiment, plan, mesh, groups)
-    layout.check_axes_used(experiment.model)
-    layout.check_zero_used(update.whole)
-    check_effect(experiment, layout)
-    if uses_host(plan):
-        check_host_memory(devices, asked_of_host(plan))
-    kept = 0 if decision is None else decision.host_bytes
-    if kept:
-        check_host_memory(devices, f"memory {plan.memory}")
-    check_host_size(layout, host_memory(), kept)
-    lines = [said] if decision is None else [said, said_of(decision, devices[0].platform)]
-    lines += said_of_products(plan, devices)
-    lines += said_of_state(plan, layout.abstract.optimizer, functional.parameters)
-    if plan.asynchronous:
-        assert stages is not None
-        parts = (experiment, plan, functional, layout, treatment_of(plan, decision, layout.platform))
-        streamed = Streamed(stages, update.whole, *parts)
-        functional, layout = streamed.held, streamed.places
-        lines += [str(streamed), *describe_reduce(streamed.codes, experiment.optimizer)]
-    whole = plan.diloco is not None and plan.optimizer_state == "device"
-    advance = plainly(update.whole) if whole else advance_of(plan, update, layout)
-    # stages of an asynchronous pipeline reduce by themselves
-    stage = None if streamed is not None else stage_of(plan, functional, layout)
-    layout = with_states(layout, stage)
-    given: Any = (experiment, plan, functional, layout, update, advance, lines, decision, stages, streamed, stage)
-    if plan.diloco is None:
-        return TrainStep(*given)
-    from jaxscale.step.diloco import DilocoStep
-
-    return DilocoStep(Outer.of(plan, functional, layout, update.whole, stage), *given)
+        if groups and resolved.stages is None:  # a stage's layers are few: a group's are cut from the rest in the step
+            assembly = Assembly.of(resolved, assembly.layout.mesh, groups)
+    assembly.check(devices, 0 if decision is None else decision.host_bytes)
+    return TrainStep(assembly.parts(decision, devices))
 
 
-def _facts(
-    experiment: Experiment, plan: Plan, functional: Functional, update: Update, layout: Layout, stages: Stages | None
-) -> Facts:
-    """All that rows may ask of a combination."""
-    in_parts = plan.asynchronous or (uses_host(plan) and plan.optimizer_state != "host")
-    mixing = first_mixing(update.plain, functional.params) if in_parts else None
-    state = zip(jax.tree.leaves(layout.abstract.optimizer), layout.owners(update.whole), strict=True)
-    reshaped = mixing is not None and any(leaf.ndim and not owner for leaf, owner in state)
-    by_layer = update.layers is not None and not reshaped
-    return Facts(
-        plan,
-        experiment,
-        state=tuple(named_leaves(functional.rest)),
-        unlike=stages is not None and stages.chain is not None,
-        copied=stages is not None and bool(stages.copies),
-        mixing=None if by_layer else mixing,
-        reshaped=reshaped,
-    )
+@dataclasses.dataclass(frozen=True, eq=False)
+class Assembly:
+    """A resolved plan on its way to a train step.
+
+    Args:
+        resolved: the plan, settled.
+        functional: the model as pure functions.
+        update: the optimizer.
+        layout: where their arrays lie.
+    """
+
+    resolved: ResolvedPlan
+    functional: Functional
+    update: Update
+    layout: Layout
+
+    @classmethod
+    def of(cls, resolved: ResolvedPlan, mesh: Any, groups: tuple[int, ...] = ()) -> "Assembly":
+        """The model, its optimizer, and their layout.
+
+        Args:
+            resolved: the plan, settled.
+            mesh: of devices.
+            groups: layers that a memory rule treats alike.
+        """
+        experiment, plan, stages = resolved.experiment, resolved.plan, resolved.stages
+        rows = () if stages is None else stages.rows
+        functional = Functional.of(experiment.model, experiment.seed, vocab_multiple(plan), groups, rows)
+        update = Update.of(experiment, plan, functional, mesh)
+        return cls(resolved, functional, update, Layout.of(functional, update.whole, plan, mesh))
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def check_combination(self) -> None:
+        """Check every row of the combinations.
+
+        Raises:
+            Incompatible: with the reason of a row, and the way round.
+        """
+        plan, stages, update = self.resolved.plan, self.resolved.stages, self.update
+        in_parts = plan.asynchronous or (uses_host(plan) and plan.optimizer_state != "host")
+        mixing = first_mixing(update.plain, self.functional.params) if in_parts else None
+        leaves = jax.tree.leaves(self.layout.abstract.optimizer)
+        owners = self.layout.owners(update.whole)
+        reshaped = mixing is not None and any(
+            leaf.ndim and not owner for leaf, owner in zip(leaves, owners, strict=True)
+        )
+        by_layer = update.layers is not None and not reshaped
+        facts = Facts(
+            plan,
+            self.resolved.experiment,
+            state=tuple(named_leaves(self.functional.rest)),
+            unlike=stages is not None and stages.chain is not None,
+            copied=stages is not None and bool(stages.copies),
+            mixing=None if by_layer else mixing,
+            reshaped=reshaped,
+        )
+        check(facts)
+
+    def check(self, devices: Sequence[Any], kept: int) -> None:
+        """Refuse requests without effect, and host memory that is not there.
+
+        Args:
+            devices: to run on.
+            kept: bytes of activations that the backward pass finds on the host.
+
+        Raises:
+            UserError: with the reason and the way round.
+        """
+        experiment, plan, layout = self.resolved.experiment, self.resolved.plan, self.layout
+        layout.check_axes_used(experiment.model)
+        layout.check_zero_used(self.update.whole)
+        check_effect(experiment, layout)
+        if uses_host(plan):
+            check_host_memory(devices, asked_of_host(plan))
+        if kept:
+            check_host_memory(devices, f"memory {plan.memory}")
+        check_host_size(layout, host_memory(), kept)
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def planned(self, decision: Decision | None = None) -> PlannedModel:
+        """The model under its plan, with its blocks treated by a decision."""
+        plan, experiment = self.resolved.plan, self.resolved.experiment
+        treatment = treatment_of(plan, decision, self.layout.platform)
+        return PlannedModel(experiment, plan, self.functional, self.layout, treatment)
+
+    def objective(self) -> Objective:
+        """The loss of the model under a plan whose memory rule is undecided."""
+        plan, experiment = self.resolved.plan, self.resolved.experiment
+        return _objective(PlannedModel(experiment, plan, self.functional, self.layout), self.resolved)
+
+    def parts(self, decision: Decision | None, devices: Sequence[Any]) -> StepParts:
+        """The parts of the train step.
+
+        Args:
+            decision: of the memory rule, where it looks at the blocks.
+            devices: to run on.
+        """
+        plan, update, experiment = self.resolved.plan, self.update, self.resolved.experiment
+        planned = self.planned(decision)
+        lines = (
+            [self.resolved.line] if decision is None else [self.resolved.line, said_of(decision, devices[0].platform)]
+        )
+        lines += said_of_products(plan, devices)
+        lines += said_of_state(plan, self.layout.abstract.optimizer, self.functional.parameters)
+        common: dict[str, Any] = {
+            "optimizer": update,
+            "stages": self.resolved.stages,
+            "decision": decision,
+            "lines": tuple(lines),
+        }
+        if plan.asynchronous:
+            assert self.resolved.stages is not None
+            stream = AsyncPipeline(planned, self.resolved.stages, update.whole)
+            objective = stream.synchronous
+            return StepParts(
+                objective,
+                stream.layout,
+                gradients=objective.gradients,
+                exchange=by_compiler(stream.layout),
+                update=_shared(stream.advance),
+                extras=(InFlight(stream),),
+                stream=stream,
+                codec=stream.codec,
+                **common,
+            )
+        objective, layout = _objective(planned, self.resolved), self.layout
+        stage = stage_of(plan, self.functional, layout)
+        residuals = () if stage is None else (CodecResiduals(stage, experiment.optimizer, plan.diloco is None),)
+        if plan.diloco is not None:
+            replicas = Replicas.of(plan, self.functional, layout, update.whole, stage)
+            advance = plainly(update.whole) if plan.optimizer_state == "device" else advance_of(plan, update, layout)
+            return StepParts(
+                objective,
+                layout,
+                gradients=functools.partial(replicas.gradients, objective),
+                exchange=none_yet,
+                update=functools.partial(replicas.update, advance),
+                extras=(*residuals, replicas),
+                replicas=replicas,
+                codec=stage,
+                **common,
+            )
+        return StepParts(
+            objective,
+            layout,
+            gradients=objective.gradients if stage is None else objective.gradients_apart,
+            exchange=by_compiler(layout) if stage is None else by_codec(stage, update.messages, layout),
+            update=_shared(advance_of(plan, update, layout)),
+            extras=residuals,
+            codec=stage,
+            **common,
+        )
 
 
-def _placed(
-    experiment: Experiment, plan: Plan, mesh: Any, groups: tuple[int, ...] = (), stages: Stages | None = None
-) -> tuple[Functional, Update, Layout]:
-    """The model as functions, its optimizer, and where their arrays lie."""
-    layers = () if stages is None else stages.rows
-    functional = Functional.of(experiment.model, experiment.seed, vocab_multiple(plan), groups, layers)
-    update = Update.of(experiment, plan, functional, mesh)
-    return functional, update, Layout.of(functional, update.whole, plan, mesh)
+def _objective(planned: PlannedModel, resolved: ResolvedPlan) -> Objective:
+    return Whole(planned) if resolved.stages is None else Pipelined(planned, resolved.stages)
+
+
+def _shared(advance: Advance) -> UpdateFn:
+    """The update of weights that all replicas share."""
+
+    def update(exchanged: Exchanged, state: TrainState, good: Bool[Array, ""]) -> TrainState:
+        params, optimizer = advance(exchanged.gradients, state.optimizer, state.params, exchanged.norms, good)
+        return dataclasses.replace(state, params=params, optimizer=optimizer)
+
+    return update

@@ -16,8 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxscale import blocks
 from jaxscale.blocks import Context
-from jaxscale.compression import Codec, wire
-from jaxscale.compression.reduce import Stage
+from jaxscale.compression import Codec
 from jaxscale.costs.trace import FORMULAS
 from jaxscale.errors import UserError
 from jaxscale.memory.apply import policy_of
@@ -27,28 +26,18 @@ from jaxscale.memory.graph import EVERYTHING
 from jaxscale.memory.keep_named import KeepNamed, keep_everything
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.optim.quantize import is_quantized
-from jaxscale.platforms.hlo import Collective, collectives
-from jaxscale.platforms.megascale import slices_of
+from jaxscale.platforms.hlo import Collective
 from jaxscale.sharding.memory_space import rehearses
+from jaxscale.step.extra import Program, Unreadable
 from jaxscale.step.layout import BATCH_AXES, REPLICA_AXIS
-from jaxscale.step.outer import Outer
 from jaxscale.step.plan import Plan
 from jaxscale.step.products import check_traced_products
+from jaxscale.step.wire_checks import NoEffect
 from jaxscale.trees import leaf_bytes, named_leaves
 from jaxscale.typing import Batch
 
 if TYPE_CHECKING:
     from jaxscale.step.train_step import TrainStep
-
-
-SCALARS = 256
-"""Bytes of single numbers that a step sends: sums of losses and weights, norms, agreements."""
-PADDED = 4096
-"""The same where each takes as much as a TPU's network sends at least, 512 bytes."""
-
-
-class NoEffect(AssertionError):
-    """The compiled program does not do what the plan asked for: a defect of jaxscale or of the compiler."""
 
 
 def check_traced(step: "TrainStep", jaxpr: Any, batch: Batch) -> None:
@@ -129,27 +118,15 @@ def check_compiled(step: "TrainStep", executable: Any) -> None:
     check_state(step, executable.output_shardings[0])
     check_state_bits(plan, executable.out_info[0].optimizer)
     scatters = plan.zero > 1 and mesh.shape["fsdp"] > 1
-    if (
-        step.stage is not None
-        or step.outer is not None
-        or scatters
-        or (plan.precision == "bfloat16" and math.prod(mesh.shape[axis] for axis in BATCH_AXES) > 1)
-    ):
-        try:
-            text = executable.as_text()
-            found = collectives(text, mesh)
-        except (AssertionError, LookupError, ValueError) as error:
-            # a spelling that nobody has met must not stop a run
-            warnings.warn(
-                f"what the compiled step sends is not checked: its text could not be read: {error!r}", stacklevel=2
-            )
-            return
-        check_wires(plan, mesh.devices.flat[0].platform, found, scatters)
-        if step.outer is not None:
-            check_alone(step.outer, bytes_over(found, REPLICA_AXIS, step.outer.replicas, slices=slices_of(text)))
-        elif step.stage is not None:
-            slices = slices_of(text)
-            check_codec(step.stage, slow_bytes(found, step.stage, slices=slices), slices=slices)
+    narrow = plan.precision == "bfloat16" and math.prod(mesh.shape[axis] for axis in BATCH_AXES) > 1
+    program = Program(mesh, executable.as_text)
+    try:
+        if scatters or narrow:
+            check_wires(plan, mesh.devices.flat[0].platform, program.collectives, scatters)
+        for extra in step.extras:
+            extra.check(program)
+    except Unreadable as error:  # a spelling that nobody has met must not stop a run
+        warnings.warn(f"what the compiled step sends is not checked: its text could not be read: {error}", stacklevel=2)
 
 
 def check_kept_on_host(step: "TrainStep", memory: Any) -> None:
@@ -264,90 +241,6 @@ def check_wires(plan: Plan, platform: str, found: Sequence[Collective], scatters
                 f"reduce {plan.reduce or plan.precision}: of what the compiled step reduces over the data axes, "
                 f"{sums[other]} bytes are {other} and {sums[wanted]} bytes {wanted}"
             )
-
-
-def slow_bytes(found: Sequence[Collective], stage: Stage, *, slices: int = 1) -> int:
-    """Bytes that one device of a compiled program sends over a codec's axis, by the formulas of `compression/wire.py`.
-
-    Args:
-        found: its collectives.
-        stage: of the codec.
-        slices: that the program sends between; what crosses them is listed with what a device hands over.
-    """
-    return bytes_over(found, stage.axis, stage.replicas, slices=slices)
-
-
-def bytes_over(found: Sequence[Collective], axis: str, n: int, *, slices: int = 1) -> int:
-    """Bytes that one device of a compiled program sends over an axis of n devices."""
-    total = 0
-    for c in found:
-        if c.axes is None or axis not in c.axes:
-            continue
-        if c.kind == "all-gather":
-            sent = wire.all_gather(c.bytes if slices > 1 else c.bytes // n, n)
-        elif c.kind == "all-reduce":
-            sent = wire.all_reduce(c.bytes, n)
-        else:
-            sent = c.bytes if c.kind == "collective-permute" else wire.all_to_all(c.bytes, n)
-        total += sent * c.count
-    return total
-
-
-def check_codec(stage: Stage, sent: int, *, slices: int = 1) -> None:
-    """Compare what a compiled step sends over a codec's axis with what the codec says.
-
-    Args:
-        stage: of the codec.
-        sent: bytes of one device and step.
-        slices: that the program sends between: single numbers take more there.
-
-    Raises:
-        NoEffect: more crosses than the codec says, such as gradients in full precision; or less, so that it says more
-            than it does.
-    """
-    told = stage.program_bytes
-    numbers = SCALARS if slices == 1 else 2 * PADDED  # one may fill a tile, of 4096 bytes, behind the codes
-    if not 0.98 * told - numbers <= sent <= 1.02 * told + numbers:
-        raise NoEffect(
-            f"reduce {stage.codec}: a device of the compiled step sends {sent} bytes over {stage.axis}, and the codec "
-            f"says {told} (float32: {stage.exact_bytes})"
-        )
-
-
-def check_alone(outer: Outer, sent: int) -> None:
-    """Compare what a compiled inner step of DiLoCo sends over the replica axis with what it should: single numbers.
-
-    Raises:
-        NoEffect: more crosses, such as a gradient.
-    """
-    if sent > PADDED:
-        raise NoEffect(
-            f"diloco {outer.diloco}: a device of the compiled inner step sends {sent} bytes over {REPLICA_AXIS}, where "
-            f"replicas should train alone (single numbers: {PADDED} at most)"
-        )
-
-
-def check_meeting(outer: Outer, part: int, executable: Any) -> None:
-    """Compare what a compiled meeting of DiLoCo sends over the replica axis with what it says.
-
-    Raises:
-        NoEffect: more crosses, or less.
-    """
-    text = executable.as_text()
-    try:
-        found, slices = collectives(text, outer.plain.mesh), slices_of(text)
-    except (AssertionError, LookupError, ValueError) as error:
-        warnings.warn(f"what a meeting sends is not checked: its text could not be read: {error!r}", stacklevel=2)
-        return
-    sent = bytes_over(found, REPLICA_AXIS, outer.replicas, slices=slices)
-    told, stage = outer.wire_bytes(part), outer.stages[part]
-    if isinstance(stage, Stage):
-        check_codec(stage, sent, slices=slices)
-    elif not 0.98 * told - PADDED <= sent <= 1.02 * told + PADDED:
-        raise NoEffect(
-            f"diloco {outer.diloco}: a device sends {sent} bytes over {REPLICA_AXIS} in a compiled meeting, and {told} "
-            "was to be sent"
-        )
 
 
 def _equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:

@@ -19,7 +19,8 @@ from jaxscale.optim.maps import MAPS
 from jaxscale.optim.quantize import Quantized, decode, encode
 from jaxscale.optim.split_weights import join, split
 from jaxscale.sharding.memory_space import to_device
-from jaxscale.step.canonical import CODES, PARAMS, SCALE
+from jaxscale.step.canonical import PARAMS
+from jaxscale.step.naming import CODES, SCALE
 from jaxscale.typing import Array
 
 Abstract = Mapping[str, jax.ShapeDtypeStruct]

@@ -20,10 +20,10 @@ from jaxscale.optim.elementwise import first_mixing
 from jaxscale.optim.offloaded import Advance, on_host, plainly, streamed
 from jaxscale.optim.slices import cut
 from jaxscale.sharding.memory_space import COPY, HOST_KIND, rehearses
-from jaxscale.step.check import NoEffect
 from jaxscale.step.layout import Layout, local_bytes, masters_on_host
 from jaxscale.step.plan import Plan
 from jaxscale.step.update import Update
+from jaxscale.step.wire_checks import NoEffect
 from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Params
 from jaxscale.values.byte_sizes import bytes_text

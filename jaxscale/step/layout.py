@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ from jaxscale.errors import UserError
 from jaxscale.memory.offload import of_a_block
 from jaxscale.optim.quantize import is_quantized
 from jaxscale.sharding.memory_space import HOST_KIND
-from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.zero import Placement, over, placed_axes, placement, stacked_over
 from jaxscale.step.functional import Functional
@@ -28,65 +27,6 @@ PIPE_AXIS = "pipe"
 """Along which stages lie."""
 REPLICA_AXIS = "replica"
 """The slow one: copies of the whole model, across slices or nodes."""
-
-
-def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, str]:
-    """The plan with its mesh settled, and a sentence that says how.
-
-    Without a mesh a run takes the most devices that divide the rows of a microbatch: along "fsdp" if ZeRO shards, else
-    along "data". Where that is one device, ZeRO has nothing to shard over and is left out, so that the same plan runs
-    on a laptop.
-
-    Args:
-        plan: as the user wrote it.
-        batch: rows of the global batch.
-        devices: devices that may be used.
-
-    Raises:
-        UserError: the batch does not divide, or the mesh takes more devices than there are.
-    """
-    if plan.attention == "splash" and devices[0].platform != "tpu":
-        raise UserError(
-            f"attention: splash is a TPU kernel, and this runs on {devices[0].platform}: take auto, or chunked"
-        )
-    plan.kernels.check_platform(devices[0].platform)
-    if plan.pipeline is not None:
-        ranks, microbatches = plan.pipeline.shape()
-        mesh = None if plan.mesh is None else dataclasses.replace(plan.mesh, pipe=ranks)
-        plan = dataclasses.replace(plan, mesh=mesh, microbatches=microbatches)
-    if batch % plan.microbatches:
-        raise UserError(
-            f"batch {batch} does not divide into {plan.microbatches} microbatches: "
-            f"choose a batch that is a multiple of {plan.microbatches}"
-        )
-    rows = batch // plan.microbatches
-    if plan.mesh is None:
-        pipe = 1 if plan.pipeline is None else plan.pipeline.shape()[0]
-        if pipe > len(devices):
-            raise UserError(
-                f"pipeline {plan.pipeline} takes {pipe} devices, and there are {len(devices)}: take fewer stages"
-            )
-        count = max(n for n in range(1, len(devices) // pipe + 1) if rows % n == 0)
-        mesh = MeshSpec(pipe=pipe, fsdp=count) if plan.zero else MeshSpec(pipe=pipe, data=count)
-        kind = devices[0].device_kind
-        said = f"mesh {mesh}: {mesh.devices} of {len(devices)} {kind} device{'s' if len(devices) > 1 else ''}"
-        said += f", the most that divide {rows} rows" if mesh.devices < len(devices) else ""
-        if plan.zero and count == 1:
-            said += f"; zero {plan.zero}: one device along fsdp, so nothing is sharded: zero 0"
-            plan = dataclasses.replace(plan, zero=0)
-        return dataclasses.replace(plan, mesh=mesh), said
-    if plan.mesh.devices > len(devices):
-        raise UserError(
-            f"mesh {plan.mesh} takes {plan.mesh.devices} devices, and there are {len(devices)} "
-            f"({devices[0].device_kind}): ask for a smaller mesh"
-        )
-    shards = plan.mesh.batch_shards
-    if rows % shards:
-        raise UserError(
-            f"batch {batch} in {plan.microbatches} microbatches is {rows} rows each, and mesh {plan.mesh} splits them "
-            f"{shards} ways: choose a batch that is a multiple of {plan.microbatches * shards}"
-        )
-    return plan, f"mesh {plan.mesh}: {plan.mesh.devices} of {len(devices)} devices"
 
 
 def effective_rules(plan: Plan) -> AxisRules:
@@ -256,6 +196,20 @@ class Layout:
         placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
         gradients = tree("gradient", lambda name: plan.gradients == "host" and of_a_block(name))
         return cls(plan, mesh, rules, placements, masters, gradients, tree("compute"), shardings, placed)
+
+    def with_extra(self, name: str, abstract: Any) -> "Layout":
+        """The layout of a train state that has an extra too.
+
+        Args:
+            name: of the extra.
+            abstract: shapes and dtypes of its value, with shardings.
+        """
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        return dataclasses.replace(
+            self,
+            state=dataclasses.replace(self.state, extra={**self.state.extra, name: shardings}),
+            abstract=dataclasses.replace(self.abstract, extra={**self.abstract.extra, name: abstract}),
+        )
 
     @property
     def platform(self) -> str:

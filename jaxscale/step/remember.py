@@ -14,13 +14,13 @@ from jaxscale.blocks import Treatment
 from jaxscale.compat import runs_recomputation_early
 from jaxscale.costs.collect import BlockCall, collect
 from jaxscale.errors import UserError
-from jaxscale.memory.apply import policy_of, wrapper
+from jaxscale.memory.apply import wrapper
 from jaxscale.memory.decide import decide, kinds_of, treatment_for
 from jaxscale.memory.decision import Decision, read_decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.platforms.detect import chip_of
 from jaxscale.platforms.platform import Chip, chips
-from jaxscale.step.objective import Objective
+from jaxscale.step.gradients import Objective
 from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
 from jaxscale.values.units import rate, size
@@ -33,21 +33,6 @@ _OF_SEGMENTS = ("sqrt", "periodic", "revolve", "chain")
 """Rules that run segments of several blocks again."""
 
 
-def needs_decision(plan: MemoryPlan) -> bool:
-    """Whether a memory plan can only be applied once the model's blocks are known."""
-    return plan.rule != "none" and policy_of(plan) is None
-
-
-def check_memory(plan: Plan) -> None:
-    """Refuse a memory plan that nobody has settled.
-
-    Raises:
-        UserError: as it says.
-    """
-    if plan.memory.rule == "fit":
-        raise UserError("memory fit: it is settled before a step is built; jaxscale train and jaxscale.train do that")
-
-
 def _check_in_flight(plan: Plan) -> None:
     """Refuse a decision that offloads what an asynchronous pipeline has in flight; the rule has a row of its own."""
     if plan.asynchronous and plan.stash == "residuals":
@@ -56,27 +41,6 @@ def _check_in_flight(plan: Plan) -> None:
             "and lies on the device; add stash input, with which a stage offloads within its backward, or take a "
             "synchronous pipeline"
         )
-
-
-def settled_unroll(plan: Plan, platform: str) -> tuple[Plan, str]:
-    """The plan with one layer per iteration where its memory rule wants a loop, and the words that say so.
-
-    A rule that looks at the blocks first treats one layer at a time. On a CPU any rule does: a loop takes the least
-    there, and is no slower (the default experiment under `full`: 21.4 MiB of temporaries in a loop, 23.1 without one).
-
-    Args:
-        plan: with its mesh settled.
-        platform: kind of the devices.
-    """
-    if plan.unroll == 1 or plan.memory.rule == "none":
-        return plan, ""
-    if needs_decision(plan.memory):
-        why = "whose decision is of one layer at a time"
-    elif platform == "cpu":
-        why = "for on a CPU a loop over single layers keeps the least"
-    else:
-        return plan, ""
-    return dataclasses.replace(plan, unroll=1), f"; unroll {plan.unroll}: 1 under memory {plan.memory}, {why}"
 
 
 def decide_memory(objective: Objective, devices: Sequence[Any]) -> Decision:
@@ -91,16 +55,16 @@ def decide_memory(objective: Objective, devices: Sequence[Any]) -> Decision:
     """
     decision = _decided(objective, devices)
     segments = decision.chain is not None or (decision.stack is not None and decision.stack.segment is not None)
-    if objective.plan.weights == "host" and segments:
-        raise _whole_stack(objective.plan.memory)
+    if objective.planned.plan.weights == "host" and segments:
+        raise _whole_stack(objective.planned.plan.memory)
     if decision.host_bytes:
-        _check_in_flight(objective.plan)
+        _check_in_flight(objective.planned.plan)
     return decision
 
 
 def _decided(objective: Objective, devices: Sequence[Any]) -> Decision:
-    plan = objective.plan.memory
-    foreign = getattr(objective.experiment.model, "foreign", False)
+    plan = objective.planned.plan.memory
+    foreign = getattr(objective.planned.experiment.model, "foreign", False)
     if plan.rule == "file":
         decision = read_decision(plan.name)
         _check_made_for(plan, decision, traced_blocks(objective))
@@ -117,7 +81,7 @@ def _decided(objective: Objective, devices: Sequence[Any]) -> Decision:
         return decide(plan, calls, chip)
     # the budget is that of all blocks on a device; its stages are alike, and keep something one at a time where each
     # runs again in its backward
-    held = stages if objective.plan.stash == "residuals" else 1
+    held = stages if objective.planned.plan.stash == "residuals" else 1
     one = decide(dataclasses.replace(plan, budget=plan.budget // held), calls, chip)
     total = {"bytes": held * one.bytes, "host_bytes": held * one.host_bytes, "flop": stages * one.flop}
     return dataclasses.replace(one, plan=plan, **total)
@@ -159,15 +123,15 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
         objective: of the step.
         chip: for the seconds of their operations.
     """
-    parts = objective.plan.microbatches
+    parts = objective.planned.plan.microbatches
     batch = {
         name: jax.ShapeDtypeStruct((rows.shape[0] // parts, *rows.shape[1:]), rows.dtype)
-        for name, rows in batch_shapes(objective.experiment).items()
+        for name, rows in batch_shapes(objective.planned.experiment).items()
     }
-    functional, rows = objective.functional, next(iter(batch.values())).shape[0]
+    functional, rows = objective.planned.functional, next(iter(batch.values())).shape[0]
     # what the step computes is given, not made: a block sees it as it will
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(rows, dtype="int32")))
-    with objective.tracing(plainly=True):
+    with objective.planned.tracing(plainly=True):
         calls = collect(objective.loss_of_masters, functional.whole, functional.rest, batch, key, examples, chip=chip)
     depth = objective.stage_depth
     return calls if depth is None else tuple(dataclasses.replace(call, count=depth) for call in calls)

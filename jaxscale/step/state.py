@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from jaxscale.step.experiment import Guard
 from jaxscale.typing import Array, Bool, Float, Int, Params
 
+Metrics = dict[str, Array]
+"""Scalars of a step, by name."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +61,8 @@ class TrainState:
         optimizer: the optax state.
         rest: the model's other state (batch statistics, generators of dropout), a nested dict.
         watch: memory of past gradient norms.
-        in_flight: what an asynchronous pipeline has in it between steps; nothing elsewhere.
-        reduce: what the codec of gradients keeps of each, by name; nothing elsewhere.
-        outer: under DiLoCo the weights of each replica, along a first dim, which the optimizer's state then has too,
-            and the outer momentum; nothing elsewhere.
+        extra: what techniques add (`StateExtra`), by its name: microbatches in flight, residuals of a codec,
+            weights of replicas that train alone.
     """
 
     step: Int[Array, ""]
@@ -69,6 +70,4 @@ class TrainState:
     optimizer: Any
     rest: Params
     watch: Watch
-    in_flight: Any = ()
-    reduce: Any = ()
-    outer: Any = ()
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -2,13 +2,14 @@
 
     (TrainState, batch) -> (TrainState, metrics)
 
-Loss and gradients come from `step/objective.py`, their places from `step/layout.py`; the update is optax's.
+It is composed of `StepParts` by `build`: gradients (`gradients.py`), their exchange between replicas (`exchange.py`), a
+judgement of the step, and the optimizer's update; or the ticks of a pipeline that never drains (`pipeline_async.py`).
 """
 
 import dataclasses
 import functools
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -18,91 +19,105 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.blocks import Loss
 from jaxscale.compression.reduce import Stage
 from jaxscale.memory.decision import Decision
-from jaxscale.optim.offloaded import Advance, global_norm
 from jaxscale.step import rows
-from jaxscale.step.canonical import IN_FLIGHT, Canonical
-from jaxscale.step.chained import Chained
-from jaxscale.step.choices import Notes, check_taken, noted, taken
+from jaxscale.step.canonical import Canonical
 from jaxscale.step.compiled import Compiled
-from jaxscale.step.experiment import Experiment
+from jaxscale.step.exchange import Exchange, Exchanged
+from jaxscale.step.extra import StateExtra
 from jaxscale.step.first_weights import first_weights
-from jaxscale.step.functional import Functional
+from jaxscale.step.gradients import LossAndGradients, Objective, accuracy, evaluate
 from jaxscale.step.host import check_host_bytes, describe
+from jaxscale.step.kernel_trace import KernelTrace, check_taken
 from jaxscale.step.kernels import Taken
 from jaxscale.step.layout import Layout, local_bytes, masters_on_host
-from jaxscale.step.objective import Objective, positive
-from jaxscale.step.pipelined import Pipelined
-from jaxscale.step.plan import Plan
-from jaxscale.step.reducing import describe_reduce, exchanged, said_of_restored
-from jaxscale.step.remember import treatment_of
+from jaxscale.step.meetings import Meetings
+from jaxscale.step.pipeline_async import AsyncPipeline
+from jaxscale.step.planned_model import positive
+from jaxscale.step.replicas import Replicas
 from jaxscale.step.stages import Stages
-from jaxscale.step.state import TrainState, Watch
-from jaxscale.step.streamed import Streamed
+from jaxscale.step.state import Metrics, TrainState, Watch
 from jaxscale.step.update import Update
-from jaxscale.typing import Array, Batch, Float, Params
+from jaxscale.typing import Array, Batch, Bool, Float, Params
 
-Metrics = dict[str, Array]
+GradientFn = Callable[[TrainState, Batch], LossAndGradients]
+"""From a state and a global batch to sums of the loss, gradients, and the model's other state."""
+UpdateFn = Callable[[Exchanged, TrainState, Bool[Array, ""]], TrainState]
+"""From what replicas exchanged, the state, and whether the step is good, to the state with new weights."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepParts:
+    """What a train step is composed of. `build` makes them.
+
+    Args:
+        objective: the loss of the model under its plan, with the newest weights.
+        layout: the mesh and every placement, without extras.
+        optimizer: the optimizer in its forms.
+        gradients: of a step: means, or each replica's.
+        exchange: between replicas.
+        update: by the optimizer, where weights and state are.
+        extras: what techniques add to the train state.
+        stream: the step of an asynchronous pipeline, in place of gradients, exchange and update.
+        replicas: that train alone and meet.
+        codec: at work on the gradients of replicas, or on what they send when they meet.
+        stages: of the pipeline.
+        decision: of the plan's memory rule, where it looks at the blocks.
+        lines: for the user: how the mesh was chosen, the memory rule's decision.
+    """
+
+    objective: Objective
+    layout: Layout
+    optimizer: Update
+    gradients: GradientFn
+    exchange: Exchange
+    update: UpdateFn
+    extras: tuple[StateExtra, ...] = ()
+    stream: AsyncPipeline | None = None
+    replicas: Replicas | None = None
+    codec: Stage | None = None
+    stages: Stages | None = None
+    decision: Decision | None = None
+    lines: tuple[str, ...] = ()
 
 
 class TrainStep:
     """A train step, its evaluation, and where their arrays live. Make one with `build`.
 
     Args:
-        experiment: what is trained.
-        plan: how, with the mesh settled.
-        functional: the model as pure functions.
-        layout: the mesh and every placement.
-        update: the optimizer.
-        advance: how its step is made.
-        said: how the mesh was chosen and what the memory rule came to, a line each.
-        decision: what the plan's memory rule comes to; `None` for one that says by itself what blocks keep.
-        stages: of its pipeline; `None` without one.
-        streamed: what the step of an asynchronous pipeline computes; `None` for any other.
-        stage: of a codec, which reduces the gradients of replicas; `None` where XLA does.
+        parts: that it is composed of.
     """
 
-    outer: Any = None
-    """Under DiLoCo how replicas meet, an `Outer`."""
-
-    def __init__(
-        self,
-        experiment: Experiment,
-        plan: Plan,
-        functional: Functional,
-        layout: Layout,
-        update: Update,
-        advance: Advance,
-        said: Sequence[str],
-        decision: Decision | None = None,
-        stages: Stages | None = None,
-        streamed: Streamed | None = None,
-        stage: Stage | None = None,
-    ) -> None:
-        self.experiment = experiment
-        self.plan = plan
-        self.functional = functional
+    def __init__(self, parts: StepParts) -> None:
+        planned = parts.objective.planned
+        self.parts = parts
+        self.experiment, self.plan = planned.experiment, planned.plan
+        self.functional = planned.functional if parts.stream is None else parts.stream.held
+        self.objective, self.update = parts.objective, parts.optimizer
+        self.optimizer = parts.optimizer.whole
+        self.stages, self.decision, self.extras = parts.stages, parts.decision, parts.extras
+        self.stream, self.replicas, self.codec = parts.stream, parts.replicas, parts.codec
+        self.plain_layout = layout = parts.layout
+        for extra in parts.extras:
+            layout = extra.placed(layout)
         self.layout = layout
-        self.update, self.optimizer = update, update.whole
-        self.advance = advance
-        self.said = tuple(said)
-        self.decision = decision
-        self.stages = stages
-        self.stage = stage
-        parts = (experiment, plan, functional, layout, treatment_of(plan, decision, layout.platform))
-        self.streamed = streamed
-        self.objective = streamed or objective_of(stages, *parts)
+        self._kernels = KernelTrace(self.plan, layout.mesh, parts.optimizer.unfused)
         state, batches, whole = layout.state, layout.batch, NamedSharding(layout.mesh, PartitionSpec())
-        self._notes: Notes = []
         self.step_fn = jax.jit(
-            noted(self, self._step), donate_argnums=0, in_shardings=(state, batches), out_shardings=(state, whole)
+            self._kernels.noted(self._step),
+            donate_argnums=0,
+            in_shardings=(state, batches),
+            out_shardings=(state, whole),
         )
         self.gradients_fn = jax.jit(
-            lambda state, batch: self.objective.gradients(state, batch)[1],
+            lambda state, batch: self._mean_gradients(state, batch),
             in_shardings=(state, batches),
             out_shardings=layout.gradients,
         )
-        self.evaluate_fn = jax.jit(self.objective.evaluate, in_shardings=(state, batches), out_shardings=whole)
-        self.accuracy_fn = jax.jit(self.objective.accuracy, in_shardings=(state, batches), out_shardings=whole)
+        self.evaluate_fn = jax.jit(self._evaluate, in_shardings=(state, batches), out_shardings=whole)
+        self.accuracy_fn = jax.jit(self._accuracy, in_shardings=(state, batches), out_shardings=whole)
+        self.meetings = None
+        if parts.replicas is not None:
+            self.meetings = Meetings(parts.replicas, layout, self.experiment.steps, self._kernels.noted)
         self._executable: Any = None
         # up to JAX 0.10, collectives of some fifty programs in flight starve one another of a CPU's threads
         self._one_at_a_time = layout.mesh.size > 1 and layout.platform == "cpu"
@@ -129,7 +144,7 @@ class TrainStep:
     @property
     def kernels(self) -> tuple[Taken, ...]:
         """Which implementation of each kernel the step takes, and why not a better one; known once it is traced."""
-        return taken(self._notes)
+        return self._kernels.taken
 
     @property
     def program(self) -> str | None:
@@ -138,12 +153,14 @@ class TrainStep:
 
     def describe(self) -> list[str]:
         """What a user should know before the first step, one line each."""
-        lines = list(self.said)
+        lines = list(self.parts.lines)
         unsplit = self.layout.unsplit()
         if unsplit:
             shown = ", ".join(unsplit[:5]) + (f" and {len(unsplit) - 5} more" if len(unsplit) > 5 else "")
             lines.append(f"zero {self.plan.zero}: no dim divides by {self.mesh.shape['fsdp']}, kept whole: {shown}")
-        return lines + describe_reduce(self.stage, self.experiment.optimizer) + describe(self.layout)
+        for extra in self.extras:
+            lines += extra.describe()
+        return lines + describe(self.layout)
 
     def memory(self, batch: Batch) -> dict[str, int]:
         """Bytes per device of what lives in its own memory between steps, by kind of tensor."""
@@ -152,9 +169,7 @@ class TrainStep:
             "parameters": local_bytes(abstract.params),
             "optimizer": local_bytes(abstract.optimizer),
             "model state": local_bytes((abstract.rest, abstract.watch, abstract.step)),
-            **({"in flight": local_bytes(abstract.in_flight)} if self.streamed else {}),
-            **({"residuals": local_bytes(abstract.reduce)} if self.stage else {}),
-            **({"outer state": local_bytes(abstract.outer)} if self.outer else {}),
+            **{extra.label: local_bytes(abstract.extra[extra.name]) for extra in self.extras},
             "batch": local_bytes(self.abstract_batch(batch)),
         }
 
@@ -172,7 +187,7 @@ class TrainStep:
         """FLOP of the matrix products and convolutions of a step's forward and backward pass, nothing recomputed."""
         from jaxscale.costs.trace import model_flop
 
-        context = self.objective.context(None)
+        context = self.objective.planned.context(None)
         context = dataclasses.replace(context, attention="plain", loss_chunk=None, loss="reference")
 
         def objective(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
@@ -205,27 +220,24 @@ class TrainStep:
     def init(self) -> TrainState:
         """The state before the first step. Every leaf is created already sharded, never whole on one device."""
         params, rest = first_weights(self.experiment.model, self.functional, self.layout)
-        state = self.layout.state
-        if self.update.split:
-            params, optimizer = jax.jit(self.update.start, out_shardings=(state.params, state.optimizer))(params)
-            more = {}
-        else:
-            optimizer, more = self._optimizer_and_more(params)
+        places = self.layout.state
+        params, optimizer = self._first_optimizer(params)
         step, watch = jax.jit(
-            lambda: (jnp.zeros((), jnp.int32), Watch.start()), out_shardings=(state.step, state.watch)
+            lambda: (jnp.zeros((), jnp.int32), Watch.start()), out_shardings=(places.step, places.watch)
         )()
-        codec = () if self.stage is None else jax.jit(self.stage.init, out_shardings=state.reduce)()
-        return self._filled(TrainState(step, params, optimizer, rest, watch, reduce=codec, **more))
+        state = TrainState(step, params, optimizer, rest, watch)
+        for extra in self.extras:
+            value = jax.jit(extra.init, out_shardings=places.extra[extra.name])(state)
+            state = dataclasses.replace(state, extra={**state.extra, extra.name: value})
+        return state
 
-    def _optimizer_and_more(self, params: Params) -> tuple[Any, dict[str, Any]]:
-        """The optimizer's state of new weights, and what else of a train state depends on them."""
-        return jax.jit(self.optimizer.init, out_shardings=self.layout.state.optimizer)(params), {}
-
-    def _filled(self, state: TrainState) -> TrainState:
-        """The state with an empty pipe, where it has one that is not drained."""
-        if self.streamed is None:
-            return state
-        return jax.jit(self.streamed.filled, out_shardings=self.layout.state, donate_argnums=0)(state)
+    def _first_optimizer(self, params: Params) -> tuple[Params, Any]:
+        """The weights as they are kept, and the optimizer's state before the first step."""
+        places = self.layout.state
+        if self.update.split:
+            return jax.jit(self.update.start, out_shardings=(places.params, places.optimizer))(params)
+        init = self.optimizer.init if self.replicas is None else self.replicas.init_optimizer
+        return params, jax.jit(init, out_shardings=places.optimizer)(params)
 
     @functools.cached_property
     def _canonical(self) -> Canonical:
@@ -247,18 +259,13 @@ class TrainStep:
     def from_canonical(self, arrays: Mapping[str, Array]) -> TrainState:
         """The state of a canonical form, placed as `canonical_abstract` says. The arrays are given away with it.
 
-        What an asynchronous pipeline had in flight may be missing, and it then begins empty.
+        Extras may be missing, and then begin anew.
         """
-        state = self._canonical.put_together(dict(arrays))
-        lacking = any(leaf is None for leaf in jax.tree.leaves(state.in_flight, is_leaf=lambda leaf: leaf is None))
-        return self._filled(dataclasses.replace(state, in_flight=())) if lacking else state
+        return self._canonical.put_together(dict(arrays))
 
     def describe_restored(self, names: Container[str]) -> str:
-        """What a user should know of a checkpoint with arrays of these names, behind a semicolon; mostly nothing."""
-        if self.stage is not None:
-            return said_of_restored(self.stage, names, self.canonical_abstract())
-        lacking = any(name.startswith(f"{IN_FLIGHT}/") and name not in names for name in self.canonical_abstract())
-        return f"; nothing was in flight for pipeline {self.plan.pipeline} as it is now: it begins empty" * lacking
+        """A note for the user on what a checkpoint with these arrays lacks, behind a semicolon; mostly empty."""
+        return "".join(extra.notes(names, self.canonical_abstract()) for extra in self.extras)
 
     def module(self, state: TrainState) -> Any:
         """The user's module with the parameters of a state, for generation, export, or a look inside."""
@@ -285,6 +292,10 @@ class TrainStep:
         memory = executable.memory_analysis()
         check_kept_on_host(self, memory)
         check_host_bytes(self.layout, memory, executable.as_text)
+        if self.meetings is not None:
+            start = time.perf_counter()
+            self.meetings.compile()
+            seconds += time.perf_counter() - start
         return Compiled.of(executable, seconds)
 
     def check_kernels(self) -> None:
@@ -293,10 +304,12 @@ class TrainStep:
         Raises:
             UserError: as it says.
         """
+        if self.meetings is not None and self.codec is not None:  # which takes its kernels there
+            self.meetings.trace()
         check_taken(self.plan, self.kernels)
 
     def run(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[TrainState, Metrics]:
-        """One step. The state given is donated: use the one that comes back.
+        """One step, and the meetings that are due after it. The state is donated: use the one that is returned.
 
         Args:
             state: the train state.
@@ -305,11 +318,16 @@ class TrainStep:
         Returns:
             The next state, and scalars: `loss` (nats per target), `grad_norm` before clipping, `learning_rate`,
             `weight` (targets), `skipped` (steps so far that were not applied), `skipped_in_row`; with a codec
-            `residual_norm` (of what replicas owe) and `wire_bytes` (each device's, over the replica axis).
+            `residual_norm` (of what replicas owe) and `wire_bytes` (each device's, over the replica axis). Under DiLoCo
+            `grad_norm` is the root of the mean square of the replicas' own, and `wire_bytes` is 0 between meetings.
         """
         if self._one_at_a_time:
             jax.block_until_ready(state.watch)
-        return (self.step_fn if self._executable is None or self._by_jit else self._executable)(state, batch)
+        number = 0 if self.meetings is None else self.meetings.number(state)
+        state, metrics = (self.step_fn if self._executable is None or self._by_jit else self._executable)(state, batch)
+        if self.meetings is None:
+            return state, metrics
+        return self.meetings.hold(number, state, metrics, by_jit=self._by_jit)
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Array]) -> Loss:
         """Sums of the loss of a batch, without dropout, microbatch by microbatch as in training."""
@@ -320,7 +338,7 @@ class TrainStep:
         """Correct targets of a batch, and all, computed as the loss is but in a forward pass of its own.
 
         Returns:
-            Two sums; `None` where the model cannot tell.
+            Two sums; `None` where the model does not count them.
         """
         if getattr(self.experiment.model, "accuracy", None) is None:
             return None
@@ -330,32 +348,23 @@ class TrainStep:
     # -- the step itself -----------------------------------------------------------------------------------------------
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        if self.streamed is not None:
-            after, found = self.streamed.step(state, batch)
-            return after, {**found, **self._progress(state.watch, after.watch)}
-        codec: Metrics = {}
-        if self.stage is None:
-            (loss, gradients, rest), left = self.objective.gradients(state, batch), state.reduce
-            norm = global_norm(gradients, self.layout.gradients)
-        else:
-            loss, gradients, rest = self.objective.gradients_apart(state, batch)
-            found = exchanged(self.stage, self.update.messages, gradients, state, self.layout)
-            gradients, norm, left, codec = found
+        parts = self.parts
+        if parts.stream is not None:
+            after, metrics = parts.stream.step(state, batch)
+            return after, {**metrics, **self._progress(state.watch, after.watch)}
+        loss, gradients, rest = parts.gradients(state, batch)
+        exchanged = parts.exchange(gradients, state)
         mean = loss.total / positive(loss.weight)
-        good, watch = state.watch.judge(mean, norm, self.experiment.guard)
-        # a bad step leaves parameters, optimizer and batch statistics as they were
-        params, optimizer = self.advance(gradients, state.optimizer, state.params, norm, good)
-        metrics = {"loss": mean, "grad_norm": norm, "weight": loss.weight, **codec}
-        metrics |= self._progress(state.watch, watch)
-        after = TrainState(
-            step=state.step + 1,
-            params=params,
-            optimizer=optimizer,
-            rest=jax.tree.map(lambda new, old: jnp.where(good, new, old), rest, state.rest),
-            watch=watch,
-            reduce=jax.tree.map(lambda new, old: jnp.where(good, new, old), left, state.reduce),
+        good, watch = state.watch.judge(mean, exchanged.norm, self.experiment.guard)
+        # a bad step leaves parameters, optimizer, extras and batch statistics as they were
+        after = parts.update(exchanged, state, good)
+        old = {name: state.extra[name] for name in exchanged.extra}
+        rest, extra = jax.tree.map(
+            lambda new, old: jnp.where(good, new, old), (rest, exchanged.extra), (state.rest, old)
         )
-        return after, metrics
+        after = dataclasses.replace(after, step=state.step + 1, rest=rest, watch=watch, extra={**after.extra, **extra})
+        metrics = {"loss": mean, "grad_norm": exchanged.norm, "weight": loss.weight, **exchanged.metrics}
+        return after, {**metrics, **self._progress(state.watch, watch)}
 
     def _progress(self, before: Watch, after: Watch) -> Metrics:
         rate = self.experiment.optimizer.schedule_fn(self.experiment.steps)(before.good)
@@ -365,14 +374,17 @@ class TrainStep:
             "skipped_in_row": after.in_row,
         }
 
+    def _mean_gradients(self, state: TrainState, batch: Batch) -> Params:
+        if self.stream is not None:
+            raise self.stream.without_gradients()
+        return self.objective.gradients(state, batch)[1]
 
-def objective_of(stages: Stages | None, *parts: Any) -> Objective:
-    """What a step computes that begins with the newest weights.
+    def _evaluate(self, state: TrainState, batch: Batch) -> Loss:
+        return evaluate(self.objective, self._newest(state), batch)
 
-    Args:
-        stages: of its pipeline; `None` without one.
-        parts: as `Objective` takes them.
-    """
-    if stages is None:
-        return Objective(*parts)
-    return (Pipelined if stages.chain is None else Chained)(stages, *parts)
+    def _accuracy(self, state: TrainState, batch: Batch) -> tuple[Array, Array]:
+        return accuracy(self.objective, self._newest(state), batch)
+
+    def _newest(self, state: TrainState) -> TrainState:
+        """The state that an evaluation reads."""
+        return state if self.stream is None else self.stream.newest(state)

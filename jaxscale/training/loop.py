@@ -175,7 +175,8 @@ class _Training:
         import jax
 
         from jaxscale.step.build import build
-        from jaxscale.step.layout import check_model, resolve_mesh
+        from jaxscale.step.layout import check_model
+        from jaxscale.step.resolve import resolve_mesh
 
         devices = list(jax.devices() if self.devices is None else self.devices)
         resolved, _ = resolve_mesh(self.plan, self.experiment.batch, devices)

@@ -25,10 +25,10 @@ INT8 = Codec.parse("int8")
 def test_a_codec_s_states_and_bytes_are_told(planned):
     experiment = planned(MESH, zero=2, reduce=INT8, precision="bfloat16")
     found, step = estimate(experiment, SLICES), described_step(experiment, Platform.parse(SLICES))
-    assert step.stage is not None
+    assert step.codec is not None
     assert found.device["residuals"] == step.memory(batch_shapes(experiment))["residuals"]
     assert found.wire is not None
-    assert (found.wire.bytes, found.wire.exact_bytes) == (step.stage.wire_bytes, step.stage.exact_bytes)
+    assert (found.wire.bytes, found.wire.exact_bytes) == (step.codec.wire_bytes, step.codec.exact_bytes)
     assert found.wire.seconds == pytest.approx(found.wire.bytes / (25e9 / 8))
     assert found.state_bytes == pytest.approx(8, rel=1e-3)
     # the model's activations are within a region of each replica's own, and are seen all the same

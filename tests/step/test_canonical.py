@@ -18,8 +18,8 @@ from jaxscale.models.foreign import ForeignModel, classification
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.canonical import layer_name
 from jaxscale.step.experiment import Experiment
+from jaxscale.step.naming import layer_name
 from jaxscale.step.plan import Plan
 
 ROWS, LENGTH, VOCAB = 8, 8, 13  # a vocabulary that no axis divides: it is padded under tensor parallelism

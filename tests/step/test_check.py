@@ -22,9 +22,10 @@ from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.platforms.hlo import Collective, collectives
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.check import NoEffect, check_codec, check_compiled, check_traced, check_wires
+from jaxscale.step.check import check_compiled, check_traced, check_wires
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from jaxscale.step.wire_checks import NoEffect, check_codec
 
 ROWS, LENGTH = 8, 8
 DECODER = Decoder(vocab=16, context=LENGTH, layers=2, embed=8, heads=2, mlp=16)
@@ -165,7 +166,7 @@ def test_optimizer_state_that_the_layout_forgot_to_split_is_found():
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), step.layout.abstract, state
     )
     layout = dataclasses.replace(step.layout, state=state, abstract=abstract)
-    planted = type(step)(step.experiment, step.plan, step.functional, layout, step.update, step.advance, [])
+    planted = type(step)(dataclasses.replace(step.parts, layout=layout))
     with pytest.raises(NoEffect, match="zero 1: the compiled step keeps the optimizer state of"):
         planted.compile(TEXT)
 

@@ -26,10 +26,10 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.quantize import is_quantized
 from jaxscale.platforms.hlo import collectives
 from jaxscale.step.build import build
-from jaxscale.step.check import slow_bytes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.step.train_step import TrainStep
+from jaxscale.step.wire_checks import slow_bytes
 from jaxscale.values import override
 
 ROWS, LENGTH, WIDTH, VOCAB = 16, 4, 32, 16
@@ -112,10 +112,10 @@ def test_three_axes_train_as_one_device_does(changes: dict[str, str]) -> None:
     moments = [leaf for leaf in jax.tree.leaves(state.optimizer, is_leaf=is_quantized) if is_quantized(leaf)]
     assert len(moments) == 4
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
-    if step.stage is None:
+    if step.codec is None:
         return
-    assert not step.stage.plain
-    assert step.stage.exact_bytes > 3.8 * step.stage.wire_bytes
+    assert not step.codec.plain
+    assert step.codec.exact_bytes > 3.8 * step.codec.wire_bytes
     # that no replica has what another has not: each computes the same mean
     for leaf in jax.tree.leaves(state.params):
         by_index: dict[str, bytes] = {}
@@ -178,7 +178,7 @@ def main(cases: list[str]) -> None:
             losses.append(float(metrics["loss"]))
         held = step.evaluate(state, step.place(sentences(256, 1000)))
         sent = [c for c in collectives(step.program or "", step.mesh) if c.axes is None or "replica" in c.axes]
-        stage = step.stage
+        stage = step.codec
         told.append(
             {
                 "start": losses[0],

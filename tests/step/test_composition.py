@@ -24,9 +24,9 @@ from composing.twins import built, compiled, experiment_of, lower, plan_of, trai
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.step.combinations import Incompatible
+from jaxscale.step.pipeline_async import AsyncPipeline
 from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
-from jaxscale.step.streamed import Streamed
 from jaxscale.values.annotations import field_types
 
 SEED = 17
@@ -249,12 +249,12 @@ def test_a_meeting_that_moves_too_little_is_seen() -> None:
 @pytest.mark.slow
 def test_a_fault_of_two_lossy_techniques_together_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the combination and in its lossy twin alike: stages that reduce an eighth of their gradients."""
-    one, reduced = combination(mesh="replica:2,data:2", pipeline="2bw:2x4", reduce="int8"), Streamed._reduced
+    one, reduced = combination(mesh="replica:2,data:2", pipeline="2bw:2x4", reduce="int8"), AsyncPipeline._reduced
 
-    def eighth(self: Streamed, codec: object, gradients: object, *given: object) -> object:
+    def eighth(self: AsyncPipeline, codec: object, gradients: object, *given: object) -> object:
         return reduced(self, codec, jax.tree.map(lambda leaf: leaf / 8, gradients), *given)
 
-    monkeypatch.setattr(Streamed, "_reduced", eighth)
+    monkeypatch.setattr(AsyncPipeline, "_reduced", eighth)
     compiled.cache_clear()
     figures = compare(one, train(one, one.plan))
     compiled.cache_clear()

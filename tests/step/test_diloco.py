@@ -11,11 +11,12 @@ from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.diloco import Diloco
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.platforms.hlo import collectives
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.check import SCALARS, NoEffect, bytes_over, check_alone, collectives
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from jaxscale.step.wire_checks import SCALARS, NoEffect, bytes_over, check_alone
 from jaxscale.values import override
 
 MODEL = Decoder(vocab=12, context=8, layers=2, embed=16, heads=2)
@@ -89,7 +90,7 @@ def alone() -> Any:
 )
 def test_replicas_train_alone_and_meet_as_the_paper_has_it(plan: dict[str, str], alone: Any) -> None:
     step = build(experiment(steps=5), override(Plan(), plan))
-    diloco, outer = step.plan.diloco, step.outer
+    diloco, outer = step.plan.diloco, step.replicas
     assert diloco is not None
     assert outer is not None
     step.compile(BATCHES[0])  # checks what both programs send
@@ -97,7 +98,7 @@ def test_replicas_train_alone_and_meet_as_the_paper_has_it(plan: dict[str, str],
     state = step.init()
     shared = {n: np.asarray(a) for n, a in step.to_canonical(state).items() if n.startswith("params/")}
     momentum = {n: np.zeros_like(a) for n, a in shared.items()}
-    parts = [{f"params/{n}" for n in part} for part in outer.parts]
+    parts = [{f"params/{n}" for n in part} for part in outer.fragments]
     own = [alone.init() for _ in range(2)]
     for n, a in alone.to_canonical(own[0]).items():
         np.testing.assert_array_equal(np.asarray(a), shared.get(n, np.asarray(a)))
@@ -144,11 +145,11 @@ def test_a_run_goes_on_from_its_checkpoint_with_other_replicas_and_without_them(
     state, rows = run(step, step.init(), batches[:2])
     # NaN in one replica's rows: a step for none, that counts
     batches[2]["weights"][0, 0] = np.nan
-    before = arrays(state.outer)
+    before = arrays(state.extra["outer"])
     state, more = run(step, state, batches[2:3])
     rows += more
     assert rows[-1]["skipped"] == 1
-    for a, b in zip(before, arrays(state.outer), strict=True):
+    for a, b in zip(before, arrays(state.extra["outer"]), strict=True):
         np.testing.assert_array_equal(a, b)
     assert [row["wire_bytes"] > 0 for row in rows] == [False, True, False]
     assert "residual_norm" in rows[1]
@@ -159,7 +160,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_other_replicas_and_without_them(
     for a, b in zip(*map(arrays, ends), strict=True):
         np.testing.assert_array_equal(a, b)
     # replicas that went on from what is the same to the bit are alike where they met
-    weights = ends[0].outer["weights"]
+    weights = ends[0].extra["outer"]["weights"]
     for leaf, theta in zip(arrays(weights), arrays(ends[0].params), strict=True):
         np.testing.assert_array_equal(leaf, np.broadcast_to(theta, leaf.shape))
     for mesh, diloco, said in (
@@ -172,16 +173,16 @@ def test_a_run_goes_on_from_its_checkpoint_with_other_replicas_and_without_them(
         for a, b in zip(arrays(taken.params), arrays(put(step, saved).params), strict=True):
             np.testing.assert_array_equal(a, b)
         if diloco is not None:
-            mean = [a.mean(0) for a in arrays(put(step, saved).outer["weights"])]
-            for a, b in zip(arrays(taken.outer["weights"]), mean, strict=True):
+            mean = [a.mean(0) for a in arrays(put(step, saved).extra["outer"]["weights"])]
+            for a, b in zip(arrays(taken.extra["outer"]["weights"]), mean, strict=True):
                 np.testing.assert_allclose(a, np.broadcast_to(b, a.shape), rtol=1e-6)
             continue
         plain = {n: np.asarray(a) for n, a in other.to_canonical(taken).items()}
         assert "it was trained without diloco: 2 replicas begin with its weights" in step.describe_restored(plain)
         begun = put(step, plain)
-        for a, b in zip(arrays(begun.outer["weights"]), arrays(begun.params), strict=True):
+        for a, b in zip(arrays(begun.extra["outer"]["weights"]), arrays(begun.params), strict=True):
             np.testing.assert_array_equal(a, np.broadcast_to(b, a.shape))
-        assert not any(a.any() for a in arrays(begun.outer["momentum"]))
+        assert not any(a.any() for a in arrays(begun.extra["outer"]["momentum"]))
 
 
 @pytest.mark.slow
@@ -190,16 +191,16 @@ def test_a_gradient_that_crosses_between_meetings_is_found() -> None:
         build(experiment(), Plan(mesh=MeshSpec(replica=2, fsdp=2), zero=2, diloco=diloco))
         for diloco in (Diloco(2), None)
     )
-    assert step.outer is not None
+    assert step.replicas is not None
     sent = []
     for one in (step, plain):
         one.compile(BATCHES[0])
         sent.append(bytes_over(collectives(one.program or "", one.mesh), "replica", 2))
     assert 0 < sent[0] <= SCALARS
     assert sent[1] > 4 * plain.parameters / 2
-    check_alone(step.outer, sent[0])
+    check_alone(step.replicas.diloco, sent[0])
     with pytest.raises(NoEffect, match="train alone"):
-        check_alone(step.outer, sent[1])
+        check_alone(step.replicas.diloco, sent[1])
 
 
 @pytest.mark.slow

@@ -28,9 +28,9 @@ from jaxscale.platforms.hlo import Collective, collectives
 from jaxscale.platforms.hlo_flop import program_flop
 from jaxscale.platforms.hlo_program import Program
 from jaxscale.step.build import build
-from jaxscale.step.check import bytes_over
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from jaxscale.step.wire_checks import bytes_over
 from jaxscale.values import override
 from jaxscale.values.annotations import field_types
 

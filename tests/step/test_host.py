@@ -15,10 +15,10 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.check import NoEffect
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.host import check_host_bytes, check_host_size
 from jaxscale.step.plan import Plan
+from jaxscale.step.wire_checks import NoEffect
 
 ROWS, LENGTH, VOCAB = 8, 8, 13
 MODEL = Decoder(vocab=VOCAB, context=LENGTH, layers=3, embed=8, heads=4, mlp=24)

@@ -3,7 +3,6 @@
 import functools
 import math
 import re
-import types
 from typing import Any
 
 import jax
@@ -20,11 +19,11 @@ from jaxscale.planning.fit import fit
 from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.build import build
-from jaxscale.step.choices import check_taken, noted
 from jaxscale.step.experiment import Experiment
+from jaxscale.step.kernel_trace import KernelTrace, check_taken
 from jaxscale.step.kernels import Kernels, Taken, fields_of, lines_of
-from jaxscale.step.layout import resolve_mesh
 from jaxscale.step.plan import Plan
+from jaxscale.step.resolve import resolve_mesh
 from jaxscale.step.rows import batch_shapes
 from jaxscale.values import override, to_json
 from pallas_kernels.dispatch import CannotRun, noting
@@ -269,9 +268,8 @@ def test_what_cannot_run_is_told_in_its_own_words(said, told):
     def cannot():
         raise CannotRun(said)
 
-    step: Any = types.SimpleNamespace(plan=Plan(), _notes=[])
     with pytest.raises(UserError, match=f"^{told}$"):
-        noted(step, cannot)()
+        KernelTrace(Plan(), None, None).noted(cannot)()
 
 
 def test_a_kernel_taken_in_two_ways_is_told_in_one_line():

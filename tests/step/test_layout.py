@@ -4,8 +4,9 @@ import pytest
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.layout import check_model, resolve_mesh
+from jaxscale.step.layout import check_model
 from jaxscale.step.plan import Plan
+from jaxscale.step.resolve import resolve_mesh
 
 MODEL = Decoder(vocab=64, context=24, layers=1, embed=24, heads=6, kv_heads=2, mlp=20)
 

@@ -24,7 +24,7 @@ from jaxscale.step.check import check_kept_on_host
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional, in_groups
 from jaxscale.step.plan import Plan
-from jaxscale.step.remember import settled_unroll
+from jaxscale.step.resolve import settled_unroll
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import from_json, override, to_json
 

@@ -13,9 +13,9 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.platforms.hlo import collectives
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.check import NoEffect, check_codec, slow_bytes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from jaxscale.step.wire_checks import NoEffect, check_codec, slow_bytes
 from jaxscale.values import override
 
 MODEL = Decoder(vocab=12, context=8, layers=2, embed=16, heads=2)
@@ -54,7 +54,7 @@ def run(step: Any, state: Any, batches: Any = BATCHES) -> tuple[Any, list[dict[s
 def test_exact_then_in_bits_and_on_from_a_checkpoint(name: str, plan: dict[str, str]) -> None:
     step = build(experiment(name, freeze=FREEZE), override(Plan(), plan))
     step.compile(BATCHES[0])
-    assert step.stage is not None
+    assert step.codec is not None
     assert step.plan.reduce == OneBit(start=FREEZE)
     state, found = run(step, step.init(), BATCHES[:FREEZE])
     # the warm-up is that of Adam or LAMB on all rows at once
@@ -65,7 +65,7 @@ def test_exact_then_in_bits_and_on_from_a_checkpoint(name: str, plan: dict[str, 
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert row["residual_norm"] == 0
-        assert row["wire_bytes"] == step.stage.exact_bytes
+        assert row["wire_bytes"] == step.codec.exact_bytes
     ours, theirs = (
         {n: np.asarray(a) for n, a in s.to_canonical(x).items()} for s, x in ((step, state), (alone, wanted))
     )
@@ -80,7 +80,7 @@ def test_exact_then_in_bits_and_on_from_a_checkpoint(name: str, plan: dict[str, 
     for row in found:
         assert np.isfinite(row["loss"])
         assert row["residual_norm"] > 0
-        assert row["wire_bytes"] == step.stage.wire_bytes < step.stage.exact_bytes / 3
+        assert row["wire_bytes"] == step.codec.wire_bytes < step.codec.exact_bytes / 3
         assert row["skipped"] == 0
     for leaf in jax.tree.leaves(state.params):
         shards: dict[str, bytes] = {}
@@ -92,11 +92,11 @@ def test_exact_then_in_bits_and_on_from_a_checkpoint(name: str, plan: dict[str, 
 @pytest.mark.slow
 def test_gradients_sent_in_full_are_found() -> None:
     step = build(experiment("one_bit_adam", freeze=FREEZE), Plan(mesh=MeshSpec(replica=2)))
-    assert step.stage is not None
+    assert step.codec is not None
     whole = build(experiment("adamw"), Plan(mesh=MeshSpec(replica=2)))
     whole.compile(BATCHES[0])
     with pytest.raises(NoEffect, match="onebit"):
-        check_codec(step.stage, slow_bytes(collectives(whole.program or "", whole.mesh), step.stage))
+        check_codec(step.codec, slow_bytes(collectives(whole.program or "", whole.mesh), step.codec))
 
 
 @pytest.mark.parametrize(

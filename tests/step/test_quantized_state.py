@@ -22,11 +22,12 @@ from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.canonical import CODES, SCALE
-from jaxscale.step.check import NoEffect, check_state_bits
+from jaxscale.step.check import check_state_bits
 from jaxscale.step.conversion import conversion, forms_of
 from jaxscale.step.experiment import Experiment, Guard
+from jaxscale.step.naming import CODES, SCALE
 from jaxscale.step.plan import Plan
+from jaxscale.step.wire_checks import NoEffect
 
 ROWS, LENGTH, VOCAB = 8, 8, 13
 MODEL = Decoder(vocab=VOCAB, context=LENGTH, layers=2, embed=32, heads=4, mlp=64)

@@ -17,11 +17,11 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.platforms.hlo import collectives
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.check import NoEffect, check_codec, slow_bytes
+from jaxscale.step.exchange import describe_codec
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
-from jaxscale.step.reducing import describe_reduce
 from jaxscale.step.train_step import TrainStep
+from jaxscale.step.wire_checks import NoEffect, check_codec, slow_bytes
 from jaxscale.values import override
 
 MODEL = Decoder(vocab=12, context=8, layers=2, embed=16, heads=2, dropout=0.1)
@@ -88,7 +88,7 @@ def test_the_mean_of_replicas_is_that_of_the_batch(changes: dict[str, str], expe
 
 def test_a_step_trains_and_goes_on_from_its_checkpoint(expected: Any) -> None:
     step = build(EXPERIMENT, Plan(mesh=MeshSpec(replica=2, fsdp=2), zero=2, reduce=Codec.parse("int8")))
-    assert step.stage is not None
+    assert step.codec is not None
     step.compile(batch())
     state = step.init()
     start = jax.tree.map(np.asarray, state.params)
@@ -112,12 +112,12 @@ def test_a_step_trains_and_goes_on_from_its_checkpoint(expected: Any) -> None:
     for a, b in zip(*map(jax.tree.leaves, after), strict=True):
         assert np.array_equal(np.asarray(a), np.asarray(b))
     # a batch that makes one replica's loss NaN: skipped, and residuals stay as they were in every bit
-    kept = jax.tree.map(np.asarray, after[1].reduce)
+    kept = jax.tree.map(np.asarray, after[1].extra["reduce"])
     poisoned = batch()
     poisoned["weights"][0, 0] = np.nan
     state, metrics = step.run(after[1], step.place(poisoned))
     assert int(metrics["skipped"]) == 1
-    jax.tree.map(np.testing.assert_array_equal, kept, jax.tree.map(np.asarray, state.reduce))
+    jax.tree.map(np.testing.assert_array_equal, kept, jax.tree.map(np.asarray, state.extra["reduce"]))
 
 
 def test_a_warm_up_is_compiled_and_told_step_by_step() -> None:
@@ -148,7 +148,7 @@ def test_momentum_after_late_gradients_is_said() -> None:
     late = "what arrives many steps late is carried on"
 
     def said(optimizer: Optimizer, codec: str) -> str:
-        return "\n".join(describe_reduce(dataclasses.replace(stage, codec=Codec.parse(codec)), optimizer))
+        return "\n".join(describe_codec(dataclasses.replace(stage, codec=Codec.parse(codec)), optimizer))
 
     assert "reduce topk:0.05: more than that is sent before step 100" in said(sgd, "topk:0.05")
     assert f"with adamw, b1 0.9: {late}" in said(Optimizer(), "topk:0.05")
@@ -162,14 +162,14 @@ def test_momentum_after_late_gradients_is_said() -> None:
 def test_a_warm_up_trains() -> None:
     experiment = dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, layers=1))
     step = build(experiment, Plan(mesh=MeshSpec(replica=2), reduce=Codec.parse("dgc:0.05,warmup=4")))
-    assert step.stage is not None
+    assert step.codec is not None
     step.compile(batch())
     state, sent = step.init(), []
     for _ in range(5):
         state, metrics = step.run(state, step.place(batch()))
         sent.append(float(metrics["wire_bytes"]))
         assert np.isfinite(float(metrics["loss"]))
-    assert sent[0] == sent[1] > sent[2] == sent[3] > sent[4] == step.stage.wire_bytes
+    assert sent[0] == sent[1] > sent[2] == sent[3] > sent[4] == step.codec.wire_bytes
 
 
 def test_more_replicas_owe_as_much_on_average() -> None:

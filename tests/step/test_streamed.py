@@ -122,7 +122,7 @@ def check(step: TrainStep, alone: TrainStep, steps: int = STEPS, bound: float = 
         delays = [plan.ranks - 1 - s for s in range(plan.ranks)] if plan.name == "pipedream" else [1] * plan.ranks
         expected.feed(number, [max(0, number - delay) for delay in delays])
     state, told = fed(step, step.init(), range(steps))
-    made = np.asarray(state.in_flight["watch"].good).reshape(plan.ranks, -1)[:, 0]
+    made = np.asarray(state.extra["in_flight"]["watch"].good).reshape(plan.ranks, -1)[:, 0]
     assert made[-1] == state.watch.good
     assert made[-1] > steps - plan.ranks
     found = on_host(step, state)
@@ -199,7 +199,7 @@ def test_a_bad_gradient_skips_the_update_of_each_stage(pipedream: TrainStep) -> 
     state, told = fed(pipedream, state, range(4, 7))
     assert told[-1]["skipped"] == 1
     assert told[-1]["skipped_in_row"] == 0
-    assert [list(np.asarray(getattr(state.in_flight["watch"], name))) for name in ("skipped", "good")] == [
+    assert [list(np.asarray(getattr(state.extra["in_flight"]["watch"], name))) for name in ("skipped", "good")] == [
         [1, 1],
         [5, 5],
     ]
@@ -322,12 +322,12 @@ def test_a_codec_reports_what_stages_send_and_owe() -> None:
     """Nothing while a pipe fills: 2BW makes the first update of a batch when the next one enters."""
     wide = dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, embed=16))
     step = step_of("pipeline=2bw:2x2; mesh=replica:2,data:2; reduce=int8; synchronous_steps=1", wide)
-    assert step.streamed is not None
-    codes = step.streamed.codes
+    assert step.stream is not None
+    codes = step.stream.codec
     state, metrics = fed(step, step.init(), range(4))
     sent, owed = ([one[name] for one in metrics] for name in ("wire_bytes", "residual_norm"))
     assert sent == [codes.exact_bytes, 0, codes.wire_bytes, codes.wire_bytes]
-    flights = jax.device_get(state.in_flight)["codes"]["states"]
+    flights = jax.device_get(state.extra["in_flight"])["codes"]["states"]
     residuals = np.concatenate([np.ravel(mine["residual"]) for mine in flights.values()])
     np.testing.assert_allclose(owed[-1], np.sqrt(np.square(residuals).sum() / 4), rtol=1e-5)
     assert owed[0] == 0 < owed[-1]

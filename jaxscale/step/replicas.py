@@ -1,4 +1,4 @@
-"""Outer: what DiLoCo adds to a train state, where it lies, how replicas meet, and what of it a checkpoint holds.
+"""Replicas: what DiLoCo adds to a train state, where it lies, how replicas meet, and what of it a checkpoint holds.
 
 The state's parameters are the weights that all share (θ): evaluation, samples and export read them as ever. Each
 replica's own weights, and the optimizer's state, have a first dim for the replicas. A meeting moves a part of θ by what
@@ -24,30 +24,35 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.compression import wire
 from jaxscale.compression.reduce import Leaf, Stage
 from jaxscale.optim.diloco import Diloco, fragments_of
+from jaxscale.optim.offloaded import Advance
 from jaxscale.optim.quantize import is_quantized
 from jaxscale.sharding.memory_space import in_memory_of
+from jaxscale.step.exchange import REDUCE, Exchanged, leaves_of_gradients
+from jaxscale.step.extra import Program, lacks
 from jaxscale.step.functional import Functional
+from jaxscale.step.gradients import LossAndGradients, Objective
 from jaxscale.step.layout import REPLICA_AXIS, Layout
+from jaxscale.step.naming import Naming, Part, roles
 from jaxscale.step.plan import Plan
-from jaxscale.step.reducing import leaves_of_gradients
 from jaxscale.step.state import TrainState
-from jaxscale.trees import named_leaves, path_name
-from jaxscale.typing import Array, Params
+from jaxscale.step.wire_checks import bytes_over, check_alone, check_meeting
+from jaxscale.trees import filled, named_leaves, path_name
+from jaxscale.typing import Array, Batch, Bool, Params
 from jaxscale.values.byte_sizes import bytes_at_least
 
 OUTER = "outer"
-"""Prefix of what is each replica's own and of the outer momentum, in a checkpoint; another plan leaves it behind."""
+"""Name of the extra: what is each replica's own, and the outer momentum."""
 WEIGHTS, MOMENTUM, OPTIMIZER = "weights", "momentum", "optimizer"
 ONE, ALL = "one", "all"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Outer:
-    """DiLoCo on a mesh.
+class Replicas:
+    """DiLoCo on a mesh: replicas that train alone, and meet.
 
     Args:
         diloco: when replicas meet, and how they then move.
-        plain: the layout of a step without replicas' own.
+        plain: the layout of a step without extras.
         optimizer: each replica's, clipping and all.
         leaves: the parameters as a meeting has them, by name.
         stage: of the codec, for all of them; `None` sends ways back as they are.
@@ -58,18 +63,20 @@ class Outer:
     optimizer: optax.GradientTransformation
     leaves: Mapping[str, Leaf]
     stage: Stage | None = None
+    name: str = dataclasses.field(default=OUTER, init=False)
+    label: str = dataclasses.field(default="outer state", init=False)
 
     @classmethod
-    def of(cls, plan: Plan, functional: Functional, plain: Layout, optimizer: Any, stage: Stage | None) -> "Outer":
+    def of(cls, plan: Plan, functional: Functional, plain: Layout, optimizer: Any, stage: Stage | None) -> "Replicas":
         """DiLoCo of a plan that has it.
 
         Raises:
             UserError: more parts than tensors, or the codec is for nothing of a part.
         """
         assert plan.diloco is not None
-        made = cls(plan.diloco, plain, optimizer, leaves_of_gradients(plan, functional, plain), stage)
-        assert all(made.stages)
-        return made
+        replicas = cls(plan.diloco, plain, optimizer, leaves_of_gradients(plan, functional, plain), stage)
+        assert all(replicas.stages)
+        return replicas
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
@@ -79,7 +86,7 @@ class Outer:
         return self.plain.mesh.shape[REPLICA_AXIS]
 
     @functools.cached_property
-    def parts(self) -> tuple[tuple[str, ...], ...]:
+    def fragments(self) -> tuple[tuple[str, ...], ...]:
         """Names of the parameters that meet together."""
         sizes = {name: leaf.size for name, leaf in named_leaves(self.plain.abstract.params).items()}
         return fragments_of(sizes, self.diloco.fragments)
@@ -88,8 +95,8 @@ class Outer:
     def stages(self) -> tuple[Stage | bool, ...]:
         """The codec's stage of each part; `True` where there is no codec."""
         if self.stage is None:
-            return (True,) * len(self.parts)
-        leaves = [{name: self.leaves[name] for name in part} for part in self.parts]
+            return (True,) * len(self.fragments)
+        leaves = [{name: self.leaves[name] for name in part} for part in self.fragments]
         return tuple(dataclasses.replace(self.stage, leaves=mine) for mine in leaves)
 
     def exact_bytes(self, part: int) -> int:
@@ -103,11 +110,11 @@ class Outer:
         return stage.wire_bytes if isinstance(stage, Stage) else self.exact_bytes(part)
 
     def _leaves(self, part: int) -> list[Leaf]:
-        return [self.leaves[name] for name in self.parts[part]]
+        return [self.leaves[name] for name in self.fragments[part]]
 
     def describe(self) -> list[str]:
         """What a user should know of it before the first step."""
-        count, asked = len(self.parts), self.diloco
+        count, asked = len(self.fragments), self.diloco
         sent = [bytes_at_least(self.wire_bytes(part)) for part in range(count)]
         fewer = sum(map(self.exact_bytes, range(count))) / sum(map(self.wire_bytes, range(count)))
         codec = f", {fewer:.1f} times fewer than float32," if self.stage else ""
@@ -118,16 +125,12 @@ class Outer:
 
     # -- the state -----------------------------------------------------------------------------------------------------
 
-    def layout(self) -> Layout:
-        """The layout of a train state that has what is each replica's own."""
-        plain = self.plain
-        state = dataclasses.replace(
-            plain.state, optimizer=self._apart(plain.state.optimizer), outer=self._shardings(self._abstract_outer())
-        )
-        abstract = dataclasses.replace(
-            plain.abstract, optimizer=self._abstract_apart(plain.abstract.optimizer), outer=self._abstract_outer()
-        )
-        return dataclasses.replace(plain, state=state, abstract=abstract)
+    def placed(self, layout: Layout) -> Layout:
+        """As of `StateExtra`; the optimizer's state has a dim of replicas too."""
+        optimizer = self._abstract_apart(layout.abstract.optimizer)
+        state = dataclasses.replace(layout.state, optimizer=self._shardings(optimizer))
+        abstract = dataclasses.replace(layout.abstract, optimizer=optimizer)
+        return dataclasses.replace(layout, state=state, abstract=abstract).with_extra(self.name, self._abstract())
 
     def _apart(self, shardings: Any) -> Any:
         def apart(sharding: NamedSharding) -> NamedSharding:
@@ -141,15 +144,15 @@ class Outer:
 
         return jax.tree.map(one, abstract, self._apart(self._shardings(abstract)))
 
-    def _abstract_outer(self) -> dict[str, Any]:
+    def _abstract(self) -> dict[str, Any]:
         params = self.plain.abstract.params
-        found = {WEIGHTS: self._abstract_apart(params)}
+        abstract = {WEIGHTS: self._abstract_apart(params)}
         if self.diloco.momentum:
-            found[MOMENTUM] = jax.tree_util.tree_map_with_path(
+            abstract[MOMENTUM] = jax.tree_util.tree_map_with_path(
                 lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=self._place(path_name(path))),
                 params,
             )
-        return found
+        return abstract
 
     def _shardings(self, abstract: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.sharding, abstract)
@@ -161,12 +164,42 @@ class Outer:
     def _spread(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape)), tree)
 
-    def start(self, params: Params) -> tuple[Any, Any]:
-        """Optimizer state and what is added, before the first step: a function to jit with `out_shardings`."""
-        found = {WEIGHTS: self._spread(params)}
+    def init_optimizer(self, params: Params) -> Any:
+        """Each replica's optimizer state before the first step: a function to jit with `out_shardings`."""
+        return self._spread(self.optimizer.init(params))
+
+    def init(self, state: TrainState) -> dict[str, Any]:
+        """As of `StateExtra`: all replicas begin with the weights that they share."""
+        value = {WEIGHTS: self._spread(state.params)}
         if self.diloco.momentum:
-            found[MOMENTUM] = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        return self._spread(self.optimizer.init(params)), found
+            value[MOMENTUM] = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
+        return value
+
+    # -- steps alone ---------------------------------------------------------------------------------------------------
+
+    def gradients(self, objective: Objective, state: TrainState, batch: Batch) -> LossAndGradients:
+        """Each replica's gradients, of its own weights."""
+        return objective.gradients_apart(state, batch, state.extra[self.name][WEIGHTS])
+
+    def update(self, advance: Advance, exchanged: Exchanged, state: TrainState, good: Bool[Array, ""]) -> TrainState:
+        """Each replica's own update, in a region that is manual over replicas: no tensor of another's is reached."""
+        own, whole = PartitionSpec(REPLICA_AXIS), PartitionSpec()
+        value = state.extra[self.name]
+
+        def body(gradients: Params, optimizer: Any, weights: Params, norms: Array, good: Array) -> Any:
+            mine = jax.tree.map(lambda x: x[0], (gradients, optimizer, weights, norms))
+            return jax.tree.map(lambda x: x[None], advance(mine[0], mine[1], mine[2], mine[3], good))
+
+        weights, optimizer = jax.shard_map(
+            body,
+            mesh=self.plain.mesh,
+            in_specs=(own, own, own, own, whole),
+            out_specs=own,
+            axis_names={REPLICA_AXIS},
+            check_vma=False,
+        )(exchanged.gradients, state.optimizer, value[WEIGHTS], exchanged.norms, good)
+        extra = {**state.extra, self.name: {**value, WEIGHTS: weights}}
+        return dataclasses.replace(state, optimizer=optimizer, extra=extra)
 
     # -- meetings ------------------------------------------------------------------------------------------------------
 
@@ -175,18 +208,19 @@ class Outer:
 
         Where one replica's weights are not finite, all stay as they are.
         """
-        stage, names, mesh = self.stages[part], self.parts[part], self.plain.mesh
-        shared, own = named_leaves(state.params), named_leaves(state.outer[WEIGHTS])
-        momenta = named_leaves(state.outer.get(MOMENTUM, {}))
-        reduce, metrics = state.reduce, {}
+        stage, names, mesh = self.stages[part], self.fragments[part], self.plain.mesh
+        value, metrics, extra = state.extra[self.name], {}, dict(state.extra)
+        shared, own = named_leaves(state.params), named_leaves(value[WEIGHTS])
+        momenta = named_leaves(value.get(MOMENTUM, {}))
         here = {name: shared[name] for name in names}
         ways = self._within_replicas(
             lambda here, own: {name: self._placed(here[name] - own[name][0], name)[None] for name in names}
         )(here, {name: own[name] for name in names})
         if isinstance(stage, Stage):
-            found = stage(ways, {name: state.reduce[name] for name in stage.coded}, state.step)
-            means, reduce = found.mean, {**state.reduce, **found.states}
-            metrics = {"residual_norm": found.residual_norm}
+            residuals = state.extra[REDUCE]
+            reduced = stage(ways, {name: residuals[name] for name in stage.coded}, state.step)
+            means, extra[REDUCE] = reduced.mean, {**residuals, **reduced.states}
+            metrics = {"residual_norm": reduced.residual_norm}
         else:
             specs = {name: self.leaves[name].spec for name in names}
             means = jax.shard_map(
@@ -216,14 +250,19 @@ class Outer:
             if momentum is not None:
                 momenta[name] = momentum
 
-        def filled(tree: Any, by_name: Mapping[str, Array]) -> Any:
-            return jax.tree_util.tree_map_with_path(lambda path, _: by_name[path_name(path)], tree)
-
-        outer = {WEIGHTS: filled(state.outer[WEIGHTS], own)}
+        extra[self.name] = {WEIGHTS: filled(value[WEIGHTS], own)}
         if momenta:
-            outer[MOMENTUM] = filled(state.outer[MOMENTUM], momenta)
-        after = dataclasses.replace(state, params=filled(state.params, shared), reduce=reduce, outer=outer)
-        return after, metrics
+            extra[self.name][MOMENTUM] = filled(value[MOMENTUM], momenta)
+        return dataclasses.replace(state, params=filled(state.params, shared), extra=extra), metrics
+
+    def check_meeting(self, part: int, program: Program) -> None:
+        """Compare what a compiled meeting sends with what it should.
+
+        Raises:
+            NoEffect: more crosses the replica axis, or less.
+        """
+        stage = self.stages[part]
+        check_meeting(self.diloco, stage if isinstance(stage, Stage) else None, self.wire_bytes(part), program)
 
     def _within_replicas(self, function: Any, *, apart: bool = True) -> Any:
         """`function` in a region that is manual over replicas: what it moves from place to place stays in its replica.
@@ -256,69 +295,84 @@ class Outer:
 
     # -- in checkpoints ------------------------------------------------------------------------------------------------
 
-    def kept(self, state: TrainState) -> TrainState:
-        """A state as a checkpoint holds it: its optimizer's is what one replica would have, and all is beside it."""
-        outer = {ALL: {WEIGHTS: state.outer[WEIGHTS], OPTIMIZER: state.optimizer}}
-        outer[ONE] = {WEIGHTS: _mean(state.outer[WEIGHTS])}
-        if MOMENTUM in state.outer:
-            outer[MOMENTUM] = state.outer[MOMENTUM]
-        return dataclasses.replace(state, optimizer=_mean(state.optimizer), outer=outer)
+    def saved(self, state: TrainState) -> TrainState:
+        """As of `StateExtra`: the optimizer's state is what one replica would have, and all is beside it."""
+        value = state.extra[self.name]
+        one = _mean(value[WEIGHTS])
+        saved = self._saved(value, state.optimizer, one)
+        return dataclasses.replace(state, optimizer=_mean(state.optimizer), extra={**state.extra, self.name: saved})
 
-    def kept_abstract(self, abstract: TrainState) -> TrainState:
-        """Its shapes, dtypes and placements."""
-        outer = {ALL: {WEIGHTS: abstract.outer[WEIGHTS], OPTIMIZER: abstract.optimizer}}
-        outer[ONE] = {WEIGHTS: self.plain.abstract.params}
-        if MOMENTUM in abstract.outer:
-            outer[MOMENTUM] = abstract.outer[MOMENTUM]
-        return dataclasses.replace(abstract, optimizer=self.plain.abstract.optimizer, outer=outer)
+    def saved_abstract(self, abstract: TrainState) -> TrainState:
+        """As of `StateExtra`."""
+        saved = self._saved(abstract.extra[self.name], abstract.optimizer, self.plain.abstract.params)
+        optimizer = self.plain.abstract.optimizer
+        return dataclasses.replace(abstract, optimizer=optimizer, extra={**abstract.extra, self.name: saved})
 
-    def restored(self, state: TrainState) -> TrainState:
-        """The state of what `kept` gave, with `None` for what a checkpoint lacks.
+    def _saved(self, value: dict[str, Any], optimizer: Any, one: Any) -> dict[str, Any]:
+        saved = {ALL: {WEIGHTS: value[WEIGHTS], OPTIMIZER: optimizer}, ONE: {WEIGHTS: one}}
+        return saved | {name: value[name] for name in value if name == MOMENTUM}
+
+    def loaded(self, state: TrainState) -> TrainState:
+        """As of `StateExtra`.
 
         With another number of replicas each begins from the mean; without DiLoCo before, from the weights.
         """
-        found, layout = state.outer, self.layout().state
+        saved, layout = state.extra[self.name], self.placed(self.plain).state
+        places = layout.extra[self.name]
         spread = functools.partial(_jitted, self._spread)
-        one = found[ONE][WEIGHTS]
-        weights = found[ALL][WEIGHTS]
-        if _lacks(weights):
-            weights = spread(layout.outer[WEIGHTS])(state.params if _lacks(one) else one)
-        optimizer = found[ALL][OPTIMIZER]
-        if _lacks(optimizer):
+        one = saved[ONE][WEIGHTS]
+        weights = saved[ALL][WEIGHTS]
+        if lacks(weights):
+            weights = spread(places[WEIGHTS])(state.params if lacks(one) else one)
+        optimizer = saved[ALL][OPTIMIZER]
+        if lacks(optimizer):
             optimizer = spread(layout.optimizer)(state.optimizer)
-        outer = {WEIGHTS: weights}
+        value = {WEIGHTS: weights}
         if self.diloco.momentum:
-            momentum = found[MOMENTUM]
-            if _lacks(momentum):
+            momentum = saved[MOMENTUM]
+            if lacks(momentum):
                 zeros = functools.partial(jax.tree.map, lambda p: jnp.zeros(p.shape, jnp.float32))
-                momentum = _jitted(zeros, layout.outer[MOMENTUM])(state.params)
-            outer[MOMENTUM] = momentum
-        return dataclasses.replace(state, optimizer=optimizer, outer=outer)
+                momentum = _jitted(zeros, places[MOMENTUM])(state.params)
+            value[MOMENTUM] = momentum
+        return dataclasses.replace(state, optimizer=optimizer, extra={**state.extra, self.name: value})
 
-    def prefix(self, path: Any) -> tuple[str, bool, Any]:
-        """Of a leaf of what is kept of `outer`: the prefix of its name, whether all replicas' are in it, its path."""
-        which = path[0].key
-        if which == MOMENTUM:
-            return f"{OUTER}/{MOMENTUM}", False, path[1:]
-        count = f"of_{self.replicas}" if which == ALL else ONE
-        return f"{OUTER}/{count}/{path[1].key}", which == ALL, path[2:]
+    def parts(self, naming: Naming, abstract: TrainState) -> Any:
+        """As of `StateExtra`: by parameter, behind the dim of replicas where all have their own."""
+        saved = abstract.extra[self.name]
+        structure = jax.tree.structure(abstract.optimizer)
+        trees = jax.tree.unflatten(structure, self.plain.owners(self.optimizer)), roles(abstract.optimizer)
+        owners, kinds = (jax.tree.map(lambda _: "", saved) for _ in trees)
+        owners[ALL][OPTIMIZER], kinds[ALL][OPTIMIZER] = trees
 
-    def said_of_restored(self, names: Container[str], wanted: Iterable[str]) -> str:
-        """What of it a checkpoint with arrays of these names lacks, as a user should know; mostly nothing.
+        def part(path: Any, leaf: Any, owner: str, role: str) -> Part:
+            which = path[0].key
+            if which == MOMENTUM:
+                prefix, path = f"{self.name}/{MOMENTUM}", path[1:]
+            else:
+                count = f"of_{self.replicas}" if which == ALL else ONE
+                prefix, path = f"{self.name}/{count}/{path[1].key}", path[2:]
+            name = owner if prefix.endswith(OPTIMIZER) else path_name(path)
+            return naming.behind_replicas(
+                which == ALL, leaf, lambda one: naming.of_param(prefix, path, name or None, one, role)
+            )
 
-        Args:
-            names: of the checkpoint's arrays.
-            wanted: names of the step's.
-        """
-        lacking = [name for name in wanted if name.startswith(f"{OUTER}/") and name not in names]
-        said = ""
-        if any(name.startswith(f"{OUTER}/{ONE}/") for name in lacking):
-            said = f"; it was trained without diloco: {self.replicas} replicas begin with its weights"
-        elif any(name.startswith(f"{OUTER}/of_{self.replicas}/") for name in lacking):
-            said = f"; it had another number of replicas: {self.replicas} begin with their mean"
-        elif any(name.startswith(f"{OUTER}/{MOMENTUM}/") for name in lacking):
-            said = "; it had no outer momentum, which begins with zero"
-        return said
+        return jax.tree_util.tree_map_with_path(part, saved, owners, kinds)
+
+    def notes(self, names: Container[str], wanted: Iterable[str]) -> str:
+        """As of `StateExtra`."""
+        missing = [name for name in wanted if name.startswith(f"{self.name}/") and name not in names]
+        if any(name.startswith(f"{self.name}/{ONE}/") for name in missing):
+            return f"; it was trained without diloco: {self.replicas} replicas begin with its weights"
+        if any(name.startswith(f"{self.name}/of_{self.replicas}/") for name in missing):
+            return f"; it had another number of replicas: {self.replicas} begin with their mean"
+        if any(name.startswith(f"{self.name}/{MOMENTUM}/") for name in missing):
+            return "; it had no outer momentum, which begins with zero"
+        return ""
+
+    def check(self, program: Program) -> None:
+        """As of `StateExtra`: single numbers alone cross the replica axis between meetings."""
+        sent = bytes_over(program.collectives, REPLICA_AXIS, self.replicas, slices=program.slices)
+        check_alone(self.diloco, sent)
 
 
 def _mean(tree: Any) -> Any:
@@ -330,10 +384,6 @@ def _mean(tree: Any) -> Any:
         return jnp.mean(leaf, 0)
 
     return jax.tree.map(one, tree, is_leaf=is_quantized)
-
-
-def _lacks(tree: Any) -> bool:
-    return any(leaf is None for leaf in jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None))
 
 
 def _jitted(function: Any, shardings: Any) -> Any:

@@ -1,0 +1,233 @@
+"""Gradients: the loss of a global batch and its gradients, as a plan wants them computed.
+
+Loss and gradients are means over all targets of the global batch, whatever the mesh, the packing and the number of
+microbatches: every part gives sums, which are divided once. ZeRO is expressed by sharding constraints in Auto mode, in
+the form that XLA turns into the collectives one expects (`sharding/zero.py` has the table).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxscale.blocks import Context, Loss
+from jaxscale.compression.named import NamedCodec
+from jaxscale.sharding.memory_space import to_device
+from jaxscale.step.layout import REPLICA_AXIS
+from jaxscale.step.planned_model import FromWeights, PlannedModel, positive, unchanged
+from jaxscale.step.rows import microbatches
+from jaxscale.step.state import TrainState
+from jaxscale.typing import Array, Batch, Float, Key, Params
+
+LossAndGradients = tuple[Loss, Params, Params]
+"""Sums of the loss, gradients, and the model's other state."""
+Sums = TypeVar("Sums")
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """The loss of a model under a plan: its gradients, and its sums alone; `Whole` or `Pipelined`."""
+
+    planned: PlannedModel
+
+    @property
+    def stage_depth(self) -> int | None:
+        """Blocks that run one after the other on a device; `None` for all of the model's."""
+        ...
+
+    @property
+    def stages_here(self) -> int:
+        """Stages of a pipeline on one device."""
+        ...
+
+    def gradients(self, state: TrainState, batch: Batch) -> LossAndGradients:
+        """Of a global batch; gradients are means, in float32."""
+        ...
+
+    def gradients_apart(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
+        """The same with the gradients of each replica apart, along a first dim, whose mean is that of the global batch.
+
+        Nothing of the size of a parameter crosses the replica axis.
+
+        Args:
+            state: the train state.
+            batch: the global batch.
+            weights: float32, each replica's own along a first dim; the state's, which they share, by default.
+        """
+        ...
+
+    def sums(self, score: Callable[[Any, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
+        """The scores of each microbatch, added up: no more activations than training has.
+
+        Args:
+            score: from the module and a microbatch to a tree of sums.
+            state: the train state.
+            batch: the global batch.
+        """
+        ...
+
+    def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
+        """The objective of one microbatch, from float32 masters on the device: to trace, not to run."""
+        ...
+
+
+def evaluate(objective: Objective, state: TrainState, batch: Batch) -> Loss:
+    """Sums of the loss of a batch, nothing random."""
+    planned = objective.planned
+
+    def score(module: Any, part: Batch) -> Loss:
+        loss = planned.loss(module, part, planned.context(None))
+        return Loss(loss.total, loss.weight)
+
+    return objective.sums(score, state, batch)
+
+
+def accuracy(objective: Objective, state: TrainState, batch: Batch) -> tuple[Array, Array]:
+    """Correct targets of a batch, and all."""
+    planned = objective.planned
+    model: Any = planned.experiment.model  # of the models, classifiers alone have it
+    return objective.sums(lambda module, part: model.accuracy(module, part, planned.context(None)), state, batch)
+
+
+@dataclasses.dataclass(eq=False)
+class Whole:
+    """The objective of a model that every device computes from end to end, `value_and_grad` of its loss.
+
+    Args:
+        planned: the model under its plan.
+    """
+
+    planned: PlannedModel
+    stage_depth: None = dataclasses.field(default=None, init=False)
+    stages_here: int = dataclasses.field(default=1, init=False)
+
+    def gradients(self, state: TrainState, batch: Batch) -> LossAndGradients:
+        """As of `Objective`."""
+        with self.planned.tracing():
+            weights, params_of = self.planned.differentiated(state.params)
+            key, examples = self.planned.key_and_examples(state, batch)
+            return self._gradients(weights, params_of, state.rest, batch, key, examples)
+
+    def gradients_apart(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
+        """As of `Objective`: the replica axis is manual here, all others are the compiler's."""
+        planned, mesh = self.planned, self.planned.layout.mesh
+        replicas, whole, rows = mesh.shape[REPLICA_AXIS], PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+
+        def body(weights: Any, rest: Params, batch: Batch, key: Key, examples: Array) -> LossAndGradients:
+            with planned.within((REPLICA_AXIS,)):
+                if own:
+                    leaves, params_of = jax.tree.map(lambda w: w[0], weights), unchanged
+                else:
+                    leaves, params_of = planned.differentiated(*weights, apart=True)
+                loss, gradients, rest = self._gradients(leaves, params_of, rest, batch, key, examples, replicas)
+            loss = jax.tree.map(lambda part: jax.lax.psum(part, REPLICA_AXIS), loss)
+            return loss, jax.tree.map(lambda g: g[None], gradients), rest
+
+        own = weights is not None
+        with planned.tracing():
+            if weights is None:
+                copies: Any = (state.params, planned.copies(to_device(state.params)))
+            else:
+                copies = jax.vmap(planned.copies, spmd_axis_name=REPLICA_AXIS)(weights)
+            return jax.shard_map(
+                body,
+                mesh=mesh,
+                in_specs=(rows if own else whole, whole, rows, whole, rows),
+                out_specs=(whole, rows, whole),
+                axis_names={REPLICA_AXIS},
+                check_vma=False,  # weights count as each replica's own: their gradients are not added up
+            )(copies, state.rest, dict(batch), *planned.key_and_examples(state, batch))
+
+    def _gradients(
+        self,
+        weights: Params,
+        params_of: FromWeights,
+        rest: Params,
+        batch: Batch,
+        key: Key,
+        examples: Array,
+        replicas: int = 1,
+    ) -> LossAndGradients:
+        """Of a global batch, or, in a region that is manual over so many replicas, of one of them."""
+        planned, apart = self.planned, replicas > 1
+
+        def objective(weights: Params, rest: Params, batch: Batch, context: Context) -> tuple[Array, Any]:
+            return self._loss(params_of(weights), rest, batch, context, replicas)
+
+        grad = jax.value_and_grad(objective, has_aux=True)
+
+        def of_part(rest: Params, batch: Batch, examples: Array) -> LossAndGradients:
+            (_, (loss, rest)), gradients = grad(weights, rest, batch, planned.context(key, examples))
+            return loss, planned.placed(gradients, apart=apart), rest
+
+        if planned.plan.microbatches == 1:
+            return of_part(rest, batch, examples)
+        split = functools.partial(microbatches, parts=planned.plan.microbatches)
+
+        def add(carry: LossAndGradients, part: tuple[Batch, Array]) -> tuple[LossAndGradients, None]:
+            loss, gradients, rest = of_part(carry[2], *part)
+            return (*jax.tree.map(jnp.add, (carry[0], carry[1]), (loss, gradients)), rest), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), planned.functional.params)
+        start = (Loss(jnp.zeros(()), jnp.zeros(())), planned.placed(zeros, apart=apart), rest)
+        parts = (jax.tree.map(split, dict(batch)), split(examples))
+        (loss, gradients, rest), _ = jax.lax.scan(add, start, parts)
+        scale = 1.0 / _divisor(loss.weight, replicas)
+        return loss, jax.tree.map(lambda g: g * scale, gradients), rest
+
+    def _loss(
+        self, params: Params, rest: Params, batch: Batch, context: Context, replicas: int = 1
+    ) -> tuple[Array, tuple[Loss, Params]]:
+        """The mean of a batch, or the sum of a microbatch, whose mean waits for the others."""
+        module = self.planned.functional.module(params, rest)
+        loss = self.planned.loss(module, batch, context)
+        objective = loss.total + loss.penalty
+        if self.planned.plan.microbatches == 1:
+            objective = objective / _divisor(jax.lax.stop_gradient(loss.weight), replicas)
+        return objective, (Loss(loss.total, loss.weight), self.planned.functional.rest_of(module))
+
+    def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
+        """As of `Objective`; one replica's where a step takes the gradients of each apart."""
+        planned = self.planned
+        copies = planned.copies(params)
+        if not isinstance(planned.plan.reduce, NamedCodec) and planned.plan.diloco is None:
+            return self._loss(copies, rest, batch, planned.context(key, examples))[0]
+        mesh = planned.layout.mesh
+        whole, rows = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+
+        def body(copies: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
+            with planned.within((REPLICA_AXIS,)):
+                return self._loss(copies, rest, batch, planned.context(key, examples), mesh.shape[REPLICA_AXIS])[0]
+
+        return jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(whole, whole, rows, whole, rows),
+            out_specs=whole,
+            axis_names={REPLICA_AXIS},
+            check_vma=False,
+        )(copies, rest, dict(batch), key, examples)
+
+    def sums(self, score: Callable[[Any, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
+        """As of `Objective`."""
+        planned = self.planned
+        with planned.tracing(plainly=True):
+            weights, params_of = planned.differentiated(state.params)
+            params = params_of(weights)
+
+            def part(batch: Batch) -> Sums:
+                return score(planned.functional.module(params, state.rest), batch)
+
+            if planned.plan.microbatches == 1:
+                return part(batch)
+            split = functools.partial(microbatches, parts=planned.plan.microbatches)
+            return jax.tree.map(lambda x: x.sum(0), jax.lax.map(part, jax.tree.map(split, dict(batch))))
+
+
+def _divisor(weight: Float[Array, ""], replicas: int) -> Float[Array, ""]:
+    """What sums are divided by, so that the mean over replicas is that over all targets, however many each has."""
+    return positive(weight) if replicas == 1 else positive(jax.lax.psum(weight, REPLICA_AXIS)) / replicas

@@ -1,0 +1,81 @@
+"""Meetings: the programs in which DiLoCo's replicas meet, after the steps that they train alone.
+
+The inner step is one compiled program, checked to send nothing over the replica axis but single numbers: sums of the
+loss and its weight, norms, agreement on a bad step. A meeting is another program for each part of the weights
+(`replicas.py`), and after which steps one is due is known on the host. The last step of a run ends with a meeting of
+all parts.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxscale.step.extra import Program
+from jaxscale.step.layout import Layout
+from jaxscale.step.replicas import Replicas
+from jaxscale.step.state import Metrics, TrainState
+
+
+class Meetings:
+    """The programs that run after some steps.
+
+    Args:
+        replicas: that meet.
+        layout: of the train state.
+        steps: of the run.
+        noted: notes the kernels that a traced function takes.
+    """
+
+    def __init__(
+        self, replicas: Replicas, layout: Layout, steps: int, noted: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self.replicas, self._layout, self._steps = replicas, layout, steps
+        self.programs = [
+            jax.jit(
+                noted(functools.partial(replicas.meet, part)),
+                donate_argnums=0,
+                in_shardings=(layout.state,),
+                out_shardings=(layout.state, None),
+            )
+            for part in range(len(replicas.fragments))
+        ]
+        self._executables: list[Any] = []
+        self._counted: tuple[Any, int] = (None, 0)
+
+    def trace(self) -> list[Any]:
+        """A traced program for each part of the weights."""
+        return [program.trace(self._layout.abstract) for program in self.programs]
+
+    def compile(self) -> None:
+        """Compile a program for each part of the weights, and check what each sends."""
+        executables = [traced.lower().compile() for traced in self.trace()]
+        for part, executable in enumerate(executables):
+            self.replicas.check_meeting(part, Program(self._layout.mesh, executable.as_text))
+        self._executables = executables
+
+    def number(self, state: TrainState) -> int:
+        """The number of the step that a state is about to make, from 1."""
+        counter, number = self._counted
+        return 1 + (number if state.step is counter else int(state.step))
+
+    def hold(self, number: int, state: TrainState, metrics: Metrics, *, by_jit: bool) -> tuple[TrainState, Metrics]:
+        """The state after the meetings that are due, and the metrics with what they sent.
+
+        Args:
+            number: of the step that was made.
+            state: after it.
+            metrics: of it.
+            by_jit: leave the executables to `jit`.
+        """
+        parts = range(len(self.programs))
+        sent = 0
+        for part in parts if number == self._steps else self.replicas.diloco.due(number):
+            meet = self._executables[part] if self._executables and not by_jit else self.programs[part]
+            state, more = meet(state)
+            metrics, sent = {**metrics, **more}, sent + self.replicas.wire_bytes(part)
+        self._counted = (state.step, number)
+        wire: Any = np.float32(sent)
+        return state, {**metrics, "wire_bytes": wire}

@@ -1,0 +1,182 @@
+"""PlannedModel: a model under a plan, as it is traced: placements, blocks, precision, and the weights that passes read.
+
+Whoever takes gradients or scores a batch holds one (`gradients.py`, `gradients_pipelined.py`, `pipeline_async.py`).
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jaxscale import blocks
+from jaxscale.blocks import Context, Loss
+from jaxscale.layers.low_precision import RECIPES
+from jaxscale.memory.offload import offloading_later, streaming
+from jaxscale.sharding import place
+from jaxscale.sharding.memory_space import on_host, to_device
+from jaxscale.sharding.rules import AxisRules
+from jaxscale.step.experiment import Experiment
+from jaxscale.step.functional import Functional
+from jaxscale.step.host import streamed_weights
+from jaxscale.step.layout import Layout
+from jaxscale.step.plan import Plan
+from jaxscale.step.state import TrainState
+from jaxscale.typing import Array, Batch, Float, Key, Params
+
+FromWeights = Callable[[Params], Params]
+"""From the differentiated leaves to the parameters of the module."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlannedModel:
+    """A model under a plan.
+
+    Args:
+        experiment: what is trained.
+        plan: how, with the mesh settled.
+        functional: the model as pure functions.
+        layout: the mesh and every placement.
+        treatment: how blocks run where gradients are taken; `None` leaves them unchanged.
+    """
+
+    experiment: Experiment
+    plan: Plan
+    functional: Functional
+    layout: Layout
+    treatment: blocks.Treatment | None = None
+
+    @contextlib.contextmanager
+    def tracing(self, *, plainly: bool = False) -> Iterator[None]:
+        """The plan in force: placements, blocks and the precision of matrix products, while the model is traced.
+
+        Args:
+            plainly: nothing is differentiated, so blocks need no plan for what they keep.
+        """
+        matmul = self.plan.matmul if self.plan.matmul in ("high", "highest") else None
+        with (
+            jax.default_matmul_precision(matmul) if matmul else contextlib.nullcontext(),
+            place.layout(self.layout.mesh, self.layout.rules),
+            blocks.treating(self._treatment(plainly)),
+        ):
+            yield
+
+    def _treatment(self, plainly: bool) -> blocks.Treatment:
+        plain = plainly or self.treatment is None
+        treatment = blocks.Treatment(unroll=self.plan.unroll) if plain else self.treatment
+        assert treatment is not None
+        if self.plan.weights == "host":
+            treatment = streaming(treatment)
+        pipelined = self.plan.pipeline is not None
+        return offloading_later(treatment) if pipelined and self.plan.stash == "residuals" else treatment
+
+    def within(self, manual: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+        """The layout in force within a manual region: the axes that are left, by the rules without the others."""
+        rules = self.layout.rules
+        left = {
+            field.name: tuple(axis for axis in getattr(rules, field.name) if axis not in manual)
+            for field in dataclasses.fields(AxisRules)
+        }
+        return place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**left))
+
+    def context(self, key: Key | None, examples: Array | None = None) -> Context:
+        """The settings of a forward pass.
+
+        Args:
+            key: of the step; `None` where nothing is random.
+            examples: index of every row in the global batch.
+        """
+        return Context(
+            key=key,
+            examples=examples,
+            dtype=None if self.plan.precision == "float32" else self.plan.precision,
+            matmul=self.plan.matmul if self.plan.matmul in RECIPES else None,
+            attention=self.plan.attends,
+            loss_chunk=self.plan.loss_chunk,
+            loss=self.plan.scores,
+        )
+
+    def loss(self, module: Any, batch: Batch, context: Context) -> Loss:
+        """Sums of the model's loss."""
+        return self.experiment.model.loss(module, batch, context)
+
+    def key_and_examples(self, state: TrainState, batch: Batch) -> tuple[Key, Array]:
+        """The key of a step, and the index of every row of its batch."""
+        rows = next(iter(batch.values())).shape[0]
+        return self.key(state), jnp.arange(rows, dtype=jnp.int32)
+
+    def key(self, state: TrainState) -> Key:
+        """The key of a step."""
+        return jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
+
+    # -- weights and gradients -----------------------------------------------------------------------------------------
+
+    def placed(self, gradients: Params, *, apart: bool = False) -> Params:
+        """Gradients in float32 where the plan has them.
+
+        Args:
+            gradients: of every parameter.
+            apart: in a region that is manual over replicas.
+        """
+
+        def placed(gradient: Array, sharding: NamedSharding) -> Array:
+            if on_host(gradient):
+                return gradient
+            mesh = jax.sharding.get_abstract_mesh() if apart else sharding.mesh
+            return jax.lax.with_sharding_constraint(gradient, NamedSharding(mesh, sharding.spec)).astype(jnp.float32)
+
+        return jax.tree.map(placed, gradients, self.layout.gradients)
+
+    def copies(self, params: Params) -> Params:
+        """The copy of the parameters that the forward and backward passes read, and that is differentiated."""
+        if self.plan.precision == "float32":
+            return params
+        split, dtype = self.plan.zero in (1, 2), jnp.dtype(self.plan.precision)
+        if self.plan.reduce == "float32" and not split:
+            return params  # the layers cast at the point of use, and hand back float32 gradients
+
+        def copy(param: Array, master: NamedSharding, compute: NamedSharding) -> Array:
+            master = NamedSharding(master.mesh, master.spec)  # which may lie on the host
+            if not jnp.issubdtype(param.dtype, jnp.floating):
+                return param
+            low = param.astype(dtype)
+            if split:
+                low = jax.lax.with_sharding_constraint(low, master)
+                # or XLA:GPU would gather first and cast then, at twice the bytes
+                low = jax.lax.optimization_barrier(low)
+                low = jax.lax.with_sharding_constraint(low, compute)
+            return low.astype(param.dtype) if self.plan.reduce == "float32" else low
+
+        return jax.tree.map(copy, params, self.layout.masters, self.layout.computes)
+
+    def differentiated(
+        self, params: Params, copies: Params | None = None, *, apart: bool = False
+    ) -> tuple[Params, FromWeights]:
+        """The differentiated leaves, and a function from them to the module's parameters.
+
+        Args:
+            params: masters, where they lie.
+            copies: of each, as a pass on the device reads it; made here by default.
+            apart: in a region that is manual over replicas.
+        """
+        copies = self.copies(to_device(params)) if copies is None else copies
+        if self.plan.weights == "device":
+            return copies, unchanged
+        shardings = self.layout.gradients
+        if apart:
+            mesh = jax.sharding.get_abstract_mesh()
+            shardings = jax.tree.map(lambda sharding: NamedSharding(mesh, sharding.spec), shardings)
+        return streamed_weights(self.plan, params, copies, shardings)
+
+
+def unchanged(weights: Params) -> Params:
+    """The differentiated leaves where they are the module's parameters."""
+    return weights
+
+
+def positive(weight: Float[Array, ""]) -> Float[Array, ""]:
+    """A sum of weights to divide by: a batch without targets has a loss of zero and no gradient."""
+    return jnp.where(weight > 0, weight, 1.0)
