@@ -88,7 +88,8 @@ class Way:
         pipeline = PipelinePlan.parse(f"{self.schedule}:{STAGES}" + ("x4" if self.schedule == "2bw" else ""))
         if self.schedule != "pipemare":
             return Plan(pipeline=pipeline)
-        return Plan(pipeline=pipeline, anneal=remedies.anneal, correction=remedies.correction or 0.0)
+        correction = remedies.correction or 0.0
+        return Plan(pipeline=dataclasses.replace(pipeline, anneal=remedies.anneal, correction=correction))
 
 
 WAYS = {

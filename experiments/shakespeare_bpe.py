@@ -14,6 +14,7 @@ from jaxscale.data import Text
 from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.step.experiment import Evaluation, Samples
+from jaxscale.step.kernels import Kernels
 
 DATA = Path(__file__).parent / "data"
 CONTEXT = 128
@@ -37,5 +38,5 @@ def experiment() -> Experiment:
         batch=8,
         evaluation=Evaluation(every=250),
         samples=Samples(every=500, prompts=("ROMEO\n",), tokens=80),
-        plan=Plan(loss_chunk=32),
+        plan=Plan(kernels=Kernels(loss_chunk=32)),
     )

@@ -17,7 +17,7 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.step.kernels import Kernels
-from jaxscale.step.plan import Plan
+from jaxscale.step.plan import OffloadPlan, Plan, StatePlan
 from jaxscale.values import check_types, difference, from_json, override, to_json
 
 PLAN = Plan()
@@ -89,7 +89,9 @@ plans = st.builds(
     zero=st.sampled_from([0, 1, 2, 3]),
     microbatches=st.integers(1, 9),
     memory=st.sampled_from(["none", "dots", "full"]).map(MemoryPlan),
-    loss_chunk=st.none() | st.integers(1, 100),
+    offload=st.builds(OffloadPlan, optimizer_state=st.sampled_from(["device", "streamed", "host"])),
+    state=st.builds(StatePlan, st.sampled_from(["float32", "int8", "fp8"])),
+    kernels=st.builds(Kernels, loss_chunk=st.none() | st.integers(1, 100)),
     rules=st.builds(AxisRules, seq=st.sampled_from([(), ("sequence",), ("sequence", "tensor")])),
 )
 jobs = st.fixed_dictionaries(
@@ -181,7 +183,8 @@ def test_changes_of_one_value_are_made_together():
 def test_hyphens_numbers_and_none():
     job = Job("a", Net())
     assert override(job, {"model.rope.base": "5e5"}).model.rope.base == 5e5
-    assert override(job, {"plan.loss-chunk": "1e2"}).plan.loss_chunk == 100
+    assert override(job, {"plan.microbatches": "1e2"}).plan.microbatches == 100
+    assert override(job, {"plan.offload.optimizer-state": "host"}).plan.offload.optimizer_state == "host"
     assert override(job, {"model.rope": "none"}).model.rope is None
     assert override(job, {"plan.rules.seq": "sequence, tensor"}).plan.rules.seq == ("sequence", "tensor")
     assert override(job, {"plan.rules.seq": ""}).plan.rules.seq == ()

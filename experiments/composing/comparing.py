@@ -12,10 +12,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from composing.draws import Draw
+from composing.draws import Draw, with_options
 from composing.twins import Trained, lossy, on_replicas, plain_twin, recomputes_newer, stale, steps_of, train
 
 from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.kernels import Kernels
 
 EXACT = 2e-5
 """Relative difference that the order of float32 sums may make."""
@@ -49,16 +50,16 @@ TOGETHER = 3.0
 """Techniques may change so many times together what they change alone, added up."""
 NORM_CHANGED = ("reduce", "diloco")
 """Techniques that change the first gradient norm: it is of what replicas have received, or of each replica."""
-NEEDS_ROW = ("precision", "matmul", "reduce", "state", "master", "optimizer")
+NEEDS_ROW = ("precision", "matmul", "reduce", "state.moments", "state.master", "optimizer")
 """Techniques whose numbers depend on the layout; what DiLoCo adds up is exact."""
-CODED = ("reduce", "state", "master", "optimizer", "matmul", "precision")
+CODED = ("reduce", "state.moments", "state.master", "optimizer", "matmul", "precision")
 """Those whose twin is trained on the combination's devices too: they round to codes, by blocks that end where a shard
 does, or numbers that another order of sums takes to another code."""
-PLACES = ("mesh", "zero", "pipeline", "stages", "microbatches", "sequence_parallel", "loss_chunk")
-"""Fields that decide where shards end, and how many rows are added up at once."""
-ORDERS = ("attention", "kernels", "memory")
+PLACES = ("mesh", "zero", "pipeline", "microbatches", "sequence_parallel")
+"""Fields that decide where shards end, and how many rows are added up at once; a chunk of the loss does too."""
+ORDERS = ("kernels", "memory")
 """Those that decide, too, in which order a layer adds up, or how much of long rows it keeps."""
-COMPUTED = ("precision", "matmul", "master")
+COMPUTED = ("precision", "matmul", "state.master")
 """Those that round what a layer computes, so that attention in chunks, too, is rounded otherwise."""
 
 
@@ -113,6 +114,16 @@ def recoded(one: Draw) -> bool:
     return mesh.devices > mesh.replica or bool({"pipeline", "microbatches"} & set(one.plan))
 
 
+def layout_of(one: Draw, *, orders: bool) -> dict[str, str]:
+    """The fields of `PLACES` in a combination, and, if asked, those of `ORDERS`."""
+    fields = (*PLACES, *ORDERS) if orders else PLACES
+    layout = {name: text for name, text in one.plan.items() if name in fields or name.startswith("rules.")}
+    if "pipeline" in layout and not stale(one):
+        layout["pipeline"] = with_options(layout["pipeline"], stash="residuals", lowering="switch")
+    chunk = Kernels.parse(one.plan.get("kernels", "auto")).loss_chunk
+    return layout if orders or chunk is None else {**layout, "kernels": f"loss_chunk={chunk}"}
+
+
 class Twins:
     """The twins of a combination, each trained when it is asked for.
 
@@ -146,9 +157,7 @@ class Twins:
         """Of the plan of the lossy twin whose codes are those of the combination's devices, block by block."""
         if not set(CODED) & set(self.techniques):
             return self.changes
-        fields = (*PLACES, *ORDERS) if set(COMPUTED) & set(self.techniques) else PLACES
-        layout = {name: text for name, text in self.one.plan.items() if name in fields or name.startswith("rules.")}
-        return {**self.changes, **layout}
+        return {**self.changes, **layout_of(self.one, orders=bool(set(COMPUTED) & set(self.techniques)))}
 
     @functools.cached_property
     def spread(self) -> Trained:
@@ -165,7 +174,9 @@ class Twins:
         """The same that recomputes everything, where a budget decides what is recomputed from newer weights."""
         if not recomputes_newer(self.one) or "memory" in self.changes:
             return self.spread
-        return self._train(self.one, {**self.spread_changes, "stash": "input"})
+        return self._train(
+            self.one, {**self.spread_changes, "pipeline": with_options(self.one.plan["pipeline"], stash="input")}
+        )
 
     @functools.cached_property
     def base(self) -> Trained:

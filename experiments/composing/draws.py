@@ -23,17 +23,20 @@ from jaxscale.memory.plan import POLICIES, MemoryPlan, Selector
 from jaxscale.optim.diloco import Diloco
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.pipeline.plan import FORMS as PIPELINE_FORMS
+from jaxscale.pipeline.plan import OPTIONS as PIPELINE_OPTIONS
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.sharding.mesh import AXES
 from jaxscale.step.kernels import KNOWN, PLATFORMS, Kernels
 from jaxscale.step.plan import Plan
-from jaxscale.values.annotations import field_types, members
+from jaxscale.values import parse
+from jaxscale.values.annotations import field_types, is_record, members
 
 DEVICES = 8
 LAYERS = 8
 """Blocks of the model: stages of the deepest schedule that is drawn, two a device."""
-SCHEDULE_FIELDS = ("stages", "stash", "lowering", "anneal", "correction", "synchronous_steps")
+OPTIONS = PIPELINE_OPTIONS[1:]
+"""Options of a pipeline that are techniques of their own; stages a device are part of its schedule."""
 EXCLUDED = ("custom", "file", "fit", "splash")
 """Values that need a file, a callable, a limit or another platform, by name."""
 WIDTH = 32
@@ -100,9 +103,12 @@ def draw(seed: int, index: int) -> Draw:
     if rng.random() < 0.45:
         techniques["plan.pipeline"] = drawn_pipeline(rng)
         if rng.random() < 0.3:
-            name = rng.choice(SCHEDULE_FIELDS)
-            techniques[f"plan.{name}"] = _value(rng, [text for field, text in TECHNIQUES if field == f"plan.{name}"])
-    free = [one for one in TECHNIQUES if one[0].removeprefix("plan.") not in (*SCHEDULE_FIELDS, "pipeline")]
+            name = rng.choice(OPTIONS)
+            text = _value(rng, option_texts(name))
+            techniques["plan.pipeline"] = with_options(
+                _for_option(techniques["plan.pipeline"], name, rng), **{name: text}
+            )
+    free = [one for one in TECHNIQUES if one[0] != "plan.pipeline"]
     while len(sizes) + len(techniques) < count:
         name, text = rng.choice(free)
         techniques.setdefault(name, _value(rng, [text]))
@@ -143,9 +149,41 @@ def techniques() -> list[tuple[str, Any]]:
     for name, hint in field_types(Plan).items():
         if name in ("mesh", "rules"):
             continue
-        default = {field.name: field.default for field in dataclasses.fields(Plan)}[name]
+        default = getattr(Plan, name)
+        if is_record(default):
+            for inner, of_inner in field_types(type(default)).items():
+                texts = _texts(of_inner, getattr(default, inner))
+                rows += [(f"plan.{name}.{inner}", text) for text in texts]
+            continue
         rows += [(f"plan.{name}", text) for member in members(hint) for text in _texts(member, default)]
     return rows
+
+
+def option_texts(name: str) -> list[Any]:
+    """Texts of an option of a pipeline, or functions that draw one."""
+    hint, default = field_types(PipelinePlan)[name], getattr(PipelinePlan, name)
+    return [text for member in members(hint) for text in _texts(member, default)]
+
+
+def with_options(pipeline: str, **options: str) -> str:
+    """The text of a pipeline with some options, in place of those that it has.
+
+    Example:
+        >>> with_options("1f1b:2x4,stash=input", stash="residuals", lowering="phased")
+        '1f1b:2x4,lowering=phased'
+    """
+    hints = field_types(PipelinePlan)
+    values = {name: parse(text.replace("+", ","), hints[name], name) for name, text in options.items()}
+    return str(dataclasses.replace(PipelinePlan.parse(pipeline), **values))
+
+
+def _for_option(pipeline: str, name: str, rng: random.Random) -> str:
+    """A schedule for which an option means something."""
+    if name in ("anneal", "correction"):
+        return "pipemare:2"
+    if name == "synchronous_steps" and not PipelinePlan.parse(pipeline).asynchronous:
+        return "2bw:2x4"
+    return rng.choice(("gpipe:2x4", "lockstep:2x4")) if name == "lowering" else pipeline
 
 
 def _texts(hint: Any, default: Any) -> list[Any]:
@@ -222,19 +260,19 @@ def with_needs(techniques: Mapping[str, str], rng: random.Random) -> dict[str, s
     techniques |= KERNEL_NEEDS.get(kernel, {})
     if techniques["optimizer.name"].startswith("one_bit"):
         techniques |= ONE_BIT_NEEDS
-    if techniques.get("plan.gradients") == "host":
-        techniques["plan.weights"] = "host"
-    if techniques.get("plan.weights") == "host" and techniques["optimizer.name"] in WHOLE:
-        techniques.setdefault("plan.optimizer_state", "host")
-    if techniques.get("plan.master") == "split" or techniques.get("plan.reduce") == "bfloat16":
+    if techniques.get("plan.offload.gradients") == "host":
+        techniques["plan.offload.weights"] = "host"
+    if techniques.get("plan.offload.weights") == "host" and techniques["optimizer.name"] in WHOLE:
+        techniques.setdefault("plan.offload.optimizer_state", "host")
+    if techniques.get("plan.state.master") == "split" or techniques.get("plan.reduce") == "bfloat16":
         techniques["plan.precision"] = "bfloat16"
     pipeline = techniques.get("plan.pipeline")
-    if pipeline is not None and "plan.stages" in techniques:
+    if pipeline is not None and PipelinePlan.parse(pipeline).stages is not None:
         plan = PipelinePlan.parse(pipeline)
         stages = 2 if plan.name == "auto" else plan.schedule().stages
-        techniques["plan.stages"] = ",".join(map(str, _parts(rng, LAYERS, stages)))
+        techniques["plan.pipeline"] = with_options(pipeline, stages="+".join(map(str, _parts(rng, LAYERS, stages))))
     if _streams(techniques) and techniques.get("plan.memory", "").startswith("offload"):
-        techniques["plan.stash"] = "input"
+        techniques["plan.pipeline"] = with_options(techniques["plan.pipeline"], stash="input")
     return techniques
 
 
@@ -263,20 +301,12 @@ def without_conflicts(techniques: Mapping[str, str], rng: random.Random) -> dict
     techniques = dict(techniques)
     if techniques["optimizer.name"].startswith("one_bit") and {"plan.reduce", "plan.diloco"} & set(techniques):
         techniques["optimizer.name"] = "adamw"  # each specifies what replicas send
-    if {"plan.attention", "plan.loss_chunk"} & set(techniques):
-        techniques.pop("plan.kernels", None)  # which would ask for it again
     if techniques.get("plan.kernels", "").partition("=")[0] == "adam8":
         techniques.pop("optimizer.momentum", None)
     pipeline = techniques.get("plan.pipeline")
     if pipeline is not None:
         techniques.pop("plan.microbatches", None)
-        if "plan.anneal" in techniques or "plan.correction" in techniques:
-            techniques["plan.pipeline"] = "pipemare:2"
-        if "plan.synchronous_steps" in techniques and not PipelinePlan.parse(pipeline).asynchronous:
-            techniques["plan.pipeline"] = "2bw:2x4"
-        if techniques.get("plan.lowering") == "phased":
-            techniques["plan.pipeline"] = rng.choice(("gpipe:2x4", "lockstep:2x4"))
-    ranks = 1 if pipeline is None else PipelinePlan.parse(techniques["plan.pipeline"]).ranks or 1
+    ranks = 1 if pipeline is None else PipelinePlan.parse(pipeline).ranks or 1
     for field in ("plan.sequence_parallel", "plan.zero"):
         if ranks * math.prod(axes_needed(with_needs(techniques, rng)).values()) > DEVICES:
             techniques.pop(field, None)
@@ -349,10 +379,10 @@ def _codec_text(codec: type[Codec], rng: random.Random) -> str:
     return text
 
 
-def kernel_choices() -> list[str]:
-    """Choices of kernels that run everywhere."""
+def kernel_choices() -> list[Any]:
+    """Choices of kernels that run everywhere, and functions that draw a chunk of the loss, as many as for attention."""
     pairs = [f"{kernel}={one}" for kernel, names in KNOWN.items() for one in names if one not in PLATFORMS]
-    return ["reference", *pairs]
+    return ["reference", *pairs, *(lambda rng: f"loss_chunk={rng.choice((2, 4, 8))}" for _ in range(3))]
 
 
 VALUES: dict[Any, Callable[[], list[Any]]] = {
@@ -361,11 +391,11 @@ VALUES: dict[Any, Callable[[], list[Any]]] = {
     NamedCodec: lambda: [functools.partial(_codec_text, codec) for codec in CODECS.values()],
     Diloco: lambda: [lambda rng: f"every={rng.choice((1, 2, 2))}" + (",momentum=0" if rng.random() < 0.3 else "")],
     Kernels: kernel_choices,
-    tuple[int, ...]: lambda: ["()"],  # layers of each stage, which `with_needs` counts
+    tuple[int, ...]: lambda: ["1"],  # layers of each stage, which `with_needs` counts
 }
 """Texts of the types with a grammar of their own, or functions that draw one."""
 KERNEL_NEEDS = {
-    "adam8": {"plan.state": "int8", "optimizer.name": "adamw", "optimizer.learning_rate": "0.003"},
+    "adam8": {"plan.state.moments": "int8", "optimizer.name": "adamw", "optimizer.learning_rate": "0.003"},
     "quantize": {"plan.reduce": "int8"},
     "top_k": {"plan.reduce": "topk:0.25,warmup=0"},
 }

@@ -23,9 +23,9 @@ from jaxscale.errors import UserError
 TECHNIQUES: tuple[dict[str, str], ...] = (
     *({"plan.reduce": text} for text in ("int8", "int4", "onebit", "qsgd:4bit", "qsgd:8bit")),
     *({"plan.reduce": f"{name}:{share},warmup=0"} for name in ("topk", "dgc") for share in CODEC_VALUES["fraction"]),
-    *({"plan.state": text} for text in ("int8", "dynamic8", "int4", "fp8")),
+    *({"plan.state.moments": text} for text in ("int8", "dynamic8", "int4", "fp8")),
     {"plan.precision": "bfloat16"},
-    {"plan.master": "split", "plan.precision": "bfloat16"},
+    {"plan.state.master": "split", "plan.precision": "bfloat16"},
     *({"plan.matmul": text} for text in ("fp8", "int8", "int4")),
     *({"plan.matmul": text, "plan.precision": "bfloat16"} for text in ("fp8", "int8", "int4")),
     *({"optimizer.name": f"one_bit_{rule}", **ONE_BIT_NEEDS} for rule in ("adam", "lamb")),
@@ -40,7 +40,7 @@ LAYOUTS: tuple[dict[str, str], ...] = (
     {"mesh": "replica:2,fsdp:2,tensor:2", "zero": "2"},
     {"mesh": "replica:2", "microbatches": "2"},
     {"mesh": "replica:2", "microbatches": "4"},
-    {"mesh": "replica:2", "attention": "chunked"},
+    {"mesh": "replica:2", "kernels": "attention=chunked"},
 )
 RULES = (SGD, *({"optimizer.name": name, "optimizer.learning_rate": "0.003"} for name in ("adamw", "ademamix")))
 SEEDS = range(6)

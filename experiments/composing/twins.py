@@ -35,12 +35,10 @@ from jaxscale.values import override
 
 VOCAB = 90
 """No multiple of the devices, so that a vocabulary over an axis is padded."""
-LOSSY = ("precision", "matmul", "reduce", "diloco", "state", "master")
+LOSSY = ("precision", "matmul", "reduce", "diloco", "state.moments", "state.master")
 """Fields of the plan that change the numbers by design. Every other field, a new one too, must not."""
 EXACT_VALUES = {"matmul": ("high", "highest")}
 """Values of these that change no number on a CPU."""
-STALE = ("pipeline", "stages", "stash", "anneal", "correction", "synchronous_steps")
-"""Fields of an asynchronous pipeline, which changes the numbers too."""
 NUDGES = {"float32": 1e-7, "bfloat16": 1e-4}
 """Relative sizes of nudges by the type computed in: an ulp, and what takes a few numbers in a hundred to the next."""
 NUDGE_OF_BFLOAT16 = 1e-3
@@ -150,7 +148,7 @@ def stale(draw: Draw) -> dict[str, str]:
     if pipeline is None or not PipelinePlan.parse(pipeline).asynchronous:
         return {}
     rule = MemoryPlan.parse(draw.plan.get("memory", "none"))
-    fields = (*STALE, "memory") if recomputes_newer(draw) and rule.budget is None else STALE
+    fields = ("pipeline", "memory") if recomputes_newer(draw) and rule.budget is None else ("pipeline",)
     return {name: text for name, text in draw.plan.items() if name in fields}
 
 
@@ -165,13 +163,13 @@ def lossy(draw: Draw) -> dict[str, dict[str, str]]:
     """Techniques of the combination that change the numbers, by name: the changes of each, with what it needs.
 
     Example:
-        >>> lossy(Draw((("plan.master", "split"), ("plan.mesh", "fsdp:2"), ("plan.precision", "bfloat16"))))
-        {'master': {'precision': 'bfloat16', 'master': 'split'}}
+        >>> lossy(Draw((("plan.mesh", "fsdp:2"), ("plan.precision", "bfloat16"), ("plan.state.master", "split"))))
+        {'state.master': {'precision': 'bfloat16', 'state.master': 'split'}}
     """
     plan = draw.plan
     exact = EXACT_VALUES if "precision" in plan else {**EXACT_VALUES, "reduce": ("float32",)}
     names = [name for name in plan if name in LOSSY and plan[name] not in exact.get(name, ())]
-    rounded = [name for name in names if name == "master" or plan[name] in ("float32", "bfloat16")]
+    rounded = [name for name in names if name == "state.master" or plan[name] in ("float32", "bfloat16")]
     computed = {"precision": plan["precision"]} if "precision" in plan else {}
     techniques = {
         name: {**(computed if name in rounded else {}), name: plan[name]}
@@ -244,7 +242,8 @@ def steps_of(draw: Draw) -> tuple[int, int]:
     plan = draw.plan
     waiting = 0
     if stale(draw):
-        waiting = int(plan.get("synchronous_steps", 0)) + 2 * (PipelinePlan.parse(plan["pipeline"]).ranks or 1)
+        pipeline = PipelinePlan.parse(plan["pipeline"])
+        waiting = pipeline.synchronous_steps + 2 * (pipeline.ranks or 1)
     shown = 3
     if "diloco" in plan:
         shown = 1 + 2 * Diloco.parse(plan["diloco"]).every

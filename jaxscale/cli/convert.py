@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 class ConvertState:
     """Convert a run's optimizer state to other bits.
 
-    A run continued under another --plan.state converts by itself.
+    A run continued under another --plan.state.moments converts by itself.
 
     Args:
         run_dir: directory of a run.

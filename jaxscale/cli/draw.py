@@ -56,7 +56,8 @@ class Draw:
         variant: one of the experiment's VARIANTS.
         platform: where it runs, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
         devices: unlike ones, along the pipe: the experiment's blocks are dealt out to them by their speed, and what
-            --plan.stages takes is told; several times as many as P are as many pipelines side by side (HetPipe).
+            the option stages of --plan.pipeline takes is printed; several times as many as P are as many pipelines side
+            by side (HetPipe).
         measured: draw the pipeline of this run, as the trace of its --profile steps shows it, and below it what these
             seconds of its actions come to on the --machine.
         machine: how devices wait for one another: for their neighbours, as ours do, or only for what they need, as do

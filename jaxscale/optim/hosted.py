@@ -161,7 +161,7 @@ def _check_devices(leaves: Sequence[Array]) -> str:
         raise UserError(
             "offload_state: a CPU of one device, where a program that donates such a state may end the process; leave "
             "offload_state out, for a CPU's memory is its host's, rehearse it on more devices (jax_num_cpu_devices), "
-            "or take --plan.optimizer-state streamed"
+            "or take --plan.offload.optimizer-state streamed"
         )
     return next(iter(devices)).platform
 

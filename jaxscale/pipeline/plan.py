@@ -3,13 +3,15 @@
 import dataclasses
 import functools
 import re
+from typing import Any, Literal
 
-from jaxscale.errors import UserError, unknown
+from jaxscale.errors import UserError, near_miss, unknown
 from jaxscale.pipeline.csv import read_csv
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.values import check_types
+from jaxscale.values import check_types, parse
+from jaxscale.values.annotations import field_types
 
 
 def _form(method: Method) -> str:
@@ -20,7 +22,19 @@ def _form(method: Method) -> str:
 FORMS = {**{name: _form(method) for name, method in METHODS.items()}, "auto": "auto:P", "file": "file:PATH"}
 """The text form of each name."""
 
+OPTIONS = ("v", "stages", "stash", "lowering", "anneal", "correction", "synchronous_steps")
+"""Options of the text form: stages a device, and the fields of `PipelinePlan`."""
 _SIZE = re.compile(r"(\d+)(?:x(\d+))?")
+
+
+def _option(text: str, key: str, value: str) -> Any:
+    """The value of an option, by its field's type.
+
+    Raises:
+        UserError: it is not of the type.
+    """
+    hint = int | None if key == "v" else field_types(PipelinePlan)[key]
+    return parse(value.replace("+", ","), hint, f"pipeline {text!r}: {key}")
 
 
 @functools.lru_cache(maxsize=128)
@@ -41,17 +55,32 @@ class PipelinePlan:
     | `auto:P` | schedule, microbatches and partition are chosen |
     | `file:PATH` | PyTorch's CSV, which says the rest |
 
+    Options follow the form, such as `1f1b:4x8,stash=input,stages=3+2+2+1`.
+
     Args:
         name: of a method, or auto or file.
         ranks: P, devices on the pipe axis; `None` of a file.
         microbatches: M, those of one update of the weights; `None` where the form has none.
         chunks: V; `None`: the method's own.
         path: of the file.
+        stages: blocks of each stage, in order; `None` gives every stage as many.
+        stash: what a stage keeps of a forward for its backward: what the memory plan says of each block, or its "input"
+            alone, and it runs again.
+        lowering: of the table: "switch", a branch for each kind of action, so that idle devices do nothing; or
+            "phased", kinds written out one after the other without any branch, where every tick is of one kind
+            (lockstep, gpipe): idle devices then compute on zeros, and what they compute is dropped.
+        anneal: updates over which the smaller rates of an asynchronous pipeline's stale stages fade (PipeMare's
+            rescheduling); 0: none; `None`: a quarter of the run for pipemare, else none.
+        correction: of the weights that pipemare's backwards read, what is left of a change after the delay, below 1; 0:
+            none; `None`: exp(-2) = 0.135.
+        synchronous_steps: of an asynchronous pipeline, to begin with: a warm-up, after which the pipe fills.
 
     Example:
         >>> plan = PipelinePlan.parse("interleaved:4x8,v=2")
         >>> str(plan), plan.schedule().stages
         ('interleaved:4x8,v=2', 8)
+        >>> PipelinePlan.parse("1f1b:2x4,stages=3+1,stash=input").stages
+        (3, 1)
         >>> PipelinePlan.parse("chimera:3x6")
         Traceback (most recent call last):
         jaxscale.errors.UserError: schedule chimera: got 3 devices, expected an even number: two directions share them
@@ -62,9 +91,20 @@ class PipelinePlan:
     microbatches: int | None = None
     chunks: int | None = None
     path: str | None = None
+    stages: tuple[int, ...] | None = None
+    stash: Literal["residuals", "input"] = "residuals"
+    lowering: Literal["switch", "phased"] = "switch"
+    anneal: int | None = None
+    correction: float | None = None
+    synchronous_steps: int = 0
 
     def __post_init__(self) -> None:
         check_types(self)
+        for name in ("anneal", "synchronous_steps"):
+            if (getattr(self, name) or 0) < 0:
+                raise UserError(f"pipeline {name}: got {getattr(self, name)}, expected 0 or more")
+        if self.correction is not None and not 0 <= self.correction < 1:
+            raise UserError(f"pipeline correction: got {self.correction}, expected 0 (none) or more, and less than 1")
         if self.name not in FORMS:
             raise unknown("pipeline schedule", self.name, FORMS)
         method = METHODS.get(self.name)
@@ -97,23 +137,38 @@ class PipelinePlan:
         name = head.lower()
         if name not in FORMS:
             raise unknown("pipeline schedule", name, FORMS)
+        size, *words = rest.split(",")
+        options: dict[str, Any] = {}
+        while words and (name != "file" or words[-1].partition("=")[0].strip() in OPTIONS):
+            key, _, value = (part.strip() for part in words.pop().partition("="))
+            if key in options or key not in OPTIONS:
+                hint = near_miss(key, OPTIONS)
+                raise UserError(
+                    f"pipeline {text!r}: got {f'{key}={value}' if value else key!r}, expected {FORMS[name]}, with "
+                    f"{', '.join(OPTIONS[1:])} as options, each once{hint}"
+                )
+            options[key] = _option(text, key, value)
+        chunks = options.pop("v", None)
         if name == "file":
-            return cls(name, path=rest or None)
-        size, *options = rest.split(",")
-        found = _SIZE.fullmatch(size.strip().lower())
-        if not found:
-            given = f"got {size!r}" if colon else "got no numbers"
-            raise UserError(f"pipeline {text!r}: {given}, expected {FORMS[name]}: P devices, M microbatches")
-        chunks = None
-        for option in options:
-            key, _, value = (part.strip() for part in option.partition("="))
-            if key != "v" or not value.isdecimal() or chunks is not None:
-                raise UserError(f"pipeline {text!r}: got {option.strip()!r}, expected {FORMS[name]}")
-            chunks = int(value)
-        ranks, microbatches = found.groups()
-        return cls(name, int(ranks), None if microbatches is None else int(microbatches), chunks)
+            return cls(name, path=",".join([size, *words]) or None, chunks=chunks, **options)
+        numbers = _SIZE.fullmatch(size.strip().lower())
+        if not numbers:
+            reason = f"got {size!r}" if colon else "got no numbers"
+            raise UserError(f"pipeline {text!r}: {reason}, expected {FORMS[name]}: P devices, M microbatches")
+        ranks, microbatches = numbers.groups()
+        return cls(name, int(ranks), None if microbatches is None else int(microbatches), chunks, **options)
 
     def __str__(self) -> str:
+        options = ""
+        for name in OPTIONS[1:]:
+            value = getattr(self, name)
+            if value != getattr(type(self), name):
+                options += f",{name}={'+'.join(map(str, value)) if isinstance(value, tuple) else value}"
+        return self.form + options
+
+    @property
+    def form(self) -> str:
+        """The text form without its options."""
         if self.path is not None:
             return f"file:{self.path}"
         size = str(self.ranks) if self.microbatches is None else f"{self.ranks}x{self.microbatches}"

@@ -123,7 +123,7 @@ def cheapest_fit(
     optima = [_largest(scales, rule, limit, found[0].kept) for rule in rules]
     best = min((one for one in optima if one is not None), key=lambda one: one.cost, default=None)
     # weights that stream from the host keep its link busy
-    if best is not None and scales.prices.scanned and plan.weights == "device":
+    if best is not None and scales.prices.scanned and plan.offload.weights == "device":
         host_limit = host_share(platform) if host_limit is None else host_limit
         best = _offloaded(scales, best, limit, host_limit) or best
     found += [candidate for candidate in map(scales.weigh, rest) if candidate is not None]
@@ -154,7 +154,7 @@ def menu_of(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
     if plan.unroll > 1:
         return ("none", "dots", "full")
     # segments of blocks need a model that hands its blocks over, and weights that lie on the device
-    whole = getattr(experiment.model, "foreign", False) or plan.weights == "host"
+    whole = getattr(experiment.model, "foreign", False) or plan.offload.weights == "host"
     return tuple(text for text in MENU if text != "sqrt" or not whole)
 
 
@@ -163,7 +163,7 @@ def searched(experiment: Experiment, plan: Plan, prices: Prices) -> tuple[str, .
     if plan.unroll > 1 or not prices.calls:
         return ()
     chain = len(prices.calls) > 1 and all(call.count == 1 for call in prices.calls)
-    chain = chain and not getattr(experiment.model, "foreign", False) and plan.weights == "device"
+    chain = chain and not getattr(experiment.model, "foreign", False) and plan.offload.weights == "device"
     return ("save", "chain") if chain else ("save",)
 
 

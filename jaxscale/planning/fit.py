@@ -149,7 +149,7 @@ class Fit:
         plan = self.estimate.plan
         told = [f"mesh {plan.mesh}", f"zero {plan.zero}", plan.precision, f"memory {plan.memory}"]
         told += [f"{plan.microbatches} microbatches"] * (plan.microbatches > 1)
-        told += [f"loss in chunks of {plan.loss_chunk}"] * (plan.loss_chunk is not None)
+        told += [f"loss in chunks of {plan.kernels.loss_chunk}"] * (plan.kernels.loss_chunk is not None)
         lines = [
             f"{self.name} on {self.platform}: {', '.join(told)}",
             *self.estimate.said,
@@ -336,13 +336,14 @@ def _changes(experiment: Experiment, now: Estimate) -> list[tuple[str, dict[str,
         changes.append((kinds.get("kept activations", 0), "--plan.memory full", {"memory": MemoryPlan("full")}))
     if plan.zero < 3 and plan.mesh.fsdp > 1:
         changes.append((states, "--plan.zero 3", {"zero": 3}))
-    if plan.optimizer_state == "device" and plan.weights == "device":
-        offload = {"optimizer_state": "streamed"}
-        changes.append((kinds.get("optimizer state", 0), "--plan.optimizer-state streamed", offload))
+    if plan.offload.optimizer_state == "device" and plan.offload.weights == "device":
+        offload = {"offload": dataclasses.replace(plan.offload, optimizer_state="streamed")}
+        changes.append((kinds.get("optimizer state", 0), "--plan.offload.optimizer-state streamed", offload))
     if plan.precision == "float32":
         changes.append((activations // 2, "--plan.precision bfloat16", {"precision": "bfloat16"}))
-    if plan.loss_chunk is None and plan.scores == "auto" and "loss" in kinds:
-        changes.append((kinds["loss"], "--plan.loss-chunk 256", {"loss_chunk": 256}))
+    if plan.kernels.loss_chunk is None and plan.kernels.scores == "auto" and "loss" in kinds:
+        chunked = dataclasses.replace(plan.kernels, loss_chunk=256)
+        changes.append((kinds["loss"], f"--plan.kernels {chunked}", {"kernels": chunked}))
     more = _more(experiment, plan, plan.microbatches)
     if more is not None:
         weight = (activations + kinds.get("loss", 0)) // 2

@@ -87,12 +87,11 @@ def pipeline_choice(
         assert one.partition is not None
         bounds = one.partition.boundaries
         layers = tuple(period * (after - before) for before, after in itertools.pairwise(bounds))
-        return dataclasses.replace(
-            plan,
-            pipeline=PipelinePlan.parse(str(one)),
-            stages=None if len(set(layers)) == 1 else layers,
-            stash=one.stash,
-        )
+        schedule = PipelinePlan.parse(str(one))
+        options = {"chunks": schedule.chunks, "stages": None if len(set(layers)) == 1 else layers, "stash": one.stash}
+        assert plan.pipeline is not None
+        numbers = {"name": schedule.name, "ranks": schedule.ranks, "microbatches": schedule.microbatches}
+        return dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, **numbers, **options))
 
     if limit is None:
         return settled(found.best), found
@@ -139,6 +138,6 @@ def in_turns(model: Model, period: int) -> Model:
 def _settled_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: int, counts: list[int]) -> int:
     """Bytes per device of weights, optimizer, the copy that computes and float32 gradients, stages alike."""
     pipeline = PipelinePlan.parse(f"gpipe:{ranks}x{counts[0]}")
-    step = described_step(experiment, platform, dataclasses.replace(plan, pipeline=pipeline, stages=None))
+    step = described_step(experiment, platform, dataclasses.replace(plan, pipeline=pipeline))
     weights, optimizer = local_bytes(step.layout.abstract.params), local_bytes(step.layout.abstract.optimizer)
     return weights * 2 + optimizer + (weights // 2 if plan.precision == "bfloat16" else 0)

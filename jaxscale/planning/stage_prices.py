@@ -53,11 +53,12 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
         UserError: more stages than blocks, devices or rows that do not divide, a chip whose rates nothing tells.
     """
     model = model_prices(experiment, platform, schedule.ranks, pipeline.shape()[1])
-    layers = experiment.plan.stages
+    planned = experiment.plan.pipeline
+    layers = None if planned is None else planned.stages
     if layers is None or len(layers) != schedule.stages or sum(layers) != len(model.blocks):
         layers = Stages.even(schedule, len(model.blocks)).layers
     links = (link_seconds(platform, model),) * schedule.ranks
-    return costs_of(model, layers, links, recompute=experiment.plan.stash == "input")
+    return costs_of(model, layers, links, recompute=experiment.plan.stages_keep == "input")
 
 
 def simulated(experiment: Experiment, platform: Platform, plan: Plan) -> Simulation | None:

@@ -8,8 +8,8 @@ prices of each kind of chip.
     Park et al. 2020, "HetPipe" (arXiv:2005.14038); Zhan and Zhang 2019, "Pipe-torch" (CBD).
 
 Left out: memory (ask `fit` of the platform with the smallest), the links between unlike machines, which no table has (a
-place's own chip's is taken), and training on them: one program runs on alike devices. What `--plan.stages` takes is
-printed.
+place's own chip's is taken), and training on them: one program runs on alike devices. What is printed is
+the option `stages` of a plan's pipeline.
 """
 
 import dataclasses
@@ -48,14 +48,15 @@ class Dealt:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Blocks of each stage: the plan's `stages`."""
+        """Blocks of each stage: the option `stages` of the plan's pipeline."""
         bounds = self.partition.boundaries
         return tuple(self.period * (after - before) for before, after in itertools.pairwise(bounds))
 
     def __str__(self) -> str:
         side = f", {self.workers} virtual workers side by side" if self.workers > 1 else ""
         gap = "" if self.partition.exact else f", at most {self.partition.seconds / self.partition.bound - 1:.1%} more"
-        return f"ranks on {', '.join(self.places)}{side}: --plan.stages {','.join(map(str, self.layers))}{gap}"
+        stages = "+".join(map(str, self.layers))
+        return f"ranks on {', '.join(self.places)}{side}: --plan.pipeline ...,stages={stages}{gap}"
 
 
 def devices_of(text: str, ranks: int) -> tuple[Platform, ...]:
@@ -109,7 +110,7 @@ def dealt(experiment: Experiment, groups: Sequence[Platform], pipeline: Pipeline
         seconds = {name: sum(price.forward for price in model.blocks) for name, model in prices.items()}
         slowness = {name: taken / min(seconds.values()) for name, taken in seconds.items()}
         places = virtual_workers(places, slowness, workers)
-    found = partition(prices, schedule, places, stash=experiment.plan.stash)
+    found = partition(prices, schedule, places, stash=experiment.plan.stages_keep)
     return Dealt(found, tuple(place.kind for place in places), workers, period)
 
 

@@ -20,7 +20,7 @@ from jaxscale.step.experiment import Experiment
 from jaxscale.step.functional import Functional
 from jaxscale.step.gradients import Objective, Whole
 from jaxscale.step.gradients_pipelined import Pipelined
-from jaxscale.step.host import advance_of, asked_of_host, check_host_size, uses_host
+from jaxscale.step.host import advance_of, check_host_size
 from jaxscale.step.layout import Layout, vocab_multiple
 from jaxscale.step.pipeline_async import AsyncPipeline, InFlight
 from jaxscale.step.plan import Plan
@@ -106,7 +106,7 @@ class Assembly:
             Incompatible: with the reason of a row, and the way round.
         """
         plan, stages, update = self.resolved.plan, self.resolved.stages, self.update
-        in_parts = plan.asynchronous or (uses_host(plan) and plan.optimizer_state != "host")
+        in_parts = plan.asynchronous or (plan.offload.any and plan.offload.optimizer_state != "host")
         mixing = first_mixing(update.plain, self.functional.params) if in_parts else None
         leaves = jax.tree.leaves(self.layout.abstract.optimizer)
         owners = self.layout.owners(update.whole)
@@ -139,8 +139,8 @@ class Assembly:
         layout.check_axes_used(experiment.model)
         layout.check_zero_used(self.update.whole)
         check_effect(experiment, layout)
-        if uses_host(plan):
-            check_host_memory(devices, asked_of_host(plan))
+        if plan.offload.any:
+            check_host_memory(devices, str(plan.offload))
         if kept:
             check_host_memory(devices, f"memory {plan.memory}")
         check_host_size(layout, host_memory(), kept)
@@ -198,7 +198,9 @@ class Assembly:
         residuals = () if stage is None else (CodecResiduals(stage, experiment.optimizer, plan.diloco is None),)
         if plan.diloco is not None:
             replicas = Replicas.of(plan, self.functional, layout, update.whole, stage)
-            advance = plainly(update.whole) if plan.optimizer_state == "device" else advance_of(plan, update, layout)
+            advance = (
+                plainly(update.whole) if plan.offload.optimizer_state == "device" else advance_of(plan, update, layout)
+            )
             return StepParts(
                 objective,
                 layout,

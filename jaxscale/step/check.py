@@ -81,10 +81,12 @@ def check_traced(step: "TrainStep", jaxpr: Any, batch: Batch) -> None:
                 "it turns activations or weights into float32 by itself: leave that to the plan, or ask for float32"
             )
     check_traced_products(plan, equations)
-    if plan.loss_chunk is not None and not _reads(step, batch, "loss_chunk", 1, None):
-        raise UserError(f"loss_chunk {plan.loss_chunk}: this model's loss is not one over positions; leave it out")
-    if plan.names_attention and not _reads(step, batch, "attention", "plain", "chunked"):
-        raise UserError(f"attention {plan.attends}: this model has no attention of ours; leave it out")
+    if plan.kernels.loss_chunk is not None and not _reads(step, batch, "loss_chunk", 1, None):
+        raise UserError(
+            f"loss_chunk {plan.kernels.loss_chunk}: this model's loss is not one over positions; leave it out"
+        )
+    if plan.kernels.names_attention and not _reads(step, batch, "attention", "plain", "chunked"):
+        raise UserError(f"attention {plan.kernels.attends}: this model has no attention of ours; leave it out")
 
 
 def _keeps_all(decision: Decision | None) -> bool:
@@ -195,17 +197,17 @@ def check_state_bits(plan: Plan, state: Any) -> None:
     Raises:
         NoEffect: no array is quantized, or one takes more than its bits and a scale for each block.
     """
-    if plan.state == "float32":
+    if plan.state.moments == "float32":
         return
-    bits = 4 if plan.state == "int4" else 8
+    bits = 4 if plan.state.moments == "int4" else 8
     found = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_quantized) if is_quantized(leaf)]
     if not found:
-        raise NoEffect(f"state {plan.state}: the compiled step keeps no moment in {bits} bits")
+        raise NoEffect(f"state {plan.state.moments}: the compiled step keeps no moment in {bits} bits")
     for array in found:
         taken, asked = leaf_bytes(array.codes) + leaf_bytes(array.scale), bits / 8 + 4 / array.block
         if taken > 1.01 * asked * array.size:
             raise NoEffect(
-                f"state {plan.state}: the compiled step keeps a moment of shape {array.shape} in "
+                f"state {plan.state.moments}: the compiled step keeps a moment of shape {array.shape} in "
                 f"{taken / array.size:.2f} bytes a number, and {asked:.2f} was asked for"
             )
 

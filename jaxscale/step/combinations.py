@@ -85,11 +85,11 @@ def check(facts: Facts) -> None:
         Incompatible: with the first such row's reason, and the way round.
 
     Example:
-        >>> from jaxscale.step.plan import Plan
-        >>> Plan(gradients="host")
+        >>> from jaxscale.step.plan import OffloadPlan, Plan
+        >>> Plan(offload=OffloadPlan(gradients="host"))
         Traceback (most recent call last):
-        jaxscale.step.combinations.Incompatible: gradients host: they go there from weights that come from there; add \
-weights host
+        jaxscale.step.combinations.Incompatible: offload.gradients host: they go there from weights that come from \
+there; add offload.weights host
     """
     for rule in RULES:
         text = rule.refusal(facts)
@@ -140,7 +140,6 @@ RULES: tuple[Rule, ...] = (
         "nothing specifies what the devices along pipe do",
         "add a pipeline such as 1f1b:4x16",
     ),
-    Requirement(asked.without_pipeline, lambda facts: False, "there is no pipeline", "add one, or leave it out"),
     # numbers
     Requirement(
         asked.field("reduce", "bfloat16"),
@@ -152,32 +151,32 @@ RULES: tuple[Rule, ...] = (
         asked.split,
         lambda facts: facts.plan.precision == "bfloat16",
         "its weights are bfloat16, which the passes read, and precision is {precision}",
-        "add precision bfloat16, or take master float32",
+        "add precision bfloat16, or take state.master float32",
     ),
     Exclusion(
         asked.split,
         asked.field("reduce", "float32"),
         "gradients of bfloat16 weights are bfloat16",
-        "leave reduce out, or take master float32",
+        "leave reduce out, or take state.master float32",
     ),
     # host memory
     Requirement(
         asked.gradients_host,
-        lambda facts: facts.plan.weights == "host",
+        lambda facts: facts.plan.offload.weights == "host",
         "they go there from weights that come from there",
-        "add weights host",
+        "add offload.weights host",
     ),
     Exclusion(
         asked.gradients_host,
         asked.microbatches,
         "nothing adds up the gradients of several microbatches there",
-        "take gradients device, or microbatches 1",
+        "take offload.gradients device, or microbatches 1",
     ),
     Exclusion(
         asked.gradients_host,
         asked.pipeline,
         "nothing adds up the gradients of its microbatches there",
-        "take gradients device, or leave the pipeline out",
+        "take offload.gradients device, or leave the pipeline out",
     ),
     *(
         Exclusion(
@@ -205,20 +204,20 @@ RULES: tuple[Rule, ...] = (
         asked.weights_host,
         asked.foreign,
         "weights are streamed to the blocks of layers.Stack and layers.Chain",
-        "take optimizer_state streamed or host",
+        "take offload.optimizer_state streamed or host",
     ),
     Requirement(
         asked.host_updates_by_slices,
         lambda facts: facts.mixing is None,
         "this optimizer's update mixes elements of a tensor ({mixing}), so it can't be run slice by slice",
-        "take adamw, lamb, lion or sgd, or optimizer_state host, whose update is of whole tensors",
+        "take adamw, lamb, lion or sgd, or offload.optimizer_state host, whose update is of whole tensors",
     ),
     # what replicas send
     Exclusion(
         asked.codec,
         asked.gradients_host,
         "a codec takes the gradients of a whole step on the device, and gradients on the host come block by block",
-        "take gradients device, or leave reduce out",
+        "take offload.gradients device, or leave reduce out",
     ),
     Exclusion(asked.codec, asked.model_state, OF_THE_WHOLE_BATCH, "{no_codec}, or take a model without"),
     Exclusion(asked.codec, asked.foreign_over_tensor, LOOK_UPS, "take a mesh without tensor"),
@@ -253,15 +252,15 @@ RULES: tuple[Rule, ...] = (
         asked.diloco,
         asked.weights_host,
         "each replica has weights of its own, on the device",
-        "take weights device, or leave diloco out",
+        "take offload.weights device, or leave diloco out",
     ),
     Exclusion(
         asked.diloco,
         asked.state_host,
         "the host would update each replica's own weights, which lie on the device",
-        "take optimizer_state streamed, or leave diloco out",
+        "take offload.optimizer_state streamed, or leave diloco out",
     ),
-    Exclusion(asked.diloco, asked.split, "ways back are taken of float32 weights", "take master float32"),
+    Exclusion(asked.diloco, asked.split, "ways back are taken of float32 weights", "take state.master float32"),
     Exclusion(asked.diloco, asked.model_state, OF_THE_WHOLE_BATCH, "leave diloco out, or take a model without"),
     Exclusion(asked.diloco, asked.foreign_over_tensor, LOOK_UPS, "take a mesh without tensor"),
     # pipelines
@@ -273,7 +272,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *(
         Exclusion(
-            asked.changed(name),
+            asked.option(name),
             asked.newest_weights,
             "its gradients are of the newest weights",
             "leave it out, or take pipemare:P",
@@ -281,26 +280,28 @@ RULES: tuple[Rule, ...] = (
         for name in ("anneal", "correction", "synchronous_steps")
     ),
     Exclusion(
-        lambda facts: asked.changed("correction")(facts) if facts.plan.correction else None,
+        asked.correction,
         asked.own_weights,
         "its backwards read the weights of their forwards",
         "leave it out, or take pipemare:P",
     ),
-    Exclusion(asked.field("lowering", "phased"), asked.asynchronous, "its ticks mix kinds", "leave it out"),
+    Exclusion(asked.phased, asked.asynchronous, "its ticks mix kinds", "leave it out"),
     Exclusion(
         asked.weights_host,
         asked.copied,
         "two devices have each stage, and its weights go from one to the other in every step",
-        "take another pipeline, or weights device",
+        "take another pipeline, or offload.weights device",
     ),
     # asynchronous pipelines
     Exclusion(
         asked.split,
         asked.asynchronous,
         "its stages keep older weights whole",
-        "take master float32, or a synchronous pipeline",
+        "take state.master float32, or a synchronous pipeline",
     ),
-    Exclusion(asked.weights_host, asked.asynchronous, OWN_COPIES, "take weights device, or a synchronous pipeline"),
+    Exclusion(
+        asked.weights_host, asked.asynchronous, OWN_COPIES, "take offload.weights device, or a synchronous pipeline"
+    ),
     Exclusion(
         asked.state_off,
         asked.asynchronous,
@@ -333,10 +334,10 @@ RULES: tuple[Rule, ...] = (
         "take a synchronous pipeline, or leave diloco out",
     ),
     Exclusion(
-        lambda facts: asked.memory("offload")(facts) if facts.plan.stash == "residuals" else None,
+        lambda facts: asked.memory("offload")(facts) if facts.plan.stages_keep == "residuals" else None,
         asked.asynchronous,
         "what its stages keep is in flight from step to step, and lies on the device",
-        "add stash input, with which a stage offloads within its backward, or take a synchronous pipeline",
+        "add the option stash=input, with which a stage offloads within its backward, or take a synchronous pipeline",
     ),
     Requirement(
         asked.asynchronous,
@@ -358,7 +359,7 @@ RULES: tuple[Rule, ...] = (
         asked.residuals,
         asked.unlike,
         "what a stage keeps has shapes of its own, and slots are alike",
-        "add stash input",
+        "add the option stash=input",
     ),
     *(
         Exclusion(
@@ -379,7 +380,7 @@ RULES: tuple[Rule, ...] = (
         asked.weights_host,
         asked.unlike,
         "a stage's weights travel as one flat array, whole on its device",
-        "take weights device, or optimizer_state host",
+        "take offload.weights device, or offload.optimizer_state host",
     ),
     Exclusion(asked.codec, asked.unlike, "codecs are made for weights that stages have", "{no_codec}"),
     Exclusion(
@@ -388,10 +389,5 @@ RULES: tuple[Rule, ...] = (
         "it looks at all blocks in sequence, and a stage has some",
         "take none, dots or full",
     ),
-    # two ways to ask for the same
-    Exclusion(
-        asked.field("attention", "plain", "chunked", "splash"), asked.attention_named, "both choose it", "leave one out"
-    ),
-    Exclusion(asked.changed("loss_chunk"), asked.scores_named, "its cross_entropy takes no chunk", "leave one out"),
 )
 """Every rule, in the order in which a combination is checked."""

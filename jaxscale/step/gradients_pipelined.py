@@ -64,7 +64,7 @@ class Pipelined:
     @functools.cached_property
     def training(self) -> Tables:
         """Actions of each tick of a step."""
-        return tabulate(self.schedule, self.planned.plan.stash)
+        return tabulate(self.schedule, self.planned.plan.stages_keep)
 
     @functools.cached_property
     def scoring(self) -> Tables:
@@ -183,6 +183,8 @@ class Pipelined:
         else:
             copies, specs = jax.vmap(self._copies, spmd_axis_name=REPLICA_AXIS)(weights), _of_replicas(specs)
         staged, shared = self.split(copies)
+        pipeline = self.planned.plan.pipeline
+        assert pipeline is not None
         frozen = self.split(state.params)[0] if self._streams else None
         rows = PartitionSpec(None, BATCH_AXES)
 
@@ -204,7 +206,7 @@ class Pipelined:
                 x,
                 axis=PIPE_AXIS,
                 manual=MANUAL,
-                lowering=self.planned.plan.lowering,
+                lowering=pipeline.lowering,
                 readers=readers,
                 hosted=blocks.treatment().hosted,
                 frozen=frozen,
@@ -295,7 +297,7 @@ class Pipelined:
     @property
     def _streams(self) -> bool:
         """Whether the weights of stages come from the host."""
-        return self.planned.plan.weights == "host"
+        return self.planned.plan.offload.weights == "host"
 
     def _copies(self, params: Params) -> Params:
         """The weights that stages read: in the type computed in, and what they share gathered over the pipe axis.

@@ -20,18 +20,13 @@ from jaxscale.optim.elementwise import first_mixing
 from jaxscale.optim.offloaded import Advance, on_host, plainly, streamed
 from jaxscale.optim.slices import cut
 from jaxscale.sharding.memory_space import COPY, HOST_KIND, rehearses
-from jaxscale.step.layout import Layout, local_bytes, masters_on_host
+from jaxscale.step.layout import Layout, local_bytes
 from jaxscale.step.plan import Plan
 from jaxscale.step.update import Update
 from jaxscale.step.wire_checks import NoEffect
 from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Params
 from jaxscale.values.byte_sizes import bytes_text
-
-
-def uses_host(plan: Plan) -> bool:
-    """Whether a plan leaves weights or optimizer state on the host."""
-    return masters_on_host(plan) or plan.optimizer_state != "device"
 
 
 def check_host_size(layout: Layout, host_bytes: int | None, kept: int = 0) -> None:
@@ -54,8 +49,8 @@ def check_host_size(layout: Layout, host_bytes: int | None, kept: int = 0) -> No
     here = jax.local_devices()
     count = sum(device in here for device in layout.mesh.devices.flat)
     if each * count > host_bytes:
-        asked = [asked_of_host(plan)] * uses_host(plan) + [f"memory {plan.memory}"] * (kept > 0)
-        twice = " (of the state twice, with the copy of a checkpoint)" if uses_host(plan) else ""
+        asked = [str(plan.offload)] * plan.offload.any + [f"memory {plan.memory}"] * (kept > 0)
+        twice = " (of the state twice, with the copy of a checkpoint)" if plan.offload.any else ""
         raise UserError(
             f"{', '.join(asked)}: {bytes_text(each)} for each of {count} devices lies on their host{twice}: "
             f"{bytes_text(each * count)}, and the host has {bytes_text(host_bytes)}; take more hosts, or keep more on "
@@ -63,19 +58,11 @@ def check_host_size(layout: Layout, host_bytes: int | None, kept: int = 0) -> No
         )
 
 
-def asked_of_host(plan: Plan) -> str:
-    """What of a plan is on the host, as the user wrote it."""
-    places = {name: getattr(plan, name) for name in ("weights", "gradients", "optimizer_state")}
-    return ", ".join(f"{name} {place}" for name, place in places.items() if place != "device")
-
-
 def describe(layout: Layout) -> list[str]:
     """What a user should know of a plan's offload before the first step; nothing where there is none."""
-    if not uses_host(layout.plan):
+    if not layout.plan.offload.any:
         return []
-    lines = [
-        f"{asked_of_host(layout.plan)}: {bytes_text(local_bytes(layout.abstract, host=True))} per device on the host"
-    ]
+    lines = [f"{layout.plan.offload}: {bytes_text(local_bytes(layout.abstract, host=True))} per device on the host"]
     if rehearses(layout.mesh.devices.flat):
         lines.append("a rehearsal: a CPU has no memory but its host's, so the values are right and nothing is moved")
     return lines
@@ -93,21 +80,21 @@ def check_host_bytes(layout: Layout, memory: Any, as_text: Callable[[], str | No
         NoEffect: less lies on the host than the plan puts there, or the step brings a whole stack of it to the device
             at once, which saves nothing.
     """
-    if not uses_host(layout.plan) or rehearses(layout.mesh.devices.flat):
+    if not layout.plan.offload.any or rehearses(layout.mesh.devices.flat):
         return
     planned, found = local_bytes(layout.abstract, host=True), memory.host_argument_size_in_bytes
     if found < planned:
         raise NoEffect(
-            f"{asked_of_host(layout.plan)}: {found} bytes of the compiled step lie on the host, and {planned} should"
+            f"{layout.plan.offload}: {found} bytes of the compiled step lie on the host, and {planned} should"
         )
-    if layout.plan.weights == "device" and layout.plan.optimizer_state == "host":
+    if layout.plan.offload.weights == "device" and layout.plan.offload.optimizer_state == "host":
         return  # the passes read a whole copy of the weights
     text = as_text() or ""
     # weights outside of blocks are copied to the device for the step
     copied = {
         leaf.sharding.shard_shape(leaf.shape)
         for name, leaf in named_leaves(layout.abstract.params).items()
-        if masters_on_host(layout.plan) and not of_a_block(name)
+        if layout.plan.offload.masters and not of_a_block(name)
     }
     for leaf in jax.tree.leaves(layout.abstract):
         local = leaf.sharding.shard_shape(leaf.shape)
@@ -116,7 +103,7 @@ def check_host_bytes(layout: Layout, memory: Any, as_text: Callable[[], str | No
         pieces = cut(leaf.shape, leaf.dtype.itemsize, leaf.sharding).pieces
         if pieces > 1 and brought_whole(text, local):
             raise NoEffect(
-                f"{asked_of_host(layout.plan)}: the compiled step brings a whole array of shape {local} to the device "
+                f"{layout.plan.offload}: the compiled step brings a whole array of shape {local} to the device "
                 f"at once, where {pieces} slices should come one by one: it saves nothing"
             )
 
@@ -143,9 +130,9 @@ def advance_of(plan: Plan, update: Update, layout: Layout) -> Advance:
         update: the optimizer.
         layout: where its state lies.
     """
-    if plan.optimizer_state == "host":
+    if plan.offload.optimizer_state == "host":
         return on_host(update.rule, clip=update.clip)
-    if not uses_host(plan):
+    if not plan.offload.any:
         return update.fused or plainly(update.whole)
 
     def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -173,7 +160,7 @@ def streamed_weights(
         gradients: `NamedSharding` of each gradient.
     """
     by_path = jax.tree_util.tree_map_with_path
-    there = plan.gradients == "host"
+    there = plan.offload.gradients == "host"
 
     def moving(path: Any, param: Array, copy: Array, sharding: NamedSharding) -> Array:
         if not of_a_block(path_name(path)):

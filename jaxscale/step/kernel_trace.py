@@ -61,7 +61,7 @@ class KernelTrace:
 
     def _note_update(self) -> None:
         """Note that no kernel steps a state in few bits, where none has been asked."""
-        if self._plan.state == "float32" or any(one.kernel == "adam8" for one, _ in self._notes):
+        if self._plan.state.moments == "float32" or any(one.kernel == "adam8" for one, _ in self._notes):
             return
         device = getattr(self._mesh, "abstract_device", None) or self._mesh.devices.flat[0]
         why = self._unfused or "no moment lies as the kernel takes it"

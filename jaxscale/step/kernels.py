@@ -8,16 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.errors import UserError, near_miss, unknown
+from jaxscale.values import parse
 
 KNOWN = {
-    "attention": ("tpu", "gpu", "cudnn", "chunked", "reference"),
+    "attention": ("tpu", "gpu", "cudnn", "splash", "chunked", "plain", "reference"),
     "adam8": ("reference",),
     "cross_entropy": ("tpu", "chunked", "reference"),
     "quantize": ("tpu", "gpu", "reference"),
     "top_k": ("tpu", "gpu", "reference"),
 }
 """Implementations that can be named, of the kernels that a step takes by name: those of `pallas_kernels`."""
-PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu"}
+PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu", "splash": "tpu"}
 """Where an implementation runs that does not run everywhere."""
 CODECS = ("quantize", "top_k")
 """Kernels that codecs take, of whichever layer: they are named by `pallas_kernels.dispatch.naming`."""
@@ -25,15 +26,18 @@ CODECS = ("quantize", "top_k")
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Implementations by kernel: "auto", "reference", or "KERNEL=IMPLEMENTATION[,...]".
+    """Implementations by kernel: "auto", "reference", or "KERNEL=IMPLEMENTATION[,...]"; and "loss_chunk=POSITIONS".
 
     Args:
         default: "auto" takes the best that runs on the platform; "reference" takes plain JAX.
         named: (kernel, implementation), of kernels that are not to follow the default.
+        loss_chunk: target positions of a row that the loss scores at a time; `None` scores all at once.
 
     Example:
         >>> Kernels.parse("attention=chunked").of("attention"), Kernels.parse("reference").of("attention")
         ('chunked', 'reference')
+        >>> str(Kernels.parse("reference,loss_chunk=128"))
+        'reference,loss_chunk=128'
         >>> Kernels.parse("atention=chunked")
         Traceback (most recent call last):
         jaxscale.errors.UserError: unknown kernel 'atention': expected one of adam8, attention, \
@@ -42,8 +46,11 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
 
     default: str = "auto"
     named: tuple[tuple[str, str], ...] = ()
+    loss_chunk: int | None = None
 
     def __post_init__(self) -> None:
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise UserError(f"kernels loss_chunk: got {self.loss_chunk}, expected a whole number >= 1")
         if self.default not in ("auto", "reference"):
             raise unknown("choice of kernels", self.default, ("auto", "reference"))
         for kernel, implementation in self.named:
@@ -53,6 +60,8 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
                 raise unknown(f"implementation of {kernel}", implementation, KNOWN[kernel])
         if len(dict(self.named)) < len(self.named):
             raise UserError(f"kernels {self}: got a kernel twice, expected each once")
+        if self.loss_chunk is not None and self.scores in ("tpu", "reference"):
+            raise UserError(f"kernels {self}: cross_entropy {self.scores} takes no chunk; leave one out")
 
     @classmethod
     def parse(cls, text: str) -> "Kernels":
@@ -62,22 +71,41 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
             UserError: an unknown kernel or implementation, with the near miss.
         """
         words = [word.strip() for word in text.split(",")]
-        if words in (["auto"], ["reference"]):
-            return cls(words[0])
-        pairs = []
+        default = words.pop(0) if words[0] in ("auto", "reference") else "auto"
+        pairs, chunk = [], None
         for word in words:
             kernel, equals, implementation = (part.strip() for part in word.partition("="))
+            if kernel == "loss_chunk" and equals and chunk is None:
+                chunk = parse(implementation, int, f"kernels {text!r}: loss_chunk")
+                continue
             if not equals:
-                hint = near_miss(word, ("auto", "reference", *KNOWN))
+                hint = near_miss(word, ("auto", "reference", "loss_chunk", *KNOWN))
                 raise UserError(
                     f"kernels {text!r}: expected auto, reference, or KERNEL=IMPLEMENTATION such as "
                     f"attention=chunked{hint}"
                 )
             pairs.append((kernel, implementation))
-        return cls(named=tuple(pairs))
+        return cls(default, tuple(pairs), chunk)
 
     def __str__(self) -> str:
-        return ",".join(f"{kernel}={implementation}" for kernel, implementation in self.named) or self.default
+        words = [f"{kernel}={implementation}" for kernel, implementation in self.named]
+        words += [f"loss_chunk={self.loss_chunk}"] * (self.loss_chunk is not None)
+        return ",".join([self.default, *words] if self.default != "auto" or not words else words)
+
+    @property
+    def names_attention(self) -> bool:
+        """Whether it asks for an implementation of attention, which a model must then have."""
+        return "attention" in dict(self.named)
+
+    @property
+    def attends(self) -> str:
+        """The implementation of attention that layers take."""
+        return {"reference": "plain"}.get(self.of("attention"), self.of("attention"))
+
+    @property
+    def scores(self) -> str:
+        """The implementation of cross-entropy that a loss takes: by `loss_chunk` ("auto"), or by name."""
+        return dict(self.named).get("cross_entropy", "auto")
 
     def of(self, kernel: str) -> str:
         """The implementation of a kernel: "auto", or a name of KNOWN."""

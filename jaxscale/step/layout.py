@@ -37,11 +37,6 @@ def effective_rules(plan: Plan) -> AxisRules:
     return rules if plan.pipeline is None else dataclasses.replace(rules, layers=(*rules.layers, PIPE_AXIS))
 
 
-def masters_on_host(plan: Plan) -> bool:
-    """Whether the float32 weights lie on the host between steps."""
-    return plan.weights == "host" or plan.optimizer_state == "host"
-
-
 def vocab_multiple(plan: Plan) -> int:
     """What the vocabulary must be padded to, to lie on its mesh axes."""
     assert plan.mesh is not None
@@ -66,21 +61,22 @@ def check_model(plan: Plan, model: Any) -> None:
                 f"{name}: {size} of them over {over}, which does not divide; change the mesh or the model, "
                 f"or keep {name} whole with --plan.rules.{name.replace('_', '-')} none"
             )
+    kernels = plan.kernels
     if getattr(model, "foreign", False):
         if plan.reduce == "float32" and plan.precision != "float32":
             raise UserError(
                 "reduce: float32 under bfloat16 needs jaxscale layers; this model reduces in bfloat16 (leave it out)"
             )
-        if plan.loss_chunk is not None:
+        if kernels.loss_chunk is not None:
             raise UserError(
                 "loss_chunk: this model computes its own loss, which can't be chunked from outside; leave it out"
             )
-        if plan.scores != "auto":
+        if kernels.scores != "auto":
             raise UserError(
-                f"kernels cross_entropy={plan.scores}: this model computes its own loss; leave it out of kernels"
+                f"kernels cross_entropy={kernels.scores}: this model computes its own loss; leave it out of kernels"
             )
-        if plan.names_attention:
-            raise UserError(f"attention: {plan.attends} is ours, and this model brings its own layers; leave it out")
+        if kernels.names_attention:
+            raise UserError(f"attention: {kernels.attends} is ours, and this model brings its own layers; leave it out")
         if plan.unroll > 1:
             raise UserError(f"unroll {plan.unroll}: this model runs its own layers, without our scan; leave it out")
     length = getattr(model, "context", None)
@@ -92,7 +88,7 @@ def check_model(plan: Plan, model: Any) -> None:
 
 def kept(plan: Plan, params: Params) -> Params:
     """Shapes of the weights that are kept between steps: float32, or the bfloat16 of split ones."""
-    if plan.master == "float32":
+    if plan.state.master == "float32":
         return params
     return jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16 if jnp.issubdtype(p.dtype, jnp.floating) else p.dtype),
@@ -167,7 +163,7 @@ class Layout:
 
             return jax.tree_util.tree_map_with_path(of, functional.params)
 
-        masters = tree("master", lambda _: masters_on_host(plan))
+        masters = tree("master", lambda _: plan.offload.masters)
 
         whole = NamedSharding(mesh, PartitionSpec())
         params = kept(plan, functional.params)
@@ -179,7 +175,7 @@ class Layout:
             lambda leaf, param, sharding: _alike(leaf, sharding if leaf.shape == param.shape else whole),
             opt,
             params,
-            tree("state", lambda _: plan.optimizer_state != "device"),
+            tree("state", lambda _: plan.offload.optimizer_state != "device"),
             transform_non_params=lambda _: whole,
             is_leaf=is_quantized,
         )
@@ -194,7 +190,7 @@ class Layout:
             watch=jax.tree.map(lambda _: whole, watch),
         )
         placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
-        gradients = tree("gradient", lambda name: plan.gradients == "host" and of_a_block(name))
+        gradients = tree("gradient", lambda name: plan.offload.gradients == "host" and of_a_block(name))
         return cls(plan, mesh, rules, placements, masters, gradients, tree("compute"), shardings, placed)
 
     def with_extra(self, name: str, abstract: Any) -> "Layout":

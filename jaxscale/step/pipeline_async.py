@@ -48,13 +48,13 @@ from jaxscale.step.extra import Program, lacks
 from jaxscale.step.gradients_pipelined import MANUAL, Pipelined
 from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS, Layout
 from jaxscale.step.naming import Naming, plain
+from jaxscale.step.plan import version_1
 from jaxscale.step.planned_model import PlannedModel, positive
 from jaxscale.step.rows import batch_shapes
 from jaxscale.step.stages import Stages
 from jaxscale.step.state import TrainState, Watch
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Batch
-from jaxscale.values import to_json
 
 IN_FLIGHT = "in_flight"
 """Name of the extra, which another plan, or another version, leaves behind."""
@@ -84,11 +84,11 @@ class AsyncPipeline:
 
     def __init__(self, planned: PlannedModel, stages: Stages, optimizer: optax.GradientTransformation) -> None:
         assert planned.plan.pipeline is not None
-        self.planned, self.stages = planned, stages
-        self.method = METHODS[planned.plan.pipeline.name]
+        self.planned, self.stages, self.plan = planned, stages, planned.plan.pipeline
+        self.method = METHODS[self.plan.name]
         self.ranks, self.group = stages.schedule.ranks, stages.schedule.microbatches
         self.synchronous = Pipelined(planned, stages, METHODS["1f1b"].schedule(self.ranks, self.group, None, 1))
-        self.stream = stream(self.method, self.ranks, self.group, planned.plan.stash)
+        self.stream = stream(self.method, self.ranks, self.group, self.plan.stash)
         self.remedies = self._remedies()
         self.advance = plainly(optimizer)
         self.batch = batch_shapes(planned.experiment)
@@ -102,23 +102,23 @@ class AsyncPipeline:
     @property
     def asked(self) -> str:
         """The user's request."""
-        return f"pipeline {self.planned.plan.pipeline}"
+        return f"pipeline {self.plan}"
 
     def __str__(self) -> str:
         plan, late = self.planned.plan, max(self.stream.delays)
         ages = f"gradients are up to {late} updates old" if late else "gradients are of the newest weights"
         clips = "" if self.planned.experiment.optimizer.clip is None else " clips by its own gradient's norm and"
-        first = plan.synchronous_steps
+        first = self.plan.synchronous_steps
         waits = f"the first {first} steps are synchronous, then " if first else ""
         whole = " x ".join(axis for axis in ("sequence", "tensor") if self.layout.mesh.shape[axis] > 1)
         copies = f"; what is in flight lies whole on every device along {whole}" if whole else ""
-        if self.stream.newest and (plan.memory.rule != "none" or plan.stash == "input"):
+        if self.stream.newest and (plan.memory.rule != "none" or plan.stages_keep == "input"):
             ages += ", and what is recomputed reads newer weights than its forward did"
         return f"{self.asked}: {waits}{ages}; each stage{clips} skips bad updates by itself{copies}"
 
     def _remedies(self) -> Remedies:
         """PipeMare's, as the plan says, or as published; others have none unless asked for."""
-        plan, pipemare = self.planned.plan, self.stream.newest
+        plan, pipemare = self.plan, self.stream.newest
         anneal = self.planned.experiment.steps // ANNEAL if pipemare else 0
         correction = CORRECTION if pipemare else 0.0
         anneal = anneal if plan.anneal is None else plan.anneal
@@ -263,7 +263,7 @@ class AsyncPipeline:
         The norm is that of all gradients that stages have updated by, together; 0 where none has. With a codec
         `wire_bytes` too, of the device that sends most, and `residual_norm`, of all that stages owe.
         """
-        first = self.planned.plan.synchronous_steps
+        first = self.plan.synchronous_steps
         if not first:
             return self._streamed(state, batch)
         return jax.lax.cond(state.step < first, self._waiting, self._streamed, state, dict(batch))
@@ -388,7 +388,7 @@ class InFlight:
         pipeline, flight = self.pipeline, abstract.extra[self.name]
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(flight)]
         planned = pipeline.planned
-        facts = [to_json(planned.plan), pipeline.stages.layers, planned.experiment.batch, jax.__version__, shapes]
+        facts = [version_1(planned.plan), pipeline.stages.layers, planned.experiment.batch, jax.__version__, shapes]
         mark = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
         prefix = f"{self.name}/{pipeline.method.name}-{mark}"
         return jax.tree_util.tree_map_with_path(lambda path, leaf: plain(f"{prefix}/{path_name(path)}", leaf), flight)

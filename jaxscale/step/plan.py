@@ -1,7 +1,8 @@
 """Plan: how to train, as a value. Everything that changes speed and memory and should not change the result is here."""
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from jaxscale.compression.named import NamedCodec
 from jaxscale.errors import UserError
@@ -12,13 +13,67 @@ from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.step.combinations import check
 from jaxscale.step.kernels import AUTO, Kernels
+from jaxscale.step.plan_json import MOVED, OF_PIPELINE, upgraded
 from jaxscale.step.requests import Facts
-from jaxscale.values import check_types, from_json, read_json
+from jaxscale.values import check_types, from_json, read_json, to_json
 
-PLAN_VERSION = 1
-"""Written to plan.json; a file of a newer version is refused by name."""
-OF_A_PIPELINE = ("stages", "stash", "lowering", "anneal", "correction", "synchronous_steps")
-"""Fields that mean something beside a pipeline alone."""
+PLAN_VERSION = 2
+"""Written to plan.json; a file of a newer version is refused by name, and one of version 1 is read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadPlan:
+    """Tensors in host memory.
+
+    Args:
+        weights: those that the passes read: on the device, or on the host, from where each block's come when it runs
+            (L2L, ZeRO-Infinity).
+        gradients: of streamed weights; the host's are read back slice by slice.
+        optimizer_state: on the device; on the host and "streamed" through it in slices (ZeRO-Infinity); or on the
+            "host", where its CPU updates it and the float32 weights (ZeRO-Offload).
+
+    Example:
+        >>> str(OffloadPlan(weights="host", optimizer_state="streamed"))
+        'weights host, optimizer_state streamed'
+    """
+
+    weights: Literal["device", "host"] = "device"
+    gradients: Literal["device", "host"] = "device"
+    optimizer_state: Literal["device", "streamed", "host"] = "device"
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    def __str__(self) -> str:
+        places = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return ", ".join(f"{name} {place}" for name, place in places.items() if place != "device")
+
+    @property
+    def masters(self) -> bool:
+        """Whether the float32 weights lie on the host between steps."""
+        return self.weights == "host" or self.optimizer_state == "host"
+
+    @property
+    def any(self) -> bool:
+        """Whether weights or optimizer state lie on the host."""
+        return self.masters or self.optimizer_state != "device"
+
+
+@dataclasses.dataclass(frozen=True)
+class StatePlan:
+    """Numbers that an optimizer keeps between steps.
+
+    Args:
+        moments: int8 (softsign and square-root companding), dynamic8 (Dettmers' map), int4, fp8, in blocks with a
+            scale; embeddings, heads, norms and small arrays stay float32.
+        master: float32 weights; or "split": the bfloat16 that passes read, and 8 bits of correction.
+    """
+
+    moments: Literal["float32", "int8", "dynamic8", "int4", "fp8"] = "float32"
+    master: Literal["float32", "split"] = "float32"
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,18 +86,7 @@ class Plan:
         sequence_parallel: Megatron's: norms and residuals are sharded over the tensor axis along the sequence.
         microbatches: parts a batch is processed in, one after the other, gradients added up.
         pipeline: the schedule by which stages of the model's blocks run on the devices of the pipe axis, such as
-            "1f1b:4x8": 4 stages, 8 microbatches; it sets both.
-        stages: blocks of each stage, in order; `None` gives every stage as many.
-        stash: what a stage keeps of a forward for its backward: what the memory plan says of each block, or its "input"
-            alone, and it runs again.
-        lowering: of a pipeline's table: "switch", a branch for each kind of action, so that idle devices do nothing; or
-            "phased", kinds written out one after the other without any branch, where every tick is of one kind
-            (lockstep, gpipe): idle devices then compute on zeros, and what they compute is dropped.
-        anneal: updates over which the smaller rates of an asynchronous pipeline's stale stages fade (PipeMare's
-            rescheduling); 0: none; `None`: a quarter of the run for pipemare, else none.
-        correction: of the weights that pipemare's backwards read, what is left of a change after the delay, below 1; 0:
-            none; `None`: exp(-2) = 0.135.
-        synchronous_steps: of an asynchronous pipeline, to begin with: a warm-up, after which the pipe fills.
+            "1f1b:4x8": 4 stages, 8 microbatches; it sets both. Options follow: "1f1b:4x8,stash=input".
         precision: type to compute in; parameters and optimizer state stay float32.
         matmul: precision of float32 matrix products, as in `jax.default_matmul_precision`; or what layers round their
             operands to, gradients too: fp8 (e4m3, e5m2), int8, int4 (radix-4 gradients, Sun et al.), all else as it is.
@@ -53,19 +97,11 @@ class Plan:
             nothing but single numbers crosses the replica axis in between, and a codec of `reduce` is then for what is
             sent at a meeting; `None` has them step together.
         memory: what the backward pass keeps of each block: "none" (all), "dots", "full" (recompute all).
-        weights: where the weights are that the passes read: on the device, or on the host, from where each block's come
-            when it runs (L2L, ZeRO-Infinity).
-        gradients: where those of streamed weights go; the host's are read back slice by slice.
-        optimizer_state: on the device; on the host and "streamed" through it in slices (ZeRO-Infinity); or on the
-            "host", where its CPU updates it and the float32 weights (ZeRO-Offload).
-        state: bits of the optimizer's moments: int8 (softsign and square-root companding), dynamic8 (Dettmers' map),
-            int4, fp8, in blocks with a scale; embeddings, heads, norms and small arrays stay float32.
-        master: what weights are kept in between steps: float32, or "split": the bfloat16 that passes read, and 8 bits
-            of correction.
-        loss_chunk: target positions of a row scored at a time by the loss; `None` scores all at once.
-        attention: implementation of attention: auto, plain, chunked (never holds S x S), splash (TPU).
+        offload: tensors in host memory.
+        state: numbers that the optimizer keeps.
         kernels: implementations of kernels: "auto", the best that run on the platform; "reference", plain JAX; or by
-            name, such as "attention=chunked,cross_entropy=tpu".
+            name, such as "attention=chunked,cross_entropy=tpu"; and "loss_chunk=128": target positions of a row that
+            the loss scores at a time.
         unroll: layers per iteration of the scan over layers; 1 under a memory rule that treats one layer at a time, and
             on a CPU under any.
         rules: mesh axes per logical axis.
@@ -75,29 +111,20 @@ class Plan:
         3
     """
 
+    moved: ClassVar[Mapping[str, str]] = MOVED
+
     mesh: MeshSpec | None = None
     zero: Literal[0, 1, 2, 3] = 0
     sequence_parallel: bool = False
     microbatches: int = 1
     pipeline: PipelinePlan | None = None
-    stages: tuple[int, ...] | None = None
-    stash: Literal["residuals", "input"] = "residuals"
-    lowering: Literal["switch", "phased"] = "switch"
-    anneal: int | None = None
-    correction: float | None = None
-    synchronous_steps: int = 0
     precision: Literal["float32", "bfloat16"] = "float32"
     matmul: Literal["default", "high", "highest", "fp8", "int8", "int4"] = "default"
     reduce: Literal["float32", "bfloat16"] | NamedCodec | None = None
     diloco: Diloco | None = None
     memory: MemoryPlan = MemoryPlan()
-    weights: Literal["device", "host"] = "device"
-    gradients: Literal["device", "host"] = "device"
-    optimizer_state: Literal["device", "streamed", "host"] = "device"
-    state: Literal["float32", "int8", "dynamic8", "int4", "fp8"] = "float32"
-    master: Literal["float32", "split"] = "float32"
-    loss_chunk: int | None = None
-    attention: Literal["auto", "plain", "chunked", "splash"] = "auto"
+    offload: OffloadPlan = OffloadPlan()
+    state: StatePlan = StatePlan()
     kernels: Kernels = AUTO
     unroll: int = 1
     rules: AxisRules = AxisRules()
@@ -110,8 +137,6 @@ class Plan:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f"{name}: got {value!r}, expected a whole number >= 1")
-        if self.loss_chunk is not None and self.loss_chunk < 1:
-            raise UserError(f"loss_chunk: got {self.loss_chunk!r}, expected a whole number >= 1, or none")
         self._check_pipeline()
         check(Facts(self))
 
@@ -121,37 +146,19 @@ class Plan:
         return self.pipeline is not None and self.pipeline.asynchronous
 
     @property
-    def names_attention(self) -> bool:
-        """Whether it asks for an implementation of attention, which a model must then have."""
-        return self.attention != "auto" or "attention" in dict(self.kernels.named)
-
-    @property
-    def attends(self) -> str:
-        """The implementation of attention that layers are told: `attention`, or what `kernels` names."""
-        named = self.kernels.of("attention")
-        return self.attention if named == "auto" else {"reference": "plain"}.get(named, named)
-
-    @property
-    def scores(self) -> str:
-        """The implementation of cross-entropy that a loss is told: by `loss_chunk` ("auto"), or as `kernels` says."""
-        return dict(self.kernels.named).get("cross_entropy", "auto")
+    def stages_keep(self) -> Literal["residuals", "input"]:
+        """What stages keep of a forward for its backward; "residuals" without a pipeline."""
+        return "residuals" if self.pipeline is None else self.pipeline.stash
 
     def without_pipeline(self) -> "Plan":
         """The plan of one stage's devices, were they alone."""
         mesh = None if self.mesh is None else dataclasses.replace(self.mesh, pipe=1)
-        return dataclasses.replace(
-            self, pipeline=None, mesh=mesh, **{name: getattr(Plan, name) for name in OF_A_PIPELINE}
-        )
+        return dataclasses.replace(self, pipeline=None, mesh=mesh)
 
     def _check_pipeline(self) -> None:
         pipeline = self.pipeline
         if pipeline is None:
             return
-        for name in ("anneal", "synchronous_steps"):
-            if (getattr(self, name) or 0) < 0:
-                raise UserError(f"{name}: got {getattr(self, name)}, expected 0 or more")
-        if self.correction is not None and not 0 <= self.correction < 1:
-            raise UserError(f"correction: got {self.correction}, expected 0 (none) or more, and less than 1")
         if pipeline.name == "auto":  # the rest is settled when the platform is known
             return
         ranks, _ = pipeline.shape()
@@ -160,6 +167,11 @@ class Plan:
                 f"pipeline {pipeline} takes {ranks} devices along pipe, and mesh {self.mesh} says "
                 f"{self.mesh.pipe}: leave pipe out of the mesh"
             )
+
+    @classmethod
+    def upgraded_json(cls, data: Any) -> Any:
+        """JSON of this class, from that of an earlier version."""
+        return upgraded(data)
 
 
 def read_plan(path: Any) -> Plan:
@@ -178,3 +190,22 @@ def read_plan(path: Any) -> Plan:
             "read it with the jaxscale that wrote it, or a newer one"
         )
     return from_json(Plan, data, str(path))
+
+
+def version_1(plan: Plan) -> dict[str, Any]:
+    """The JSON of a plan as version 1 had it, which names what asynchronous pipelines had in flight.
+
+    Example:
+        >>> version_1(Plan(pipeline=PipelinePlan.parse("1f1b:2x4,stash=input")))["stash"]
+        'input'
+    """
+    data = to_json(plan)
+    offload, state, kernels = data.pop("offload"), data.pop("state"), plan.kernels
+    attention = dict(kernels.named).get("attention", "auto")
+    beside = attention in ("plain", "chunked", "splash")
+    named = tuple(pair for pair in kernels.named if pair[0] != "attention" or not beside)
+    pipeline = PipelinePlan("auto", 1) if plan.pipeline is None else plan.pipeline
+    data |= {**offload, "state": state["moments"], "master": state["master"], "loss_chunk": kernels.loss_chunk}
+    data |= {"attention": attention if beside else "auto", "kernels": str(Kernels(kernels.default, named))}
+    data |= {name: getattr(pipeline, name) for name in OF_PIPELINE}
+    return data | {"pipeline": None if plan.pipeline is None else pipeline.form}

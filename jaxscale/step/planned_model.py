@@ -68,10 +68,10 @@ class PlannedModel:
         plain = plainly or self.treatment is None
         treatment = blocks.Treatment(unroll=self.plan.unroll) if plain else self.treatment
         assert treatment is not None
-        if self.plan.weights == "host":
+        if self.plan.offload.weights == "host":
             treatment = streaming(treatment)
         pipelined = self.plan.pipeline is not None
-        return offloading_later(treatment) if pipelined and self.plan.stash == "residuals" else treatment
+        return offloading_later(treatment) if pipelined and self.plan.stages_keep == "residuals" else treatment
 
     def within(self, manual: Sequence[str]) -> contextlib.AbstractContextManager[None]:
         """The layout in force within a manual region: the axes that are left, by the rules without the others."""
@@ -94,9 +94,9 @@ class PlannedModel:
             examples=examples,
             dtype=None if self.plan.precision == "float32" else self.plan.precision,
             matmul=self.plan.matmul if self.plan.matmul in RECIPES else None,
-            attention=self.plan.attends,
-            loss_chunk=self.plan.loss_chunk,
-            loss=self.plan.scores,
+            attention=self.plan.kernels.attends,
+            loss_chunk=self.plan.kernels.loss_chunk,
+            loss=self.plan.kernels.scores,
         )
 
     def loss(self, module: Any, batch: Batch, context: Context) -> Loss:
@@ -163,7 +163,7 @@ class PlannedModel:
             apart: in a region that is manual over replicas.
         """
         copies = self.copies(to_device(params)) if copies is None else copies
-        if self.plan.weights == "device":
+        if self.plan.offload.weights == "device":
             return copies, unchanged
         shardings = self.layout.gradients
         if apart:

@@ -35,7 +35,7 @@ _OF_SEGMENTS = ("sqrt", "periodic", "revolve", "chain")
 
 def _check_in_flight(plan: Plan) -> None:
     """Refuse a decision that offloads what an asynchronous pipeline has in flight; the rule has a row of its own."""
-    if plan.asynchronous and plan.stash == "residuals":
+    if plan.asynchronous and plan.stages_keep == "residuals":
         raise UserError(
             f"memory {plan.memory} with pipeline {plan.pipeline}: what its stages keep is in flight from step to step, "
             "and lies on the device; add stash input, with which a stage offloads within its backward, or take a "
@@ -55,7 +55,7 @@ def decide_memory(objective: Objective, devices: Sequence[Any]) -> Decision:
     """
     decision = _decided(objective, devices)
     segments = decision.chain is not None or (decision.stack is not None and decision.stack.segment is not None)
-    if objective.planned.plan.weights == "host" and segments:
+    if objective.planned.plan.offload.weights == "host" and segments:
         raise _whole_stack(objective.planned.plan.memory)
     if decision.host_bytes:
         _check_in_flight(objective.planned.plan)
@@ -81,7 +81,7 @@ def _decided(objective: Objective, devices: Sequence[Any]) -> Decision:
         return decide(plan, calls, chip)
     # the budget is that of all blocks on a device; its stages are alike, and keep something one at a time where each
     # runs again in its backward
-    held = stages if objective.planned.plan.stash == "residuals" else 1
+    held = stages if objective.planned.plan.stages_keep == "residuals" else 1
     one = decide(dataclasses.replace(plan, budget=plan.budget // held), calls, chip)
     total = {"bytes": held * one.bytes, "host_bytes": held * one.host_bytes, "flop": stages * one.flop}
     return dataclasses.replace(one, plan=plan, **total)

@@ -4,6 +4,7 @@ A request is a function from the facts to the text that asks for it, as the user
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -68,12 +69,12 @@ Request: TypeAlias = Callable[[Facts], str | None]
 """What the user wrote of a technique; `None` where it is not asked for."""
 
 
-def field(name: str, *values: object) -> Request:
-    """A field of the plan that has one of some values."""
+def field(path: str, *values: object) -> Request:
+    """A field of the plan, by its dotted path, that has one of some values."""
 
     def request(facts: Facts) -> str | None:
-        value = getattr(facts.plan, name)
-        return f"{name} {value}" if value in values else None
+        value = operator.attrgetter(path)(facts.plan)
+        return f"{path} {value}" if value in values else None
 
     return request
 
@@ -82,10 +83,23 @@ def changed(name: str) -> Request:
     """A field of the plan that has another value than its default."""
 
     def request(facts: Facts) -> str | None:
-        value = getattr(facts.plan, name)
-        return None if value == getattr(type(facts.plan), name) else f"{name} {value}"
+        return _unless_default(name, facts.plan)
 
     return request
+
+
+def option(name: str) -> Request:
+    """An option of the pipeline that has another value than its default."""
+
+    def request(facts: Facts) -> str | None:
+        return None if facts.plan.pipeline is None else _unless_default(name, facts.plan.pipeline)
+
+    return request
+
+
+def _unless_default(name: str, value: object) -> str | None:
+    inner = getattr(value, name)
+    return None if inner == getattr(type(value), name) else f"{name} {inner}"
 
 
 def along(axis: str) -> Request:
@@ -99,34 +113,34 @@ def along(axis: str) -> Request:
 
 def pipeline(facts: Facts) -> str | None:
     """A pipeline."""
-    return None if facts.plan.pipeline is None else f"pipeline {facts.plan.pipeline}"
+    return None if facts.plan.pipeline is None else f"pipeline {facts.plan.pipeline.form}"
 
 
 def asynchronous(facts: Facts) -> str | None:
     """A pipeline that updates weights on its way."""
-    return f"pipeline {facts.plan.pipeline}" if facts.plan.asynchronous else None
+    return pipeline(facts) if facts.plan.asynchronous else None
 
 
 def unlike(facts: Facts) -> str | None:
     """A pipeline with stages of unlike blocks."""
-    return f"pipeline {facts.plan.pipeline} of unlike blocks" if facts.unlike else None
+    return f"{pipeline(facts)} of unlike blocks" if facts.unlike else None
 
 
 def copied(facts: Facts) -> str | None:
     """A pipeline in which two devices have the same stage."""
-    return f"pipeline {facts.plan.pipeline}" if facts.copied else None
+    return pipeline(facts) if facts.copied else None
 
 
 def newest_weights(facts: Facts) -> str | None:
     """A pipeline whose gradients are of the newest weights."""
     pipeline = facts.plan.pipeline
-    return f"pipeline {pipeline}" if pipeline is not None and not facts.plan.asynchronous else None
+    return f"pipeline {pipeline.form}" if pipeline is not None and not facts.plan.asynchronous else None
 
 
 def own_weights(facts: Facts) -> str | None:
     """A pipeline whose backwards read the weights of their forwards."""
     pipeline = facts.plan.pipeline
-    return f"pipeline {pipeline}" if pipeline is not None and pipeline.name != "pipemare" else None
+    return f"pipeline {pipeline.form}" if pipeline is not None and pipeline.name != "pipemare" else None
 
 
 def codec(facts: Facts) -> str | None:
@@ -192,21 +206,25 @@ def keeps_weights(facts: Facts) -> str | None:
 
 def host_updates_by_slices(facts: Facts) -> str | None:
     """State or weights on the host whose updates are made on the device, slice by slice."""
-    plan = facts.plan
-    if plan.optimizer_state == "host" or (plan.weights == "device" and plan.optimizer_state == "device"):
+    offload = facts.plan.offload
+    if offload.optimizer_state == "host" or (offload.weights == "device" and offload.optimizer_state == "device"):
         return None
-    places = {name: getattr(plan, name) for name in ("weights", "gradients", "optimizer_state")}
-    return ", ".join(f"{name} {place}" for name, place in places.items() if place != "device")
+    return str(offload)
 
 
-def scores_named(facts: Facts) -> str | None:
-    """A kernel of cross-entropy by name."""
-    return f"kernels {facts.plan.kernels}" if facts.plan.scores in ("tpu", "reference") else None
+def phased(facts: Facts) -> str | None:
+    """A pipeline without branches."""
+    return "lowering phased" if facts.plan.pipeline is not None and facts.plan.pipeline.lowering == "phased" else None
 
 
-def attention_named(facts: Facts) -> str | None:
-    """A kernel of attention by name."""
-    return f"kernels {facts.plan.kernels}" if facts.plan.kernels.of("attention") != "auto" else None
+def correction(facts: Facts) -> str | None:
+    """PipeMare's correction of weights."""
+    return option("correction")(facts) if facts.plan.pipeline is not None and facts.plan.pipeline.correction else None
+
+
+def residuals(facts: Facts) -> str | None:
+    """A pipeline that keeps what the memory plan says."""
+    return None if facts.plan.pipeline is None or facts.plan.stages_keep == "input" else "stash residuals"
 
 
 def model_state(facts: Facts) -> str | None:
@@ -251,16 +269,7 @@ def not_alone(facts: Facts) -> bool | None:
     return None if facts.plan.mesh is None else facts.plan.mesh.devices > 1
 
 
-def without_pipeline(facts: Facts) -> str | None:
-    """Fields that mean something beside a pipeline alone."""
-    from jaxscale.step.plan import OF_A_PIPELINE
-
-    plan = facts.plan
-    if plan.pipeline is not None:
-        return None
-    return next((text for text in (changed(name)(facts) for name in OF_A_PIPELINE) if text), None)
-
-
-weights_host, gradients_host = field("weights", "host"), field("gradients", "host")
-state_host, state_off = field("optimizer_state", "host"), field("optimizer_state", "host", "streamed")
-split, residuals = field("master", "split"), field("stash", "residuals")
+weights_host, gradients_host = field("offload.weights", "host"), field("offload.gradients", "host")
+state_host = field("offload.optimizer_state", "host")
+state_off = field("offload.optimizer_state", "host", "streamed")
+split = field("state.master", "split")

@@ -83,10 +83,6 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
     Raises:
         UserError: the batch does not divide, or the mesh takes more devices than there are.
     """
-    if plan.attention == "splash" and devices[0].platform != "tpu":
-        raise UserError(
-            f"attention: splash is a TPU kernel, and this runs on {devices[0].platform}: take auto, or chunked"
-        )
     plan.kernels.check_platform(devices[0].platform)
     if plan.pipeline is not None:
         ranks, microbatches = plan.pipeline.shape()

@@ -97,7 +97,7 @@ def read_spec(planned: PlannedModel, name: str) -> PartitionSpec:
     place = planned.layout.placements[name]
     if not planned.functional.stacked(name):
         return without(place.compute, "fsdp")
-    return place.master if planned.plan.weights == "host" else place.compute
+    return place.master if planned.plan.offload.weights == "host" else place.compute
 
 
 def with_copies(stages: Stages, chunks: Named) -> Named:
@@ -147,7 +147,7 @@ class StackForm:
         """As of `StageForm`."""
         planned, plan = self.planned, self.planned.plan
         numbers = jnp.asarray(self.stages.numbers)
-        gather = self._gathered if plan.zero == 3 or (plan.zero and plan.weights == "host") else None
+        gather = self._gathered if plan.zero == 3 or (plan.zero and plan.offload.weights == "host") else None
 
         def traced(between: blocks.Between, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
             batch, examples = microbatch

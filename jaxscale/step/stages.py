@@ -16,6 +16,7 @@ from flax import nnx
 
 from jaxscale.errors import UserError
 from jaxscale.layers.stack import Chain
+from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.tables import tabulate
 from jaxscale.step.experiment import Experiment
@@ -155,45 +156,46 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
         UserError: the model shows no blocks, or holds running statistics; there are fewer blocks than stages, or others
             than the plan says.
     """
-    assert plan.pipeline is not None
+    pipeline = plan.pipeline
+    assert pipeline is not None
     functional = Functional.of(experiment.model, experiment.seed)
     layers = [leaf.shape[0] for name, leaf in named_leaves(functional.params).items() if functional.stacked(name)]
     chains = chains_of(functional)
     if not layers and not chains:
         raise UserError(
-            f"pipeline {plan.pipeline}: this model has no blocks to cut into stages; build it of layers.Stack or "
+            f"pipeline {pipeline}: this model has no blocks to cut into stages; build it of layers.Stack or "
             "layers.Chain"
         )
     found = [f"a stack of {count} blocks" for count in sorted(set(layers))]
     found += [f"a chain of {count} blocks" for count in chains.values()]
     if len(found) > 1:
         raise UserError(
-            f"pipeline {plan.pipeline}: this model has {' and '.join(found)}, and one is cut into stages; make it one "
+            f"pipeline {pipeline}: this model has {' and '.join(found)}, and one is cut into stages; make it one "
             "stack, or one chain"
         )
     moving = list(named_leaves(functional.rest))
     if moving:
         raise UserError(
-            f"pipeline {plan.pipeline}: this model holds running statistics ({moving[0]}), which microbatches would "
+            f"pipeline {pipeline}: this model holds running statistics ({moving[0]}), which microbatches would "
             "change one after the other, and stages at different times; use layer or group norm, or train without a "
             "pipeline"
         )
     (count,), chain = (set(layers), None) if layers else (chains.values(), next(iter(chains)))
-    schedule = plan.pipeline.schedule()
+    schedule = pipeline.schedule()
     period = period_of(experiment.model)
-    if plan.stages is None:
-        return _checked(dataclasses.replace(Stages.even(schedule, count, period), chain=chain), plan)
-    if sum(plan.stages) != count:
+    if pipeline.stages is None:
+        return _checked(dataclasses.replace(Stages.even(schedule, count, period), chain=chain), pipeline)
+    if sum(pipeline.stages) != count:
         raise UserError(
-            f"stages: {', '.join(map(str, plan.stages))} are {sum(plan.stages)} blocks, and the model has {count}"
+            f"pipeline {pipeline}: stages of {sum(pipeline.stages)} blocks together, and the model has {count}"
         )
-    stages = Stages(schedule, plan.stages, chain)
+    stages = Stages(schedule, pipeline.stages, chain)
     if any(start % period for start in stages.starts):
         raise UserError(
-            f"stages: {', '.join(map(str, plan.stages))}: the blocks of this model repeat every {period}, so each "
+            f"pipeline {pipeline}: the blocks of this model repeat every {period}, so each "
             f"stage but the last takes a multiple of {period}"
         )
-    return _checked(stages, plan)
+    return _checked(stages, pipeline)
 
 
 def chains_of(functional: Functional) -> dict[str, int]:
@@ -208,7 +210,7 @@ def chains_of(functional: Functional) -> dict[str, int]:
     return {"/".join(map(str, path)): len(one.layers) for path, one in nnx.iter_graph(module) if isinstance(one, Chain)}
 
 
-def _checked(stages: Stages, plan: Plan) -> Stages:
+def _checked(stages: Stages, pipeline: PipelinePlan) -> Stages:
     """Stages that can be placed, of a schedule whose messages go between neighbours.
 
     Raises:
@@ -216,10 +218,10 @@ def _checked(stages: Stages, plan: Plan) -> Stages:
     """
     assert len(stages.copies) == stages.schedule.chunks - len(stages.homes[0])
     if stages.schedule.versions is None:
-        table = tabulate(stages.schedule, plan.stash)
-        if plan.lowering == "phased" and not table.lockstep:
+        table = tabulate(stages.schedule, pipeline.stash)
+        if pipeline.lowering == "phased" and not table.lockstep:
             raise UserError(
-                f"lowering phased with pipeline {plan.pipeline}: in some of its ticks some devices go forward and "
+                f"lowering phased with pipeline {pipeline}: in some of its ticks some devices go forward and "
                 "others backward; take lockstep or gpipe, or lowering switch"
             )
     return stages

@@ -29,7 +29,7 @@ from jaxscale.step.gradients import LossAndGradients, Objective, accuracy, evalu
 from jaxscale.step.host import check_host_bytes, describe
 from jaxscale.step.kernel_trace import KernelTrace, check_taken
 from jaxscale.step.kernels import Taken
-from jaxscale.step.layout import Layout, local_bytes, masters_on_host
+from jaxscale.step.layout import Layout, local_bytes
 from jaxscale.step.meetings import Meetings
 from jaxscale.step.pipeline_async import AsyncPipeline
 from jaxscale.step.planned_model import positive
@@ -270,7 +270,7 @@ class TrainStep:
     def module(self, state: TrainState) -> Any:
         """The user's module with the parameters of a state, for generation, export, or a look inside."""
         params = state.params
-        if masters_on_host(self.plan):
+        if self.plan.offload.masters:
             placed = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), self.layout.masters)
             params = jax.device_put(params, placed)
         return self.functional.module(self.functional.in_layers(params), state.rest)

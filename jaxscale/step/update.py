@@ -72,22 +72,22 @@ class Update:
         )
         plain = rule = experiment.optimizer.rule(experiment.steps, leaves)
         fused = unfused = None
-        if plan.state != "float32":
+        if plan.state.moments != "float32":
             layers = by_path(lambda path, _: functional.stacked(path_name(path)), functional.params)
             device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
-            if plan.optimizer_state == "host" and device.platform == "tpu":
+            if plan.offload.optimizer_state == "host" and device.platform == "tpu":
                 raise UserError(
-                    f"state {plan.state} with optimizer_state host: the compiler for TPU dies on numbers of so few "
-                    "bits in what the host's CPU runs; take optimizer_state streamed, or state float32 where the rule "
-                    "mixes elements of a tensor"
+                    f"state {plan.state.moments} with optimizer_state host: the compiler for TPU dies on numbers of so "
+                    "few bits in what the host's CPU runs; take offload.optimizer_state streamed, or state.moments "
+                    "float32 where the rule mixes elements of a tensor"
                 )
-            platform = "cpu" if plan.optimizer_state == "host" else device.platform
-            rule = quantize_state(rule, plan.state, local=places, layers=layers, platform=platform)
+            platform = "cpu" if plan.offload.optimizer_state == "host" else device.platform
+            rule = quantize_state(rule, plan.state.moments, local=places, layers=layers, platform=platform)
             unfused = _why_unfused(experiment.optimizer, plan, platform)
             if unfused is None:
                 where = f"{platform} {device.device_kind}"
                 fused = _fused(experiment.optimizer, experiment.steps, rule, leaves, places, where)
-        if plan.master == "split":
+        if plan.state.master == "split":
             rule = split_weights(rule)
         clip, messages = experiment.optimizer.clip, experiment.optimizer.messages(experiment.steps)
         if messages is not None:
@@ -97,7 +97,7 @@ class Update:
         one_by_one = None
         if experiment.optimizer.custom is None:
             one_by_one = jax.tree.map(lambda leaf: leaf.stack > 0, leaves)
-        return cls(plain, rule, whole, clip, plan.master == "split", messages, fused, unfused, one_by_one)
+        return cls(plain, rule, whole, clip, plan.state.master == "split", messages, fused, unfused, one_by_one)
 
     def start(self, params: Params) -> tuple[Params, Any]:
         """Split weights, and the state before the first update.
@@ -117,17 +117,17 @@ class Update:
 
 def _why_unfused(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
     """Why the kernel of 8-bit AdamW does not step a state in few bits; `None` where it may."""
-    if plan.optimizer_state != "device" or plan.weights != "device":
+    if plan.offload.optimizer_state != "device" or plan.offload.weights != "device":
         return "it needs weights and state on the device"
     if platform not in ("tpu", "gpu"):
         return "kernels are for TPU and GPU"
     if plan.kernels.of("adam8") == "reference":
         return "reference is named"
-    if plan.state not in ("int8", "dynamic8"):
-        return f"the kernel knows states int8 and dynamic8, not {plan.state}"
+    if plan.state.moments not in ("int8", "dynamic8"):
+        return f"the kernel knows states int8 and dynamic8, not {plan.state.moments}"
     if optimizer.name != "adamw" or optimizer.custom is not None:
         return f"the kernel is AdamW, not {'a rule of your own' if optimizer.custom is not None else optimizer.name}"
-    if plan.master == "split":
+    if plan.state.master == "split":
         return "it needs float32 weights, not split ones"
     return "replicas under diloco step together by XLA's program" if plan.diloco is not None else None
 
@@ -153,14 +153,15 @@ def said_of_state(plan: Plan, state: Any, parameters: int) -> list[str]:
 
     Example:
         >>> from jaxscale.optim.quantize import zeros
-        >>> said_of_state(Plan(state="int8"), {"mu": zeros((256, 4), "soft8", 256)}, 2048)
+        >>> from jaxscale.step.plan import StatePlan
+        >>> said_of_state(Plan(state=StatePlan("int8")), {"mu": zeros((256, 4), "soft8", 256)}, 2048)
         ['state int8: 0.51 bytes a parameter; 1,024 moments in 1.02 bytes each, the others in float32']
     """
-    if plan.state == "float32":
+    if plan.state.moments == "float32":
         return []
     taken, numbers = state_bytes(state)
-    rest = "the others in float32" + (", corrections of weights in int8" if plan.master == "split" else "")
+    rest = "the others in float32" + (", corrections of weights in int8" if plan.state.master == "split" else "")
     return [
-        f"state {plan.state}: {tree_bytes(state) / parameters:.2f} bytes a parameter; {numbers:,} moments in "
+        f"state {plan.state.moments}: {tree_bytes(state) / parameters:.2f} bytes a parameter; {numbers:,} moments in "
         f"{taken / numbers:.2f} bytes each, {rest}"
     ]

@@ -28,16 +28,17 @@ def check_effect(experiment: Experiment, layout: Layout) -> None:
     """
     plan, optimizer = layout.plan, layout.abstract.optimizer
     length = _positions(experiment)
-    if plan.loss_chunk is not None and plan.scores == "auto" and length is not None:
+    if plan.kernels.loss_chunk is not None and plan.kernels.scores == "auto" and length is not None:
         _check_loss_chunk(plan, layout, length)
-    if plan.optimizer_state == "streamed" and not any(leaf.ndim for leaf in jax.tree.leaves(optimizer)):
+    if plan.offload.optimizer_state == "streamed" and not any(leaf.ndim for leaf in jax.tree.leaves(optimizer)):
         raise UserError(
             f"optimizer_state streamed: {_rule(experiment)} keeps no array that could lie on the host; leave it out, "
             "or take weights host for the weights"
         )
-    if plan.asynchronous and plan.synchronous_steps >= experiment.steps:
+    pipeline = plan.pipeline
+    if plan.asynchronous and pipeline is not None and pipeline.synchronous_steps >= experiment.steps:
         raise UserError(
-            f"synchronous_steps {plan.synchronous_steps} with pipeline {plan.pipeline}: the run has {experiment.steps} "
+            f"synchronous_steps {pipeline.synchronous_steps} with pipeline {pipeline}: the run has {experiment.steps} "
             "steps, so the pipe would never fill; take fewer, or a synchronous pipeline"
         )
 
@@ -45,12 +46,12 @@ def check_effect(experiment: Experiment, layout: Layout) -> None:
 def _check_loss_chunk(plan: Plan, layout: Layout, length: int) -> None:
     shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.inner_seq)
     here = length // shards if length % shards == 0 else length
-    assert plan.loss_chunk is not None
-    if plan.loss_chunk >= here:
+    assert plan.kernels.loss_chunk is not None
+    if plan.kernels.loss_chunk >= here:
         where = f"{length} target positions" + (f", {here} on each of {shards} devices" if here != length else "")
         raise UserError(
-            f"loss_chunk {plan.loss_chunk}: a row has {where}, so one chunk would hold all; take less than {here}, or "
-            "leave loss_chunk out"
+            f"loss_chunk {plan.kernels.loss_chunk}: a row has {where}, so one chunk would hold all; take less than "
+            f"{here}, or leave loss_chunk out"
         )
 
 

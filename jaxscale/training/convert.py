@@ -1,7 +1,7 @@
 """A run's newest checkpoint with its optimizer state in other bits, as a run of its own that can be continued.
 
-A run converts by itself when it is continued under another `--plan.state`; this does it beforehand, for whoever wants
-the file: float32 for a version or a tool that reads nothing else, few bits for the archive.
+A run converts by itself when it is continued under another `--plan.state.moments`; this does it beforehand, for whoever
+wants the file: float32 for a version or a tool that reads nothing else, few bits for the archive.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def convert_state(run: Any, to: Any, out: Any = None) -> str:
 
     from jaxscale.sharding.mesh import MeshSpec
     from jaxscale.step.build import build
-    from jaxscale.step.plan import Plan
+    from jaxscale.step.plan import Plan, StatePlan
     from jaxscale.training.source import load_experiment
 
     folder = run_path(run)
@@ -47,13 +47,13 @@ def convert_state(run: Any, to: Any, out: Any = None) -> str:
     experiment = load_experiment(folder)
     ran, count = experiment.plan, len(jax.devices())
     zero = 3 if count > 1 else 0
-    asked = Plan(mesh=MeshSpec(fsdp=count), zero=zero, precision=ran.precision, master=ran.master, state=to)
+    asked = Plan(mesh=MeshSpec(fsdp=count), zero=zero, precision=ran.precision, state=StatePlan(to, ran.state.master))
     rows = dataclasses.replace(experiment, batch=count, plan=asked)
     step = build(rows, asked)
     found = Checkpoints(folder / place.CHECKPOINTS, write=False).restore(step.canonical_abstract())
     if found is None:
         raise UserError(f"{folder} has no checkpoint yet: train it until its first save")
-    plan = dataclasses.replace(ran, state=to)
+    plan = dataclasses.replace(ran, state=dataclasses.replace(ran.state, moments=to))
     with place.writing(target):
         target.mkdir(parents=True)
         place.write_values(target, dataclasses.replace(experiment, plan=plan), plan)

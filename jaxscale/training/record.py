@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxscale.step.kernels import said_of
+from jaxscale.step.plan_json import upgraded
 from jaxscale.training.metrics import Rows, read_metrics
 from jaxscale.training.samples import Sample, read_samples
 from jaxscale.training.storage import run_path
@@ -66,7 +67,7 @@ class RunRecord:
             directory=str(directory),
             metrics=read_metrics(directory),
             experiment=_inside(experiment, "experiment"),
-            plan=_inside(plan, "plan"),
+            plan=upgraded(_inside(plan, "plan")),
             layout=_read_json(folder / "layout.json", unread),
             source=source,
             samples=tuple(read_samples(directory)),

@@ -120,12 +120,16 @@ def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
     from jaxscale.optim.optimizer import Optimizer
     from jaxscale.sharding.mesh import MeshSpec
     from jaxscale.step.build import build
+    from jaxscale.step.kernels import Kernels
     from jaxscale.step.plan import Plan
 
     ran = experiment.plan
-    attention = "auto" if devices[0].platform != "tpu" and ran.attention == "splash" else ran.attention
-    chunk = CHUNK if ran.scores in ("tpu", "chunked") and ran.loss_chunk is None else ran.loss_chunk
-    plan = Plan(precision=ran.precision, matmul=ran.matmul, loss_chunk=chunk, attention=attention)
+    kernels, attends = ran.kernels, dict(ran.kernels.named).get("attention", "auto")
+    elsewhere = devices[0].platform != "tpu" and attends == "splash"
+    chunk = CHUNK if kernels.scores in ("tpu", "chunked") and kernels.loss_chunk is None else kernels.loss_chunk
+    portable = attends in ("plain", "chunked", "splash") and not elsewhere
+    kernels = Kernels(named=(("attention", attends),) * portable, loss_chunk=chunk)
+    plan = Plan(precision=ran.precision, matmul=ran.matmul, kernels=kernels)
     # plain descent keeps no state beside the parameters
     plain = Optimizer(name="sgd", clip=None, weight_decay=0.0)
     experiment = dataclasses.replace(experiment, optimizer=plain, plan=plan)

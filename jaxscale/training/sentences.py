@@ -111,35 +111,29 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
     if plan.get("sequence_parallel"):
         words.append(("Sequence parallel", "Norms and residuals are split along the sequence over the tensor axis."))
     if plan.get("pipeline"):
-        words.append((f"Pipeline: {plan['pipeline']}", _pipeline(plan)))
+        words.append((f"Pipeline: {plan['pipeline']}", _pipeline(str(plan["pipeline"]))))
     if "precision" in plan:
         words.append(("Precision", _precision(plan)))
     memory = plan.get("memory")
     if isinstance(memory, str):
         words.append((f"Memory: {memory}", _MEMORY.get(memory.partition(":")[0], "As its name says.")))
-    if "loss_chunk" in plan:
-        chunk = plan["loss_chunk"]
-        all_at_once = "The logits of all positions exist at once."
-        some = f"{chunk} positions of a row are scored at a time: the logits of all never exist at once."
-        named = "cross_entropy=" in str(plan.get("kernels", ""))
-        if chunk or not named:
-            words.append(("Loss", some if chunk else all_at_once))
-    if "attention" in plan:
-        words.append((f"Attention: {plan['attention']}", _ATTENTION.get(str(plan["attention"]), "As its name says.")))
-    if plan.get("kernels", "auto") != "auto":
-        words.append((f"Kernels: {plan['kernels']}", "Implementations by name; others are the best for the device."))
+    if "kernels" in plan:
+        words += _kernels(str(plan["kernels"]))
     if plan.get("diloco"):
         words.append((f"DiLoCo: {plan['diloco']}", _DILOCO))
-    hosted = [said for field, said in _HOSTED.items() if plan.get(field, "device") != "device"]
-    if plan.get("optimizer_state") == "streamed":
+    offload = plan.get("offload", {})
+    hosted = [sentence for field, sentence in _HOSTED.items() if offload.get(field, "device") != "device"]
+    if offload.get("optimizer_state") == "streamed":
         hosted.append("Optimizer state passes through the device slice by slice.")
-    if plan.get("optimizer_state") == "host":
+    if offload.get("optimizer_state") == "host":
         hosted.append("The host's CPU updates the master weights.")
     if hosted:
         words.append(("In host memory", " ".join(hosted)))
-    if plan.get("state", "float32") != "float32":
-        words.append((f"Optimizer state: {plan['state']}", _STATE.get(str(plan["state"]), "As its name says.")))
-    if plan.get("master") == "split":
+    state = plan.get("state", {})
+    moments = str(state.get("moments", "float32"))
+    if moments != "float32":
+        words.append((f"Optimizer state: {moments}", _STATE.get(moments, "As its name says.")))
+    if state.get("master") == "split":
         words.append(("Master weights", "Kept as the bfloat16 that passes read and 8 bits of correction."))
     if plan.get("unroll", 1) != 1:
         words.append(("Layers", f"The scan over layers takes {plan['unroll']} at a time."))
@@ -164,31 +158,60 @@ _STATE = {
     "int4": "Moments are kept in 4 bits, the second without a zero, a scale for each block of a column.",
     "fp8": "Moments are kept as 8-bit floating point (e4m3), a scale for each block of a column.",
 }
-_SPOKEN = (
-    frozenset(_HOSTED)
-    | frozenset(
-        ("version", "type", "mesh", "zero", "sequence_parallel", "microbatches", "precision", "matmul", "reduce")
+_SPOKEN = frozenset(
+    (
+        "version",
+        "type",
+        "mesh",
+        "zero",
+        "sequence_parallel",
+        "microbatches",
+        "pipeline",
+        "precision",
+        "matmul",
+        "reduce",
     )
-    | frozenset(("pipeline", "stages", "stash", "lowering", "lowering", "anneal", "correction", "synchronous_steps"))
-    | frozenset(("diloco",))
-    | frozenset(("memory", "state", "master", "loss_chunk", "attention", "kernels", "unroll", "rules"))
-)
+) | frozenset(("diloco", "memory", "offload", "state", "kernels", "unroll", "rules"))
 
 
-def _pipeline(plan: dict[str, Any]) -> str:
-    stages = plan.get("stages")
-    cut = f"of {', '.join(map(str, stages))} blocks" if isinstance(stages, list | tuple) else "of as many blocks each"
+def _options(text: str) -> dict[str, str]:
+    """The words NAME=VALUE of a text form."""
+    words = (word.partition("=") for word in text.split(","))
+    return {name.strip(): value.strip() for name, equals, value in words if equals}
+
+
+def _kernels(text: str) -> list[tuple[str, str]]:
+    """Loss, attention and other kernels of a plan's `kernels`."""
+    named = _options(text)
+    words = []
+    chunk = named.pop("loss_chunk", None)
+    if chunk is not None:
+        scored = f"{chunk} positions of a row are scored at a time: the logits of all never exist at once."
+        words.append(("Loss", scored))
+    elif "cross_entropy" not in named:
+        words.append(("Loss", "The logits of all positions exist at once."))
+    attention = named.get("attention", "auto")
+    words.append((f"Attention: {attention}", _ATTENTION.get(attention, "As its name says.")))
+    if set(named) - {"attention"} or text.startswith("reference"):
+        words.append((f"Kernels: {text}", "Implementations by name; others are the best for the device."))
+    return words
+
+
+def _pipeline(text: str) -> str:
+    options = _options(text)
+    stages = options.get("stages")
+    cut = "of as many blocks each" if stages is None else f"of {stages.replace('+', ', ')} blocks"
     parts = [f"Stages {cut} run by this schedule."]
-    if plan.get("stash") == "input":
+    if options.get("stash") == "input":
         parts.append("A stage keeps its input alone and runs again for its backward pass.")
-    if plan.get("anneal"):
-        parts.append(f"Stale stages learn more slowly for the first {plan['anneal']} updates.")
-    if plan.get("lowering") == "phased":
+    if options.get("anneal", "0") != "0":
+        parts.append(f"Stale stages learn more slowly for the first {options['anneal']} updates.")
+    if options.get("lowering") == "phased":
         parts.append("The program has no branches: idle devices compute on zeros.")
-    if plan.get("synchronous_steps"):
-        parts.append(f"The first {plan['synchronous_steps']} steps are synchronous.")
-    if plan.get("correction"):
-        parts.append(f"Backward passes read weights corrected for the delay, by {plan['correction']}.")
+    if "synchronous_steps" in options:
+        parts.append(f"The first {options['synchronous_steps']} steps are synchronous.")
+    if float(options.get("correction", "0")):
+        parts.append(f"Backward passes read weights corrected for the delay, by {options['correction']}.")
     return " ".join(parts)
 
 

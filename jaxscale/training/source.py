@@ -207,7 +207,9 @@ def load_experiment(run_dir: Any) -> "Experiment":
     )
     try:
         made = _call(source.text, folder / FOLDER / str(source.file), origin, source.variant)
-        experiment = _apply(made, plan, source.overrides)
+        # the plan that ran takes the place of any other
+        kept = {path: text for path, text in source.overrides.items() if ran is None or not path.startswith("plan.")}
+        experiment = _apply(made, plan, kept)
     except UserError as error:
         raise UserError(f"{error}\n{gone}" if gone else str(error)) from None
     if gone:

@@ -194,6 +194,8 @@ def load(data: Any, hint: Any, path: str) -> Any:
 
 def _load_record(data: Any, cls: type, path: str) -> Any:
     hints = field_types(cls)
+    upgraded = getattr(cls, "upgraded_json", None)  # of a class whose earlier versions had other fields
+    data = data if upgraded is None else upgraded(data)
     if not isinstance(data, dict):
         raise wrong(path, data, cls)
     for name in data:

@@ -144,7 +144,10 @@ def _find(value: Any, path: str, given: str) -> None:
     parts = path.split(".")
     for index, part in enumerate(parts):
         known = field_types(type(inner)) if is_record(inner) else {}
-        if part not in known:
+        if part not in known or (part in getattr(type(inner), "moved", {}) and index == len(parts) - 1):
+            moved = getattr(type(inner), "moved", {}).get(part)
+            if moved is not None:
+                raise UserError(f"{given} has moved: set {'.'.join([*parts[:index], ''])}{moved}")
             if index and inner is None:
                 raise UserError(f"{given}: {'.'.join(parts[:index])} is none here, so nothing inside it can be set")
             raise UserError(f"unknown field {given!r}{_near_path(path, list(paths(value)))}")

@@ -39,6 +39,8 @@ def _aligned(value: Any, here: Any, there: Any) -> tuple[Any, Any]:
     """The JSON of a value and the earlier one, with what need not be told apart made equal."""
     if isinstance(here, dict) and isinstance(there, dict):
         here, there = dict(here), dict(there)
+        upgraded = getattr(type(value), "upgraded_json", None)
+        there = there if upgraded is None else dict(upgraded(there))
         if is_record(value) and here.get("type") == there.get("type"):
             there |= _defaults(value, there)
             for field in dataclasses.fields(value):

@@ -7,9 +7,8 @@ import pytest
 
 from jaxscale.data import Text
 from jaxscale.models.decoder import Decoder
-from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
+from tests.plans import plan_of
 
 FILE = """
 from jaxscale.data import Text
@@ -34,7 +33,7 @@ def planned(experiment: Experiment):
     """The experiment under a plan with these fields."""
 
     def make(mesh: str = "fsdp:4", **fields) -> Experiment:
-        plan = Plan(mesh=MeshSpec.parse(mesh), **fields)
+        plan = plan_of(mesh=mesh, **fields)
         return dataclasses.replace(experiment, plan=plan)
 
     return make

@@ -16,6 +16,7 @@ from jaxscale.planning.prices import Prices
 from jaxscale.planning.program import compiled_bytes
 from jaxscale.platforms.detect import detect
 from jaxscale.platforms.platform import Platform
+from tests.plans import plan_of
 
 V5E = Platform.parse("tpu v5e:2x2")
 MIB = 2**20
@@ -109,11 +110,11 @@ def test_offload_is_taken_where_it_spares_enough_time_and_fits_the_host(
     monkeypatch.setattr(Prices, "passes", 3000.0)
     monkeypatch.setattr(Prices, "decision", lambda self, memory: model.decision(memory))
     model.spared = spared
-    plan = dataclasses.replace(experiment.plan, **plan)
+    plan = plan_of(experiment.plan, **plan)
     memory = cheapest_fit(experiment, V5E, 400 * MIB, plan, host_limit=host).memory
     assert memory.rule == rule
     assert model.taken(memory) <= 400 * MIB
-    if plan.weights == "host":  # whose plans run no segments of blocks
+    if plan.offload.weights == "host":  # whose plans run no segments of blocks
         assert "sqrt" not in model.asked
 
 

@@ -20,6 +20,7 @@ from jaxscale.planning.kinds import kinds_of
 from jaxscale.planning.placements import place
 from jaxscale.planning.timeline import Compiler, timeline
 from jaxscale.training.source import load
+from tests.plans import plan_of
 
 V5E = "tpu v5e:2x2"
 BENCHMARKS = Path(__file__).parents[2] / "experiments" / "benchmarks"
@@ -88,7 +89,7 @@ def piped(experiment):
     def make(pipeline, rows=1, **fields):
         plan = PipelinePlan.parse(pipeline)
         batch = rows * plan.shape()[1]
-        planned = dataclasses.replace(experiment.plan, pipeline=plan, precision="bfloat16", **fields)
+        planned = plan_of(experiment.plan, pipeline=plan, precision="bfloat16", **fields)
         return dataclasses.replace(experiment, plan=planned, batch=batch)
 
     return make

@@ -10,12 +10,12 @@ from jaxscale.platforms.compile import compile_report
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.layout import local_bytes
-from jaxscale.step.plan import Plan
+from jaxscale.step.plan import OffloadPlan, Plan
 
 ON_HOST = {
-    "state streamed": Plan(zero=3, optimizer_state="streamed"),
-    "state updated there": Plan(zero=3, optimizer_state="host"),
-    "weights too": Plan(zero=3, weights="host", optimizer_state="streamed", gradients="host"),
+    "state streamed": Plan(zero=3, offload=OffloadPlan(optimizer_state="streamed")),
+    "state updated there": Plan(zero=3, offload=OffloadPlan(optimizer_state="host")),
+    "weights too": Plan(zero=3, offload=OffloadPlan("host", "host", "streamed")),
 }
 
 

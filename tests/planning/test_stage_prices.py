@@ -12,6 +12,7 @@ from jaxscale.models import Decoder
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning.stage_prices import costs_of, model_prices, stage_costs
 from jaxscale.platforms.platform import Platform
+from tests.plans import plan_of
 
 LAYERS, EMBED, MLP, CONTEXT, VOCAB, BATCH = 4, 2048, 8192, 512, 32_768, 32
 V5P = Platform.parse("tpu v5p:2x2x2")
@@ -21,7 +22,7 @@ RATE = 459e12 * 0.8
 
 def experiment(**plan: Any) -> Experiment:
     model = Decoder(vocab=VOCAB, context=CONTEXT, layers=LAYERS, embed=EMBED, heads=16, mlp=MLP, tied=False)
-    return Experiment("prices", model, Text("text.txt", context=CONTEXT), batch=BATCH, plan=Plan(**plan))
+    return Experiment("prices", model, Text("text.txt", context=CONTEXT), batch=BATCH, plan=plan_of(**plan))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_how_a_pipeline_runs_is_no_matter_of_its_blocks(plain):
     pipeline = PipelinePlan.parse("lockstep:2x4")
     told = experiment(pipeline=pipeline, lowering="phased", stash="input", stages=(2, 2))
     assert model_prices(told, V5P, 2, 4).blocks == plain.blocks
-    stale = Plan(pipeline=PipelinePlan.parse("pipemare:2"), correction=0.5, anneal=3, synchronous_steps=2)
+    stale = plan_of(pipeline="pipemare:2", correction=0.5, anneal=3, synchronous_steps=2)
     assert stale.without_pipeline() == Plan()
 
 

@@ -61,7 +61,9 @@ def test_it_is_the_fastest_of_all(text):
     assert sum(found.layers) == 7
     # messages take a moment, which the count of all partitions leaves out
     assert found.partition.seconds == pytest.approx(every_way(plan.schedule(), (2.5, 1.0, 1.0)), rel=1e-6)
-    assert str(found).startswith(f"ranks on a100-80, h100, h100: --plan.stages {','.join(map(str, found.layers))}")
+    assert str(found).startswith(
+        f"ranks on a100-80, h100, h100: --plan.pipeline ...,stages={'+'.join(map(str, found.layers))}"
+    )
 
 
 def test_virtual_workers_are_alike_and_share_the_rows():

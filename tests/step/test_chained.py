@@ -15,6 +15,7 @@ from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.values import override
+from tests.plans import grouped
 
 EXPERIMENT = Experiment("unlike", Unlike(), None, batch=8)
 
@@ -56,7 +57,7 @@ def reference() -> Any:
 )
 def test_gradients_and_loss_equal_one_device(changes: dict[str, str], reference: Any) -> None:
     expected, total, alone = reference
-    found, again, step = computed(override(Plan(), {**changes, "stash": "input"}))
+    found, again, step = computed(override(Plan(), grouped({**changes, "stash": "input"})))
     for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         assert np.abs(a - b).max() <= 1e-6 * np.abs(b).max(), jax.tree_util.keystr(path)
     assert abs(again - total) <= 1e-6 * total
@@ -73,7 +74,7 @@ def test_gradients_and_loss_equal_one_device(changes: dict[str, str], reference:
 @pytest.mark.slow
 def test_it_trains() -> None:
     losses = []
-    for plan in (Plan(mesh=MeshSpec()), override(Plan(), {"pipeline": "1f1b:2x2", "stash": "input"})):
+    for plan in (Plan(mesh=MeshSpec()), override(Plan(), grouped({"pipeline": "1f1b:2x2", "stash": "input"}))):
         step = build(dataclasses.replace(EXPERIMENT, steps=2), plan)
         step.compile(batch())
         state = step.init()
@@ -97,7 +98,7 @@ def test_it_trains() -> None:
 )
 def test_what_does_not_go_with_unlike_blocks_is_refused(changes: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        build(EXPERIMENT, override(Plan(), {"pipeline": "1f1b:2x4", **changes}))
+        build(EXPERIMENT, override(Plan(), grouped({"pipeline": "1f1b:2x4", **changes})))
 
 
 def test_running_statistics_are_refused_before_anything_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,4 +106,7 @@ def test_running_statistics_are_refused_before_anything_is_traced(monkeypatch: p
     monkeypatch.setattr(ResNet, "loss", lambda *_: pytest.fail("traced"))
     model = ResNet(classes=10, channels=1, stages=(1, 1), width=8, stem="small")
     with pytest.raises(UserError, match=r"holds running statistics \(blocks/layers/0/.*use layer or group norm"):
-        build(Experiment("norms", model, None, batch=8), override(Plan(), {"pipeline": "1f1b:2x4", "stash": "input"}))
+        build(
+            Experiment("norms", model, None, batch=8),
+            override(Plan(), grouped({"pipeline": "1f1b:2x4", "stash": "input"})),
+        )

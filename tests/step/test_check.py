@@ -26,6 +26,7 @@ from jaxscale.step.check import check_compiled, check_traced, check_wires
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.step.wire_checks import NoEffect, check_codec
+from tests.plans import plan_of
 
 ROWS, LENGTH = 8, 8
 DECODER = Decoder(vocab=16, context=LENGTH, layers=2, embed=8, heads=2, mlp=16)
@@ -63,7 +64,7 @@ class Tokens:
 
 def make(model=DECODER, mesh="1", optimizer=Optimizer(), **fields):
     experiment = Experiment(name="check", model=model, data=Tokens(), optimizer=optimizer, steps=4, batch=ROWS)
-    return build(experiment, Plan(mesh=MeshSpec.parse(mesh), **fields))
+    return build(experiment, plan_of(mesh=mesh, **fields))
 
 
 def trace(step):

@@ -31,6 +31,7 @@ from jaxscale.step.plan import Plan
 from jaxscale.step.train_step import TrainStep
 from jaxscale.step.wire_checks import slow_bytes
 from jaxscale.values import override
+from tests.plans import grouped
 
 ROWS, LENGTH, WIDTH, VOCAB = 16, 4, 32, 16
 
@@ -79,7 +80,7 @@ CODES = {**FEW_BITS, "reduce": "int8"}
 def run(changes: dict[str, str]) -> tuple[TrainStep, Any, list[list[float]]]:
     optimizer = Optimizer(learning_rate=0.01)
     experiment = Experiment("composed", Residual(), None, optimizer=optimizer, steps=20, batch=ROWS)
-    step = build(experiment, override(Plan(), changes))
+    step = build(experiment, override(Plan(), grouped(changes)))
     step.compile(BATCH)
     state, found = step.init(), []
     for _ in range(3):
@@ -170,7 +171,7 @@ def main(cases: list[str]) -> None:
     for case in cases:
         model = Decoder(vocab=VOCAB, context=8, layers=4, embed=32, heads=4, mlp=64)
         experiment = Experiment("four", model, None, optimizer=Optimizer(learning_rate=0.01), steps=60, batch=32)
-        step = build(experiment, override(Plan(), json.loads(case)))
+        step = build(experiment, override(Plan(), grouped(json.loads(case))))
         step.compile(sentences(32, 0))
         state, losses = step.init(), []
         for number in range(60):

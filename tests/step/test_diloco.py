@@ -18,6 +18,7 @@ from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.step.wire_checks import SCALARS, NoEffect, bytes_over, check_alone
 from jaxscale.values import override
+from tests.plans import grouped
 
 MODEL = Decoder(vocab=12, context=8, layers=2, embed=16, heads=2)
 RNG = np.random.default_rng(0)
@@ -89,7 +90,7 @@ def alone() -> Any:
     ],
 )
 def test_replicas_train_alone_and_meet_as_the_paper_has_it(plan: dict[str, str], alone: Any) -> None:
-    step = build(experiment(steps=5), override(Plan(), plan))
+    step = build(experiment(steps=5), override(Plan(), grouped(plan)))
     diloco, outer = step.plan.diloco, step.replicas
     assert diloco is not None
     assert outer is not None
@@ -217,7 +218,7 @@ def test_a_gradient_that_crosses_between_meetings_is_found() -> None:
 )
 def test_other_optimizers_and_plans_inside(optimizer: Optimizer, plan: dict[str, str]) -> None:
     model = dataclasses.replace(MODEL, embed=32, mlp=128)
-    step = build(experiment(optimizer, model=model), override(Plan(), {**plan, "diloco": "every=2"}))
+    step = build(experiment(optimizer, model=model), override(Plan(), grouped({**plan, "diloco": "every=2"})))
     step.compile(BATCHES[0])
     state, rows = run(step, step.init(), [BATCHES[0]] * 6)
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -243,7 +244,7 @@ def test_other_optimizers_and_plans_inside(optimizer: Optimizer, plan: dict[str,
 )
 def test_refusals(plan: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        build(experiment(), override(Plan(), {"diloco": "every=2", **plan}))
+        build(experiment(), override(Plan(), grouped({"diloco": "every=2", **plan})))
 
 
 def test_momenta_and_meetings_are_two_things() -> None:

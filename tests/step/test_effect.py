@@ -24,15 +24,17 @@ from jaxscale.errors import UserError
 from jaxscale.memory.plan import Rule
 from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.pipeline.plan import OPTIONS
 from jaxscale.platforms.hlo import Collective, collectives
 from jaxscale.platforms.hlo_flop import program_flop
 from jaxscale.platforms.hlo_program import Program
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
+from jaxscale.step.plan import OffloadPlan, Plan, StatePlan
 from jaxscale.step.wire_checks import bytes_over
 from jaxscale.values import override
 from jaxscale.values.annotations import field_types
+from tests.plans import grouped
 
 TESTS = Path(__file__).parents[1]
 LENGTH, ROWS = 64, 8
@@ -89,7 +91,7 @@ def plan_of(text: str) -> Plan:
     for part in text.split():
         name, _, value = part.partition("=")
         fields[name] = value
-    return override(Plan(), fields)
+    return override(Plan(), grouped(fields))
 
 
 @functools.cache
@@ -248,10 +250,14 @@ whose host has a memory of its own, or kernels."""
 def test_every_field_and_every_named_value_has_a_row():
     chosen = {part for row in ROWS_OF.values() for part in row.plan.split()}
     fields = {part.partition("=")[0].partition(".")[0] for part in chosen}
+    groups = {"offload": {field.name for field in dataclasses.fields(OffloadPlan)}, "state": {"state", "master"}}
+    groups |= {"kernels": {"kernels", "attention", "loss_chunk"}, "pipeline": {"pipeline", *OPTIONS[1:]}}
     values = {part.partition(":")[0].partition(",")[0] for part in chosen}
     named = {"memory": set(get_args(Rule)) - {"none", "fit", "file"}, "reduce": set(CODECS)}
-    named |= {name: set(get_args(field_types(Plan)[name])) for name in ("state", "master", "precision")}
-    wanted = {field.name for field in dataclasses.fields(Plan)}
+    named |= {"state": set(get_args(field_types(StatePlan)["moments"]))}
+    named |= {"master": set(get_args(field_types(StatePlan)["master"]))}
+    named |= {"precision": set(get_args(field_types(Plan)["precision"]))}
+    wanted = {name for field in dataclasses.fields(Plan) for name in groups.get(field.name, {field.name})}
     wanted |= {f"{name}={value}" for name, of_field in named.items() for value in of_field - {"float32"}}
     assert wanted - fields - values == set(ELSEWHERE)
     for place in ELSEWHERE.values():

@@ -19,6 +19,7 @@ from jaxscale.step.build import build
 from jaxscale.step.canonical import Canonical
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from tests.plans import plan_of
 
 ROWS, LENGTH, VOCAB, STEPS = 8, 16, 67, 6  # a prime vocabulary: it is padded under tensor parallelism
 SINGLE = Plan(mesh=MeshSpec(), matmul="highest")
@@ -90,7 +91,7 @@ def plain():
 
 
 def layout(mesh, **fields):
-    return Plan(mesh=MeshSpec.parse(mesh), matmul="highest", **fields)
+    return plan_of(mesh=mesh, matmul="highest", **fields)
 
 
 LAYOUTS = {

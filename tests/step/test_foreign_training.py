@@ -19,6 +19,7 @@ from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.trees import named_leaves
+from tests.plans import plan_of
 
 ROWS, STEPS, CLASSES = 16, 4, 5  # no mesh of 4 or 8 divides the classes: the bias of the head stays whole
 
@@ -95,7 +96,7 @@ def batches():
 
 
 def layout(mesh, **fields):
-    return Plan(mesh=MeshSpec.parse(mesh), **fields)
+    return plan_of(mesh=mesh, **fields)
 
 
 def is_statistic(name):

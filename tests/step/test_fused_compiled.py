@@ -7,9 +7,10 @@ import pytest
 from jaxscale.models.decoder import Decoder
 from jaxscale.planning.program import lowered_step
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
+from jaxscale.step.plan import Plan, StatePlan
 from jaxscale.values import override
 from tests.kernels.aot import compiled, gpu_compiler, tpu_compiler
+from tests.plans import grouped
 
 pytestmark = pytest.mark.slow
 
@@ -28,9 +29,9 @@ def experiment():
 def steps(sharded):
     """With and without the kernel: of all matrices of the blocks, stacked."""
     changes = {"whole": {}, "sharded": {"mesh": sharded, "zero": "3"}, "dynamic": {"state": "dynamic8"}}
-    base = Plan(precision="bfloat16", state="int8")
+    base = Plan(precision="bfloat16", state=StatePlan("int8"))
     return {
-        name: functools.partial(lowered_step, make=experiment, plan=override(base, change))
+        name: functools.partial(lowered_step, make=experiment, plan=override(base, grouped(change)))
         for name, change in changes.items()
     } | {"float32": functools.partial(lowered_step, make=experiment, plan=Plan(precision="bfloat16"))}
 

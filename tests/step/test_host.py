@@ -13,12 +13,11 @@ from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.host import check_host_bytes, check_host_size
-from jaxscale.step.plan import Plan
 from jaxscale.step.wire_checks import NoEffect
+from tests.plans import plan_of
 
 ROWS, LENGTH, VOCAB = 8, 8, 13
 MODEL = Decoder(vocab=VOCAB, context=LENGTH, layers=3, embed=8, heads=4, mlp=24)
@@ -30,7 +29,7 @@ BATCH = {
 
 def make(mesh="fsdp:2", optimizer=Optimizer(learning_rate=0.01, warmup=2), **fields):
     experiment = Experiment("host", MODEL, None, optimizer=optimizer, steps=10, batch=ROWS)
-    return build(experiment, Plan(mesh=MeshSpec.parse(mesh), **fields))
+    return build(experiment, plan_of(mesh=mesh, **fields))
 
 
 def trained(step, steps=3):
@@ -131,7 +130,7 @@ def test_a_bad_step_leaves_what_is_on_the_host_as_it_was():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"gradients": "host"}, "add weights host"),
+        ({"gradients": "host"}, "add offload.weights host"),
         ({"gradients": "host", "weights": "host", "microbatches": 2}, "nothing adds up the gradients"),
         ({"weights": "host", "memory": MemoryPlan.parse("jax:everything_saveable")}, "keeps every weight"),
         ({"optimizer_state": "hots"}, "did you mean 'host'"),

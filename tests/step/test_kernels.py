@@ -28,6 +28,7 @@ from jaxscale.step.rows import batch_shapes
 from jaxscale.values import override, to_json
 from pallas_kernels.dispatch import CannotRun, noting
 from tests.kernels.aot import compiled, tpu_compiler
+from tests.plans import grouped
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,7 @@ def test_the_text_form_and_json_are_the_value(text):
     [("auto", "auto"), ("reference", "plain"), ("attention=reference", "plain"), ("attention=tpu", "tpu")],
 )
 def test_layers_are_told_of_attention(text, told):
-    assert Plan(kernels=Kernels.parse(text)).attends == told
-    assert Plan(attention="chunked").attends == "chunked"
+    assert Kernels.parse(text).attends == told
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,14 @@ def test_a_kernel_of_another_platform_is_refused(text, where):
         resolve_mesh(Plan(kernels=Kernels.parse(text)), 8, jax.devices())
 
 
-def test_one_field_says_it():
-    with pytest.raises(UserError, match="attention chunked with kernels attention=tpu: both choose it"):
-        Plan(attention="chunked", kernels=Kernels.parse("attention=tpu"))
-    with pytest.raises(UserError, match="loss_chunk 64 with kernels cross_entropy=tpu: its cross_entropy takes no"):
-        Plan(loss_chunk=64, kernels=Kernels.parse("cross_entropy=tpu"))
-    assert Plan(loss_chunk=64, kernels=Kernels.parse("cross_entropy=chunked")).scores == "chunked"
+def test_a_chunk_of_the_loss_goes_with_kernels_that_take_one():
+    with pytest.raises(UserError, match="kernels cross_entropy=tpu,loss_chunk=64: cross_entropy tpu takes no chunk"):
+        Kernels.parse("cross_entropy=tpu,loss_chunk=64")
+    with pytest.raises(UserError, match="kernels loss_chunk: got 0, expected a whole number >= 1"):
+        Kernels.parse("loss_chunk=0")
+    kernels = Kernels.parse("cross_entropy=chunked,loss_chunk=64")
+    assert (kernels.scores, kernels.loss_chunk) == ("chunked", 64)
+    assert Kernels.parse(str(kernels)) == kernels
 
 
 class Tokens:
@@ -107,7 +109,7 @@ def experiment(vocab=1024):
 
 def took(platform, **changes):
     """What a step takes by its tracing, for a platform that need not be here."""
-    plan = override(Plan(precision="bfloat16"), changes)
+    plan = override(Plan(precision="bfloat16"), grouped(changes))
     step = described_step(experiment(), Platform.parse(platform), plan)
     step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment())))
     check_taken(step.plan, step.kernels)
@@ -163,9 +165,11 @@ def test_a_named_kernel_that_cannot_run_is_refused_before_anything_is_compiled()
 
 @pytest.mark.slow
 def test_estimates_and_meetings_tell_it_too():
-    said = str(fit(experiment(), "tpu v5e:2x2", Plan(precision="bfloat16", loss_chunk=64)))
+    said = str(fit(experiment(), "tpu v5e:2x2", Plan(precision="bfloat16", kernels=Kernels(loss_chunk=64))))
     assert "kernels on tpu v5e: attention tpu, cross_entropy chunked\n" in said
-    plan = override(Plan(), {"mesh": "replica:2,fsdp:2", "diloco": "every=10", "reduce": "int8", "state": "int8"})
+    plan = override(
+        Plan(), {"mesh": "replica:2,fsdp:2", "diloco": "every=10", "reduce": "int8", "state.moments": "int8"}
+    )
     step: Any = described_step(experiment(), Platform.parse("tpu v5e:2x2"), plan)
     step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment())))
     assert "quantize" not in {one.kernel for one in step.kernels}
@@ -204,7 +208,7 @@ def test_what_is_named_must_be_taken():
 
 
 def small(**changes):
-    return override(Plan(), changes), Experiment("small", Decoder(64, 16, 1, 16, 2), Tokens(16), batch=8)
+    return override(Plan(), grouped(changes)), Experiment("small", Decoder(64, 16, 1, 16, 2), Tokens(16), batch=8)
 
 
 def test_estimates_and_meetings_refuse_before_anything_is_compiled():
@@ -249,7 +253,7 @@ def test_a_codec_that_no_kernel_knows_says_why(kernels, codec, why):
 
 
 def test_a_state_on_the_host_is_why_no_kernel_steps_it():
-    plan = override(Plan(), {"state": "int8", "optimizer_state": "streamed", "zero": "1"})
+    plan = override(Plan(), {"state.moments": "int8", "offload.optimizer_state": "streamed", "zero": "1"})
     step = described_step(experiment(), Platform.parse("tpu v5e:2x2"), plan)
     assert step.update.unfused == "it needs weights and state on the device"
 

@@ -7,6 +7,7 @@ from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.layout import check_model
 from jaxscale.step.plan import Plan
 from jaxscale.step.resolve import resolve_mesh
+from tests.plans import plan_of
 
 MODEL = Decoder(vocab=64, context=24, layers=1, embed=24, heads=6, kv_heads=2, mlp=20)
 
@@ -62,11 +63,11 @@ def test_a_model_that_does_not_divide_is_refused(plan, says):
         ({"zero": 1, "mesh": MeshSpec(data=2)}, "add fsdp:N"),
         ({"sequence_parallel": True, "mesh": MeshSpec(data=2)}, "add tensor:N"),
         ({"microbatches": 0}, "microbatches: got 0"),
-        ({"loss_chunk": 0}, "loss_chunk: got 0"),
+        ({"loss_chunk": 0}, "loss_chunk: got 0, expected"),
         ({"reduce": "bfloat16"}, "add precision bfloat16"),
         ({"precision": "bf16"}, "precision"),
     ],
 )
 def test_a_plan_that_means_nothing_cannot_be_made(fields, says):
     with pytest.raises(UserError, match=says):
-        Plan(**fields)
+        plan_of(**fields)

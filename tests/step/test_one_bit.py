@@ -17,6 +17,7 @@ from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.step.wire_checks import NoEffect, check_codec, slow_bytes
 from jaxscale.values import override
+from tests.plans import grouped
 
 MODEL = Decoder(vocab=12, context=8, layers=2, embed=16, heads=2)
 RNG = np.random.default_rng(0)
@@ -52,7 +53,7 @@ def run(step: Any, state: Any, batches: Any = BATCHES) -> tuple[Any, list[dict[s
     ],
 )
 def test_exact_then_in_bits_and_on_from_a_checkpoint(name: str, plan: dict[str, str]) -> None:
-    step = build(experiment(name, freeze=FREEZE), override(Plan(), plan))
+    step = build(experiment(name, freeze=FREEZE), override(Plan(), grouped(plan)))
     step.compile(BATCHES[0])
     assert step.codec is not None
     assert step.plan.reduce == OneBit(start=FREEZE)
@@ -111,4 +112,4 @@ def test_gradients_sent_in_full_are_found() -> None:
 )
 def test_refusals(options: dict[str, Any], plan: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        build(experiment("one_bit_adam", **options), override(Plan(), plan))
+        build(experiment("one_bit_adam", **options), override(Plan(), grouped(plan)))

@@ -19,6 +19,7 @@ from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import override
+from tests.plans import grouped
 
 MODEL = Decoder(vocab=12, context=8, layers=4, embed=8, heads=2, dropout=0.1)
 EXPERIMENT = Experiment("pipelined", MODEL, None, batch=8)
@@ -72,7 +73,7 @@ CASES = [
 @pytest.mark.parametrize("changes", CASES, ids=str)
 def test_gradients_and_loss_equal_one_device(changes: dict[str, str], reference: Any) -> None:
     expected, loss, weights = reference
-    step = build(EXPERIMENT, override(Plan(), changes))
+    step = build(EXPERIMENT, override(Plan(), grouped(changes)))
     state = step.init()
     apart = step.to_canonical(state)
     assert {name: leaf.shape for name, leaf in apart.items()} == {name: leaf.shape for name, leaf in weights.items()}
@@ -119,7 +120,7 @@ def check_wires(step: TrainStep) -> None:
     ids=str,
 )
 def test_a_step_trains(changes: dict[str, str], reference: Any) -> None:
-    plans = [ONE, override(Plan(), changes)]
+    plans = [ONE, override(Plan(), grouped(changes))]
     experiment = dataclasses.replace(EXPERIMENT, steps=3)
     losses = []
     for plan in plans:
@@ -160,7 +161,7 @@ def test_a_step_trains(changes: dict[str, str], reference: Any) -> None:
 )
 def test_a_plan_that_cannot_be_is_refused(changes: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match="(?s).*" + message.replace("'", ".")):
-        build(EXPERIMENT, override(Plan(), changes))
+        build(EXPERIMENT, override(Plan(), grouped(changes)))
 
 
 def test_a_schedule_for_another_number_of_devices_is_refused(tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ def test_a_schedule_for_another_number_of_devices_is_refused(tmp_path: Path) -> 
         ({"microbatches": "4"}, "microbatches 4 with pipeline .*: a pipeline specifies by itself"),
     ):
         with pytest.raises(UserError, match=message):
-            build(EXPERIMENT, override(Plan(), {"pipeline": f"file:{file}", **changes}))
+            build(EXPERIMENT, override(Plan(), grouped({"pipeline": f"file:{file}", **changes})))
     with pytest.raises(UserError, match="takes 4 devices, and there are 3"):
         build(EXPERIMENT, override(Plan(), {"pipeline": f"file:{file}"}), devices=jax.devices()[:3])
 
@@ -191,4 +192,4 @@ def test_a_pipe_across_unequal_slices_is_refused(monkeypatch: pytest.MonkeyPatch
     chips = [Chip(number, int(number >= 3)) for number in range(4)]
     for changes in ({"pipeline": "1f1b:4x4"}, {"pipeline": "1f1b:2x4", "mesh": "data:2"}):
         with pytest.raises(UserError, match="lie on slices of 3 and 1: expected as many of each slice"):
-            build(EXPERIMENT, override(Plan(), changes), devices=chips)
+            build(EXPERIMENT, override(Plan(), grouped(changes)), devices=chips)

@@ -11,6 +11,7 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.values import override
+from tests.plans import grouped
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("libtpu")
@@ -31,7 +32,7 @@ def experiment(tied=True):
 
 
 def report(platform, tied=True, **changes):
-    plan = override(Plan(precision="bfloat16"), changes)
+    plan = override(Plan(precision="bfloat16"), grouped(changes))
     return compile_report(
         functools.partial(lowered_step, make=functools.partial(experiment, tied), plan=plan), Platform.parse(platform)
     )

@@ -18,6 +18,7 @@ from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.values import override
+from tests.plans import grouped
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -84,7 +85,10 @@ def table() -> str:
 def outcome(changes, model=DECODER):
     """What building says: "" where it goes."""
     try:
-        build(Experiment("pairs", model, Tokens(), batch=16), override(Plan(), {"pipeline": "1f1b:2x4", **changes}))
+        build(
+            Experiment("pairs", model, Tokens(), batch=16),
+            override(Plan(), grouped({"pipeline": "1f1b:2x4", **changes})),
+        )
     except UserError as error:
         return str(error)
     return ""

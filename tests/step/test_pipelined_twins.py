@@ -24,6 +24,7 @@ from jaxscale.step.plan import Plan
 from jaxscale.step.train_step import TrainStep
 from jaxscale.trees import leaf_bytes
 from jaxscale.values import override
+from tests.plans import grouped
 
 LENGTH, ROWS, LONG = 16, 16, 2048
 # momentum shows the scale of gradients, which Adam divides out
@@ -71,7 +72,7 @@ def twins() -> dict[Any, list[float]]:
 
 
 def compare(changes: dict[str, str], twins: dict[Any, list[float]], *, layers: int = 4, length: int = LENGTH) -> None:
-    step = build(experiment(length, layers), override(Plan(), changes))
+    step = build(experiment(length, layers), override(Plan(), grouped(changes)))
     step.compile(batch(length))
     asynchronous = {"pipeline": changes["pipeline"]} if step.plan.asynchronous else {"mesh": "data:1"}
     key = (layers, length, *asynchronous.values())
@@ -96,7 +97,7 @@ AXES = [
 
 @pytest.mark.parametrize("changes", [STANDARD, {"pipeline": "1f1b:2x4", "mesh": "data:2", "attention": "chunked"}])
 def test_axes_of_rows_and_of_positions_make_a_program(changes: dict[str, str]) -> None:
-    step = build(experiment(), override(Plan(), changes))
+    step = build(experiment(), override(Plan(), grouped(changes)))
     step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch())).lower()
 
 
@@ -183,7 +184,7 @@ def test_zero_bubble_schedules_keep_less_under_a_rule_that_computes_again() -> N
     temp = {}
     for rule in ("none", "dots", "full"):
         changes = {"pipeline": "zb-h1:2x4", "memory": rule}
-        temp[rule] = build(experiment(64, 8), override(Plan(), changes)).compile(batch(64)).temp_bytes
+        temp[rule] = build(experiment(64, 8), override(Plan(), grouped(changes))).compile(batch(64)).temp_bytes
     assert temp["full"] < 0.7 * temp["none"]
     assert temp["full"] < temp["dots"] < temp["none"]
 
@@ -191,4 +192,4 @@ def test_zero_bubble_schedules_keep_less_under_a_rule_that_computes_again() -> N
 def test_what_stages_of_an_asynchronous_pipeline_keep_is_not_offloaded() -> None:
     changes = {"pipeline": "pipedream:2", "memory": "offload:vdnn:20KiB"}
     with pytest.raises(UserError, match=r"in flight from step to step.* add stash input"):
-        build(experiment(), override(Plan(), changes))
+        build(experiment(), override(Plan(), grouped(changes)))

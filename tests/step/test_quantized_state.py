@@ -26,8 +26,9 @@ from jaxscale.step.check import check_state_bits
 from jaxscale.step.conversion import conversion, forms_of
 from jaxscale.step.experiment import Experiment, Guard
 from jaxscale.step.naming import CODES, SCALE
-from jaxscale.step.plan import Plan
+from jaxscale.step.plan import OffloadPlan, Plan, StatePlan
 from jaxscale.step.wire_checks import NoEffect
+from tests.plans import plan_of
 
 ROWS, LENGTH, VOCAB = 8, 8, 13
 MODEL = Decoder(vocab=VOCAB, context=LENGTH, layers=2, embed=32, heads=4, mlp=64)
@@ -43,7 +44,7 @@ GUARD = Guard(spike=10, warmup=1)
 
 def make(mesh="1", optimizer=Optimizer(learning_rate=0.01, warmup=2), **fields):
     experiment = Experiment("bits", MODEL, None, optimizer=optimizer, steps=10, batch=ROWS, guard=GUARD)
-    return build(experiment, Plan(mesh=MeshSpec.parse(mesh), **fields))
+    return build(experiment, plan_of(mesh=mesh, **fields))
 
 
 def quantized(tree):
@@ -102,7 +103,10 @@ REFUSED = [
     ({"optimizer": Optimizer(name="sgd")}, "would quantize no leaf"),
     ({"master": "split"}, "master split: its weights are bfloat16"),
     ({"master": "split", "precision": "bfloat16", "reduce": "float32"}, "master split with reduce float32"),
-    ({"master": "split", "precision": "bfloat16", "optimizer_state": "host"}, "split with optimizer_state host"),
+    (
+        {"master": "split", "precision": "bfloat16", "optimizer_state": "host"},
+        "split with offload.optimizer_state host",
+    ),
     (
         {"optimizer": Optimizer(custom=optax.lamb), "optimizer_state": "streamed"},
         "optimizer_state streamed: this optimizer's update mixes",
@@ -120,12 +124,15 @@ def test_what_would_mean_nothing_is_refused_by_name(fields, says):
 def test_the_host_of_a_tpu_updates_no_state_in_few_bits(bits):
     """Its compiler would die; what is asked in its place is taken, and on other devices so is the plan itself."""
     experiment = Experiment("bits", MODEL, None, steps=10, batch=ROWS)
-    plan, slices = Plan(state=bits, optimizer_state="host", zero=1), Platform.parse("tpu v5e:2x2")
-    says = f"state {bits} with optimizer_state host: the compiler for TPU dies .* take optimizer_state streamed, or"
+    plan, slices = (
+        Plan(state=StatePlan(bits), offload=OffloadPlan(optimizer_state="host"), zero=1),
+        Platform.parse("tpu v5e:2x2"),
+    )
+    says = f"state {bits} with optimizer_state host: the compiler for TPU dies .* take offload.optimizer_state streamed"
     with pytest.raises(UserError, match=says):
         described_step(experiment, slices, plan)
     for other in ({"optimizer_state": "streamed"}, {"state": "float32"}):
-        assert described_step(experiment, slices, dataclasses.replace(plan, **other)).layout
+        assert described_step(experiment, slices, plan_of(plan, **other)).layout
     assert described_step(experiment, Platform.parse("gpu h100 x 2"), plan).layout
 
 
@@ -202,7 +209,7 @@ class TestConversion:
 
 
 def test_a_planted_fault_in_the_bits_of_a_state_is_found():
-    plan, four = Plan(state="int8"), Plan(state="int4")
+    plan, four = Plan(state=StatePlan("int8")), Plan(state=StatePlan("int4"))
     good = {"mu": jax.eval_shape(lambda: zeros((256, 4), "soft8", 256)), "count": jnp.zeros(())}
     check_state_bits(plan, good)
     wide = {"mu": dataclasses.replace(good["mu"], codes=jax.ShapeDtypeStruct((256, 4), jnp.float32))}

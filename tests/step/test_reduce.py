@@ -23,6 +23,7 @@ from jaxscale.step.plan import Plan
 from jaxscale.step.train_step import TrainStep
 from jaxscale.step.wire_checks import NoEffect, check_codec, slow_bytes
 from jaxscale.values import override
+from tests.plans import grouped
 
 MODEL = Decoder(vocab=12, context=8, layers=2, embed=16, heads=2, dropout=0.1)
 EXPERIMENT = Experiment(
@@ -80,7 +81,7 @@ SLOW_CASES = [
     "changes", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=str
 )
 def test_the_mean_of_replicas_is_that_of_the_batch(changes: dict[str, str], expected: Any) -> None:
-    step = build(EXPERIMENT, override(Plan(), {"reduce": "int8", **changes}))
+    step = build(EXPERIMENT, override(Plan(), grouped({"reduce": "int8", **changes})))
     found = mean_apart(step, step.init())
     for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         assert np.abs(a - b).max() <= 1e-6 * np.abs(b).max(), jax.tree_util.keystr(path)
@@ -237,7 +238,7 @@ def test_a_reduction_in_full_is_found() -> None:
 )
 def test_refusals(changes: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        override(Plan(), {"reduce": "int8", **changes})
+        override(Plan(), grouped({"reduce": "int8", **changes}))
 
 
 def test_a_codec_for_none_of_the_gradients_is_refused() -> None:

@@ -23,6 +23,7 @@ from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import override
+from tests.plans import grouped
 
 ROWS, CONTEXT, VOCAB = 8, 4, 8
 
@@ -51,7 +52,7 @@ def batch(number: int) -> dict[str, np.ndarray]:
 
 
 def step_of(text: str, experiment: Experiment = EXPERIMENT) -> TrainStep:
-    return build(experiment, override(Plan(), dict(part.split("=", 1) for part in text.split("; "))))
+    return build(experiment, override(Plan(), grouped(dict(part.split("=", 1) for part in text.split("; ")))))
 
 
 def fed(step: TrainStep, state: Any, numbers: range) -> tuple[Any, list[dict[str, float]]]:

@@ -33,9 +33,9 @@ RUNS = {
     "2bw": f"{SMALL} --plan.pipeline 2bw:2x4 --plan.mesh data:2",
     "pipemare": f"{SMALL} --plan.pipeline pipemare:2 --plan.mesh replica:2 --plan.reduce int8",
     "one_bit_adam": f"{SMALL} --plan.mesh replica:2 --optimizer one_bit_adam --optimizer.freeze 1",
-    "state_int8": "--plan.mesh fsdp:2 --plan.zero 1 --plan.state int8",
-    "split": "--plan.mesh data:2 --plan.master split --plan.precision bfloat16 --plan.state int4",
-    "host": f"{SMALL} --plan.mesh fsdp:2 --plan.optimizer-state host --plan.memory full",
+    "state_int8": "--plan.mesh fsdp:2 --plan.zero 1 --plan.state.moments int8",
+    "split": "--plan.mesh data:2 --plan.state.master split --plan.precision bfloat16 --plan.state.moments int4",
+    "host": f"{SMALL} --plan.mesh fsdp:2 --plan.offload.optimizer-state host --plan.memory full",
     "chimera": f"{SMALL} --plan.pipeline chimera:2x4 --plan.mesh data:2",
     "soap": f"{SMALL} --optimizer soap --plan.mesh fsdp:2 --plan.zero 2",
 }

@@ -22,7 +22,7 @@ from jaxscale.memory.plan import Rule
 from jaxscale.memory.selectors import SELECTORS
 from jaxscale.optim.optimizer import Name
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.step.plan import Plan
+from jaxscale.step.plan import StatePlan
 from tests.system.data import write_data
 from tests.system.mixtures import mixture
 from tests.system.techniques import HELD, TECHNIQUES, Technique
@@ -124,7 +124,7 @@ def test_in_a_mixture(number: int, place, capsys):
 @pytest.mark.parametrize(
     ("flags", "layout"),
     [
-        ("--plan.optimizer-state host --plan.state int8", "--plan.mesh fsdp:2"),
+        ("--plan.offload.optimizer-state host --plan.state.moments int8", "--plan.mesh fsdp:2"),
         ("--plan.reduce int8 --plan.memory full", "--plan.mesh replica:2,fsdp:2 --plan.zero 3"),
         ("--plan.pipeline pipedream:2", "--plan.mesh data:2"),
     ],
@@ -141,7 +141,7 @@ def test_killed(flags: str, layout: str, place):
         ("--plan.pipeline", METHODS),
         ("--plan.memory offload", SELECTORS),
         ("--plan.memory", {*get_args(Rule)} - {"none", "fit"}),
-        ("--plan.state", {*get_args(Plan.__annotations__["state"])} - {"float32"}),
+        ("--plan.state.moments", {*get_args(StatePlan.__annotations__["moments"])} - {"float32"}),
     ],
 )
 def test_no_name_is_left_out(field, names):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxscale.step.plan import Plan
+from jaxscale.step.plan import OffloadPlan, Plan
 from jaxscale.training.charts import Series, line_chart, smooth, thin, ticks
 from jaxscale.training.metrics import FILE, encode
 from jaxscale.training.pictures import mesh_picture, parameter_table
@@ -409,8 +409,8 @@ def test_the_plan_in_words_names_what_it_does_not_know():
 
 
 def test_the_words_of_a_pipeline():
-    words = dict(plan_in_words({"pipeline": "1f1b:2x4", "stages": [3, 1], "stash": "input"}, {}, {}))
-    assert words["Pipeline: 1f1b:2x4"] == (
+    words = dict(plan_in_words({"pipeline": "1f1b:2x4,stages=3+1,stash=input"}, {}, {}))
+    assert words["Pipeline: 1f1b:2x4,stages=3+1,stash=input"] == (
         "Stages of 3, 1 blocks run by this schedule. "
         "A stage keeps its input alone and runs again for its backward pass."
     )
@@ -418,7 +418,7 @@ def test_the_words_of_a_pipeline():
 
 
 def test_the_words_say_what_lies_on_the_host():
-    words = dict(plan_in_words(to_json(Plan(optimizer_state="streamed")), {}, {}))
+    words = dict(plan_in_words(to_json(Plan(offload=OffloadPlan(optimizer_state="streamed"))), {}, {}))
     assert words["In host memory"].endswith("slice by slice.")
     assert "In host memory" not in dict(plan_in_words(to_json(Plan()), {}, {}))
 

@@ -107,7 +107,7 @@ def test_source_round_trip(file: Path):
 
 @pytest.mark.parametrize("variant", [None, "small"])
 def test_rebuilt_is_what_ran(file: Path, variant):
-    experiment, source = load(file, variant, {"steps": "5", "plan.loss_chunk": "4"}, Plan(zero=1))
+    experiment, source = load(file, variant, {"steps": "5", "plan.kernels": "loss_chunk=4"}, Plan(zero=1))
     run = run_of(experiment, source)
     file.write_text("raise RuntimeError('the file has changed since')")
     assert values.to_json(load_experiment(run)) == values.to_json(experiment)

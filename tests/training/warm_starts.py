@@ -39,6 +39,7 @@ from jaxscale.step.experiment import Checkpointing, Evaluation, Experiment, Samp
 from jaxscale.step.plan import Plan
 from jaxscale.training.loop import train
 from jaxscale.values import override
+from tests.plans import grouped
 
 LAYOUTS = {
     "data": {"mesh": "data:4"},
@@ -79,7 +80,7 @@ def experiment(folder: Path, steps: int) -> Experiment:
 
 def own_loop(folder: Path, steps: int) -> None:
     """Dispatch steps and evaluations of ZeRO 3 without a look at any result."""
-    step = build(experiment(folder, 1000), override(Plan(), LAYOUTS["zero 3"]))
+    step = build(experiment(folder, 1000), override(Plan(), grouped(LAYOUTS["zero 3"])))
     tokens = np.arange(8 * 32, dtype=np.int32).reshape(8, 32)
     batch = step.place({"tokens": tokens, "targets": tokens})
     state, losses = step.init(), []
@@ -137,7 +138,7 @@ def child(folder: Path, name: str, steps: int, cache: Path | None) -> int:
         if name in ALONE:
             ALONE[name](folder, steps)
         else:
-            train(experiment(folder, steps), override(Plan(), LAYOUTS[name]), out=folder / "run", quiet=True)
+            train(experiment(folder, steps), override(Plan(), grouped(LAYOUTS[name])), out=folder / "run", quiet=True)
         counts = {name: events.count(name) for name in ("compile_requests_use_cache", "cache_hits")}
         (folder / "counts.json").write_text(json.dumps(counts))
         code = 0
