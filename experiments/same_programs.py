@@ -32,8 +32,8 @@ from typing import Any
 
 PLANS = Path(__file__).with_suffix(".json")
 """The plans: text by dotted path, rows and length, as `composing.draws.Draw` has them."""
-RENAMED: dict[str, str] = {}
-"""Paths of `PLANS` that are now others, for a checkout where they are."""
+BESIDE = ("stages=", "stash=", "lowering=", "anneal=", "correction=", "synchronous_steps=", "attention=", "loss_chunk=")
+"""Options of pipelines and kernels that version 1 has beside them."""
 FLAGS = (
     "--xla_force_host_platform_device_count=8 --xla_disable_hlo_passes=all-reduce-promotion "
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -103,10 +103,32 @@ def draws(only: Sequence[str] | None) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for number, row in enumerate(rows):
         texts: dict[str, str] = row.pop("techniques")
-        techniques = tuple(sorted((RENAMED.get(path, path), text) for path, text in texts.items()))
         if only is None or str(number) in only:
-            named[str(number)] = Draw(techniques, **row)
+            named[str(number)] = Draw(tuple(sorted(of_checkout(texts).items())), **row)
     return named
+
+
+def of_checkout(texts: dict[str, str]) -> dict[str, str]:
+    """The techniques as this checkout spells them: plans of version 1 have no groups."""
+    from jaxscale.step.plan import Plan
+
+    if "offload" in {field.name for field in dataclasses.fields(Plan)}:
+        return texts
+    spelled: dict[str, str] = {}
+    for path, text in texts.items():
+        if path == "plan.state.moments":
+            spelled["plan.state"] = text
+        elif path.startswith(("plan.offload.", "plan.state.")):
+            spelled[f"plan.{path.rpartition('.')[2]}"] = text
+        elif path in ("plan.pipeline", "plan.kernels"):
+            beside = [word for word in text.split(",") if word.startswith(BESIDE) and word != "attention=reference"]
+            options = dict(word.split("=") for word in beside)
+            rest = [word for word in text.split(",") if word not in beside]
+            spelled |= {f"plan.{name}": value.replace("+", ",") for name, value in options.items()}
+            spelled |= {path: ",".join(rest)} if rest else {}
+        else:
+            spelled[path] = text
+    return spelled
 
 
 def write(out: Path, kind: str, rows: dict[str, Any]) -> None:
