@@ -25,14 +25,14 @@ from jaxscale.step.layout import Layout, vocab_multiple
 from jaxscale.step.pipeline_async import AsyncPipeline, InFlight
 from jaxscale.step.plan import Plan
 from jaxscale.step.planned_model import PlannedModel
-from jaxscale.step.products import said_of_products
-from jaxscale.step.remember import decide_memory, layers_of_groups, said_of, treatment_of
+from jaxscale.step.products import describe_products
+from jaxscale.step.remember import decide_memory, describe_decision, layers_of_groups, treatment_of
 from jaxscale.step.replicas import Replicas
 from jaxscale.step.requests import Facts
 from jaxscale.step.resolve import ResolvedPlan, needs_decision, resolve
 from jaxscale.step.state import TrainState
 from jaxscale.step.train_step import StepParts, TrainStep, UpdateFn
-from jaxscale.step.update import Update, said_of_state
+from jaxscale.step.update import Update, describe_state
 from jaxscale.step.without_effect import check_effect
 from jaxscale.trees import named_leaves
 from jaxscale.typing import Array, Bool
@@ -167,11 +167,11 @@ class Assembly:
         """
         plan, update, experiment = self.resolved.plan, self.update, self.resolved.experiment
         planned = self.planned(decision)
-        lines = (
-            [self.resolved.line] if decision is None else [self.resolved.line, said_of(decision, devices[0].platform)]
-        )
-        lines += said_of_products(plan, devices)
-        lines += said_of_state(plan, self.layout.abstract.optimizer, self.functional.parameters)
+        lines = [self.resolved.line]
+        if decision is not None:
+            lines.append(describe_decision(decision, devices[0].platform))
+        lines += describe_products(plan, devices)
+        lines += describe_state(plan, self.layout.abstract.optimizer, self.functional.parameters)
         common: dict[str, Any] = {
             "optimizer": update,
             "stages": self.resolved.stages,

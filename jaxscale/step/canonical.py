@@ -85,33 +85,33 @@ class Canonical:
             state = extra.saved(state)
         arrays: dict[str, Array] = {}
         groups: dict[str, dict[int, Array]] = {}
-        ways: dict[str, Any] = {}
+        writers: dict[str, Any] = {}
         for leaf, part in zip(jax.tree.leaves(state), self._parts, strict=True):
             if not part.names:
                 continue
-            back = functools.partial(_given_back, dtype=part.dtype, host=on_host(leaf))
+            returned = functools.partial(_returned, dtype=part.dtype, host=on_host(leaf))
             if part.stacked is not None and part.rows is None and leaf.shape == part.shape:
                 for i, name in part.rows_of():
-                    one = jax.lax.index_in_dim(leaf, i, part.stacked, keepdims=False)
-                    arrays[name] = back(to_device(one))
+                    layer = jax.lax.index_in_dim(leaf, i, part.stacked, keepdims=False)
+                    arrays[name] = returned(to_device(layer))
                 continue
             whole = jax.random.key_data(leaf) if part.key else to_device(leaf)
             if whole.shape != part.shape and not part.key:
                 whole = jax.lax.slice(whole, (0,) * whole.ndim, part.shape)
             if part.rows is not None:
                 groups.setdefault(part.names[0], {})[part.rows[0]] = whole
-                ways[part.names[0]] = back
+                writers[part.names[0]] = returned
             elif part.stacked is None:
-                arrays[part.names[0]] = back(whole)
+                arrays[part.names[0]] = returned(whole)
             else:
                 for i, name in part.rows_of():
-                    arrays[name] = back(jax.lax.index_in_dim(whole, i, part.stacked, keepdims=False))
+                    arrays[name] = returned(jax.lax.index_in_dim(whole, i, part.stacked, keepdims=False))
         for name, parts in groups.items():
-            arrays[name] = ways[name](jnp.concatenate([parts[start] for start in sorted(parts)]))
+            arrays[name] = writers[name](jnp.concatenate([parts[start] for start in sorted(parts)]))
         return arrays
 
     def put_together(self, arrays: Mapping[str, Array]) -> TrainState:
-        """The train state of a canonical form, which is given away; an extra that it lacks begins anew.
+        """The train state of a canonical form, which is donated; an extra that it lacks begins anew.
 
         Arrays that are stacked or padded are deleted leaf by leaf, so that little more than one state lives at a time;
         the others become part of the state. Each leaf is waited for: the memory of the last is free by then, and
@@ -127,21 +127,21 @@ class Canonical:
             if part.names[0].startswith(OPTIONAL) and part.names[0] not in arrays:
                 leaves.append(None)
                 continue
-            given = [arrays[name] for name in part.names]
+            pieces = [arrays[name] for name in part.names]
             waiting.subtract(part.names)
             if waiting[part.names[0]] or part.rows is not None:
                 join = _joined(None, part.key, leaf.shape, leaf.dtype, leaf.sharding, part.rows)
-                leaves.append(jax.block_until_ready(join(given)))
-                if not waiting[part.names[0]] and isinstance(given[0], jax.Array):
-                    given[0].delete()
+                leaves.append(jax.block_until_ready(join(pieces)))
+                if not waiting[part.names[0]] and isinstance(pieces[0], jax.Array):
+                    pieces[0].delete()
                 continue
-            alike = given[0].shape == leaf.shape and given[0].dtype == leaf.dtype
+            alike = pieces[0].shape == leaf.shape and pieces[0].dtype == leaf.dtype
             if alike and part.key is None and part.stacked is None:
-                leaves.append(jax.device_put(given[0], leaf.sharding))
+                leaves.append(jax.device_put(pieces[0], leaf.sharding))
                 continue
             join = _joined(part.stacked, part.key, leaf.shape, leaf.dtype, leaf.sharding, order=part.order)
-            leaves.append(jax.block_until_ready(join(given)))
-            for array in given:
+            leaves.append(jax.block_until_ready(join(pieces)))
+            for array in pieces:
                 if isinstance(array, jax.Array):
                     array.delete()
         state = jax.tree.unflatten(self._treedef, leaves)
@@ -150,7 +150,7 @@ class Canonical:
         return state
 
 
-def _given_back(array: Array, dtype: Any, host: bool) -> Array:
+def _returned(array: Array, dtype: Any, host: bool) -> Array:
     array = array if dtype is None else array.astype(dtype)
     return to_host(array) if host else array
 

@@ -1,7 +1,7 @@
 """What a traced and a compiled step must show: a request that took no effect is an error, not a surprise.
 
-The traced program tells what the model made of the plan (rematerialized blocks, the type of its matrix products,
-whether it reads a setting at all), before anything is compiled. The compiled one tells what the compiler made of it
+The traced program shows what the model does with the plan (rematerialized blocks, the type of its matrix products,
+whether it reads a setting at all), before anything is compiled. The compiled one shows what the compiler does with it
 (where the state lies, what is sent between devices and in which type). It leaves out what no program shows: speed.
 """
 
@@ -177,9 +177,9 @@ def check_state(step: "TrainStep", shardings: Any) -> None:
         (f"parameter {name}", params[name].shape, layout.placements[name].master, sharding)
         for name, sharding in named_leaves(shardings.params).items()
     ]
-    for what, shape, spec, found in tensors:
+    for what, shape, spec, sharding in tensors:
         expected = NamedSharding(step.mesh, spec).shard_shape(shape)
-        part = found.shard_shape(shape)
+        part = sharding.shard_shape(shape)
         if part != expected:
             raise NoEffect(
                 f"zero {step.plan.zero}: the compiled step keeps the {what} in parts of {part}, "
@@ -200,10 +200,10 @@ def check_state_bits(plan: Plan, state: Any) -> None:
     if plan.state.moments == "float32":
         return
     bits = 4 if plan.state.moments == "int4" else 8
-    found = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_quantized) if is_quantized(leaf)]
-    if not found:
+    moments = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_quantized) if is_quantized(leaf)]
+    if not moments:
         raise NoEffect(f"state {plan.state.moments}: the compiled step keeps no moment in {bits} bits")
-    for array in found:
+    for array in moments:
         taken, asked = leaf_bytes(array.codes) + leaf_bytes(array.scale), bits / 8 + 4 / array.block
         if taken > 1.01 * asked * array.size:
             raise NoEffect(
@@ -212,13 +212,13 @@ def check_state_bits(plan: Plan, state: Any) -> None:
             )
 
 
-def check_wires(plan: Plan, platform: str, found: Sequence[Collective], scatters: bool) -> None:
+def check_wires(plan: Plan, platform: str, sends: Sequence[Collective], scatters: bool) -> None:
     """Compare what a compiled step sends with its plan.
 
     Args:
         plan: what was asked for.
         platform: kind of its devices: "cpu", "gpu" or "tpu".
-        found: its collectives.
+        sends: its collectives.
         scatters: ZeRO 2 or 3 over more than one device.
 
     Raises:
@@ -228,13 +228,13 @@ def check_wires(plan: Plan, platform: str, found: Sequence[Collective], scatters
         kinds = {"reduce-scatter"}
         # a TPU computes the product of a sharded weight around a ring
         kinds |= {"collective-permute", "all-to-all"} if platform == "tpu" and plan.zero == 3 else set()
-        if not any(c.kind in kinds and (c.axes is None or "fsdp" in c.axes) for c in found):
+        if not any(c.kind in kinds and (c.axes is None or "fsdp" in c.axes) for c in sends):
             raise NoEffect(f"zero {plan.zero}: the compiled step scatters no gradient over fsdp")
     if plan.precision == "bfloat16" and platform != "cpu":  # XLA:CPU reduces nothing in less than float32
         sums = {"bf16": 0, "f32": 0}
         # what a codec sends over the replicas is `check_codec`'s to judge
         axes = {*BATCH_AXES} - ({REPLICA_AXIS} if isinstance(plan.reduce, Codec) else set())
-        for c in found:
+        for c in sends:
             if c.kind in ("all-reduce", "reduce-scatter") and c.axes is not None and set(c.axes) & axes:
                 sums[c.dtype] = sums.get(c.dtype, 0) + c.bytes * c.count
         wanted, other = ("f32", "bf16") if plan.reduce == "float32" else ("bf16", "f32")

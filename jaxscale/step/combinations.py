@@ -2,7 +2,7 @@
 
 A row names requests (`requests.py`). A plan is checked by itself when it is made, and with its mesh, experiment and
 model before a step is built; a row whose facts are not known yet is left for then. What a single value must be stands
-with the value; what a schedule's table or a traced model shows first is refused where it is found.
+with the value; what a schedule's table or a traced model shows first is refused there.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Compiled: what the compiler said of a train step."""
+"""Compiled: bytes and FLOP of a train step, as its compiler reports them."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler said of a train step, per device.
+    """Bytes and FLOP of a compiled train step, per device.
 
     Args:
         seconds: that compiling took.
@@ -26,14 +26,14 @@ class Compiled:
 
     @classmethod
     def of(cls, executable: Any, seconds: float) -> "Compiled":
-        """What the compiler said of a program.
+        """Those of a program.
 
         Args:
             executable: a `jax.stages.Compiled`.
             seconds: that compiling took.
         """
         memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
-        assert memory is not None, "CPU, GPU and TPU all tell it"
+        assert memory is not None, "CPU, GPU and TPU all report it"
         return cls(
             seconds=seconds,
             argument_bytes=memory.argument_size_in_bytes,

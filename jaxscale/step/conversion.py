@@ -32,13 +32,13 @@ class Conversion:
 
     Args:
         abstract: what to read: name to shape, dtype and sharding.
-        convert: from the arrays read, which are given away, to those wanted.
-        said: what a user should know, a line each.
+        convert: from the arrays read, which are donated, to those wanted.
+        lines: notes for the user.
     """
 
     abstract: dict[str, jax.ShapeDtypeStruct]
     convert: Callable[[dict[str, Array]], dict[str, Array]]
-    said: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +76,13 @@ def forms_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Form]:
         >>> forms_of({"w/codes.soft8": (512, 4), "w/scale": (2, 4), "b": (4,)})
         {'w': Form(map='soft8', block=256)}
     """
-    found = {}
+    forms = {}
     for name, shape in shapes.items():
         base, _, last = name.rpartition("/")
         scale = shapes.get(f"{base}/{SCALE}")
         if last.startswith(CODES) and last.removeprefix(CODES) in MAPS and scale is not None and scale[-2]:
-            found[base] = Form(last.removeprefix(CODES), shape[-2] // scale[-2])
-    return found
+            forms[base] = Form(last.removeprefix(CODES), shape[-2] // scale[-2])
+    return forms
 
 
 def conversion(entries: Mapping[str, Sequence[Any]], abstract: Abstract) -> Conversion:
@@ -129,20 +129,20 @@ def conversion(entries: Mapping[str, Sequence[Any]], abstract: Abstract) -> Conv
             else:
                 arrays[name], arrays[want[name]] = _split(abstract[name].sharding)(arrays[name])
         for name, (old, new) in changes.items():
-            given = [arrays.pop(part) for part in old.names(name)]
+            sources = [arrays.pop(part) for part in old.names(name)]
             targets = [abstract[part] for part in new.names(name)]
             change = _changed(old, new, tuple((leaf.dtype, leaf.sharding) for leaf in targets))
-            made = jax.block_until_ready(change(given))  # dozens in flight can starve one another on a CPU
-            arrays |= dict(zip(new.names(name), made, strict=True))
-            for array in given:
-                if not any(array is kept for kept in made):
+            results = jax.block_until_ready(change(sources))  # dozens in flight can starve one another on a CPU
+            arrays |= dict(zip(new.names(name), results, strict=True))
+            for array in sources:
+                if not any(array is kept for kept in results):
                     array.delete()
         return arrays
 
-    said = said_of(changes.values())
+    lines = change_lines(changes.values())
     if weights:
-        said = (*said, f"weights were {'split' if have else 'float32'} and are now {'float32' if have else 'split'}")
-    return Conversion(read, convert, said)
+        lines = (*lines, f"weights were {'split' if have else 'float32'} and are now {'float32' if have else 'split'}")
+    return Conversion(read, convert, lines)
 
 
 def corrections(names: Iterable[str]) -> dict[str, str]:
@@ -152,8 +152,8 @@ def corrections(names: Iterable[str]) -> dict[str, str]:
         >>> corrections(["params/w", "optimizer/1/correction/w"])
         {'params/w': 'optimizer/1/correction/w'}
     """
-    found = ((name, *name.partition("/correction/")) for name in names if name.startswith("optimizer/"))
-    return {f"{PARAMS}/{rest}": name for name, _, middle, rest in found if middle}
+    split_names = ((name, *name.partition("/correction/")) for name in names if name.startswith("optimizer/"))
+    return {f"{PARAMS}/{rest}": name for name, _, middle, rest in split_names if middle}
 
 
 @functools.lru_cache(maxsize=256)
@@ -166,11 +166,11 @@ def _split(sharding: NamedSharding) -> Any:
     return jax.jit(split, out_shardings=(sharding, sharding))
 
 
-def said_of(changes: Any) -> tuple[str, ...]:
-    """What a user should know of changes, a line for each kind.
+def change_lines(changes: Any) -> tuple[str, ...]:
+    """Notes for the user on changes, a line for each kind.
 
     Example:
-        >>> said_of([(Form(), Form("soft8", 256))] * 2 + [(Form("soft8", 256), Form("soft8", 128))])
+        >>> change_lines([(Form(), Form("soft8", 256))] * 2 + [(Form("soft8", 256), Form("soft8", 128))])
         ('2 arrays of optimizer state were float32 and are now soft8 in blocks of 256',)
     """
     counts = collections.Counter((old, new) for old, new in changes if not _exact(old, new))
@@ -190,18 +190,18 @@ def _exact(old: Form, new: Form) -> bool:
 def _changed(old: Form, new: Form, targets: tuple[tuple[Any, NamedSharding], ...]) -> Any:
     """A compiled function from the arrays of one form to those of another."""
 
-    def change(given: list[Array]) -> list[Array]:
-        given = to_device(given)
+    def change(arrays: list[Array]) -> list[Array]:
+        arrays = to_device(arrays)
         if _exact(old, new):
-            codes, scale = given
+            codes, scale = arrays
             return [codes, jnp.repeat(scale, old.block // new.block, axis=-2)]
-        whole = given[0]
+        whole = arrays[0]
         if old.map:
-            whole = decode(Quantized(whole.astype(MAPS[old.map].dtype), given[1], old.map, old.block))
+            whole = decode(Quantized(whole.astype(MAPS[old.map].dtype), arrays[1], old.map, old.block))
         if not new.map:
             return [whole.astype(targets[0][0])]
-        made = encode(whole, new.map, new.block)
-        return [made.codes.astype(targets[0][0]), made.scale]
+        quantized = encode(whole, new.map, new.block)
+        return [quantized.codes.astype(targets[0][0]), quantized.scale]
 
     return jax.jit(change, out_shardings=[sharding for _, sharding in targets])
 

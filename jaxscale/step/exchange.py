@@ -86,7 +86,7 @@ Exchange = Callable[[Params, TrainState], Exchanged]
 
 
 def by_compiler(layout: Layout) -> Exchange:
-    """The exchange that XLA made already: gradients are means.
+    """No exchange: XLA has reduced the gradients, which are means.
 
     Args:
         layout: where they lie.

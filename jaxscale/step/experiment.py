@@ -14,11 +14,11 @@ from jaxscale.values import check_types
 def _at_least(value: Any, path: str, **least: int) -> None:
     """Refuse numbers below what they must be, and infinite ones; a field that is `None` passes."""
     for name, bound in least.items():
-        given = getattr(value, name)
-        if given is None or (given >= bound and math.isfinite(given)):
+        number = getattr(value, name)
+        if number is None or (number >= bound and math.isfinite(number)):
             continue
-        number = "whole number" if isinstance(given, int) else "number"
-        raise UserError(f"{f'{path}.' if path else ''}{name}: got {given!r}, expected a {number} >= {bound}")
+        kind = "whole number" if isinstance(number, int) else "number"
+        raise UserError(f"{f'{path}.' if path else ''}{name}: got {number!r}, expected a {kind} >= {bound}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,15 +78,17 @@ class Functional:
                     )
                 names["/".join(map(str, path))] = tuple(logical)
         masters = jax.eval_shape(_float32, nnx.to_pure_dict(params))
-        made = cls(model, seed, vocab_multiple, graphdef, masters, names, nnx.to_pure_dict(rest), groups, rows)
-        return dataclasses.replace(made, params=jax.eval_shape(made.in_rows, masters)) if rows else made
+        functional = cls(model, seed, vocab_multiple, graphdef, masters, names, nnx.to_pure_dict(rest), groups, rows)
+        if not rows:
+            return functional
+        return dataclasses.replace(functional, params=jax.eval_shape(functional.in_rows, masters))
 
     def copied(self, copies: Mapping[str, tuple[int, ...]]) -> "Functional":
         """The same with a copy for each stage of what is not of a layer."""
         if not copies:
             return self
-        made = dataclasses.replace(self, copies=copies)
-        return dataclasses.replace(made, params=jax.eval_shape(made.in_rows, self.whole))
+        functional = dataclasses.replace(self, copies=copies)
+        return dataclasses.replace(functional, params=jax.eval_shape(functional.in_rows, self.whole))
 
     @functools.cached_property
     def whole(self) -> Params:
@@ -123,7 +125,7 @@ class Functional:
         return jax.tree_util.tree_map_with_path(spread, params)
 
     def in_layers(self, params: Params) -> Params:
-        """The inverse of `in_rows`: what the module is made of."""
+        """The inverse of `in_rows`: parameters of the module."""
         if not self.rows:
             return params
         order = jnp.array([self.rows.index(layer) for layer in range(max(self.rows) + 1)])
@@ -204,9 +206,9 @@ class Rows:
 
     def __getitem__(self, index: Any) -> Any:
         first, *rest = index if isinstance(index, tuple) else (index,)
-        found = [np.asarray(self.layers[(slice(max(row, 0), max(row, 0) + 1), *rest)]) for row in self.rows[first]]
+        layers = [np.asarray(self.layers[(slice(max(row, 0), max(row, 0) + 1), *rest)]) for row in self.rows[first]]
         return np.concatenate(
-            [part if row >= 0 else np.zeros_like(part) for part, row in zip(found, self.rows[first], strict=True)]
+            [part if row >= 0 else np.zeros_like(part) for part, row in zip(layers, self.rows[first], strict=True)]
         )
 
 
@@ -236,21 +238,21 @@ def in_groups(params: Params, groups: tuple[int, ...]) -> Params:
 
     Example:
         >>> import numpy as np
-        >>> found = in_groups({"stack": {"layers": {"w": np.arange(3)}}}, (2, 1))["stack"]
-        >>> {name: part["w"][:].tolist() for name, part in found.items()}
+        >>> stacks = in_groups({"stack": {"layers": {"w": np.arange(3)}}}, (2, 1))["stack"]
+        >>> {name: part["w"][:].tolist() for name, part in stacks.items()}
         {'layers': [0, 1], 'layers_from_2': [2]}
     """
     if not groups:
         return params
-    found: dict[str, Any] = {}
+    grouped: dict[str, Any] = {}
     for name, inner in params.items():
         if name == "layers" and all(leaf.shape[:1] == (sum(groups),) for leaf in jax.tree.leaves(inner)):
             for start, layers in zip(itertools.accumulate((0, *groups)), groups, strict=False):
                 part = functools.partial(Layers, start=start, layers=layers)
-                found[group_name(start)] = jax.tree.map(part, inner)
+                grouped[group_name(start)] = jax.tree.map(part, inner)
         else:
-            found[name] = in_groups(inner, groups) if isinstance(inner, dict) else inner
-    return found
+            grouped[name] = in_groups(inner, groups) if isinstance(inner, dict) else inner
+    return grouped
 
 
 def _build(model: Model, seed: int, vocab_multiple: int, groups: tuple[int, ...]) -> Any:

@@ -82,10 +82,10 @@ def check_host_bytes(layout: Layout, memory: Any, as_text: Callable[[], str | No
     """
     if not layout.plan.offload.any or rehearses(layout.mesh.devices.flat):
         return
-    planned, found = local_bytes(layout.abstract, host=True), memory.host_argument_size_in_bytes
-    if found < planned:
+    planned, actual = local_bytes(layout.abstract, host=True), memory.host_argument_size_in_bytes
+    if actual < planned:
         raise NoEffect(
-            f"{layout.plan.offload}: {found} bytes of the compiled step lie on the host, and {planned} should"
+            f"{layout.plan.offload}: {actual} bytes of the compiled step lie on the host, and {planned} should"
         )
     if layout.plan.offload.weights == "device" and layout.plan.offload.optimizer_state == "host":
         return  # the passes read a whole copy of the weights
@@ -123,7 +123,7 @@ def brought_whole(text: str, shape: Sequence[int]) -> bool:
 
 
 def advance_of(plan: Plan, update: Update, layout: Layout) -> Advance:
-    """How the optimizer's step is made under a plan.
+    """The optimizer's step under a plan.
 
     Args:
         plan: where weights and state are.
@@ -148,7 +148,7 @@ def advance_of(plan: Plan, update: Update, layout: Layout) -> Advance:
 def streamed_weights(
     plan: Plan, params: Params, copies: Params, gradients: Params
 ) -> tuple[Params, Callable[[Params], Params]]:
-    """What of weights on the host is differentiated, and the map from it to what the module is given.
+    """The differentiated leaves of weights on the host, and a function from them to the module's parameters.
 
     A weight of a block is `Streamed`, and differentiated where its gradient is to be: on the host itself, on the device
     by zeros tied to it. All others are copied to the device for the step.
@@ -168,7 +168,7 @@ def streamed_weights(
         zeros = jnp.zeros(param.shape, param.dtype)
         return param if there else jax.lax.with_sharding_constraint(zeros, sharding)
 
-    def given(moving: Params) -> Params:
+    def params_of(moving: Params) -> Params:
         def one(path: Any, moved: Array, param: Array) -> Any:
             if not of_a_block(path_name(path)):
                 return moved
@@ -176,11 +176,11 @@ def streamed_weights(
 
         return by_path(one, moving, params)
 
-    return by_path(moving, params, copies, gradients), given
+    return by_path(moving, params, copies, gradients), params_of
 
 
 def streamed_weight(plan: Plan, weight: Array, tie: Array | None = None) -> Streamed:
-    """A weight on the host as a block is given it: in the type computed in, its gradient summed in that of `reduce`.
+    """A weight on the host as a block takes it: in the type computed in, its gradient summed in that of `reduce`.
 
     Args:
         plan: types.

@@ -33,7 +33,7 @@ class KernelTrace:
     @property
     def taken(self) -> tuple[Taken, ...]:
         """Choices without their shapes, each once."""
-        choices = (Taken(one.kernel, str(one.target), one.chosen, one.why) for one, _ in self._notes)
+        choices = (Taken(note.kernel, str(note.target), note.chosen, note.why) for note, _ in self._notes)
         return tuple(dict.fromkeys(choices))
 
     def noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +61,7 @@ class KernelTrace:
 
     def _note_update(self) -> None:
         """Note that no kernel steps a state in few bits, where none has been asked."""
-        if self._plan.state.moments == "float32" or any(one.kernel == "adam8" for one, _ in self._notes):
+        if self._plan.state.moments == "float32" or any(note.kernel == "adam8" for note, _ in self._notes):
             return
         device = getattr(self._mesh, "abstract_device", None) or self._mesh.devices.flat[0]
         why = self._unfused or "no moment lies as the kernel takes it"
@@ -73,21 +73,21 @@ def check_taken(plan: Plan, taken: Sequence[Taken]) -> None:
     """Refuse a plan that names a kernel which its step does not take, or takes otherwise.
 
     Args:
-        plan: what was asked for.
+        plan: names kernels.
         taken: by the traced step.
 
     Raises:
         UserError: as it says.
     """
     for kernel, name in plan.kernels.named:
-        met = [one for one in taken if one.kernel == kernel]
+        choices = [choice for choice in taken if choice.kernel == kernel]
         if kernel == "attention":  # a model that reads no such setting is refused by `check_traced`
             continue
-        if not met:
+        if not choices:
             raise UserError(f"kernels {kernel}={name}: nothing in this step takes {kernel}; leave it out")
-        if name not in [one.chosen for one in met]:
-            said = f"kernels {kernel}={name}: this step takes {kernel} {met[0].chosen}"
+        if name not in [choice.chosen for choice in choices]:
+            refusal = f"kernels {kernel}={name}: this step takes {kernel} {choices[0].chosen}"
             if kernel == "cross_entropy":
                 why = "a loss of a model's own must be given context.loss and context.loss_chunk"
-                raise UserError(f"{said}: {why}; or leave it out")
-            raise UserError(f"{said}{'' if met[0].why is None else f': {met[0].why}'}; leave it out")
+                raise UserError(f"{refusal}: {why}; or leave it out")
+            raise UserError(f"{refusal}{'' if choices[0].why is None else f': {choices[0].why}'}; leave it out")

@@ -157,12 +157,13 @@ def fields_of(taken: Sequence[Taken]) -> dict[str, Any]:
         >>> fields_of((Taken("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
         {'platform': 'cpu', 'attention': 'plain', 'why': {'attention': 'kernels are for TPU and GPU'}}
     """
-    fields: dict[str, Any] = {"platform": ", ".join(dict.fromkeys(one.where for one in taken))}
+    fields: dict[str, Any] = {"platform": ", ".join(dict.fromkeys(choice.where for choice in taken))}
     why: dict[str, str] = {}
-    for one in taken:
-        for where, said in ((fields, one.chosen), (why, one.why)):
-            if said is not None and said not in where.get(one.kernel, "").split("; "):
-                where[one.kernel] = f"{where[one.kernel]}; {said}" if one.kernel in where else said
+    for choice in taken:
+        for texts, text in ((fields, choice.chosen), (why, choice.why)):
+            kernel = choice.kernel
+            if text is not None and text not in texts.get(kernel, "").split("; "):
+                texts[kernel] = f"{texts[kernel]}; {text}" if kernel in texts else text
     return fields | ({"why": why} if why else {})
 
 
@@ -175,12 +176,12 @@ def said_of(fields: Mapping[str, Any]) -> tuple[str, str] | None:
     """
     why = fields.get("why")
     why = why if isinstance(why, Mapping) else {}
-    told = [
+    words = [
         f"{kernel} {fields[kernel]}" + (f" ({why[kernel]})" if kernel in why else "")
         for kernel in fields
         if kernel in KNOWN
     ]
-    return (str(fields.get("platform", "")), ", ".join(told)) if told else None
+    return (str(fields.get("platform", "")), ", ".join(words)) if words else None
 
 
 def lines_of(taken: Sequence[Taken]) -> list[str]:
@@ -190,5 +191,5 @@ def lines_of(taken: Sequence[Taken]) -> list[str]:
         >>> lines_of((Taken("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
         ['kernels on cpu: attention plain (kernels are for TPU and GPU)']
     """
-    said = said_of(fields_of(taken))
-    return [] if said is None else [f"kernels on {said[0]}: {said[1]}"]
+    words = said_of(fields_of(taken))
+    return [] if words is None else [f"kernels on {words[0]}: {words[1]}"]

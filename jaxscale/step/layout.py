@@ -114,15 +114,15 @@ def placements_of(functional: Functional, plan: Plan, mesh: Any) -> dict[str, Pl
     if functional.copies:
         # a stage's copy of what all share stays on its device
         return {
-            name: stacked_over(found, PIPE_AXIS) if name in functional.copies else found
-            for name, found in placements.items()
+            name: stacked_over(place, PIPE_AXIS) if name in functional.copies else place
+            for name, place in placements.items()
         }
     if plan.pipeline is None:
         return placements
     # what all stages share is gathered to be read, and split over them between steps
     return {
-        name: found if functional.stacked(name) else over(found, PIPE_AXIS, params[name].shape, mesh)
-        for name, found in placements.items()
+        name: place if functional.stacked(name) else over(place, PIPE_AXIS, params[name].shape, mesh)
+        for name, place in placements.items()
     }
 
 
@@ -158,8 +158,8 @@ class Layout:
         def tree(kind: str, hosted: Callable[[str], bool] = lambda name: False) -> Any:
             def of(path: Any, _: Any) -> NamedSharding:
                 name = path_name(path)
-                found = NamedSharding(mesh, getattr(placements[name], kind))
-                return found.with_memory_kind(HOST_KIND) if hosted(name) else found
+                sharding = NamedSharding(mesh, getattr(placements[name], kind))
+                return sharding.with_memory_kind(HOST_KIND) if hosted(name) else sharding
 
             return jax.tree_util.tree_map_with_path(of, functional.params)
 

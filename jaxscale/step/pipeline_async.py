@@ -7,7 +7,7 @@ one microbatch, of batches that entered up to p - 1 steps before. Steps in which
 What has a meaning over all stages is done per stage, on its own gradients: clipping by the norm, the watch over bad
 steps (a non-finite or spiking gradient skips that stage's update), a codec, and the counts that a learning rate depends
 on.
-Gradients are means over the batch, so its weight is found before its loss is: it must not depend on the model.
+Gradients are means over the batch, so its weight is computed before its loss: it must not depend on the model.
 
 What stages share is each one's own copy. A parameter is read before the blocks, by the first stage, or behind them, by
 the last, which the traced model tells; the other copies are zeros and stay so. A parameter that is read in both places

@@ -35,12 +35,12 @@ def check_traced_products(plan: Plan, equations: Sequence[tuple[Any, int]]) -> N
     recipe = RECIPES.get(plan.matmul)
     if recipe is None:
         return
-    found = dict.fromkeys(ROLES, 0)
+    counts = dict.fromkeys(ROLES, 0)
     for eqn, times in equations:
         role = role_of(eqn)
         if role is not None and {v.aval.dtype.name for v in eqn.invars} == recipe.types(role):
-            found[role] += times
-    lacking = [ROLES[role] for role, count in found.items() if not count]
+            counts[role] += times
+    lacking = [ROLES[role] for role, count in counts.items() if not count]
     if len(lacking) == len(ROLES):
         raise UserError(
             f"matmul {plan.matmul}: no layer of this model multiplies by it; give jaxscale.layers their context, as "
@@ -68,7 +68,7 @@ def role_of(eqn: Any) -> str | None:
     return None
 
 
-def said_of_products(plan: Plan, devices: Sequence[Any]) -> list[str]:
+def describe_products(plan: Plan, devices: Sequence[Any]) -> list[str]:
     """What a user should know of a plan's recipe on these devices; nothing where the chip has its products."""
     recipe = RECIPES.get(plan.matmul)
     if recipe is None:

@@ -129,7 +129,7 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
         for name, rows in batch_shapes(objective.planned.experiment).items()
     }
     functional, rows = objective.planned.functional, next(iter(batch.values())).shape[0]
-    # what the step computes is given, not made: a block sees it as it will
+    # arguments and not constants: a block meets them as in the step
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(rows, dtype="int32")))
     with objective.planned.tracing(plainly=True):
         calls = collect(objective.loss_of_masters, functional.whole, functional.rest, batch, key, examples, chip=chip)
@@ -158,7 +158,7 @@ def layers_of_groups(decision: Decision | None) -> tuple[int, ...]:
     return () if stack is None or len(stack.groups) == 1 else tuple(group.layers for group in stack.groups)
 
 
-def said_of(decision: Decision, platform: str = "tpu") -> str:
+def describe_decision(decision: Decision, platform: str = "tpu") -> str:
     """A decision in one line.
 
     Args:
@@ -166,7 +166,7 @@ def said_of(decision: Decision, platform: str = "tpu") -> str:
         platform: kind of the devices.
 
     Example:
-        >>> said_of(Decision(MemoryPlan.parse("save:1MiB"), layers=4, bytes=900_000, flop=2_000_000))
+        >>> describe_decision(Decision(MemoryPlan.parse("save:1MiB"), layers=4, bytes=900_000, flop=2_000_000))
         'memory save:1MiB: 879 KiB kept per device and microbatch, 220 KiB a block, 2.00 MFLOP recomputed'
     """
     rehearsed = platform == "cpu" and decision.plan.rule == "offload"

@@ -103,12 +103,12 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
         count = max(n for n in range(1, len(devices) // pipe + 1) if rows % n == 0)
         mesh = MeshSpec(pipe=pipe, fsdp=count) if plan.zero else MeshSpec(pipe=pipe, data=count)
         kind = devices[0].device_kind
-        said = f"mesh {mesh}: {mesh.devices} of {len(devices)} {kind} device{'s' if len(devices) > 1 else ''}"
-        said += f", the most that divide {rows} rows" if mesh.devices < len(devices) else ""
+        line = f"mesh {mesh}: {mesh.devices} of {len(devices)} {kind} device{'s' if len(devices) > 1 else ''}"
+        line += f", the most that divide {rows} rows" if mesh.devices < len(devices) else ""
         if plan.zero and count == 1:
-            said += f"; zero {plan.zero}: one device along fsdp, so nothing is sharded: zero 0"
+            line += f"; zero {plan.zero}: one device along fsdp, so nothing is sharded: zero 0"
             plan = dataclasses.replace(plan, zero=0)
-        return dataclasses.replace(plan, mesh=mesh), said
+        return dataclasses.replace(plan, mesh=mesh), line
     if plan.mesh.devices > len(devices):
         raise UserError(
             f"mesh {plan.mesh} takes {plan.mesh.devices} devices, and there are {len(devices)} "

@@ -46,11 +46,11 @@ def batch_shapes(experiment: Experiment) -> Batch:
     Raises:
         UserError: the data cannot be opened.
     """
-    told: Callable[[int], Mapping[str, tuple[tuple[int, ...], str]]] | None
-    told = getattr(experiment.data, "shapes", None)
-    if told is not None:
-        found = told(experiment.batch).items()
-        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in found}
+    shapes_of: Callable[[int], Mapping[str, tuple[tuple[int, ...], str]]] | None
+    shapes_of = getattr(experiment.data, "shapes", None)
+    if shapes_of is not None:
+        known = shapes_of(experiment.batch).items()
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in known}
     if experiment.data is None:
         raise UserError(f"experiment {experiment.name} has no data, so the shapes of its batches are unknown: give it")
     return shapes(next(iter(experiment.data.open(experiment.batch, experiment.seed).train())))

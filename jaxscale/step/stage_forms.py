@@ -249,13 +249,13 @@ class Wire:
     @property
     def lengths(self) -> dict[str, int]:
         """Elements of each type."""
-        found: dict[str, int] = {}
-        for tree in self.shapes:
-            here: collections.Counter[str] = collections.Counter()
-            for leaf in jax.tree.leaves(tree):
-                here[str(leaf.dtype)] += math.prod(leaf.shape)
-            found = {name: max(found.get(name, 0), here[name]) for name in {**found, **here}}
-        return dict(sorted(found.items()))
+        longest: dict[str, int] = {}
+        for message in self.shapes:
+            elements: collections.Counter[str] = collections.Counter()
+            for leaf in jax.tree.leaves(message):
+                elements[str(leaf.dtype)] += math.prod(leaf.shape)
+            longest = {name: max(longest.get(name, 0), elements[name]) for name in {**longest, **elements}}
+        return dict(sorted(longest.items()))
 
     def pack(self, tree: Any) -> dict[str, Array]:
         """A message in the form of all."""

@@ -75,9 +75,9 @@ class Stages:
                 f"at most {units} stages, or a deeper model"
             )
         share, more = divmod(units, schedule.stages)
-        found = [period * (share + (stage < more)) for stage in range(schedule.stages)]
-        found[-1] += layers - units * period
-        return cls(schedule, tuple(found))
+        counts = [period * (share + (stage < more)) for stage in range(schedule.stages)]
+        counts[-1] += layers - units * period
+        return cls(schedule, tuple(counts))
 
     def __str__(self) -> str:
         alike = len(set(self.layers)) == 1
@@ -102,15 +102,15 @@ class Stages:
     @functools.cached_property
     def homes(self) -> tuple[tuple[int, ...], ...]:
         """The stages whose parameters each rank has, chunk by chunk: those of the first route."""
-        found: list[list[int]] = [[] for _ in range(self.schedule.ranks)]
+        homes: list[list[int]] = [[] for _ in range(self.schedule.ranks)]
         for stage, rank in enumerate(self.schedule.routes[0]):
-            found[rank].append(stage)
-        if len({len(stages) for stages in found}) > 1:
+            homes[rank].append(stage)
+        if len({len(stages) for stages in homes}) > 1:
             raise UserError(
-                f"pipeline {self.schedule.name}: ranks have {', '.join(str(len(s)) for s in found)} stages, expected "
-                "as many each"
+                f"pipeline {self.schedule.name}: ranks have {', '.join(str(len(stages)) for stages in homes)} stages, "
+                "expected as many each"
             )
-        return tuple(map(tuple, found))
+        return tuple(map(tuple, homes))
 
     @functools.cached_property
     def rows(self) -> tuple[int, ...]:
@@ -121,17 +121,16 @@ class Stages:
     @functools.cached_property
     def numbers(self) -> np.ndarray:
         """The layers of each stage (stages, depth), int32; -1 behind the last."""
-        found = np.full((len(self.layers), self.depth), -1, np.int32)
+        numbers = np.full((len(self.layers), self.depth), -1, np.int32)
         for stage, (start, layers) in enumerate(zip(self.starts, self.layers, strict=True)):
-            found[stage, :layers] = np.arange(start, start + layers)
-        return found
+            numbers[stage, :layers] = np.arange(start, start + layers)
+        return numbers
 
     @functools.cached_property
     def copies(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
         """What ranks hold beside their own stages: for each further chunk, (chunk sent, pairs of ranks from and to)."""
-        own = len(self.homes[0])
-        found = []
-        for chunk in range(own, self.schedule.chunks):
+        copies = []
+        for chunk in range(len(self.homes[0]), self.schedule.chunks):
             pairs, sent = [], set()
             for rank in range(self.schedule.ranks):
                 stages = self.schedule.stages_of(rank)
@@ -145,8 +144,8 @@ class Stages:
                     "rank to several, or come from several; expected a second route that passes each rank's stage to "
                     "one other rank, as Chimera's does"
                 )
-            found.append((sent.pop(), tuple(pairs)))
-        return tuple(found)
+            copies.append((sent.pop(), tuple(pairs)))
+        return tuple(copies)
 
 
 def stages_of(experiment: Experiment, plan: Plan) -> Stages:
@@ -166,17 +165,17 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
             f"pipeline {pipeline}: this model has no blocks to cut into stages; build it of layers.Stack or "
             "layers.Chain"
         )
-    found = [f"a stack of {count} blocks" for count in sorted(set(layers))]
-    found += [f"a chain of {count} blocks" for count in chains.values()]
-    if len(found) > 1:
+    stacks = [f"a stack of {count} blocks" for count in sorted(set(layers))]
+    stacks += [f"a chain of {count} blocks" for count in chains.values()]
+    if len(stacks) > 1:
         raise UserError(
-            f"pipeline {pipeline}: this model has {' and '.join(found)}, and one is cut into stages; make it one "
+            f"pipeline {pipeline}: this model has {' and '.join(stacks)}, and one is cut into stages; make it one "
             "stack, or one chain"
         )
-    moving = list(named_leaves(functional.rest))
-    if moving:
+    statistics = list(named_leaves(functional.rest))
+    if statistics:
         raise UserError(
-            f"pipeline {pipeline}: this model holds running statistics ({moving[0]}), which microbatches would "
+            f"pipeline {pipeline}: this model holds running statistics ({statistics[0]}), which microbatches would "
             "change one after the other, and stages at different times; use layer or group norm, or train without a "
             "pipeline"
         )

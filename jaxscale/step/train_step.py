@@ -249,7 +249,7 @@ class TrainStep:
 
     @property
     def canonical_copy_bytes(self) -> int:
-        """Bytes per device that the canonical form takes beside the state it is made of."""
+        """Bytes per device that the canonical form takes beside the state."""
         return self._canonical.copy_bytes
 
     def to_canonical(self, state: TrainState) -> dict[str, Array]:
@@ -257,7 +257,7 @@ class TrainStep:
         return self._canonical.take_apart(state)
 
     def from_canonical(self, arrays: Mapping[str, Array]) -> TrainState:
-        """The state of a canonical form, placed as `canonical_abstract` says. The arrays are given away with it.
+        """The state of a canonical form, placed as `canonical_abstract` says. The arrays are donated.
 
         Extras may be missing, and then begin anew.
         """

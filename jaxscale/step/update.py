@@ -143,7 +143,7 @@ def _fused(
     return fused(rule, adamw, platform=platform, places=places, clip=optimizer.clip)
 
 
-def said_of_state(plan: Plan, state: Any, parameters: int) -> list[str]:
+def describe_state(plan: Plan, state: Any, parameters: int) -> list[str]:
     """What a user should know of a state in few bits, one line; nothing of a float32 one.
 
     Args:
@@ -154,7 +154,7 @@ def said_of_state(plan: Plan, state: Any, parameters: int) -> list[str]:
     Example:
         >>> from jaxscale.optim.quantize import zeros
         >>> from jaxscale.step.plan import StatePlan
-        >>> said_of_state(Plan(state=StatePlan("int8")), {"mu": zeros((256, 4), "soft8", 256)}, 2048)
+        >>> describe_state(Plan(state=StatePlan("int8")), {"mu": zeros((256, 4), "soft8", 256)}, 2048)
         ['state int8: 0.51 bytes a parameter; 1,024 moments in 1.02 bytes each, the others in float32']
     """
     if plan.state.moments == "float32":

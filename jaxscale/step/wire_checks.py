@@ -20,21 +20,21 @@ class NoEffect(AssertionError):
     """The compiled program does not do what the plan asked for: a defect of jaxscale or of the compiler."""
 
 
-def slow_bytes(found: Sequence[Collective], stage: Stage, *, slices: int = 1) -> int:
+def slow_bytes(sends: Sequence[Collective], stage: Stage, *, slices: int = 1) -> int:
     """Bytes that one device of a compiled program sends over a codec's axis, by the formulas of `compression/wire.py`.
 
     Args:
-        found: its collectives.
+        sends: its collectives.
         stage: of the codec.
         slices: that the program sends between; what crosses them is listed with what a device hands over.
     """
-    return bytes_over(found, stage.axis, stage.replicas, slices=slices)
+    return bytes_over(sends, stage.axis, stage.replicas, slices=slices)
 
 
-def bytes_over(found: Sequence[Collective], axis: str, n: int, *, slices: int = 1) -> int:
+def bytes_over(sends: Sequence[Collective], axis: str, n: int, *, slices: int = 1) -> int:
     """Bytes that one device of a compiled program sends over an axis of n devices."""
     total = 0
-    for c in found:
+    for c in sends:
         if c.axes is None or axis not in c.axes:
             continue
         if c.kind == "all-gather":
@@ -48,7 +48,7 @@ def bytes_over(found: Sequence[Collective], axis: str, n: int, *, slices: int = 
 
 
 def check_codec(stage: Stage, sent: int, *, slices: int = 1) -> None:
-    """Compare what a compiled step sends over a codec's axis with what the codec says.
+    """Compare what a compiled step sends over a codec's axis with what the codec promises.
 
     Args:
         stage: of the codec.
@@ -56,15 +56,14 @@ def check_codec(stage: Stage, sent: int, *, slices: int = 1) -> None:
         slices: that the program sends between: single numbers take more there.
 
     Raises:
-        NoEffect: more crosses than the codec says, such as gradients in full precision; or less, so that it says more
-            than it does.
+        NoEffect: more crosses than the codec promises, such as gradients in full precision; or less.
     """
-    told = stage.program_bytes
+    promised = stage.program_bytes
     numbers = SCALARS if slices == 1 else 2 * PADDED  # one may fill a tile, of 4096 bytes, behind the codes
-    if not 0.98 * told - numbers <= sent <= 1.02 * told + numbers:
+    if not 0.98 * promised - numbers <= sent <= 1.02 * promised + numbers:
         raise NoEffect(
             f"reduce {stage.codec}: a device of the compiled step sends {sent} bytes over {stage.axis}, and the codec "
-            f"says {told} (float32: {stage.exact_bytes})"
+            f"says {promised} (float32: {stage.exact_bytes})"
         )
 
 

@@ -57,8 +57,8 @@ def _check_loss_chunk(plan: Plan, layout: Layout, length: int) -> None:
 
 def _positions(experiment: Experiment) -> int | None:
     """Target positions of a row; `None` where the data does not tell, or scores no positions."""
-    told: Any = getattr(experiment.data, "shapes", None)
-    shape: Sequence[int] = () if told is None else told(experiment.batch).get("targets", ((), ""))[0]
+    shapes: Any = getattr(experiment.data, "shapes", None)
+    shape: Sequence[int] = () if shapes is None else shapes(experiment.batch).get("targets", ((), ""))[0]
     return shape[1] if len(shape) == 2 else None
 
 

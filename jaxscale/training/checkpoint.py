@@ -258,7 +258,7 @@ class Checkpoints:
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise DamagedError(f"the checksum of array {wrong[0]!r}{more} does not match its content")
-        return Restored(_description(content), change.convert(_cast(arrays, abstract)), {}, change.said)
+        return Restored(_description(content), change.convert(_cast(arrays, abstract)), {}, change.lines)
 
     def _matching(self, step: int, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         from jaxscale.step.conversion import conversion

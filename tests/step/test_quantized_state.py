@@ -162,7 +162,7 @@ class TestConversion:
         made = change.convert(read)
         assert {n: (x.shape, x.dtype) for n, x in made.items()} == {n: (s.shape, s.dtype) for n, s in wanted.items()}
         assert all(x.sharding.is_equivalent_to(wanted[n].sharding, x.ndim) for n, x in made.items())
-        return made, change.said
+        return made, change.lines
 
     x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32)
 
@@ -193,11 +193,11 @@ class TestConversion:
         joined_places = self.places({"params/w": ((16, 4), jnp.float32)})
         entries = {n: (x.shape, str(x.dtype)) for n, x in apart.items()}
         change = conversion(entries, joined_places)
-        assert change.said == ("weights were split and are now float32",)
+        assert change.lines == ("weights were split and are now float32",)
         whole = change.convert({n: jax.device_put(x, change.abstract[n].sharding) for n, x in apart.items()})
         np.testing.assert_allclose(whole["params/w"], self.x, rtol=1.6e-5)
         back = conversion({"params/w": ((16, 4), "float32")}, split_places)
-        assert back.said == ("weights were float32 and are now split",)
+        assert back.lines == ("weights were float32 and are now split",)
         jax.tree.map(np.testing.assert_array_equal, back.convert(whole), apart)
 
     def test_what_neither_side_has_is_left_alone(self):
