@@ -46,15 +46,15 @@ MUON = dataclasses.replace(ADAMW, name="muon")
 
 WAYS: dict[str, tuple[Optimizer, dict[str, str]]] = {
     "float32": (ADAMW, {}),
-    "int8": (ADAMW, {"state": "int8"}),
-    "dynamic8": (ADAMW, {"state": "dynamic8"}),
-    "fp8": (ADAMW, {"state": "fp8"}),
-    "int4": (ADAMW, {"state": "int4"}),
-    "split-int8": (ADAMW, {"state": "int8", "master": "split", "precision": "bfloat16"}),
+    "int8": (ADAMW, {"state.moments": "int8"}),
+    "dynamic8": (ADAMW, {"state.moments": "dynamic8"}),
+    "fp8": (ADAMW, {"state.moments": "fp8"}),
+    "int4": (ADAMW, {"state.moments": "int4"}),
+    "split-int8": (ADAMW, {"state.moments": "int8", "state.master": "split", "precision": "bfloat16"}),
     "lion-float32": (LION, {}),
-    "lion-int8": (LION, {"state": "int8"}),
+    "lion-int8": (LION, {"state.moments": "int8"}),
     "muon-float32": (MUON, {}),
-    "muon-int8": (MUON, {"state": "int8"}),
+    "muon-int8": (MUON, {"state.moments": "int8"}),
 }
 """Rule and changes of the plan, in the order of the table."""
 

@@ -21,8 +21,9 @@ def grouped(changes: Mapping[str, Any]) -> dict[str, Any]:
         {'pipeline': '1f1b:2x4,stages=3+1', 'offload.weights': 'host', 'kernels': 'loss_chunk=4'}
     """
     options = {name: changes[name] for name in OPTIONS if name in changes}
-    kernels = {name: changes[name] for name in ("attention", "loss_chunk") if name in changes}
-    paths = {name: text for name, text in changes.items() if name not in (*options, *kernels, *SHORT)}
+    kernels = {name: changes[name] for name in ("attention", "loss_chunk") if changes.get(name) is not None}
+    beside = (*OPTIONS, "attention", "loss_chunk", *SHORT)
+    paths = {name: text for name, text in changes.items() if name not in beside}
     if options:
         words = [f"{name}={str(text).replace(',', '+')}" for name, text in options.items()]
         paths["pipeline"] = ",".join([paths["pipeline"], *words])

@@ -27,7 +27,8 @@ from jaxscale.sharding.mesh import AXES, MeshSpec
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Checkpointing, Evaluation, Experiment, Guard, Samples
-from jaxscale.step.plan import PLAN_VERSION, Plan, read_plan
+from jaxscale.step.kernels import Kernels
+from jaxscale.step.plan import PLAN_VERSION, OffloadPlan, Plan, StatePlan, read_plan
 from jaxscale.values import to_json
 from jaxscale.values.annotations import field_types, members
 
@@ -40,6 +41,9 @@ Drawn = dict[str, dict[str, Any]]
 PARTS: dict[str, type] = {
     "mesh": MeshSpec,
     "rules": AxisRules,
+    "kernels": Kernels,
+    "offload": OffloadPlan,
+    "state": StatePlan,
     "plan": Plan,
     "model": Decoder,
     "optimizer": Optimizer,
@@ -73,8 +77,9 @@ def make(drawn: Drawn) -> Experiment:
     plan = dict(drawn["plan"])
     if "mesh" in drawn:
         plan.setdefault("mesh", MeshSpec(**drawn["mesh"]))
-    if "rules" in drawn:
-        plan.setdefault("rules", AxisRules(**drawn["rules"]))
+    for part in ("rules", "kernels", "offload", "state"):
+        if part in drawn:
+            plan.setdefault(part, PARTS[part](**drawn[part]))
     given = {name: PARTS[name](**drawn.get(name, {})) for name in ("optimizer", "samples", "checkpoint", "guard")}
     given |= {"evaluation": Evaluation(**drawn.get("evaluation", {})), "plan": Plan(**plan), "data": Fed(16, False)}
     return Experiment(**{"name": "drawn", "model": Decoder(**drawn["model"]), **given, **drawn["experiment"]})
@@ -163,12 +168,13 @@ def valid(draw: Callable[..., Any]) -> Drawn:
         "precision": precision,
         "reduce": draw(st.sampled_from([None, "float32", precision])),
         "memory": MemoryPlan.parse(memory),
-        "loss_chunk": draw(st.sampled_from([None, *(chunk for chunk in (1, 3) if chunk < CONTEXT // sequence)])),
-        "attention": draw(st.sampled_from(["auto", "plain", "chunked"])),
         "unroll": 2 if rolls and len(model["windows"]) == 1 and cycles == 2 and draw(st.booleans()) else 1,
     }
+    attention = draw(st.sampled_from([None, "plain", "chunked"]))
+    chunk = draw(st.sampled_from([None, *(chunk for chunk in (1, 3) if chunk < CONTEXT // sequence)]))
     drawn = {
         "plan": plan,
+        "kernels": {"named": () if attention is None else (("attention", attention),), "loss_chunk": chunk},
         "model": model,
         "optimizer": {
             "name": optimizer,
@@ -255,13 +261,15 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "precision": ["bf16", "float16"],
         "matmul": ["best"],
         "reduce": ["float16"],
-        "loss_chunk": [0, -1],
-        "attention": ["splash", "flash"],
         "unroll": [0, -2],
-        "weights": ["disk"],
-        "gradients": ["pinned"],
-        "optimizer_state": ["stream"],
     },
+    "kernels": {
+        "loss_chunk": [0, -1],
+        "named": [(("attention", "splash"),), (("attention", "flash"),), (("atention", "plain"),)],
+        "default": ["best"],
+    },
+    "offload": {"weights": ["disk"], "gradients": ["pinned"], "optimizer_state": ["stream"]},
+    "state": {"moments": ["int2"], "master": ["bfloat16"]},
     "mesh": {axis: [0, -1, 16] for axis in AXES} | {"pipe": [2], "expert": [2]},
     "rules": {
         "heads": [("tensr",), ("tensor", "tensor")],

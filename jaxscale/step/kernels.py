@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.errors import UserError, near_miss, unknown
-from jaxscale.values import parse
+from jaxscale.values import check_types, parse
 
 KNOWN = {
     "attention": ("tpu", "gpu", "cudnn", "splash", "chunked", "plain", "reference"),
@@ -49,6 +49,7 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
     loss_chunk: int | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise UserError(f"kernels loss_chunk: got {self.loss_chunk}, expected a whole number >= 1")
         if self.default not in ("auto", "reference"):

@@ -38,8 +38,8 @@ def _check_in_flight(plan: Plan) -> None:
     if plan.asynchronous and plan.stages_keep == "residuals":
         raise UserError(
             f"memory {plan.memory} with pipeline {plan.pipeline}: what its stages keep is in flight from step to step, "
-            "and lies on the device; add stash input, with which a stage offloads within its backward, or take a "
-            "synchronous pipeline"
+            "and lies on the device; add the option stash=input, with which a stage offloads within its backward, or "
+            "take a synchronous pipeline"
         )
 
 
@@ -103,7 +103,7 @@ def _check_made_for(plan: MemoryPlan, decision: Decision, calls: Sequence[BlockC
 
 def _whole_stack(plan: MemoryPlan) -> UserError:
     return UserError(
-        f"memory {plan} with weights host: segments of several blocks are cut out of the stacked weights, which would "
+        f"memory {plan} with offload.weights host: segments of several blocks are cut out of the stacked weights, which would "
         "bring all of them to the device at once; take save:BYTES of at least the blocks' inputs, none, dots or full"
     )
 

@@ -87,13 +87,13 @@ def test_it_trains() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "add stash input"),
+        ({}, "add the option stash=input"),
         ({"stash": "input", "mesh": "tensor:2"}, "which nothing splits over tensor"),
         ({"stash": "input", "mesh": "fsdp:2", "zero": "3"}, "take zero 2"),
         ({"stash": "input", "memory": "sqrt"}, "take none, dots or full"),
         ({"pipeline": "pipedream:2"}, "take a synchronous one"),
         ({"pipeline": "1f1b:8x8"}, "8 stages, and the model has 4 layers"),
-        ({"stages": "3,2"}, "are 5 blocks, and the model has 4"),
+        ({"stages": "3,2"}, "stages of 5 blocks together, and the model has 4"),
     ],
 )
 def test_what_does_not_go_with_unlike_blocks_is_refused(changes: dict[str, str], message: str) -> None:

@@ -28,6 +28,7 @@ from jaxscale.step.pipeline_async import AsyncPipeline
 from jaxscale.step.plan import Plan
 from jaxscale.step.rows import batch_shapes
 from jaxscale.values.annotations import field_types
+from tests.plans import grouped
 
 SEED = 17
 LENGTHY = (102, 104)
@@ -39,7 +40,7 @@ def combination(optimizer: str = "", **fields: str) -> Draw:
     """SGD with momentum, or another rule, under a plan of some fields."""
     rule = {"optimizer.name": optimizer, "optimizer.learning_rate": "0.003"} if optimizer else SGD
     rule |= draws.ONE_BIT_NEEDS if optimizer.startswith("one_bit") else {}
-    changes = {f"plan.{name}": text for name, text in {"mesh": "1", **fields}.items()}
+    changes = {f"plan.{name}": text for name, text in grouped({"mesh": "1", **fields}).items()}
     return Draw(tuple(sorted({**rule, **changes}.items())))
 
 

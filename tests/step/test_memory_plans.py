@@ -27,6 +27,7 @@ from jaxscale.step.plan import Plan
 from jaxscale.step.resolve import settled_unroll
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import from_json, override, to_json
+from tests.plans import plan_of
 
 LAYERS, ROWS, LENGTH = 6, 4, 16
 
@@ -50,7 +51,7 @@ EXPERIMENT = Experiment("memory", MODEL, Tokens(), optimizer=DESCENT, batch=ROWS
 
 def step_of(memory, **plan):
     layout = {"mesh": MeshSpec(fsdp=2), "zero": 3, "microbatches": 2} | plan
-    return build(EXPERIMENT, Plan(memory=MemoryPlan.parse(memory), **layout))
+    return build(EXPERIMENT, plan_of(memory=MemoryPlan.parse(memory), **layout))
 
 
 def trained(step: TrainStep):
@@ -159,8 +160,8 @@ def test_activations_on_a_host_that_is_too_small_are_refused(monkeypatch):
         ("save:1KiB", {}, "below the least possible"),
         ("chain:1KiB", {}, "least"),
         ("periodic:7", {}, "7"),
-        ("sqrt", {"weights": "host"}, "sqrt with weights host: segments of several blocks are cut out"),
-        ("save:5KiB", {"weights": "host"}, "5KiB with weights host: segments of several blocks are cut out"),
+        ("sqrt", {"weights": "host"}, "sqrt with offload.weights host: segments of several blocks are cut out"),
+        ("save:5KiB", {"weights": "host"}, "5KiB with offload.weights host: segments of several blocks are cut out"),
         ("fit", {}, "settled before"),
     ],
 )

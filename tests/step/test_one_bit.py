@@ -107,7 +107,7 @@ def test_gradients_sent_in_full_are_found() -> None:
         ({"freeze": 8}, {"mesh": "replica:2"}, "after 8 updates, and the run has 8.*or take adamw"),
         ({}, {"mesh": "replica:2", "reduce": "int8"}, "with reduce int8: it sends momenta in one bit"),
         ({}, {"mesh": "replica:2", "optimizer_state": "streamed"}, "optimizer_state streamed: replicas send"),
-        ({}, {"mesh": "replica:2", "weights": "host"}, "optimizer one_bit_adam with weights host"),
+        ({}, {"mesh": "replica:2", "weights": "host"}, "optimizer one_bit_adam with offload.weights host"),
     ],
 )
 def test_refusals(options: dict[str, Any], plan: dict[str, str], message: str) -> None:

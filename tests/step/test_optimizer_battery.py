@@ -15,10 +15,9 @@ from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.quantize import is_quantized
-from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
+from tests.plans import plan_of
 
 VOCAB, ROWS, LENGTH, STEPS = 16, 8, 8, 4
 MODEL = Decoder(vocab=VOCAB, context=LENGTH, layers=2, embed=32, heads=4, mlp=64)
@@ -80,7 +79,7 @@ def _programs_are_kept(tmp_path_factory):
 
 
 def make(name, state="float32", mesh="1", where="device"):
-    plan = Plan(mesh=MeshSpec.parse(mesh), zero=2 if "fsdp" in mesh else 0, state=state, optimizer_state=where)
+    plan = plan_of(mesh=mesh, zero=2 if "fsdp" in mesh else 0, state=state, optimizer_state=where)
     return build(Experiment("battery", MODEL, None, optimizer=RULES[name], steps=20, batch=ROWS), plan)
 
 

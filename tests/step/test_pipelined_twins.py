@@ -191,5 +191,5 @@ def test_zero_bubble_schedules_keep_less_under_a_rule_that_computes_again() -> N
 
 def test_what_stages_of_an_asynchronous_pipeline_keep_is_not_offloaded() -> None:
     changes = {"pipeline": "pipedream:2", "memory": "offload:vdnn:20KiB"}
-    with pytest.raises(UserError, match=r"in flight from step to step.* add stash input"):
+    with pytest.raises(UserError, match=r"in flight from step to step.* add the option stash=input"):
         build(experiment(), override(Plan(), grouped(changes)))

@@ -218,7 +218,6 @@ REFUSALS = [
     ),
     ("pipeline=1f1b:2x4; anneal=3", {}, "anneal 3 with pipeline 1f1b:2x4: its gradients"),
     ("pipeline=1f1b:2x4; synchronous_steps=3", {}, "synchronous_steps 3 with pipeline 1f1b:2x4"),
-    ("anneal=3", {}, "anneal 3: there is no pipeline"),
     ("pipeline=pipemare:2; anneal=-1", {}, "anneal: got -1, expected 0"),
     ("pipeline=pipemare:2; correction=1", {}, "correction: got 1.0, expected 0"),
     ("pipeline=2bw:2x4; correction=0.1", {}, "correction 0.1 with pipeline 2bw:2x4"),
