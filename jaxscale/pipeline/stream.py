@@ -1,9 +1,9 @@
-"""An asynchronous schedule as a stream: a table without end, told by its beginning and its period.
+"""An asynchronous schedule as a stream: a table without end, given by its beginning and its period.
 
-An asynchronous pipeline does not drain between updates, so its table must not end with a step of training. Microbatches
+An asynchronous pipeline does not drain between updates, so its table must not end with a training step. Microbatches
 enter at a steady pace; after a beginning in which the last stages wait, the rows repeat, with other microbatches. The
-rows of a tick are those of `tables.py` with the same rules, and what versions of weights need besides: the slot that a
-forward reads or a backward linearises at, and the slot that an update writes. An update is part of its backward's tick.
+rows follow the rules of `tables.py` and have columns for versions of weights besides: the slot that a forward reads or
+a backward linearises at, and the slot that an update writes. An update is part of its backward's tick.
 
 Slots are taken in turn (`versions.ring`), so that they have a period.
 """
@@ -23,7 +23,7 @@ from jaxscale.pipeline.versions import lives, ring, uses
 NUMBERS: tuple[str, ...] = ("kind", "microbatch", "updates")
 SLOTS: tuple[str, ...] = ("x", "g", "kept", "from_left", "from_right", "reads", "writes")
 COLUMNS = NUMBERS + SLOTS
-"""Of a row: what to do, with which microbatch, in which slots; whether an update follows and which slot it writes."""
+"""Columns of a row: the action, its microbatch and slots; whether an update follows, and the slot that it writes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Stream:
 
     Args:
         name: of the schedule.
-        stash: what is kept from a forward to its backward.
+        stash: kept from a forward to its backward.
         rows: int32 (ticks, columns, ranks): `beginning` ticks, then one period; columns as in `COLUMNS`.
         beginning: ticks before the rows repeat.
-        turns: microbatches of a period: in the next one, `microbatch` is that many more.
+        turns: microbatches of a period: in the next one, `microbatch` is larger by this number.
         pace: ticks per microbatch.
         group: microbatches per update.
-        delays: by stage, the updates that are made between a forward and the update that its gradient makes.
+        delays: by stage, the updates between a forward and the update with its gradient.
         newest: whether a backward linearises at the newest weights, where its forward may have read older ones.
-        messages: slots for messages; the one past the last is for none.
-        kept: slots for what forwards keep.
+        messages: slots for messages; the slot past the last stands for no message.
+        kept: slots for the stashes of forwards.
         versions: slots for weights.
         tail: ticks from the entry of a microbatch to its last backward, both included.
 
@@ -82,28 +82,27 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
     """The stream of an asynchronous method.
 
     Args:
-        method: one that updates on its way (`Method.steps`).
+        method: an asynchronous one (`Method.steps`).
         ranks: p.
         microbatches: per update.
-        stash: what is kept from a forward to its backward.
+        stash: kept from a forward to its backward.
 
     Raises:
-        UserError: a synchronous method; one whose stages are not one after the other on the ranks; one that does not
-            become periodic.
+        UserError: a synchronous method; one whose stage s is not on rank s; one that does not become periodic.
     """
     if not method.steps:
         raise UserError(f"schedule {method.name} is synchronous, expected one that updates weights on its way")
     short = _Timed(method.schedule(ranks, microbatches, updates=4 + 4 * ranks // microbatches), stash)
     turns = math.lcm(short.slots["x"], short.slots["g"], short.slots["versions"] * microbatches)
-    enough = 4 * ranks + 2 * microbatches + 2 * turns
-    timed = _Timed(method.schedule(ranks, microbatches, updates=-(-enough // microbatches)), stash)
+    entries = 4 * ranks + 2 * microbatches + 2 * turns
+    timed = _Timed(method.schedule(ranks, microbatches, updates=-(-entries // microbatches)), stash)
     rows, period = timed.rows(), turns * timed.pace
-    # as long as microbatches enter
-    later = rows[period : timed.pace * enough]
+    # ticks in which microbatches still enter
+    later = rows[period : timed.pace * entries]
     earlier = rows[: len(later)].copy()
     earlier[:, COLUMNS.index("microbatch")] += turns * (earlier[:, COLUMNS.index("kind")] != 0)
-    differ = np.flatnonzero((earlier != later).any((1, 2)))
-    beginning = int(differ[-1]) + 1 if len(differ) else 0
+    differences = np.flatnonzero((earlier != later).any((1, 2)))
+    beginning = int(differences[-1]) + 1 if len(differences) else 0
     if timed.slots != short.slots or beginning > len(later) - period:
         raise UserError(f"schedule {method.name}: its rows do not repeat after {period} ticks, expected a steady state")
     return Stream(
@@ -124,10 +123,10 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
 
 
 class _Timed:
-    """A schedule whose microbatches enter at a steady pace, with the ticks and slots of it all.
+    """A schedule whose microbatches enter at a steady pace, with its ticks and slots.
 
     Args:
-        schedule: asynchronous, one stage after the other on the ranks.
+        schedule: asynchronous, with stage s on rank s.
         stash: as of `stream`.
     """
 
@@ -155,8 +154,8 @@ class _Timed:
         """(ticks, columns, ranks)."""
         ticks = 1 + max(self._at.values())
         columns = {name: np.zeros((ticks, self._schedule.ranks), np.int32) for name in COLUMNS}
-        none = self.slots["x"] + self.slots["g"]
-        columns["from_left"][:] = columns["from_right"][:] = none
+        no_slot = self.slots["x"] + self.slots["g"]
+        columns["from_left"][:] = columns["from_right"][:] = no_slot
         for action, tick in self._at.items():
             stage, microbatch = action.stage, action.microbatch
             use = self._uses[action]
@@ -179,12 +178,14 @@ class _Timed:
         return np.stack([columns[name] for name in COLUMNS], 1)
 
     def delays(self) -> tuple[int, ...]:
-        """As of `Stream`: those of the last update."""
-        found = dict.fromkeys(range(self._schedule.stages), 0)
+        """As of `Stream`, from the last update."""
+        by_stage = dict.fromkeys(range(self._schedule.stages), 0)
         for action, use in self._uses.items():
             if use.makes is not None:
-                found[action.stage] = use.makes - 1 - self._uses[Action(Kind.F, action.stage, action.microbatch)].reads
-        return tuple(found.values())
+                by_stage[action.stage] = (
+                    use.makes - 1 - self._uses[Action(Kind.F, action.stage, action.microbatch)].reads
+                )
+        return tuple(by_stage.values())
 
     def tail(self) -> int:
         """As of `Stream`."""
@@ -196,7 +197,7 @@ class _Timed:
         return self._at[Action(kind, stage, microbatch)]
 
     def _arrival(self, name: str, stage: int, microbatch: int) -> int:
-        """The tick at whose start a message is put into its slot."""
+        """The tick at whose start a message enters its slot."""
         sender = (Kind.F, stage - 1) if name == "x" else (Kind.B, stage + 1)
         return self._tick(*sender, microbatch) + 1
 
@@ -213,7 +214,7 @@ class _Timed:
                     continue
                 action = order[position[rank]]
                 waits = action.kind is Kind.F and not action.stage and tick < self.pace * action.microbatch
-                if not waits and all(one in at for one in self._schedule.inputs(action)):
+                if not waits and all(source in at for source in self._schedule.inputs(action)):
                     placed.append((rank, action))
             for rank, action in placed:
                 at[action] = tick
