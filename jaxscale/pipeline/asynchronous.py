@@ -177,9 +177,8 @@ class Asynchronous:
         microbatch, key = (read(state[name], 0) for name in ("batch", "key"))
         passes = self._stage_passes(state["parameters"], microbatch, key)
         zeros = self._vary(_zeros(self.x))
-        state["sums"] = self._vary(
-            _float32(jax.eval_shape(passes.forward, self._sample_context(state, microbatch, key), zeros)[1])
-        )
+        context = self._sample_context(state, microbatch, key)
+        state["sums"] = self._vary(_float32(jax.eval_shape(passes.forward, context, zeros)[1]))
 
         def tick(state: dict[str, Any], _: None) -> tuple[dict[str, Any], None]:
             time = state["tick"]
@@ -228,9 +227,8 @@ class Asynchronous:
         with jax.named_scope("pipeline_B"):
             context = self._row_context(state, row, weights)
             weight_gradients, shared_gradients, dx = passes.backward(context, x, read(state["kept"], row["kept"]), g)
-        increments = jax.tree.map(
-            lambda leaf: leaf.astype(jnp.float32)[None], gradients((weight_gradients, shared_gradients), weights)
-        )
+        pair = gradients((weight_gradients, shared_gradients), weights)
+        increments = jax.tree.map(lambda leaf: leaf.astype(jnp.float32)[None], pair)
         if self.stream.group == 1:
             return self._apply_update(state, row, increments), dx
         state = {**state, "gradients": jax.tree.map(jnp.add, state["gradients"], increments)}

@@ -117,8 +117,8 @@ def actions(schedule: "Schedule") -> None:
 
 
 def updates(schedule: "Schedule") -> None:
-    """Check that an asynchronous schedule updates each stage after each group of microbatches with their gradients only,
-    and that the weights of a forward exist by then if `Versions.lag` sets their age; other schedules have no updates.
+    """Check that an asynchronous schedule updates each stage after each group of microbatches with their gradients, and
+    that the weights of a forward exist by then if `Versions.lag` sets their age; other schedules have no updates.
 
     Raises:
         Fault: with the rank and the cell.
