@@ -146,7 +146,7 @@ def to_csv(schedule: Schedule, *, lower: bool = False) -> str:
         ,1F0,1B0,1F1,1B1,
     """
     if schedule.versions is not None:
-        raise UserError(f"schedule {schedule.name}: it updates weights on its way, for which the CSV has no word")
+        raise UserError(f"schedule {schedule.name}: it updates weights inside the schedule, which CSV cannot express")
     ticks = [[str(action or "") for action in cells] for cells in zip(*rows(schedule), strict=True)]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(lowered(schedule) if lower else ticks)

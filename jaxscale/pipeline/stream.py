@@ -91,7 +91,7 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
         UserError: a synchronous method; one whose stage s is not on rank s; one that does not become periodic.
     """
     if not method.steps:
-        raise UserError(f"schedule {method.name} is synchronous, expected one that updates weights on its way")
+        raise UserError(f"schedule {method.name} is synchronous, expected an asynchronous one")
     short = _Timed(method.schedule(ranks, microbatches, updates=4 + 4 * ranks // microbatches), stash)
     turns = math.lcm(short.slots["x"], short.slots["g"], short.slots["versions"] * microbatches)
     entries = 4 * ranks + 2 * microbatches + 2 * turns

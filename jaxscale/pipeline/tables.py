@@ -103,7 +103,7 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
     """
     if schedule.versions is not None:
         raise UserError(
-            f"schedule {schedule.name} updates weights on its way; expected one whose update comes at the end"
+            f"schedule {schedule.name} updates weights inside the schedule; expected one that updates at the end"
         )
     at = _forward_ticks(schedule) if forward_only else ticks(schedule)
     rows, ranks = 1 + max(at.values()), schedule.ranks

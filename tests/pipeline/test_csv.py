@@ -117,7 +117,7 @@ def test_written_for_torch(tmp_path):
 
 
 def test_updates_have_no_word():
-    with pytest.raises(UserError, match="schedule pipedream: it updates weights on its way"):
+    with pytest.raises(UserError, match="schedule pipedream: it updates weights inside the schedule"):
         to_csv(METHODS["pipedream"].schedule(2, 1, updates=4))
     with pytest.raises(Fault, match=r"rank 0, cell 2: got '0U0', expected a pass such as 0F3"):
         parse_csv("0F0,0B0,0U0")

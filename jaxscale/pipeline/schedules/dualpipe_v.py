@@ -2,8 +2,8 @@
 
 From the order of github.com/deepseek-ai/DualPipe. A forward of one stage and a backward of the other stand side by
 side, so that the messages of one can travel under the other; weight gradients are apart only where that fills a ramp.
-At most 2p+1 activations of half a rank each. It is made for m >= 2p; with fewer microbatches it is the same order
-without those that are not there.
+At most 2p+1 activations of half a rank each. It is made for m >= 2p; with fewer microbatches the order is the
+same without the missing ones.
 """
 
 from jaxscale.pipeline.action import Action

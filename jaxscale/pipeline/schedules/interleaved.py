@@ -1,8 +1,8 @@
-"""Interleaved 1F1B: v stages a rank, round and round (Narayanan et al., 2021, arXiv:2104.04473), in Megatron's order.
+"""Interleaved 1F1B: v stages a rank (Narayanan et al., 2021, arXiv:2104.04473), in Megatron's order.
 
 Microbatches pass in groups, each through all stages of a rank before the next. Bubble (p-1)/(vm+p-1) of the makespan
 for m >= p, whether p divides m or not: groups differ by one at most, larger ones first, none smaller than p (Megatron
-and PyTorch want alike ones, and have the same order then). With m < p there is one group, which waits p - m turns
+and PyTorch require equal groups, and then have the same order). With m < p there is one group, which waits p - m turns
 between its stages: (p-1 + (v-1)(p-m))/(vm + p-1 + (v-1)(p-m)).
 """
 
@@ -16,7 +16,7 @@ from jaxscale.pipeline.weave import Lane, weave
 
 
 def groups(ranks: int, microbatches: int) -> list[range]:
-    """The microbatches in groups that pass together: as many groups as have p each, larger ones first.
+    """The microbatches in groups that pass together: as many groups as possible of p or more, larger ones first.
 
     Example:
         >>> groups(4, 10), groups(4, 3)

@@ -20,7 +20,7 @@ def _cells(ranks: int, microbatches: int, chunks: int) -> Iterator[tuple[int, in
     parts = groups(ranks, microbatches)
     ramp = (chunks - 1) * max(ranks, len(parts[0])) + ranks - 1  # turns until the last stage has its first microbatch
     for part in parts:
-        pace = max(ranks, len(part))  # turns a group takes per chunk: it has gone around by then
+        pace = max(ranks, len(part))  # turns of a group per chunk: one trip around the ranks
         for place, i in enumerate(part):
             for stage in range(chunks * ranks):
                 chunk, rank = divmod(stage, ranks)

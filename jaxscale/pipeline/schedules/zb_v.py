@@ -2,7 +2,7 @@
 
 The published order, made for F = I = W: with m >= 2p-1 no rank idles within its own span, and the makespan has
 (p-1) F/2 seconds of bubble (F of a rank's two stages together). At most 2p activations of half a rank each: as much as
-the first stage of 1F1B. With fewer microbatches it is the same order without those that are not there.
+the first stage of 1F1B. With fewer microbatches the order is the same without the missing ones.
 """
 
 from jaxscale.pipeline.action import Action
