@@ -175,8 +175,8 @@ class Actions:
     def _accumulate(self, state: State, row: Row, weights: Any, live: Any) -> State:
         chunk = row["chunk"]
 
-        def add(total: Any, gradient: Any, like: Any) -> Any:
-            if not differentiable(like):
+        def add(total: Any, gradient: Any, primal: Any) -> Any:
+            if not differentiable(primal):
                 return total
             if total.shape[0] == 1:
                 return _add(total, gradient[None])
@@ -185,8 +185,8 @@ class Actions:
         return {**state, "weights": jax.tree.map(add, state["weights"], _masked(live, weights), self._weights)}
 
     def _accumulate_shared(self, state: State, shared: Any, live: Any) -> State:
-        def add(total: Any, gradient: Any, like: Any) -> Any:
-            return _add(total, gradient) if differentiable(like) else total
+        def add(total: Any, gradient: Any, primal: Any) -> Any:
+            return _add(total, gradient) if differentiable(primal) else total
 
         return {**state, "shared": jax.tree.map(add, state["shared"], _masked(live, shared), self._shared)}
 

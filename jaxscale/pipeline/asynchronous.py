@@ -148,16 +148,16 @@ class Asynchronous:
         Raises:
             UserError: a number of microbatches that differs from that of `fill`.
         """
-        entered, expected = _microbatches(batch), self._microbatches(in_flight)
-        if entered != expected:
-            raise UserError(f"got {entered} microbatches, expected {expected}, as the pipe was filled for")
+        microbatches, expected = _microbatches(batch), self._microbatches(in_flight)
+        if microbatches != expected:
+            raise UserError(f"got {microbatches} microbatches, expected {expected}, as the pipe was filled for")
         state = jax.tree.map(lambda leaf: leaf[0], in_flight)
         batch, key = self._vary((batch, key))
-        numbers = state["tick"] // self.stream.pace + jnp.arange(entered)
-        slots = numbers % (self.stream.carried + entered)
+        numbers = state["tick"] // self.stream.pace + jnp.arange(microbatches)
+        slots = numbers % (self.stream.carried + microbatches)
         state["batch"] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state["batch"], batch)
         state["key"] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state["key"], key)
-        return self._run(parameters, optimizer, state, entered, ticks=self.stream.pace * entered, enters=True)
+        return self._run(parameters, optimizer, state, microbatches, ticks=self.stream.pace * microbatches, enters=True)
 
     def drain(self, parameters: Any, optimizer: Any, in_flight: InFlight) -> Advanced:
         """Run all microbatches in the pipe to their end; to go on, `fill` it again. Arguments as of `advance`."""
@@ -166,13 +166,13 @@ class Asynchronous:
         return self._run(parameters, optimizer, state, self._microbatches(in_flight), ticks=ticks, enters=False)
 
     def _run(
-        self, parameters: Any, optimizer: Any, state: InFlight, entered: int, *, ticks: int, enters: bool
+        self, parameters: Any, optimizer: Any, state: InFlight, microbatches: int, *, ticks: int, enters: bool
     ) -> Advanced:
         stream = self.stream
         state = self._vary({**state, "parameters": parameters, "optimizer": optimizer})
         rows = lax.dynamic_index_in_dim(jnp.asarray(stream.rows), lax.axis_index(self.axis), 2, keepdims=False)
         # number of the first microbatch that does not exist yet
-        absent = state["tick"] // stream.pace + (entered if enters else 0)
+        microbatch_end = state["tick"] // stream.pace + (microbatches if enters else 0)
         period = len(stream.rows) - stream.beginning
         microbatch, key = (read(state[name], 0) for name in ("batch", "key"))
         passes = self._stage_passes(state["parameters"], microbatch, key)
@@ -186,7 +186,7 @@ class Asynchronous:
             row_index = jnp.where(time < stream.beginning, time, stream.beginning + steady_ticks % period)
             row: dict[str, Any] = dict(zip(COLUMNS, rows[row_index], strict=True))
             row["microbatch"] += stream.turns * (steady_ticks // period)
-            kind = jnp.where(row["microbatch"] < absent, row["kind"], 0)
+            kind = jnp.where(row["microbatch"] < microbatch_end, row["kind"], 0)
             messages = state["messages"]
             for way in WAYS:
                 messages = write(messages, row[way], state["boxes"][way])

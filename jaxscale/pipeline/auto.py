@@ -121,7 +121,7 @@ def choose(
         if name not in synchronous:
             raise unknown("synchronous schedule", name, synchronous)
     refusals: list[Candidate] = []
-    priced: list[Candidate] = []
+    feasible: list[Candidate] = []
     nearest: TooLarge | None = None
     skipped = 0
     best = float("inf")
@@ -139,18 +139,18 @@ def choose(
         except UserError as error:
             refusals.append(dataclasses.replace(candidate, reason=str(error)))
             continue
-        priced.append(dataclasses.replace(candidate, partition=solution))
+        feasible.append(dataclasses.replace(candidate, partition=solution))
         best = min(best, solution.seconds)
-    ordered = sorted(priced, key=lambda candidate: candidate.seconds)
-    if not ordered:
+    ranking = sorted(feasible, key=lambda candidate: candidate.seconds)
+    if not ranking:
         if nearest is not None:
             raise TooLarge(f"pipeline auto:{ranks}: nothing fits; the nearest is {nearest}", nearest.ratio)
         reasons = sorted({candidate.reason for candidate in refusals})
         raise UserError(f"pipeline auto:{ranks}: no schedule can run: {'; '.join(reasons) or 'none was named'}")
-    ties = [candidate for candidate in ordered if candidate.seconds <= best * (1 + _CLOSE)]
+    ties = [candidate for candidate in ranking if candidate.seconds <= best * (1 + _CLOSE)]
     winner = min(ties, key=lambda candidate: max(candidate.partition.bytes) if candidate.partition else 0)
     assert winner.partition is not None
-    slower = [candidate for candidate in ordered if candidate is not winner]
+    slower = [candidate for candidate in ranking if candidate is not winner]
     return Choice(winner, winner.partition, (winner, *slower, *refusals), skipped)
 
 

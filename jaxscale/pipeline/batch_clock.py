@@ -75,7 +75,7 @@ class BatchClock:
         Within a rank a pass must follow the passes of its own stage and microbatch that it needs.
         """
         batch = len(orders)
-        flat = orders.reshape(-1)
+        flat_orders = orders.reshape(-1)
         row = np.arange(batch * self.ranks).reshape(batch, self.ranks) * orders.shape[2]
         position = row.copy()
         width = self._events + 2
@@ -87,7 +87,7 @@ class BatchClock:
         times = np.zeros((batch, self.ranks))
         tick = 0
         while True:
-            number = flat[position]
+            number = flat_orders[position]
             runs = event_ticks[base + self._needs[number]] < tick
             if not runs.any():
                 break
@@ -95,10 +95,10 @@ class BatchClock:
             event_ticks[events] = tick
             event_ticks[base[:, 0] + self._events] = tick
             times += np.where(runs, self._takes[number], 0.0)
-            exchanged = np.maximum(times, np.maximum(times[:, left] + left_links, times[:, right] + self.links))
+            arrivals = np.maximum(times, np.maximum(times[:, left] + left_links, times[:, right] + self.links))
             sends = np.any(runs & self._sends[number], axis=1)
-            times = np.where(sends[:, None], exchanged, times)
+            times = np.where(sends[:, None], arrivals, times)
             position += runs
             tick += 1
-        finished = np.all(flat[position] == self.end, axis=1)
+        finished = np.all(flat_orders[position] == self.end, axis=1)
         return np.where(finished, times.max(1), np.inf)

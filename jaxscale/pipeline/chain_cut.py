@@ -111,8 +111,8 @@ class Chain:
         """float[stage, begin, end]: what each stage adds to a linear function; infinite if it is not possible."""
         contributions = np.full(self.possible.shape, np.inf)
         for stage, row in enumerate(linear):
-            used = np.flatnonzero(row)
-            contribution = np.tensordot(row[used], self._features[self._kinds[stage]][used], 1)
+            active = np.flatnonzero(row)
+            contribution = np.tensordot(row[active], self._features[self._kinds[stage]][active], 1)
             contributions[stage] = np.where(self.possible[stage], contribution, np.inf)
         return contributions
 
@@ -121,8 +121,8 @@ class Chain:
         largest = np.where(self.possible, 0.0, np.inf)
         for linear in linears:
             for stage in np.flatnonzero(linear.any(1)):
-                used = np.flatnonzero(linear[stage])
-                contribution = np.tensordot(linear[stage, used], self._features[self._kinds[stage]][used], 1)
+                active = np.flatnonzero(linear[stage])
+                contribution = np.tensordot(linear[stage, active], self._features[self._kinds[stage]][active], 1)
                 np.maximum(largest[stage], contribution, out=largest[stage])
         return largest
 

@@ -76,8 +76,8 @@ def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
     lengths = {end - start for run in simulations for _, start, end in _actions(run) if end - start > 1e-9 * end}
     shortest = min(lengths)
     shortest_columns = per_second * shortest
-    whole = all(abs(length / shortest - round(length / shortest)) < 1e-6 for length in lengths)
-    return math.floor(shortest_columns) / shortest if whole and shortest_columns >= 1 else per_second
+    all_whole = all(abs(length / shortest - round(length / shortest)) < 1e-6 for length in lengths)
+    return math.floor(shortest_columns) / shortest if all_whole and shortest_columns >= 1 else per_second
 
 
 def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:
@@ -108,9 +108,9 @@ def step_of(seconds: float, most: int = 8) -> float:
         >>> step_of(33.0), step_of(0.0049)
         (5.0, 0.001)
     """
-    rough = seconds / most
-    power = math.floor(math.log10(rough))
-    return next(step for factor in (1, 2, 5, 10) if (step := float(f"{factor}e{power}")) >= rough * (1 - 1e-9))
+    least_step = seconds / most
+    power = math.floor(math.log10(least_step))
+    return next(step for factor in (1, 2, 5, 10) if (step := float(f"{factor}e{power}")) >= least_step * (1 - 1e-9))
 
 
 def _name(simulation: Simulation, rank: int) -> str:
@@ -128,7 +128,7 @@ def _cells(
 ) -> list[Cell]:
     """A rank's line, letter by letter."""
     cells: list[Cell] = [(" ", None, False)] * columns
-    filled = [0.0] * columns
+    fill_lengths = [0.0] * columns
     for action, (start, end) in zip(order, spans, strict=True):
         is_later, length = action.stage != first, (end - start) * per_second
         left, right = round(start * per_second), round(end * per_second)
@@ -136,10 +136,10 @@ def _cells(
             text = _label(action) if numbered else action.kind.value
             text = (text.lower() if is_later else text) + FILL[action.kind] * (right - left)
             for column in range(left, right):
-                cells[column], filled[column] = (text[column - left], action.kind, is_later), 1.0
-        elif left < columns and length > filled[left]:
+                cells[column], fill_lengths[column] = (text[column - left], action.kind, is_later), 1.0
+        elif left < columns and length > fill_lengths[left]:
             letter = action.kind.value.lower() if is_later else action.kind.value
-            cells[left], filled[left] = (letter, action.kind, is_later), length
+            cells[left], fill_lengths[left] = (letter, action.kind, is_later), length
     return cells
 
 

@@ -96,9 +96,9 @@ def actions(schedule: "Schedule") -> None:
             raise Fault(name, f"{action} belongs on rank {schedule.rank(action)}", rank, cell)
         if action in cells:
             first = [(rank, cells[action])]
-            raise Fault(name, f"{action} is there twice, first in cell {{0}}", rank, cell, first)
+            raise Fault(name, f"{action} occurs twice, first in cell {{0}}", rank, cell, first)
         if schedule.cycle is not None and action.kind not in schedule.cycle:
-            raise Fault(name, f"{action} is of a kind that no tick takes", rank, cell)
+            raise Fault(name, f"{action} is of a kind that no tick has", rank, cell)
         cells[action] = cell
     for stage in range(stages):
         for microbatch in range(microbatches):
@@ -108,12 +108,12 @@ def actions(schedule: "Schedule") -> None:
                 raise Fault(name, f"lacks {forward}, the forward of microbatch {microbatch} on stage {stage}", rank)
             halves = [action for action in (inner, weight) if action in cells]
             if fused in cells and halves:
-                raise Fault(name, f"{halves[0]} is done by {fused} already", rank, cells[halves[0]])
+                raise Fault(name, f"{halves[0]} is already part of {fused}", rank, cells[halves[0]])
             if fused not in cells and not halves:
                 raise Fault(name, f"lacks {fused} (or {inner} and {weight}), its backward", rank)
             if len(halves) == 1:
                 missing = weight if inner in cells else inner
-                raise Fault(name, f"{halves[0]} is there without {missing}", rank, cells[halves[0]])
+                raise Fault(name, f"{halves[0]} occurs without {missing}", rank, cells[halves[0]])
 
 
 def updates(schedule: "Schedule") -> None:
@@ -179,20 +179,20 @@ def progress(schedule: "Schedule") -> None:
             done.add(action)
             position[rank] += 1
             ready += waiting.pop(action, [])
-    stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
-    if not stuck:
+    stuck_ranks = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
+    if not stuck_ranks:
         return
     blockers = {rank: action for action, ranks in waiting.items() for rank in ranks}
-    chain, rank = [], stuck[0]
+    chain, rank = [], stuck_ranks[0]
     while rank not in chain:
         chain.append(rank)
         rank = schedule.rank(blockers[rank])
     circle = chain[chain.index(rank) :]
     stuck_action = orders[rank][position[rank]]
     if len(circle) == 1:
-        later = [(rank, orders[rank].index(blockers[rank]))]
+        input_place = [(rank, orders[rank].index(blockers[rank]))]
         reason = f"{stuck_action} stands before {blockers[rank]} (cell {{0}}), which it needs"
-        raise Fault(schedule.name, reason, rank, position[rank], later)
+        raise Fault(schedule.name, reason, rank, position[rank], input_place)
     links = [
         f"rank {rank} waits in cell {{{i}}} ({orders[rank][position[rank]]}) for {blockers[rank]}"
         for i, rank in enumerate(circle)

@@ -119,9 +119,9 @@ class Clock:
             times = times + seconds[row]
             yield times
             if sends:
-                exchanged = times[left] + left_links
-                np.maximum(exchanged, times, out=exchanged)
-                times = np.maximum(exchanged, times[right] + links, out=exchanged)
+                arrivals = times[left] + left_links
+                np.maximum(arrivals, times, out=arrivals)
+                times = np.maximum(arrivals, times[right] + links, out=arrivals)
             yield times
 
 

@@ -32,17 +32,17 @@ def orders(stage: int, microbatches: int, most: int) -> Iterator[tuple[Action, .
         ['0F0 0B0', '0F0 0I0 0W0']
     """
 
-    def extend(done: tuple[Action, ...], f: int, g: int, split: tuple[int, ...]) -> Iterator[tuple[Action, ...]]:
-        waiting = f - sum(action.kind in (Kind.B, Kind.W) for action in done)
+    def extend(order: tuple[Action, ...], f: int, g: int, split: tuple[int, ...]) -> Iterator[tuple[Action, ...]]:
+        waiting = f - sum(action.kind in (Kind.B, Kind.W) for action in order)
         if f == g == microbatches and not split:
-            yield done
+            yield order
         if f < microbatches and waiting < most:
-            yield from extend((*done, Action(Kind.F, stage, f)), f + 1, g, split)
+            yield from extend((*order, Action(Kind.F, stage, f)), f + 1, g, split)
         if g < f:
-            yield from extend((*done, Action(Kind.B, stage, g)), f, g + 1, split)
-            yield from extend((*done, Action(Kind.I, stage, g)), f, g + 1, (*split, g))
+            yield from extend((*order, Action(Kind.B, stage, g)), f, g + 1, split)
+            yield from extend((*order, Action(Kind.I, stage, g)), f, g + 1, (*split, g))
         if split:
-            yield from extend((*done, Action(Kind.W, stage, split[0])), f, g, split[1:])
+            yield from extend((*order, Action(Kind.W, stage, split[0])), f, g, split[1:])
 
     return extend((), 0, 0, ())
 

@@ -50,11 +50,11 @@ def footprints(schedule: Schedule) -> list[Footprint]:
             constant[stage, INDEX["version_bytes"]] = ring(lifetimes[stage]) - 1 if lifetimes else 0
             constant[stage, [INDEX["enters"], INDEX["leaves"]]] = MESSAGES
         for waiting in _moments(schedule, rank):
-            for working in stages:
+            for running in stages:
                 linear = constant.copy()
                 linear[list(stages), INDEX["stash_bytes"]] = waiting[: len(stages)]
                 linear[list(stages), INDEX["between_bytes"]] = waiting[len(stages) :]
-                linear[working, INDEX["working_bytes"]] = 1
+                linear[running, INDEX["working_bytes"]] = 1
                 moments.append(Footprint(rank, linear))
     return moments
 
@@ -64,20 +64,20 @@ def _moments(schedule: Schedule, rank: int) -> list[tuple[int, ...]]:
     stages = schedule.stages_of(rank)
     position = {stage: index for index, stage in enumerate(stages)}
     counts = [0] * (2 * len(stages))
-    seen = set()
+    moments = set()
     for action in schedule.orders[rank]:
         index = position[action.stage]
-        between = index + len(stages)
+        between_index = index + len(stages)
         if action.kind is Kind.F:
             counts[index] += 1
         elif action.kind is Kind.I:
-            counts[between] += 1
-        seen.add(tuple(counts))
+            counts[between_index] += 1
+        moments.add(tuple(counts))
         if action.kind in (Kind.B, Kind.W):
             counts[index] -= 1
-            counts[between] -= action.kind is Kind.W
+            counts[between_index] -= action.kind is Kind.W
     fullest = []
-    for moment in sorted(seen, reverse=True):
+    for moment in sorted(moments, reverse=True):
         if not any(all(a <= b for a, b in zip(moment, larger, strict=True)) for larger in fullest):
             fullest.append(moment)
     return fullest

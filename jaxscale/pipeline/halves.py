@@ -118,8 +118,8 @@ def program_halves(
             second_values |= _inputs(step)
         else:
             shared = [number for number in _outputs(step) if number in second_values]
-            extra = _inputs(step) - cheap - second_values
-            in_second = bool(shared) and step.primitive in CHEAP and _bytes(program, extra) <= _bytes(program, shared)
+            missing = _inputs(step) - cheap - second_values
+            in_second = bool(shared) and step.primitive in CHEAP and _bytes(program, missing) <= _bytes(program, shared)
             if in_second:
                 second_values |= _inputs(step)
         if halves is not None or not in_second:
@@ -229,10 +229,10 @@ def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
     consts, carried = scan_counts(params)
     body = params["jaxpr"]
     span = consts, consts + carried
-    none = [False] * len(first)
+    no_outputs = [False] * len(first)
     early_carry, late_carry = list(first[:carried]), list(second[:carried])
     while True:
-        reads = program_halves(body, [*early_carry, *first[carried:]], none).reads_first[slice(*span)]
+        reads = program_halves(body, [*early_carry, *first[carried:]], no_outputs).reads_first[slice(*span)]
         if early_carry == (early_carry := [a or b for a, b in zip(early_carry, reads, strict=True)]):
             break
     while True:
@@ -393,8 +393,8 @@ def _outputs(step: Step) -> list[int]:
     return [number for number in step.outputs if number is not None]
 
 
-def _membership(numbers: Sequence[int | None], chosen: set[int]) -> list[bool]:
-    return [number in chosen for number in numbers]
+def _membership(numbers: Sequence[int | None], members: set[int]) -> list[bool]:
+    return [number in members for number in numbers]
 
 
 def _selected(atoms: Sequence[int | Constant], flags: Sequence[bool]) -> set[int]:

@@ -71,12 +71,12 @@ def check_messages(
     message_columns: dict[Message, int] = {}
     for rank, column, message in messages:
         if message not in expected:
-            raise Fault(name, f"{message} takes nothing to another rank", rank, column)
+            raise Fault(name, f"{message} carries no result to another rank", rank, column)
         home, action = expected[message]
         if home != rank:
             raise Fault(name, f"{message} belongs on rank {home}", rank, column)
         if message in message_columns:
-            raise Fault(name, f"{message} is there twice, first in cell {message_columns[message]}", rank, column)
+            raise Fault(name, f"{message} occurs twice, first in cell {message_columns[message]}", rank, column)
         message_columns[message] = column
         is_send = message.verb == "SEND"
         if (column > columns[action]) != is_send:

@@ -199,12 +199,12 @@ class _Problem:
         if schedule.stages > self.blocks:
             raise UserError(
                 f"{schedule.name} of {schedule.ranks} ranks has {schedule.stages} stages, the model {self.blocks} "
-                "blocks: a stage needs one block at least; take fewer devices on the pipe axis, or fewer chunks (v)"
+                "blocks: a stage needs one block at least; use fewer devices on the pipe axis, or fewer chunks (v)"
             )
         if len(kinds) > 1 and len(schedule.routes) > 1:
             raise UserError(
                 f"{schedule.name} does every stage on several devices, and they are unlike ({', '.join(kinds)}): "
-                "take a schedule of one route, such as 1f1b"
+                "use a schedule of one route, such as 1f1b"
             )
         rank_kind = [kinds.index(device.kind) for device in self.devices]
         tables = [features(prices.blocks, prices.first, prices.last, stash == "input") for prices in self.models]
@@ -315,9 +315,9 @@ class _Problem:
         functions = np.stack(ratios)
         functions = functions.reshape(len(functions), -1)
         peaks = functions @ self.chain.stage_features(cut[None]).ravel()
-        best, used = float(peaks.max()), [int(peaks.argmax())]
+        best, active = float(peaks.max()), [int(peaks.argmax())]
         while best > 1:
-            cuts = self.chain.branch([ratios[index] for index in used], (), largest, best * (1 - 1e-12), width).cuts
+            cuts = self.chain.branch([ratios[index] for index in active], (), largest, best * (1 - 1e-12), width).cuts
             if not len(cuts):
                 return cut, best
             needs = self.chain.stage_features(cuts).reshape(len(cuts), -1) @ functions.T
@@ -325,9 +325,9 @@ class _Problem:
             binding = int(needs[lowest].argmax())
             if needs[lowest, binding] < best:
                 best, cut = float(needs[lowest, binding]), cuts[lowest]
-            elif binding in used or len(used) >= _FUNCTIONS:
+            elif binding in active or len(active) >= _FUNCTIONS:
                 return cut, best
-            used.append(binding)
+            active.append(binding)
         return cut, best
 
     def _too_large(self, cut: np.ndarray, ratio: float) -> TooLarge:
@@ -343,8 +343,8 @@ class _Problem:
         hints.append("more devices on the pipe axis, or weights sharded over data (ZeRO)")
         return TooLarge(
             f"{self.schedule.name}: no partition of {self.blocks} blocks into {self.schedule.stages} stages fits; the "
-            f"one that needs least needs {bytes_at_least(needs[rank])} on rank {rank}, which has "
-            f"{bytes_at_least(memory)} ({ratio:.2f} times as much); what would lower it: {'; '.join(hints)}",
+            f"smallest needs {bytes_at_least(needs[rank])} on rank {rank}, which has "
+            f"{bytes_at_least(memory)} ({ratio:.2f} times as much); ways to lower it: {'; '.join(hints)}",
             ratio,
         )
 
@@ -353,25 +353,23 @@ class _Problem:
     def solve(self, width: int) -> Partition:
         """The fastest partition of the search, with the bound."""
         stage_bounds = self._stage_bounds()
-        scaled = stage_bounds / stage_bounds[np.isfinite(stage_bounds)].max()
-        starts = [self.chain.shortest(scaled, most=True)[1]]
-        starts += [self.chain.shortest(scaled**power)[1] for power in _POWERS]  # flatter than the least maximum
+        scaled_bounds = stage_bounds / stage_bounds[np.isfinite(stage_bounds)].max()
+        starts = [self.chain.shortest(scaled_bounds, most=True)[1]]
+        starts += [self.chain.shortest(scaled_bounds**power)[1] for power in _POWERS]  # flatter than the least maximum
         starts += [] if self.smallest is None else [self.smallest]
         cuts = np.unique(np.stack(starts), axis=0)
         seconds = self.seconds(cuts)
         fastest = seconds.argsort(kind="stable")[:_REFINED]
-        refined = [self._refine(float(seconds[index]), cuts[index]) for index in fastest]
-        best, cut = min(refined, key=lambda pair: pair[0])
+        refinements = [self._refine(float(seconds[index]), cuts[index]) for index in fastest]
+        best, cut = min(refinements, key=lambda pair: pair[0])
         self.chain.possible &= stage_bounds <= best * (1 + _CLOSE)
         best, cut, bound = self._branch_and_bound(best, cut, -np.inf, [], stage_bounds, width)
         if best > bound * (1 + _CLOSE):
-            game_bound, bounding, tried = self._play(cut, best)
-            seconds = self.seconds(tried)
+            game_bound, linear, game_cuts = self._play(cut, best)
+            seconds = self.seconds(game_cuts)
             if seconds.min() < best:
-                best, cut = self._refine(float(seconds.min()), tried[seconds.argmin()])
-            best, cut, bound = self._branch_and_bound(
-                best, cut, max(bound, game_bound), [bounding], stage_bounds, width
-            )
+                best, cut = self._refine(float(seconds.min()), game_cuts[seconds.argmin()])
+            best, cut, bound = self._branch_and_bound(best, cut, max(bound, game_bound), [linear], stage_bounds, width)
         return self._partition(cut, float(best), float(min(bound, best)))
 
     def _branch_and_bound(
@@ -421,20 +419,20 @@ class _Problem:
         blur = _BLUR * best
         passes, links = (costs[0] for costs in self.costs(cut[None]))
         average = np.zeros((self.schedule.stages, len(FEATURES)))
-        bound, bounding, tried = -np.inf, average, []
+        bound, best_linear, cuts = -np.inf, average, []
         for turn in range(_TURNS):
             path = self._linear(cut, self.clock.path(passes, links, blur))
             average = average + (path - average) * (2 / (turn + 2))
             value, cut = self.chain.shortest(self.chain.values(average))
             if value > bound:
-                bound, bounding = value, average
-            tried.append(cut)
+                bound, best_linear = value, average
+            cuts.append(cut)
             if best <= bound * (1 + _CLOSE):
                 break
             costs = self.costs(cut[None])
             passes = passes + (costs[0][0] - passes) / (turn + 4)
             links = links + (costs[1][0] - links) / (turn + 4)
-        return bound, bounding, np.stack(tried)
+        return bound, best_linear, np.stack(cuts)
 
     def _refine(self, best: float, cut: np.ndarray) -> tuple[float, np.ndarray]:
         """A partition after moving one boundary or several neighbours together, while that makes it faster."""
@@ -442,8 +440,8 @@ class _Problem:
         if not inner:
             return best, cut
         begin, end = np.triu_indices(inner)
-        near = (end - begin < 3) | (begin == 0) | (end == inner - 1)
-        begin, end = begin[near], end[near]
+        selection = (end - begin < 3) | (begin == 0) | (end == inner - 1)
+        begin, end = begin[selection], end[selection]
         boundary = np.arange(inner)
         moves = ((boundary >= begin[:, None]) & (boundary <= end[:, None])).astype(int)
         moves = np.concatenate([moves, -moves, 2 * moves[begin == end], -2 * moves[begin == end]])

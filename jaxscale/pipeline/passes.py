@@ -98,8 +98,8 @@ class FromInput:
         arguments = (context.weights, context.shared, x)
         places = select(0, 1, 2)
 
-        def run(*chosen: Any) -> tuple[Any, Any]:
-            variables = dict(zip(places, chosen, strict=True))
+        def run(*primals: Any) -> tuple[Any, Any]:
+            variables = dict(zip(places, primals, strict=True))
             weights, shared, x = (variables.get(place, value) for place, value in enumerate(arguments))
             y, objective, _ = self._stage(weights, shared, x, *context[2:])
             return y, objective
@@ -184,8 +184,8 @@ class FromResiduals:
 
     def _pruned(self, *places: int) -> tuple[Any, list[bool]]:
         """The program of these residuals alone, and for each input whether the program reads it."""
-        chosen = {self._span.start + place for place in places}
-        return prune(self._program, [number in chosen for number in range(len(self._program.jaxpr.outvars))])
+        outputs = {self._span.start + place for place in places}
+        return prune(self._program, [number in outputs for number in range(len(self._program.jaxpr.outvars))])
 
     def forward(self, context: Context, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """As `FromInput.forward`."""

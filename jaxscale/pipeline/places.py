@@ -17,17 +17,17 @@ def count_microbatches(name: str, orders: Sequence[Sequence[Action]]) -> int:
     Raises:
         Fault: a microbatch number above the number of actions.
     """
-    last: dict[tuple[int, bool], int] = defaultdict(int)
+    last_microbatch: dict[tuple[int, bool], int] = defaultdict(int)
     for order in orders:
         for action in order:
             key = action.stage, action.kind is Kind.F
-            last[key] = max(last[key], action.microbatch)
-    votes = Counter(last.values())
+            last_microbatch[key] = max(last_microbatch[key], action.microbatch)
+    votes = Counter(last_microbatch.values())
     count = 1 + min(votes, key=lambda number: (-votes[number], number))
     if count > sum(map(len, orders)):
         rank, cell = next((r, o.index(a)) for r, o in enumerate(orders) for a in o if a.microbatch == count - 1)
         raise Fault(
-            name, f"{orders[rank][cell]} is of microbatch {count - 1}, but most below it are nowhere", rank, cell
+            name, f"{orders[rank][cell]} is of microbatch {count - 1}, but most lower ones are missing", rank, cell
         )
     return count
 
@@ -58,8 +58,8 @@ def find_routes(
     stages = 1 + max(runs)
     for missing in (stage for stage in range(stages) if stage not in runs):
         rank, cell = next((r, o.index(a)) for r, o in enumerate(orders) for a in o if a.stage == stages - 1)
-        raise Fault(name, f"{orders[rank][cell]} is of stage {stages - 1}, but nobody runs stage {missing}", rank, cell)
-    home = tuple(runs[stage].most_common(1)[0][0] for stage in range(stages))
+        raise Fault(name, f"{orders[rank][cell]} is of stage {stages - 1}, but no rank runs {missing}", rank, cell)
+    usual = tuple(runs[stage].most_common(1)[0][0] for stage in range(stages))
 
     def even(route: Sequence[int]) -> bool:
         return stages % len(orders) == 0 and set(Counter(route).values()) == {stages // len(orders)}
@@ -67,17 +67,17 @@ def find_routes(
     candidates: list[tuple[int, ...]] = []
     for microbatch in range(microbatches):
         places = of_microbatch[microbatch]
-        route = tuple(places[stage].most_common(1)[0][0] if places[stage] else home[stage] for stage in range(stages))
+        route = tuple(places[stage].most_common(1)[0][0] if places[stage] else usual[stage] for stage in range(stages))
         if len(set(route)) == len(orders) and even(route) and route not in candidates:
             candidates.append(route)
     if len(candidates) < 2:
-        return (home,), (0,) * microbatches
+        return (usual,), (0,) * microbatches
 
     def agreement(microbatch: int, route: Sequence[int]) -> int:
         return sum(of_microbatch[microbatch][stage][rank] for stage, rank in enumerate(route))
 
-    best_routes = (
+    route_numbers = (
         max(range(len(candidates)), key=lambda number: agreement(microbatch, candidates[number]))
         for microbatch in range(microbatches)
     )
-    return tuple(candidates), tuple(best_routes)
+    return tuple(candidates), tuple(route_numbers)

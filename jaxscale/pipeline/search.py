@@ -121,23 +121,23 @@ def search(
         bound(stage_costs, ranks, microbatches, activations, one_route=chunks == 1 and copies == 1)
         for chunks, stage_costs in by_chunks.items()
     )
-    named = []
+    named_schedules = []
     for pair in _named_schedules(by_chunks, ranks, microbatches, activations, copies):
-        named.append(pair)
+        named_schedules.append(pair)
         if pair[0] <= floor * (1 + _CLOSE):  # none is faster
             break
-    if not named:
+    if not named_schedules:
         raise UserError(f"search: no named schedule holds as few as {activations:g} activations; 1f1b needs {ranks}")
-    named.sort(key=lambda pair: pair[0])
-    best, schedule = named[0]
-    fastest_named = named[0]
+    named_schedules.sort(key=lambda pair: pair[0])
+    best, schedule = named_schedules[0]
+    fastest_named = named_schedules[0]
     searched_routes: set[tuple[int, ...]] = set()
-    for _, start in named:
+    for _, start in named_schedules:
         route = start.routes[0]
         if len(start.routes) > 1 or route in searched_routes or best <= floor * (1 + _CLOSE):
             continue
         searched_routes.add(route)
-        starts = [schedule.orders for _, schedule in named if schedule.routes == start.routes][:3]
+        starts = [schedule.orders for _, schedule in named_schedules if schedule.routes == start.routes][:3]
         route_search = _RouteSearch(by_chunks[start.stages // ranks], route, ranks, microbatches, activations, seed)
         seconds, orders = route_search.run(starts, changes, floor)
         if seconds < best * (1 - 1e-12):
@@ -223,8 +223,8 @@ class _RouteSearch:
         self, starts: Sequence[Sequence[Sequence[Action]]], changes: int, floor: float
     ) -> tuple[float, tuple[tuple[Action, ...], ...]]:
         """Seconds and actions of the fastest orders."""
-        one_each = self.route == tuple(range(self.ranks))
-        if one_each and few(self.ranks, self.microbatches, self.limit):
+        straight = self.route == tuple(range(self.ranks))
+        if straight and few(self.ranks, self.microbatches, self.limit):
             return fastest(self.costs, self.microbatches, self.limit)
         states = [[self._word(order) for order in orders] for orders in starts]
         states += [listed_words for _ in range(_LISTS) if (listed_words := self._list_schedule()) is not None]

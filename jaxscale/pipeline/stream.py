@@ -92,18 +92,18 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
     """
     if not method.steps:
         raise UserError(f"schedule {method.name} is synchronous, expected an asynchronous one")
-    short = _Timed(method.schedule(ranks, microbatches, updates=4 + 4 * ranks // microbatches), stash)
-    turns = math.lcm(short.slots["x"], short.slots["g"], short.slots["versions"] * microbatches)
+    short_run = _Timed(method.schedule(ranks, microbatches, updates=4 + 4 * ranks // microbatches), stash)
+    turns = math.lcm(short_run.slots["x"], short_run.slots["g"], short_run.slots["versions"] * microbatches)
     entries = 4 * ranks + 2 * microbatches + 2 * turns
-    timed = _Timed(method.schedule(ranks, microbatches, updates=-(-entries // microbatches)), stash)
-    rows, period = timed.rows(), turns * timed.pace
+    long_run = _Timed(method.schedule(ranks, microbatches, updates=-(-entries // microbatches)), stash)
+    rows, period = long_run.rows(), turns * long_run.pace
     # ticks in which microbatches still enter
-    later = rows[period : timed.pace * entries]
-    earlier = rows[: len(later)].copy()
-    earlier[:, COLUMNS.index("microbatch")] += turns * (earlier[:, COLUMNS.index("kind")] != 0)
-    differences = np.flatnonzero((earlier != later).any((1, 2)))
+    later_rows = rows[period : long_run.pace * entries]
+    shifted_rows = rows[: len(later_rows)].copy()
+    shifted_rows[:, COLUMNS.index("microbatch")] += turns * (shifted_rows[:, COLUMNS.index("kind")] != 0)
+    differences = np.flatnonzero((shifted_rows != later_rows).any((1, 2)))
     beginning = int(differences[-1]) + 1 if len(differences) else 0
-    if timed.slots != short.slots or beginning > len(later) - period:
+    if long_run.slots != short_run.slots or beginning > len(later_rows) - period:
         raise UserError(f"schedule {method.name}: its rows do not repeat after {period} ticks, expected a steady state")
     return Stream(
         name=method.name,
@@ -111,14 +111,14 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
         rows=rows[: beginning + period],
         beginning=beginning,
         turns=turns,
-        pace=timed.pace,
+        pace=long_run.pace,
         group=microbatches,
-        delays=timed.delays(),
-        newest=timed.newest,
-        messages=timed.slots["x"] + timed.slots["g"],
-        kept=timed.slots["x"],
-        versions=timed.slots["versions"],
-        tail=timed.tail(),
+        delays=long_run.delays(),
+        newest=long_run.newest,
+        messages=long_run.slots["x"] + long_run.slots["g"],
+        kept=long_run.slots["x"],
+        versions=long_run.slots["versions"],
+        tail=long_run.tail(),
     )
 
 
@@ -208,15 +208,15 @@ class _Timed:
         at: dict[Action, int] = {}
         tick = 0
         while any(place < len(order) for place, order in zip(position, orders, strict=True)):
-            placed = []
+            cells = []
             for rank, order in enumerate(orders):
                 if position[rank] == len(order):
                     continue
                 action = order[position[rank]]
                 waits = action.kind is Kind.F and not action.stage and tick < self.pace * action.microbatch
                 if not waits and all(source in at for source in self._schedule.inputs(action)):
-                    placed.append((rank, action))
-            for rank, action in placed:
+                    cells.append((rank, action))
+            for rank, action in cells:
                 at[action] = tick
                 position[rank] += 1
             tick += 1

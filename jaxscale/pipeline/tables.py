@@ -115,12 +115,12 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
         if action.kind is Kind.F:
             last = tick if forward_only else max(at[backward] for backward in _backwards(schedule, action))
             residuals.live(rank, tick, last, (stage, microbatch))
-            source, name, until = stage - 1, "x", last if stash == "input" else tick
+            source, name, last_read = stage - 1, "x", last if stash == "input" else tick
         elif action.kind in GRADIENT:
             last = max(at[backward] for backward in _backwards(schedule, action))
             if action.kind is Kind.I:
                 cuts.live(rank, tick, last, (stage, microbatch))
-            source, name, until = stage + 1, "g", last if stash == "input" else tick
+            source, name, last_read = stage + 1, "g", last if stash == "input" else tick
         else:
             continue
         if not 0 <= source < schedule.stages:
@@ -128,7 +128,7 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
         sender = Action(Kind.F, source, microbatch) if name == "x" else schedule.gradient(source, microbatch)
         arrival = at[sender] + 1
         way = _way(schedule, schedule.rank(sender), rank, right=name == "x")
-        messages.live(rank, arrival, until, (name, stage, microbatch))
+        messages.live(rank, arrival, last_read, (name, stage, microbatch))
         arrivals.append((arrival, rank, (name, stage, microbatch), way))
     for pool in (messages, residuals, cuts):
         pool.allocate()

@@ -80,17 +80,17 @@ def lives(schedule: Schedule, at: Mapping[Action, int]) -> dict[int, list[tuple[
         schedule: asynchronous.
         at: the tick of each forward and backward.
     """
-    written: dict[tuple[int, int], int] = {(stage, 0): 0 for stage in range(schedule.stages)}
-    read: dict[tuple[int, int], int] = {}
+    first_ticks: dict[tuple[int, int], int] = {(stage, 0): 0 for stage in range(schedule.stages)}
+    last_ticks: dict[tuple[int, int], int] = {}
     for action, use in uses(schedule).items():
         tick, stage = at[action], action.stage
         if use.makes is not None:
-            written[stage, use.makes] = tick + 1
-            read[stage, use.makes - 1] = max(tick, read.get((stage, use.makes - 1), 0))
-        read[stage, use.reads] = max(tick, read.get((stage, use.reads), 0))
+            first_ticks[stage, use.makes] = tick + 1
+            last_ticks[stage, use.makes - 1] = max(tick, last_ticks.get((stage, use.makes - 1), 0))
+        last_ticks[stage, use.reads] = max(tick, last_ticks.get((stage, use.reads), 0))
     lifetimes: dict[int, list[tuple[int, int, int]]] = {stage: [] for stage in range(schedule.stages)}
-    for (stage, version), tick in sorted(written.items()):
-        lifetimes[stage].append((tick, max(tick, read.get((stage, version), tick) + 1), version))
+    for (stage, version), tick in sorted(first_ticks.items()):
+        lifetimes[stage].append((tick, max(tick, last_ticks.get((stage, version), tick) + 1), version))
     return lifetimes
 
 

@@ -38,10 +38,10 @@ def virtual_workers(devices: Sequence[Device], slowness: Mapping[str, float], wo
     for device in devices:
         if device.kind not in slowness:
             raise unknown("kind of device", device.kind, slowness)
-    ordered = sorted(devices, key=lambda device: slowness[device.kind])
+    by_speed = sorted(devices, key=lambda device: slowness[device.kind])
     places = []
-    for start in range(0, len(ordered), workers):
-        group = ordered[start : start + workers]
+    for start in range(0, len(by_speed), workers):
+        group = by_speed[start : start + workers]
         memory = [device.memory_bytes for device in group if device.memory_bytes is not None]
         places.append(
             Device(

@@ -23,8 +23,8 @@ def groups(ranks: int, microbatches: int) -> list[range]:
         ([range(0, 5), range(5, 10)], [range(0, 3)])
     """
     count = max(1, microbatches // ranks)
-    each, more = divmod(microbatches, count)
-    starts = [each * i + min(i, more) for i in range(count + 1)]
+    size, extra = divmod(microbatches, count)
+    starts = [size * i + min(i, extra) for i in range(count + 1)]
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
@@ -47,10 +47,10 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
         stages = range(rank, chunks * ranks, ranks)
         forwards = [(stage, i) for part in parts for stage in stages for i in part]
         backwards = [(stage, i) for part in parts for stage in reversed(stages) for i in part]
-        warm = min((chunks - 1) * len(parts[0]) + 2 * (ranks - 1 - rank), passes)
-        phases = ("F", warm), ("F B", passes - warm), ("B", warm)
+        warmup = min((chunks - 1) * len(parts[0]) + 2 * (ranks - 1 - rank), passes)
+        phases = ("F", warmup), ("F B", passes - warmup), ("B", warmup)
         orders.append(weave({"": Lane(tuple(forwards), tuple(backwards))}, *phases))
-        bound.append(min(warm + 1, passes))
+        bound.append(min(warmup + 1, passes))
     return Schedule(
         name="interleaved",
         orders=tuple(orders),

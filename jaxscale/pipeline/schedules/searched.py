@@ -23,8 +23,10 @@ def searched(ranks: int, microbatches: int) -> Schedule:
     """
     from jaxscale.pipeline.search import search
 
-    alike = (1.0,) * ranks
-    return dataclasses.replace(search(Costs(alike, alike, alike), ranks, microbatches, copies=1).schedule, name=NAME)
+    seconds = (1.0,) * ranks
+    return dataclasses.replace(
+        search(Costs(seconds, seconds, seconds), ranks, microbatches, copies=1).schedule, name=NAME
+    )
 
 
 METHOD = Method(NAME, "searched for equal costs", searched)
