@@ -46,16 +46,16 @@ class BatchClock:
         self._events = 1 + 2 * stages * microbatches
         is_forward, is_weight = kind == 0, kind == 3
         needs_before, needs_behind = is_forward & (stage > 0), (kind == 1) | (kind == 2)
-        needs = np.where(needs_before, forward - microbatches, 0)
-        needs = np.where(needs_behind & (stage < stages - 1), gradient + microbatches, needs)
-        makes = np.where(is_forward, forward, gradient)
+        input_events = np.where(needs_before, forward - microbatches, 0)
+        input_events = np.where(needs_behind & (stage < stages - 1), gradient + microbatches, input_events)
+        result_events = np.where(is_forward, forward, gradient)
         seconds = np.array([[costs.seconds(kind, stage) for stage in range(stages)] for kind in KINDS])
         rank = np.array(route)
         target = np.where(is_forward, np.minimum(stage + 1, stages - 1), np.maximum(stage - 1, 0))
         # the last entry stands for the end of an order: its input never arrives
-        self._needs = np.append(needs, self._events + 1)
-        self._makes = np.append(np.where(is_weight, self._events, makes), self._events)
-        self._takes = np.append(seconds[kind, stage], 0.0)
+        self._input_events = np.append(input_events, self._events + 1)
+        self._result_events = np.append(np.where(is_weight, self._events, result_events), self._events)
+        self._pass_seconds = np.append(seconds[kind, stage], 0.0)
         self._sends = np.append(~is_weight & (rank[target] != rank[stage]), False)
 
     def number(self, action: Action) -> int:
@@ -87,18 +87,18 @@ class BatchClock:
         times = np.zeros((batch, self.ranks))
         tick = 0
         while True:
-            number = flat_orders[position]
-            runs = event_ticks[base + self._needs[number]] < tick
-            if not runs.any():
+            passes = flat_orders[position]
+            ready = event_ticks[base + self._input_events[passes]] < tick
+            if not ready.any():
                 break
-            events = (base + self._makes[number])[runs]
+            events = (base + self._result_events[passes])[ready]
             event_ticks[events] = tick
             event_ticks[base[:, 0] + self._events] = tick
-            times += np.where(runs, self._takes[number], 0.0)
+            times += np.where(ready, self._pass_seconds[passes], 0.0)
             arrivals = np.maximum(times, np.maximum(times[:, left] + left_links, times[:, right] + self.links))
-            sends = np.any(runs & self._sends[number], axis=1)
+            sends = np.any(ready & self._sends[passes], axis=1)
             times = np.where(sends[:, None], arrivals, times)
-            position += runs
+            position += ready
             tick += 1
         finished = np.all(flat_orders[position] == self.end, axis=1)
         return np.where(finished, times.max(1), np.inf)

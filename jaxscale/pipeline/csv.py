@@ -95,20 +95,20 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
         schedule = Schedule(name, tuple(map(tuple, orders)), len(routes[0]), microbatches, routes, route)
     except Fault as fault:
         raise fault.renumbered(columns) from None
-    at = {
+    column_of = {
         action: column for rank, order in enumerate(orders) for action, column in zip(order, columns[rank], strict=True)
     }
     if messages:
-        check_messages(schedule, messages, at)
+        check_messages(schedule, messages, column_of)
         return schedule
-    return _as_lockstep(schedule, at)
+    return _as_lockstep(schedule, column_of)
 
 
-def _as_lockstep(schedule: Schedule, columns: Mapping[Action, int]) -> Schedule:
+def _as_lockstep(schedule: Schedule, column_of: Mapping[Action, int]) -> Schedule:
     # a lock-step schedule, if the columns are the ticks of one
     kinds: dict[int, Kind] = {}
-    for action, column in columns.items():
-        misplaced = any(columns[source] >= column for source in schedule.inputs(action))
+    for action, column in column_of.items():
+        misplaced = any(column_of[source] >= column for source in schedule.inputs(action))
         if misplaced or kinds.setdefault(column, action.kind) is not action.kind:
             return schedule
     cycle = tuple(dict.fromkeys(kinds[column] for column in sorted(kinds)))

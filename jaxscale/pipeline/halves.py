@@ -123,11 +123,8 @@ def program_halves(
             if in_second:
                 second_values |= _inputs(step)
         if halves is not None or not in_second:
-            crossed = [
-                number
-                for number, flag in zip(step.outputs, early_flags, strict=True)
-                if flag and number in second_values
-            ]
+            pairs = zip(step.outputs, early_flags, strict=True)
+            crossed = [number for number, flag in pairs if flag and number in second_values]
             cut += crossed
             crossings += [_crossing(program.avals[number]) for number in crossed if number is not None]
         placements.append(_Placement(step, any(early_flags), in_second, halves, inner_cut))

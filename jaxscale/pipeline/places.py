@@ -58,7 +58,7 @@ def find_routes(
     stages = 1 + max(runs)
     for missing in (stage for stage in range(stages) if stage not in runs):
         rank, cell = next((r, o.index(a)) for r, o in enumerate(orders) for a in o if a.stage == stages - 1)
-        raise Fault(name, f"{orders[rank][cell]} is of stage {stages - 1}, but no rank runs {missing}", rank, cell)
+        raise Fault(name, f"{orders[rank][cell]} is of stage {stages - 1}, but stage {missing} has no rank", rank, cell)
     usual = tuple(runs[stage].most_common(1)[0][0] for stage in range(stages))
 
     def even(route: Sequence[int]) -> bool:

@@ -172,13 +172,13 @@ class Network:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        at = ticks(schedule)
-        cells = [(at[action], rank, action) for rank, order in enumerate(schedule.orders) for action in order]
+        tick_of = ticks(schedule)
+        cells = [(tick_of[action], rank, action) for rank, order in enumerate(schedule.orders) for action in order]
         index_of = {action: index for index, (_, _, action) in enumerate(cells)}
         self._order_lengths = [len(order) for order in schedule.orders]
         self._rank = [rank for _, rank, _ in cells]
         self._passes = [(action.kind, action.stage) for _, _, action in cells]
-        self._rows: list[list[int]] = [[] for _ in range(1 + max(at.values()))]
+        self._rows: list[list[int]] = [[] for _ in range(1 + max(tick_of.values()))]
         self._sends = [False] * len(self._rows)
         self._inputs: list[list[tuple[int, tuple[int, ...]]]] = []
         self._unreachable: tuple[Action, Action] | None = None

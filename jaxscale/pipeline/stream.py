@@ -138,7 +138,7 @@ class _Timed:
         self.newest = schedule.versions.backward == "newest"
         self.pace = max(sum(action.kind is not Kind.U for action in order) for order in schedule.orders)
         self.pace //= schedule.microbatches
-        self._at = self._ticks()
+        self._tick_of = self._ticks()
         stages, ends = range(schedule.stages), (Kind.B if stash == "input" else Kind.F)
         numbers = range(schedule.microbatches)
         inputs = [[(self._arrival("x", s, i), self._tick(ends, s, i) + 1, i) for i in numbers] for s in stages[1:]]
@@ -147,16 +147,16 @@ class _Timed:
         self.slots = {
             "x": max(map(ring, [*inputs, *kept])),
             "g": max(map(ring, incoming), default=1),
-            "versions": max(map(ring, lives(schedule, self._at).values())),
+            "versions": max(map(ring, lives(schedule, self._tick_of).values())),
         }
 
     def rows(self) -> np.ndarray:
         """(ticks, columns, ranks)."""
-        ticks = 1 + max(self._at.values())
+        ticks = 1 + max(self._tick_of.values())
         columns = {name: np.zeros((ticks, self._schedule.ranks), np.int32) for name in COLUMNS}
         no_slot = self.slots["x"] + self.slots["g"]
         columns["from_left"][:] = columns["from_right"][:] = no_slot
-        for action, tick in self._at.items():
+        for action, tick in self._tick_of.items():
             stage, microbatch = action.stage, action.microbatch
             use = self._uses[action]
             cell: dict[str, int] = {
@@ -179,22 +179,21 @@ class _Timed:
 
     def delays(self) -> tuple[int, ...]:
         """As of `Stream`, from the last update."""
-        by_stage = dict.fromkeys(range(self._schedule.stages), 0)
+        delays = dict.fromkeys(range(self._schedule.stages), 0)
         for action, use in self._uses.items():
             if use.makes is not None:
-                by_stage[action.stage] = (
-                    use.makes - 1 - self._uses[Action(Kind.F, action.stage, action.microbatch)].reads
-                )
-        return tuple(by_stage.values())
+                forward = Action(Kind.F, action.stage, action.microbatch)
+                delays[action.stage] = use.makes - 1 - self._uses[forward].reads
+        return tuple(delays.values())
 
     def tail(self) -> int:
         """As of `Stream`."""
         return 1 + max(
-            tick - self.pace * action.microbatch for action, tick in self._at.items() if action.kind is Kind.B
+            tick - self.pace * action.microbatch for action, tick in self._tick_of.items() if action.kind is Kind.B
         )
 
     def _tick(self, kind: Kind, stage: int, microbatch: int) -> int:
-        return self._at[Action(kind, stage, microbatch)]
+        return self._tick_of[Action(kind, stage, microbatch)]
 
     def _arrival(self, name: str, stage: int, microbatch: int) -> int:
         """The tick at whose start a message enters its slot."""
@@ -205,7 +204,7 @@ class _Timed:
         """The tick of each forward and backward: as early as its inputs, its rank's order and the pace allow."""
         orders = [[action for action in order if action.kind is not Kind.U] for order in self._schedule.orders]
         position = [0] * len(orders)
-        at: dict[Action, int] = {}
+        tick_of: dict[Action, int] = {}
         tick = 0
         while any(place < len(order) for place, order in zip(position, orders, strict=True)):
             cells = []
@@ -214,10 +213,10 @@ class _Timed:
                     continue
                 action = order[position[rank]]
                 waits = action.kind is Kind.F and not action.stage and tick < self.pace * action.microbatch
-                if not waits and all(source in at for source in self._schedule.inputs(action)):
+                if not waits and all(source in tick_of for source in self._schedule.inputs(action)):
                     cells.append((rank, action))
             for rank, action in cells:
-                at[action] = tick
+                tick_of[action] = tick
                 position[rank] += 1
             tick += 1
-        return at
+        return tick_of

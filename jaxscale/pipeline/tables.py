@@ -105,28 +105,28 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
         raise UserError(
             f"schedule {schedule.name} updates weights inside the schedule; expected one that updates at the end"
         )
-    at = _forward_ticks(schedule) if forward_only else ticks(schedule)
-    rows, ranks = 1 + max(at.values()), schedule.ranks
+    tick_of = _forward_ticks(schedule) if forward_only else ticks(schedule)
+    rows, ranks = 1 + max(tick_of.values()), schedule.ranks
     messages, residuals, cuts = (_Pool(ranks) for _ in range(3))
     arrivals: list[tuple[int, int, tuple[str, int, int], str]] = []
-    for action, tick in at.items():
+    for action, tick in tick_of.items():
         rank = schedule.rank(action)
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.F:
-            last = tick if forward_only else max(at[backward] for backward in _backwards(schedule, action))
-            residuals.live(rank, tick, last, (stage, microbatch))
-            source, name, last_read = stage - 1, "x", last if stash == "input" else tick
+            last_tick = tick if forward_only else max(tick_of[backward] for backward in _backwards(schedule, action))
+            residuals.live(rank, tick, last_tick, (stage, microbatch))
+            source, name, last_read = stage - 1, "x", last_tick if stash == "input" else tick
         elif action.kind in GRADIENT:
-            last = max(at[backward] for backward in _backwards(schedule, action))
+            last_tick = max(tick_of[backward] for backward in _backwards(schedule, action))
             if action.kind is Kind.I:
-                cuts.live(rank, tick, last, (stage, microbatch))
-            source, name, last_read = stage + 1, "g", last if stash == "input" else tick
+                cuts.live(rank, tick, last_tick, (stage, microbatch))
+            source, name, last_read = stage + 1, "g", last_tick if stash == "input" else tick
         else:
             continue
         if not 0 <= source < schedule.stages:
             continue
         sender = Action(Kind.F, source, microbatch) if name == "x" else schedule.gradient(source, microbatch)
-        arrival = at[sender] + 1
+        arrival = tick_of[sender] + 1
         way = _way(schedule, schedule.rank(sender), rank, right=name == "x")
         messages.live(rank, arrival, last_read, (name, stage, microbatch))
         arrivals.append((arrival, rank, (name, stage, microbatch), way))
@@ -141,7 +141,7 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
         columns[way][tick, rank] = messages.slot(rank, name)
         right[tick - 1] |= way == "from_left"
         left[tick - 1] |= way == "from_right"
-    for action, tick in at.items():
+    for action, tick in tick_of.items():
         stage, microbatch = action.stage, action.microbatch
         rank, chunk = schedule.place(schedule.route[microbatch], stage)
         cell = {
@@ -208,10 +208,10 @@ def _way(schedule: Schedule, sender: int, rank: int, *, right: bool) -> str:
 def _forward_ticks(schedule: Schedule) -> dict[Action, int]:
     """The tick of each forward in a table of forwards alone."""
     orders = [[action for action in order if action.kind is Kind.F] for order in schedule.orders]
-    at: dict[Action, int] = {}
+    tick_of: dict[Action, int] = {}
     tick = 0
     while any(orders):
-        ready = [order for order in orders if order and all(source in at for source in schedule.inputs(order[0]))]
-        at |= {order.pop(0): tick for order in ready}
+        ready = [order for order in orders if order and all(source in tick_of for source in schedule.inputs(order[0]))]
+        tick_of |= {order.pop(0): tick for order in ready}
         tick += 1
-    return at
+    return tick_of

@@ -16,11 +16,11 @@ def ticks(schedule: Schedule) -> dict[Action, int]:
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
         >>> schedule = METHODS["gpipe"].schedule(2, 2)
-        >>> at = ticks(schedule)
-        >>> [(str(action), at[action]) for action in schedule.orders[1]]
+        >>> tick_of = ticks(schedule)
+        >>> [(str(action), tick_of[action]) for action in schedule.orders[1]]
         [('1F0', 1), ('1F1', 2), ('1B0', 3), ('1B1', 4)]
     """
-    at: dict[Action, int] = {}
+    tick_of: dict[Action, int] = {}
     position = [0] * schedule.ranks
     remaining = sum(map(len, schedule.orders))
     tick = turn = 0
@@ -32,27 +32,27 @@ def ticks(schedule: Schedule) -> dict[Action, int]:
             if position[rank] == len(order):
                 continue
             action = order[position[rank]]
-            if kind in (None, action.kind) and all(source in at for source in schedule.inputs(action)):
+            if kind in (None, action.kind) and all(source in tick_of for source in schedule.inputs(action)):
                 cells.append((rank, action))
         for rank, action in cells:
             order = schedule.orders[rank]
             while True:
-                at[action] = tick
+                tick_of[action] = tick
                 position[rank] += 1
                 remaining -= 1
                 if position[rank] == len(order) or order[position[rank]].kind is not Kind.U:
                     break
                 action = order[position[rank]]
         tick += bool(cells)
-    return at
+    return tick_of
 
 
 def rows(schedule: Schedule) -> list[list[Action | None]]:
     """The table: for each tick the action of each rank, `None` where it is idle; without updates."""
-    at = ticks(schedule)
-    table: list[list[Action | None]] = [[None] * schedule.ranks for _ in range(1 + max(at.values()))]
+    tick_of = ticks(schedule)
+    table: list[list[Action | None]] = [[None] * schedule.ranks for _ in range(1 + max(tick_of.values()))]
     for rank, order in enumerate(schedule.orders):
         for action in order:
             if action.kind is not Kind.U:
-                table[at[action]][rank] = action
+                table[tick_of[action]][rank] = action
     return table

@@ -71,19 +71,19 @@ def uses(schedule: Schedule) -> dict[Action, Use]:
     return by_action
 
 
-def lives(schedule: Schedule, at: Mapping[Action, int]) -> dict[int, list[tuple[int, int, int]]]:
+def lives(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict[int, list[tuple[int, int, int]]]:
     """By stage, (first tick, tick after the last, version) of each version.
 
     A version lives from the update that makes it, at the end of a tick, to its last reader or to the next update.
 
     Args:
         schedule: asynchronous.
-        at: the tick of each forward and backward.
+        tick_of: the tick of each forward and backward.
     """
     first_ticks: dict[tuple[int, int], int] = {(stage, 0): 0 for stage in range(schedule.stages)}
     last_ticks: dict[tuple[int, int], int] = {}
     for action, use in uses(schedule).items():
-        tick, stage = at[action], action.stage
+        tick, stage = tick_of[action], action.stage
         if use.makes is not None:
             first_ticks[stage, use.makes] = tick + 1
             last_ticks[stage, use.makes - 1] = max(tick, last_ticks.get((stage, use.makes - 1), 0))

@@ -168,7 +168,7 @@ WRONG = {
         changed(GOOD, (0, 1, "0B0"), (0, 5, "0F1"))
     ),
     "rank 0, cell 3: 0F3 is of a microbatch that does not exist: there are 3": changed(GOOD, (0, 3, "0F3")),
-    "rank 0, cell 3: 7F0 is of stage 7, but no rank runs 2": changed(GOOD, (0, 3, "7F0")),
+    "rank 0, cell 3: 7F0 is of stage 7, but stage 2 has no rank": changed(GOOD, (0, 3, "7F0")),
     "rank 0, cell 3: got '0X0', expected a pass": changed(GOOD, (0, 3, "0X0")),
     "rank 0, cell 3: got '.0F0;0SEND_F0.OVERLAP_F_B', expected": changed(GOOD, (0, 3, "(0F0;0SEND_F0)OVERLAP_F_B")),
     "rank 0, cell 3: got '{0F0}', expected": changed(GOOD, (0, 3, "{0F0}")),

@@ -23,10 +23,8 @@ def searched(ranks: int, microbatches: int) -> Schedule:
     """
     from jaxscale.pipeline.search import search
 
-    seconds = (1.0,) * ranks
-    return dataclasses.replace(
-        search(Costs(seconds, seconds, seconds), ranks, microbatches, copies=1).schedule, name=NAME
-    )
+    ones = (1.0,) * ranks
+    return dataclasses.replace(search(Costs(ones, ones, ones), ranks, microbatches, copies=1).schedule, name=NAME)
 
 
 METHOD = Method(NAME, "searched for equal costs", searched)
