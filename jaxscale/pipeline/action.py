@@ -1,7 +1,7 @@
 """Action: one cell of a pipeline schedule, a pass of one microbatch through one stage.
 
-Written as PyTorch writes it: `0F3` is the forward of microbatch 3 on stage 0. `U`, the update of an asynchronous
-schedule, is ours alone.
+The text form is PyTorch's: `0F3` is the forward of microbatch 3 on stage 0. PyTorch has no `U`, the update of an
+asynchronous schedule.
 """
 
 import dataclasses
@@ -12,22 +12,22 @@ from jaxscale.errors import UserError
 
 
 class Kind(enum.StrEnum):
-    """What an action does."""
+    """The kind of an action."""
 
     F = "F"
     """Forward."""
     B = "B"
     """Backward: the input gradient and the weight gradient together."""
     I = "I"  # noqa: E741 - the letter of the zero-bubble papers and of PyTorch
-    """The input gradient alone: what the previous stage waits for."""
+    """The input gradient alone, which the previous stage waits for."""
     W = "W"
-    """The weight gradient alone: nobody waits for it."""
+    """The weight gradient alone, which no stage waits for."""
     U = "U"
     """Update of a stage's weights inside the schedule (asynchronous schedules only)."""
 
 
 GRADIENT = (Kind.B, Kind.I)
-"""The kinds that make the gradient which the previous stage waits for."""
+"""The kinds that make the input gradient."""
 
 _CELL = re.compile(r"(\d+)([FBIWU])(\d+)")
 
@@ -37,9 +37,9 @@ class Action:
     """One pass of a microbatch through a stage.
 
     Args:
-        kind: what it does.
+        kind: forward, backward, or a part of it.
         stage: place in the network, 0 beside the embedding.
-        microbatch: which one; of `U` the last of the microbatches whose gradients it applies.
+        microbatch: its number; for `U`, the last of the microbatches whose gradients it applies.
 
     Example:
         >>> str(Action(Kind.F, stage=0, microbatch=3))
@@ -60,10 +60,10 @@ class Action:
         """The action of its text.
 
         Raises:
-            UserError: anything but a stage, one letter of F, B, I, W, U and a microbatch.
+            UserError: text that is not a stage, one letter of F, B, I, W, U and a microbatch.
         """
-        found = _CELL.fullmatch(text)
-        if not found:
+        match = _CELL.fullmatch(text)
+        if not match:
             raise UserError(f"got {text!r}, expected an action such as 0F3: a stage, one of F B I W U, a microbatch")
-        stage, kind, microbatch = found.groups()
+        stage, kind, microbatch = match.groups()
         return cls(Kind(kind), int(stage), int(microbatch))

@@ -1,14 +1,13 @@
 """The executor of asynchronous schedules: a pipeline that never drains, with the updates inside.
 
-Like `execute.py`, one scan over the ticks of a table, here one without end (`stream.py`), of which each call runs the
-ticks in which its microbatches enter. A stage updates its own weights right after the backward that completes a group
-of microbatches; who still computes with older weights finds them in a slot. All that lives from one tick to the next is
-handed back (`in_flight`) and given to the next call, so nothing drains between steps of training, and a checkpoint of
-it restores exactly.
+Like `execute.py`, one scan over the ticks of a table. This table has no end (`stream.py`); each call runs the ticks in
+which its microbatches enter. A stage updates its own weights right after the backward that completes a group of
+microbatches; slots keep the older weights that actions still need. A call returns the state between ticks (`in_flight`)
+and the next call takes it, so nothing drains between training steps, and a checkpoint of it restores exactly.
 
-What stages share (embedding, head) is each stage's own here, and each updates its copy: the first stage's embedding and
-the last stage's head are those that count. So tied weights have no meaning here, and norms over all stages (clipping)
-none either: the caller refuses them.
+Every stage has its own copy of the shared weights (embedding, head) and updates it: only the first stage's embedding
+and the last stage's head matter. So tied weights and norms over all stages (clipping) have no meaning here: the caller
+refuses them.
 
 References:
     Harlap et al., "PipeDream", 2018 (https://arxiv.org/abs/1806.03377); Narayanan et al., "Memory-Efficient
@@ -31,17 +30,17 @@ from jaxscale.pipeline.pools import empty, gradients, read, vary, where, write
 from jaxscale.pipeline.stream import COLUMNS, Stream
 
 WAYS = {"from_left": 1, "from_right": -1}
-"""Where messages come from, and the step that each takes along the ranks."""
+"""Origins of messages, and the step of each along the ranks."""
 InFlight = dict[str, Any]
-"""What lives between ticks on one device, every leaf with a first dim of 1: messages, batches, versions, sums."""
+"""The state between ticks on one device, every leaf with a first dim of 1: messages, batches, versions, sums."""
 
 
 class UpdateAt(NamedTuple):
-    """Which update of which stage.
+    """The stage and number of an update.
 
     Args:
         stage: int32, traced.
-        number: int32, updates that this stage has made before, since the pipe was filled.
+        number: int32, updates of this stage before it, since the pipe was filled.
     """
 
     stage: Any
@@ -54,13 +53,13 @@ over the group of microbatches. It may reduce over manual axes other than the pi
 
 
 class Advanced(NamedTuple):
-    """What a call gives back.
+    """The result of a call.
 
     Args:
         parameters: the newest of this stage.
         optimizer: its optimizer's state.
-        in_flight: to go on with.
-        sums: what the forwards of these ticks returned as such, on this device: of microbatches of earlier calls, too.
+        in_flight: for the next call.
+        sums: of this device's forwards in these ticks, also those of microbatches of earlier calls.
     """
 
     parameters: Any
@@ -76,17 +75,17 @@ class Asynchronous:
     Parameters are a pair (weights, shared) of this device's stage, leaves (1, ...), and so are gradients.
 
     Args:
-        stream: what to do.
-        stage: as of `execute`; gets weights and shared without their first dim, `at.microbatch` counts within a call.
+        stream: the schedule.
+        stage: as of `execute`; gets weights and shared without their first dim; `at.microbatch` counts within a call.
         update: of one stage.
         x: shapes of the message between stages.
-        compute: from parameters to what stages compute with (a cast); `None` takes them as they are.
-        remedies: PipeMare's.
-        axis: of the mesh, along which the stages lie.
+        compute: from parameters to the weights that stages compute with (a cast); `None`: unchanged.
+        remedies: of PipeMare.
+        axis: the mesh axis of the stages.
         manual: all manual axes.
 
     Raises:
-        UserError: a correction for a schedule that keeps the weights of its forwards.
+        UserError: a correction with a schedule that keeps the weights of its forwards.
     """
 
     stream: Stream
@@ -109,26 +108,26 @@ class Asynchronous:
         """An empty pipe, for calls with batches like this one.
 
         Args:
-            parameters: to start with.
+            parameters: the initial ones.
             batch: leaves (n, ...), n microbatches a call; only shapes are read.
-            key: as the calls get it; only its type is read.
+            key: like those of the calls; only its type is read.
         """
         parameters, batch, key = self._vary((parameters, batch, key))
-        one = jax.tree.map(lambda leaf: leaf[0], batch)
-        places = self.stream.carried + _microbatches(batch)
+        microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
+        slots = self.stream.carried + _microbatches(batch)
         state: InFlight = {
             "tick": jnp.int32(0),
             "messages": empty(self.x, self.stream.messages + 1),
             "boxes": {way: _zeros(self.x) for way in WAYS},
-            "kept": empty(self._passes(parameters, one, key).kept, self.stream.kept),
-            "batch": empty(one, places),
-            "key": jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (places, *leaf.shape)), key),
+            "kept": empty(self._stage_passes(parameters, microbatch, key).kept, self.stream.kept),
+            "batch": empty(microbatch, slots),
+            "key": jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slots, *leaf.shape)), key),
             "versions": (),
             "gradients": (),
             "change": (),
         }
-        if self._copies:
-            copy = self._computed(parameters)
+        if self._has_copies:
+            copy = self._compute_weights(parameters)
             state["versions"] = jax.tree.map(lambda leaf: jnp.repeat(leaf, self.stream.versions, 0), copy)
         if self.stream.group > 1:
             state["gradients"] = _float32(parameters)
@@ -137,64 +136,65 @@ class Asynchronous:
         return jax.tree.map(lambda leaf: leaf[None], self._vary(state))
 
     def advance(self, parameters: Any, optimizer: Any, in_flight: InFlight, batch: Any, key: Any) -> Advanced:
-        """Let n microbatches enter, and do what falls into the ticks until the next may.
+        """Let n microbatches enter, and run the ticks until the next may enter.
 
         Args:
             parameters: the newest.
-            optimizer: state, as `update` takes it.
-            in_flight: from `fill`, or from the call before.
+            optimizer: state, for `update`.
+            in_flight: from `fill`, or from the previous call.
             batch: leaves (n, ...).
-            key: handed to the stage with these microbatches.
+            key: for the stage with these microbatches.
 
         Raises:
-            UserError: another number of microbatches than the pipe was filled for.
+            UserError: a number of microbatches that differs from that of `fill`.
         """
-        entered, expected = _microbatches(batch), self._microbatches(in_flight)
-        if entered != expected:
-            raise UserError(f"got {entered} microbatches, expected {expected}, as the pipe was filled for")
+        microbatches, expected = _microbatches(batch), self._microbatches(in_flight)
+        if microbatches != expected:
+            raise UserError(f"got {microbatches} microbatches, expected {expected}, as the pipe was filled for")
         state = jax.tree.map(lambda leaf: leaf[0], in_flight)
         batch, key = self._vary((batch, key))
-        numbers = state["tick"] // self.stream.pace + jnp.arange(entered)
-        slots = numbers % (self.stream.carried + entered)
+        numbers = state["tick"] // self.stream.pace + jnp.arange(microbatches)
+        slots = numbers % (self.stream.carried + microbatches)
         state["batch"] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state["batch"], batch)
         state["key"] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state["key"], key)
-        return self._run(parameters, optimizer, state, entered, ticks=self.stream.pace * entered, enters=True)
+        return self._run(parameters, optimizer, state, microbatches, ticks=self.stream.pace * microbatches, enters=True)
 
     def drain(self, parameters: Any, optimizer: Any, in_flight: InFlight) -> Advanced:
-        """Let all that is in the pipe come out; to go on, `fill` it again. Arguments as of `advance`."""
+        """Run all microbatches in the pipe to their end; to go on, `fill` it again. Arguments as of `advance`."""
         state = jax.tree.map(lambda leaf: leaf[0], in_flight)
         ticks = self.stream.tail - self.stream.pace
         return self._run(parameters, optimizer, state, self._microbatches(in_flight), ticks=ticks, enters=False)
 
     def _run(
-        self, parameters: Any, optimizer: Any, state: InFlight, entered: int, *, ticks: int, enters: bool
+        self, parameters: Any, optimizer: Any, state: InFlight, microbatches: int, *, ticks: int, enters: bool
     ) -> Advanced:
         stream = self.stream
         state = self._vary({**state, "parameters": parameters, "optimizer": optimizer})
         rows = lax.dynamic_index_in_dim(jnp.asarray(stream.rows), lax.axis_index(self.axis), 2, keepdims=False)
-        # microbatches from this one on do not exist yet
-        end = state["tick"] // stream.pace + (entered if enters else 0)
+        # number of the first microbatch that does not exist yet
+        microbatch_end = state["tick"] // stream.pace + (microbatches if enters else 0)
         period = len(stream.rows) - stream.beginning
-        one, key = (read(state[name], 0) for name in ("batch", "key"))
-        passes = self._passes(state["parameters"], one, key)
+        microbatch, key = (read(state[name], 0) for name in ("batch", "key"))
+        passes = self._stage_passes(state["parameters"], microbatch, key)
         zeros = self._vary(_zeros(self.x))
-        state["sums"] = self._vary(_float32(jax.eval_shape(passes.forward, self._context(state, one, key), zeros)[1]))
+        context = self._sample_context(state, microbatch, key)
+        state["sums"] = self._vary(_float32(jax.eval_shape(passes.forward, context, zeros)[1]))
 
         def tick(state: dict[str, Any], _: None) -> tuple[dict[str, Any], None]:
             time = state["tick"]
-            later = jnp.maximum(time - stream.beginning, 0)
-            place = jnp.where(time < stream.beginning, time, stream.beginning + later % period)
-            row: dict[str, Any] = dict(zip(COLUMNS, rows[place], strict=True))
-            row["microbatch"] += stream.turns * (later // period)
-            kind = jnp.where(row["microbatch"] < end, row["kind"], 0)
+            steady_ticks = jnp.maximum(time - stream.beginning, 0)
+            row_index = jnp.where(time < stream.beginning, time, stream.beginning + steady_ticks % period)
+            row: dict[str, Any] = dict(zip(COLUMNS, rows[row_index], strict=True))
+            row["microbatch"] += stream.turns * (steady_ticks // period)
+            kind = jnp.where(row["microbatch"] < microbatch_end, row["kind"], 0)
             messages = state["messages"]
             for way in WAYS:
                 messages = write(messages, row[way], state["boxes"][way])
-            others = {name: value for name, value in state.items() if name not in ("tick", "messages", "boxes")}
+            carry = {name: value for name, value in state.items() if name not in ("tick", "messages", "boxes")}
 
             def action(run: Any) -> Callable[..., Any]:
                 def branch(state: Any, messages: Any) -> Any:
-                    # each reads its operands by itself, or a TPU moves the pool into its fast memory for all of them
+                    # each branch reads its own operands, or a TPU moves the pool into its fast memory for all of them
                     x = where(lax.axis_index(self.axis) > 0, read(messages, row["x"]))
                     g = where(lax.axis_index(self.axis) < stream.ranks - 1, read(messages, row["g"]))
                     return self._vary(run(passes, state, row, x, g))
@@ -202,9 +202,9 @@ class Asynchronous:
                 return branch
 
             runs = [action(run) for run in (_idle, self._forward, self._backward)]
-            others, message = lax.switch(kind, runs, others, messages)
-            boxes = {way: self._sent(message, step) for way, step in WAYS.items()}
-            return self._vary({**others, "tick": time + 1, "messages": messages, "boxes": boxes}), None
+            carry, message = lax.switch(kind, runs, carry, messages)
+            boxes = {way: self._shift(message, step) for way, step in WAYS.items()}
+            return self._vary({**carry, "tick": time + 1, "messages": messages, "boxes": boxes}), None
 
         state, _ = lax.scan(tick, state, None, length=ticks)
         parameters, optimizer, sums = (state.pop(name) for name in ("parameters", "optimizer", "sums"))
@@ -213,77 +213,78 @@ class Asynchronous:
     def _forward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
         del g
         with jax.named_scope("pipeline_F"):
-            y, sums, kept = passes.forward(self._context_of(state, row, self._read(state, row)), x)
+            y, sums, stash = passes.forward(self._row_context(state, row, self._weights_of(state, row)), x)
         total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), state["sums"], sums)
-        return {**state, "sums": total, "kept": write(state["kept"], row["kept"], kept)}, y
+        return {**state, "sums": total, "kept": write(state["kept"], row["kept"], stash)}, y
 
     def _backward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
         stage = lax.axis_index(self.axis)
-        weights = self._read(state, row)
+        weights = self._weights_of(state, row)
         if self.remedies.correction is not None:
             delay = delay_of(self.stream.delays, stage)
             corrected = self.remedies.corrected(state["parameters"], state["change"], delay)
-            weights = jax.tree.map(lambda leaf: leaf[0], self._computed(corrected))
+            weights = jax.tree.map(lambda leaf: leaf[0], self._compute_weights(corrected))
         with jax.named_scope("pipeline_B"):
-            context = self._context_of(state, row, weights)
-            own, shared, dx = passes.backward(context, x, read(state["kept"], row["kept"]), g)
-        found = jax.tree.map(lambda leaf: leaf.astype(jnp.float32)[None], gradients((own, shared), weights))
+            context = self._row_context(state, row, weights)
+            weight_gradients, shared_gradients, dx = passes.backward(context, x, read(state["kept"], row["kept"]), g)
+        pair = gradients((weight_gradients, shared_gradients), weights)
+        increments = jax.tree.map(lambda leaf: leaf.astype(jnp.float32)[None], pair)
         if self.stream.group == 1:
-            return self._updated(state, row, found), dx
-        state = {**state, "gradients": jax.tree.map(jnp.add, state["gradients"], found)}
+            return self._apply_update(state, row, increments), dx
+        state = {**state, "gradients": jax.tree.map(jnp.add, state["gradients"], increments)}
 
         def update(state: dict[str, Any]) -> dict[str, Any]:
-            new = self._updated(state, row, state["gradients"])
-            return self._vary({**new, "gradients": jax.tree.map(jnp.zeros_like, new["gradients"])})
+            new_state = self._apply_update(state, row, state["gradients"])
+            return self._vary({**new_state, "gradients": jax.tree.map(jnp.zeros_like, new_state["gradients"])})
 
         return lax.cond(row["updates"] == 1, update, lambda state: self._vary(state), state), dx
 
-    def _updated(self, state: dict[str, Any], row: dict[str, Any], found: Any) -> dict[str, Any]:
-        """The state after an update of this stage."""
+    def _apply_update(self, state: dict[str, Any], row: dict[str, Any], totals: Any) -> dict[str, Any]:
+        """The state after an update of this stage by the totals of its gradients."""
         stage, number = lax.axis_index(self.axis), row["microbatch"] // self.stream.group
         old, delay = state["parameters"], delay_of(self.stream.delays, stage)
         with jax.named_scope("pipeline_U"):
-            new, optimizer = self.update(old, found, state["optimizer"], UpdateAt(stage, number))
+            new, optimizer = self.update(old, totals, state["optimizer"], UpdateAt(stage, number))
             new = self.remedies.rescheduled(old, new, delay, number)
             state = {**state, "parameters": new, "optimizer": optimizer}
             if self.remedies.correction is not None:
                 state["change"] = self.remedies.followed(state["change"], old, new, delay)
-            if self._copies:
-                copy = jax.tree.map(lambda leaf: leaf[0], self._computed(new))
+            if self._has_copies:
+                copy = jax.tree.map(lambda leaf: leaf[0], self._compute_weights(new))
                 state["versions"] = write(state["versions"], row["writes"], copy)
         return state
 
     @property
-    def _copies(self) -> bool:
-        """Whether what stages compute with is kept apart from the parameters."""
+    def _has_copies(self) -> bool:
+        """Whether stages compute with copies of the parameters."""
         return self.stream.versions > 1 or self.compute is not None
 
-    def _computed(self, parameters: Any) -> Any:
+    def _compute_weights(self, parameters: Any) -> Any:
         return parameters if self.compute is None else self.compute(parameters)
 
-    def _read(self, state: dict[str, Any], row: dict[str, Any]) -> Any:
-        """(weights, shared) as the action of this row computes with them."""
-        if self._copies:
+    def _weights_of(self, state: dict[str, Any], row: dict[str, Any]) -> Any:
+        """(weights, shared) for the action of this row."""
+        if self._has_copies:
             return read(state["versions"], row["reads"])
         return jax.tree.map(lambda leaf: leaf[0], state["parameters"])
 
-    def _passes(self, parameters: Any, microbatch: Any, key: Any) -> Any:
+    def _stage_passes(self, parameters: Any, microbatch: Any, key: Any) -> Any:
         if self.stream.stash == "input":
             return FromInput(self.stage, self._vary)
         state = {"parameters": parameters}
         zeros = self._vary(_zeros(self.x))
-        return FromResiduals(self.stage, self._vary, self._context(state, microbatch, key), zeros, split=False)
+        return FromResiduals(self.stage, self._vary, self._sample_context(state, microbatch, key), zeros, split=False)
 
-    def _context(self, state: dict[str, Any], microbatch: Any, key: Any) -> Context:
-        """Of some action, for its shapes."""
-        weights, shared = jax.tree.map(lambda leaf: leaf[0], self._computed(state["parameters"]))
+    def _sample_context(self, state: dict[str, Any], microbatch: Any, key: Any) -> Context:
+        """The context of a sample action, for its shapes."""
+        weights, shared = jax.tree.map(lambda leaf: leaf[0], self._compute_weights(state["parameters"]))
         return self._vary(Context(weights, shared, microbatch, At(jnp.int32(0), jnp.int32(0)), key))
 
-    def _context_of(self, state: dict[str, Any], row: dict[str, Any], pair: Any) -> Context:
-        """Of the action of this row."""
-        places = jax.tree.leaves(state["batch"])[0].shape[0]
-        microbatch, key = (read(state[name], row["microbatch"] % places) for name in ("batch", "key"))
-        at = At(lax.axis_index(self.axis), row["microbatch"] % (places - self.stream.carried))
+    def _row_context(self, state: dict[str, Any], row: dict[str, Any], pair: Any) -> Context:
+        """The context of the action of this row, from (weights, shared)."""
+        slots = jax.tree.leaves(state["batch"])[0].shape[0]
+        microbatch, key = (read(state[name], row["microbatch"] % slots) for name in ("batch", "key"))
+        at = At(lax.axis_index(self.axis), row["microbatch"] % (slots - self.stream.carried))
         weights, shared = pair
         return self._vary(Context(weights, shared, microbatch, at, key))
 
@@ -291,8 +292,8 @@ class Asynchronous:
         """Microbatches that enter with each call."""
         return jax.tree.leaves(in_flight["batch"])[0].shape[1] - self.stream.carried
 
-    def _sent(self, message: Any, step: int) -> Any:
-        """What comes from the neighbour."""
+    def _shift(self, message: Any, step: int) -> Any:
+        """The message from the neighbour."""
         ranks = self.stream.ranks
         route = [(rank, (rank + step) % ranks) for rank in range(ranks)]
         return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis, route), message)
@@ -302,7 +303,7 @@ class Asynchronous:
 
 
 def _idle(passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
-    """Nothing is done, and what is sent nobody reads."""
+    """An idle tick; no device reads its message."""
     del passes, row, g
     return state, jax.tree.map(jnp.zeros_like, x)
 

@@ -1,8 +1,8 @@
-"""Many orders of one pipeline timed at once, on the neighbour machine: what a search through schedules needs.
+"""Many orders of one pipeline, timed at once on the neighbour machine, for a search through schedules.
 
 An order is a row of numbers, one for each pass; all orders of a batch go through their ticks together, by the rule of
 `ticks.py` (an action takes the first tick in which its rank is free and its inputs are there) and the time of
-`simulate.py` (after a tick in which anybody sends, neighbours wait for each other).
+`simulate.py` (after a tick with a message, neighbours wait for each other).
 """
 
 from collections.abc import Sequence
@@ -38,25 +38,25 @@ class BatchClock:
         self.ranks, self.microbatches, self.stages = ranks, microbatches, stages
         self.length = 3 * microbatches * max(route.count(rank) for rank in range(ranks))
         self.links = np.array(costs.links or (0.0,) * ranks)
-        self.end = len(KINDS) * stages * microbatches  # the number of no pass: an order that is done
+        self.end = len(KINDS) * stages * microbatches  # stands for no pass, behind the end of an order
         kind, stage, microbatch = np.unravel_index(np.arange(self.end), (len(KINDS), stages, microbatches))
-        # events: 0 that of no input, then the forward and the input gradient of each stage and microbatch
+        # events: 0 for no input, then the forward and the input gradient of each stage and microbatch
         forward = 1 + stage * microbatches + microbatch
         gradient = forward + stages * microbatches
         self._events = 1 + 2 * stages * microbatches
         is_forward, is_weight = kind == 0, kind == 3
         needs_before, needs_behind = is_forward & (stage > 0), (kind == 1) | (kind == 2)
-        needs = np.where(needs_before, forward - microbatches, 0)
-        needs = np.where(needs_behind & (stage < stages - 1), gradient + microbatches, needs)
-        makes = np.where(is_forward, forward, gradient)
+        input_events = np.where(needs_before, forward - microbatches, 0)
+        input_events = np.where(needs_behind & (stage < stages - 1), gradient + microbatches, input_events)
+        result_events = np.where(is_forward, forward, gradient)
         seconds = np.array([[costs.seconds(kind, stage) for stage in range(stages)] for kind in KINDS])
         rank = np.array(route)
-        to = np.where(is_forward, np.minimum(stage + 1, stages - 1), np.maximum(stage - 1, 0))
-        # the last entry stands for the end of an order: its input never comes
-        self._needs = np.append(needs, self._events + 1)
-        self._makes = np.append(np.where(is_weight, self._events, makes), self._events)
-        self._takes = np.append(seconds[kind, stage], 0.0)
-        self._sends = np.append(~is_weight & (rank[to] != rank[stage]), False)
+        target = np.where(is_forward, np.minimum(stage + 1, stages - 1), np.maximum(stage - 1, 0))
+        # the last entry stands for the end of an order: its input never arrives
+        self._input_events = np.append(input_events, self._events + 1)
+        self._result_events = np.append(np.where(is_weight, self._events, result_events), self._events)
+        self._pass_seconds = np.append(seconds[kind, stage], 0.0)
+        self._sends = np.append(~is_weight & (rank[target] != rank[stage]), False)
 
     def number(self, action: Action) -> int:
         """The number of a pass."""
@@ -64,41 +64,41 @@ class BatchClock:
 
     def numbers(self, orders: Sequence[Order]) -> np.ndarray:
         """int[rank, length + 1] of the orders of a schedule."""
-        found = np.full((self.ranks, self.length + 1), self.end)
+        numbers = np.full((self.ranks, self.length + 1), self.end)
         for rank, order in enumerate(orders):
-            found[rank, : len(order)] = [self.number(action) for action in order]
-        return found
+            numbers[rank, : len(order)] = [self.number(action) for action in order]
+        return numbers
 
     def seconds(self, orders: np.ndarray) -> np.ndarray:
-        """Seconds of each of int[batch, rank, length + 1], infinite where an action waits for ever.
+        """Seconds of each of int[batch, rank, length + 1], infinite if an action waits for ever.
 
-        Within a rank a pass must stand behind those of its own stage and microbatch that it needs.
+        Within a rank a pass must follow the passes of its own stage and microbatch that it needs.
         """
         batch = len(orders)
-        flat = orders.reshape(-1)
+        flat_orders = orders.reshape(-1)
         row = np.arange(batch * self.ranks).reshape(batch, self.ranks) * orders.shape[2]
-        at = row.copy()
+        position = row.copy()
         width = self._events + 2
         base = np.arange(batch)[:, None] * width
-        done = np.full(batch * width, np.iinfo(np.int64).max)
-        done[base[:, 0]] = -1
+        event_ticks = np.full(batch * width, np.iinfo(np.int64).max)
+        event_ticks[base[:, 0]] = -1
         left, right = np.roll(np.arange(self.ranks), 1), np.roll(np.arange(self.ranks), -1)
         left_links = self.links[left]
-        now = np.zeros((batch, self.ranks))
+        times = np.zeros((batch, self.ranks))
         tick = 0
         while True:
-            number = flat[at]
-            ready = done[base + self._needs[number]] < tick
+            passes = flat_orders[position]
+            ready = event_ticks[base + self._input_events[passes]] < tick
             if not ready.any():
                 break
-            made = (base + self._makes[number])[ready]
-            done[made] = tick
-            done[base[:, 0] + self._events] = tick
-            now += np.where(ready, self._takes[number], 0.0)
-            meet = np.maximum(now, np.maximum(now[:, left] + left_links, now[:, right] + self.links))
-            sends = np.any(ready & self._sends[number], axis=1)
-            now = np.where(sends[:, None], meet, now)
-            at += ready
+            events = (base + self._result_events[passes])[ready]
+            event_ticks[events] = tick
+            event_ticks[base[:, 0] + self._events] = tick
+            times += np.where(ready, self._pass_seconds[passes], 0.0)
+            arrivals = np.maximum(times, np.maximum(times[:, left] + left_links, times[:, right] + self.links))
+            sends = np.any(ready & self._sends[passes], axis=1)
+            times = np.where(sends[:, None], arrivals, times)
+            position += ready
             tick += 1
-        finished = np.all(flat[at] == self.end, axis=1)
-        return np.where(finished, now.max(1), np.inf)
+        finished = np.all(flat_orders[position] == self.end, axis=1)
+        return np.where(finished, times.max(1), np.inf)

@@ -1,10 +1,10 @@
 """Cuts of a chain of blocks into stages: the features of every possible stage, dynamic programming over a linear
 function of them, and branch and bound over a maximum of such functions.
 
-What a pipeline takes, seconds as well as bytes, is a maximum of linear functions of its stages' features: of the
-seconds of their passes along some path through the schedule, of the bytes that one rank holds at some moment. One
-function alone is least where a shortest path says: V(k, b) = min over e of value(k, b, e) + V(k + 1, e). The same V,
-as what the rest takes at least, bounds every cut that begins alike, for the maximum too.
+A pipeline's seconds, and its bytes, are a maximum of linear functions of its stages' features: the seconds of the
+passes along a path through the schedule, or the bytes that one rank holds at some moment. A shortest path minimises one
+such function: V(k, b) = min over e of value(k, b, e) + V(k + 1, e). V is also the least cost of the remaining stages,
+so it bounds every cut that begins alike, and bounds the maximum too.
 """
 
 import dataclasses
@@ -27,52 +27,52 @@ FEATURES = (
     "leaves",
     "one",
 )
-"""What is known of a stage: sums over its blocks, the most of working bytes, the messages at its ends, and 1."""
-AT = {name: index for index, name in enumerate(FEATURES)}
-_SUMS = FEATURES[: AT["working_bytes"]]
+"""Features of a stage: sums over its blocks, the largest working bytes, the messages at its ends, and 1."""
+INDEX = {name: index for index, name in enumerate(FEATURES)}
+_SUMS = FEATURES[: INDEX["working_bytes"]]
 
 
 def features(blocks: Sequence[Price], first: Price | None, last: Price | None, recompute: bool) -> np.ndarray:
-    """float[feature, begin, end]: of the stage of blocks begin..end-1, for each pair.
+    """float[feature, begin, end]: features of the stage of blocks begin..end-1, for each pair.
 
     Args:
         blocks: price of each.
-        first: what stands before the first block (the embedding).
-        last: what stands behind the last (the head).
-        recompute: a backward runs the forward again, so that only what enters the stage waits for it.
+        first: price of the embedding, before the first block.
+        last: price of the head, behind the last block.
+        recompute: a backward runs the forward again, so that only the stage's input is stashed.
     """
     count = len(blocks)
-    found = np.zeros((len(FEATURES), count + 1, count + 1))
+    table = np.zeros((len(FEATURES), count + 1, count + 1))
     sums = np.array([[getattr(block, name) for name in _SUMS] for block in blocks])
-    until = np.concatenate([np.zeros((1, len(_SUMS))), np.cumsum(sums, 0)])
-    found[: len(_SUMS)] = until.T[:, None, :] - until.T[:, :, None]
+    prefix_sums = np.concatenate([np.zeros((1, len(_SUMS))), np.cumsum(sums, 0)])
+    table[: len(_SUMS)] = prefix_sums.T[:, None, :] - prefix_sums.T[:, :, None]
     working = np.array([block.working_bytes for block in blocks])
     for begin in range(count):
-        found[AT["working_bytes"], begin, begin + 1 :] = np.maximum.accumulate(working[begin:])
+        table[INDEX["working_bytes"], begin, begin + 1 :] = np.maximum.accumulate(working[begin:])
     leaves = np.array([block.message_bytes for block in blocks[:-1]])
-    found[AT["enters"], 1:count, :] = leaves[:, None]
-    found[AT["leaves"], :, 1:count] = leaves[None, :]
-    found[AT["one"]] = 1
-    for price, where in ((first, np.s_[0, :]), (last, np.s_[:, count])):
+    table[INDEX["enters"], 1:count, :] = leaves[:, None]
+    table[INDEX["leaves"], :, 1:count] = leaves[None, :]
+    table[INDEX["one"]] = 1
+    for price, region in ((first, np.s_[0, :]), (last, np.s_[:, count])):
         if price is not None:
             for name in _SUMS:
-                found[AT[name]][where] += getattr(price, name)
-            most = found[AT["working_bytes"]]
-            most[where] = np.maximum(most[where], price.working_bytes)
+                table[INDEX[name]][region] += getattr(price, name)
+            peaks = table[INDEX["working_bytes"]]
+            peaks[region] = np.maximum(peaks[region], price.working_bytes)
     if recompute:
-        found[AT["input_gradient"]] += found[AT["forward"]]
-        found[AT["working_bytes"]] += found[AT["stash_bytes"]]
-        found[AT["stash_bytes"]] = found[AT["enters"]]
-    return found
+        table[INDEX["input_gradient"]] += table[INDEX["forward"]]
+        table[INDEX["working_bytes"]] += table[INDEX["stash_bytes"]]
+        table[INDEX["stash_bytes"]] = table[INDEX["enters"]]
+    return table
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """What branch and bound found.
+class BoundedCuts:
+    """The result of branch and bound.
 
     Args:
-        cuts: int[cuts, stages + 1], the boundaries of those that may be better than the ceiling.
-        bound: no cut that is not among them is below this.
+        cuts: int[cuts, stages + 1], the boundaries of the cuts that may be below the ceiling.
+        bound: every other cut is at or above this.
     """
 
     cuts: np.ndarray
@@ -104,88 +104,88 @@ class Chain:
         )
 
     def allow(self, linear: np.ndarray, limit: float) -> None:
-        """Forbid every stage that alone takes a linear function, float[stage, feature], beyond a limit."""
+        """Forbid every stage whose share of a linear function, float[stage, feature], is above a limit."""
         self.possible &= self.values(linear) <= limit * (1 + 1e-12)
 
     def values(self, linear: np.ndarray) -> np.ndarray:
-        """float[stage, begin, end]: what each stage adds to a linear function; infinite where it may not be."""
-        out = np.full(self.possible.shape, np.inf)
+        """float[stage, begin, end]: what each stage adds to a linear function; infinite if it is not possible."""
+        contributions = np.full(self.possible.shape, np.inf)
         for stage, row in enumerate(linear):
-            used = np.flatnonzero(row)
-            value = np.tensordot(row[used], self._features[self._kinds[stage]][used], 1)
-            out[stage] = np.where(self.possible[stage], value, np.inf)
-        return out
+            active = np.flatnonzero(row)
+            contribution = np.tensordot(row[active], self._features[self._kinds[stage]][active], 1)
+            contributions[stage] = np.where(self.possible[stage], contribution, np.inf)
+        return contributions
 
     def largest(self, linears: Sequence[np.ndarray]) -> np.ndarray:
-        """float[stage, begin, end]: the most that each possible stage alone adds to any of them, all >= 0."""
-        out = np.where(self.possible, 0.0, np.inf)
+        """float[stage, begin, end]: the most that each possible stage adds to any of the linear functions, all >= 0."""
+        largest = np.where(self.possible, 0.0, np.inf)
         for linear in linears:
             for stage in np.flatnonzero(linear.any(1)):
-                used = np.flatnonzero(linear[stage])
-                value = np.tensordot(linear[stage, used], self._features[self._kinds[stage]][used], 1)
-                np.maximum(out[stage], value, out=out[stage])
-        return out
+                active = np.flatnonzero(linear[stage])
+                contribution = np.tensordot(linear[stage, active], self._features[self._kinds[stage]][active], 1)
+                np.maximum(largest[stage], contribution, out=largest[stage])
+        return largest
 
-    def of(self, cuts: np.ndarray) -> np.ndarray:
+    def stage_features(self, cuts: np.ndarray) -> np.ndarray:
         """float[cut, stage, feature] of int[cut, stages + 1] boundaries."""
         return np.stack(
             [self._features[kind][:, cuts[:, stage], cuts[:, stage + 1]].T for stage, kind in enumerate(self._kinds)],
             1,
         )
 
-    def rest(self, values: np.ndarray, *, most: bool = False) -> np.ndarray:
-        """float[stage + 1, begin]: what the stages from here on add at least; with `most`, the largest of them."""
-        rest = np.full((self.stages + 1, self.blocks + 1), np.inf)
-        rest[self.stages, self.blocks] = -np.inf if most else 0.0
+    def cost_to_go(self, values: np.ndarray, *, most: bool = False) -> np.ndarray:
+        """float[stage + 1, begin]: the least sum over the remaining stages; with `most`, their least maximum."""
+        to_go = np.full((self.stages + 1, self.blocks + 1), np.inf)
+        to_go[self.stages, self.blocks] = -np.inf if most else 0.0
         for stage in range(self.stages - 1, -1, -1):
-            behind = rest[stage + 1][None, :]
-            rest[stage] = (np.maximum(values[stage], behind) if most else values[stage] + behind).min(1)
-        return rest
+            behind = to_go[stage + 1][None, :]
+            to_go[stage] = (np.maximum(values[stage], behind) if most else values[stage] + behind).min(1)
+        return to_go
 
     def shortest(self, values: np.ndarray, *, most: bool = False) -> tuple[float, np.ndarray]:
-        """The least sum (with `most`: the least maximum) over the stages, and int[stages + 1] boundaries of it."""
-        rest = self.rest(values, most=most)
+        """The least sum (with `most`: the least maximum) over the stages, and its boundaries, int[stages + 1]."""
+        to_go = self.cost_to_go(values, most=most)
         cut = [0]
         for stage in range(self.stages):
-            begin, behind = cut[-1], rest[stage + 1]
-            whole = np.maximum(values[stage, begin], behind) if most else values[stage, begin] + behind
-            cut.append(int(whole.argmin()))
-        return float(rest[0, 0]), np.array(cut)
+            begin, behind = cut[-1], to_go[stage + 1]
+            totals = np.maximum(values[stage, begin], behind) if most else values[stage, begin] + behind
+            cut.append(int(totals.argmin()))
+        return float(to_go[0, 0]), np.array(cut)
 
     def branch(
-        self, times: Sequence[np.ndarray], holds: Sequence[np.ndarray], alone: np.ndarray, ceiling: float, width: int
-    ) -> Found:
-        """The cuts that may stay below a ceiling, found stage by stage.
+        self, times: Sequence[np.ndarray], limits: Sequence[np.ndarray], bounds: np.ndarray, ceiling: float, width: int
+    ) -> BoundedCuts:
+        """The cuts that may stay below a ceiling, built stage by stage.
 
-        Of the beginnings that may still do, those of least bound are extended where there are more than `width`.
+        Of more than `width` partial cuts, those of the least bounds are extended.
 
         Args:
             times: float[stage, feature] each, linear functions that are never above the objective.
-            holds: the same, of what must not be above 1.
-            alone: float[stage, begin, end], a bound on the objective by one stage.
+            limits: the same; each must be at most 1.
+            bounds: float[stage, begin, end], a lower bound on the objective by one stage.
             ceiling: of the objective.
-            width: how many beginnings are kept.
+            width: how many partial cuts are kept.
         """
-        values = np.stack([self.values(linear) for linear in (*times, *holds)])
-        rests = np.stack([self.rest(value) for value in values])
-        tall = self.rest(alone, most=True)
+        values = np.stack([self.values(linear) for linear in (*times, *limits)])
+        to_go = np.stack([self.cost_to_go(value) for value in values])
+        highest_to_go = self.cost_to_go(bounds, most=True)
         cuts = np.zeros((1, 1), int)
         sums = np.zeros((1, len(values)))
         highest = np.full(1, -np.inf)
         bound = np.inf
         for stage in range(self.stages):
-            begin = cuts[:, -1]
-            row, end = np.nonzero(self.possible[stage][begin])
-            here = begin[row]
-            sums = sums[row] + values[:, stage, here, end].T
-            whole = sums + rests[:, stage + 1, end].T
-            highest = np.maximum(highest[row], np.maximum(alone[stage, here, end], tall[stage + 1, end]))
-            lower = np.maximum(highest, whole[:, : len(times)].max(1, initial=-np.inf))
-            keep = np.flatnonzero((lower < ceiling) & (whole[:, len(times) :] <= 1 + 1e-12).all(1))
-            if len(keep) > width:
-                order = keep[np.argsort(lower[keep], kind="stable")]
+            frontier = cuts[:, -1]
+            parent, end = np.nonzero(self.possible[stage][frontier])
+            begin = frontier[parent]
+            sums = sums[parent] + values[:, stage, begin, end].T
+            totals = sums + to_go[:, stage + 1, end].T
+            highest = np.maximum(highest[parent], np.maximum(bounds[stage, begin, end], highest_to_go[stage + 1, end]))
+            lower = np.maximum(highest, totals[:, : len(times)].max(1, initial=-np.inf))
+            survivors = np.flatnonzero((lower < ceiling) & (totals[:, len(times) :] <= 1 + 1e-12).all(1))
+            if len(survivors) > width:
+                order = survivors[np.argsort(lower[survivors], kind="stable")]
                 bound = min(bound, float(lower[order[width]]))
-                keep = order[:width]
-            cuts = np.concatenate([cuts[row[keep]], end[keep, None]], 1)
-            sums, highest = sums[keep], highest[keep]
-        return Found(cuts, bound)
+                survivors = order[:width]
+            cuts = np.concatenate([cuts[parent[survivors]], end[survivors, None]], 1)
+            sums, highest = sums[survivors], highest[survivors]
+        return BoundedCuts(cuts, bound)

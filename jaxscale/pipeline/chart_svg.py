@@ -1,7 +1,7 @@
 """Simulated schedules as an SVG image: a panel for each, a row for each rank, time to the right on one scale.
 
-What an action is stands under the pointer (`<title>`); `draw.py` puts the image into a page that shows more. No
-library, light and dark.
+The pointer shows an action's description (`<title>`); `draw.py` puts the image into a page with more. No library, light
+and dark.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,11 @@ _PER_LETTER = 6.6
 
 
 def svg_chart(panels: Sequence[tuple[str, Simulation]], *, clock: Callable[[float], str] = "{:.4g}".format) -> str:
-    """The chart of one schedule, or of several below one another.
+    """The chart of one schedule, or of several, one below the other.
 
     Args:
         panels: heading and simulation of each.
-        clock: how to write a time.
+        clock: the format of a time.
 
     Example:
         >>> from jaxscale.pipeline.costs import Costs
@@ -44,12 +44,12 @@ def svg_chart(panels: Sequence[tuple[str, Simulation]], *, clock: Callable[[floa
     per_second = (WIDTH - LEFT - RIGHT) / longest
     parts, top = [], 0.0
     for heading, simulation in panels:
-        drawn, height = _panel(heading, simulation, top, per_second, clock)
-        parts += drawn
+        elements, height = _panel(heading, simulation, top, per_second, clock)
+        parts += elements
         top += height
     kinds = {action.kind for _, simulation in panels for order in simulation.schedule.orders for action in order}
-    later = any(simulation.schedule.chunks > 1 for _, simulation in panels)
-    parts += _legend([kind for kind in Kind if kind in kinds], later, top)
+    has_later = any(simulation.schedule.chunks > 1 for _, simulation in panels)
+    parts += _legend([kind for kind in Kind if kind in kinds], has_later, top)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + LEGEND:.0f}" role="img" '
         f'aria-label="pipeline schedules" font-family="system-ui, sans-serif" font-size="12" fill="#777">'
@@ -60,7 +60,7 @@ def svg_chart(panels: Sequence[tuple[str, Simulation]], *, clock: Callable[[floa
 def _panel(
     heading: str, simulation: Simulation, top: float, per_second: float, clock: Callable[[float], str]
 ) -> tuple[list[str], float]:
-    """One schedule, and how high it is."""
+    """The elements of one schedule, and their height."""
     schedule = simulation.schedule
     row, digits = 24 if schedule.ranks <= 8 else 16, len(str(schedule.microbatches - 1))
     bottom = top + HEADING + row * schedule.ranks
@@ -75,14 +75,14 @@ def _panel(
         for action, (start, end) in zip(order, spans, strict=True):
             x, width = LEFT + start * per_second, (end - start) * per_second
             shade = action.kind.value + (" l" if action.stage != first else "")
-            told = f"{_told(action, rank)}, {clock(start) if start else '0'} to {clock(end)}"
-            drawn = max(width - 0.8, width / 2)  # a gap between neighbours
-            box = f'<rect class="{shade}" x="{x:.2f}" y="{y + 1}" width="{drawn:.2f}" height="{row - 2}"/>'
+            tooltip = f"{_tooltip(action, rank)}, {clock(start) if start else '0'} to {clock(end)}"
+            box_width = max(width - 0.8, width / 2)  # a gap between neighbours
+            box = f'<rect class="{shade}" x="{x:.2f}" y="{y + 1}" width="{box_width:.2f}" height="{row - 2}"/>'
             if action.kind is not Kind.U and width > _PER_LETTER * digits + 2:
                 dark = " d" if action.stage != first else ""
                 place = f'x="{x + width / 2:.2f}" y="{y + row / 2 + 4:.1f}"'
                 box += f'<text class="m{dark}" {place}>{action.microbatch}</text>'
-            parts.append(f'<g data-m="{action.microbatch}"><title>{escape(told)}</title>{box}</g>')
+            parts.append(f'<g data-m="{action.microbatch}"><title>{escape(tooltip)}</title>{box}</g>')
     seconds = simulation.seconds
     for number in range(int(seconds / step_of(seconds, 10)) + 1):
         time = number * step_of(seconds, 10)
@@ -94,13 +94,13 @@ def _panel(
     return parts, HEADING + row * schedule.ranks + AXIS
 
 
-def _told(action: Action, rank: int) -> str:
+def _tooltip(action: Action, rank: int) -> str:
     return f"{action}: {WORDS[action.kind]} of microbatch {action.microbatch}, stage {action.stage}, rank {rank}"
 
 
-def _legend(kinds: Sequence[Kind], later: bool, top: float) -> list[str]:
+def _legend(kinds: Sequence[Kind], has_later: bool, top: float) -> list[str]:
     entries = [(kind.value, WORDS[kind]) for kind in kinds]
-    if later:
+    if has_later:
         entries.append(("F l", "paler: a rank's later stages"))
     parts, x = [], float(LEFT)
     for shade, words in entries:

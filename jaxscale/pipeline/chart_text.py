@@ -1,7 +1,7 @@
 """A simulated schedule as lines of text: one for each rank, time to the right.
 
-A cell is the letter of its kind and the number of its microbatch where there is room, filled up to its width; small
-letters are stages beyond a rank's first. Where an action is narrower than a column, a column shows what fills most of
+A cell is the letter of its kind and, if there is room, the number of its microbatch, filled up to its width; small
+letters are a rank's later stages. If actions are narrower than a column, the column shows the one that fills most of
 it.
 """
 
@@ -15,12 +15,12 @@ FILL = {Kind.F: "─", Kind.B: "═", Kind.I: "─", Kind.W: "┄", Kind.U: "*"}
 PLAIN = str.maketrans({"─": "-", "═": "=", "┄": ".", "│": "|"})
 """For terminals without these letters."""
 COLORS = {Kind.F: (75, 67), Kind.B: (114, 71), Kind.I: (80, 37), Kind.W: (215, 172), Kind.U: (176, 133)}
-"""Of the 256 of a terminal: a rank's first stage, its others."""
+"""Of the 256 terminal colors: one for a rank's first stage, one for its later stages."""
 LEAST = 24
-"""Columns for time at least, however narrow the terminal."""
+"""The least number of columns for time, however narrow the terminal."""
 
 Cell = tuple[str, Kind | None, bool]
-"""A letter, of what kind of action, and whether of a stage beyond the rank's first."""
+"""A letter, the kind of its action, and whether its stage is a later stage of the rank."""
 
 
 def text_chart(
@@ -31,14 +31,14 @@ def text_chart(
     color: bool = False,
     clock: Callable[[float], str] = "{:.4g}".format,
 ) -> str:
-    """The chart of a simulation, and at the right of each rank how many activations it waits with at most.
+    """The chart of a simulation, with the most live activations at the right of each rank.
 
     Args:
-        simulation: what to draw.
+        simulation: to be drawn.
         width: columns of the terminal.
-        per_second: columns of a second; `None`: what fills the width (`columns_per_second`).
-        color: with the escape sequences of a terminal.
-        clock: how to write a time.
+        per_second: columns of a second; `None`: to fill the width (`columns_per_second`).
+        color: whether to use the escape sequences of a terminal.
+        clock: the format of a time.
 
     Example:
         >>> from jaxscale.pipeline.costs import Costs
@@ -69,15 +69,15 @@ def text_chart(
 def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
     """The scale on which the longest of some simulations fills a terminal.
 
-    Every action gets a whole number of columns if all can, though that leaves some of the width unused.
+    Every action gets a whole number of columns if all can, though some of the width stays unused.
     """
-    columns = min(width - len(_name(one, 0)) - len(f"││ {max(one.live_shares):g} live") for one in simulations)
-    per_second = max(columns, LEAST) / max(one.seconds for one in simulations)
-    lengths = {end - start for one in simulations for _, start, end in _actions(one) if end - start > 1e-9 * end}
+    columns = min(width - len(_name(run, 0)) - len(f"││ {max(run.live_shares):g} live") for run in simulations)
+    per_second = max(columns, LEAST) / max(run.seconds for run in simulations)
+    lengths = {end - start for run in simulations for _, start, end in _actions(run) if end - start > 1e-9 * end}
     shortest = min(lengths)
-    room = per_second * shortest
-    whole = all(abs(length / shortest - round(length / shortest)) < 1e-6 for length in lengths)
-    return math.floor(room) / shortest if whole and room >= 1 else per_second
+    shortest_columns = per_second * shortest
+    all_whole = all(abs(length / shortest - round(length / shortest)) < 1e-6 for length in lengths)
+    return math.floor(shortest_columns) / shortest if all_whole and shortest_columns >= 1 else per_second
 
 
 def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:
@@ -86,7 +86,7 @@ def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:
     Args:
         per_second: columns of a second.
         columns: of the chart.
-        clock: how to write a time.
+        clock: the format of a time.
 
     Example:
         >>> axis(1.2, 40, "{:g}".format)
@@ -95,9 +95,9 @@ def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:
     line, seconds = "", columns / per_second
     for number in range(int(seconds / step_of(seconds)) + 1):
         time = number * step_of(seconds)
-        words, place = clock(time) if number else "0", round(time * per_second)
+        label, place = clock(time) if number else "0", round(time * per_second)
         if place >= len(line) + bool(line):
-            line += " " * (place - len(line)) + words
+            line += " " * (place - len(line)) + label
     return line
 
 
@@ -108,9 +108,9 @@ def step_of(seconds: float, most: int = 8) -> float:
         >>> step_of(33.0), step_of(0.0049)
         (5.0, 0.001)
     """
-    rough = seconds / most
-    power = math.floor(math.log10(rough))
-    return next(step for factor in (1, 2, 5, 10) if (step := float(f"{factor}e{power}")) >= rough * (1 - 1e-9))
+    least_step = seconds / most
+    power = math.floor(math.log10(least_step))
+    return next(step for factor in (1, 2, 5, 10) if (step := float(f"{factor}e{power}")) >= least_step * (1 - 1e-9))
 
 
 def _name(simulation: Simulation, rank: int) -> str:
@@ -128,18 +128,18 @@ def _cells(
 ) -> list[Cell]:
     """A rank's line, letter by letter."""
     cells: list[Cell] = [(" ", None, False)] * columns
-    filled = [0.0] * columns
+    fill_lengths = [0.0] * columns
     for action, (start, end) in zip(order, spans, strict=True):
-        later, length = action.stage != first, (end - start) * per_second
+        is_later, length = action.stage != first, (end - start) * per_second
         left, right = round(start * per_second), round(end * per_second)
         if right > left:
-            words = _label(action) if numbered else action.kind.value
-            words = (words.lower() if later else words) + FILL[action.kind] * (right - left)
+            text = _label(action) if numbered else action.kind.value
+            text = (text.lower() if is_later else text) + FILL[action.kind] * (right - left)
             for column in range(left, right):
-                cells[column], filled[column] = (words[column - left], action.kind, later), 1.0
-        elif left < columns and length > filled[left]:
-            letter = action.kind.value.lower() if later else action.kind.value
-            cells[left], filled[left] = (letter, action.kind, later), length
+                cells[column], fill_lengths[column] = (text[column - left], action.kind, is_later), 1.0
+        elif left < columns and length > fill_lengths[left]:
+            letter = action.kind.value.lower() if is_later else action.kind.value
+            cells[left], fill_lengths[left] = (letter, action.kind, is_later), length
     return cells
 
 
@@ -148,11 +148,11 @@ def _label(action: Action) -> str:
 
 
 def _colored(cells: Sequence[Cell]) -> str:
-    """Runs of one kind between their escape sequences, the filling left to the color."""
-    text, now = "", (None, False)
-    for letter, kind, later in cells:
-        if (kind, later) != now:
-            now = kind, later
-            text += "\x1b[0m" if kind is None else f"\x1b[0;30;48;5;{COLORS[kind][later]}m"
+    """The cells with escape sequences around runs of one kind; fill characters become colored blanks."""
+    text, current = "", (None, False)
+    for letter, kind, is_later in cells:
+        if (kind, is_later) != current:
+            current = kind, is_later
+            text += "\x1b[0m" if kind is None else f"\x1b[0;30;48;5;{COLORS[kind][is_later]}m"
         text += " " if letter in FILL.values() else letter
     return text + "\x1b[0m"

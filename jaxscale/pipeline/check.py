@@ -1,4 +1,4 @@
-"""What makes a schedule valid, proved on its data: every pass once, on its rank, inputs there, within its memory."""
+"""Checks that a schedule is valid: every pass once, on its rank, after its inputs, within the memory."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -15,14 +15,14 @@ Place = tuple[int, int]
 
 
 class Fault(UserError):
-    """What is wrong with a schedule, and where.
+    """An error in a schedule, with its place.
 
     Args:
         schedule: its name.
-        reason: the message; `{0}`, `{1}`, ... stand for the cells of `others`.
-        rank: the rank it is on; `None` where it concerns no single one.
-        cell: the place in that rank's order; `None` where something is missing.
-        others: what else the message speaks of.
+        reason: the message; `{0}`, `{1}`, ... stand for the cells of `places`.
+        rank: the rank of the error, or `None`.
+        cell: its index in that rank's order; `None` if an action is missing.
+        places: further places in the message.
     """
 
     def __init__(
@@ -31,30 +31,30 @@ class Fault(UserError):
         reason: str,
         rank: int | None = None,
         cell: int | None = None,
-        others: Sequence[Place] = (),
+        places: Sequence[Place] = (),
     ) -> None:
-        place = "" if rank is None else f", rank {rank}" + ("" if cell is None else f", cell {cell}")
-        text = reason.format(*(number for _, number in others)) if others else reason
-        super().__init__(f"schedule {schedule}{place}: {text}")
-        self.schedule, self.reason, self.rank, self.cell, self.others = schedule, reason, rank, cell, tuple(others)
+        location = "" if rank is None else f", rank {rank}" + ("" if cell is None else f", cell {cell}")
+        text = reason.format(*(number for _, number in places)) if places else reason
+        super().__init__(f"schedule {schedule}{location}: {text}")
+        self.schedule, self.reason, self.rank, self.cell, self.places = schedule, reason, rank, cell, tuple(places)
 
     def renumbered(self, cells: Sequence[Sequence[int]]) -> "Fault":
-        """The same fault where the cells of a rank have other numbers: `cells[rank][cell]`."""
+        """The same fault with other cell numbers: `cells[rank][cell]`."""
         cell = None if self.rank is None or self.cell is None else cells[self.rank][self.cell]
-        others = [(rank, cells[rank][cell]) for rank, cell in self.others]
-        return Fault(self.schedule, self.reason, self.rank, cell, others)
+        places = [(rank, cells[rank][cell]) for rank, cell in self.places]
+        return Fault(self.schedule, self.reason, self.rank, cell, places)
 
 
 def shape(schedule: "Schedule") -> None:
-    """The numbers fit one another: routes over existing ranks, a route for each microbatch, a stage for each rank.
+    """Check that the numbers fit: routes over existing ranks, a route for each microbatch, a stage for each rank.
 
     Raises:
-        Fault: where they do not.
+        Fault: if they do not.
     """
     name, ranks = schedule.name, len(schedule.orders)
     if ranks < 1 or schedule.stages < 1 or schedule.microbatches < 1:
-        given = f"{ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
-        raise Fault(name, f"got {given}, expected 1 or more of each")
+        counts = f"{ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
+        raise Fault(name, f"got {counts}, expected 1 or more of each")
     if len(schedule.route) != schedule.microbatches:
         raise Fault(name, f"got the route of {len(schedule.route)} microbatches, expected {schedule.microbatches}")
     for number, route in enumerate(schedule.routes):
@@ -80,13 +80,13 @@ def _cells(schedule: "Schedule") -> Iterator[tuple[int, int, Action]]:
 
 
 def actions(schedule: "Schedule") -> None:
-    """Every forward once, every backward once as B or as I and W, each on the rank of its route.
+    """Check every forward once, every backward once as B or as I and W, each on the rank of its route.
 
     Raises:
         Fault: with the rank and the cell.
     """
     name, stages, microbatches = schedule.name, schedule.stages, schedule.microbatches
-    found: dict[Action, int] = {}
+    cells: dict[Action, int] = {}
     for rank, cell, action in _cells(schedule):
         if not 0 <= action.microbatch < microbatches:
             raise Fault(name, f"{action} is of a microbatch that does not exist: there are {microbatches}", rank, cell)
@@ -94,31 +94,31 @@ def actions(schedule: "Schedule") -> None:
             raise Fault(name, f"{action} is of a stage that does not exist: there are {stages}", rank, cell)
         if schedule.rank(action) != rank:
             raise Fault(name, f"{action} belongs on rank {schedule.rank(action)}", rank, cell)
-        if action in found:
-            first = [(rank, found[action])]
-            raise Fault(name, f"{action} is there twice, first in cell {{0}}", rank, cell, first)
+        if action in cells:
+            first = [(rank, cells[action])]
+            raise Fault(name, f"{action} occurs twice, first in cell {{0}}", rank, cell, first)
         if schedule.cycle is not None and action.kind not in schedule.cycle:
-            raise Fault(name, f"{action} is of a kind that no tick takes", rank, cell)
-        found[action] = cell
+            raise Fault(name, f"{action} is of a kind that no tick has", rank, cell)
+        cells[action] = cell
     for stage in range(stages):
         for microbatch in range(microbatches):
             forward, fused, inner, weight = (Action(kind, stage, microbatch) for kind in Kind if kind is not Kind.U)
             rank = schedule.rank(forward)
-            if forward not in found:
+            if forward not in cells:
                 raise Fault(name, f"lacks {forward}, the forward of microbatch {microbatch} on stage {stage}", rank)
-            apart = [action for action in (inner, weight) if action in found]
-            if fused in found and apart:
-                raise Fault(name, f"{apart[0]} is done by {fused} already", rank, found[apart[0]])
-            if fused not in found and not apart:
+            halves = [action for action in (inner, weight) if action in cells]
+            if fused in cells and halves:
+                raise Fault(name, f"{halves[0]} is already part of {fused}", rank, cells[halves[0]])
+            if fused not in cells and not halves:
                 raise Fault(name, f"lacks {fused} (or {inner} and {weight}), its backward", rank)
-            if len(apart) == 1:
-                missing = weight if inner in found else inner
-                raise Fault(name, f"{apart[0]} is there without {missing}", rank, found[apart[0]])
+            if len(halves) == 1:
+                missing = weight if inner in cells else inner
+                raise Fault(name, f"{halves[0]} occurs without {missing}", rank, cells[halves[0]])
 
 
 def updates(schedule: "Schedule") -> None:
-    """An asynchronous schedule updates each stage after each group of microbatches, with their gradients alone; where
-    the versions say how old the weights of a forward are, they exist by then. Others do not update.
+    """Check that an asynchronous schedule updates each stage after each group of microbatches with their gradients, and
+    that the weights of a forward exist by then if `Versions.lag` sets their age; other schedules have no updates.
 
     Raises:
         Fault: with the rank and the cell.
@@ -128,39 +128,39 @@ def updates(schedule: "Schedule") -> None:
     if schedule.microbatches % group:
         raise Fault(name, f"{schedule.microbatches} microbatches are no multiple of the {group} of an update")
     backwards: dict[int, int] = dict.fromkeys(range(schedule.stages), 0)
-    done = dict(backwards)
+    newest = dict(backwards)
     for rank, cell, action in _cells(schedule):
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.U:
             if versions is None:
                 raise Fault(name, f"{action} updates the weights of a synchronous schedule", rank, cell)
-            expected = done[stage] * group + group - 1
+            expected = newest[stage] * group + group - 1
             if microbatch != expected or backwards[stage] != expected + 1:
                 reason = f"{action} stands where {backwards[stage]} microbatches are done, expected {stage}U{expected}"
                 raise Fault(name, f"{reason} after the backward of microbatch {expected}", rank, cell)
-            done[stage] += 1
+            newest[stage] += 1
         elif versions is not None and action.kind is Kind.F and versions.lag is not None:
             oldest = max(0, microbatch // group - versions.lag)
-            if done[stage] < oldest:
+            if newest[stage] < oldest:
                 raise Fault(
-                    name, f"{action} reads the weights after {oldest} updates; {done[stage]} are done", rank, cell
+                    name, f"{action} reads the weights after {oldest} updates; {newest[stage]} are done", rank, cell
                 )
         elif versions is not None and action.kind in (Kind.B, Kind.W):
-            if microbatch // group != done[stage]:
-                raise Fault(name, f"{action} is not of the microbatches of update {done[stage]}", rank, cell)
+            if microbatch // group != newest[stage]:
+                raise Fault(name, f"{action} is not of the microbatches of update {newest[stage]}", rank, cell)
             backwards[stage] += 1
     if versions is not None:
-        for stage, count in done.items():
+        for stage, count in newest.items():
             if count != schedule.microbatches // group:
-                wanted = Action(Kind.U, stage, (count + 1) * group - 1)
-                raise Fault(name, f"lacks {wanted}, the update of stage {stage}", schedule.routes[0][stage])
+                missing = Action(Kind.U, stage, (count + 1) * group - 1)
+                raise Fault(name, f"lacks {missing}, the update of stage {stage}", schedule.routes[0][stage])
 
 
 def progress(schedule: "Schedule") -> None:
-    """The orders can be done: no action waits for ever.
+    """Check that the orders can run: no action waits for ever.
 
     Raises:
-        Fault: with the rank and the cell of an action that waits for itself, and the way around.
+        Fault: with the rank and the cell of an action that waits for itself, and the circle of waits.
     """
     orders = schedule.orders
     done: set[Action] = set()
@@ -172,37 +172,37 @@ def progress(schedule: "Schedule") -> None:
         order = orders[rank]
         while position[rank] < len(order):
             action = order[position[rank]]
-            missing = next((one for one in schedule.inputs(action) if one not in done), None)
+            missing = next((source for source in schedule.inputs(action) if source not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
             done.add(action)
             position[rank] += 1
             ready += waiting.pop(action, [])
-    stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
-    if not stuck:
+    stuck_ranks = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
+    if not stuck_ranks:
         return
-    blocks = {rank: action for action, ranks in waiting.items() for rank in ranks}
-    seen, rank = [], stuck[0]
-    while rank not in seen:
-        seen.append(rank)
-        rank = schedule.rank(blocks[rank])
-    circle = seen[seen.index(rank) :]
-    stands = orders[rank][position[rank]]
+    blockers = {rank: action for action, ranks in waiting.items() for rank in ranks}
+    chain, rank = [], stuck_ranks[0]
+    while rank not in chain:
+        chain.append(rank)
+        rank = schedule.rank(blockers[rank])
+    circle = chain[chain.index(rank) :]
+    stuck_action = orders[rank][position[rank]]
     if len(circle) == 1:
-        later = [(rank, orders[rank].index(blocks[rank]))]
-        reason = f"{stands} stands before {blocks[rank]} (cell {{0}}), which it needs"
-        raise Fault(schedule.name, reason, rank, position[rank], later)
+        input_place = [(rank, orders[rank].index(blockers[rank]))]
+        reason = f"{stuck_action} stands before {blockers[rank]} (cell {{0}}), which it needs"
+        raise Fault(schedule.name, reason, rank, position[rank], input_place)
     links = [
-        f"rank {one} waits in cell {{{i}}} ({orders[one][position[one]]}) for {blocks[one]}"
-        for i, one in enumerate(circle)
+        f"rank {rank} waits in cell {{{i}}} ({orders[rank][position[rank]]}) for {blockers[rank]}"
+        for i, rank in enumerate(circle)
     ]
-    reason = f"{stands} waits for ever: " + "; ".join(links)
-    raise Fault(schedule.name, reason, rank, position[rank], [(one, position[one]) for one in circle])
+    reason = f"{stuck_action} waits for ever: " + "; ".join(links)
+    raise Fault(schedule.name, reason, rank, position[rank], [(rank, position[rank]) for rank in circle])
 
 
 def stash(schedule: "Schedule") -> None:
-    """No rank holds more activations than its bound.
+    """Check that no rank holds more activations than its bound.
 
     Raises:
         Fault: with the rank.

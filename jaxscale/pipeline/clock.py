@@ -1,9 +1,9 @@
 """Clock: one schedule under many costs at once, as the neighbour machine of `simulate.py` runs it.
 
-A partition and a search try thousands of costs or orders. The ticks of a schedule do not depend on what its passes
-take, so its table is made once and time goes through it for a whole batch of costs. Time is a maximum of sums along
-paths through the table; `path` tells the one that decides, as how often it meets each pass and each link: a linear
-function of the costs that is never above the true seconds, and meets them where it was found.
+A partition tries thousands of costs. The ticks of a schedule do not depend on the seconds of its passes, so its table
+is made once and timed for a whole batch of costs. The time is a maximum of sums along paths through the table; `path`
+returns the longest path, as the number of times that it meets each pass and each link: a linear function of the costs
+that is never above the true seconds, and equals them for the costs of that path.
 """
 
 import collections
@@ -19,7 +19,7 @@ from jaxscale.pipeline.ticks import rows
 
 
 class Path(NamedTuple):
-    """The passes and messages that decide when a schedule ends.
+    """The longest path: the passes and messages that decide when a schedule ends.
 
     Args:
         seconds: from the first start to the last end.
@@ -36,7 +36,7 @@ class Clock:
     """The ticks of a schedule, ready to be timed.
 
     Args:
-        schedule: what each rank does.
+        schedule: the actions of each rank.
 
     Raises:
         UserError: a message between ranks that are no neighbours on the ring.
@@ -55,7 +55,7 @@ class Clock:
         self.passes: tuple[tuple[Kind, int], ...] = tuple(
             sorted({(action.kind, action.stage) for order in schedule.orders for action in order})
         )
-        number = {one: index for index, one in enumerate(self.passes)}
+        number = {key: index for index, key in enumerate(self.passes)}
         idle = len(self.passes)
         self._table = np.full((len(table), schedule.ranks), idle)
         for tick, row in enumerate(table):
@@ -82,51 +82,51 @@ class Clock:
         return collections.deque(self._run(passes, links), maxlen=1)[0].max(0)
 
     def path(self, passes: np.ndarray, links: np.ndarray, blur: float = 0.0) -> Path:
-        """What decides the seconds under one set of costs, float[passes] and float[ranks].
+        """The longest path under one set of costs, float[passes] and float[ranks].
 
         Args:
             passes: seconds of each of `passes`.
             links: seconds of each link.
-            blur: of paths that come within about so many seconds of each other, a mean instead of the longest: it
-                changes less from one set of costs to the next, and is never above the true seconds either.
+            blur: seconds; of paths that differ by about as much, a mean instead of the longest. The mean changes less
+                from one set of costs to the next, and is never above the true seconds either.
         """
-        times = np.stack([now[:, 0] for now in self._run(passes[None], links[None])])
+        times = np.stack([moment[:, 0] for moment in self._run(passes[None], links[None])])
         left, right = self._neighbours
         # times[2 t + 1] is the end of tick t, times[2 t + 2] the end of its exchange
         ends = times[1::2]
-        come = np.stack([ends, ends[:, left] + links[left], ends[:, right] + links])
-        stay, from_left, from_right = _shares(come, blur)
-        shares, crossed = np.empty(ends.shape), np.zeros(self.schedule.ranks)
+        arrivals = np.stack([ends, ends[:, left] + links[left], ends[:, right] + links])
+        from_self, from_left, from_right = _shares(arrivals, blur)
+        shares, crossings = np.empty(ends.shape), np.zeros(self.schedule.ranks)
         share = _shares(times[-1][:, None], blur)[:, 0]
         for tick in range(len(ends) - 1, -1, -1):
             if self._sends[tick]:
                 to_left, to_right = (from_left[tick] * share)[right], from_right[tick] * share
-                crossed += to_left + to_right
-                share = stay[tick] * share + to_left + to_right[left]
+                crossings += to_left + to_right
+                share = from_self[tick] * share + to_left + to_right[left]
             shares[tick] = share
         counts = np.bincount(self._table.ravel(), shares.ravel(), len(self.passes) + 1)
-        return Path(float(times[-1].max()), counts[:-1], crossed)
+        return Path(float(times[-1].max()), counts[:-1], crossings)
 
     def _run(self, passes: np.ndarray, links: np.ndarray) -> Iterator[np.ndarray]:
         """Times [rank, batch] at the start, and after the passes and the exchange of each tick."""
-        takes = np.concatenate([passes.T, np.zeros((1, len(passes)))])
+        seconds = np.concatenate([passes.T, np.zeros((1, len(passes)))])
         left, right = self._neighbours
         links = np.ascontiguousarray(links.T)
         left_links = links[left]
-        now = np.zeros(links.shape)
-        yield now
+        times = np.zeros(links.shape)
+        yield times
         for row, sends in zip(self._table, self._sends, strict=True):
-            now = now + takes[row]
-            yield now
+            times = times + seconds[row]
+            yield times
             if sends:
-                come = now[left] + left_links
-                np.maximum(come, now, out=come)
-                now = np.maximum(come, now[right] + links, out=come)
-            yield now
+                arrivals = times[left] + left_links
+                np.maximum(arrivals, times, out=arrivals)
+                times = np.maximum(arrivals, times[right] + links, out=arrivals)
+            yield times
 
 
 def _shares(times: np.ndarray, blur: float) -> np.ndarray:
-    """How much each of the first dim counts, all to the latest without a blur; they add up to 1."""
+    """Weights of the first dim, which add up to 1: all for the latest without a blur."""
     if not blur:
         return np.moveaxis(np.eye(len(times))[times.argmax(0)], -1, 0)
     weights = np.exp((times - times.max(0)) / blur)
@@ -134,17 +134,17 @@ def _shares(times: np.ndarray, blur: float) -> np.ndarray:
 
 
 def _crossings(schedule: Schedule) -> tuple[tuple[int, int], ...]:
-    """(stage, link) for each message from a stage to the next that crosses a link; link r joins ranks r and r + 1."""
-    found = set()
+    """(stage, link) of each message to the next stage that crosses a link; link r joins ranks r and r + 1."""
+    crossings = set()
     for route in schedule.routes:
-        for stage, (here, there) in enumerate(itertools.pairwise(route)):
-            if here == there:
+        for stage, (source, target) in enumerate(itertools.pairwise(route)):
+            if source == target:
                 continue
-            if (there - here) % schedule.ranks not in (1, schedule.ranks - 1):
+            if (target - source) % schedule.ranks not in (1, schedule.ranks - 1):
                 raise UserError(
-                    f"schedule {schedule.name}: stage {stage} on rank {here} sends to rank {there}, which is no "
+                    f"schedule {schedule.name}: stage {stage} on rank {source} sends to rank {target}, which is no "
                     f"neighbour on the ring of {schedule.ranks}; the executor sends to neighbours alone"
                 )
-            forward = (there - here) % schedule.ranks == 1 and (schedule.ranks > 2 or there > here)
-            found.add((stage, here if forward else there))
-    return tuple(sorted(found))
+            forward = (target - source) % schedule.ranks == 1 and (schedule.ranks > 2 or target > source)
+            crossings.add((stage, source if forward else target))
+    return tuple(sorted(crossings))

@@ -1,6 +1,6 @@
-"""Costs: what a pipeline's passes, messages and stashes take, stage by stage and link by link.
+"""Costs: the seconds and bytes of a pipeline's passes, messages and stashes, by stage and by link.
 
-Times are seconds, or any one unit: the simulator only adds and compares them.
+Times are in seconds, or in any other unit: the simulator only adds and compares them.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from jaxscale.pipeline.schedule import Kind, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds of each pass of one microbatch through each stage, of messages, and bytes that wait for the backward.
+    """Seconds of each pass of one microbatch through each stage and of messages; bytes that wait for the backward.
 
     Args:
         forward: seconds of F, for each stage.
@@ -22,7 +22,7 @@ class Costs:
         update: seconds of U for each stage; empty: none.
         links: seconds of a message between ranks r and r + 1, either way; the last link closes the ring; empty: none.
         stash: bytes kept from F until B or W is done, for each stage; empty: none.
-        pending: bytes kept beside them from I until W is done, for each stage; empty: none.
+        pending: further bytes kept from I until W is done, for each stage; empty: none.
 
     Example:
         >>> costs = Costs((1.0, 2.0), (1.0, 2.0), (0.5, 1.0))
@@ -63,10 +63,10 @@ class Costs:
         stash: float = 0,
         pending: float = 0,
     ) -> "Costs":
-        """Equal ranks: what one rank's share of the model takes, divided by the stages that it is cut into.
+        """Costs of equal ranks: those of one rank's share of the model, divided by its stages.
 
         Args:
-            schedule: whose stages to price.
+            schedule: with the stages.
             forward: seconds of F of one rank's layers for one microbatch.
             input: of I.
             weight: of W.
@@ -74,7 +74,7 @@ class Costs:
             update: of U.
             link: seconds of a message.
             stash: bytes of one rank's layers from F until B or W.
-            pending: bytes beside them from I until W.
+            pending: further bytes from I until W.
 
         Example:
             >>> from jaxscale.pipeline.schedules import METHODS
@@ -95,7 +95,7 @@ class Costs:
 
     @property
     def stages(self) -> int:
-        """How many stages are priced."""
+        """The number of stages."""
         return len(self.forward)
 
     def seconds(self, kind: Kind, stage: int) -> float:
@@ -113,11 +113,11 @@ class Costs:
 
     @property
     def whole(self) -> float:
-        """Seconds of one microbatch through all stages, there and back, with B apart into I and W."""
+        """Seconds of one microbatch forward and backward through all stages, with B as I + W."""
         return sum(self.forward) + sum(self.input) + sum(self.weight)
 
     def check(self, schedule: Schedule) -> None:
-        """Refuse costs of another number of stages or links than a schedule's.
+        """Refuse costs whose number of stages or links is not the schedule's.
 
         Raises:
             UserError: with both numbers.

@@ -1,11 +1,11 @@
 """CSV: schedules as PyTorch and torchtitan write and read them (torch.distributed.pipelining, torch 2.13).
 
 A line is a rank, a cell an action: `0F0`, `7I0`, `7W0`, `0B0`, or `(0F7;7B3)OVERLAP_F_B` for two. Cells are an order,
-not a clock: empty ones are dropped, and actions run as soon as their inputs are there. The lowered form has messages
-too: they are checked, then dropped. UNSHARD, RESHARD and REDUCE_GRAD are ignored. The file does not say where stages
-are, nor how many microbatches there are: both follow from who runs what.
+not times: empty ones are dropped, and actions run as soon as their inputs arrive. The lowered form has messages too:
+they are checked, then dropped. UNSHARD, RESHARD and REDUCE_GRAD are ignored. The file has neither the ranks of stages
+nor the number of microbatches: both follow from the ranks' actions.
 
-Left out: the updates of asynchronous schedules, for which PyTorch has no word.
+Left out: the updates of asynchronous schedules, which PyTorch's format lacks.
 """
 
 import csv
@@ -33,34 +33,34 @@ _EXPECTED = (
 
 
 def _parts(text: str) -> Iterator[Action | Message]:
-    # what one cell says: nothing, one or two passes, or a message
+    # the content of one cell: nothing, one or two passes, or a message
     text = text.strip()
     if not text or _IGNORED.fullmatch(text):
         return
-    if found := _MESSAGE.fullmatch(text):
-        stage, verb, kind, microbatch = found.groups()
+    if match := _MESSAGE.fullmatch(text):
+        stage, verb, kind, microbatch = match.groups()
         yield Message("SEND" if verb == "SEND" else "RECV", "F" if kind == "F" else "B", int(stage), int(microbatch))
         return
     overlap = _OVERLAP.fullmatch(text)
-    for one in overlap[1].split(";") if overlap else [text]:
-        if not _PASS.fullmatch(one.strip()):
+    for cell in overlap[1].split(";") if overlap else [text]:
+        if not _PASS.fullmatch(cell.strip()):
             raise UserError(f"got {text!r}, {_EXPECTED}")
-        yield Action.parse(one.strip())
+        yield Action.parse(cell.strip())
 
 
 def parse_csv(text: str, name: str = "csv") -> Schedule:
     """The schedule of a CSV.
 
-    Where the columns are those of a lock-step schedule (all cells of a column of one kind, inputs in columns before),
-    its ticks stay of one kind.
+    If the columns are those of a lock-step schedule (each column of one kind, inputs in columns before), its ticks stay
+    of one kind.
 
     Args:
-        text: the file's, compute-only or lowered.
+        text: of the file, compute-only or lowered.
         name: of the schedule, and of the file in messages.
 
     Raises:
-        Fault: a cell that is none; an action or message that is missing, doubled, misplaced, or waits for ever; with
-            the rank and the cell, both from 0, as the file has them.
+        Fault: an invalid cell; an action or message that is missing, doubled, misplaced, or waits for ever; with the
+            rank and the cell in the file, both from 0.
 
     Example:
         >>> schedule = parse_csv("0F0,0F1,,0B0,0B1\\n,1F0,1B0,1F1,1I1,1W1")
@@ -95,32 +95,32 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
         schedule = Schedule(name, tuple(map(tuple, orders)), len(routes[0]), microbatches, routes, route)
     except Fault as fault:
         raise fault.renumbered(columns) from None
-    at = {
+    column_of = {
         action: column for rank, order in enumerate(orders) for action, column in zip(order, columns[rank], strict=True)
     }
     if messages:
-        check_messages(schedule, messages, at)
+        check_messages(schedule, messages, column_of)
         return schedule
-    return _in_turns(schedule, at)
+    return _as_lockstep(schedule, column_of)
 
 
-def _in_turns(schedule: Schedule, column: Mapping[Action, int]) -> Schedule:
-    # as a lock-step schedule, where the columns are the ticks of one
+def _as_lockstep(schedule: Schedule, column_of: Mapping[Action, int]) -> Schedule:
+    # a lock-step schedule, if the columns are the ticks of one
     kinds: dict[int, Kind] = {}
-    for action, place in column.items():
-        late = any(column[one] >= place for one in schedule.inputs(action))
-        if late or kinds.setdefault(place, action.kind) is not action.kind:
+    for action, column in column_of.items():
+        misplaced = any(column_of[source] >= column for source in schedule.inputs(action))
+        if misplaced or kinds.setdefault(column, action.kind) is not action.kind:
             return schedule
-    cycle = tuple(dict.fromkeys(kinds[place] for place in sorted(kinds)))
-    found = dataclasses.replace(schedule, cycle=cycle)
-    return found if len(rows(found)) <= len(kinds) else schedule
+    cycle = tuple(dict.fromkeys(kinds[column] for column in sorted(kinds)))
+    lockstep = dataclasses.replace(schedule, cycle=cycle)
+    return lockstep if len(rows(lockstep)) <= len(kinds) else schedule
 
 
 def read_csv(path: str | Path) -> Schedule:
     """The schedule of a file, named after it.
 
     Raises:
-        UserError: no such file; and all that `parse_csv` raises.
+        UserError: no such file, or an error of `parse_csv`.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -130,11 +130,11 @@ def read_csv(path: str | Path) -> Schedule:
 
 
 def to_csv(schedule: Schedule, *, lower: bool = False) -> str:
-    """The text of a schedule, for PyTorch's reader (which takes all but those where a stage is on two ranks: Chimera).
+    """The text of a schedule for PyTorch's reader (which refuses Chimera, with a stage on two ranks).
 
     Args:
         schedule: a synchronous one.
-        lower: the form with messages (`compute_comms`); else one column for each tick, empty where a rank is idle.
+        lower: whether to write the form with messages (`compute_comms`); else a column for each tick, empty if idle.
 
     Raises:
         UserError: an asynchronous schedule.
@@ -146,7 +146,7 @@ def to_csv(schedule: Schedule, *, lower: bool = False) -> str:
         ,1F0,1B0,1F1,1B1,
     """
     if schedule.versions is not None:
-        raise UserError(f"schedule {schedule.name}: it updates weights on its way, for which the CSV has no word")
+        raise UserError(f"schedule {schedule.name}: it updates weights inside the schedule, which CSV cannot express")
     ticks = [[str(action or "") for action in cells] for cells in zip(*rows(schedule), strict=True)]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(lowered(schedule) if lower else ticks)

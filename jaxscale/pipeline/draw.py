@@ -18,16 +18,16 @@ from jaxscale.pipeline.versions import lives, ring
 from jaxscale.values.units import duration, size
 
 ENDINGS = (".svg", ".html", ".csv")
-"""Of the files that a chart can be written to."""
+"""Suffixes of the files of a chart."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """Simulated schedules to look at.
+    """Charts and numbers of simulated schedules.
 
     Args:
         drawn: name and simulation of each.
-        timed: whether costs are seconds; else they are any unit.
+        timed: whether costs are seconds; otherwise they have any unit.
 
     Example:
         >>> from jaxscale.pipeline.costs import Costs
@@ -44,14 +44,14 @@ class Chart:
 
     @property
     def clock(self) -> Callable[[float], str]:
-        """How to write a time."""
+        """The format of a time."""
         return duration if self.timed else "{:.5g}".format
 
     def text(self, width: int = 100, *, color: bool = False, unicode: bool = True) -> str:
         """Charts and numbers, for a terminal.
 
         Args:
-            width: its columns.
+            width: columns of the terminal.
             color: whether it shows colors.
             unicode: whether it shows letters beyond ASCII.
         """
@@ -73,7 +73,7 @@ class Chart:
         )
 
     def legend(self) -> str:
-        """What the columns of the table are."""
+        """The meaning of the table's columns."""
         steady = any(simulation.period is not None for _, simulation in self.drawn)
         state = "; asynchronous: in the steady state" if steady else ""
         lines = [
@@ -92,7 +92,7 @@ class Chart:
         return svg_chart(panels, clock=self.clock)
 
     def html(self) -> str:
-        """A page: chart, numbers, and what an action is under the pointer, with its microbatch lit up everywhere."""
+        """A page: chart, numbers, and the action under the pointer, with its microbatch highlighted."""
         return page(", ".join(name for name, _ in self.drawn), self.svg() + self.html_table() + self.html_legend())
 
     def _repr_html_(self) -> str:
@@ -110,25 +110,24 @@ class Chart:
         return f"<table><tr>{heads}</tr>{rows}</table>"
 
     def html_legend(self) -> str:
-        """What the columns are, as paragraphs of a page."""
+        """The legend as paragraphs of a page."""
         return "".join(f"<p>{escape(line)}</p>" for line in self.legend().splitlines())
 
     def write(self, path: str | Path) -> None:
-        """Write a file, of the kind that its name ends in.
+        """Write a file of the type of its suffix.
 
         Raises:
-            UserError: another ending than .svg, .html or .csv; a CSV of several schedules; a place that cannot be
-                written to.
+            UserError: a suffix other than .svg, .html or .csv; a CSV of several schedules; a path that fails.
         """
         path = Path(path)
         check_file(path, [simulation.schedule for _, simulation in self.drawn])
-        made = {
+        writers = {
             ".svg": lambda: self.svg() + "\n",
             ".html": self.html,
             ".csv": lambda: to_csv(self.drawn[0][1].schedule),
         }
         try:
-            path.write_text(made[path.suffix]())
+            path.write_text(writers[path.suffix]())
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}; give another name") from error
 
@@ -155,7 +154,7 @@ class Chart:
         ]
 
     def _numbers(self, simulation: Simulation) -> list[str]:
-        apart = simulate(simulation.schedule, simulation.costs, "dataflow")
+        dataflow = simulate(simulation.schedule, simulation.costs, "dataflow")
         cells = [
             self.clock(simulation.seconds),
             self.clock(simulation.seconds_per_microbatch),
@@ -164,15 +163,15 @@ class Chart:
             f"{max(simulation.live_shares):g}",
         ]
         cells += [size(max(simulation.live_bytes))] if self._priced else []
-        return [*cells, f"{_weights(simulation.schedule):g}", self.clock(apart.seconds)]
+        return [*cells, f"{_weights(simulation.schedule):g}", self.clock(dataflow.seconds)]
 
 
 def drawable(plan: PipelinePlan, updates: int | None = None) -> Schedule:
-    """The schedule of a plan; an asynchronous one so long that most of it neither fills nor drains.
+    """The schedule of a plan; an asynchronous one is so long that most of it neither fills nor drains.
 
     Args:
-        plan: what to draw.
-        updates: of an asynchronous one; `None`: enough.
+        plan: the request.
+        updates: of an asynchronous schedule; `None`: enough.
 
     Example:
         >>> drawable(PipelinePlan.parse("pipedream:4")).microbatches
@@ -185,10 +184,10 @@ def drawable(plan: PipelinePlan, updates: int | None = None) -> Schedule:
 
 
 def page(title: str, body: str) -> str:
-    """An HTML page that stands alone, with what is under the pointer told at its top.
+    """A self-contained HTML page that shows the action under the pointer at its top.
 
     Args:
-        title: in words.
+        title: plain text.
         body: HTML, with charts of `Chart.svg`.
     """
     return (
@@ -201,12 +200,12 @@ def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
     """Refuse a file that could not be written, before anything is drawn.
 
     Args:
-        path: where.
-        schedules: what is drawn.
+        path: of the file.
+        schedules: the drawn ones.
 
     Raises:
-        UserError: another ending than .svg, .html or .csv; a CSV of several schedules, or of one that updates weights
-            on its way; a folder that does not exist.
+        UserError: a suffix other than .svg, .html or .csv; a CSV of several schedules, or of an asynchronous one; a
+            folder that does not exist.
     """
     if not Path(path).parent.is_dir():
         raise UserError(
@@ -219,16 +218,17 @@ def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
         if len(schedules) > 1:
             raise UserError(f"{path}: a CSV holds one schedule, not {len(schedules)}; draw them one by one")
         for schedule in schedules:
-            to_csv(schedule)  # refuses what the CSV has no word for
+            to_csv(schedule)  # refuses asynchronous schedules
 
 
 def _weights(schedule: Schedule) -> float:
-    """Copies and versions of weights on the rank that has most, as multiples of its share of the model."""
-    lived = lives(schedule, ticks(schedule)) if schedule.versions else {}
-    held = (
-        sum(ring(lived[stage]) if lived else 1 for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)
+    """The most copies and versions of weights on any rank, as a multiple of its share of the model."""
+    lifetimes = lives(schedule, ticks(schedule)) if schedule.versions else {}
+    copies = (
+        sum(ring(lifetimes[stage]) if lifetimes else 1 for stage in schedule.stages_of(rank))
+        for rank in range(schedule.ranks)
     )
-    return max(held) * schedule.ranks / schedule.stages
+    return max(copies) * schedule.ranks / schedule.stages
 
 
 _STYLE = (

@@ -1,6 +1,6 @@
-"""Every order of a small pipeline: the definition of the fastest schedule, which `search.py` is held against.
+"""Every order of a small pipeline: the definition of the fastest schedule, the reference for `search.py`.
 
-Microbatches of one kind come in order (they are alike, so that another order of them is no faster); a backward is one
+Microbatches of one kind come in order (they are alike, so another order is no faster); a backward is one
 action or two. Two ranks and three microbatches have some ten thousand orders, four microbatches a million.
 """
 
@@ -16,14 +16,14 @@ from jaxscale.pipeline.schedule import Action, Kind
 _BATCH = 20_000
 _FEW = 30_000
 _FEW_PASSES = 6
-"""Forwards of all stages: with more, there are more orders than `_FEW`, but for one rank."""
+"""Forwards of all stages: with more there are more orders than `_FEW`, except on one rank."""
 
 
 def orders(stage: int, microbatches: int, most: int) -> Iterator[tuple[Action, ...]]:
     """Every order of one stage's passes.
 
     Args:
-        stage: whose.
+        stage: its number.
         microbatches: m.
         most: activations that may wait for a backward (or W) at once.
 
@@ -32,17 +32,17 @@ def orders(stage: int, microbatches: int, most: int) -> Iterator[tuple[Action, .
         ['0F0 0B0', '0F0 0I0 0W0']
     """
 
-    def extend(done: tuple[Action, ...], f: int, g: int, apart: tuple[int, ...]) -> Iterator[tuple[Action, ...]]:
-        waiting = f - sum(action.kind in (Kind.B, Kind.W) for action in done)
-        if f == g == microbatches and not apart:
-            yield done
+    def extend(order: tuple[Action, ...], f: int, g: int, split: tuple[int, ...]) -> Iterator[tuple[Action, ...]]:
+        waiting = f - sum(action.kind in (Kind.B, Kind.W) for action in order)
+        if f == g == microbatches and not split:
+            yield order
         if f < microbatches and waiting < most:
-            yield from extend((*done, Action(Kind.F, stage, f)), f + 1, g, apart)
+            yield from extend((*order, Action(Kind.F, stage, f)), f + 1, g, split)
         if g < f:
-            yield from extend((*done, Action(Kind.B, stage, g)), f, g + 1, apart)
-            yield from extend((*done, Action(Kind.I, stage, g)), f, g + 1, (*apart, g))
-        if apart:
-            yield from extend((*done, Action(Kind.W, stage, apart[0])), f, g, apart[1:])
+            yield from extend((*order, Action(Kind.B, stage, g)), f, g + 1, split)
+            yield from extend((*order, Action(Kind.I, stage, g)), f, g + 1, (*split, g))
+        if split:
+            yield from extend((*order, Action(Kind.W, stage, split[0])), f, g, split[1:])
 
     return extend((), 0, 0, ())
 
@@ -60,18 +60,18 @@ def fastest(costs: Costs, microbatches: int, most: int) -> tuple[float, tuple[tu
         7.0
     """
     clock = BatchClock(costs, tuple(range(costs.stages)), costs.stages, microbatches)
-    named = [list(orders(stage, microbatches, most)) for stage in range(costs.stages)]
-    tables = [np.stack([clock.numbers([order])[0] for order in own]) for own in named]
-    best, chosen = np.inf, (0,) * costs.stages
+    stage_orders = [list(orders(stage, microbatches, most)) for stage in range(costs.stages)]
+    tables = [np.stack([clock.numbers([order])[0] for order in candidates]) for candidates in stage_orders]
+    best, best_choice = np.inf, (0,) * costs.stages
     choices = itertools.product(*(range(len(table)) for table in tables))
     while chunk := list(itertools.islice(choices, _BATCH)):
-        picked = np.array(chunk).T
-        together = np.stack([table[index] for table, index in zip(tables, picked, strict=True)], 1)
-        seconds = clock.seconds(together)
+        indices = np.array(chunk).T
+        batch = np.stack([table[index] for table, index in zip(tables, indices, strict=True)], 1)
+        seconds = clock.seconds(batch)
         first = int(seconds.argmin())
         if seconds[first] < best:
-            best, chosen = float(seconds[first]), chunk[first]
-    return float(best), tuple(own[index] for own, index in zip(named, chosen, strict=True))
+            best, best_choice = float(seconds[first]), chunk[first]
+    return float(best), tuple(candidates[index] for candidates, index in zip(stage_orders, best_choice, strict=True))
 
 
 def few(stages: int, microbatches: int, most: int) -> bool:
@@ -83,5 +83,5 @@ def few(stages: int, microbatches: int, most: int) -> bool:
     """
     if stages * microbatches > _FEW_PASSES:
         return False
-    one = sum(1 for _ in itertools.islice(orders(0, microbatches, most), _FEW + 1))
-    return one**stages <= _FEW
+    count = sum(1 for _ in itertools.islice(orders(0, microbatches, most), _FEW + 1))
+    return count**stages <= _FEW

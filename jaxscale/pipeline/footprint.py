@@ -1,29 +1,29 @@
 """Footprints: the bytes that each rank of a schedule holds, as linear functions of its stages' features.
 
-A rank holds its stages' weights (of an asynchronous schedule: several versions), what waits for a backward, the
-messages at its stages' ends, and what works at the time. What waits depends on the schedule: at some moments many
-activations of one stage, at others of another. Each moment that no other covers is one function; the rank needs the
-most of them.
+A rank holds its stages' weights (of an asynchronous schedule: several versions), the activations that wait for a
+backward, the messages at its stages' ends, and the working bytes of the running stage. The waiting activations depend
+on the schedule: at some moments many of one stage, at others of another. Each moment that no other covers is one
+function; the rank needs their maximum.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.pipeline.chain_cut import AT, FEATURES
+from jaxscale.pipeline.chain_cut import FEATURES, INDEX
 from jaxscale.pipeline.schedule import Kind, Schedule
 from jaxscale.pipeline.ticks import ticks
 from jaxscale.pipeline.versions import lives, ring
 
 MESSAGES = 2
-"""At each end of a stage: one that goes, one that comes."""
+"""Messages at each end of a stage: one sent, one received."""
 
 
 class Footprint(NamedTuple):
-    """What a rank holds at some moment.
+    """The bytes of a rank at some moment.
 
     Args:
-        rank: who.
+        rank: the rank.
         linear: float[stage, feature]: bytes, as a linear function of the features of `chain_cut.py`.
     """
 
@@ -36,48 +36,48 @@ def footprints(schedule: Schedule) -> list[Footprint]:
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
-        >>> found = footprints(METHODS["1f1b"].schedule(4, 8))
-        >>> [float(one.linear[one.rank, AT["stash_bytes"]]) for one in found]
+        >>> moments = footprints(METHODS["1f1b"].schedule(4, 8))
+        >>> [float(linear[rank, INDEX["stash_bytes"]]) for rank, linear in moments]
         [4.0, 3.0, 2.0, 1.0]
     """
-    found = []
-    lived = lives(schedule, ticks(schedule)) if schedule.versions else {}
+    moments = []
+    lifetimes = lives(schedule, ticks(schedule)) if schedule.versions else {}
     for rank in range(schedule.ranks):
         stages = schedule.stages_of(rank)
-        always = np.zeros((schedule.stages, len(FEATURES)))
+        constant = np.zeros((schedule.stages, len(FEATURES)))
         for stage in stages:
-            always[stage, AT["weight_bytes"]] = 1
-            always[stage, AT["version_bytes"]] = ring(lived[stage]) - 1 if lived else 0
-            always[stage, [AT["enters"], AT["leaves"]]] = MESSAGES
-        for moment in _moments(schedule, rank):
-            for working in stages:
-                linear = always.copy()
-                linear[list(stages), AT["stash_bytes"]] = moment[: len(stages)]
-                linear[list(stages), AT["between_bytes"]] = moment[len(stages) :]
-                linear[working, AT["working_bytes"]] = 1
-                found.append(Footprint(rank, linear))
-    return found
+            constant[stage, INDEX["weight_bytes"]] = 1
+            constant[stage, INDEX["version_bytes"]] = ring(lifetimes[stage]) - 1 if lifetimes else 0
+            constant[stage, [INDEX["enters"], INDEX["leaves"]]] = MESSAGES
+        for waiting in _moments(schedule, rank):
+            for running in stages:
+                linear = constant.copy()
+                linear[list(stages), INDEX["stash_bytes"]] = waiting[: len(stages)]
+                linear[list(stages), INDEX["between_bytes"]] = waiting[len(stages) :]
+                linear[running, INDEX["working_bytes"]] = 1
+                moments.append(Footprint(rank, linear))
+    return moments
 
 
 def _moments(schedule: Schedule, rank: int) -> list[tuple[int, ...]]:
-    """Activations of each stage of a rank that wait, then those of them between I and W; none covered by another."""
+    """Waiting activations of each stage of a rank, then those of them between I and W; no moment covers another."""
     stages = schedule.stages_of(rank)
-    place = {stage: index for index, stage in enumerate(stages)}
-    held = [0] * (2 * len(stages))
-    seen = set()
+    position = {stage: index for index, stage in enumerate(stages)}
+    counts = [0] * (2 * len(stages))
+    moments = set()
     for action in schedule.orders[rank]:
-        index = place[action.stage]
-        between = index + len(stages)
+        index = position[action.stage]
+        between_index = index + len(stages)
         if action.kind is Kind.F:
-            held[index] += 1
+            counts[index] += 1
         elif action.kind is Kind.I:
-            held[between] += 1
-        seen.add(tuple(held))
+            counts[between_index] += 1
+        moments.add(tuple(counts))
         if action.kind in (Kind.B, Kind.W):
-            held[index] -= 1
-            held[between] -= action.kind is Kind.W
+            counts[index] -= 1
+            counts[between_index] -= action.kind is Kind.W
     fullest = []
-    for one in sorted(seen, reverse=True):
-        if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in fullest):
-            fullest.append(one)
+    for moment in sorted(moments, reverse=True):
+        if not any(all(a <= b for a, b in zip(moment, larger, strict=True)) for larger in fullest):
+            fullest.append(moment)
     return fullest

@@ -1,4 +1,4 @@
-"""Held: what a device holds between the ticks of a schedule, found by tracing a stage on shapes alone."""
+"""Held: the values that a device holds between ticks of a schedule, from an abstract trace of a stage."""
 
 import dataclasses
 from typing import Any
@@ -14,14 +14,14 @@ from jaxscale.trees import tree_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """Trees of `jax.ShapeDtypeStruct`, the same on all devices: each has the slots of the one that needs most.
+    """Trees of `jax.ShapeDtypeStruct`, the same on all devices: each has the slots of the device that needs most.
 
     Args:
-        messages: slots of messages, and one to spare.
+        messages: slots of messages, and a spare one.
         links: the message at each end of the device's links.
-        kept: slots of what forwards keep (stash "residuals").
-        cut: slots of what I leaves for W.
-        gradients: float32 sums, of this device's weights and of what stages share.
+        kept: slots of the residuals of forwards (stash "residuals").
+        cut: slots of the values from I to W.
+        gradients: float32 sums for this device's weights and for the shared weights.
     """
 
     messages: Any
@@ -32,12 +32,12 @@ class Held:
 
     @property
     def bytes(self) -> int:
-        """Bytes of it all."""
+        """Bytes of all these trees."""
         return tree_bytes([getattr(self, field.name) for field in dataclasses.fields(self)])
 
 
 def held(tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch: Any, key: Any, x: Any) -> Held:
-    """What `execute` holds when given the same.
+    """The values that `execute` holds with the same arguments.
 
     Args:
         tables, stage, x: as of `execute`.
@@ -51,8 +51,8 @@ def held(tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch:
         ...     return x @ weights, x.sum(), {}
         >>> shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(1, 8, 8), (6, 2, 8), (2, 8)]]
         >>> tables = tabulate(METHODS["1f1b"].schedule(4, 6), "residuals")
-        >>> found = held(tables, stage, shapes[0], {}, shapes[1], None, shapes[2])
-        >>> found.kept, found.bytes  # the input, in 4 slots
+        >>> values = held(tables, stage, shapes[0], {}, shapes[1], None, shapes[2])
+        >>> values.kept, values.bytes  # the input, in 4 slots
         ((ShapeDtypeStruct(shape=(4, 2, 8), dtype=float32),), 832)
     """
 

@@ -1,8 +1,8 @@
-"""A synchronous schedule with the clock of a real run: when each action began and ended on its device, out of a trace.
+"""A synchronous schedule with the times of a real run: start and end of each action on its device, from a trace.
 
-A trace has operations, not actions. The branch of a kind runs each of its own operations once an action, and a device
-does its actions one after the other in the schedule's order: so the n-th time of such an operation belongs to the n-th
-action of that kind, and an action lasts from the first of them to the last. Left out: messages, which lie between
+A trace has operations, not actions. The branch of a kind runs each of its own operations once per action, and a device
+runs its actions one after the other in the schedule's order. So the n-th run of such an operation belongs to the n-th
+action of that kind, and an action lasts from its first operation to its last. Left out: messages, which lie between
 actions, and schedules that never drain, whose steps hold parts of several batches.
 """
 
@@ -15,7 +15,7 @@ from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.simulate import Simulation, Span
 
 Timeline = Mapping[str, Sequence[Span]]
-"""Of one device: the times of each operation in order, in seconds."""
+"""The spans of each operation on one device, in order and in seconds."""
 
 
 def measured(
@@ -24,47 +24,47 @@ def measured(
     timelines: Mapping[int, Sequence[Timeline]],
     steps: int,
 ) -> Simulation:
-    """The schedule as it ran: the mean over traced steps, and over the devices of a rank, counted from a step's start.
+    """The schedule with measured times from a step's start: the mean over traced steps and over the devices of a rank.
 
     Args:
         schedule: synchronous.
-        operations: those that an action of each kind ("F", "B", "I", "W") runs once.
+        operations: for each kind ("F", "B", "I", "W"), those that an action runs once.
         timelines: of the devices of each rank.
-        steps: in the trace, one after the other.
+        steps: number of steps in the trace.
 
     Returns:
-        Its spans are what was measured, its costs their means by kind and stage.
+        A simulation with the measured spans, and with their means by kind and stage as costs.
 
     Raises:
-        UserError: a rank without a device in the trace; another number of actions than the schedule has.
+        UserError: a rank without a device in the trace; a number of actions that differs from the schedule's.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
         >>> times = [{"a": [(2.0, 3.0), (7.0, 8.0)], "b": [(3.0, 5.0), (8.0, 10.0)]}]
-        >>> found = measured(METHODS["gpipe"].schedule(1, 1), {"F": ["a"], "B": ["b"]}, {0: times}, 2)
-        >>> found.spans, found.costs.forward, found.costs.backward
+        >>> run = measured(METHODS["gpipe"].schedule(1, 1), {"F": ["a"], "B": ["b"]}, {0: times}, 2)
+        >>> run.spans, run.costs.forward, run.costs.backward
         ((((0.0, 1.0), (1.0, 3.0)),), (1.0,), (2.0,))
     """
-    found = []
+    by_rank = []
     for rank in range(schedule.ranks):
         if not timelines.get(rank):
             raise UserError(
                 f"the trace has no device of rank {rank} of {schedule.name}: it is of a run on other devices, or of "
                 "one process of several; trace a run of one process"
             )
-        found.append([_spans(schedule, rank, operations, timeline, steps) for timeline in timelines[rank]])
-    start = [min(spans[step][0][0] for devices in found for spans in devices) for step in range(steps)]
+        by_rank.append([_spans(schedule, rank, operations, timeline, steps) for timeline in timelines[rank]])
+    step_starts = [min(spans[step][0][0] for devices in by_rank for spans in devices) for step in range(steps)]
     orders: list[tuple[Span, ...]] = []
-    for devices in found:
-        every = [(spans[step], start[step]) for spans in devices for step in range(steps)]
-        count = len(every)
+    for devices in by_rank:
+        step_spans = [(spans[step], step_starts[step]) for spans in devices for step in range(steps)]
+        count = len(step_spans)
         orders.append(
             tuple(
                 (
-                    sum(spans[place][0] - begun for spans, begun in every) / count,
-                    sum(spans[place][1] - begun for spans, begun in every) / count,
+                    sum(spans[place][0] - origin for spans, origin in step_spans) / count,
+                    sum(spans[place][1] - origin for spans, origin in step_spans) / count,
                 )
-                for place in range(len(every[0][0]))
+                for place in range(len(step_spans[0][0]))
             )
         )
     return Simulation(schedule, _costs(schedule, orders), "measured", tuple(orders))
@@ -78,45 +78,45 @@ def _spans(
     by_kind: dict[Kind, list[Span]] = {}
     for kind in dict.fromkeys(action.kind for action in order):
         count = steps * sum(action.kind is kind for action in order)
-        once = [timeline[name] for name in operations.get(kind.value, ()) if len(timeline.get(name, ())) == count]
-        if not once:
+        runs = [timeline[name] for name in operations.get(kind.value, ()) if len(timeline.get(name, ())) == count]
+        if not runs:
             raise UserError(
                 f"the trace shows {kind.value} of {schedule.name} on rank {rank} another number of times than "
                 f"{count}, {count // steps} a step: it is of another plan, or was cut short; trace the run again"
             )
-        by_kind[kind] = [(min(times[n][0] for times in once), max(times[n][1] for times in once)) for n in range(count)]
-    found = []
+        by_kind[kind] = [(min(times[n][0] for times in runs), max(times[n][1] for times in runs)) for n in range(count)]
+    step_spans = []
     for step in range(steps):
-        places = dict.fromkeys(by_kind, 0)
+        positions = dict.fromkeys(by_kind, 0)
         spans = []
         for action in order:
-            here = by_kind[action.kind]
-            spans.append(here[step * (len(here) // steps) + places[action.kind]])
-            places[action.kind] += 1
-        found.append(spans)
-    return found
+            kind_spans = by_kind[action.kind]
+            spans.append(kind_spans[step * (len(kind_spans) // steps) + positions[action.kind]])
+            positions[action.kind] += 1
+        step_spans.append(spans)
+    return step_spans
 
 
 def _costs(schedule: Schedule, orders: Sequence[Sequence[Span]]) -> Costs:
-    """Mean seconds of each kind and stage; where backwards are in one, half of them counts as either gradient."""
-    taken: dict[tuple[Kind, int], list[float]] = {}
+    """Mean seconds of each kind and stage; half of a fused backward counts for each gradient."""
+    durations: dict[tuple[Kind, int], list[float]] = {}
     for order, spans in zip(schedule.orders, orders, strict=True):
         for action, (start, end) in zip(order, spans, strict=True):
-            taken.setdefault((action.kind, action.stage), []).append(end - start)
+            durations.setdefault((action.kind, action.stage), []).append(end - start)
 
     def mean(kind: Kind) -> tuple[float | None, ...]:
-        every = [taken.get((kind, stage)) for stage in range(schedule.stages)]
-        return tuple(None if times is None else sum(times) / len(times) for times in every)
+        stage_durations = [durations.get((kind, stage)) for stage in range(schedule.stages)]
+        return tuple(None if times is None else sum(times) / len(times) for times in stage_durations)
 
     forward, backward, inner, outer = (mean(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
-    halves = [
-        (either or 0.0, other or 0.0) if whole is None else (either or whole / 2, other or whole / 2)
-        for whole, either, other in zip(backward, inner, outer, strict=True)
+    splits = [
+        (i or 0.0, w or 0.0) if b is None else (i or b / 2, w or b / 2)
+        for b, i, w in zip(backward, inner, outer, strict=True)
     ]
-    whole = [sum(pair) if together is None else together for together, pair in zip(backward, halves, strict=True)]
+    backwards = [sum(pair) if b is None else b for b, pair in zip(backward, splits, strict=True)]
     return Costs(
         tuple(time or 0.0 for time in forward),
-        tuple(pair[0] for pair in halves),
-        tuple(pair[1] for pair in halves),
-        tuple(whole),
+        tuple(pair[0] for pair in splits),
+        tuple(pair[1] for pair in splits),
+        tuple(backwards),
     )

@@ -1,7 +1,7 @@
-"""Messages of a lowered schedule, PyTorch's form that tells what is sent and received: checked, and written.
+"""Messages of a lowered schedule (PyTorch's form with SEND and RECV): checked, and written.
 
-`0SEND_F3` follows the forward of microbatch 3 on stage 0, `1RECV_F3` stands before that on stage 1, on the rank of
-stage 1; `SEND_B`, `RECV_B` take gradients to the stage before. Between stages of one rank nothing is sent.
+`0SEND_F3` follows the forward of microbatch 3 on stage 0; `1RECV_F3`, on the rank of stage 1, precedes the forward on
+stage 1. `SEND_B` and `RECV_B` take gradients to the stage before. Stages of one rank send no messages to each other.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxscale.pipeline.ticks import rows
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A SEND or a RECV, with the stage that does it."""
+    """A SEND or a RECV, with its stage."""
 
     verb: Literal["SEND", "RECV"]
     kind: Literal["F", "B"]
@@ -28,29 +28,29 @@ class Message:
 
 
 def _messages_of(schedule: Schedule, action: Action) -> tuple[tuple[int, Message], ...]:
-    # the SEND and the RECV, with their ranks, that take an action's result to another rank
+    # (rank, SEND) and (rank, RECV) that take an action's result to another rank
     if action.kind is Kind.F:
-        kind, other = "F", action.stage + 1
+        kind, neighbour = "F", action.stage + 1
     elif action.kind in GRADIENT:
-        kind, other = "B", action.stage - 1
+        kind, neighbour = "B", action.stage - 1
     else:
         return ()
-    if not 0 <= other < schedule.stages:
+    if not 0 <= neighbour < schedule.stages:
         return ()
-    source, target = schedule.rank(action), schedule.rank(Action(Kind.F, other, action.microbatch))
+    source, target = schedule.rank(action), schedule.rank(Action(Kind.F, neighbour, action.microbatch))
     if source == target:
         return ()
-    sent = Message("SEND", kind, action.stage, action.microbatch)
-    return (source, sent), (target, Message("RECV", kind, other, action.microbatch))
+    send = Message("SEND", kind, action.stage, action.microbatch)
+    return (source, send), (target, Message("RECV", kind, neighbour, action.microbatch))
 
 
 def check_messages(
     schedule: Schedule, messages: Iterable[tuple[int, int, Message]], columns: Mapping[Action, int]
 ) -> None:
-    """Every result that another rank needs is sent and received once, after it is made and before it is needed.
+    """Check that every result that another rank needs is sent and received once, between its action and its reader.
 
     Args:
-        schedule: what the ranks compute.
+        schedule: the actions of the ranks.
         messages: (rank, column, message).
         columns: the column of each action.
 
@@ -58,32 +58,32 @@ def check_messages(
         Fault: with the rank and the column.
     """
     name = schedule.name
-    wanted: dict[Message, tuple[int, Action]] = {}
+    expected: dict[Message, tuple[int, Action]] = {}
     for order in schedule.orders:
         for action in order:
             pair = _messages_of(schedule, action)
             if pair:
-                (source, sent), (target, received) = pair
+                (source, send), (target, receive) = pair
                 forward = action.kind is Kind.F
-                user = Action(Kind.F, received.stage, action.microbatch)
-                wanted[sent] = source, action
-                wanted[received] = target, user if forward else schedule.gradient(received.stage, action.microbatch)
-    seen: dict[Message, int] = {}
+                reader = Action(Kind.F, receive.stage, action.microbatch)
+                expected[send] = source, action
+                expected[receive] = target, reader if forward else schedule.gradient(receive.stage, action.microbatch)
+    message_columns: dict[Message, int] = {}
     for rank, column, message in messages:
-        if message not in wanted:
-            raise Fault(name, f"{message} takes nothing to another rank", rank, column)
-        there, action = wanted[message]
-        if there != rank:
-            raise Fault(name, f"{message} belongs on rank {there}", rank, column)
-        if message in seen:
-            raise Fault(name, f"{message} is there twice, first in cell {seen[message]}", rank, column)
-        seen[message] = column
-        after = message.verb == "SEND"
-        if (column > columns[action]) != after:
-            word = "before" if after else "after"
+        if message not in expected:
+            raise Fault(name, f"{message} carries no result to another rank", rank, column)
+        home, action = expected[message]
+        if home != rank:
+            raise Fault(name, f"{message} belongs on rank {home}", rank, column)
+        if message in message_columns:
+            raise Fault(name, f"{message} occurs twice, first in cell {message_columns[message]}", rank, column)
+        message_columns[message] = column
+        is_send = message.verb == "SEND"
+        if (column > columns[action]) != is_send:
+            word = "before" if is_send else "after"
             raise Fault(name, f"{message} stands {word} {action} (cell {columns[action]})", rank, column)
-    for message, (rank, action) in wanted.items():
-        if message not in seen:
+    for message, (rank, action) in expected.items():
+        if message not in message_columns:
             reason = "which another rank waits for" if message.verb == "SEND" else "which it needs"
             raise Fault(name, f"lacks {message}, the message of {action}, {reason}", rank)
 
@@ -91,27 +91,27 @@ def check_messages(
 def lowered(schedule: Schedule) -> list[list[str]]:
     """The cells of each rank with the messages, and with UNSHARD, REDUCE_GRAD and RESHARD around a stage's work.
 
-    A message is sent as soon as it is there, and its RECV stands as early as the receiver may ask for it.
+    A SEND follows its action at once, and its RECV stands as early as the message can arrive.
     """
     cells: list[list[str]] = [
         [f"{stage}UNSHARD" for stage in schedule.stages_of(rank)] for rank in range(schedule.ranks)
     ]
-    left = {
+    remaining = {
         (rank, stage): sum(a.stage == stage and a.kind in (Kind.B, Kind.W) for a in order)
         for rank, order in enumerate(schedule.orders)
         for stage in schedule.stages_of(rank)
     }
-    for rank, action in _in_time(schedule):
+    for rank, action in _actions_by_tick(schedule):
         cells[rank].append(str(action))
-        for other, message in _messages_of(schedule, action):
-            cells[other].append(str(message))
+        for message_rank, message in _messages_of(schedule, action):
+            cells[message_rank].append(str(message))
         if action.kind in (Kind.B, Kind.W):
-            left[rank, action.stage] -= 1
-            if not left[rank, action.stage]:
+            remaining[rank, action.stage] -= 1
+            if not remaining[rank, action.stage]:
                 cells[rank] += [f"{action.stage}REDUCE_GRAD", f"{action.stage}RESHARD"]
     return cells
 
 
-def _in_time(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+def _actions_by_tick(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     for row in rows(schedule):
         yield from ((rank, action) for rank, action in enumerate(row) if action is not None)

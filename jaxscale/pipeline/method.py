@@ -14,11 +14,11 @@ class Method:
     Args:
         name: the word of the text form: `1f1b`.
         title: one line for tables and charts.
-        make: the schedule of (ranks, microbatches), and of chunks where it interleaves, and of updates where it steps.
-        chunks: stages a rank holds; the default of v where `interleaves`.
-        interleaves: whether the user may choose them: `v=`.
+        make: from (ranks, microbatches), chunks if it interleaves, and updates if it steps, to the schedule.
+        chunks: stages a rank holds; the default of v if `interleaves`.
+        interleaves: whether the user may choose `chunks`: `v=`.
         steps: whether the weights are updated inside the schedule (asynchronous).
-        streams: whether each microbatch is an update, so that the text form counts none: `pipedream:4`.
+        streams: whether each microbatch is an update, so the text form has no microbatches: `pipedream:4`.
     """
 
     name: str
@@ -30,16 +30,16 @@ class Method:
     streams: bool = False
 
     def schedule(self, ranks: int, microbatches: int, chunks: int | None = None, updates: int = 1) -> Schedule:
-        """The schedule for so many devices and microbatches.
+        """The schedule for some devices and microbatches.
 
         Args:
             ranks: p, devices on the pipe axis.
-            microbatches: m, those of one update of the weights.
+            microbatches: m, per update of the weights.
             chunks: v, stages a device; `None`: the method's.
-            updates: how many updates the schedule of an asynchronous method makes.
+            updates: number of updates of an asynchronous schedule.
 
         Raises:
-            UserError: numbers for which the method is not defined, with those for which it is.
+            UserError: numbers for which the method is not defined; the message has the expected ones.
 
         Example:
             >>> from jaxscale.pipeline.schedules import METHODS
@@ -48,14 +48,14 @@ class Method:
             >>> METHODS["2bw"].schedule(4, 8, updates=3).microbatches
             24
         """
-        given = {"devices": ranks, "microbatches": microbatches, "updates": updates}
-        given["stages a device"] = 1 if chunks is None else chunks
-        for what, number in given.items():
+        counts = {"devices": ranks, "microbatches": microbatches, "updates": updates}
+        counts["stages a device"] = 1 if chunks is None else chunks
+        for noun, number in counts.items():
             if number < 1:
-                raise UserError(f"schedule {self.name}: got {number} {what}, expected 1 or more")
+                raise UserError(f"schedule {self.name}: got {number} {noun}, expected 1 or more")
         if chunks not in (None, self.chunks) and not self.interleaves:
-            held = f"each device holds {self.chunks} of its stages" if self.chunks > 1 else "a device holds one stage"
-            raise UserError(f"schedule {self.name}: got v={chunks}, but {held}; interleaved and lockstep take v")
+            rule = f"each device holds {self.chunks} of its stages" if self.chunks > 1 else "a device holds one stage"
+            raise UserError(f"schedule {self.name}: got v={chunks}, but {rule}; interleaved and lockstep take v")
         if self.streams and microbatches != 1:
             raise UserError(
                 f"schedule {self.name}: got {microbatches} microbatches per update, expected 1; 2bw has more"

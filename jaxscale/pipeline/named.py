@@ -1,4 +1,4 @@
-"""Names that a result of a program was given inside it (`checkpoint_name`): how a residual is told from another."""
+"""Names of a program's results from `checkpoint_name` inside it, which identify residuals."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _SAME = {"convert_element_type", "copy", "device_put", "pvary", "reduce_precisio
 
 
 def names_of(program: Any, number: int) -> set[str]:
-    """The names of a result, where it was made: in a loop, of its part in one turn; in a branch, of either.
+    """The names of a result where it was made: in a loop those of one iteration, in a `cond` those of every branch.
 
     Args:
         program: a jaxpr, closed or open.
@@ -18,9 +18,9 @@ def names_of(program: Any, number: int) -> set[str]:
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from jax.ad_checkpoint import checkpoint_name
-        >>> def turn(x, _):
+        >>> def body(x, _):
         ...     return x, checkpoint_name(jnp.sin(x), "sine")
-        >>> program = jax.make_jaxpr(lambda x: jax.lax.scan(turn, x, length=3))(1.0)
+        >>> program = jax.make_jaxpr(lambda x: jax.lax.scan(body, x, length=3))(1.0)
         >>> names_of(program, 1), names_of(program, 0)
         ({'sine'}, set())
     """

@@ -1,20 +1,20 @@
-"""Partition: which blocks make which stage, so that the pipeline is fastest and every device's memory suffices.
+"""Partition: the blocks of each stage, so that the pipeline is fastest and fits the memory of every device.
 
-The objective is what the executor takes: the schedule's seconds on the neighbour machine, with devices in the given
-order. Those are the longest path through the schedule's table, a maximum of linear functions of the stages' costs. One
-function is made least by dynamic programming over (stage, block) as in PipeDream and Pipe-torch, with each device's own
-price list and each link's own rate; the maximum by playing the two against each other (the program answers the mean
-of the paths so far, the clock the mean of the partitions), by moving boundaries, and
-by branch and bound. `Partition.bound` tells what no partition can beat; where it meets the seconds, none is faster.
+The objective is the executor's time: the schedule's seconds on the neighbour machine, with devices in the given order.
+These are the longest path through the schedule's table, a maximum of linear functions of the stages' costs. Dynamic
+programming over (stage, block) minimises one function, as in PipeDream and Pipe-torch, with a price list for each
+device and a rate for each link. The maximum is minimised by a game between the two (the program answers the mean of the
+paths so far, the clock the mean of the partitions), by moving boundaries, and by branch and bound. No partition is
+faster than `Partition.bound`; a partition whose seconds meet it is optimal.
 
 Memory is a maximum of linear functions too (`footprint.py`), and as in MadPipe and DAPPLE it depends on the schedule:
-stage 0 of 1f1b waits with p activations, the last with one. A stage that alone needs too much is never looked at.
+stage 0 of 1f1b holds p activations, the last stage one. Stages that exceed the memory by themselves are excluded.
 
 Devices may be unlike (a price list for each kind), as may links. HetPipe runs several pipelines of unlike devices side
 by side; in one program they share their partition, so at each place the slowest of them counts (`virtual_workers.py`).
 
-Left out: which device stands where, replicated stages, and stages of no block; the reduction of gradients and the
-update after the last tick.
+Left out: the order of devices, replicated stages, and stages of no block; the reduction of gradients and the update
+after the last tick.
 
 References:
     Narayanan et al. 2019, "PipeDream" (SOSP); Zhan and Zhang 2019, "Pipe-torch" (CBD); Park et al. 2020, "HetPipe"
@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxscale.errors import UserError, unknown
-from jaxscale.pipeline.chain_cut import AT, FEATURES, Chain, features
+from jaxscale.pipeline.chain_cut import FEATURES, INDEX, Chain, features
 from jaxscale.pipeline.clock import Clock, Path
 from jaxscale.pipeline.costs import Costs
 from jaxscale.pipeline.footprint import footprints
@@ -37,13 +37,13 @@ from jaxscale.pipeline.schedule import Kind, Schedule
 from jaxscale.pipeline.tables import Stash
 from jaxscale.values.byte_sizes import bytes_at_least
 
-_TURNS = 24  # of program against clock
-_BLUR = 0.002  # of the seconds: paths so near the longest count too, so that the clock's answers change little
-_TIMED = 3  # features that are seconds, the first ones
+_TURNS = 24  # of the game between program and clock
+_BLUR = 0.002  # share of the seconds: paths so near the longest count too, so the clock's answers change little
+_TIMED = 3  # the first features, which are seconds
 _POWERS = (2, 4, 8)
-_MOVED = 2  # starts whose boundaries are moved
-_FUNCTIONS = 4  # of memory that branch and bound looks ahead for; all are checked in the end
-_CLOSE = 1e-9  # a bound so near the seconds meets them
+_REFINED = 2  # starts that are refined by moving boundaries
+_FUNCTIONS = 4  # memory functions that branch and bound looks ahead for; all are checked in the end
+_CLOSE = 1e-9  # relative distance at which a bound meets the seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Model:
     """The prices of a model on one kind of device.
 
     Args:
-        blocks: in order.
-        first: what the first stage does before its blocks (the embedding).
-        last: what the last does behind them (the head and the loss, with its chunked logits as working bytes).
-        shared_bytes: on every device: what all stages read (embedding and head gathered, their gradients).
+        blocks: prices in order.
+        first: price of the first stage's work before its blocks (the embedding).
+        last: price of the last stage's work behind them (head and loss, with chunked logits as working bytes).
+        shared_bytes: bytes on every device that all stages read (gathered embedding and head, their gradients).
     """
 
     blocks: tuple[Price, ...]
@@ -63,7 +63,7 @@ class Model:
     shared_bytes: float = 0
 
     def share(self, parts: float) -> "Model":
-        """The prices of a microbatch of so many, where these are of a whole batch and its time is in proportion."""
+        """The prices of one of `parts` microbatches, from those of a whole batch whose time is proportional."""
         first, last = (None if price is None else price.share(parts) for price in (self.first, self.last))
         return Model(tuple(block.share(parts) for block in self.blocks), first, last, self.shared_bytes)
 
@@ -72,8 +72,8 @@ class TooLarge(UserError):
     """No partition fits.
 
     Args:
-        message: what the user reads.
-        ratio: how many times the memory is needed, by the partition that needs least.
+        message: for the user.
+        ratio: needed memory over available memory, of the partition that needs least.
     """
 
     def __init__(self, message: str, ratio: float) -> None:
@@ -87,19 +87,19 @@ class Partition:
 
     Args:
         boundaries: stage s is blocks boundaries[s] to boundaries[s + 1] - 1.
-        seconds: what the schedule takes, on the neighbour machine.
-        bytes: that each rank holds at most.
-        bound: seconds that no partition within the memory is below.
-        costs: of the stages, as `simulate` takes them.
+        seconds: of the schedule, on the neighbour machine.
+        bytes: the most that each rank holds.
+        bound: a lower bound on the seconds of every partition within the memory.
+        costs: of the stages, for `simulate`.
         schedule: name of the schedule.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
         >>> model = Model((Price(1, 1, 1),) * 6, last=Price(2, 2, 2))
-        >>> found = partition(model, METHODS["gpipe"].schedule(2, 4))
-        >>> found.boundaries, found.seconds, found.exact
+        >>> fastest = partition(model, METHODS["gpipe"].schedule(2, 4))
+        >>> fastest.boundaries, fastest.seconds, fastest.exact
         ((0, 4, 6), 60.0, True)
-        >>> print(found)
+        >>> print(fastest)
         gpipe: 60 s, no partition is faster
           stage 0  blocks 0-3  F 4  I 4  W 4
           stage 1  blocks 4-5  F 4  I 4  W 4
@@ -128,10 +128,10 @@ class Partition:
         gap = "no partition is faster" if self.exact else f"at most {self.seconds / self.bound - 1:.2%} above the best"
         lines = [f"{self.schedule}: {self.seconds:.6g} s, {gap}"]
         ranges = [f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"{blocks[0]}" for blocks in self.stages]
-        wide = max(map(len, ranges))
+        width = max(map(len, ranges))
         for stage, text in enumerate(ranges):
             f, i, w = (getattr(self.costs, name)[stage] for name in ("forward", "input", "weight"))
-            lines.append(f"  stage {stage}  blocks {text.ljust(wide)}  F {f:.4g}  I {i:.4g}  W {w:.4g}")
+            lines.append(f"  stage {stage}  blocks {text.ljust(width)}  F {f:.4g}  I {i:.4g}  W {w:.4g}")
         lines += [f"  rank {rank}  {bytes_at_least(count)}" for rank, count in enumerate(self.bytes)]
         return "\n".join(lines)
 
@@ -147,16 +147,16 @@ def partition(
     """The fastest partition of a model that fits its devices.
 
     Args:
-        model: its prices; where devices are unlike, those of each kind.
-        schedule: who does what, in order.
-        devices: of each rank in order; `None`: alike, without a bound on memory, links that take no time.
-        stash: what waits for a backward: residuals, or what enters the stage, whose forward is then run again.
-        width: partial partitions that branch and bound keeps; more of them are slower, and nearer the best. `None`:
+        model: its prices; for unlike devices, the prices on each kind.
+        schedule: the actions of each rank, in order.
+        devices: of each rank in order; `None`: alike devices without a memory bound, on links that take no time.
+        stash: what waits for a backward: residuals, or the stage's input, whose forward then runs again.
+        width: partial partitions that branch and bound keeps; more are slower, and nearer the best. `None`:
             65536 / stages^2, 256 at least; then 32 blocks on 4 devices are solved exactly.
 
     Raises:
-        TooLarge: nothing fits: with the least memory that would do, and what would lower it.
-        UserError: more stages than blocks, another number of devices than ranks, a kind without prices.
+        TooLarge: nothing fits; the message names the least memory that suffices and ways to lower it.
+        UserError: more stages than blocks, a number of devices that differs from the ranks, a kind without prices.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -193,255 +193,257 @@ class _Problem:
                 raise unknown("kind of device", kind, models)
         self.models = [models[kind] for kind in kinds]
         self.blocks = len(self.models[0].blocks)
-        for kind, one in zip(kinds, self.models, strict=True):
-            if len(one.blocks) != self.blocks:
-                raise UserError(f"prices of {len(one.blocks)} blocks on {kind!r}, of {self.blocks} on {kinds[0]!r}")
+        for kind, prices in zip(kinds, self.models, strict=True):
+            if len(prices.blocks) != self.blocks:
+                raise UserError(f"prices of {len(prices.blocks)} blocks on {kind!r}, of {self.blocks} on {kinds[0]!r}")
         if schedule.stages > self.blocks:
             raise UserError(
                 f"{schedule.name} of {schedule.ranks} ranks has {schedule.stages} stages, the model {self.blocks} "
-                "blocks: a stage needs one block at least; take fewer devices on the pipe axis, or fewer chunks (v)"
+                "blocks: a stage needs one block at least; use fewer devices on the pipe axis, or fewer chunks (v)"
             )
         if len(kinds) > 1 and len(schedule.routes) > 1:
             raise UserError(
                 f"{schedule.name} does every stage on several devices, and they are unlike ({', '.join(kinds)}): "
-                "take a schedule of one route, such as 1f1b"
+                "use a schedule of one route, such as 1f1b"
             )
         rank_kind = [kinds.index(device.kind) for device in self.devices]
-        tables = [features(one.blocks, one.first, one.last, stash == "input") for one in self.models]
+        tables = [features(prices.blocks, prices.first, prices.last, stash == "input") for prices in self.models]
         self.chain = Chain(schedule.stages, tables, [rank_kind[rank] for rank in schedule.routes[0]])
         self.clock = Clock(schedule)
-        self._passes = np.zeros((len(self.clock.passes), len(FEATURES)))
+        self._pass_features = np.zeros((len(self.clock.passes), len(FEATURES)))
         for index, (kind, _) in enumerate(self.clock.passes):
-            self._passes[index, [AT[name] for name in _SECONDS[kind]]] = 1
-        self._stage = np.array([stage for _, stage in self.clock.passes])
-        self._timed = np.zeros((schedule.stages, _TIMED, len(self._stage)))
-        self._timed[self._stage, :, np.arange(len(self._stage))] = self._passes[:, :_TIMED]
-        self._timed = self._timed.reshape(-1, len(self._stage))
+            self._pass_features[index, [INDEX[name] for name in _SECONDS[kind]]] = 1
+        self._pass_stages = np.array([stage for _, stage in self.clock.passes])
+        self._pass_weights = np.zeros((schedule.stages, _TIMED, len(self._pass_stages)))
+        self._pass_weights[self._pass_stages, :, np.arange(len(self._pass_stages))] = self._pass_features[:, :_TIMED]
+        self._pass_weights = self._pass_weights.reshape(-1, len(self._pass_stages))
         self._senders = [self.devices[link] for _, link in self.clock.crossings]
         self._crossings = np.array(self.clock.crossings, int).reshape(-1, 2)
-        self._messages = np.zeros((len(self._crossings), len(FEATURES)))
+        self._message_features = np.zeros((len(self._crossings), len(FEATURES)))
         for index, (_, link) in enumerate(self._crossings):
-            self._messages[index, AT["leaves"]] = 1 / self.devices[link].link
-            self._messages[index, AT["one"]] = self.devices[link].latency
-        self.held = footprints(schedule)
-        self.shared = [self.models[kind].shared_bytes for kind in rank_kind]
+            self._message_features[index, INDEX["leaves"]] = 1 / self.devices[link].link
+            self._message_features[index, INDEX["one"]] = self.devices[link].latency
+        self.footprints = footprints(schedule)
+        self.shared_bytes = [self.models[kind].shared_bytes for kind in rank_kind]
         self.bounded = any(device.memory_bytes is not None for device in self.devices)
-        self.holds: list[np.ndarray] = []
-        self.start: np.ndarray | None = None
+        self.memory_functions: list[np.ndarray] = []
+        self.smallest: np.ndarray | None = None
 
-    # what a partition takes
+    # costs of a partition
 
     def costs(self, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of the clock's passes, float[cut, pass], and of messages, float[cut, rank]."""
-        found = self.chain.of(cuts)
-        passes = found[:, :, :_TIMED].reshape(len(cuts), -1) @ self._timed
+        """Seconds of the clock's passes, float[cut, pass], and of messages on each link, float[cut, rank]."""
+        stage_features = self.chain.stage_features(cuts)
+        passes = stage_features[:, :, :_TIMED].reshape(len(cuts), -1) @ self._pass_weights
         links = np.zeros((len(cuts), self.schedule.ranks))
         for (stage, link), device in zip(self._crossings, self._senders, strict=True):
-            takes = found[:, stage, AT["leaves"]] / device.link + device.latency
-            np.maximum(links[:, link], takes, out=links[:, link])
+            seconds = stage_features[:, stage, INDEX["leaves"]] / device.link + device.latency
+            np.maximum(links[:, link], seconds, out=links[:, link])
         return passes, links
 
     def seconds(self, cuts: np.ndarray) -> np.ndarray:
-        """Seconds of each of a batch of partitions, infinite where the memory does not suffice."""
+        """Seconds of each of a batch of partitions, infinite for those that do not fit the memory."""
         parts = [self.clock.seconds(*self.costs(cuts[at : at + 1024])) for at in range(0, len(cuts), 1024)]
         return np.where(self.fits(cuts), np.concatenate(parts), np.inf)
 
     def fits(self, cuts: np.ndarray) -> np.ndarray:
-        """Which of a batch of partitions every device has the memory for."""
+        """bool[cut]: whether each of a batch of partitions fits every device's memory."""
         stages = np.arange(self.schedule.stages)
         fits = np.all(self.chain.possible[stages, cuts[:, :-1], cuts[:, 1:]], axis=1)
-        if self.holds:
-            held = self.chain.of(cuts).reshape(len(cuts), -1) @ np.stack(self.holds).reshape(len(self.holds), -1).T
-            fits &= held.max(1) <= 1 + 1e-12
+        if self.memory_functions:
+            functions = np.stack(self.memory_functions).reshape(len(self.memory_functions), -1)
+            ratios = self.chain.stage_features(cuts).reshape(len(cuts), -1) @ functions.T
+            fits &= ratios.max(1) <= 1 + 1e-12
         return fits
 
     def path(self, cut: np.ndarray) -> np.ndarray:
-        """float[stage, feature]: the linear function that the seconds of a partition are the value of."""
+        """float[stage, feature]: the linear function whose value is the seconds of a partition."""
         passes, links = self.costs(cut[None])
         return self._linear(cut, self.clock.path(passes[0], links[0]))
 
     def _linear(self, cut: np.ndarray, path: Path) -> np.ndarray:
-        """A path as a linear function; of the messages on a link that of the stage where they are largest counts."""
+        """A path as a linear function; on each link the longest message counts."""
         linear = np.zeros((self.schedule.stages, len(FEATURES)))
-        np.add.at(linear, self._stage, path.passes[:, None] * self._passes)
+        np.add.at(linear, self._pass_stages, path.passes[:, None] * self._pass_features)
         if len(self._crossings):
-            takes = (self.chain.of(cut[None])[0, self._crossings[:, 0]] * self._messages).sum(1)
+            seconds = (self.chain.stage_features(cut[None])[0, self._crossings[:, 0]] * self._message_features).sum(1)
             for link in np.flatnonzero(path.links):
-                on = np.flatnonzero(self._crossings[:, 1] == link)
-                if len(on):
-                    index = on[takes[on].argmax()]
-                    linear[self._crossings[index, 0]] += path.links[link] * self._messages[index]
+                messages = np.flatnonzero(self._crossings[:, 1] == link)
+                if len(messages):
+                    index = messages[seconds[messages].argmax()]
+                    linear[self._crossings[index, 0]] += path.links[link] * self._message_features[index]
         return linear
 
     def bytes(self, cut: np.ndarray) -> tuple[int, ...]:
-        """Bytes that each rank holds at most."""
-        found = self.chain.of(cut[None])[0]
-        most = [0.0] * self.schedule.ranks
-        for rank, linear in self.held:
-            most[rank] = max(most[rank], float((found * linear).sum()) + self.shared[rank])
-        return tuple(int(np.ceil(count - 1e-6)) for count in most)
+        """The most bytes that each rank holds."""
+        stage_features = self.chain.stage_features(cut[None])[0]
+        peaks = [0.0] * self.schedule.ranks
+        for rank, linear in self.footprints:
+            peaks[rank] = max(peaks[rank], float((stage_features * linear).sum()) + self.shared_bytes[rank])
+        return tuple(int(np.ceil(count - 1e-6)) for count in peaks)
 
     # memory
 
     def fit(self, width: int) -> None:
-        """Leave no stage that alone needs too much, and start from the partition that needs least.
+        """Exclude stages that exceed the memory by themselves, and find the partition that needs least.
 
         Raises:
             UserError: nothing fits.
         """
         ratios = []
-        for rank, linear in self.held:
+        for rank, linear in self.footprints:
             memory = self.devices[rank].memory_bytes
             if memory is not None:
                 shared = np.zeros_like(linear)
-                shared[self.schedule.stages_of(rank)[0], AT["one"]] = self.shared[rank]
+                shared[self.schedule.stages_of(rank)[0], INDEX["one"]] = self.shared_bytes[rank]
                 ratios.append((linear + shared) / memory)
-        self.start, least = self._least_memory(ratios, width)
+        self.smallest, least = self._least_memory(ratios, width)
         if least > 1 + 1e-12:
-            raise self._too_large(self.start, least)
+            raise self._too_large(self.smallest, least)
         for linear in ratios:
             if (linear.any(1)).sum() == 1:
                 self.chain.allow(linear, 1.0)
             else:
-                self.holds.append(linear)
+                self.memory_functions.append(linear)
 
     def _least_memory(self, ratios: list[np.ndarray], width: int) -> tuple[np.ndarray, float]:
-        """A partition whose largest ratio is at most 1, else that whose largest is least."""
-        alone = self.chain.largest(ratios)
-        best, cut = self.chain.shortest(alone, most=True)
+        """A partition whose largest ratio is at most 1, else the one whose largest ratio is least."""
+        largest = self.chain.largest(ratios)
+        best, cut = self.chain.shortest(largest, most=True)
         if all(linear.any(1).sum() == 1 for linear in ratios):
             return cut, best
-        every = np.stack(ratios)
-        every = every.reshape(len(every), -1)
-        most = every @ self.chain.of(cut[None]).ravel()
-        best, used = float(most.max()), [int(most.argmax())]
+        functions = np.stack(ratios)
+        functions = functions.reshape(len(functions), -1)
+        peaks = functions @ self.chain.stage_features(cut[None]).ravel()
+        best, active = float(peaks.max()), [int(peaks.argmax())]
         while best > 1:
-            cuts = self.chain.branch([ratios[index] for index in used], (), alone, best * (1 - 1e-12), width).cuts
+            cuts = self.chain.branch([ratios[index] for index in active], (), largest, best * (1 - 1e-12), width).cuts
             if not len(cuts):
                 return cut, best
-            needs = self.chain.of(cuts).reshape(len(cuts), -1) @ every.T
+            needs = self.chain.stage_features(cuts).reshape(len(cuts), -1) @ functions.T
             lowest = int(needs.max(1).argmin())
             binding = int(needs[lowest].argmax())
             if needs[lowest, binding] < best:
                 best, cut = float(needs[lowest, binding]), cuts[lowest]
-            elif binding in used or len(used) >= _FUNCTIONS:
+            elif binding in active or len(active) >= _FUNCTIONS:
                 return cut, best
-            used.append(binding)
+            active.append(binding)
         return cut, best
 
     def _too_large(self, cut: np.ndarray, ratio: float) -> TooLarge:
         needs = self.bytes(cut)
-        given = [device.memory_bytes for device in self.devices]
-        rank = max(range(len(needs)), key=lambda rank: needs[rank] / (given[rank] or np.inf))
-        memory = int(given[rank] or 0)
-        lower = ["smaller microbatches"]
+        limits = [device.memory_bytes for device in self.devices]
+        rank = max(range(len(needs)), key=lambda rank: needs[rank] / (limits[rank] or np.inf))
+        memory = int(limits[rank] or 0)
+        hints = ["smaller microbatches"]
         if self.stash == "residuals":
-            lower.append("the stash of inputs alone (a stage's forward is run again), or a memory plan that keeps less")
+            hints.append("the stash of inputs alone (a stage's forward is run again), or a memory plan that keeps less")
         if max(self.schedule.live) * self.schedule.ranks > self.schedule.ranks**2 * self.schedule.chunks:
-            lower.append("a schedule with fewer activations alive (1f1b)")
-        lower.append("more devices on the pipe axis, or weights sharded over data (ZeRO)")
+            hints.append("a schedule with fewer activations alive (1f1b)")
+        hints.append("more devices on the pipe axis, or weights sharded over data (ZeRO)")
         return TooLarge(
             f"{self.schedule.name}: no partition of {self.blocks} blocks into {self.schedule.stages} stages fits; the "
-            f"one that needs least needs {bytes_at_least(needs[rank])} on rank {rank}, which has "
-            f"{bytes_at_least(memory)} ({ratio:.2f} times as much); what would lower it: {'; '.join(lower)}",
+            f"smallest needs {bytes_at_least(needs[rank])} on rank {rank}, which has "
+            f"{bytes_at_least(memory)} ({ratio:.2f} times as much); ways to lower it: {'; '.join(hints)}",
             ratio,
         )
 
     # time
 
     def solve(self, width: int) -> Partition:
-        """The fastest partition that was found, with the bound."""
-        alone = self._alone()
-        scaled = alone / alone[np.isfinite(alone)].max()
-        starts = [self.chain.shortest(scaled, most=True)[1]]
-        starts += [self.chain.shortest(scaled**power)[1] for power in _POWERS]  # flatter than the least maximum
-        starts += [] if self.start is None else [self.start]
+        """The fastest partition of the search, with the bound."""
+        stage_bounds = self._stage_bounds()
+        scaled_bounds = stage_bounds / stage_bounds[np.isfinite(stage_bounds)].max()
+        starts = [self.chain.shortest(scaled_bounds, most=True)[1]]
+        starts += [self.chain.shortest(scaled_bounds**power)[1] for power in _POWERS]  # flatter than the least maximum
+        starts += [] if self.smallest is None else [self.smallest]
         cuts = np.unique(np.stack(starts), axis=0)
         seconds = self.seconds(cuts)
-        moved = [self._moved(float(seconds[index]), cuts[index]) for index in seconds.argsort(kind="stable")[:_MOVED]]
-        best, cut = min(moved, key=lambda one: one[0])
-        self.chain.possible &= alone <= best * (1 + _CLOSE)
-        best, cut, bound = self._branched(best, cut, -np.inf, [], alone, width)
+        fastest = seconds.argsort(kind="stable")[:_REFINED]
+        refinements = [self._refine(float(seconds[index]), cuts[index]) for index in fastest]
+        best, cut = min(refinements, key=lambda pair: pair[0])
+        self.chain.possible &= stage_bounds <= best * (1 + _CLOSE)
+        best, cut, bound = self._branch_and_bound(best, cut, -np.inf, [], stage_bounds, width)
         if best > bound * (1 + _CLOSE):
-            value, weights, played = self._play(cut, best)
-            seconds = self.seconds(played)
+            game_bound, linear, game_cuts = self._play(cut, best)
+            seconds = self.seconds(game_cuts)
             if seconds.min() < best:
-                best, cut = self._moved(float(seconds.min()), played[seconds.argmin()])
-            best, cut, bound = self._branched(best, cut, max(bound, value), [weights], alone, width)
-        return self._value(cut, float(best), float(min(bound, best)))
+                best, cut = self._refine(float(seconds.min()), game_cuts[seconds.argmin()])
+            best, cut, bound = self._branch_and_bound(best, cut, max(bound, game_bound), [linear], stage_bounds, width)
+        return self._partition(cut, float(best), float(min(bound, best)))
 
-    def _branched(
-        self, best: float, cut: np.ndarray, bound: float, paths: list[np.ndarray], alone: np.ndarray, width: int
+    def _branch_and_bound(
+        self, best: float, cut: np.ndarray, bound: float, paths: list[np.ndarray], stage_bounds: np.ndarray, width: int
     ) -> tuple[float, np.ndarray, float]:
-        """Branch and bound from a partition on, again while it finds a faster one: seconds, partition, bound."""
-        holds = self._tightest(cut)
+        """Branch and bound, repeated while it finds a faster partition: seconds, partition, bound."""
+        limits = self._tightest(cut)
         while best > bound * (1 + _CLOSE):
             paths = [*paths, self.path(cut)]
-            found = self.chain.branch(paths, holds, alone, best, width)
-            if not len(found.cuts):
-                return best, cut, max(bound, min(best, found.bound))
-            seconds = self.seconds(found.cuts)
+            survivors = self.chain.branch(paths, limits, stage_bounds, best, width)
+            if not len(survivors.cuts):
+                return best, cut, max(bound, min(best, survivors.bound))
+            seconds = self.seconds(survivors.cuts)
             lowest = int(seconds.argmin())
-            better = float(seconds[lowest])
-            bound = max(bound, min(best, better, found.bound))
-            improved = better < best * (1 - _CLOSE)
-            if better < best:
-                best, cut = better, found.cuts[lowest]
-            if np.isinf(found.bound) or not improved:
+            least = float(seconds[lowest])
+            bound = max(bound, min(best, least, survivors.bound))
+            improved = least < best * (1 - _CLOSE)
+            if least < best:
+                best, cut = least, survivors.cuts[lowest]
+            if np.isinf(survivors.bound) or not improved:
                 break
-            best, cut = self._moved(best, cut)
+            best, cut = self._refine(best, cut)
         return best, cut, bound
 
     def _tightest(self, cut: np.ndarray) -> list[np.ndarray]:
-        """Of the linear functions of memory those that are nearest their limit."""
-        found = self.chain.of(cut[None])[0]
-        return sorted(self.holds, key=lambda linear: -(found * linear).sum())[:_FUNCTIONS]
+        """The memory functions that are nearest their limit."""
+        stage_features = self.chain.stage_features(cut[None])[0]
+        return sorted(self.memory_functions, key=lambda linear: -(stage_features * linear).sum())[:_FUNCTIONS]
 
-    def _alone(self) -> np.ndarray:
-        """float[stage, begin, end]: a bound on the seconds by one stage: all its passes on the rank that has most."""
+    def _stage_bounds(self) -> np.ndarray:
+        """float[stage, begin, end]: a lower bound on the seconds by one stage: all its passes on its busiest rank."""
         linear = np.zeros((self.schedule.stages, len(FEATURES)))
-        number = {one: index for index, one in enumerate(self.clock.passes)}
+        number = {key: index for index, key in enumerate(self.clock.passes)}
         for order in self.schedule.orders:
-            here = np.zeros_like(linear)
+            work = np.zeros_like(linear)
             for action in order:
-                here[action.stage] += self._passes[number[action.kind, action.stage]]
-            more = here.sum(1) > linear.sum(1)
-            linear[more] = here[more]
+                work[action.stage] += self._pass_features[number[action.kind, action.stage]]
+            larger = work.sum(1) > linear.sum(1)
+            linear[larger] = work[larger]
         return self.chain.values(linear)
 
     def _play(self, cut: np.ndarray, best: float) -> tuple[float, np.ndarray, np.ndarray]:
-        """The program against the clock: a bound, the linear function that it is of, and the partitions it went by.
+        """A game between program and clock: a bound, its linear function, and the partitions that were tried.
 
         The clock answers the mean of the costs so far, the program the mean of the clock's paths so far.
         """
         blur = _BLUR * best
         passes, links = (costs[0] for costs in self.costs(cut[None]))
         average = np.zeros((self.schedule.stages, len(FEATURES)))
-        bound, weights, played = -np.inf, average, []
+        bound, best_linear, cuts = -np.inf, average, []
         for turn in range(_TURNS):
             path = self._linear(cut, self.clock.path(passes, links, blur))
             average = average + (path - average) * (2 / (turn + 2))
             value, cut = self.chain.shortest(self.chain.values(average))
             if value > bound:
-                bound, weights = value, average
-            played.append(cut)
+                bound, best_linear = value, average
+            cuts.append(cut)
             if best <= bound * (1 + _CLOSE):
                 break
-            answer = self.costs(cut[None])
-            passes = passes + (answer[0][0] - passes) / (turn + 4)
-            links = links + (answer[1][0] - links) / (turn + 4)
-        return bound, weights, np.stack(played)
+            costs = self.costs(cut[None])
+            passes = passes + (costs[0][0] - passes) / (turn + 4)
+            links = links + (costs[1][0] - links) / (turn + 4)
+        return bound, best_linear, np.stack(cuts)
 
-    def _moved(self, best: float, cut: np.ndarray) -> tuple[float, np.ndarray]:
-        """A partition after moving boundaries, one or several neighbours together, while that makes it faster."""
+    def _refine(self, best: float, cut: np.ndarray) -> tuple[float, np.ndarray]:
+        """A partition after moving one boundary or several neighbours together, while that makes it faster."""
         inner = self.schedule.stages - 1
         if not inner:
             return best, cut
         begin, end = np.triu_indices(inner)
-        near = (end - begin < 3) | (begin == 0) | (end == inner - 1)
-        begin, end = begin[near], end[near]
-        which = np.arange(inner)
-        moves = ((which >= begin[:, None]) & (which <= end[:, None])).astype(int)
+        selection = (end - begin < 3) | (begin == 0) | (end == inner - 1)
+        begin, end = begin[selection], end[selection]
+        boundary = np.arange(inner)
+        moves = ((boundary >= begin[:, None]) & (boundary <= end[:, None])).astype(int)
         moves = np.concatenate([moves, -moves, 2 * moves[begin == end], -2 * moves[begin == end]])
         while True:
             cuts = np.repeat(cut[None], len(moves), 0)
@@ -454,13 +456,13 @@ class _Problem:
                 return best, cut
             best, cut = float(seconds.min()), cuts[seconds.argmin()]
 
-    def _value(self, cut: np.ndarray, seconds: float, bound: float) -> Partition:
-        found = self.chain.of(cut[None])[0]
+    def _partition(self, cut: np.ndarray, seconds: float, bound: float) -> Partition:
+        stage_features = self.chain.stage_features(cut[None])[0]
         links = self.costs(cut[None])[1][0]
         columns = {
-            "forward": AT["forward"],
-            "input": AT["input_gradient"],
-            "weight": AT["weight_gradient"],
+            "forward": INDEX["forward"],
+            "input": INDEX["input_gradient"],
+            "weight": INDEX["weight_gradient"],
         }
         return Partition(
             boundaries=tuple(map(int, cut)),
@@ -468,10 +470,10 @@ class _Problem:
             bytes=self.bytes(cut),
             bound=bound,
             costs=Costs(
-                **{name: tuple(map(float, found[:, column])) for name, column in columns.items()},
+                **{name: tuple(map(float, stage_features[:, column])) for name, column in columns.items()},
                 links=tuple(map(float, links)),
-                stash=tuple(int(np.ceil(count)) for count in found[:, AT["stash_bytes"]]),
-                pending=tuple(int(np.ceil(count)) for count in found[:, AT["between_bytes"]]),
+                stash=tuple(int(np.ceil(count)) for count in stage_features[:, INDEX["stash_bytes"]]),
+                pending=tuple(int(np.ceil(count)) for count in stage_features[:, INDEX["between_bytes"]]),
             ),
             schedule=self.schedule.name,
         )

@@ -1,12 +1,12 @@
-"""Forward and backward of a stage, as two programs with memory between them: two ways to choose what is remembered.
+"""Forward and backward of a stage, as two programs with memory between them, in two variants.
 
-`FromInput` remembers nothing but the stage's input, which the executor keeps in its slot, and computes the stage again
-in the backward. `FromResiduals` remembers what `jax.vjp` keeps of the forward, apart from what the backward finds
-anyway: weights and what depends on weights alone (a cast copy), the microbatch, the key. How much that is, any
-`jax.checkpoint` inside the stage decides.
+`FromInput` remembers only the stage's input, which the executor keeps in its slot, and computes the stage again in the
+backward. `FromResiduals` remembers the residuals of `jax.vjp`, except those that the backward can read or recompute:
+weights and functions of the weights alone (a cast copy), the microbatch, the key. Any `jax.checkpoint` inside the stage
+reduces the residuals.
 
-Each also gives a backward in two halves for zero-bubble schedules: `inner`, the gradients of the input and of what
-stages share, and `outer`, those of the weights.
+Both also have a backward in two halves for zero-bubble schedules: `inner`, the gradients of the input and of the shared
+weights, and `outer`, those of the stage's own weights.
 """
 
 from collections.abc import Callable, Collection
@@ -23,12 +23,12 @@ from jaxscale.pipeline.split import divide
 
 
 class At(NamedTuple):
-    """Which stage and microbatch an action is of.
+    """The stage and microbatch of an action.
 
     Args:
         stage: int32, traced: one program serves all stages.
         microbatch: int32.
-        frozen: what the stage reads of its chunk and no gradient goes to; `None` where there is nothing of the kind.
+        frozen: the leaves of its chunk that get no gradient, or `None`.
     """
 
     stage: Any
@@ -37,7 +37,7 @@ class At(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a stage reads besides its input; the same in forward and backward, so that none of it is remembered."""
+    """The arguments of a stage besides its input; the same in forward and backward, so they are not remembered."""
 
     weights: Any
     shared: Any
@@ -53,7 +53,7 @@ Vary: TypeAlias = Callable[[Any], Any]
 
 
 class FromInput:
-    """A stage that is computed again in its backward.
+    """A stage that its backward computes again.
 
     Args:
         stage: the stage.
@@ -61,62 +61,62 @@ class FromInput:
     """
 
     kept: tuple[Any, ...] = ()
-    """Shapes of what a forward remembers."""
+    """Shapes of the values that a forward remembers."""
     hosted: tuple[bool, ...] = ()
-    """Which of it lies on the host meanwhile."""
+    """For each of them, whether it lies on the host meanwhile."""
     cut: tuple[Any, ...] = ()
-    """Shapes of what the inner half of a backward leaves for the outer one."""
+    """Shapes of the values that the inner half of a backward leaves for the outer half."""
 
     def __init__(self, stage: StageFunction, vary: Vary) -> None:
         self._stage, self._vary = stage, vary
 
     def forward(self, context: Context, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """The message to the next stage, the sums, and what to remember."""
+        """The message to the next stage, the sums, and the values to remember."""
         y, _, sums = self._stage(context.weights, context.shared, x, *context[2:])
         return y, sums, ()
 
-    def backward(self, context: Context, x: Any, kept: Any, g: Any) -> tuple[Any, Any, Any]:
-        """Gradients of weights, of what is shared, and of the input, from that of the output."""
-        del kept
+    def backward(self, context: Context, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
+        """Gradients of weights, shared weights and input, from the gradient of the output."""
+        del stash
         weights, shared, dx = self._pull(lambda w, s, x: (w, s, x), context, x, g)
         return weights, shared, gradients(dx, x)
 
-    def inner(self, context: Context, x: Any, kept: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """The gradients of what is shared and of the input, and what to leave for the outer half."""
-        del kept
+    def inner(self, context: Context, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """Gradients of shared weights and input, and the values for the outer half."""
+        del stash
         shared, dx = self._pull(lambda w, s, x: (s, x), context, x, g)
         return shared, gradients(dx, x), ()
 
-    def outer(self, context: Context, x: Any, kept: Any, g: Any, cut: Any) -> Any:
-        """The gradients of the weights."""
-        del kept, cut
+    def outer(self, context: Context, x: Any, stash: Any, g: Any, cut: Any) -> Any:
+        """Gradients of the weights."""
+        del stash, cut
         (weights,) = self._pull(lambda w, s, x: (w,), context, x, g)
         return weights
 
-    def _pull(self, of: Callable[..., tuple[Any, ...]], context: Context, x: Any, g: Any) -> tuple[Any, ...]:
-        """Gradients with respect to some of (weights, shared, x) alone: XLA need not find out what is left out."""
-        everything = (context.weights, context.shared, x)
-        order = of(0, 1, 2)
+    def _pull(self, select: Callable[..., tuple[Any, ...]], context: Context, x: Any, g: Any) -> tuple[Any, ...]:
+        """Gradients with respect to some of (weights, shared, x) alone, so XLA need not remove the others."""
+        arguments = (context.weights, context.shared, x)
+        places = select(0, 1, 2)
 
-        def run(*chosen: Any) -> tuple[Any, Any]:
-            found = dict(zip(order, chosen, strict=True))
-            weights, shared, x = (found.get(place, value) for place, value in enumerate(everything))
+        def run(*primals: Any) -> tuple[Any, Any]:
+            variables = dict(zip(places, primals, strict=True))
+            weights, shared, x = (variables.get(place, value) for place, value in enumerate(arguments))
             y, objective, _ = self._stage(weights, shared, x, *context[2:])
             return y, objective
 
-        (y, objective), pull = jax.vjp(run, *of(*everything))
+        (y, objective), pull = jax.vjp(run, *select(*arguments))
         return pull((cotangents(g, y), self._vary(jnp.ones_like(objective))))
 
 
 class FromResiduals:
-    """A stage whose forward remembers what its backward reads.
+    """A stage whose forward remembers the residuals that its backward reads.
 
     Args:
         stage: the stage.
         vary: for the cotangent of the objective.
-        context: shapes of what the stage reads (arrays or tracers as inside the program).
-        x: the same of its input.
-        split: whether the backward is needed in two halves.
+        context: arrays or tracers of the shapes inside the program.
+        x: the same for the stage's input.
+        split: whether to build the backward in two halves.
         hosted: names (`checkpoint_name`) of residuals that lie on the host between forward and backward.
     """
 
@@ -135,109 +135,108 @@ class FromResiduals:
                 y, objective, sums = stage(weights, shared, x, *context[2:])
                 return (y, objective), sums
 
-            # a vjp function is a tree: its leaves are what it keeps
+            # a vjp function is a tree whose leaves are its residuals
             return jax.vjp(run, context.weights, context.shared, x, has_aux=True)
 
         self._vary, self._key = vary, context.key
         self._program, shapes = jax.make_jaxpr(forward, return_shape=True)(context, x)
         ((y, self._objective), pull, _) = shapes
         self._y = y
-        self._results = jax.tree.structure(shapes)
+        self._results_tree = jax.tree.structure(shapes)
         leaves, self._pull = jax.tree.flatten(pull)
-        ends = jax.tree.structure(shapes[0]).num_leaves
-        self._span = slice(ends, ends + len(leaves))
-        self._sort(context)
+        outputs = jax.tree.structure(shapes[0]).num_leaves
+        self._span = slice(outputs, outputs + len(leaves))
+        self._classify(context)
         self.kept: tuple[Any, ...] = tuple(
-            jax.eval_shape(_plain, leaves[place]) if _is_key(leaves[place]) else leaves[place] for place in self._keep
+            jax.eval_shape(_key_data, leaves[place]) if _is_key(leaves[place]) else leaves[place]
+            for place in self._stash_places
         )
-        names = [names_of(self._program, self._span.start + place) if hosted else set() for place in self._keep]
-        self.hosted: tuple[bool, ...] = tuple(not own.isdisjoint(hosted) for own in names)
+        names = [names_of(self._program, self._span.start + place) if hosted else set() for place in self._stash_places]
+        self.hosted: tuple[bool, ...] = tuple(not residual_names.isdisjoint(hosted) for residual_names in names)
         self._halves = None
         if split:
             zeros = [vary(jnp.zeros(leaf.shape, leaf.dtype)) for leaf in self.kept]
-            self._halves = divide(self._apart, context, zeros, x, kept=(True, True, False))
+            self._halves = divide(self._gradients_by_half, context, zeros, x, kept=(True, True, False))
         self.cut: tuple[Any, ...] = self._halves.cut if self._halves else ()
 
-    def _sort(self, context: Context) -> None:
-        """Which residuals are remembered, which are an input of the stage, and which follow from weights and stage."""
+    def _classify(self, context: Context) -> None:
+        """Sort residuals into inputs of the stage, remembered ones, and those recomputed from weights and stage."""
         jaxpr = self._program.jaxpr
         inputs = {var: place for place, var in enumerate(jaxpr.invars)}
-        whole = len(jax.tree.leaves(context))
-        # the head of the last stage, behind a `cond` on the stage's number, would lie in every slot otherwise
-        again_from = ("weights", "shared", "at")
-        named = zip(Context._fields, context, strict=True)
-        free = [name in again_from for name, part in named for _ in jax.tree.leaves(part)]
-        free += [False] * (len(jaxpr.invars) - whole)
-        self._given: dict[int, int] = {}
-        self._keep: list[int] = []
-        again: list[int] = []
+        context_leaves = len(jax.tree.leaves(context))
+        # without "at" the head of the last stage, behind a `cond` on the stage's number, would lie in every slot
+        free_fields = ("weights", "shared", "at")
+        fields = zip(Context._fields, context, strict=True)
+        free = [name in free_fields for name, tree in fields for _ in jax.tree.leaves(tree)]
+        free += [False] * (len(jaxpr.invars) - context_leaves)
+        self._input_numbers: dict[int, int] = {}
+        self._stash_places: list[int] = []
+        recomputed: list[int] = []
         for place, var in enumerate(jaxpr.outvars[self._span]):
-            if not isinstance(var, jex.Literal) and inputs.get(var, whole) < whole:
-                self._given[place] = inputs[var]
-            elif any(reads and not flag for reads, flag in zip(self._only(place)[1], free, strict=True)):
-                self._keep.append(place)
+            if not isinstance(var, jex.Literal) and inputs.get(var, context_leaves) < context_leaves:
+                self._input_numbers[place] = inputs[var]
+            elif any(reads and not flag for reads, flag in zip(self._pruned(place)[1], free, strict=True)):
+                self._stash_places.append(place)
             else:
-                again.append(place)
-        self._again = again
-        self._follows, self._reads = self._only(*again)
+                recomputed.append(place)
+        self._recomputed = recomputed
+        self._recompute, self._recompute_reads = self._pruned(*recomputed)
 
-    def _only(self, *places: int) -> tuple[Any, list[bool]]:
-        """The program of these residuals alone, and of each input whether it reads it."""
-        wanted = {self._span.start + place for place in places}
-        return prune(self._program, [number in wanted for number in range(len(self._program.jaxpr.outvars))])
+    def _pruned(self, *places: int) -> tuple[Any, list[bool]]:
+        """The program of these residuals alone, and for each input whether the program reads it."""
+        outputs = {self._span.start + place for place in places}
+        return prune(self._program, [number in outputs for number in range(len(self._program.jaxpr.outvars))])
 
     def forward(self, context: Context, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """As `FromInput.forward`."""
         flat = jex.jaxpr_as_fun(self._program)(*jax.tree.leaves((context, x)))
-        (y, _), _, sums = jax.tree.unflatten(self._results, flat)
+        (y, _), _, sums = jax.tree.unflatten(self._results_tree, flat)
         residuals = flat[self._span]
-        return y, sums, tuple(_plain(residuals[place]) for place in self._keep)
+        return y, sums, tuple(_key_data(residuals[place]) for place in self._stash_places)
 
-    def backward(self, context: Context, x: Any, kept: Any, g: Any) -> tuple[Any, Any, Any]:
+    def backward(self, context: Context, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
         """As `FromInput.backward`; reads no input."""
-        (weights, shared), dx = self._both(context, kept, g)
+        (weights, shared), dx = self._gradients(context, stash, g)
         return weights, shared, gradients(dx, x)
 
-    def inner(self, context: Context, x: Any, kept: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    def inner(self, context: Context, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """As `FromInput.inner`; reads no input."""
         assert self._halves is not None
-        (shared, dx), cut = self._halves.first(context, list(kept), g)
+        (shared, dx), cut = self._halves.first(context, list(stash), g)
         return shared, gradients(dx, x), cut
 
-    def outer(self, context: Context, x: Any, kept: Any, g: Any, cut: Any) -> Any:
+    def outer(self, context: Context, x: Any, stash: Any, g: Any, cut: Any) -> Any:
         """As `FromInput.outer`; reads neither input nor incoming gradient."""
         assert self._halves is not None
-        return self._halves.second(cut, context, list(kept), g)
+        return self._halves.second(cut, context, list(stash), g)
 
-    def _apart(self, context: Context, kept: Any, g: Any) -> tuple[Any, Any]:
-        """The backward as what is wanted at once, and what is not: were the gradient of the head not made at once, that
-        of the logits would have to wait with the rest, in slots of every rank.
-        """
-        (weights, shared), dx = self._both(context, kept, g)
+    def _gradients_by_half(self, context: Context, stash: Any, g: Any) -> tuple[Any, Any]:
+        """((shared, dx), weights). If `shared` were outer, gradients of logits would wait in slots of all ranks."""
+        (weights, shared), dx = self._gradients(context, stash, g)
         return (shared, dx), weights
 
-    def _both(self, context: Context, kept: Any, g: Any) -> tuple[Any, Any]:
+    def _gradients(self, context: Context, stash: Any, g: Any) -> tuple[Any, Any]:
         inputs = jax.tree.leaves(context)
-        residuals: dict[int, Any] = {place: inputs[source] for place, source in self._given.items()}
-        read = [value for value, reads in zip(inputs, self._reads, strict=False) if reads]
-        residuals |= dict(zip(self._again, jex.jaxpr_as_fun(self._follows)(*read), strict=True))
-        for place, value in zip(self._keep, kept, strict=True):
-            residuals[place] = self._as_kept(place, value)
+        residuals: dict[int, Any] = {place: inputs[input_number] for place, input_number in self._input_numbers.items()}
+        operands = [value for value, reads in zip(inputs, self._recompute_reads, strict=False) if reads]
+        residuals |= dict(zip(self._recomputed, jex.jaxpr_as_fun(self._recompute)(*operands), strict=True))
+        for place, value in zip(self._stash_places, stash, strict=True):
+            residuals[place] = self._as_residual(place, value)
         pull = jax.tree.unflatten(self._pull, [residuals[place] for place in range(len(residuals))])
-        one = self._vary(jnp.ones(self._objective.shape, self._objective.dtype))
-        weights, shared, dx = pull((cotangents(g, self._y), one))
+        cotangent = self._vary(jnp.ones(self._objective.shape, self._objective.dtype))
+        weights, shared, dx = pull((cotangents(g, self._y), cotangent))
         return (weights, shared), dx
 
-    def _as_kept(self, place: int, value: Any) -> Any:
-        """A key comes back out of its plain numbers."""
-        kind = self._program.jaxpr.outvars[self._span.start + place].aval
-        return jax.random.wrap_key_data(value, impl=jax.random.key_impl(self._key)) if _is_key(kind) else value
+    def _as_residual(self, place: int, value: Any) -> Any:
+        """A remembered value as the residual at this place: key data become a key again."""
+        aval = self._program.jaxpr.outvars[self._span.start + place].aval
+        return jax.random.wrap_key_data(value, impl=jax.random.key_impl(self._key)) if _is_key(aval) else value
 
 
 def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _plain(leaf: Any) -> Any:
-    """A key as its numbers, which a pool can hold."""
+def _key_data(leaf: Any) -> Any:
+    """The leaf; of a key its data, which a pool can hold."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf

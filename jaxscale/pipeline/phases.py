@@ -3,7 +3,7 @@
 from jaxscale.pipeline.tables import Tables
 
 _LONGEST = 6
-"""Ticks of a motif that is looked for, at most: F I W needs 3, and interleaving no more."""
+"""The most ticks of a motif: F I W needs 3, and interleaving no more."""
 
 
 def phases(tables: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -19,16 +19,16 @@ def phases(tables: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
         (((1,), 11), ((2,), 11))
     """
     kinds = tuple(int(row.max()) for row in tables.columns["kind"])
-    found = []
+    sequence = []
     start = 0
     while start < len(kinds):
         motif, repeats = max(
             ((kinds[start : start + width], _repeats(kinds, start, width)) for width in range(1, _LONGEST + 1)),
-            key=lambda one: len(one[0]) * one[1] if one[1] > 1 else len(one[0]) == 1,
+            key=lambda phase: len(phase[0]) * phase[1] if phase[1] > 1 else len(phase[0]) == 1,
         )
-        found.append((motif, repeats))
+        sequence.append((motif, repeats))
         start += len(motif) * repeats
-    return tuple(found)
+    return tuple(sequence)
 
 
 def _repeats(kinds: tuple[int, ...], start: int, width: int) -> int:

@@ -1,16 +1,16 @@
 r"""PipeMare's two remedies against stale weights: smaller steps where the delay is long, and corrected weights.
 
-Stage s computes a forward with weights that will have missed $d_s$ updates when its gradient is applied, as the next
-one: update number $\tau_s = d_s + 1$ from there.
+The weights of a forward on stage s have missed $d_s$ updates when its gradient is applied: the gradient makes update
+number $\tau_s = d_s + 1$ after these weights.
 
-- Rescheduling: update number k of stage s is scaled by $\tau_s^{-p_k}$ with $p_k = 1 - \min(k/K, 1)$, so the stages
-  learn alike after K updates.
-- Correction: a backward linearises at $w - d_s \delta$ in place of the newest weights w, near those that its forward
-  read, where $\delta \leftarrow \gamma_s \delta + (1 - \gamma_s)(w' - w)$ follows what updates change, and
+- Rescheduling: update number k of stage s is scaled by $\tau_s^{-p_k}$ with $p_k = 1 - \min(k/K, 1)$, so all stages
+  have the same rate after K updates.
+- Correction: a backward linearises at $w - d_s \delta$, near the weights of its forward, instead of the newest weights
+  w. Here $\delta \leftarrow \gamma_s \delta + (1 - \gamma_s)(w' - w)$ is a moving average of the updates' changes, and
   $\gamma_s = D^{1/d_s}$.
 
-The paper counts slots in which a stage does a forward and a backward at once, so its delay is 2(P-i)+1 where here an
-update follows each backward of 1F1B. Its third remedy, to start with a synchronous schedule, is up to the caller.
+The paper counts slots in which a stage runs a forward and a backward at once, so its delay is 2(P-i)+1; here an update
+follows each backward of 1F1B. Its third remedy, to start with a synchronous schedule, is left to the caller.
 
 References:
     Yang, Zhang, Li, Ré, Aberger, De Sa, "PipeMare: Asynchronous Pipeline Parallel DNN Training", 2021
@@ -30,11 +30,11 @@ from jaxscale.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Remedies:
-    """Which remedies, and how strong.
+    """The remedies and their strengths.
 
     Args:
         anneal: K, updates over which rescheduling fades; 0 leaves it out.
-        correction: D, what is left of a change in the moving average after the delay, above 0 and below 1; `None`
+        correction: D, the share of a change that the moving average keeps after the delay, above 0 and below 1; `None`
             leaves the correction out. The paper's theory has exp(-2) = 0.135.
 
     Example:
@@ -52,14 +52,14 @@ class Remedies:
             raise UserError(f"a correction of {self.correction}, expected more than 0 and less than 1, such as 0.135")
 
     def scale(self, delay: Any, update: Any) -> Any:
-        """What update number `update` of a stage is multiplied with: as its learning rate would be."""
+        """The factor of update number `update` of a stage, like a factor of its learning rate."""
         if not self.anneal:
             return jnp.float32(1)
         exponent = 1 - jnp.minimum(jnp.float32(update) / self.anneal, 1)
         return jnp.float32(1 + delay) ** -exponent
 
     def rescheduled(self, old: Any, new: Any, delay: Any, update: Any) -> Any:
-        """The weights after a part of an update."""
+        """The weights after a scaled update."""
         if not self.anneal:
             return new
         scale = self.scale(delay, update)
@@ -68,8 +68,8 @@ class Remedies:
     def followed(self, change: Any, old: Any, new: Any, delay: Any) -> Any:
         """The moving average of the weights' changes after one more."""
         assert self.correction is not None
-        kept = jnp.exp(math.log(self.correction) / jnp.maximum(jnp.float32(delay), 1))
-        return jax.tree.map(lambda c, a, b: kept * c + (1 - kept) * (b.astype(jnp.float32) - a), change, old, new)
+        decay = jnp.exp(math.log(self.correction) / jnp.maximum(jnp.float32(delay), 1))
+        return jax.tree.map(lambda c, a, b: decay * c + (1 - decay) * (b.astype(jnp.float32) - a), change, old, new)
 
     def corrected(self, weights: Any, change: Any, delay: Any) -> Any:
         """The weights that a backward linearises at."""

@@ -1,4 +1,4 @@
-"""PipelinePlan: which schedule, on how many devices and microbatches, as a request with a short text form."""
+"""PipelinePlan: a request for a schedule on some devices and microbatches, with a short text form."""
 
 import dataclasses
 import functools
@@ -15,8 +15,8 @@ from jaxscale.values.annotations import field_types
 
 
 def _form(method: Method) -> str:
-    size = "P" if method.streams else "PxM"
-    return f"{method.name}:{size}" + ("[,v=V]" if method.interleaves else "")
+    sizes = "P" if method.streams else "PxM"
+    return f"{method.name}:{sizes}" + ("[,v=V]" if method.interleaves else "")
 
 
 FORMS = {**{name: _form(method) for name, method in METHODS.items()}, "auto": "auto:P", "file": "file:PATH"}
@@ -28,11 +28,7 @@ _SIZE = re.compile(r"(\d+)(?:x(\d+))?")
 
 
 def _option(text: str, key: str, value: str) -> Any:
-    """The value of an option, by its field's type.
-
-    Raises:
-        UserError: it is not of the type.
-    """
+    """The value of an option, parsed by its field's type."""
     hint = int | None if key == "v" else field_types(PipelinePlan)[key]
     return parse(value.replace("+", ","), hint, f"pipeline {text!r}: {key}")
 
@@ -44,7 +40,7 @@ def _schedule(name: str, ranks: int, microbatches: int, chunks: int | None, upda
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
-    """Which schedule, on how many devices and microbatches, by its text form.
+    """A schedule with its numbers of devices and microbatches, by its text form.
 
     | text form | schedule |
     |---|---|
@@ -53,27 +49,27 @@ class PipelinePlan:
     | `pipedream:P`, `pipemare:P` | asynchronous, an update for each microbatch |
     | `2bw:PxM` | asynchronous, an update for each M microbatches |
     | `auto:P` | schedule, microbatches and partition are chosen |
-    | `file:PATH` | PyTorch's CSV, which says the rest |
+    | `file:PATH` | PyTorch's CSV, which defines everything |
 
     Options follow the form, such as `1f1b:4x8,stash=input,stages=3+2+2+1`.
 
     Args:
         name: of a method, or auto or file.
-        ranks: P, devices on the pipe axis; `None` of a file.
-        microbatches: M, those of one update of the weights; `None` where the form has none.
+        ranks: P, devices on the pipe axis; `None` for a file.
+        microbatches: M, per update of the weights; `None` if the form has none.
         chunks: V; `None`: the method's own.
         path: of the file.
-        stages: blocks of each stage, in order; `None` gives every stage as many.
-        stash: what a stage keeps of a forward for its backward: what the memory plan says of each block, or its "input"
-            alone, and it runs again.
-        lowering: of the table: "switch", a branch for each kind of action, so that idle devices do nothing; or
-            "phased", kinds written out one after the other without any branch, where every tick is of one kind
-            (lockstep, gpipe): idle devices then compute on zeros, and what they compute is dropped.
+        stages: blocks of each stage, in order; `None`: equally many for each.
+        stash: what a stage keeps from a forward to its backward: "residuals" by the memory plan of each block, or only
+            its "input", and the forward runs again.
+        lowering: of the table: "switch", a branch for each kind of action, so idle devices do nothing; or "phased",
+            kinds unrolled one after the other without branches, if every tick is of one kind (lockstep, gpipe): idle
+            devices then compute on zeros, and their results are dropped.
         anneal: updates over which the smaller rates of an asynchronous pipeline's stale stages fade (PipeMare's
             rescheduling); 0: none; `None`: a quarter of the run for pipemare, else none.
-        correction: of the weights that pipemare's backwards read, what is left of a change after the delay, below 1; 0:
-            none; `None`: exp(-2) = 0.135.
-        synchronous_steps: of an asynchronous pipeline, to begin with: a warm-up, after which the pipe fills.
+        correction: of the weights that pipemare's backwards read: the share of a change that is left after the delay,
+            below 1; 0: none; `None`: exp(-2) = 0.135.
+        synchronous_steps: warm-up steps before an asynchronous pipeline fills.
 
     Example:
         >>> plan = PipelinePlan.parse("interleaved:4x8,v=2")
@@ -108,18 +104,18 @@ class PipelinePlan:
         if self.name not in FORMS:
             raise unknown("pipeline schedule", self.name, FORMS)
         method = METHODS.get(self.name)
-        wanted = {
+        required = {
             "ranks": self.name != "file",
             "microbatches": method is not None and not method.streams,
             "path": self.name == "file",
         }
-        for field, needed in wanted.items():
+        for field, needed in required.items():
             if (getattr(self, field) is not None) != needed:
                 verb = "needs" if needed else "takes no"
-                why = "; each microbatch is an update, 2bw takes more of them" if method and method.streams else ""
-                raise UserError(f"pipeline {self.name} {verb} {field}: write {FORMS[self.name]}{why}")
+                hint = "; each microbatch is an update, 2bw takes more of them" if method and method.streams else ""
+                raise UserError(f"pipeline {self.name} {verb} {field}: write {FORMS[self.name]}{hint}")
         if method is not None:
-            self.schedule()  # refuses numbers for which there is none
+            self.schedule()  # refuses numbers without a schedule
         elif self.chunks is not None:
             raise UserError(f"pipeline {self.name} takes no v: write {FORMS[self.name]}")
         elif self.ranks is not None and self.ranks < 1:
@@ -130,14 +126,13 @@ class PipelinePlan:
         """The plan of its text form.
 
         Raises:
-            UserError: an unknown name, with the near miss; numbers that are missing, too many, or for which the
-                schedule is not defined.
+            UserError: an unknown name, with the nearest; numbers that are missing, too many, or without a schedule.
         """
-        head, colon, rest = text.strip().partition(":")
+        head, colon, arguments = text.strip().partition(":")
         name = head.lower()
         if name not in FORMS:
             raise unknown("pipeline schedule", name, FORMS)
-        size, *words = rest.split(",")
+        size, *words = arguments.split(",")
         options: dict[str, Any] = {}
         while words and (name != "file" or words[-1].partition("=")[0].strip() in OPTIONS):
             key, _, value = (part.strip() for part in words.pop().partition("="))
@@ -151,11 +146,11 @@ class PipelinePlan:
         chunks = options.pop("v", None)
         if name == "file":
             return cls(name, path=",".join([size, *words]) or None, chunks=chunks, **options)
-        numbers = _SIZE.fullmatch(size.strip().lower())
-        if not numbers:
+        sizes = _SIZE.fullmatch(size.strip().lower())
+        if not sizes:
             reason = f"got {size!r}" if colon else "got no numbers"
             raise UserError(f"pipeline {text!r}: {reason}, expected {FORMS[name]}: P devices, M microbatches")
-        ranks, microbatches = numbers.groups()
+        ranks, microbatches = sizes.groups()
         return cls(name, int(ranks), None if microbatches is None else int(microbatches), chunks, **options)
 
     def __str__(self) -> str:
@@ -176,7 +171,7 @@ class PipelinePlan:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the schedule updates the weights on its way."""
+        """Whether the schedule updates the weights inside."""
         return self.name in METHODS and METHODS[self.name].steps
 
     def shape(self) -> tuple[int, int]:
@@ -191,15 +186,15 @@ class PipelinePlan:
         """
         if self.path is None and self.ranks is not None and self.name != "auto":
             return self.ranks, self.microbatches or 1
-        found = self.schedule()
-        return found.ranks, found.microbatches
+        schedule = self.schedule()
+        return schedule.ranks, schedule.microbatches
 
     def schedule(self, updates: int = 1, ranks: int | None = None) -> Schedule:
         """The schedule.
 
         Args:
-            updates: how many updates the schedule of an asynchronous method makes.
-            ranks: devices on the pipe axis, where another says; `None`: no matter.
+            updates: number of updates of an asynchronous schedule.
+            ranks: devices on the pipe axis of a mesh, to compare; `None`: no comparison.
 
         Raises:
             UserError: a file that is missing or wrong; a schedule for another number of devices; `auto`, before it
@@ -208,14 +203,14 @@ class PipelinePlan:
         if self.name == "auto":
             raise UserError(f"pipeline {self}: its schedule is still to be chosen; give one by name to draw or run it")
         if self.path is not None:
-            found = read_csv(self.path)
+            schedule = read_csv(self.path)
         else:
             assert self.ranks is not None
             microbatches = 1 if self.microbatches is None else self.microbatches
-            found = _schedule(self.name, self.ranks, microbatches, self.chunks, updates)
-        if ranks not in (None, found.ranks):
+            schedule = _schedule(self.name, self.ranks, microbatches, self.chunks, updates)
+        if ranks not in (None, schedule.ranks):
             raise UserError(
-                f"pipeline {self}: a schedule for {found.ranks} devices, but the pipe axis has {ranks}; "
+                f"pipeline {self}: a schedule for {schedule.ranks} devices, but the pipe axis has {ranks}; "
                 "give the mesh as many, or another schedule"
             )
-        return found
+        return schedule

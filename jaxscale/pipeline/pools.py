@@ -1,4 +1,4 @@
-"""Pools of slots inside a compiled program, and the few operations on trees of arrays that the executor is made of."""
+"""Pools of slots inside a compiled program, and the executor's operations on trees of arrays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +16,8 @@ from jaxscale.sharding.memory_space import on_host, to_device, to_host
 def vary(tree: Any, axes: Sequence[str]) -> Any:
     """A tree marked as varying over manual axes.
 
-    `vjp` in a branch with respect to a value that is the same on all devices would put the sum over those devices, a
-    collective, into a branch that not all of them take, and hang (hazard 1); so everything is marked outside.
+    `vjp` in a branch with respect to a value that is the same on all devices would put a collective, the sum over those
+    devices, into a branch that not all of them take, and hang (hazard 1). So every value is marked outside.
     """
 
     def mark(leaf: Any) -> Any:
@@ -44,7 +44,7 @@ def empty(tree: Any, slots: int, hosted: Any = False) -> Any:
 
 
 def read(pool: Any, slot: Any) -> Any:
-    """What lies in a slot, on the device; of a pool with one slot without looking at the number."""
+    """The value in a slot, on the device; a pool with one slot ignores the number."""
 
     def take(leaf: Any) -> Any:
         value = leaf[0] if leaf.shape[0] == 1 else lax.dynamic_index_in_dim(leaf, slot, 0, keepdims=False)
@@ -54,7 +54,7 @@ def read(pool: Any, slot: Any) -> Any:
 
 
 def read_in_place(pool: Any, slot: Any) -> Any:
-    """What lies in a slot, in the memory that the pool lies in."""
+    """The value in a slot, in the memory of the pool."""
 
     def take(leaf: Any) -> Any:
         if leaf.shape[0] == 1:
@@ -76,7 +76,7 @@ def write(pool: Any, slot: Any, value: Any) -> Any:
 
 
 def _row_major(value: Any) -> Any:
-    """A value on its way from or to the host, laid out as there: a TPU's compiler gives up where the two differ."""
+    """A value to or from the host, in the host's layout: a TPU's compiler fails if the layouts differ."""
     return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
 
 
@@ -91,12 +91,12 @@ def differentiable(leaf: Any) -> bool:
 
 
 def cotangents(tree: Any, like: Any) -> Any:
-    """A message as the gradient of what was sent: `float0` where the leaf has none."""
+    """A message as cotangents of the tree that was sent: `float0` where a leaf has no gradient."""
     return jax.tree.map(
-        lambda leaf, sent: leaf if differentiable(sent) else np.zeros(sent.shape, jax.dtypes.float0), tree, like
+        lambda leaf, primal: leaf if differentiable(primal) else np.zeros(primal.shape, jax.dtypes.float0), tree, like
     )
 
 
 def gradients(tree: Any, like: Any) -> Any:
-    """A gradient as arrays of the type of `like`: zeros where the leaf has none."""
-    return jax.tree.map(lambda leaf, of: leaf if differentiable(of) else jnp.zeros_like(of), tree, like)
+    """A gradient as arrays of the types of `like`: zeros where a leaf has no gradient."""
+    return jax.tree.map(lambda leaf, primal: leaf if differentiable(primal) else jnp.zeros_like(primal), tree, like)

@@ -1,4 +1,4 @@
-"""Price, Device: what a block costs a device of a pipeline, and what a device has, as the partition reads them."""
+"""Price, Device: the costs of a block on a device of a pipeline, and the resources of a device, for the partition."""
 
 import dataclasses
 import math
@@ -8,21 +8,21 @@ from jaxscale.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """What one block costs, for one microbatch, on one kind of device. Prices of neighbours add up.
+    """The costs of one block for one microbatch on one kind of device. Prices of neighbouring blocks add up.
 
     Args:
         forward: seconds of its forward.
         input_gradient: seconds of its input gradient (I).
         weight_gradient: seconds of its weight gradient (W); a backward in one action takes I + W.
-        weight_bytes: all that lives for its weights: the weights, their gradients, the optimizer's state.
+        weight_bytes: its weights, their gradients and the optimizer's state.
         version_bytes: one more version of its weights (asynchronous schedules).
         stash_bytes: kept from the forward of a microbatch to its backward (or W).
-        between_bytes: kept besides from I to W, where the two are apart.
-        message_bytes: what leaves it forward; as much comes back as gradient.
+        between_bytes: kept in addition from I to W, where the two are apart.
+        message_bytes: sent to the next block; its gradient has as many.
         working_bytes: alive only while it runs. Of neighbours the largest counts.
 
     Raises:
-        UserError: a price that is negative or no number.
+        UserError: a price that is negative or not finite.
 
     Example:
         >>> Price(1.0, 1.0, 1.0, stash_bytes=10).times(2.0) == Price(2.0, 2.0, 2.0, stash_bytes=10)
@@ -45,9 +45,9 @@ class Price:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            given = getattr(self, field.name)
-            if not (math.isfinite(given) and given >= 0):
-                raise UserError(f"price of a block: {field.name} is {given}, expected a finite number >= 0")
+            price = getattr(self, field.name)
+            if not (math.isfinite(price) and price >= 0):
+                raise UserError(f"price of a block: {field.name} is {price}, expected a finite number >= 0")
 
     def times(self, factor: float) -> "Price":
         """The same block on a device that takes `factor` times the seconds."""
@@ -55,19 +55,19 @@ class Price:
         return dataclasses.replace(self, **{name: getattr(self, name) * factor for name in seconds})
 
     def share(self, parts: float) -> "Price":
-        """One of so many equal parts of the work and of what is kept: a smaller microbatch. Weights stay whole."""
-        kept = ("weight_bytes", "version_bytes")
-        names = (field.name for field in dataclasses.fields(self) if field.name not in kept)
+        """One of `parts` equal parts of the work and the stash: a smaller microbatch. Weights stay whole."""
+        weight_fields = ("weight_bytes", "version_bytes")
+        names = (field.name for field in dataclasses.fields(self) if field.name not in weight_fields)
         return dataclasses.replace(self, **{name: getattr(self, name) / parts for name in names})
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A place on the pipe axis, and the link from it to the next place (of the last one: back to the first).
+    """A place on the pipe axis, and the link from it to the next place (from the last to the first).
 
     Args:
-        memory_bytes: for all that this program keeps there; `None`: no bound.
-        kind: names its price list, where devices are unlike.
+        memory_bytes: available to this program; `None`: no bound.
+        kind: name of its price list, if devices are unlike.
         link: bytes/s to and from the next device.
         latency: seconds of a message on that link, however small.
 

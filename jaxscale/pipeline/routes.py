@@ -1,8 +1,8 @@
-"""Routes: which rank does which stage, the ways that named schedules take through the devices."""
+"""Routes: the rank of each stage in the named schedules."""
 
 
 def straight(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Stage s on rank s mod p: once through the devices, or round and round (interleaved).
+    """Stage s on rank s mod p: once through the devices, or several times (interleaved).
 
     Example:
         >>> straight(2, chunks=2)

@@ -1,8 +1,8 @@
-"""Schedule: what each device of a pipeline does, in order, as data that checks itself.
+"""Schedule: the ordered actions of each device of a pipeline, as data that checks itself.
 
-A schedule has no clock: an action runs when its device has done what stands before it and its inputs are there. So one
-value serves the checker (here), the simulator (`simulate.py`), the drawing (`draw.py`) and the executor, and a schedule
-read from PyTorch's CSV (`csv.py`) is as good as one of ours (`schedules/`). When it runs in ticks: `ticks.py`.
+A schedule has no times: an action runs after the actions before it on its device and after its inputs. So one value
+serves the checker (here), the simulator (`simulate.py`), the drawing (`draw.py`) and the executor, and a schedule from
+PyTorch's CSV (`csv.py`) is equal to one of ours (`schedules/`). For the ticks of its actions see `ticks.py`.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ __all__ = ["Action", "Kind", "Schedule", "Versions"]
 
 @dataclasses.dataclass(frozen=True)
 class Versions:
-    """Which weights an asynchronous schedule computes with. Version n of a stage is its weights after n updates.
+    """The weights that an asynchronous schedule computes with. Version n of a stage is its weights after n updates.
 
     Args:
         group: microbatches per update: 1 (PipeDream, PipeMare) or the M of 2BW.
         backward: the weights a backward linearises at: those its forward read, or the newest on its stage.
-        lag: a forward of group g reads version max(0, g - lag); `None`: the newest there is on its stage.
+        lag: a forward of group g reads version max(0, g - lag); `None`: the newest on its stage.
     """
 
     group: int
@@ -42,15 +42,15 @@ class Schedule:
     """Ordered actions of each rank; an invalid one cannot be made.
 
     Args:
-        name: what to call it.
-        orders: the actions of each rank, in the order it does them.
+        name: of the schedule.
+        orders: the actions of each rank, in order.
         stages: stages of the network.
         microbatches: m, numbered from 0.
-        routes: `routes[r][stage]` is the rank which does that stage for microbatches of route r; all schedules but the
-            bidirectional ones have one route.
+        routes: `routes[r][stage]` is the rank that runs the stage for microbatches of route r; only bidirectional
+            schedules have several routes.
         route: the route of each microbatch.
-        versions: the weights of an asynchronous schedule; `None`: one update when all is done.
-        cycle: the kinds that ticks take in turn (lock-step schedules: every tick is of one kind on all ranks); `None`:
+        versions: the weights of an asynchronous schedule; `None`: one update at the end.
+        cycle: the kinds of successive ticks (lock-step schedules: every tick is of one kind on all ranks); `None`:
             kinds share ticks.
         bound: activations, of one stage and one microbatch each, that a rank may hold at most.
 
@@ -97,29 +97,29 @@ class Schedule:
 
     @functools.cached_property
     def _stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
-        held: list[list[int]] = [[] for _ in range(self.ranks)]
+        by_rank: list[list[int]] = [[] for _ in range(self.ranks)]
         for route in self.routes:
             for stage, rank in enumerate(route):
-                if stage not in held[rank]:
-                    held[rank].append(stage)
-        return tuple(map(tuple, held))
+                if stage not in by_rank[rank]:
+                    by_rank[rank].append(stage)
+        return tuple(map(tuple, by_rank))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages whose weights a rank holds, chunk by chunk."""
         return self._stages_of_ranks[rank]
 
     def place(self, route: int, stage: int) -> tuple[int, int]:
-        """(rank, chunk) of a stage on a route: which device does it, and with which of its weights."""
+        """(rank, chunk) of a stage on a route: its device, and the index of its weights there."""
         rank = self.routes[route][stage]
         return rank, self._stages_of_ranks[rank].index(stage)
 
     def rank(self, action: Action) -> int:
-        """The rank that does an action."""
+        """The rank that runs an action."""
         return self.routes[self.route[action.microbatch]][action.stage]
 
     @functools.cached_property
     def split(self) -> bool:
-        """Whether any backward is done as input gradient and weight gradient apart."""
+        """Whether any backward is split into input gradient and weight gradient."""
         return any(action.kind is Kind.I for order in self.orders for action in order)
 
     @functools.cached_property
@@ -132,23 +132,23 @@ class Schedule:
         return Action(Kind.B if (stage, microbatch) in self.fused else Kind.I, stage, microbatch)
 
     def inputs(self, action: Action) -> tuple[Action, ...]:
-        """The actions whose results an action needs, apart from its place in the order (an update needs no more)."""
+        """The actions whose results an action needs (none for an update: its place in the order suffices)."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.F:
             return (Action(Kind.F, stage - 1, microbatch),) if stage else ()
         if action.kind in GRADIENT:
-            own = Action(Kind.F, stage, microbatch)
-            return (own, self.gradient(stage + 1, microbatch)) if stage + 1 < self.stages else (own,)
+            forward = Action(Kind.F, stage, microbatch)
+            return (forward, self.gradient(stage + 1, microbatch)) if stage + 1 < self.stages else (forward,)
         return (Action(Kind.I, stage, microbatch),) if action.kind is Kind.W else ()
 
     @functools.cached_property
     def live(self) -> tuple[int, ...]:
-        """Activations each rank holds at most: of one stage and microbatch, from F until B (or W) is done."""
+        """The most activations that each rank holds: of one stage and microbatch, from F until B (or W) is done."""
         peaks = []
         for order in self.orders:
-            held = peak = 0
+            live = peak = 0
             for action in order:
-                held += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0)
-                peak = max(peak, held)
+                live += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0)
+                peak = max(peak, live)
             peaks.append(peak)
         return tuple(peaks)

@@ -1,13 +1,13 @@
-"""How long a schedule takes, how much of it is idle, and what waits in memory meanwhile, under one of two machines.
+"""Simulation of a schedule on one of two machines: its time, its idle time, and its activations in memory.
 
-`dataflow`: a rank does an action as soon as it is free and the inputs have arrived. So run separate programs that send
-messages to one another; the formulas in the papers are of this machine.
+`dataflow`: a rank runs an action as soon as it is free and the inputs have arrived, like separate programs that send
+messages to one another; the formulas in the papers are for this machine.
 
-`neighbour`: one program on all ranks (SPMD), as `execute.py` runs it, in ticks (`ticks.py`). At the end of a tick in
-which anybody sends, a rank exchanges messages with both neighbours on the ring and waits for them; a tick of which
-nothing is sent ends without. Where forwards share ticks with backwards, everybody waits for the longer.
+`neighbour`: one program on all ranks (SPMD), as `execute.py` runs it, in ticks (`ticks.py`). At the end of a tick with
+any message, a rank exchanges messages with both neighbours on the ring and waits for them; a tick without messages has
+no exchange. Where forwards share ticks with backwards, all ranks wait for the longer.
 
-Left out: what a message takes from the computation beside it, the gradient reduction and the update at the end of a
+Left out: the slowdown of computations by messages beside them, the gradient reduction and the update at the end of a
 synchronous step, and differences between microbatches.
 
 References:
@@ -29,19 +29,19 @@ Span = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """A schedule with a clock.
+    """The times of a schedule's actions.
 
     Args:
-        schedule: what ran.
-        costs: what its passes took.
-        machine: how ranks wait for one another; "measured": as they did (`measured.py`).
+        schedule: the schedule.
+        costs: of its passes.
+        machine: how ranks wait for one another; "measured": times of a real run (`measured.py`).
         spans: start and end of each action in seconds, in the order of `schedule.orders`.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
         >>> schedule = METHODS["1f1b"].schedule(4, 8)
-        >>> plain, ours = (simulate(schedule, Costs.alike(schedule), machine) for machine in ("dataflow", "neighbour"))
-        >>> plain.seconds, f"{plain.bubble:.4f}", ours.seconds, plain.live
+        >>> dataflow, spmd = (simulate(schedule, Costs.alike(schedule), name) for name in ("dataflow", "neighbour"))
+        >>> dataflow.seconds, f"{dataflow.bubble:.4f}", spmd.seconds, dataflow.live
         (33.0, '0.2727', 40.0, (4, 3, 2, 1))
     """
 
@@ -64,37 +64,37 @@ class Simulation:
     def period(self) -> float | None:
         """Seconds from one update to the next in the steady state of an asynchronous schedule, `None` of others.
 
-        Told from when the first stage begins its forwards, in the second half of the schedule: what comes later does
-        not reach back to them, so neither filling nor draining counts.
+        Measured between the first stage's forwards in the second half of the schedule: they do not depend on later
+        actions, so neither filling nor draining counts.
         """
         versions = self.schedule.versions
         if versions is None:
             return None
         group, updates = versions.group, self.schedule.microbatches // versions.group
-        first = {
+        starts = {
             action.microbatch: start
             for order, spans in zip(self.schedule.orders, self.spans, strict=True)
             for action, (start, _) in zip(order, spans, strict=True)
             if action.kind is Kind.F and action.stage == 0
         }
-        counted = updates // 2
-        if not counted:
+        count = updates // 2
+        if not count:
             return self.seconds / updates
         last = (updates - 1) * group
-        found = (first[last] - first[last - counted * group]) / counted
-        # too few updates, and no steady state has been reached: no rank can do its work faster than without a pause
-        return found if found * updates >= max(self.busy) * (1 - 1e-9) else self.seconds / updates
+        seconds = (starts[last] - starts[last - count * group]) / count
+        # a period below a rank's busy time shows that too few updates have reached no steady state
+        return seconds if seconds * updates >= max(self.busy) * (1 - 1e-9) else self.seconds / updates
 
     @property
     def seconds_per_microbatch(self) -> float:
-        """The makespan over the microbatches; of an asynchronous schedule in the steady state."""
+        """Makespan over microbatches; for an asynchronous schedule, in the steady state."""
         if self.period is not None and self.schedule.versions is not None:
             return self.period / self.schedule.versions.group
         return self.seconds / self.schedule.microbatches
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time that is idle: of the makespan; of the steady state where weights are updated inside.
+        """Idle share of all ranks' time: of the makespan; for an asynchronous schedule, of the steady state.
 
         1 - sum(busy) / (ranks * seconds)
         """
@@ -108,7 +108,7 @@ class Simulation:
     def bubble_own_span(self) -> float:
         """Share of idle time between each rank's first start and last end: the zero-bubble papers' definition.
 
-        Ranks begin and end at different times, and a step that follows at once would fill what this leaves out.
+        Ranks begin and end at different times; a step that follows at once would fill the time before and after.
         """
         spans = sum(order[-1][1] - order[0][0] for order in self.spans)
         return 1 - sum(self.busy) / spans
@@ -125,23 +125,23 @@ class Simulation:
 
     @property
     def live_shares(self) -> tuple[float, ...]:
-        """The same as multiples of the activations of one rank's share of the model, for comparing interleaved ones."""
+        """`live` in multiples of one rank's share of the model, to compare interleaved schedules."""
         share = self.schedule.ranks / self.schedule.stages
         return tuple(count * share for count in self.live)
 
     @functools.cached_property
     def live_bytes(self) -> tuple[float, ...]:
-        """Bytes that each rank holds at most for its backward passes; what I leaves for W beside them."""
+        """Most bytes that each rank holds for its backwards, with those from I to W."""
         stash = self.costs.stash or (0,) * self.schedule.stages
         pending = self.costs.pending or (0,) * self.schedule.stages
         peaks = []
         for order in self.schedule.orders:
-            held = peak = 0.0
+            live = peak = 0.0
             for action in order:
-                held += {Kind.F: stash[action.stage], Kind.I: pending[action.stage]}.get(action.kind, 0)
-                peak = max(peak, held)
+                live += {Kind.F: stash[action.stage], Kind.I: pending[action.stage]}.get(action.kind, 0)
+                peak = max(peak, live)
                 if action.kind in (Kind.B, Kind.W):
-                    held -= stash[action.stage] + (pending[action.stage] if action.kind is Kind.W else 0)
+                    live -= stash[action.stage] + (pending[action.stage] if action.kind is Kind.W else 0)
             peaks.append(peak)
         return tuple(peaks)
 
@@ -150,104 +150,104 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs, machine: Machine = "neighbour") -> Simulation:
-    """Run a schedule on paper.
+    """Simulate a schedule.
 
     Args:
-        schedule: what each rank does, in order.
+        schedule: the actions of each rank, in order.
         costs: seconds of passes and messages.
-        machine: `neighbour` as our executor runs it, `dataflow` as separate programs would.
+        machine: `neighbour` as our executor, `dataflow` as separate programs.
 
     Raises:
-        UserError: costs of another number of stages; a message that a neighbour exchange cannot carry.
+        UserError: costs of a wrong number of stages; a message that a neighbour exchange cannot carry.
     """
     return Network(schedule).run(costs, machine)
 
 
 class Network:
-    """A schedule made ready to be simulated under many costs: who waits for whom, found once.
+    """A schedule ready to be simulated under many costs: its dependences are computed once.
 
     Args:
-        schedule: what each rank does, in order.
+        schedule: the actions of each rank, in order.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        at = ticks(schedule)
-        placed = [(at[action], rank, action) for rank, order in enumerate(schedule.orders) for action in order]
-        number = {action: index for index, (_, _, action) in enumerate(placed)}
-        self._ends_of_orders = [len(order) for order in schedule.orders]
-        self._rank = [rank for _, rank, _ in placed]
-        self._pass = [(action.kind, action.stage) for _, _, action in placed]
-        self._rows: list[list[int]] = [[] for _ in range(1 + max(at.values()))]
+        tick_of = ticks(schedule)
+        cells = [(tick_of[action], rank, action) for rank, order in enumerate(schedule.orders) for action in order]
+        index_of = {action: index for index, (_, _, action) in enumerate(cells)}
+        self._order_lengths = [len(order) for order in schedule.orders]
+        self._rank = [rank for _, rank, _ in cells]
+        self._passes = [(action.kind, action.stage) for _, _, action in cells]
+        self._rows: list[list[int]] = [[] for _ in range(1 + max(tick_of.values()))]
         self._sends = [False] * len(self._rows)
         self._inputs: list[list[tuple[int, tuple[int, ...]]]] = []
-        self._far: tuple[Action, Action] | None = None
-        for index, (tick, rank, action) in enumerate(placed):
+        self._unreachable: tuple[Action, Action] | None = None
+        for index, (tick, rank, action) in enumerate(cells):
             self._rows[tick].append(index)
             inputs = []
-            for needed in schedule.inputs(action):
-                source = number[needed]
-                way = _way(self._rank[source], rank, schedule.ranks)
-                if way:
-                    self._sends[placed[source][0]] = True
-                if len(way) > 1 and self._far is None:
-                    self._far = (needed, action)
-                inputs.append((source, way))
+            for input_action in schedule.inputs(action):
+                source = index_of[input_action]
+                path = _shortest_path(self._rank[source], rank, schedule.ranks)
+                if path:
+                    self._sends[cells[source][0]] = True
+                if len(path) > 1 and self._unreachable is None:
+                    self._unreachable = (input_action, action)
+                inputs.append((source, path))
             self._inputs.append(inputs)
 
     def run(self, costs: Costs, machine: Machine = "neighbour") -> Simulation:
         """As `simulate`."""
         costs.check(self.schedule)
-        takes = {one: costs.seconds(*one) for one in set(self._pass)}
+        pass_seconds = {key: costs.seconds(*key) for key in set(self._passes)}
         links = costs.links or (0.0,) * self.schedule.ranks
-        starts = {"dataflow": self._dataflow, "neighbour": self._neighbour}[machine](takes, links)
-        spans = [(start, start + takes[one]) for start, one in zip(starts, self._pass, strict=True)]
-        orders, first = [], 0
-        for count in self._ends_of_orders:
-            orders.append(tuple(spans[first : first + count]))
-            first += count
+        starts = {"dataflow": self._dataflow, "neighbour": self._neighbour}[machine](pass_seconds, links)
+        spans = [(start, start + pass_seconds[key]) for start, key in zip(starts, self._passes, strict=True)]
+        orders, begin = [], 0
+        for count in self._order_lengths:
+            orders.append(tuple(spans[begin : begin + count]))
+            begin += count
         return Simulation(self.schedule, costs, machine, tuple(orders))
 
-    def _dataflow(self, takes: dict[tuple[Kind, int], float], links: tuple[float, ...]) -> list[float]:
-        free = [0.0] * self.schedule.ranks
-        starts, ends = [0.0] * len(self._pass), [0.0] * len(self._pass)
-        for row in self._rows:  # in the order of ticks what is needed comes first
+    def _dataflow(self, pass_seconds: dict[tuple[Kind, int], float], links: tuple[float, ...]) -> list[float]:
+        free_at = [0.0] * self.schedule.ranks
+        starts, ends = [0.0] * len(self._passes), [0.0] * len(self._passes)
+        for row in self._rows:  # in the order of ticks inputs come first
             for index in row:
                 rank = self._rank[index]
-                start = free[rank]
-                for source, way in self._inputs[index]:
-                    there = ends[source] + sum(links[link] for link in way)
-                    start = max(start, there)
+                start = free_at[rank]
+                for source, path in self._inputs[index]:
+                    arrival = ends[source] + sum(links[link] for link in path)
+                    start = max(start, arrival)
                 starts[index] = start
-                free[rank] = ends[index] = start + takes[self._pass[index]]
+                free_at[rank] = ends[index] = start + pass_seconds[self._passes[index]]
         return starts
 
-    def _neighbour(self, takes: dict[tuple[Kind, int], float], links: tuple[float, ...]) -> list[float]:
-        if self._far is not None:
-            source, target = self._far
+    def _neighbour(self, pass_seconds: dict[tuple[Kind, int], float], links: tuple[float, ...]) -> list[float]:
+        if self._unreachable is not None:
+            source, target = self._unreachable
             raise UserError(
                 f"schedule {self.schedule.name}: {target} on rank {self.schedule.rank(target)} needs {source} of rank "
                 f"{self.schedule.rank(source)}, which is no neighbour on the ring of {self.schedule.ranks}; place "
                 "neighbouring stages on neighbouring ranks (separate programs could send it: the dataflow machine)"
             )
         ranks = self.schedule.ranks
-        now = [0.0] * ranks
-        starts = [0.0] * len(self._pass)
+        times = [0.0] * ranks
+        starts = [0.0] * len(self._passes)
         for row, sends in zip(self._rows, self._sends, strict=True):
             for index in row:
                 rank = self._rank[index]
-                starts[index] = now[rank]
-                now[rank] += takes[self._pass[index]]
+                starts[index] = times[rank]
+                times[rank] += pass_seconds[self._passes[index]]
             if sends:
-                now = [
-                    max(now[rank], now[rank - 1] + links[rank - 1], now[(rank + 1) % ranks] + links[rank])
+                times = [
+                    max(times[rank], times[rank - 1] + links[rank - 1], times[(rank + 1) % ranks] + links[rank])
                     for rank in range(ranks)
                 ]
         return starts
 
 
-def _way(source: int, target: int, ranks: int) -> tuple[int, ...]:
-    """The links that a message crosses, the shorter way around the ring; of equals the one that does not close it."""
+def _shortest_path(source: int, target: int, ranks: int) -> tuple[int, ...]:
+    """The links that a message crosses, the shorter way around the ring; of equal ways, not over the closing link."""
     right, left = (target - source) % ranks, (source - target) % ranks
     if right < left or (right == left and source < target):
         return tuple((source + step) % ranks for step in range(right))

@@ -1,4 +1,4 @@
-"""Slots: orders out of a timetable, the way Chimera and the lock-step schedules are told."""
+"""Slots: orders from a timetable, the form of Chimera and the lock-step schedules."""
 
 from collections.abc import Iterable
 

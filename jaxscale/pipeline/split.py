@@ -1,17 +1,17 @@
-"""A function in two halves: what gives its first results, and what is left for its second ones.
+"""A function in two halves: the first computes its first results, the second the others.
 
 Zero-bubble schedules run the backward of a stage as two actions: I, the gradient of its input, which the previous
-stage waits for, and W, the gradients of its weights, which nobody waits for. Here the equations of the backward are
-divided: those that the first results need run in the first half, the others in the second, and what crosses from one
-to the other (mainly the gradient of each product's output) is handed over, so that together they do what the whole
-did: no product runs twice, and the results are the same. A scan is divided like its body, what crosses there being
-stacked over the iterations, so a stage may scan its layers; a `cond` like its branches; a checkpointed block like its
-program, the recomputation being in the first half.
+stage waits for, and W, the gradients of its weights, which no stage waits for. Here the equations of the backward are
+divided: those that the first results need run in the first half, the others in the second. The values that cross from
+one to the other (mainly the gradient of each product's output) are handed over, so no product runs twice and the
+results are the same. A scan is divided like its body, with crossing values stacked over the iterations, so a stage may
+scan its layers; a `cond` is divided like its branches; a checkpointed block like its program, with the recomputation in
+the first half.
 
-What only moves or compares numbers runs again in the second half where that hands over no more bytes.
+Equations that only move or compare numbers run again in the second half where that hands over no more bytes.
 
-It leaves out other calls that hold programs (`while`, `shard_map`, kernels): each runs whole, in the first half where
-one of its results is needed there. Effects (`jax.debug.print`) on which no result depends do not take place.
+Left out: other calls that hold programs (`while`, `shard_map`, kernels). Each runs whole, in the first half if one of
+its results is needed there. Effects (`jax.debug.print`) on which no result depends are dropped.
 
 References:
     Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", 2023 (https://arxiv.org/abs/2401.10241).
@@ -33,10 +33,10 @@ class Division:
 
     Args:
         cut: shape and type of each array that crosses.
-        reads_first: of each leaf of the arguments, whether the first half reads it; those it does not may be anything.
-        reads_second: the same of the second half.
-        halves: what runs.
-        trees: structures of the arguments, of the first results and of the second.
+        reads_first: for each leaf of the arguments, whether the first half reads it; other leaves may be anything.
+        reads_second: the same for the second half.
+        halves: the programs.
+        trees: structures of the arguments, the first results and the second results.
     """
 
     cut: tuple[jax.ShapeDtypeStruct, ...]
@@ -47,18 +47,18 @@ class Division:
 
     @property
     def cut_bytes(self) -> int:
-        """Bytes of what crosses."""
+        """Bytes of the crossing values."""
         return tree_bytes(self.cut)
 
     def first(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The first results, and what crosses."""
-        found, cut = self.halves.first(self._leaves(args))
-        return jax.tree.unflatten(self.trees[1], found[: self.trees[1].num_leaves]), tuple(cut)
+        """The first results, and the crossing values."""
+        outputs, cut = self.halves.first(self._leaves(args))
+        return jax.tree.unflatten(self.trees[1], outputs[: self.trees[1].num_leaves]), tuple(cut)
 
     def second(self, cut: Sequence[Any], *args: Any) -> Any:
-        """The second results, from what crossed and the arguments."""
-        found = self.halves.second(self._leaves(args), cut)
-        return jax.tree.unflatten(self.trees[2], found[self.trees[1].num_leaves :])
+        """The second results, from the crossing values and the arguments."""
+        outputs = self.halves.second(self._leaves(args), cut)
+        return jax.tree.unflatten(self.trees[2], outputs[self.trees[1].num_leaves :])
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
         leaves, tree = jax.tree.flatten(args)
@@ -70,11 +70,11 @@ def divide(function: Callable[..., tuple[Any, Any]], *args: Any, kept: Any = Tru
     """The halves of `function(*args) -> (first, second)`: `first` is made by one, `second` by the other.
 
     Args:
-        function: of arrays that JAX can trace. Of the backward of a stage, `first` is the gradient of its input and
+        function: of arrays that JAX can trace. For the backward of a stage, `first` is the gradient of its input and
             `second` that of its weights.
         args: trees of arrays, tracers or `jax.ShapeDtypeStruct`s, as in the program that will call the halves.
         kept: whether the second half may read an argument itself: a boolean, or a tuple like `args` of booleans or
-            trees of them. Of what it may not read, it is handed what it needs.
+            trees of them. Values of other arguments cross if it needs them.
 
     Example:
         >>> import jax.numpy as jnp

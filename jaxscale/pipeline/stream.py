@@ -1,9 +1,9 @@
-"""An asynchronous schedule as a stream: a table without end, told by its beginning and its period.
+"""An asynchronous schedule as a stream: a table without end, given by its beginning and its period.
 
-An asynchronous pipeline does not drain between updates, so its table must not end with a step of training. Microbatches
+An asynchronous pipeline does not drain between updates, so its table must not end with a training step. Microbatches
 enter at a steady pace; after a beginning in which the last stages wait, the rows repeat, with other microbatches. The
-rows of a tick are those of `tables.py` with the same rules, and what versions of weights need besides: the slot that a
-forward reads or a backward linearises at, and the slot that an update writes. An update is part of its backward's tick.
+rows follow the rules of `tables.py` and have columns for versions of weights besides: the slot that a forward reads or
+a backward linearises at, and the slot that an update writes. An update is part of its backward's tick.
 
 Slots are taken in turn (`versions.ring`), so that they have a period.
 """
@@ -23,7 +23,7 @@ from jaxscale.pipeline.versions import lives, ring, uses
 NUMBERS: tuple[str, ...] = ("kind", "microbatch", "updates")
 SLOTS: tuple[str, ...] = ("x", "g", "kept", "from_left", "from_right", "reads", "writes")
 COLUMNS = NUMBERS + SLOTS
-"""Of a row: what to do, with which microbatch, in which slots; whether an update follows and which slot it writes."""
+"""Columns of a row: the action, its microbatch and slots; whether an update follows, and the slot that it writes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Stream:
 
     Args:
         name: of the schedule.
-        stash: what is kept from a forward to its backward.
+        stash: kept from a forward to its backward.
         rows: int32 (ticks, columns, ranks): `beginning` ticks, then one period; columns as in `COLUMNS`.
         beginning: ticks before the rows repeat.
-        turns: microbatches of a period: in the next one, `microbatch` is that many more.
+        turns: microbatches of a period: in the next one, `microbatch` is larger by this number.
         pace: ticks per microbatch.
         group: microbatches per update.
-        delays: by stage, the updates that are made between a forward and the update that its gradient makes.
+        delays: by stage, the updates between a forward and the update with its gradient.
         newest: whether a backward linearises at the newest weights, where its forward may have read older ones.
-        messages: slots for messages; the one past the last is for none.
-        kept: slots for what forwards keep.
+        messages: slots for messages; the slot past the last stands for no message.
+        kept: slots for the stashes of forwards.
         versions: slots for weights.
         tail: ticks from the entry of a microbatch to its last backward, both included.
 
@@ -82,29 +82,28 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
     """The stream of an asynchronous method.
 
     Args:
-        method: one that updates on its way (`Method.steps`).
+        method: an asynchronous one (`Method.steps`).
         ranks: p.
         microbatches: per update.
-        stash: what is kept from a forward to its backward.
+        stash: kept from a forward to its backward.
 
     Raises:
-        UserError: a synchronous method; one whose stages are not one after the other on the ranks; one that does not
-            become periodic.
+        UserError: a synchronous method; one whose stage s is not on rank s; one that does not become periodic.
     """
     if not method.steps:
-        raise UserError(f"schedule {method.name} is synchronous, expected one that updates weights on its way")
-    short = _Timed(method.schedule(ranks, microbatches, updates=4 + 4 * ranks // microbatches), stash)
-    turns = math.lcm(short.slots["x"], short.slots["g"], short.slots["versions"] * microbatches)
-    enough = 4 * ranks + 2 * microbatches + 2 * turns
-    timed = _Timed(method.schedule(ranks, microbatches, updates=-(-enough // microbatches)), stash)
-    rows, period = timed.rows(), turns * timed.pace
-    # as long as microbatches enter
-    later = rows[period : timed.pace * enough]
-    earlier = rows[: len(later)].copy()
-    earlier[:, COLUMNS.index("microbatch")] += turns * (earlier[:, COLUMNS.index("kind")] != 0)
-    differ = np.flatnonzero((earlier != later).any((1, 2)))
-    beginning = int(differ[-1]) + 1 if len(differ) else 0
-    if timed.slots != short.slots or beginning > len(later) - period:
+        raise UserError(f"schedule {method.name} is synchronous, expected an asynchronous one")
+    short_run = _Timed(method.schedule(ranks, microbatches, updates=4 + 4 * ranks // microbatches), stash)
+    turns = math.lcm(short_run.slots["x"], short_run.slots["g"], short_run.slots["versions"] * microbatches)
+    entries = 4 * ranks + 2 * microbatches + 2 * turns
+    long_run = _Timed(method.schedule(ranks, microbatches, updates=-(-entries // microbatches)), stash)
+    rows, period = long_run.rows(), turns * long_run.pace
+    # ticks in which microbatches still enter
+    later_rows = rows[period : long_run.pace * entries]
+    shifted_rows = rows[: len(later_rows)].copy()
+    shifted_rows[:, COLUMNS.index("microbatch")] += turns * (shifted_rows[:, COLUMNS.index("kind")] != 0)
+    differences = np.flatnonzero((shifted_rows != later_rows).any((1, 2)))
+    beginning = int(differences[-1]) + 1 if len(differences) else 0
+    if long_run.slots != short_run.slots or beginning > len(later_rows) - period:
         raise UserError(f"schedule {method.name}: its rows do not repeat after {period} ticks, expected a steady state")
     return Stream(
         name=method.name,
@@ -112,22 +111,22 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
         rows=rows[: beginning + period],
         beginning=beginning,
         turns=turns,
-        pace=timed.pace,
+        pace=long_run.pace,
         group=microbatches,
-        delays=timed.delays(),
-        newest=timed.newest,
-        messages=timed.slots["x"] + timed.slots["g"],
-        kept=timed.slots["x"],
-        versions=timed.slots["versions"],
-        tail=timed.tail(),
+        delays=long_run.delays(),
+        newest=long_run.newest,
+        messages=long_run.slots["x"] + long_run.slots["g"],
+        kept=long_run.slots["x"],
+        versions=long_run.slots["versions"],
+        tail=long_run.tail(),
     )
 
 
 class _Timed:
-    """A schedule whose microbatches enter at a steady pace, with the ticks and slots of it all.
+    """A schedule whose microbatches enter at a steady pace, with its ticks and slots.
 
     Args:
-        schedule: asynchronous, one stage after the other on the ranks.
+        schedule: asynchronous, with stage s on rank s.
         stash: as of `stream`.
     """
 
@@ -139,7 +138,7 @@ class _Timed:
         self.newest = schedule.versions.backward == "newest"
         self.pace = max(sum(action.kind is not Kind.U for action in order) for order in schedule.orders)
         self.pace //= schedule.microbatches
-        self._at = self._ticks()
+        self._tick_of = self._ticks()
         stages, ends = range(schedule.stages), (Kind.B if stash == "input" else Kind.F)
         numbers = range(schedule.microbatches)
         inputs = [[(self._arrival("x", s, i), self._tick(ends, s, i) + 1, i) for i in numbers] for s in stages[1:]]
@@ -148,16 +147,16 @@ class _Timed:
         self.slots = {
             "x": max(map(ring, [*inputs, *kept])),
             "g": max(map(ring, incoming), default=1),
-            "versions": max(map(ring, lives(schedule, self._at).values())),
+            "versions": max(map(ring, lives(schedule, self._tick_of).values())),
         }
 
     def rows(self) -> np.ndarray:
         """(ticks, columns, ranks)."""
-        ticks = 1 + max(self._at.values())
+        ticks = 1 + max(self._tick_of.values())
         columns = {name: np.zeros((ticks, self._schedule.ranks), np.int32) for name in COLUMNS}
-        none = self.slots["x"] + self.slots["g"]
-        columns["from_left"][:] = columns["from_right"][:] = none
-        for action, tick in self._at.items():
+        no_slot = self.slots["x"] + self.slots["g"]
+        columns["from_left"][:] = columns["from_right"][:] = no_slot
+        for action, tick in self._tick_of.items():
             stage, microbatch = action.stage, action.microbatch
             use = self._uses[action]
             cell: dict[str, int] = {
@@ -179,24 +178,25 @@ class _Timed:
         return np.stack([columns[name] for name in COLUMNS], 1)
 
     def delays(self) -> tuple[int, ...]:
-        """As of `Stream`: those of the last update."""
-        found = dict.fromkeys(range(self._schedule.stages), 0)
+        """As of `Stream`, from the last update."""
+        delays = dict.fromkeys(range(self._schedule.stages), 0)
         for action, use in self._uses.items():
             if use.makes is not None:
-                found[action.stage] = use.makes - 1 - self._uses[Action(Kind.F, action.stage, action.microbatch)].reads
-        return tuple(found.values())
+                forward = Action(Kind.F, action.stage, action.microbatch)
+                delays[action.stage] = use.makes - 1 - self._uses[forward].reads
+        return tuple(delays.values())
 
     def tail(self) -> int:
         """As of `Stream`."""
         return 1 + max(
-            tick - self.pace * action.microbatch for action, tick in self._at.items() if action.kind is Kind.B
+            tick - self.pace * action.microbatch for action, tick in self._tick_of.items() if action.kind is Kind.B
         )
 
     def _tick(self, kind: Kind, stage: int, microbatch: int) -> int:
-        return self._at[Action(kind, stage, microbatch)]
+        return self._tick_of[Action(kind, stage, microbatch)]
 
     def _arrival(self, name: str, stage: int, microbatch: int) -> int:
-        """The tick at whose start a message is put into its slot."""
+        """The tick at whose start a message enters its slot."""
         sender = (Kind.F, stage - 1) if name == "x" else (Kind.B, stage + 1)
         return self._tick(*sender, microbatch) + 1
 
@@ -204,19 +204,19 @@ class _Timed:
         """The tick of each forward and backward: as early as its inputs, its rank's order and the pace allow."""
         orders = [[action for action in order if action.kind is not Kind.U] for order in self._schedule.orders]
         position = [0] * len(orders)
-        at: dict[Action, int] = {}
+        tick_of: dict[Action, int] = {}
         tick = 0
         while any(place < len(order) for place, order in zip(position, orders, strict=True)):
-            placed = []
+            cells = []
             for rank, order in enumerate(orders):
                 if position[rank] == len(order):
                     continue
                 action = order[position[rank]]
                 waits = action.kind is Kind.F and not action.stage and tick < self.pace * action.microbatch
-                if not waits and all(one in at for one in self._schedule.inputs(action)):
-                    placed.append((rank, action))
-            for rank, action in placed:
-                at[action] = tick
+                if not waits and all(source in tick_of for source in self._schedule.inputs(action)):
+                    cells.append((rank, action))
+            for rank, action in cells:
+                tick_of[action] = tick
                 position[rank] += 1
             tick += 1
-        return at
+        return tick_of

@@ -1,9 +1,9 @@
-"""Tables: a schedule as integers, one row a tick and one column a rank, which the executor follows and never questions.
+"""Tables: a schedule as integers, one row a tick and one column a rank, for the executor.
 
-Rules of a tick, the same for every table and every executor (another rule runs, and is silently wrong):
-(1) what was sent in the tick before is put into its slot, (2) operands are read, (3) the action runs, (4) its message
-leaves for both neighbours, or stays where the next stage is on the same rank. So a message made in tick t is in its
-slot from tick t+1, and a slot read for the last time in tick t may be overwritten in tick t+1.
+Rules of a tick, the same for every table and every executor (an executor with other rules is silently wrong):
+(1) messages of the tick before enter their slots, (2) operands are read, (3) the action runs, (4) its message leaves
+for both neighbours, or stays if the next stage is on the same rank. So a message made in tick t is in its slot from
+tick t+1, and a slot read for the last time in tick t may be overwritten in tick t+1.
 
 Slots are allocated ahead (`registers.py`), so memory follows the schedule: 1F1B holds p-s messages, GPipe m.
 """
@@ -21,7 +21,7 @@ from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import ticks
 
 Stash = Literal["input", "residuals"]
-"""What is kept from a forward to its backward: the stage's input, or what the backward reads of the forward."""
+"""Kept from a forward to its backward: the stage's input, or the residuals that the backward reads."""
 
 IDLE = 0
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -29,7 +29,7 @@ CODES = {kind: code for code, kind in enumerate(KINDS, start=1)}
 """The integer of each kind in a table; 0 is idle."""
 
 MESSAGES = ("from_left", "from_right", "to_self")
-"""Ways for a message to come: from the rank before, from the rank after, from this rank's own last action."""
+"""Origins of a message: the rank before, the rank after, this rank's own last action."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,22 +37,22 @@ class Tables:
     """A schedule in ticks and slots.
 
     Args:
-        schedule: what they were made of.
-        stash: what is kept from a forward to its backward, on which the lifetimes of slots depend.
+        schedule: their source.
+        stash: kept from a forward to its backward; the lifetimes of slots depend on it.
         columns: int32 arrays (ticks, ranks). `kind`, `stage`, `chunk`, `microbatch` of the action; the slots it reads
-            or writes: `x` the input message, `g` the incoming gradient, `residual` what its forward kept, `cut` what I
-            leaves for W; the slots where messages are put at the start of the tick: `from_left`, `from_right`,
-            `to_self` (`messages`, one past the last, for none).
+            or writes: `x` the input message, `g` the incoming gradient, `residual` the stash of its forward, `cut` the
+            values from I to W; the slots that messages enter at the start of the tick: `from_left`, `from_right`,
+            `to_self` (`messages`, one past the last, stands for none).
         right: (ticks,) whether any message travels to the next rank at the end of the tick.
         left: the same, to the rank before.
         messages: slots for messages.
-        residuals: slots for what forwards keep.
-        cuts: slots for what I leaves for W.
+        residuals: slots for the stashes of forwards.
+        cuts: slots for the values from I to W.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
-        >>> one, all_forward = (tabulate(METHODS[name].schedule(4, 32)) for name in ("1f1b", "gpipe"))
-        >>> one.ticks, one.residuals, all_forward.residuals
+        >>> one_f_one_b, gpipe = (tabulate(METHODS[name].schedule(4, 32)) for name in ("1f1b", "gpipe"))
+        >>> one_f_one_b.ticks, one_f_one_b.residuals, gpipe.residuals
         (70, 4, 32)
     """
 
@@ -72,7 +72,7 @@ class Tables:
 
     @property
     def backward(self) -> bool:
-        """Whether any gradient is computed; not so in evaluation."""
+        """Whether any gradient is computed; false in evaluation."""
         return bool((self.columns["kind"] > CODES[Kind.F]).any())
 
     @property
@@ -86,7 +86,7 @@ class Tables:
         return tuple(np.unique(self.columns["kind"]).tolist())
 
     def meets(self, way: str) -> bool:
-        """Whether any message comes this way."""
+        """Whether any message has this origin."""
         return bool((self.columns[way] < self.messages).any())
 
 
@@ -96,39 +96,39 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
     Args:
         schedule: valid, as every `Schedule` is.
         stash: "input" keeps the input message of a stage until its backward is done; "residuals" until its forward is.
-        forward_only: the forwards alone, for evaluation.
+        forward_only: only the forwards, for evaluation.
 
     Raises:
         UserError: an asynchronous schedule; neighbouring stages on ranks that are no neighbours.
     """
     if schedule.versions is not None:
         raise UserError(
-            f"schedule {schedule.name} updates weights on its way; expected one whose update comes at the end"
+            f"schedule {schedule.name} updates weights inside the schedule; expected one that updates at the end"
         )
-    at = _forward_ticks(schedule) if forward_only else ticks(schedule)
-    rows, ranks = 1 + max(at.values()), schedule.ranks
+    tick_of = _forward_ticks(schedule) if forward_only else ticks(schedule)
+    rows, ranks = 1 + max(tick_of.values()), schedule.ranks
     messages, residuals, cuts = (_Pool(ranks) for _ in range(3))
     arrivals: list[tuple[int, int, tuple[str, int, int], str]] = []
-    for action, tick in at.items():
+    for action, tick in tick_of.items():
         rank = schedule.rank(action)
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.F:
-            last = tick if forward_only else max(at[one] for one in _backwards(schedule, action))
-            residuals.live(rank, tick, last, (stage, microbatch))
-            source, name, until = stage - 1, "x", last if stash == "input" else tick
+            last_tick = tick if forward_only else max(tick_of[backward] for backward in _backwards(schedule, action))
+            residuals.live(rank, tick, last_tick, (stage, microbatch))
+            source, name, last_read = stage - 1, "x", last_tick if stash == "input" else tick
         elif action.kind in GRADIENT:
-            last = max(at[one] for one in _backwards(schedule, action))
+            last_tick = max(tick_of[backward] for backward in _backwards(schedule, action))
             if action.kind is Kind.I:
-                cuts.live(rank, tick, last, (stage, microbatch))
-            source, name, until = stage + 1, "g", last if stash == "input" else tick
+                cuts.live(rank, tick, last_tick, (stage, microbatch))
+            source, name, last_read = stage + 1, "g", last_tick if stash == "input" else tick
         else:
             continue
         if not 0 <= source < schedule.stages:
             continue
         sender = Action(Kind.F, source, microbatch) if name == "x" else schedule.gradient(source, microbatch)
-        arrival = at[sender] + 1
+        arrival = tick_of[sender] + 1
         way = _way(schedule, schedule.rank(sender), rank, right=name == "x")
-        messages.live(rank, arrival, until, (name, stage, microbatch))
+        messages.live(rank, arrival, last_read, (name, stage, microbatch))
         arrivals.append((arrival, rank, (name, stage, microbatch), way))
     for pool in (messages, residuals, cuts):
         pool.allocate()
@@ -141,7 +141,7 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
         columns[way][tick, rank] = messages.slot(rank, name)
         right[tick - 1] |= way == "from_left"
         left[tick - 1] |= way == "from_right"
-    for action, tick in at.items():
+    for action, tick in tick_of.items():
         stage, microbatch = action.stage, action.microbatch
         rank, chunk = schedule.place(schedule.route[microbatch], stage)
         cell = {
@@ -164,7 +164,7 @@ class _Pool:
 
     def __init__(self, ranks: int) -> None:
         self._lives: list[list[tuple[int, int, Hashable]]] = [[] for _ in range(ranks)]
-        self._found: list[Mapping[Hashable, int]] = []
+        self._slots_of: list[Mapping[Hashable, int]] = []
         self.slots = 0
 
     def live(self, rank: int, first: int, last: int, name: Hashable) -> None:
@@ -172,15 +172,15 @@ class _Pool:
         self._lives[rank].append((first, last + 1, name))
 
     def allocate(self) -> None:
-        """Find the slots of all ranks; every rank has as many as the one that needs most."""
+        """Allocate the slots of all ranks; every rank has as many as the one that needs most."""
         for lives in self._lives:
-            found, count = allocate(lives)
-            self._found.append(found)
+            slots, count = allocate(lives)
+            self._slots_of.append(slots)
             self.slots = max(self.slots, count)
 
     def slot(self, rank: int, name: Hashable) -> int:
         """The slot of a value, 0 for one that does not exist (the first stage has no input message)."""
-        return self._found[rank].get(name, 0)
+        return self._slots_of[rank].get(name, 0)
 
 
 def _backwards(schedule: Schedule, action: Action) -> tuple[Action, ...]:
@@ -191,7 +191,7 @@ def _backwards(schedule: Schedule, action: Action) -> tuple[Action, ...]:
 
 
 def _way(schedule: Schedule, sender: int, rank: int, *, right: bool) -> str:
-    """How a message gets there; of two ranks each is the other's left and right, so the direction decides."""
+    """The origin of a message at its rank; two ranks are left and right of each other, so `right` decides."""
     if sender == rank:
         return "to_self"
     after, before = (sender + 1) % schedule.ranks == rank, (sender - 1) % schedule.ranks == rank
@@ -206,12 +206,12 @@ def _way(schedule: Schedule, sender: int, rank: int, *, right: bool) -> str:
 
 
 def _forward_ticks(schedule: Schedule) -> dict[Action, int]:
-    """The tick of each forward where nothing else is done."""
+    """The tick of each forward in a table of forwards alone."""
     orders = [[action for action in order if action.kind is Kind.F] for order in schedule.orders]
-    at: dict[Action, int] = {}
+    tick_of: dict[Action, int] = {}
     tick = 0
     while any(orders):
-        ready = [order for order in orders if order and all(one in at for one in schedule.inputs(order[0]))]
-        at |= {order.pop(0): tick for order in ready}
+        ready = [order for order in orders if order and all(source in tick_of for source in schedule.inputs(order[0]))]
+        tick_of |= {order.pop(0): tick for order in ready}
         tick += 1
-    return at
+    return tick_of

@@ -1,7 +1,7 @@
-"""Which version of a stage's weights each action of an asynchronous schedule computes with, and how long each lives.
+"""Versions of a stage's weights in an asynchronous schedule: which one each action uses, and how long each lives.
 
-Version n of a stage is its weights after n updates. How many live at once is found, not declared: p on the first stage
-of PipeDream, 2 in 2BW, 1 in PipeMare.
+Version n of a stage is its weights after n updates. The number that live at once is derived, not declared: p on the
+first stage of PipeDream, 2 in 2BW, 1 in PipeMare.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxscale.pipeline.schedule import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """What an action does with the versions of its stage's weights.
+    """The versions of its stage's weights that an action reads and makes.
 
     Args:
         reads: the version that a forward reads, or that a backward linearises at.
@@ -26,75 +26,76 @@ class Use:
 
 
 def uses(schedule: Schedule) -> dict[Action, Use]:
-    """The versions of every forward and backward; updates are told with the backward that they follow.
+    """The versions of every forward and backward; an update counts with the backward before it.
 
     Raises:
         UserError: a synchronous schedule; a backward in two halves; an update that follows no backward.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
-        >>> found = uses(METHODS["pipedream"].schedule(2, 1, updates=3))
-        >>> [found[Action(Kind.F, 0, i)].reads for i in range(3)]
+        >>> by_action = uses(METHODS["pipedream"].schedule(2, 1, updates=3))
+        >>> [by_action[Action(Kind.F, 0, i)].reads for i in range(3)]
         [0, 0, 1]
-        >>> found[Action(Kind.B, 0, 2)]
+        >>> by_action[Action(Kind.B, 0, 2)]
         Use(reads=1, makes=3)
     """
     versions = schedule.versions
     if versions is None:
         raise UserError(f"schedule {schedule.name}: got one without versions of weights, expected an asynchronous one")
-    found: dict[Action, Use] = {}
+    by_action: dict[Action, Use] = {}
     for rank, order in enumerate(schedule.orders):
         done = dict.fromkeys(schedule.stages_of(rank), 0)
-        before: Action | None = None
+        previous: Action | None = None
         for action in order:
             stage, group = action.stage, action.microbatch // versions.group
             match action.kind:
                 case Kind.F:
-                    found[action] = Use(done[stage] if versions.lag is None else max(0, group - versions.lag))
+                    by_action[action] = Use(done[stage] if versions.lag is None else max(0, group - versions.lag))
                 case Kind.B:
-                    own = found[Action(Kind.F, stage, action.microbatch)].reads
-                    found[action] = Use(own if versions.backward == "forward" else done[stage])
+                    forward_version = by_action[Action(Kind.F, stage, action.microbatch)].reads
+                    by_action[action] = Use(forward_version if versions.backward == "forward" else done[stage])
                 case Kind.U:
-                    if before is None or before != Action(Kind.B, stage, action.microbatch):
+                    if previous is None or previous != Action(Kind.B, stage, action.microbatch):
                         raise UserError(
-                            f"schedule {schedule.name}, rank {rank}: {action} follows {before}, expected the backward "
-                            f"of microbatch {action.microbatch}: an update is done with the backward before it"
+                            f"schedule {schedule.name}, rank {rank}: {action} follows {previous}, expected the "
+                            f"backward of microbatch {action.microbatch}: an update is done with the backward before it"
                         )
                     done[stage] += 1
-                    found[before] = dataclasses.replace(found[before], makes=done[stage])
+                    by_action[previous] = dataclasses.replace(by_action[previous], makes=done[stage])
                 case kind:
                     raise UserError(
                         f"schedule {schedule.name}, rank {rank}: {action} is of kind {kind}, expected F, B and U: an "
                         "update needs both gradients of a backward at once"
                     )
-            before = action
-    return found
+            previous = action
+    return by_action
 
 
-def lives(schedule: Schedule, at: Mapping[Action, int]) -> dict[int, list[tuple[int, int, int]]]:
-    """By stage, (first tick, tick after the last, version): from the update that makes it, which stands at the end of a
-    tick, to its last reader, or to the update that makes the next one.
+def lives(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict[int, list[tuple[int, int, int]]]:
+    """By stage, (first tick, tick after the last, version) of each version.
+
+    A version lives from the update that makes it, at the end of a tick, to its last reader or to the next update.
 
     Args:
         schedule: asynchronous.
-        at: the tick of each forward and backward.
+        tick_of: the tick of each forward and backward.
     """
-    first: dict[tuple[int, int], int] = {(stage, 0): 0 for stage in range(schedule.stages)}
-    last: dict[tuple[int, int], int] = {}
+    first_ticks: dict[tuple[int, int], int] = {(stage, 0): 0 for stage in range(schedule.stages)}
+    last_ticks: dict[tuple[int, int], int] = {}
     for action, use in uses(schedule).items():
-        tick, stage = at[action], action.stage
+        tick, stage = tick_of[action], action.stage
         if use.makes is not None:
-            first[stage, use.makes] = tick + 1
-            last[stage, use.makes - 1] = max(tick, last.get((stage, use.makes - 1), 0))
-        last[stage, use.reads] = max(tick, last.get((stage, use.reads), 0))
-    found: dict[int, list[tuple[int, int, int]]] = {stage: [] for stage in range(schedule.stages)}
-    for (stage, version), tick in sorted(first.items()):
-        found[stage].append((tick, max(tick, last.get((stage, version), tick) + 1), version))
-    return found
+            first_ticks[stage, use.makes] = tick + 1
+            last_ticks[stage, use.makes - 1] = max(tick, last_ticks.get((stage, use.makes - 1), 0))
+        last_ticks[stage, use.reads] = max(tick, last_ticks.get((stage, use.reads), 0))
+    lifetimes: dict[int, list[tuple[int, int, int]]] = {stage: [] for stage in range(schedule.stages)}
+    for (stage, version), tick in sorted(first_ticks.items()):
+        lifetimes[stage].append((tick, max(tick, last_ticks.get((stage, version), tick) + 1), version))
+    return lifetimes
 
 
 def ring(lives: Sequence[tuple[int, int, Hashable]]) -> int:
-    """Slots so that the values may take them in turn, value i slot i mod slots, each free when it is taken.
+    """The number of slots that values can take in turn: value i takes slot i mod slots, which must be free by then.
 
     Args:
         lives: (first tick, tick after the last, name) in the order in which they take slots.
@@ -104,6 +105,6 @@ def ring(lives: Sequence[tuple[int, int, Hashable]]) -> int:
         2
     """
     slots = 1
-    while any(end > later[0] for (_, end, _), later in zip(lives, lives[slots:], strict=False)):
+    while any(end > successor[0] for (_, end, _), successor in zip(lives, lives[slots:], strict=False)):
         slots += 1
     return slots

@@ -1,4 +1,4 @@
-"""Virtual workers: pipelines of unlike devices that run side by side, as one list of places to partition blocks over.
+"""Virtual workers: pipelines of unlike devices that run side by side, as one list of places for a partition.
 
 References:
     Park et al. 2020, "HetPipe" (arXiv:2005.14038), its equal distribution of devices.
@@ -11,22 +11,22 @@ from jaxscale.pipeline.price import Device
 
 
 def virtual_workers(devices: Sequence[Device], slowness: Mapping[str, float], workers: int) -> tuple[Device, ...]:
-    """The places of pipelines that are made of unlike devices and run side by side, one program for all (HetPipe).
+    """The places of pipelines of unlike devices that run side by side in one program (HetPipe).
 
-    Every worker gets one device of each run of `workers` in the order of speed, HetPipe's equal distribution: so all
-    workers are alike, place by place. At each place what counts is the slowest kind, the least memory and the slowest
-    link of the devices there.
+    Devices are sorted by speed, and each group of `workers` devices gives one to every worker (HetPipe's equal
+    distribution), so all workers are alike, place by place. A place has the slowest kind, the least memory and the
+    slowest link of its devices.
 
     Args:
         devices: all of them; as many as `workers` times the places.
-        slowness: of each kind: seconds relative to the fastest.
-        workers: how many pipelines.
+        slowness: of each kind, its seconds relative to the fastest.
+        workers: number of pipelines.
 
     Returns:
         The device that stands for each place, the fastest kind first.
 
     Raises:
-        UserError: a number of devices that does not divide; a kind without slowness.
+        UserError: a number of devices that `workers` does not divide; a kind without slowness.
 
     Example:
         >>> four = [Device(kind="a"), Device(kind="b"), Device(kind="b"), Device(kind="a")]
@@ -38,17 +38,17 @@ def virtual_workers(devices: Sequence[Device], slowness: Mapping[str, float], wo
     for device in devices:
         if device.kind not in slowness:
             raise unknown("kind of device", device.kind, slowness)
-    ordered = sorted(devices, key=lambda device: slowness[device.kind])
+    by_speed = sorted(devices, key=lambda device: slowness[device.kind])
     places = []
-    for at in range(0, len(ordered), workers):
-        here = ordered[at : at + workers]
-        memory = [device.memory_bytes for device in here if device.memory_bytes is not None]
+    for start in range(0, len(by_speed), workers):
+        group = by_speed[start : start + workers]
+        memory = [device.memory_bytes for device in group if device.memory_bytes is not None]
         places.append(
             Device(
                 memory_bytes=min(memory, default=None),
-                kind=here[-1].kind,
-                link=min(device.link for device in here),
-                latency=max(device.latency for device in here),
+                kind=group[-1].kind,
+                link=min(device.link for device in group),
+                latency=max(device.latency for device in group),
             )
         )
     return tuple(places)

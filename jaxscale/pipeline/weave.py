@@ -1,8 +1,8 @@
-"""Weave: the order of one rank as published schedules tell it: warm up, steady state, cool down.
+"""Weave: the order of one rank in the form of published schedules: warm-up, steady state, cool-down.
 
-A lane is the sequence in which passes go forward and backward, through one stage or (interleaved) through several. A
-phase is a motif of letters done so many times, each letter taking the next pass of its lane: `F` twice, `F B` six
-times, `B` twice is 1F1B on one rank.
+A lane is a sequence of forward passes and one of backward passes, through one stage or (interleaved) several. A phase
+repeats a motif of letters, and each letter takes the next pass of its lane: `F` twice, `F B` six times, `B` twice is
+1F1B on one rank.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ Pass = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """The passes of a lane, in the order of their forwards and in that of their backwards."""
+    """The passes of a lane, in forward order and in backward order."""
 
     forwards: tuple[Pass, ...]
     backwards: tuple[Pass, ...]
@@ -32,10 +32,10 @@ def weave(lanes: Mapping[str, Lane], *phases: tuple[str, int]) -> tuple[Action, 
     """The order of one rank.
 
     Args:
-        lanes: by name; `""` where there is but one.
-        phases: (motif, times). A motif is letters parted by blanks, a kind and the name of a lane: `F1` is the next
-            forward of lane 1; `B1` and `I1` the next backward; `W1` the weight gradient of its oldest `I1` that has
-            none yet, and `W` that of the oldest of all lanes.
+        lanes: by name; `""` for a single one.
+        phases: (motif, times). A motif is letters separated by blanks, each a kind and the name of a lane: `F1` is the
+            next forward of lane 1; `B1` and `I1` the next backward; `W1` the weight gradient of its oldest `I1`
+            without one, and `W` that of the oldest of all lanes.
 
     Example:
         >>> order = weave({"": Lane.of_stage(0, 3)}, ("F", 1), ("F I", 2), ("W", 1), ("B", 1), ("W", 1))
@@ -44,20 +44,20 @@ def weave(lanes: Mapping[str, Lane], *phases: tuple[str, int]) -> tuple[Action, 
     """
     forwards = {name: iter(lane.forwards) for name, lane in lanes.items()}
     backwards = {name: iter(lane.backwards) for name, lane in lanes.items()}
-    owed: list[tuple[str, Pass]] = []
+    debts: list[tuple[str, Pass]] = []
     order = []
     for motif, times in phases:
         letters = [(Kind(letter[0]), letter[1:]) for letter in motif.split()]
         for kind, lane in letters * times:
             if kind is Kind.W:
-                debt = next(one for one in owed if lane in ("", one[0]))
-                owed.remove(debt)
-                one = debt[1]
+                debt = next(pair for pair in debts if lane in ("", pair[0]))
+                debts.remove(debt)
+                lane_pass = debt[1]
             else:
-                one = next(forwards[lane] if kind is Kind.F else backwards[lane])
+                lane_pass = next(forwards[lane] if kind is Kind.F else backwards[lane])
             if kind is Kind.I:
-                owed.append((lane, one))
-            order.append(Action(kind, *one))
+                debts.append((lane, lane_pass))
+            order.append(Action(kind, *lane_pass))
     return tuple(order)
 
 
@@ -74,4 +74,4 @@ def with_updates(orders: Iterable[Iterable[Action]], group: int) -> tuple[tuple[
         last = action.kind is Kind.B and (action.microbatch + 1) % group == 0
         return (action, Action(Kind.U, action.stage, action.microbatch)) if last else (action,)
 
-    return tuple(tuple(one for action in order for one in updated(action)) for order in orders)
+    return tuple(tuple(cell for action in order for cell in updated(action)) for order in orders)

@@ -97,7 +97,7 @@ def test_accepts_the_orders_that_run_and_no_others():
 FAULTS = {
     "rank 1: lacks 1F1, the forward of microbatch 1 on stage 1": ("0F0 0F1 0B0 0B1", "1F0 1B0 1B1"),
     "rank 1: lacks 1B1 (or 1I1 and 1W1), its backward": ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1"),
-    "rank 1, cell 2: 1F0 is there twice, first in cell 0": ("0F0 0F1 0B0 0B1", "1F0 1B0 1F0 1F1 1B1"),
+    "rank 1, cell 2: 1F0 occurs twice, first in cell 0": ("0F0 0F1 0B0 0B1", "1F0 1B0 1F0 1F1 1B1"),
     "rank 0, cell 2: 1B0 belongs on rank 1": ("0F0 0F1 1B0 0B0 0B1", "1F0 1F1 1B1"),
     "rank 1, cell 4: 1F2 is of a microbatch that does not exist: there are 2": (
         "0F0 0F1 0B0 0B1",
@@ -107,9 +107,9 @@ FAULTS = {
         "0F0 0F1 0B0 0B1 2F0",
         "1F0 1B0 1F1 1B1",
     ),
-    "rank 1, cell 1: 1I0 is there without 1W0": ("0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1B1"),
-    "rank 1, cell 1: 1W0 is there without 1I0": ("0F0 0F1 0B0 0B1", "1F0 1W0 1F1 1B1"),
-    "rank 1, cell 2: 1W0 is done by 1B0 already": ("0F0 0F1 0B0 0B1", "1F0 1B0 1W0 1F1 1B1"),
+    "rank 1, cell 1: 1I0 occurs without 1W0": ("0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1B1"),
+    "rank 1, cell 1: 1W0 occurs without 1I0": ("0F0 0F1 0B0 0B1", "1F0 1W0 1F1 1B1"),
+    "rank 1, cell 2: 1W0 is already part of 1B0": ("0F0 0F1 0B0 0B1", "1F0 1B0 1W0 1F1 1B1"),
     "rank 1, cell 1: 1B0 stands before 1F0 (cell 2), which it needs": ("0F0 0F1 0B0 0B1", "1F1 1B0 1F0 1B1"),
     "rank 1, cell 1: 1W0 stands before 1I0 (cell 2), which it needs": ("0F0 0F1 0B0 0B1", "1F0 1W0 1I0 1F1 1B1"),
     "rank 0, cell 1: 0B0 waits for ever: rank 0 waits in cell 1 (0B0) for 1B0; rank 1 waits in cell 1 (1F1) for 0F1": (
@@ -143,7 +143,7 @@ def test_the_stash_bound():
 
 
 def test_ticks_of_kinds_that_the_cycle_lacks():
-    with pytest.raises(Fault, match="rank 1, cell 1: 1I0 is of a kind that no tick takes"):
+    with pytest.raises(Fault, match="rank 1, cell 1: 1I0 is of a kind that no tick has"):
         plain("0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1B1 1W0", cycle=(Kind.F, Kind.B))
 
 

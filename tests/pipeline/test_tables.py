@@ -128,7 +128,7 @@ def test_a_message_stays_where_the_next_stage_is_on_the_same_rank():
 
 def test_an_asynchronous_schedule_is_refused():
     schedule = METHODS["pipedream"].schedule(2, 1, updates=4)
-    with pytest.raises(UserError, match="updates weights on its way"):
+    with pytest.raises(UserError, match="updates weights inside the schedule"):
         tabulate(schedule)
 
 

@@ -1,4 +1,4 @@
-"""The named schedules: each file here defines one or more `Method`s, found by themselves."""
+"""The named schedules: each file here defines one or more `Method`s, which are collected automatically."""
 
 import importlib
 import pkgutil
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from jaxscale.pipeline.method import Method
 
 
-def _found() -> dict[str, Method]:
+def _methods() -> dict[str, Method]:
     modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     methods = [value for module in modules for value in vars(module).values() if isinstance(value, Method)]
     return {method.name: method for method in sorted(methods, key=lambda method: method.name)}
 
 
-METHODS: Mapping[str, Method] = _found()
+METHODS: Mapping[str, Method] = _methods()
 """Every method by its name."""

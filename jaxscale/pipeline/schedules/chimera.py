@@ -39,8 +39,8 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     if ranks % 2:
         raise UserError(f"schedule chimera: got {ranks} devices, expected an even number: two directions share them")
     if microbatches % ranks:
-        multiple = f"expected a multiple of the {ranks} devices"
-        raise UserError(f"schedule chimera: got {microbatches} microbatches, {multiple}, so that its units are whole")
+        rule = f"expected a multiple of the {ranks} devices"
+        raise UserError(f"schedule chimera: got {microbatches} microbatches, {rule}, so that its units are whole")
     down = tuple(range(ranks))
     return Schedule(
         name="chimera",

@@ -2,8 +2,8 @@
 
 From the order of github.com/deepseek-ai/DualPipe. A forward of one stage and a backward of the other stand side by
 side, so that the messages of one can travel under the other; weight gradients are apart only where that fills a ramp.
-At most 2p+1 activations of half a rank each. It is made for m >= 2p; with fewer microbatches it is the same order
-without those that are not there.
+At most 2p+1 activations of half a rank each. It is made for m >= 2p; with fewer microbatches the order is the
+same without the missing ones.
 """
 
 from jaxscale.pipeline.action import Action
@@ -14,19 +14,19 @@ from jaxscale.pipeline.weave import Lane, weave
 
 
 def _order(ranks: int, rank: int, microbatches: int) -> tuple[Action, ...]:
-    full = max(microbatches, 2 * ranks)
-    after = ranks - 1 - rank  # ranks further down
+    count = max(microbatches, 2 * ranks)
+    ranks_below = ranks - 1 - rank
     turns = ["1", "0"] * (rank + 1)
     order = weave(
-        {"0": Lane.of_stage(rank, full), "1": Lane.of_stage(2 * ranks - 1 - rank, full)},
-        ("F0", 2 * after),
+        {"0": Lane.of_stage(rank, count), "1": Lane.of_stage(2 * ranks - 1 - rank, count)},
+        ("F0", 2 * ranks_below),
         ("F0 F1", rank + 1),
-        ("I1 W1 F1", after),
-        ("F0 B1 F1 B0", full - 2 * ranks + rank + 1),
-        ("B1 F1 B0", after),
+        ("I1 W1 F1", ranks_below),
+        ("F0 B1 F1 B0", count - 2 * ranks + rank + 1),
+        ("B1 F1 B0", ranks_below),
         (" ".join("B" + lane for lane in turns[: rank + 1]), 1),
         (" ".join("I" + lane for lane in turns[rank + 1 :]), 1),
-        ("W I0", after),
+        ("W I0", ranks_below),
         ("W", rank + 1),
     )
     return tuple(action for action in order if action.microbatch < microbatches)

@@ -1,7 +1,7 @@
 """GPipe: all forwards, then all backwards (Huang et al., 2019, arXiv:1811.06965).
 
-Bubble (p-1)/(m+p-1) of the makespan; every rank holds the activations of all m microbatches. Its ticks are of one
-kind as they are.
+Bubble (p-1)/(m+p-1) of the makespan; every rank holds the activations of all m microbatches. Each tick is of one kind
+without any further rule.
 """
 
 from jaxscale.pipeline.method import Method

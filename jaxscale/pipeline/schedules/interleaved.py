@@ -1,8 +1,8 @@
-"""Interleaved 1F1B: v stages a rank, round and round (Narayanan et al., 2021, arXiv:2104.04473), in Megatron's order.
+"""Interleaved 1F1B: v stages a rank (Narayanan et al., 2021, arXiv:2104.04473), in Megatron's order.
 
 Microbatches pass in groups, each through all stages of a rank before the next. Bubble (p-1)/(vm+p-1) of the makespan
 for m >= p, whether p divides m or not: groups differ by one at most, larger ones first, none smaller than p (Megatron
-and PyTorch want alike ones, and have the same order then). With m < p there is one group, which waits p - m turns
+and PyTorch require equal groups, and then have the same order). With m < p there is one group, which waits p - m turns
 between its stages: (p-1 + (v-1)(p-m))/(vm + p-1 + (v-1)(p-m)).
 """
 
@@ -16,15 +16,15 @@ from jaxscale.pipeline.weave import Lane, weave
 
 
 def groups(ranks: int, microbatches: int) -> list[range]:
-    """The microbatches in groups that pass together: as many groups as have p each, larger ones first.
+    """The microbatches in groups that pass together: as many groups as possible of p or more, larger ones first.
 
     Example:
         >>> groups(4, 10), groups(4, 3)
         ([range(0, 5), range(5, 10)], [range(0, 3)])
     """
     count = max(1, microbatches // ranks)
-    each, more = divmod(microbatches, count)
-    starts = [each * i + min(i, more) for i in range(count + 1)]
+    size, extra = divmod(microbatches, count)
+    starts = [size * i + min(i, extra) for i in range(count + 1)]
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
@@ -47,10 +47,10 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
         stages = range(rank, chunks * ranks, ranks)
         forwards = [(stage, i) for part in parts for stage in stages for i in part]
         backwards = [(stage, i) for part in parts for stage in reversed(stages) for i in part]
-        warm = min((chunks - 1) * len(parts[0]) + 2 * (ranks - 1 - rank), passes)
-        phases = ("F", warm), ("F B", passes - warm), ("B", warm)
+        warmup = min((chunks - 1) * len(parts[0]) + 2 * (ranks - 1 - rank), passes)
+        phases = ("F", warmup), ("F B", passes - warmup), ("B", warmup)
         orders.append(weave({"": Lane(tuple(forwards), tuple(backwards))}, *phases))
-        bound.append(min(warm + 1, passes))
+        bound.append(min(warmup + 1, passes))
     return Schedule(
         name="interleaved",
         orders=tuple(orders),

@@ -20,7 +20,7 @@ def _cells(ranks: int, microbatches: int, chunks: int) -> Iterator[tuple[int, in
     parts = groups(ranks, microbatches)
     ramp = (chunks - 1) * max(ranks, len(parts[0])) + ranks - 1  # turns until the last stage has its first microbatch
     for part in parts:
-        pace = max(ranks, len(part))  # turns a group takes per chunk: it has gone around by then
+        pace = max(ranks, len(part))  # turns of a group per chunk: one trip around the ranks
         for place, i in enumerate(part):
             for stage in range(chunks * ranks):
                 chunk, rank = divmod(stage, ranks)
@@ -39,7 +39,7 @@ def lockstep(ranks: int, microbatches: int, chunks: int) -> Schedule:
         microbatches: m, any.
         chunks: v; rank r has the stages r, p + r, 2p + r, ...
     """
-    widest = max(ranks, len(groups(ranks, microbatches)[0]))
+    largest_group = max(ranks, len(groups(ranks, microbatches)[0]))
     return Schedule(
         name="lockstep",
         orders=by_slot(ranks, _cells(ranks, microbatches, chunks)),
@@ -49,7 +49,7 @@ def lockstep(ranks: int, microbatches: int, chunks: int) -> Schedule:
         route=(0,) * microbatches,
         cycle=(Kind.F, Kind.B),
         bound=tuple(
-            min((chunks - 1) * widest + 2 * (ranks - rank) - 1, chunks * microbatches) for rank in range(ranks)
+            min((chunks - 1) * largest_group + 2 * (ranks - rank) - 1, chunks * microbatches) for rank in range(ranks)
         ),
     )
 

@@ -15,8 +15,8 @@ def alternating(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]
     """The orders of 1F1B: p-1-s forwards, then a forward and a backward in turn, then the backwards that are left."""
     orders = []
     for stage in range(ranks):
-        warm = min(ranks - 1 - stage, microbatches)
-        phases = ("F", warm), ("F B", microbatches - warm), ("B", warm)
+        warmup = min(ranks - 1 - stage, microbatches)
+        phases = ("F", warmup), ("F B", microbatches - warmup), ("B", warmup)
         orders.append(weave({"": Lane.of_stage(stage, microbatches)}, *phases))
     return tuple(orders)
 

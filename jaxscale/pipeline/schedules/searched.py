@@ -1,9 +1,8 @@
 """The searched schedule, for stages that take equally long, F = I = W, and p activations: `search:PxM`.
 
-No order of one stage a rank is faster than it then: it meets the bound of `search.py` for every m, which ZB-H1 does for
-m >= p. What the search is made for are measured costs and another memory: call `search.search` with them, and keep what
-it finds as CSV. The search takes numpy, so it is imported when it is called: plans name schedules before anything heavy
-is there.
+Then no order of one stage a rank is faster: it meets the bound of `search.py` for every m (ZB-H1 does for m >= p). The
+search is meant for measured costs and other memory limits: call `search.search` with them, and keep its schedule as
+CSV. It needs numpy and is imported at the call, so that plans can name schedules before heavy imports.
 """
 
 import dataclasses
@@ -16,7 +15,7 @@ NAME = "search"
 
 
 def searched(ranks: int, microbatches: int) -> Schedule:
-    """The fastest order that was found.
+    """The fastest order of the search.
 
     Args:
         ranks: p, one stage each.
@@ -24,8 +23,8 @@ def searched(ranks: int, microbatches: int) -> Schedule:
     """
     from jaxscale.pipeline.search import search
 
-    alike = (1.0,) * ranks
-    return dataclasses.replace(search(Costs(alike, alike, alike), ranks, microbatches, copies=1).schedule, name=NAME)
+    ones = (1.0,) * ranks
+    return dataclasses.replace(search(Costs(ones, ones, ones), ranks, microbatches, copies=1).schedule, name=NAME)
 
 
 METHOD = Method(NAME, "searched for equal costs", searched)

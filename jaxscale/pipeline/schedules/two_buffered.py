@@ -1,7 +1,7 @@
 """PipeDream-2BW: 1F1B that never drains, an update per M microbatches (Narayanan et al., 2021, arXiv:2006.09503).
 
 Two versions of the weights: every stage computes the microbatches of group g with the weights after g-1 updates, one
-group late on all stages alike: W(t+1) = update(W(t), grad at W(t-1)). That takes M >= p, so that the update of group
+group late on all stages: W(t+1) = update(W(t), grad at W(t-1)). That takes M >= p, so that the update of group
 g-2 is done everywhere in time.
 """
 
@@ -25,8 +25,8 @@ def two_buffered(ranks: int, microbatches: int, updates: int) -> Schedule:
         UserError: fewer microbatches than devices.
     """
     if microbatches < ranks:
-        what = f"got {microbatches} microbatches per update, expected at least the {ranks} devices"
-        raise UserError(f"schedule 2bw: {what}: two versions of the weights are too few otherwise")
+        reason = f"got {microbatches} microbatches per update, expected at least the {ranks} devices"
+        raise UserError(f"schedule 2bw: {reason}: two versions of the weights are too few otherwise")
     versions = Versions(group=microbatches, backward="forward", lag=1)
     return dataclasses.replace(pipedream(ranks, microbatches, updates), name="2bw", versions=versions)
 

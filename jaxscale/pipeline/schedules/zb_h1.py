@@ -21,16 +21,16 @@ def delayed(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Action, ..
     """
     orders = []
     for stage in range(ranks):
-        warm, late = min(reach * (ranks - 1 - stage), microbatches), min(reach * stage, microbatches)
-        both = microbatches - warm  # turns that have a forward and an input gradient
-        bare = max(0, late - both)  # of the input gradients after them, those before the first weight gradient
+        warmup, delay = min(reach * (ranks - 1 - stage), microbatches), min(reach * stage, microbatches)
+        pair_turns = microbatches - warmup  # turns that have a forward and an input gradient
+        lone_inputs = max(0, delay - pair_turns)  # later input gradients before the first weight gradient
         phases = (
-            ("F", warm),
-            ("F I", min(late, both)),
-            ("F I W", max(0, both - late)),
-            ("I", bare),
-            ("I W", warm - bare),
-            ("W", late),
+            ("F", warmup),
+            ("F I", min(delay, pair_turns)),
+            ("F I W", max(0, pair_turns - delay)),
+            ("I", lone_inputs),
+            ("I W", warmup - lone_inputs),
+            ("W", delay),
         )
         orders.append(weave({"": Lane.of_stage(stage, microbatches)}, *phases))
     return tuple(orders)

@@ -2,7 +2,7 @@
 
 The published order, made for F = I = W: with m >= 2p-1 no rank idles within its own span, and the makespan has
 (p-1) F/2 seconds of bubble (F of a rank's two stages together). At most 2p activations of half a rank each: as much as
-the first stage of 1F1B. With fewer microbatches it is the same order without those that are not there.
+the first stage of 1F1B. With fewer microbatches the order is the same without the missing ones.
 """
 
 from jaxscale.pipeline.action import Action
@@ -13,17 +13,17 @@ from jaxscale.pipeline.weave import Lane, weave
 
 
 def _order(ranks: int, rank: int, microbatches: int) -> tuple[Action, ...]:
-    full = max(microbatches, 2 * ranks - 1)
-    after = ranks - 1 - rank  # ranks further down
+    count = max(microbatches, 2 * ranks - 1)
+    ranks_below = ranks - 1 - rank
     order = weave(
-        {"0": Lane.of_stage(rank, full), "1": Lane.of_stage(2 * ranks - 1 - rank, full)},
-        ("F0", 2 * after + 1),
+        {"0": Lane.of_stage(rank, count), "1": Lane.of_stage(2 * ranks - 1 - rank, count)},
+        ("F0", 2 * ranks_below + 1),
         ("F1 F0", rank),
-        ("F1 I1 W1", after + 1),
-        ("F0 I0 W0 F1 I1 W1", full - ranks - after),
-        ("I0 W0 F1 I1 W1", after),
+        ("F1 I1 W1", ranks_below + 1),
+        ("F0 I0 W0 F1 I1 W1", count - ranks - ranks_below),
+        ("I0 W0 F1 I1 W1", ranks_below),
         ("I0 I1", rank),
-        ("I0 W0", after + 1),
+        ("I0 W0", ranks_below + 1),
         ("W1", rank),
         ("W0", rank),
     )
