@@ -60,12 +60,12 @@ def lowered_piece(
     experiment = make()
     step = build(experiment, plan, devices=devices)
     traced = traced_step(step, batch_shapes(experiment), platform)
-    arrays = arrays_of(traced.program, traced.placed, traced.compiler, piece.path)
-    program, placed = traced.program, traced.placed
+    arrays = arrays_of(traced.program, traced.placements, traced.compiler, piece.path)
+    program, placements = traced.program, traced.placements
     for at in piece.path:
         inner = program.operations[at].loop
         assert inner is not None
-        program, placed = inner, placed.loops[at]
+        program, placements = inner, placements.loops[at]
     chosen = _with_expressions(program, piece, arrays.bytes)
     operations = [program.operations[at] for at in chosen]
     made = {value for one in operations for value in one.outputs}
@@ -81,7 +81,7 @@ def lowered_piece(
         return [values[value] for value in outputs]
 
     def sharding(value: int) -> Any:
-        return _sharding(step.mesh, program.shapes[value], placed.dims[value])
+        return _sharding(step.mesh, program.shapes[value], placements.dims[value])
 
     def free(value: int) -> Any:
         # the layout of what the step makes is the compiler's choice, that of its arguments is not

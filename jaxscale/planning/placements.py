@@ -49,7 +49,7 @@ class Placements:
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
     def bytes_of(self, shape: Any, dims: Dims, *, host: bool = False) -> int:
-        """Bytes per device of an abstract value in device memory, or with `host` in host memory; 0 if it is elsewhere."""
+        """Bytes per device of an abstract value in device memory, or in host memory with `host`; 0 if elsewhere."""
         if not hasattr(shape, "shape") or not hasattr(shape, "dtype") or in_host_memory(shape) != host:
             return 0
         elements = math.prod(shape.shape)

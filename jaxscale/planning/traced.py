@@ -20,14 +20,14 @@ class TracedStep:
 
     Args:
         program: of the state's leaves and the batch's, in this order.
-        placed: where its values lie.
+        placements: where its values lie.
         compiler: how the platform's treats it.
         leaves: path and abstract value of each input.
         flop: of its products, all devices together.
     """
 
     program: Program
-    placed: Placements
+    placements: Placements
     compiler: Compiler
     leaves: tuple[tuple[str, Any], ...]
     flop: int
@@ -56,8 +56,8 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     for value, (path, _) in zip(program.inputs, leaves, strict=False):
         program.names[value] = path.removeprefix("params/")
     given = [dims_of(leaf.sharding, len(leaf.shape)) for _, leaf in leaves]
-    placed = place(program, given, step.mesh.shape, tiled=platform.chip.kind == "tpu")
-    return TracedStep(program, placed, _compiler(platform, step.plan), leaves, jaxpr_flop(jaxpr).total)
+    placements = place(program, given, step.mesh.shape, tiled=platform.chip.kind == "tpu")
+    return TracedStep(program, placements, _compiler(platform, step.plan), leaves, jaxpr_flop(jaxpr).total)
 
 
 def _compiler(platform: Platform, plan: Plan) -> Compiler:
