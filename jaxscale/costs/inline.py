@@ -53,9 +53,9 @@ class Step(NamedTuple):
     def alias(self) -> bool:
         """Whether the results are the operands under another name or placement."""
         if self.primitive.startswith("custom_vjp_call"):
-            inner = self.eqn.params.get("call_jaxpr", self.eqn.params.get("fun_jaxpr"))
-            inside = getattr(getattr(inner, "jaxpr", inner), "eqns", None)
-            return len(self.inputs) == len(self.outputs) == 1 and bool(inside) and _all_aliases(inside)
+            callee = self.eqn.params.get("call_jaxpr", self.eqn.params.get("fun_jaxpr"))
+            eqns = getattr(getattr(callee, "jaxpr", callee), "eqns", None)
+            return len(self.inputs) == len(self.outputs) == 1 and bool(eqns) and _all_aliases(eqns)
         return self.primitive in ALIASES
 
 
@@ -179,13 +179,13 @@ def inline(closed: Any) -> Program:
 
 
 def _live(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[Step, ...]:
-    read = {atom for atom in outputs if isinstance(atom, int)}
-    live: list[Step] = []
+    live_values = {atom for atom in outputs if isinstance(atom, int)}
+    live_steps: list[Step] = []
     for step in reversed(steps):
-        if step.eqn.effects or any(number in read for number in step.outputs):
-            read.update(atom for atom in step.inputs if isinstance(atom, int))
-            live.append(step._replace(outputs=tuple(n if n in read else None for n in step.outputs)))
-    return tuple(reversed(live))
+        if step.eqn.effects or any(number in live_values for number in step.outputs):
+            live_values.update(atom for atom in step.inputs if isinstance(atom, int))
+            live_steps.append(step._replace(outputs=tuple(n if n in live_values else None for n in step.outputs)))
+    return tuple(reversed(live_steps))
 
 
 def _all_aliases(eqns: Sequence[Any]) -> bool:

@@ -22,12 +22,12 @@ Dim = tuple[int, int]
 """A value's number and one of its dims."""
 
 
-def propagate(program: Program, known: Mapping[int, Spread], sizes: Mapping[str, int]) -> dict[int, Spread]:
+def propagate(program: Program, known_spreads: Mapping[int, Spread], sizes: Mapping[str, int]) -> dict[int, Spread]:
     """The spread of every value.
 
     Args:
         program: a flat program.
-        known: known spreads, by the number of the value.
+        known_spreads: by the number of the value.
         sizes: devices along each mesh axis.
 
     Returns:
@@ -45,7 +45,7 @@ def propagate(program: Program, known: Mapping[int, Spread], sizes: Mapping[str,
             axes_of[number, dim] = axes
             queue.append((number, dim))
 
-    for number, spread in known.items():
+    for number, spread in known_spreads.items():
         set_spread(number, spread)
     for step in program.steps:
         if step.primitive == "sharding_constraint":

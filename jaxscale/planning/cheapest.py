@@ -196,13 +196,13 @@ class _Candidates:
             estimated = of_step(step, self._batch, self.platform)
             if step.decision is None:
                 moments = estimated.timeline.moments
-                kept = max((moment.by_kind.get("kept activations", 0) for moment in moments), default=0)
+                kept_bytes = max((moment.by_kind.get("kept activations", 0) for moment in moments), default=0)
             else:
-                kept = step.decision.bytes
+                kept_bytes = step.decision.bytes
             cost: float = estimated.flop
             if plan.memory.rule != "none" and self.prices.timed and self.prices.calls:
                 cost = self.prices.seconds(self.prices.decision(plan.memory))
-            self._by_text[text] = Candidate(plan, cost, estimated.device_bytes, kept, estimated.host_bytes)
+            self._by_text[text] = Candidate(plan, cost, estimated.device_bytes, kept_bytes, estimated.host_bytes)
         return self._by_text[text]
 
     def candidate_or_none(self, text: str) -> Candidate | None:

@@ -193,8 +193,8 @@ def compare(
 def _curve(experiment: Experiment, platform: Platform, plan: Plan, prices: Prices) -> tuple[str, ...]:
     """Memory plans on the curve: the menu, optimal plans, and every other rule at the middle budget."""
     unplanned = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
-    kept = max((moment.by_kind.get("kept activations", 0) for moment in unplanned.timeline.moments), default=0)
-    budgets = [bytes_text(short_budget(round(kept * share))) for share in SHARES]
+    kept_bytes = max((moment.by_kind.get("kept activations", 0) for moment in unplanned.timeline.moments), default=0)
+    budgets = [bytes_text(short_budget(round(kept_bytes * share))) for share in SHARES]
     optimal = [f"{rule}:{budget}" for rule in searched(experiment, plan, prices) for budget in budgets]
     # without known rates, copies to a host would appear free
     further = [rule for rule in RULES if optimal and (prices.timed or not rule.startswith("offload"))]

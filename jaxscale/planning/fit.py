@@ -116,13 +116,13 @@ class Fit:
     @property
     def verdict(self) -> str:
         """Whether it fits, and on what evidence, in one sentence."""
-        evidence = "the compiler says" if self.verified else "by estimate"
+        evidence = "according to the compiler" if self.verified else "by estimate"
         if self.estimate.compiled and not self.verified:
             evidence += f", {' and '.join(self.estimate.compiled)} compiled"
         if self.report is not None and self.report.crashed is not None:
             return f"unknown: {self.report.crashed}"
         if self.report is not None and self.report.oom is not None and self.report.oom.memory == "on-chip":
-            return f"does not fit: {self.report.oom}, the compiler says"
+            return f"does not fit: {self.report.oom}, according to the compiler"
         if self.limit is None:
             return f"{size(self.device_bytes)} per device, {evidence}; the platform's memory is unknown: give --limit"
         room = f"{size(self.device_bytes)} of {size(self.limit)} per device, {evidence}"
@@ -187,7 +187,7 @@ class Fit:
             assert plan.mesh is not None, "the plan of an estimate has a mesh"
             bytes_by_axes = sent_by_axes(report.collectives, plan.mesh, self.platform.slices)
             totals = ", ".join(f"{axes} {size(sent)}" for axes, sent in bytes_by_axes.items())
-            lines.append(f"on the wire, the compiler says, per device and step: {totals}")
+            lines.append(f"on the wire, according to the compiler, per device and step: {totals}")
         return lines
 
     def _known_accuracy(self) -> accuracy.Accuracy | None:

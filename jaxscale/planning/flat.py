@@ -149,7 +149,7 @@ class _Flattener:
     def _run(self, jaxpr: Any, env: dict[Any, int | None], backward: bool) -> None:
         for eqn in jaxpr.eqns:
             inputs = tuple(self._read(env, var) for var in eqn.invars)
-            back = backward or "transpose" in str(eqn.source_info.name_stack)
+            in_backward = backward or "transpose" in str(eqn.source_info.name_stack)
             kind = eqn.primitive.name
             if kind == "name":
                 if inputs[0] is not None:
@@ -158,7 +158,7 @@ class _Flattener:
                 self._bind(eqn.outvars[0], eqn.invars[0])
                 continue
             if kind == "shard_map" and _is_model_region(eqn.params["newly_manual_axes"]):
-                self._region(eqn, inputs, env, back)
+                self._region(eqn, inputs, env, in_backward)
                 continue
             uninlined = (*LOOPS, "pallas_call", "shard_map", *(("cond",) if PIPE in self.manual else ()))
             callee = None if kind in uninlined else _callee(eqn)
@@ -170,7 +170,7 @@ class _Flattener:
                 callee_env |= dict(zip(callee_jaxpr.invars, inputs[first_argument:], strict=True))
                 for var, argument in zip(callee_jaxpr.invars, eqn.invars[first_argument:], strict=True):
                     self._bind(var, argument)
-                self._run(callee_jaxpr, callee_env, back)
+                self._run(callee_jaxpr, callee_env, in_backward)
                 for var, result in zip(eqn.outvars, callee_jaxpr.outvars, strict=True):
                     env[var] = self._read(callee_env, result)
                     self._bind(var, result)
@@ -185,10 +185,10 @@ class _Flattener:
             env |= dict(zip(eqn.outvars, outputs, strict=True))
             literals = {i: self._literal(var) for i, var in enumerate(eqn.invars) if inputs[i] is None}
             self.operations.append(
-                Operation(kind, inputs, outputs, eqn.params, back, eqn, literals, loop, branches, self.manual)
+                Operation(kind, inputs, outputs, eqn.params, in_backward, eqn, literals, loop, branches, self.manual)
             )
 
-    def _region(self, eqn: Any, inputs: Sequence[int | None], env: dict[Any, int | None], back: bool) -> None:
+    def _region(self, eqn: Any, inputs: Sequence[int | None], env: dict[Any, int | None], in_backward: bool) -> None:
         """Inline a `shard_map`: its operations between "enter" and "leave" operations."""
         inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
         outer_manual, self.manual = self.manual, frozenset(eqn.params["newly_manual_axes"])
@@ -197,13 +197,15 @@ class _Flattener:
 
         def cross(kind: str, value: int, var: Any, spec: Any) -> int:
             crossed = self._new(var.aval)
-            self.operations.append(Operation(kind, (value,), (crossed,), {"spec": spec}, back, eqn, manual=self.manual))
+            self.operations.append(
+                Operation(kind, (value,), (crossed,), {"spec": spec}, in_backward, eqn, manual=self.manual)
+            )
             return crossed
 
         for var, argument, value, spec in zip(inner.invars, eqn.invars, inputs, eqn.params["in_specs"], strict=True):
             region_env[var] = None if value is None else cross("enter", value, var, spec)
             self._bind(var, argument)
-        self._run(inner, region_env, back)
+        self._run(inner, region_env, in_backward)
         for var, result, spec in zip(eqn.outvars, inner.outvars, eqn.params["out_specs"], strict=True):
             value = self._read(region_env, result)
             env[var] = None if value is None else cross("leave", value, var, spec)

@@ -193,7 +193,7 @@ def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], ch
         "" if chip is None or not timed else f"{3e3 * graph.seconds:.3g} ms forward and backward on a {chip.name}, "
     )
     title = (
-        f"{name}, {layers} alike: {timing}{size(graph.carried_bytes)} of input and {size(graph.needed_bytes)} kept "
+        f"{name}, {layers} layers: {timing}{size(graph.carried_bytes)} of input and {size(graph.needed_bytes)} kept "
         "without a plan, a layer"
     )
     return Menu(title, graph, layers, timed, tuple(budgets), decisions)

@@ -69,8 +69,8 @@ def lowered_piece(
     places = _with_expressions(program, piece, arrays.bytes)
     operations = [program.operations[index] for index in places]
     results = {value for operation in operations for value in operation.outputs}
-    read = {value for operation in operations for value in operation.inputs if value is not None}
-    inputs = sorted(read - results)
+    read_values = {value for operation in operations for value in operation.inputs if value is not None}
+    inputs = sorted(read_values - results)
     outputs = _outputs(program, piece, arrays.sources)
 
     def run(*arguments: Any) -> list[Any]:

@@ -357,7 +357,7 @@ class _Sweep:
         if operation.kind in (*HEAVY, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call"):
             return []
         if operation.branches:
-            pairs = [(result, old) for result, read in regions.handed_on(operation) for old in self.sources[read]]
+            pairs = [(result, old) for result, operand in regions.handed_on(operation) for old in self.sources[operand]]
             return [old for result, old in pairs if old in dying and live[old].bytes == self.arrays.get(result)]
         if operation.kind.startswith("reduce_") or (self.compiler.fuses == "no" and operation.loop is None):
             return []

@@ -57,22 +57,22 @@ def wire_of(step: TrainStep, platform: Platform) -> Wire | None:
     plan, replicas = step.plan, step.mesh.shape[REPLICA_AXIS]
     if replicas == 1:
         return None
-    codec, independent = step.codec, step.replicas
+    codec, diloco = step.codec, step.replicas
     if codec is not None:
-        sent, exact, by = codec.wire_bytes, codec.exact_bytes, f"reduce {codec.codec}"
-    elif independent is not None:
-        fragments, every = range(len(independent.fragments)), independent.diloco.every
-        sent = math.ceil(sum(map(independent.wire_bytes, fragments)) / every)
-        exact, by = sum(map(independent.exact_bytes, fragments)), f"diloco every {every} steps"
+        sent_bytes, exact_bytes, by = codec.wire_bytes, codec.exact_bytes, f"reduce {codec.codec}"
+    elif diloco is not None:
+        fragments, every = range(len(diloco.fragments)), diloco.diloco.every
+        sent_bytes = math.ceil(sum(map(diloco.wire_bytes, fragments)) / every)
+        exact_bytes, by = sum(map(diloco.exact_bytes, fragments)), f"diloco every {every} steps"
     else:
         leaves = leaves_of_gradients(plan, step.functional, step.layout)
-        count = sum(math.prod(leaf.shape) // _shards(step, leaf.axes) for leaf in leaves.values())
+        elements = sum(math.prod(leaf.shape) // _shards(step, leaf.axes) for leaf in leaves.values())
         by = plan.reduce or plan.precision
-        exact = wire.all_reduce(wire.FLOAT32 * count, replicas)
-        sent = exact // (1 if by == "float32" else 2)
+        exact_bytes = wire.all_reduce(wire.FLOAT32 * elements, replicas)
+        sent_bytes = exact_bytes // (1 if by == "float32" else 2)
     assert plan.mesh is not None
     link, bandwidth = slow_link(platform, plan.mesh)
-    return Wire(sent, exact, str(by), link, sent / bandwidth if bandwidth else None)
+    return Wire(sent_bytes, exact_bytes, str(by), link, sent_bytes / bandwidth if bandwidth else None)
 
 
 def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:

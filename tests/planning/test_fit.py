@@ -173,7 +173,7 @@ def test_the_compiler_s_word_beside_the_estimate(file):
     assert found.verified
     assert found.report is not None
     assert found.device_bytes == found.report.device_bytes
-    assert "the compiler says" in found.verdict
+    assert "according to the compiler" in found.verdict
     assert "the estimate is off by" in str(found)
 
 
