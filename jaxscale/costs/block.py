@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxscale.costs import roofline
 from jaxscale.costs.inline import Program, Step, inline
-from jaxscale.costs.spread import Spread, local_bytes, of_spec, propagate
+from jaxscale.costs.spread import Spread, local_bytes, propagate, spread_of_spec
 from jaxscale.costs.trace import equation_flop
 from jaxscale.platforms.platform import Chip
 from jaxscale.sharding import place
@@ -193,7 +193,7 @@ def graph_of(
         number = vjp_program.inputs[index]
         sharding: Any = getattr(leaf, "sharding", None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
         if leaf is not None and hasattr(sharding, "spec"):
-            input_spreads[number] = of_spec(sharding.spec, len(leaf.shape))
+            input_spreads[number] = spread_of_spec(sharding.spec, len(leaf.shape))
             mesh = dict(sharding.mesh.shape) | dict(mesh)
     has_placements = bool(input_spreads) or any(step.primitive == "sharding_constraint" for step in vjp_program.steps)
     if not has_placements:
@@ -317,11 +317,11 @@ class _Builder:
             if namer is None:
                 steps = self.program.steps
                 follower = next((s for s in steps if s.primitive == "name" and s.inputs[0] == number), None)
-                name = _own_name(follower) if follower else step.primitive
+                name = _assigned_name(follower) if follower else step.primitive
                 outputs.append(self._add(number, f"{name} (unnamed)", position, None, source))
             else:
                 source = self.values[inputs[0]].source if namer is step and inputs else source
-                outputs.append(self._add(number, _own_name(namer), position, namer.eqn.params["name"], source))
+                outputs.append(self._add(number, _assigned_name(namer), position, namer.eqn.params["name"], source))
         flop = equation_flop(step.eqn)
         flop = -(-flop // self._shards(step)) if flop else 0
         moved_bytes = self._moved_bytes(step, flop)
@@ -365,7 +365,7 @@ def _operand(step: Step) -> int:
     return step.inputs[0] if isinstance(step.inputs[0], int) else -1
 
 
-def _own_name(step: Step) -> str:
+def _assigned_name(step: Step) -> str:
     return step.eqn.params["name"].removeprefix(MARK)
 
 

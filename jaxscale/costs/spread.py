@@ -50,7 +50,7 @@ def propagate(program: Program, known_spreads: Mapping[int, Spread], sizes: Mapp
     for step in program.steps:
         if step.primitive == "sharding_constraint":
             output, operand = step.outputs[0], step.inputs[0]
-            spread = constraint(step.eqn)
+            spread = constraint_spread(step.eqn)
             if output is not None:
                 set_spread(output, spread)
             if isinstance(operand, int) and output is not None:
@@ -67,9 +67,9 @@ def propagate(program: Program, known_spreads: Mapping[int, Spread], sizes: Mapp
         for linked in links.get(dim, ()):
             if linked not in axes_of:
                 shape = _shape(program, linked[0])
-                used = {axis for d in range(len(shape)) for axis in axes_of.get((linked[0], d), ())}
+                used_axes = {axis for d in range(len(shape)) for axis in axes_of.get((linked[0], d), ())}
                 fits = math.prod(sizes[axis] for axis in axes_of[dim]) <= shape[linked[1]]
-                axes_of[linked] = axes_of[dim] if fits and not used & set(axes_of[dim]) else ()
+                axes_of[linked] = axes_of[dim] if fits and not used_axes & set(axes_of[dim]) else ()
                 queue.append(linked)
     return {
         number: tuple(axes_of.get((number, dim), ()) for dim in range(len(_shape(program, number))))
@@ -77,19 +77,19 @@ def propagate(program: Program, known_spreads: Mapping[int, Spread], sizes: Mapp
     }
 
 
-def constraint(eqn: Any) -> Spread:
+def constraint_spread(eqn: Any) -> Spread:
     """The spread of a `sharding_constraint`."""
     rank = len(eqn.outvars[0].aval.shape)
     spec = getattr(eqn.params["sharding"], "spec", None)
-    return ((),) * rank if spec is None else of_spec(spec, rank)
+    return ((),) * rank if spec is None else spread_of_spec(spec, rank)
 
 
-def of_spec(spec: Any, rank: int) -> Spread:
+def spread_of_spec(spec: Any, rank: int) -> Spread:
     """The spread of a `PartitionSpec` for an array of `rank` dims.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
-        >>> of_spec(P(("data", "fsdp"), None, "tensor"), 4)
+        >>> spread_of_spec(P(("data", "fsdp"), None, "tensor"), 4)
         (('data', 'fsdp'), (), ('tensor',), ())
     """
     entries = [() if not isinstance(axes, str | tuple) else (axes,) if isinstance(axes, str) else axes for axes in spec]

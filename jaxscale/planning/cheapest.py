@@ -115,21 +115,21 @@ def cheapest_fit(
     if limit is None:
         raise UserError(f"memory fit: the memory of {platform} is unknown; give --limit, such as 14GiB")
     candidates = _Candidates(experiment, platform, plan, measure)
-    first, *texts = menu_of(experiment, plan) if menu is None else menu
-    fixed = [candidates.candidate(first)]
-    if fixed[0].bytes <= limit and candidates.needed_bytes(fixed[0]) <= limit:
-        return fixed[0].plan
-    rules = searched(experiment, plan, candidates.prices) if menu is None else ()
-    optima = [_largest(candidates, rule, limit, fixed[0].kept) for rule in rules]
+    first, *texts = valid_menu(experiment, plan) if menu is None else menu
+    menu_candidates = [candidates.candidate(first)]
+    if menu_candidates[0].bytes <= limit and candidates.needed_bytes(menu_candidates[0]) <= limit:
+        return menu_candidates[0].plan
+    rules = searched_rules(experiment, plan, candidates.prices) if menu is None else ()
+    optima = [_largest_candidate(candidates, rule, limit, menu_candidates[0].kept) for rule in rules]
     best = min((option for option in optima if option is not None), key=lambda option: option.cost, default=None)
     # weights that stream from the host keep its link busy
     if best is not None and candidates.prices.scanned and plan.offload.weights == "device":
         host_limit = host_share(platform) if host_limit is None else host_limit
-        best = _offloaded(candidates, best, limit, host_limit) or best
-    fixed += [candidate for candidate in map(candidates.candidate_or_none, texts) if candidate is not None]
-    least = min(candidate.bytes for candidate in fixed)
+        best = _with_pofo(candidates, best, limit, host_limit) or best
+    menu_candidates += [candidate for candidate in map(candidates.candidate_or_none, texts) if candidate is not None]
+    least = min(candidate.bytes for candidate in menu_candidates)
     refused: list[tuple[int, Candidate]] = []
-    for candidate in sorted(fixed, key=lambda candidate: candidate.cost):
+    for candidate in sorted(menu_candidates, key=lambda candidate: candidate.cost):
         if best is not None and best.cost <= candidate.cost:
             return best.plan
         promising = candidate.bytes <= limit * (1 + MARGIN) or candidate.bytes == least
@@ -142,14 +142,14 @@ def cheapest_fit(
     needed_bytes, smallest = min(refused, key=lambda pair: pair[0])
     raise NothingFits(
         f"memory fit: {experiment.name} takes at least {size(needed_bytes)} per device under any of "
-        f"{', '.join(str(candidate.plan.memory) for candidate in fixed)}; "
+        f"{', '.join(str(candidate.plan.memory) for candidate in menu_candidates)}; "
         f"the limit is {size(limit)}: take more devices, ZeRO 3, more microbatches or a loss in chunks; to see which "
         f"change saves most, run jaxscale fit FILE --plan.memory {smallest.plan.memory} --limit {bytes_text(limit)}",
         smallest.plan,
     )
 
 
-def menu_of(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
+def valid_menu(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
     """The entries of `MENU` that are valid for a model and plan."""
     if plan.unroll > 1:
         return ("none", "dots", "full")
@@ -158,7 +158,7 @@ def menu_of(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
     return tuple(text for text in MENU if text != "sqrt" or not unsegmented)
 
 
-def searched(experiment: Experiment, plan: Plan, prices: Prices) -> tuple[str, ...]:
+def searched_rules(experiment: Experiment, plan: Plan, prices: Prices) -> tuple[str, ...]:
     """Rules whose budget is searched: those that are optimal for the model's blocks."""
     if plan.unroll > 1 or not prices.calls:
         return ()
@@ -229,32 +229,32 @@ class _Candidates:
         return self._measured[candidate]
 
 
-def _largest(candidates: _Candidates, rule: str, limit: int, most: int) -> Candidate | None:
-    """The candidate of a rule with the largest budget up to `most` that fits; compiled bytes correct the estimate."""
-    most += -most % _grain(most)
-    if candidates.candidate_or_none(f"{rule}:{bytes_text(most)}") is None:
+def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budget: int) -> Candidate | None:
+    """A rule's candidate with the largest budget up to `max_budget` that fits; compiled bytes correct estimates."""
+    max_budget += -max_budget % _granularity(max_budget)
+    if candidates.candidate_or_none(f"{rule}:{bytes_text(max_budget)}") is None:
         return None
-    low, high, error, best = 0, most + 1, 0, None
+    low, high, error, best = 0, max_budget + 1, 0, None
     for _ in range(COMPILES):
-        candidate = _by_estimate(candidates, rule, limit - error, low, high)
+        candidate = _largest_by_estimate(candidates, rule, limit - error, low, high)
         if candidate is None or (best is not None and candidate.kept <= best.kept):
             break
         needed_bytes = candidates.needed_bytes(candidate)
         error = needed_bytes - candidate.bytes
         if needed_bytes <= limit:
-            best, low = candidate, _budget(candidate)
+            best, low = candidate, _budget_of(candidate)
             if limit - needed_bytes <= CLOSE * limit:
                 break
         else:
-            high = min(_budget(candidate), candidate.kept)
+            high = min(_budget_of(candidate), candidate.kept)
         if candidates.measure is None:
             break
     return best
 
 
-def _offloaded(candidates: _Candidates, best: Candidate, limit: int, host_limit: int | None) -> Candidate | None:
+def _with_pofo(candidates: _Candidates, best: Candidate, limit: int, host_limit: int | None) -> Candidate | None:
     """POFO at the budget of the best plan without it; `None` if it saves too little, or does not fit."""
-    prices, budget = candidates.prices, best.kept + -best.kept % _grain(best.kept)
+    prices, budget = candidates.prices, best.kept + -best.kept % _granularity(best.kept)
     if not prices.timed or candidates.platform.chip.kind == "cpu" or best.plan.memory.rule != "save":
         return None
     for _ in range(2):
@@ -270,13 +270,13 @@ def _offloaded(candidates: _Candidates, best: Candidate, limit: int, host_limit:
         excess = candidates.needed_bytes(candidate) - limit
         if excess <= 0:
             return candidate
-        budget = max(0, budget - excess) // _grain(budget) * _grain(budget)
+        budget = max(0, budget - excess) // _granularity(budget) * _granularity(budget)
     return None
 
 
-def _by_estimate(candidates: _Candidates, rule: str, room: int, low: int, high: int) -> Candidate | None:
+def _largest_by_estimate(candidates: _Candidates, rule: str, room: int, low: int, high: int) -> Candidate | None:
     """The candidate with the largest budget between `low` and `high`, exclusive, whose estimate is within `room`."""
-    grain, best = _grain(high), None
+    grain, best = _granularity(high), None
     budget = (high - 1) // grain * grain
     for _ in range(ESTIMATES):
         if not low < budget < high:
@@ -298,11 +298,11 @@ def _by_estimate(candidates: _Candidates, rule: str, room: int, low: int, high: 
     return best
 
 
-def _grain(budget: int) -> int:
+def _granularity(budget: int) -> int:
     """Budgets are multiples of this, so that their text is short."""
     return 2 ** max(budget.bit_length() - 8, 0)
 
 
-def _budget(candidate: Candidate) -> int:
+def _budget_of(candidate: Candidate) -> int:
     assert candidate.plan.memory.budget is not None, "a searched rule has a budget"
     return candidate.plan.memory.budget

@@ -160,10 +160,10 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     if measure is not None and not pieces:
         raise UserError("compile-block: the blocks are in no loop; --verify compiles the whole step")
     live = timeline(program, placements, kinds_of, traced.compiler, pieces)
-    while measure is not None and (piece := _fullest(live)) is not None and pieces[piece] is None:
+    while measure is not None and (piece := _peak_piece(live)) is not None and pieces[piece] is None:
         pieces[piece] = measure(piece)
         live = timeline(program, placements, kinds_of, traced.compiler, pieces)
-    arguments, host_items = _arguments(traced, batch)
+    arguments, host_items = _argument_items(traced, batch)
     device_kinds = _by_kind(arguments)
     for item in live.items:
         device_kinds[item.kind] = device_kinds.get(item.kind, 0) + item.bytes
@@ -196,7 +196,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     )
 
 
-def _fullest(live: Timeline) -> Piece | None:
+def _peak_piece(live: Timeline) -> Piece | None:
     """The piece of a step that needs the most memory."""
     return live.moments[live.peak].piece if live.moments else None
 
@@ -228,7 +228,7 @@ def _kept_on_host_bytes(program: Program, placements: Placements) -> int:
     return total
 
 
-def _arguments(traced: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+def _argument_items(traced: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """The arguments on the device and those in host memory, named after their leaves."""
     device, host = [], []
     kinds = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}

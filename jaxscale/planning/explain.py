@@ -14,7 +14,7 @@ from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.selectors import SELECTORS
-from jaxscale.planning.cheapest import menu_of, searched
+from jaxscale.planning.cheapest import searched_rules, valid_menu
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import Fit, fit
 from jaxscale.planning.pictures import Point, curve, framed, page, stacked, table, write_picture
@@ -195,11 +195,11 @@ def _curve(experiment: Experiment, platform: Platform, plan: Plan, prices: Price
     unplanned = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
     kept_bytes = max((moment.by_kind.get("kept activations", 0) for moment in unplanned.timeline.moments), default=0)
     budgets = [bytes_text(short_budget(round(kept_bytes * share))) for share in SHARES]
-    optimal = [f"{rule}:{budget}" for rule in searched(experiment, plan, prices) for budget in budgets]
+    optimal = [f"{rule}:{budget}" for rule in searched_rules(experiment, plan, prices) for budget in budgets]
     # without known rates, copies to a host would appear free
     further = [rule for rule in RULES if optimal and (prices.timed or not rule.startswith("offload"))]
     further = [f"{rule}:{budgets[len(budgets) // 2]}" for rule in further]
-    return (*menu_of(experiment, plan), *optimal, *further)
+    return (*valid_menu(experiment, plan), *optimal, *further)
 
 
 def _decision(prices: Prices, text: str) -> Decision | None:

@@ -19,7 +19,7 @@ CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 LOOPS = ("scan", "while")
 
-TAKES = ("slice", "dynamic_slice", "squeeze", "lt", "add", "select_n")
+SLICING = ("slice", "dynamic_slice", "squeeze", "lt", "add", "select_n")
 """Operations that take a part of an array by index; a negative index counts from the end."""
 
 PIPE = "pipe"
@@ -121,16 +121,16 @@ class _Flattener:
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         env: dict[Any, int | None] = {}
         for var in (*inner.constvars, *inner.invars):
-            env[var] = self._new(var.aval)
+            env[var] = self._new_value(var.aval)
         self.constants += (env[var] for var in inner.constvars)
         inputs = tuple(env[var] for var in inner.invars)
-        self._run(inner, env, False)
+        self._append_equations(inner, env, False)
         outputs = tuple(self._read(env, var) for var in inner.outvars)
-        operations = _needed(self.operations, outputs)
+        operations = _live_operations(self.operations, outputs)
         all_inputs = tuple(value for value in (*inputs, *self.constants) if value is not None)
         return Program(all_inputs, outputs, operations, self.shapes, self.names)
 
-    def _new(self, aval: Any) -> int:
+    def _new_value(self, aval: Any) -> int:
         self.shapes[len(self.shapes)] = aval
         return len(self.shapes) - 1
 
@@ -146,7 +146,7 @@ class _Flattener:
     def _literal(self, var: Any) -> Any:
         return var.val if hasattr(var, "val") else self.literals[var]
 
-    def _run(self, jaxpr: Any, env: dict[Any, int | None], backward: bool) -> None:
+    def _append_equations(self, jaxpr: Any, env: dict[Any, int | None], backward: bool) -> None:
         for eqn in jaxpr.eqns:
             inputs = tuple(self._read(env, var) for var in eqn.invars)
             in_backward = backward or "transpose" in str(eqn.source_info.name_stack)
@@ -158,19 +158,19 @@ class _Flattener:
                 self._bind(eqn.outvars[0], eqn.invars[0])
                 continue
             if kind == "shard_map" and _is_model_region(eqn.params["newly_manual_axes"]):
-                self._region(eqn, inputs, env, in_backward)
+                self._add_region(eqn, inputs, env, in_backward)
                 continue
             uninlined = (*LOOPS, "pallas_call", "shard_map", *(("cond",) if PIPE in self.manual else ()))
             callee = None if kind in uninlined else _callee(eqn)
             if callee is not None:
                 callee_jaxpr = getattr(callee, "jaxpr", callee)
-                callee_env: dict[Any, int | None] = {var: self._new(var.aval) for var in callee_jaxpr.constvars}
+                callee_env: dict[Any, int | None] = {var: self._new_value(var.aval) for var in callee_jaxpr.constvars}
                 self.constants += callee_env.values()
                 first_argument = len(inputs) - len(callee_jaxpr.invars)
                 callee_env |= dict(zip(callee_jaxpr.invars, inputs[first_argument:], strict=True))
                 for var, argument in zip(callee_jaxpr.invars, eqn.invars[first_argument:], strict=True):
                     self._bind(var, argument)
-                self._run(callee_jaxpr, callee_env, in_backward)
+                self._append_equations(callee_jaxpr, callee_env, in_backward)
                 for var, result in zip(eqn.outvars, callee_jaxpr.outvars, strict=True):
                     env[var] = self._read(callee_env, result)
                     self._bind(var, result)
@@ -181,34 +181,34 @@ class _Flattener:
             branches = ()
             if kind == "cond":
                 branches = tuple(_with_late_slices(flatten(branch, self.manual)) for branch in eqn.params["branches"])
-            outputs = tuple(self._new(var.aval) for var in eqn.outvars)
+            outputs = tuple(self._new_value(var.aval) for var in eqn.outvars)
             env |= dict(zip(eqn.outvars, outputs, strict=True))
             literals = {i: self._literal(var) for i, var in enumerate(eqn.invars) if inputs[i] is None}
             self.operations.append(
                 Operation(kind, inputs, outputs, eqn.params, in_backward, eqn, literals, loop, branches, self.manual)
             )
 
-    def _region(self, eqn: Any, inputs: Sequence[int | None], env: dict[Any, int | None], in_backward: bool) -> None:
+    def _add_region(self, eqn: Any, inputs: Sequence[int | None], env: dict[Any, int | None], backward: bool) -> None:
         """Inline a `shard_map`: its operations between "enter" and "leave" operations."""
-        inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+        region = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
         outer_manual, self.manual = self.manual, frozenset(eqn.params["newly_manual_axes"])
-        region_env: dict[Any, int | None] = {var: self._new(var.aval) for var in inner.constvars}
+        region_env: dict[Any, int | None] = {var: self._new_value(var.aval) for var in region.constvars}
         self.constants += region_env.values()
 
-        def cross(kind: str, value: int, var: Any, spec: Any) -> int:
-            crossed = self._new(var.aval)
+        def append_crossing(kind: str, value: int, var: Any, spec: Any) -> int:
+            output = self._new_value(var.aval)
             self.operations.append(
-                Operation(kind, (value,), (crossed,), {"spec": spec}, in_backward, eqn, manual=self.manual)
+                Operation(kind, (value,), (output,), {"spec": spec}, backward, eqn, manual=self.manual)
             )
-            return crossed
+            return output
 
-        for var, argument, value, spec in zip(inner.invars, eqn.invars, inputs, eqn.params["in_specs"], strict=True):
-            region_env[var] = None if value is None else cross("enter", value, var, spec)
+        for var, argument, value, spec in zip(region.invars, eqn.invars, inputs, eqn.params["in_specs"], strict=True):
+            region_env[var] = None if value is None else append_crossing("enter", value, var, spec)
             self._bind(var, argument)
-        self._run(inner, region_env, in_backward)
-        for var, result, spec in zip(eqn.outvars, inner.outvars, eqn.params["out_specs"], strict=True):
+        self._append_equations(region, region_env, backward)
+        for var, result, spec in zip(eqn.outvars, region.outvars, eqn.params["out_specs"], strict=True):
             value = self._read(region_env, result)
-            env[var] = None if value is None else cross("leave", value, var, spec)
+            env[var] = None if value is None else append_crossing("leave", value, var, spec)
             self._bind(var, result)
         self.manual = outer_manual
 
@@ -221,25 +221,25 @@ def _is_model_region(manual: Collection[str]) -> bool:
 def _with_late_slices(program: Program) -> Program:
     """The program with slices of its arguments (slots, weights) moved to where they are first read."""
     argument_slices = set(program.inputs)
-    waiting: dict[int, Operation] = {}
-    order: list[Operation] = []
+    pending_slices: dict[int, Operation] = {}
+    ordered: list[Operation] = []
 
-    def append(operation: Operation) -> None:
+    def append_with_slices(operation: Operation) -> None:
         for value in operation.inputs:
-            if value in waiting:
-                append(waiting.pop(value))
-        order.append(operation)
+            if value in pending_slices:
+                append_with_slices(pending_slices.pop(value))
+        ordered.append(operation)
 
     for operation in program.operations:
         operands = {value for value in operation.inputs if value is not None}
-        if operation.kind in TAKES and operands <= argument_slices:
+        if operation.kind in SLICING and operands <= argument_slices:
             argument_slices.update(operation.outputs)
-            waiting[operation.outputs[0]] = operation
+            pending_slices[operation.outputs[0]] = operation
         else:
-            append(operation)
-    while waiting:  # slices that are returned
-        append(waiting.pop(next(iter(waiting))))
-    return dataclasses.replace(program, operations=order)
+            append_with_slices(operation)
+    while pending_slices:  # slices that are returned
+        append_with_slices(pending_slices.pop(next(iter(pending_slices))))
+    return dataclasses.replace(program, operations=ordered)
 
 
 def _callee(eqn: Any) -> Any:
@@ -254,11 +254,11 @@ def _callee(eqn: Any) -> Any:
     return None
 
 
-def _needed(operations: Sequence[Operation], outputs: Sequence[int | None]) -> list[Operation]:
-    live = {value for value in outputs if value is not None}
-    needed = []
+def _live_operations(operations: Sequence[Operation], outputs: Sequence[int | None]) -> list[Operation]:
+    live_values = {value for value in outputs if value is not None}
+    live_operations = []
     for operation in reversed(operations):
-        if any(value in live for value in operation.outputs):
-            needed.append(operation)
-            live.update(value for value in operation.inputs if value is not None)
-    return needed[::-1]
+        if any(value in live_values for value in operation.outputs):
+            live_operations.append(operation)
+            live_values.update(value for value in operation.inputs if value is not None)
+    return live_operations[::-1]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from jaxscale.planning.flat import Operation, Program
 
 
-def outlasting(program: Program, rings: Iterable[int], is_array: Callable[[Operation], bool]) -> dict[int, int]:
+def late_arrays(program: Program, rings: Iterable[int], is_array: Callable[[Operation], bool]) -> dict[int, int]:
     """The arrays that a product around a ring needs until the blocks' backward pass ends, with the index of that pass.
 
     Args:

@@ -72,7 +72,7 @@ def pipeline_choice(
 
     @functools.cache
     def prices(microbatches: int) -> Model:
-        return in_turns(model_prices(experiment, reference, ranks, microbatches), period)
+        return in_periods(model_prices(experiment, reference, ranks, microbatches), period)
 
     devices = None
     limit = usable_bytes(platform) if limit is None else limit
@@ -108,27 +108,27 @@ def pipeline_choice(
     )
 
 
-def in_turns(model: Model, period: int) -> Model:
+def in_periods(model: Model, period: int) -> Model:
     """Prices of periods of unlike blocks, if stages can only start at the first block of a period.
 
     Example:
         >>> from jaxscale.pipeline.price import Price
-        >>> [price.forward for price in in_turns(Model((Price(1, 1, 1),) * 4), 2).blocks]
+        >>> [price.forward for price in in_periods(Model((Price(1, 1, 1),) * 4), 2).blocks]
         [2, 2]
     """
     if period == 1:
         return model
-    turns = [model.blocks[start : start + period] for start in range(0, len(model.blocks), period)]
+    periods = [model.blocks[start : start + period] for start in range(0, len(model.blocks), period)]
     names = [field.name for field in dataclasses.fields(Price) if field.name not in ("message_bytes", "working_bytes")]
     return dataclasses.replace(
         model,
         blocks=tuple(
             dataclasses.replace(
-                turn[0],
-                working_bytes=max(block.working_bytes for block in turn),
-                **{name: sum(getattr(block, name) for block in turn) for name in names},
+                blocks[0],
+                working_bytes=max(block.working_bytes for block in blocks),
+                **{name: sum(getattr(block, name) for block in blocks) for name in names},
             )
-            for turn in turns
+            for blocks in periods
         ),
     )
 

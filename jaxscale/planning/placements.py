@@ -162,8 +162,8 @@ def _backward_product(program: Program, operation: Operation, placements: Placem
             continue
         value_dims = list(placements.dims[value])
         for target, source in zip(targets, sources, strict=True):
-            used = {axis for axes in value_dims for axis in axes}
-            if not value_dims[target] and not used & set(output_dims[source]):
+            used_axes = {axis for axes in value_dims for axis in axes}
+            if not value_dims[target] and not used_axes & set(output_dims[source]):
                 value_dims[target] = output_dims[source]
         placements.dims[value] = tuple(value_dims)
 
@@ -222,15 +222,15 @@ def _elementwise(output: Any, shapes: Sequence[Any], dims: Sequence[Dims]) -> Di
     """Dims of an elementwise result: the axes of the operands of its shape, each axis once."""
     shape = getattr(output, "shape", ())
     merged: list[tuple[str, ...]] = [()] * len(shape)
-    used: set[str] = set()
+    used_axes: set[str] = set()
     for operand, operand_dims in zip(shapes, dims, strict=True):
         if operand is None or len(getattr(operand, "shape", ())) != len(shape):
             continue
         for dim, axes in enumerate(operand_dims):
-            free_axes = tuple(axis for axis in axes if axis not in used)
+            free_axes = tuple(axis for axis in axes if axis not in used_axes)
             if free_axes and not merged[dim] and operand.shape[dim] == shape[dim]:
                 merged[dim] = free_axes
-                used.update(free_axes)
+                used_axes.update(free_axes)
     return tuple(merged)
 
 
@@ -298,13 +298,13 @@ def _dot(params: Any, shapes: Any, dims: Any, output: Any, placements: Placement
         placements.bytes_of(shape, axes) if shape is not None else 0 for shape, axes in zip(shapes, dims, strict=True)
     ]
     output_dims: list[tuple[str, ...]] = [()] * rank
-    used: set[str] = set()
+    used_axes: set[str] = set()
     for side in sorted((0, 1), key=lambda side: -sizes[side]):
         for target, source in sources[side].items():
-            free_axes = tuple(axis for axis in dims[side][source] if axis not in used)
+            free_axes = tuple(axis for axis in dims[side][source] if axis not in used_axes)
             if free_axes and not output_dims[target]:
                 output_dims[target] = free_axes
-                used.update(free_axes)
+                used_axes.update(free_axes)
     # an axis along which both operands are summed is used up
     for a, b in zip(*contracted, strict=True):
         summed = set(dims[0][a]) & set(dims[1][b])
@@ -395,9 +395,9 @@ def _gather(params: Any, shapes: Any, dims: Any, output: Any, placements: Placem
             output_dims.append(dims[0][source] if shapes[0].shape[source] == output.shape[d] else ())
         else:
             output_dims.append(next(rows, ()))
-    used: set[str] = {axis for d, axes in enumerate(output_dims) if d not in numbers.offset_dims for axis in axes}
+    used_axes: set[str] = {axis for d, axes in enumerate(output_dims) if d not in numbers.offset_dims for axis in axes}
     return tuple(
-        axes if d not in numbers.offset_dims else tuple(axis for axis in axes if axis not in used)
+        axes if d not in numbers.offset_dims else tuple(axis for axis in axes if axis not in used_axes)
         for d, axes in enumerate(output_dims)
     )
 

@@ -16,7 +16,7 @@ SAME = (*SLICES, "squeeze", "reshape", "broadcast_in_dim", "pcast")
 """Operations that leave an array unchanged if its size is unchanged."""
 
 
-def handed_on(operation: Operation) -> Iterator[tuple[int, int]]:
+def unchanged_results(operation: Operation) -> Iterator[tuple[int, int]]:
     """Results of a `cond` that some branch returns unchanged from an operand, each with this operand."""
     for number, result in enumerate(operation.outputs):
         for branch in operation.branches:
@@ -29,21 +29,21 @@ def handed_on(operation: Operation) -> Iterator[tuple[int, int]]:
                     break
 
 
-def within(operation: Operation, caller_values: Set[int], program: Program) -> set[int]:
+def in_place_results(operation: Operation, caller_values: Set[int], program: Program) -> set[int]:
     """Results that are or overwrite values of the caller: slots that are written, sums that are added to."""
     if PIPE not in operation.manual:
         return set()
-    if operation.kind in ("enter", *SAME) and (operation.kind == "enter" or whole(operation, program, SAME)):
+    if operation.kind in ("enter", *SAME) and (operation.kind == "enter" or is_whole_array(operation, program, SAME)):
         return set(operation.outputs) if operation.inputs[0] in caller_values else set()
     if _is_tick_loop(operation):  # values in flight in an asynchronous pipeline are arguments and results of the step
         states = zip(operation.outputs, carries(operation), strict=False)
         return {result for result, operand in states if operand in caller_values}
     if operation.kind == "dynamic_update_slice":
         return set(operation.outputs) if operation.inputs[0] in caller_values else set()
-    return {result for result, operand in handed_on(operation) if operand in caller_values}
+    return {result for result, operand in unchanged_results(operation) if operand in caller_values}
 
 
-def returned(program: Program, renamed: Sequence[str]) -> set[int]:
+def reshaped_outputs(program: Program, renamed: Sequence[str]) -> set[int]:
     """Values that a branch returns after a change of shape or type: they share the result's memory.
 
     Args:
@@ -58,7 +58,7 @@ def returned(program: Program, renamed: Sequence[str]) -> set[int]:
     return values - {None, *program.inputs}
 
 
-def whole(operation: Operation, program: Program, kinds: Sequence[str] = SLICES) -> bool:
+def is_whole_array(operation: Operation, program: Program, kinds: Sequence[str] = SLICES) -> bool:
     """Whether a slice is the whole array: the only slot of a pool, the only stage of a device."""
     if PIPE not in operation.manual or operation.kind not in kinds or operation.inputs[0] is None:
         return False

@@ -138,7 +138,7 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
             f"a pipeline of {ranks} devices does not divide the {platform.devices} of {platform}: take another P, or "
             "another platform"
         )
-    step = _step_of_a_stage(experiment, platform, ranks, microbatches)
+    step = _stage_step(experiment, platform, ranks, microbatches)
     calls = traced_blocks(step.objective, chip)
     if not calls:
         raise UserError(f"{experiment.name}: its model shows no blocks; build it of layers.Stack or layers.Chain")
@@ -155,7 +155,7 @@ def link_seconds(platform: Platform, model: Model) -> float:
     return model.blocks[0].message_bytes / links[0].bandwidth if links and platform.devices > 1 else 0.0
 
 
-def _step_of_a_stage(experiment: Experiment, platform: Platform, ranks: int, microbatches: int) -> TrainStep:
+def _stage_step(experiment: Experiment, platform: Platform, ranks: int, microbatches: int) -> TrainStep:
     """The step for the devices of one stage, with the whole model."""
     from jax.sharding import AbstractDevice
 

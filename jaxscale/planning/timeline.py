@@ -15,24 +15,26 @@ from typing import Literal
 
 from jaxscale.planning import regions
 from jaxscale.planning.flat import Operation, Program, carries
-from jaxscale.planning.late import outlasting
+from jaxscale.planning.late import late_arrays
 from jaxscale.planning.pieces import Piece
 from jaxscale.planning.placements import Placements
 
 COLLECTIVES = ("ppermute", "psum", "psum_invariant", "all_gather", "reduce_scatter")
 """Collectives of a pipelined step."""
 
-HEAVY = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 """Operations that read their operands several times: an operand of two of them is computed once."""
 
-ARRAYS = (
+ARRAY_RESULTS = (
     "scan", "while", "shard_map", "pallas_call", "custom_call", "gather", "scatter", "scatter-add", "scatter_add",
     "device_put", "sort", "top_k", "cumsum", "cumlogsumexp", "cummax", "concatenate", "dynamic_update_slice", "fft",
     "triangular_solve", "random_bits", "threefry2x32", "argmax", "argmin", "split", "cond", *COLLECTIVES,
 )  # fmt: skip
 """Operations whose results are arrays, besides products and reductions."""
 
-TAKERS = ("scan", "while", "shard_map", "pallas_call", "custom_call", "sort", "top_k", "fft", "cond", *COLLECTIVES)
+ARRAY_READERS = (
+    "scan", "while", "shard_map", "pallas_call", "custom_call", "sort", "top_k", "fft", "cond", *COLLECTIVES,
+)  # fmt: skip
 """Operations whose operands are arrays, not expressions."""
 
 SCATTERS = ("scatter-add", "scatter_add", "scatter")
@@ -201,7 +203,7 @@ class _Sweep:
         self.stacks: dict[int, int] = {}
         if first_stacked is not None:
             self.stacks = {value: 0 for value in program.outputs[first_stacked:] if value is not None}
-            self.stacks |= dict.fromkeys(regions.returned(program, RENAMED), 0) if branch else {}
+            self.stacks |= dict.fromkeys(regions.reshaped_outputs(program, RENAMED), 0) if branch else {}
         self.users: dict[int, list[int]] = {}
         for place, operation in enumerate(program.operations):
             for value in operation.inputs:
@@ -222,7 +224,7 @@ class _Sweep:
             return False
         if operation.kind in ("sharding_constraint", "enter"):
             return self._gathers(operation)
-        return operation.kind in (*HEAVY, *ARRAYS) or operation.kind.startswith("reduce_")
+        return operation.kind in (*PRODUCTS, *ARRAY_RESULTS) or operation.kind.startswith("reduce_")
 
     def _gathers(self, operation: Operation) -> bool:
         """Whether a sharding constraint gathers shards."""
@@ -236,9 +238,9 @@ class _Sweep:
         if value in self.scattered_sums and (self.compiler.fuses == "no" or not self._fully_sharded(value)):
             return True
         places = self._readers(value)
-        if any(self.program.operations[place].kind in TAKERS for place in places):
+        if any(self.program.operations[place].kind in ARRAY_READERS for place in places):
             return True
-        products = [place for place in places if self.program.operations[place].kind in HEAVY]
+        products = [place for place in places if self.program.operations[place].kind in PRODUCTS]
         if self.compiler.fuses == "no":
             return bool(products)
         return self.compiler.fuses == "local" and any(map(self._around_ring, products))
@@ -277,17 +279,17 @@ class _Sweep:
             sources = frozenset().union(*(self.sources[value] for value in operands)) if operands else frozenset()
             is_array = self._is_array(operation)
             gathers = is_array and operation.kind == "enter"
-            in_place = set() if gathers else regions.within(operation, self.caller_values, self.program)
-            self.caller_values |= in_place
+            caller_results = set() if gathers else regions.in_place_results(operation, self.caller_values, self.program)
+            self.caller_values |= caller_results
             for value in operation.outputs:
                 view = operation.kind in VIEWS and len(operands) == 1 and len(sources) <= 1
-                if value in in_place:
+                if value in caller_results:
                     self.sources[value] = frozenset()
-                elif regions.whole(operation, self.program):
+                elif regions.is_whole_array(operation, self.program):
                     self.sources[value] = sources
                 elif is_array or (self._needs_array(value) and not view):
                     self.sources[value] = frozenset((value,))
-                    size = self._product_bytes(value) if operation.kind in HEAVY else self.bytes_of(value)
+                    size = self._product_bytes(value) if operation.kind in PRODUCTS else self.bytes_of(value)
                     if value in self.stacks:
                         size = 0
                     self.arrays[value] = size
@@ -307,20 +309,20 @@ class _Sweep:
         for value in self.outputs:
             for source in self.sources.get(value, ()):
                 last_read[source] = end
-        rings = [place for place in self.placements.summed if self._around_ring(place)]
-        late_read = outlasting(self.program, rings, self._is_array) if self.compiler.fuses == "local" else {}
+        ring_products = [place for place in self.placements.summed if self._around_ring(place)]
+        late_read = late_arrays(self.program, ring_products, self._is_array) if self.compiler.fuses == "local" else {}
         live: dict[int, Item] = {}
         moments: list[Moment] = []
-        fullest: tuple[int, tuple[Item, ...]] = (-1, ())
-        peak = 0
+        peak, peak_total = 0, -1
+        peak_items: tuple[Item, ...] = ()
         live_before: dict[int, Item] = {}
         for place, operation in enumerate(self.program.operations):
             piece = self.piece_at.get(place)
             temporaries = None if piece is None else self.pieces[piece]
             new_arrays = [value for value in operation.outputs if value in self.arrays]
             dying = [value for value in live if max(last_read.get(value, -1), late_read.get(value, -1)) <= place]
-            reused = self._in_place(operation, new_arrays, dying, live)
-            for value in reused:
+            reused_arrays = self._reused_arrays(operation, new_arrays, dying, live)
+            for value in reused_arrays:
                 del live[value]
             if piece is not None and place == piece.start:
                 live_before = dict(live)
@@ -336,29 +338,30 @@ class _Sweep:
                     nested = [_InnerMoment(piece.name, (Item(f"{piece.name}, compiled", kind, temporaries),))]
                     live = live_before | still_read  # other late arrays are among the temporaries
             else:
-                nested = (
-                    self._inner_moments(operation, place) if new_arrays or operation.loop or operation.branches else []
-                )
+                has_moments = new_arrays or operation.loop or operation.branches
+                nested = self._inner_moments(operation, place) if has_moments else []
             for inner in nested:
-                total, by_kind = _bytes_by_kind([*live.values(), *inner.items])
+                total, by_kind = _total_and_kinds([*live.values(), *inner.items])
                 backward = operation.backward or inner.backward
                 moments.append(Moment(inner.label, total, by_kind, backward, piece or inner.piece))
-                if total > fullest[0]:
-                    fullest, peak = (total, (*live.values(), *inner.items)), len(moments) - 1
+                if total > peak_total:
+                    peak, peak_total, peak_items = len(moments) - 1, total, (*live.values(), *inner.items)
             if new_arrays or nested:
                 live = live_after
-        items = tuple(sorted(fullest[1], key=lambda item: -item.bytes))
+        items = tuple(sorted(peak_items, key=lambda item: -item.bytes))
         return Timeline(tuple(moments), peak, items)
 
-    def _in_place(
+    def _reused_arrays(
         self, operation: Operation, new_arrays: Sequence[int], dying: Sequence[int], live: dict[int, Item]
     ) -> list[int]:
         """Dying arrays whose memory the results reuse: operands of an elementwise operation, or a loop's state."""
-        if operation.kind in (*HEAVY, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call"):
+        if operation.kind in (*PRODUCTS, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call"):
             return []
         if operation.branches:
-            pairs = [(result, old) for result, operand in regions.handed_on(operation) for old in self.sources[operand]]
-            return [old for result, old in pairs if old in dying and live[old].bytes == self.arrays.get(result)]
+            pairs = [
+                (new, old) for new, operand in regions.unchanged_results(operation) for old in self.sources[operand]
+            ]
+            return [old for new, old in pairs if old in dying and live[old].bytes == self.arrays.get(new)]
         if operation.kind.startswith("reduce_") or (self.compiler.fuses == "no" and operation.loop is None):
             return []
         candidates = list(dying)
@@ -424,14 +427,14 @@ class _Sweep:
 
     def _item(self, operation: Operation, value: int) -> Item:
         shape = self.program.shapes[value]
-        name, kind, line = _origin(operation, value, self.program)
+        name, kind, line = _name_and_origin(operation, value, self.program)
         text = f"{shape.dtype}{list(shape.shape)}" if hasattr(shape, "dtype") else str(shape)
         label = f"{name} {text}" if name else f"{text} {kind}, {line}"
         default_kind = "gathered weights" if operation.kind == "all_gather" else "transients"
         return Item(label, self.kinds.get(value, default_kind), self.arrays[value])
 
 
-def _origin(operation: Operation, value: int, program: Program) -> tuple[str, str, str]:
+def _name_and_origin(operation: Operation, value: int, program: Program) -> tuple[str, str, str]:
     """The model's name of a value or "", and the operation and line that compute it; through loops and views."""
     if value in program.names:
         return program.names[value], operation.kind, operation.line
@@ -440,12 +443,12 @@ def _origin(operation: Operation, value: int, program: Program) -> tuple[str, st
         body_value = body.outputs[operation.outputs.index(value)]
         for maker in body.operations:
             if body_value is not None and body_value in maker.outputs:
-                return _origin(maker, body_value, body)
+                return _name_and_origin(maker, body_value, body)
     operand = operation.inputs[0] if operation.inputs else None
     if operand is not None and operation.kind in RENAMED:
         for maker in program.operations:
             if operand in maker.outputs:
-                return _origin(maker, operand, program)
+                return _name_and_origin(maker, operand, program)
         return program.names.get(operand, ""), operation.kind, operation.line
     return "", operation.kind, operation.line
 
@@ -488,7 +491,7 @@ def _as_loss(inner: _InnerMoment) -> _InnerMoment:
     return dataclasses.replace(inner, items=tuple(items))
 
 
-def _bytes_by_kind(items: Sequence[Item]) -> tuple[int, dict[str, int]]:
+def _total_and_kinds(items: Sequence[Item]) -> tuple[int, dict[str, int]]:
     by_kind: dict[str, int] = {}
     for item in items:
         by_kind[item.kind] = by_kind.get(item.kind, 0) + item.bytes

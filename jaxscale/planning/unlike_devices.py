@@ -23,7 +23,7 @@ from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.price import Device
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.virtual_workers import virtual_workers
-from jaxscale.planning.pipeline_choice import in_turns
+from jaxscale.planning.pipeline_choice import in_periods
 from jaxscale.planning.stage_prices import model_prices
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.experiment import Experiment
@@ -98,7 +98,7 @@ def dealt(experiment: Experiment, groups: Sequence[Platform], pipeline: Pipeline
     period = period_of(experiment.model)
     chips = {group.chip.name: group for group in groups}
     prices = {
-        name: in_turns(
+        name: in_periods(
             model_prices(experiment, _platform(group, schedule.ranks * workers), schedule.ranks, pipeline.shape()[1]),
             period,
         )
