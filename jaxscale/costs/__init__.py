@@ -1,1 +1,1 @@
-"""What work costs: FLOP of a program, read from its jaxpr without a device."""
+"""The cost of work: FLOP of a program, from its jaxpr, without a device."""

@@ -1,6 +1,6 @@
-"""The blocks of a model as it calls them: traced once, with no device, under a recorder in the place of a plan.
+"""The blocks that a model calls: recorded in one trace, without devices, by a recorder in place of a plan.
 
-Finds every block that runs through `blocks.wrap`: those of `layers.Stack` and `layers.Chain`, and the repeated
+Every block that runs through `blocks.wrap` is recorded: those of `layers.Stack` and `layers.Chain`, and the repeated
 submodules of a foreign NNX model.
 """
 
@@ -23,10 +23,10 @@ class BlockCall:
     Args:
         fingerprint: of the block's program.
         graph: of the block; calls of one fingerprint share it.
-        args: what it is called with, as shapes; by convention parameters, other state, activations, and the rest.
-        count: how often it runs in one forward pass: the layers of a rolled scan.
-        rolled: it is the body of a rolled `lax.scan`.
-        order: its place among the calls.
+        args: shapes of its arguments; by convention parameters, other state, activations, further arguments.
+        count: runs in one forward pass: the layers of a rolled scan.
+        rolled: whether it is the body of a rolled `lax.scan`.
+        order: its index among the calls.
     """
 
     fingerprint: str
@@ -38,7 +38,7 @@ class BlockCall:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of the activations that enter the block once, per device."""
+        """Bytes of the activations that enter one run of the block, per device."""
         return self.graph.carried_bytes
 
 
@@ -55,8 +55,8 @@ def collect(
         fn: such as a model's loss; it is traced, not run.
         args: arrays or shapes (`jax.ShapeDtypeStruct`).
         chip: for the seconds of graphs.
-        mesh: devices along each mesh axis; by default those of the layout in force.
-        batch: mesh axes along the first dim of activations whose placement nothing tells.
+        mesh: devices along each mesh axis; by default those of the current layout.
+        batch: mesh axes along the first dim of activations of unknown placement.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -72,39 +72,41 @@ def collect(
 
     from jaxscale import blocks
 
-    seen: list[tuple[str, tuple[Any, ...], bool]] = []
+    recordings: list[tuple[str, tuple[Any, ...], bool]] = []
     graphs: dict[str, BlockGraph] = {}
 
     def recorder(block: Callable[..., Any], rolled: bool) -> Callable[..., Any]:
-        def recorded(*given: Any) -> Any:
-            closed, shapes = jax.make_jaxpr(block, return_shape=True)(*given)
-            abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jax.numpy.shape(leaf), _dtype(leaf)), given)
+        def recorded(*inputs: Any) -> Any:
+            closed, output_shapes = jax.make_jaxpr(block, return_shape=True)(*inputs)
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jax.numpy.shape(leaf), _dtype(leaf)), inputs)
             program = inline(closed)
-            found = program.fingerprint()
-            seen.append((found, abstract, rolled))
-            if found not in graphs:
-                # here, where the block runs: in a manual region its arrays are a device's parts, its axes have names
-                moving = (2,) if len(abstract) > 2 else (-1,)
-                graphs[found] = graph_of(closed, abstract, chip=chip, mesh=mesh, batch=batch, activations=moving)
+            fingerprint = program.fingerprint()
+            recordings.append((fingerprint, shapes, rolled))
+            if fingerprint not in graphs:
+                # within the trace: in a manual region arrays are a device's parts, and axes have names
+                activations = (2,) if len(shapes) > 2 else (-1,)
+                graphs[fingerprint] = graph_of(
+                    closed, shapes, chip=chip, mesh=mesh, batch=batch, activations=activations
+                )
 
             def run(*leaves: Any) -> list[Any]:
                 return program.run((*closed.consts, *leaves))
 
-            # the name tells in the whole program how often the block runs
-            run.__name__ = run.__qualname__ = f"{_NAME}{len(seen) - 1}"
-            return jax.tree.unflatten(jax.tree.structure(shapes), jax.jit(run)(*jax.tree.leaves(given)))
+            # the name identifies the block's runs in the model's jaxpr
+            run.__name__ = run.__qualname__ = f"{_NAME}{len(recordings) - 1}"
+            return jax.tree.unflatten(jax.tree.structure(output_shapes), jax.jit(run)(*jax.tree.leaves(inputs)))
 
         return recorded
 
     with blocks.wrapping(recorder):
-        # a function of its own: JAX would give a trace made under another treatment again
-        whole = jax.make_jaxpr(lambda *args: fn(*args))(*args)
+        # a new function: JAX would return a cached trace from another treatment
+        model_jaxpr = jax.make_jaxpr(lambda *args: fn(*args))(*args)
     counts: Counter[int] = Counter()
-    _count(whole, 1, counts)
+    _count_runs(model_jaxpr, 1, counts)
     calls = []
-    for number, (found, abstract, rolled) in enumerate(seen):
-        if counts[number]:
-            calls.append(BlockCall(found, graphs[found], abstract, counts[number], rolled, len(calls)))
+    for index, (fingerprint, shapes, rolled) in enumerate(recordings):
+        if counts[index]:
+            calls.append(BlockCall(fingerprint, graphs[fingerprint], shapes, counts[index], rolled, len(calls)))
     return tuple(calls)
 
 
@@ -112,14 +114,14 @@ def _dtype(leaf: Any) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else type(leaf)
 
 
-def _count(jaxpr: Any, times: int, counts: Counter[int]) -> None:
-    """How often each recorded block runs."""
+def _count_runs(jaxpr: Any, runs: int, counts: Counter[int]) -> None:
+    """Add the runs of each recorded block to `counts`."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = eqn.params.get("name")
         if isinstance(name, str) and name.startswith(_NAME):
-            counts[int(name.removeprefix(_NAME))] += times
-        inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+            counts[int(name.removeprefix(_NAME))] += runs
+        inner_runs = runs * eqn.params["length"] if eqn.primitive.name == "scan" else runs
         for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    _count(inner, inside, counts)
+            for item in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(getattr(item, "jaxpr", item), "eqns"):
+                    _count_runs(item, inner_runs, counts)

@@ -1,12 +1,12 @@
-"""A function's program as one flat list of steps: what `jit` and the like only wrap is opened, dead steps are dropped.
+"""A function's program as one flat list of steps: calls such as `jit` are inlined, dead steps are dropped.
 
-Values are numbered, so that a step can be run again, a value tagged, a program compared with another, without touching
-JAX's own data. What has a derivative of its own (`custom_vjp`, `custom_jvp`), loops, branches and kernels stay one
+Values are numbered, so that a step can run again, a value can be tagged and programs can be compared without changing
+JAX's own data. Functions with custom derivatives (`custom_vjp`, `custom_jvp`), loops, branches and kernels stay one
 step each.
 
-The fingerprint of a program is that of its steps, their shapes and parameters, and the names that the model gave. It
-leaves out what does not change what may be kept: numbers in the program (a layer's index, an epsilon), the functions
-that hold derivatives, and placements, so that it is the same on every mesh.
+The fingerprint of a program covers its steps, their shapes and parameters, and the model's names. It leaves out what
+does not affect which values may be kept: numbers in the program (a layer's index, an epsilon), functions that hold
+derivatives, and placements, so that it is the same on every mesh.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from jaxscale.compat import rebind
 
 OPENED = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
-"""Primitives that run the one program they hold, and nothing else."""
+"""Primitives that only call the program they hold."""
 ALIASES = frozenset({"name", "sharding_constraint", "optimization_barrier", "pvary"})
-"""Primitives that give back what they take."""
+"""Primitives that return their operands."""
 
 
 class Constant(NamedTuple):
@@ -34,9 +34,9 @@ class Step(NamedTuple):
 
     Args:
         eqn: of the jaxpr: primitive, params, source.
-        inputs: number of each value read, or a constant.
-        outputs: number of each value made; `None` where nobody reads it.
-        scope: names of the functions it was called in, outermost first.
+        inputs: number of each operand, or a constant.
+        outputs: number of each result; `None` if nothing reads it.
+        scope: names of the calling functions, outermost first.
     """
 
     eqn: Any
@@ -51,11 +51,11 @@ class Step(NamedTuple):
 
     @property
     def alias(self) -> bool:
-        """Whether the results are the arguments under another name or placement."""
+        """Whether the results are the operands under another name or placement."""
         if self.primitive.startswith("custom_vjp_call"):
-            inner = self.eqn.params.get("call_jaxpr", self.eqn.params.get("fun_jaxpr"))
-            inside = getattr(getattr(inner, "jaxpr", inner), "eqns", None)
-            return len(self.inputs) == len(self.outputs) == 1 and bool(inside) and _all_aliases(inside)
+            callee = self.eqn.params.get("call_jaxpr", self.eqn.params.get("fun_jaxpr"))
+            eqns = getattr(getattr(callee, "jaxpr", callee), "eqns", None)
+            return len(self.inputs) == len(self.outputs) == 1 and bool(eqns) and _all_aliases(eqns)
         return self.primitive in ALIASES
 
 
@@ -64,7 +64,7 @@ class Program(NamedTuple):
 
     Args:
         steps: live ones only.
-        inputs: numbers of the values given, what the function closes over first.
+        inputs: numbers of the arguments, after those of closed-over values.
         outputs: numbers of the results, or constants.
         avals: shape and type of every value, by number.
     """
@@ -74,81 +74,81 @@ class Program(NamedTuple):
     outputs: tuple[int | Constant, ...]
     avals: tuple[Any, ...]
 
-    def run(self, given: Sequence[Any], tag: Callable[[int, Any], Any] | None = None) -> list[Any]:
-        """The results for the values given; `tag(number, value)` stands for each value where it is made."""
-        values: dict[int, Any] = dict(zip(self.inputs, given, strict=True))
+    def run(self, arguments: Sequence[Any], tag: Callable[[int, Any], Any] | None = None) -> list[Any]:
+        """The results for these arguments; `tag(number, value)` replaces each computed value."""
+        values: dict[int, Any] = dict(zip(self.inputs, arguments, strict=True))
 
         def read(atom: int | Constant) -> Any:
             return atom.value if isinstance(atom, Constant) else values[atom]
 
         for step in self.steps:
-            arguments = [read(atom) for atom in step.inputs]
-            made = arguments if step.primitive == "name" else rebind(step.eqn, arguments)
-            for number, value in zip(step.outputs, made, strict=True):
+            operands = [read(atom) for atom in step.inputs]
+            results = operands if step.primitive == "name" else rebind(step.eqn, operands)
+            for number, value in zip(step.outputs, results, strict=True):
                 if number is not None:
                     values[number] = value if tag is None else tag(number, value)
         return [read(atom) for atom in self.outputs]
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits, the same in every process with one version of JAX."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         roots = self.roots()
-        renamed: dict[int, int] = {}
+        order: dict[int, int] = {}
 
-        def word(atom: int | Constant | None) -> str:
+        def token(atom: int | Constant | None) -> str:
             if not isinstance(atom, int):
                 return "_" if atom is None else "#"
-            return str(renamed.setdefault(roots[atom], len(renamed)))
+            return str(order.setdefault(roots[atom], len(order)))
 
         for number in self.inputs:
-            found.update(f"{word(number)}:{_shape(self.avals[number])};".encode())
+            digest.update(f"{token(number)}:{_shape(self.avals[number])};".encode())
         for step in self.steps:
             if step.primitive == "name":
-                found.update(f"{word(step.inputs[0])}={step.eqn.params['name']};".encode())
+                digest.update(f"{token(step.inputs[0])}={step.eqn.params['name']};".encode())
             elif not step.alias:
-                made = [f"{word(n)}:{_shape(v.aval)}" for n, v in zip(step.outputs, step.eqn.outvars, strict=True)]
-                read = [word(atom) for atom in step.inputs]
-                found.update(f"{step.primitive}{_text(step.eqn.params)}({read})->{made};".encode())
-        found.update(str([word(atom) for atom in self.outputs]).encode())
-        return found.hexdigest()[:16]
+                results = [f"{token(n)}:{_shape(v.aval)}" for n, v in zip(step.outputs, step.eqn.outvars, strict=True)]
+                operands = [token(atom) for atom in step.inputs]
+                digest.update(f"{step.primitive}{_text(step.eqn.params)}({operands})->{results};".encode())
+        digest.update(str([token(atom) for atom in self.outputs]).encode())
+        return digest.hexdigest()[:16]
 
     def roots(self) -> dict[int, int]:
-        """Of each value, the one it is an alias of, itself by default."""
-        found = {number: number for number in range(len(self.avals))}
+        """For each value, the value of which it is an alias; itself if it is none."""
+        roots = {number: number for number in range(len(self.avals))}
         for step in self.steps:
             if step.alias:
-                for made, read in zip(step.outputs, step.inputs, strict=True):
-                    if made is not None and isinstance(read, int):
-                        found[made] = found[read]
-        return found
+                for result, operand in zip(step.outputs, step.inputs, strict=True):
+                    if result is not None and isinstance(operand, int):
+                        roots[result] = roots[operand]
+        return roots
 
     def names(self) -> dict[int, str]:
-        """A name of every value that a step makes and no alias is: the model's own (`checkpoint_name`), or the
-        primitive's with the functions it was called in and a number, such as "silu/logistic" or "dot_general.3".
+        """A unique name for every computed value that is no alias: the model's own (`checkpoint_name`), or the
+        primitive's with the calling functions and a number, such as "silu/logistic" or "dot_general.3".
         """
-        roots, own = self.roots(), {}
+        roots, model_names = self.roots(), {}
         for step in self.steps:
             if step.primitive == "name" and isinstance(step.inputs[0], int):
-                own.setdefault(roots[step.inputs[0]], step.eqn.params["name"])
-        seen: Counter[str] = Counter()
-        found: dict[int, str] = {}
+                model_names.setdefault(roots[step.inputs[0]], step.eqn.params["name"])
+        counts: Counter[str] = Counter()
+        names: dict[int, str] = {}
         for step in self.steps:
             for number in step.outputs:
                 if number is None or step.alias:
                     continue
-                word = own.get(number) or "/".join((*step.scope, _function_name(step.eqn)))
-                seen[word] += 1
-                found[number] = word if seen[word] == 1 else f"{word}.{seen[word]}"
-        assert len(set(found.values())) == len(found), "a name that the model gave is one that was made up"
-        return found
+                name = model_names.get(number) or "/".join((*step.scope, _function_name(step.eqn)))
+                counts[name] += 1
+                names[number] = name if counts[name] == 1 else f"{name}.{counts[name]}"
+        assert len(set(names.values())) == len(names), "a name from the model equals a generated name"
+        return names
 
 
 def inline(closed: Any) -> Program:
-    """The flat program of a closed jaxpr; its constants come first among the inputs."""
+    """The flat program of a closed jaxpr; its constants are the first inputs."""
     avals: list[Any] = []
     steps: list[Step] = []
 
-    def number(var: Any) -> int:
+    def new_number(var: Any) -> int:
         avals.append(var.aval)
         return len(avals) - 1
 
@@ -157,35 +157,35 @@ def inline(closed: Any) -> Program:
             return Constant(var.val) if hasattr(var, "val") else env[var]
 
         for eqn in jaxpr.eqns:
-            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if eqn.primitive.name in OPENED else None
-            given = tuple(read(var) for var in eqn.invars)
-            if inner is not None and _only_wraps(eqn):
-                body, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
-                inside: dict[Any, int | Constant] = dict(zip(body.constvars, map(Constant, consts), strict=True))
-                inside |= dict(zip(body.invars, given, strict=True))
-                made = walk(body, inside, (*scope, _function_name(eqn)))
-                env.update(zip(eqn.outvars, made, strict=True))
+            callee = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if eqn.primitive.name in OPENED else None
+            operands = tuple(read(var) for var in eqn.invars)
+            if callee is not None and _only_wraps(eqn):
+                body, consts = getattr(callee, "jaxpr", callee), getattr(callee, "consts", ())
+                body_env: dict[Any, int | Constant] = dict(zip(body.constvars, map(Constant, consts), strict=True))
+                body_env |= dict(zip(body.invars, operands, strict=True))
+                results = walk(body, body_env, (*scope, _function_name(eqn)))
+                env.update(zip(eqn.outvars, results, strict=True))
             else:
-                numbers = tuple(number(var) for var in eqn.outvars)
+                numbers = tuple(new_number(var) for var in eqn.outvars)
                 env.update(zip(eqn.outvars, numbers, strict=True))
-                steps.append(Step(eqn, given, numbers, scope))
+                steps.append(Step(eqn, operands, numbers, scope))
         return [read(var) for var in jaxpr.outvars]
 
     jaxpr = closed.jaxpr
-    inputs = tuple(number(var) for var in (*jaxpr.constvars, *jaxpr.invars))
+    inputs = tuple(new_number(var) for var in (*jaxpr.constvars, *jaxpr.invars))
     env: dict[Any, int | Constant] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
     outputs = tuple(walk(jaxpr, env, ()))
     return Program(_live(steps, outputs), inputs, outputs, tuple(avals))
 
 
 def _live(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[Step, ...]:
-    wanted = {atom for atom in outputs if isinstance(atom, int)}
-    kept: list[Step] = []
+    live_values = {atom for atom in outputs if isinstance(atom, int)}
+    live_steps: list[Step] = []
     for step in reversed(steps):
-        if step.eqn.effects or any(number in wanted for number in step.outputs):
-            wanted.update(atom for atom in step.inputs if isinstance(atom, int))
-            kept.append(step._replace(outputs=tuple(n if n in wanted else None for n in step.outputs)))
-    return tuple(reversed(kept))
+        if step.eqn.effects or any(number in live_values for number in step.outputs):
+            live_values.update(atom for atom in step.inputs if isinstance(atom, int))
+            live_steps.append(step._replace(outputs=tuple(n if n in live_values else None for n in step.outputs)))
+    return tuple(reversed(live_steps))
 
 
 def _all_aliases(eqns: Sequence[Any]) -> bool:
@@ -193,13 +193,13 @@ def _all_aliases(eqns: Sequence[Any]) -> bool:
 
 
 def _only_wraps(eqn: Any) -> bool:
-    """Whether a call has no placement of its own."""
-    placed = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in placed)
+    """Whether a call specifies no shardings."""
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)
 
 
 def _function_name(eqn: Any) -> str:
-    """Of a call, the function's name; else the primitive's."""
+    """The function's name for a call, else the primitive's."""
     name = eqn.params.get("name")
     if eqn.primitive.name.startswith("custom_"):
         inner = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))
@@ -212,7 +212,7 @@ def _shape(aval: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """A param as a text without addresses, functions, placements and numbers of layers."""
+    """A param as text without addresses, functions, placements and layer indices."""
     if hasattr(getattr(value, "jaxpr", value), "eqns"):
         jaxpr = getattr(value, "jaxpr", value)
         lines = [
@@ -220,17 +220,17 @@ def _text(value: Any) -> str:
         ]
         return f"{{{';'.join(lines)}}}"
     if isinstance(value, dict):
-        # a placement is there on a mesh and missing without one
+        # placements exist only on a mesh
         items = [(key, item) for key, item in sorted(value.items()) if "sharding" not in key]
         return f"{{{','.join(f'{key}={_text(item)}' for key, item in items)}}}"
     if isinstance(value, tuple | list):
         return f"({','.join(map(_text, value))})"
     if isinstance(value, bool | int | float | str | bytes | None):
         return repr(value)
-    kind = type(value)
-    # a sharding, a mesh, a function and a context say where and how, not what
-    places = kind.__module__.startswith("jax") and re.search("[Ss]harding|[Mm]esh|Context", kind.__name__)
-    if callable(value) or places:
-        return kind.__name__
+    cls = type(value)
+    # shardings, meshes, functions and contexts do not affect the computed values
+    is_placement = cls.__module__.startswith("jax") and re.search("[Ss]harding|[Mm]esh|Context", cls.__name__)
+    if callable(value) or is_placement:
+        return cls.__name__
     text = repr(value)
-    return kind.__name__ if " at 0x" in text or "Mesh(" in text else text
+    return cls.__name__ if " at 0x" in text or "Mesh(" in text else text

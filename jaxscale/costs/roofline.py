@@ -1,8 +1,8 @@
-"""Seconds of work on a chip, by roofline: as long as its FLOP take, or its bytes, whichever is longer.
+"""Seconds of work on a chip by roofline: the longer of the times for its FLOP and for its bytes.
 
     seconds = max(FLOP / (peak * efficiency), bytes / bandwidth)
 
-A model for choosing what to recompute, not a forecast: kernels overlap, and what XLA fuses costs no traffic.
+The model serves to choose what to recompute and is no forecast: kernels overlap, and fused operations cause no traffic.
 
 References:
     Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model".
@@ -21,7 +21,7 @@ DEFAULT_EFFICIENCY = 0.6
 
 
 def rate(chip: Chip | None, dtype: str) -> float | None:
-    """FLOP/s that matrix products of `dtype` reach on a chip; `None` where the chip's table does not tell.
+    """FLOP/s that matrix products of `dtype` reach on a chip; `None` if the chip's rates are unknown.
 
     Example:
         >>> from jaxscale.platforms.platform import chips
@@ -35,7 +35,7 @@ def rate(chip: Chip | None, dtype: str) -> float | None:
 
 
 def seconds(chip: Chip | None, flop: float, bytes_moved: float, dtype: str = "bfloat16") -> float:
-    """Seconds of one operation; 0 where nothing is known of the chip.
+    """Seconds of one operation; 0 if the chip's rates are unknown.
 
     Args:
         chip: the device.
@@ -43,7 +43,7 @@ def seconds(chip: Chip | None, flop: float, bytes_moved: float, dtype: str = "bf
         bytes_moved: between memory and chip.
         dtype: of the operands of the products.
     """
-    reached = rate(chip, dtype)
-    if reached is None or chip is None or chip.memory_bandwidth is None:
+    flop_rate = rate(chip, dtype)
+    if flop_rate is None or chip is None or chip.memory_bandwidth is None:
         return 0.0
-    return max(flop / reached, bytes_moved / chip.memory_bandwidth)
+    return max(flop / flop_rate, bytes_moved / chip.memory_bandwidth)

@@ -1,11 +1,11 @@
-"""FLOP of a program, from its jaxpr: nothing is compiled and no device is asked.
+"""FLOP of a program, from its jaxpr: nothing is compiled and no device is needed.
 
-XLA's own `cost_analysis` counts the body of a loop once, and gives None on a GPU; here a scan counts `length` times.
-What `mfu` is measured against is `model_flop`: matrix products and convolutions alone, 2 per multiply and add. What no
-result depends on does not count, as a compiler drops it. Recomputation (`jax.checkpoint`, a chunked loss) is work of
-the trace and counts: give `model_flop` the function without it.
+XLA's own `cost_analysis` counts the body of a loop once, and returns None on a GPU; here a scan counts `length` times.
+`mfu` is relative to `model_flop`: only matrix products and convolutions, 2 per multiply and add. Operations that no
+result depends on do not count, as a compiler drops them. Recomputation (`jax.checkpoint`, a chunked loss) is part of
+the trace and counts: pass `model_flop` the function without it.
 
-It leaves out elementwise work, bytes, and what sparsity or causality would save.
+Left out: elementwise work, bytes, and savings by sparsity or causality.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class Flop:
 
     Args:
         by_primitive: FLOP of each primitive, by its name in the jaxpr.
-        unknown_loops: while loops whose number of trips the trace does not tell; their bodies count once.
+        unknown_loops: while loops with an unknown number of trips; their bodies count once.
     """
 
     by_primitive: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -62,7 +62,7 @@ def count_flop(fn: Callable[..., Any], *args: Any) -> Flop:
 
 
 def model_flop(fn: Callable[..., Any], *args: Any) -> int:
-    """FLOP of the matrix products and convolutions of `fn(*args)`: what a model's work means in `mfu`.
+    """FLOP of the matrix products and convolutions of `fn(*args)`: the work of a model in `mfu`.
 
     Args:
         fn: a function of arrays that JAX can trace, such as the gradient of a loss.
@@ -72,7 +72,7 @@ def model_flop(fn: Callable[..., Any], *args: Any) -> int:
         FLOP, all devices together: 2MNK for a product of (M, K) and (K, N).
 
     Raises:
-        ValueError: a matrix product stands in a while loop whose trips are unknown.
+        ValueError: a matrix product is in a while loop with an unknown number of trips.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -93,22 +93,22 @@ def equation_flop(eqn: Any) -> int:
     """FLOP of the matrix products, convolutions and kernels of one equation of a jaxpr, all devices together.
 
     Args:
-        eqn: of a jaxpr; all its outputs count as wanted.
+        eqn: of a jaxpr; all its outputs count as used.
     """
     return _eqn_flop(eqn, [True] * len(eqn.outvars)).total
 
 
 def jaxpr_flop(jaxpr: Any, used: Sequence[bool] | None = None) -> Flop:
-    """FLOP of a jaxpr, closed or open, of which the outputs `used` are wanted: see `count_flop`."""
+    """FLOP of a jaxpr, closed or open, for the outputs marked in `used`: see `count_flop`."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     used = [True] * len(jaxpr.outvars) if used is None else used
-    live = {var for var, wanted in zip(jaxpr.outvars, used, strict=True) if wanted and not hasattr(var, "val")}
+    live = {var for var, needed in zip(jaxpr.outvars, used, strict=True) if needed and not hasattr(var, "val")}
     total = Flop()
     for eqn in reversed(jaxpr.eqns):
-        wanted = [var in live for var in eqn.outvars]
-        if any(wanted) or eqn.effects:
-            total += _eqn_flop(eqn, wanted)
-            live.update(var for var in eqn.invars if not hasattr(var, "val"))  # literals have a value, and no hash
+        needed = [var in live for var in eqn.outvars]
+        if any(needed) or eqn.effects:
+            total += _eqn_flop(eqn, needed)
+            live.update(var for var in eqn.invars if not hasattr(var, "val"))  # literals have a value, but no hash
     return total
 
 
@@ -128,11 +128,11 @@ def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
     if name == "shard_map":
         shards = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
         return jaxpr_flop(params["jaxpr"]) * shards
-    inner = [value for value in params.values() if hasattr(getattr(value, "jaxpr", value), "eqns")]
-    if inner:
-        # jit, remat, custom_vjp and the like run the one program they hold
-        alike = len(inner) == 1 and len(getattr(inner[0], "jaxpr", inner[0]).outvars) == len(used)
-        return sum((jaxpr_flop(jaxpr, used if alike else None) for jaxpr in inner), Flop())
+    callees = [value for value in params.values() if hasattr(getattr(value, "jaxpr", value), "eqns")]
+    if callees:
+        # jit, remat, custom_vjp and similar calls run one program
+        same_outputs = len(callees) == 1 and len(getattr(callees[0], "jaxpr", callees[0]).outvars) == len(used)
+        return sum((jaxpr_flop(jaxpr, used if same_outputs else None) for jaxpr in callees), Flop())
     return Flop()
 
 
@@ -143,7 +143,7 @@ def _dot_flop(eqn: Any) -> int:
 
 
 def _ragged_dot_flop(eqn: Any) -> int:
-    """A row meets the matrix of its own group alone."""
+    """Each row is multiplied only by the matrix of its group."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     shape = eqn.invars[0].aval.shape
@@ -160,10 +160,10 @@ def _scaled_matmul_flop(eqn: Any) -> int:
 
 
 def _conv_flop(eqn: Any) -> int:
-    """Taps that meet an element of the input: neither padding nor the holes of a dilated input count, as in XLA."""
+    """FLOP of taps on input elements: neither padding nor the holes of a dilated input count, as in XLA."""
     params = eqn.params
     lhs, rhs = (var.aval.shape for var in eqn.invars[:2])
-    out = eqn.outvars[0].aval.shape
+    output = eqn.outvars[0].aval.shape
     numbers = params["dimension_numbers"]
     taps = 1
     for i, (from_dim, kernel_dim, to_dim) in enumerate(
@@ -172,30 +172,32 @@ def _conv_flop(eqn: Any) -> int:
         taps *= _valid_taps(
             lhs[from_dim],
             rhs[kernel_dim],
-            out[to_dim],
+            output[to_dim],
             params["window_strides"][i],
             params["padding"][i][0],
             params["lhs_dilation"][i],
             params["rhs_dilation"][i],
         )
-    inputs = rhs[numbers.rhs_spec[1]]  # channels of one feature group
-    return 2 * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * inputs * taps
+    input_channels = rhs[numbers.rhs_spec[1]]  # of one feature group
+    return 2 * output[numbers.out_spec[0]] * output[numbers.out_spec[1]] * input_channels * taps
 
 
-def _valid_taps(size: int, kernel: int, out: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int) -> int:
-    """Pairs of an output position and a kernel tap that meet an element of the input, along one dim."""
-    reach = (size - 1) * lhs_dilation
-    places = (o * stride + k * rhs_dilation - low for o in range(out) for k in range(kernel))
-    return sum(0 <= place <= reach and place % lhs_dilation == 0 for place in places)
+def _valid_taps(
+    size: int, kernel: int, output: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
+) -> int:
+    """Number of pairs of an output position and a kernel tap on an input element, along one dim."""
+    last_place = (size - 1) * lhs_dilation
+    places = (o * stride + k * rhs_dilation - low for o in range(output) for k in range(kernel))
+    return sum(0 <= place <= last_place and place % lhs_dilation == 0 for place in places)
 
 
 def _kernel_flop(eqn: Any) -> Flop:
-    """What a Pallas kernel's `CostEstimate` says, else its body once per step of the grid."""
+    """FLOP of a Pallas kernel's `CostEstimate`, else of its body for each step of the grid."""
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
         return Flop({"pallas_call": int(estimate.flops)})
     if "grid_mapping" not in eqn.params:
-        return Flop()  # a Mosaic GPU kernel that says nothing: its products stand in loops of unknown length
+        return Flop()  # a Mosaic GPU kernel without an estimate: its products are in loops of unknown length
     steps = math.prod(eqn.params["grid_mapping"].grid)
     return Flop({"pallas_call": jaxpr_flop(eqn.params["jaxpr"]).total * steps})
 

@@ -1,4 +1,4 @@
-"""How far estimates have been off, and the factors that were fitted: from `accuracy.json`, which
+"""Recorded errors of estimates, and fitted factors: from `accuracy.json`, which
 `experiments/benchmarks/fit_accuracy.py --write` writes.
 """
 
@@ -16,22 +16,22 @@ MARGIN = 0.15
 """An estimate nearer to the limit than this share of it is too close to call, and worth measuring."""
 
 NEARER_MARGIN = 0.12
-"""The same where the piece of the step that decides was compiled."""
+"""The same if the piece of the step that needs the most memory was compiled."""
 
 UNKNOWN_MARGIN = 0.3
-"""The same of pipelined steps, where fewer than `ENOUGH` were compiled for that kind of platform."""
+"""The same for pipelined steps if fewer than `ENOUGH` were compiled for that kind of platform."""
 
 ENOUGH = 5
-"""Compiled pipelined programs of a kind of platform that make the margin of its others good for them too."""
+"""Compiled pipelined programs of a kind of platform from which its usual margin applies to pipelined steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """What was fitted to compiled programs of one kind of platform.
+    """Factors fitted to compiled programs of one kind of platform.
 
     Args:
-        packing: bytes that a compiler takes for what lives within a step, by the bytes that are alive at once.
-        gather: share of a gathered weight that is there at a time.
+        packing: compiled bytes of temporaries, divided by the live bytes at the peak.
+        gather: share of a gathered weight that is in memory at a time.
     """
 
     packing: float = 1.0
@@ -40,14 +40,14 @@ class Factors:
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """How far the estimates of compiled programs were off.
+    """Errors of the estimates of compiled programs.
 
     Args:
-        programs: how many.
-        median: of the distances, as a share of what the compiler said.
-        worst: the largest.
-        compiled: the piece that decides was compiled.
-        pipelined: they have a pipeline.
+        programs: number of programs.
+        median: of the absolute errors, as a share of the compiled bytes.
+        worst: the largest error.
+        compiled: whether the piece that needs the most memory was compiled.
+        pipelined: whether the programs have a pipeline.
     """
 
     programs: int
@@ -57,18 +57,18 @@ class Accuracy:
     pipelined: bool = False
 
     def __str__(self) -> str:
-        which = "pipelined " * self.pipelined
-        how = " with the fullest piece compiled" if self.compiled else ""
+        kind = "pipelined " * self.pipelined
+        method = " with the fullest piece compiled" if self.compiled else ""
         return (
-            f"estimates{how} of {self.programs} compiled {which}train steps were off by {self.median:.0%} in the "
+            f"estimates{method} of {self.programs} compiled {kind}train steps were off by {self.median:.0%} in the "
             f"median, {self.worst:.0%} at worst"
         )
 
 
 @functools.cache
 def _recorded() -> dict:
-    found = json.loads(FILE.read_text()) if FILE.exists() else {}
-    return found | {"pipelined": json.loads(PIPELINED_FILE.read_text()) if PIPELINED_FILE.exists() else {}}
+    accuracy = json.loads(FILE.read_text()) if FILE.exists() else {}
+    return accuracy | {"pipelined": json.loads(PIPELINED_FILE.read_text()) if PIPELINED_FILE.exists() else {}}
 
 
 def factors(kind: str) -> Factors:
@@ -77,26 +77,26 @@ def factors(kind: str) -> Factors:
 
 
 def recorded(kind: str, *, compiled: bool = False, pipelined: bool = False) -> Accuracy | None:
-    """How far estimates for a kind of platform have been off; `None` where none was recorded.
+    """Errors of the estimates for a kind of platform; `None` if none are recorded.
 
     Args:
         kind: "tpu", "gpu" or "cpu".
-        compiled: those for which the piece that decides was compiled.
-        pipelined: those of pipelined steps.
+        compiled: errors with the piece that needs the most memory compiled.
+        pipelined: errors of pipelined steps.
     """
-    which = "pipelined" if pipelined else "compiled" if compiled else "accuracy"
-    found = _recorded().get(which, {}).get(kind)
-    return None if found is None else Accuracy(**found, compiled=compiled, pipelined=pipelined)
+    section = "pipelined" if pipelined else "compiled" if compiled else "accuracy"
+    fields = _recorded().get(section, {}).get(kind)
+    return None if fields is None else Accuracy(**fields, compiled=compiled, pipelined=pipelined)
 
 
 def margin(kind: str, *, compiled: bool = False, pipelined: bool = False) -> float:
-    """An estimate nearer to the limit than this share of it is too close to call.
+    """Share of the limit: an estimate nearer to it than that is too close to call.
 
     Args:
         kind: "tpu", "gpu" or "cpu".
-        compiled: the piece that decides was compiled.
-        pipelined: it is of a pipelined step.
+        compiled: whether the piece that needs the most memory was compiled.
+        pipelined: whether the step is pipelined.
     """
-    if pipelined and ((known := recorded(kind, pipelined=True)) is None or known.programs < ENOUGH):
+    if pipelined and ((accuracy := recorded(kind, pipelined=True)) is None or accuracy.programs < ENOUGH):
         return UNKNOWN_MARGIN
     return NEARER_MARGIN if compiled else MARGIN

@@ -1,13 +1,13 @@
-"""`memory fit`: the memory plan that costs the least and still fits.
+"""`memory fit`: the cheapest memory plan that fits.
 
-Weighed are plans that need no number (`MENU`) and, on the whole curve between keeping everything and nothing, the
-optimum of the largest budget that fits: the save set of a stack, Rotor's plan of a chain of unlike blocks. A budget is
-found on the estimate; where a compiler is at hand it has the last word on what is chosen, and what it says corrects the
-estimate for the next budget, so that few programs are compiled. On a platform with host memory of its own, POFO's
-combination is taken at that budget where it spares `OFFLOAD_GAIN` of the blocks' time.
+The candidates are plans without a budget (`MENU`) and, between keeping everything and keeping nothing, the optimum for
+the largest budget that fits: the save set of a stack, Rotor's plan of a chain of unlike blocks. The budget is searched
+on the estimate. With a compiler, the chosen plan is compiled, and the compiled bytes correct the estimate for the next
+budget, so that few programs are compiled. On a platform with separate host memory, POFO's plan at that budget is chosen
+if it saves `OFFLOAD_GAIN` of the blocks' time.
 
-The cost is modelled seconds, of recomputation and of copies that nothing hides; recomputed FLOP where nothing says how
-fast the chip is. Left out: the selectors that POFO is never behind, and budgets for weights and optimizer state.
+The cost is the modelled seconds of recomputation and of copies that nothing hides, or recomputed FLOP if the chip's
+rates are unknown. Left out: selectors that are never better than POFO, and budgets for weights and optimizer state.
 """
 
 import dataclasses
@@ -30,33 +30,33 @@ from jaxscale.values.byte_sizes import bytes_text
 from jaxscale.values.units import size
 
 MENU = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt")
-"""Memory plans that are weighed beside those of a budget."""
+"""Candidates without a budget."""
 
 OFFLOAD_GAIN = 0.01
-"""Share of the blocks' time that offload must spare: copies hide as well as modelled only if nothing else moves."""
+"""Share of the blocks' time that offload must save: other transfers make copies hide worse than modelled."""
 
 CLOSE = 0.02
-"""A save set that leaves less than this share of the limit unused is large enough."""
+"""The search for a budget ends when less than this share of the limit is unused."""
 
 ESTIMATES = 8
-"""Budgets that are estimated for one limit and rule."""
+"""Maximum number of budgets estimated for one limit and rule."""
 
 COMPILES = 4
-"""Budgets that are compiled at most, of one rule."""
+"""Maximum number of budgets compiled for one rule."""
 
 Measure = Callable[[Experiment, Plan], int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A memory plan that is weighed.
+    """A memory plan with its cost and bytes.
 
     Args:
-        plan: with the memory plan.
-        cost: seconds of a step beyond keeping everything, or FLOP of all its products; that of `none` is not asked.
-        bytes: of device memory per device, by estimate.
-        kept: bytes of activations that are kept.
-        host_bytes: of host memory per device, by estimate.
+        plan: the whole plan, with this memory plan.
+        cost: seconds of a step beyond keeping everything, or FLOP of all its products; always FLOP for `none`.
+        bytes: device memory per device, by estimate.
+        kept: bytes of kept activations.
+        host_bytes: host memory per device, by estimate.
     """
 
     plan: Plan
@@ -70,8 +70,8 @@ class NothingFits(UserError):
     """No memory plan fits.
 
     Args:
-        message: how much the least takes, and what would lower it.
-        least: the plan that takes the least.
+        message: the least bytes that any plan takes, and how to lower them.
+        least: the plan that takes the least memory.
     """
 
     def __init__(self, message: str, least: Plan) -> None:
@@ -89,19 +89,19 @@ def cheapest_fit(
     measure: Measure | None = None,
     host_limit: int | None = None,
 ) -> Plan:
-    """The plan with the memory plan of least cost that fits the device.
+    """The plan with the cheapest memory plan that fits the device.
 
     Args:
         experiment: what to train.
-        platform: where.
-        limit: bytes of device memory per device; what the platform's programs may use by default.
-        plan: how; the experiment's own by default. Its memory plan is replaced.
+        platform: where to train it.
+        limit: bytes of device memory per device; by default those that the platform's programs may use.
+        plan: the experiment's plan by default. Its memory plan is replaced.
         menu: text forms of the memory plans to choose from; by default `MENU` and the optima of any budget.
-        measure: says what a plan takes, in bytes per device, by compiling it; without it the estimate decides.
+        measure: returns the bytes per device of a plan by compiling it; without it the estimate decides.
         host_limit: bytes of host memory per device; an equal share of the host's by default.
 
     Raises:
-        UserError: none fits; the message says the least bytes, and what would lower them.
+        UserError: no memory plan fits; the message reports the least bytes, and how to lower them.
 
     Example:
         >>> from jaxscale.models import Decoder
@@ -113,62 +113,62 @@ def cheapest_fit(
     plan = experiment.plan if plan is None else plan
     limit = usable_bytes(platform) if limit is None else limit
     if limit is None:
-        raise UserError(f"memory fit: nothing says how much memory {platform} has; give --limit, such as 14GiB")
-    scales = _Scales(experiment, platform, plan, measure)
-    first, *rest = menu_of(experiment, plan) if menu is None else menu
-    found = [scales.must(first)]
-    if found[0].bytes <= limit and scales.taken(found[0]) <= limit:
-        return found[0].plan
-    rules = searched(experiment, plan, scales.prices) if menu is None else ()
-    optima = [_largest(scales, rule, limit, found[0].kept) for rule in rules]
-    best = min((one for one in optima if one is not None), key=lambda one: one.cost, default=None)
+        raise UserError(f"memory fit: the memory of {platform} is unknown; give --limit, such as 14GiB")
+    candidates = _Candidates(experiment, platform, plan, measure)
+    first, *texts = valid_menu(experiment, plan) if menu is None else menu
+    menu_candidates = [candidates.candidate(first)]
+    if menu_candidates[0].bytes <= limit and candidates.needed_bytes(menu_candidates[0]) <= limit:
+        return menu_candidates[0].plan
+    rules = searched_rules(experiment, plan, candidates.prices) if menu is None else ()
+    optima = [_largest_candidate(candidates, rule, limit, menu_candidates[0].kept) for rule in rules]
+    best = min((option for option in optima if option is not None), key=lambda option: option.cost, default=None)
     # weights that stream from the host keep its link busy
-    if best is not None and scales.prices.scanned and plan.offload.weights == "device":
+    if best is not None and candidates.prices.scanned and plan.offload.weights == "device":
         host_limit = host_share(platform) if host_limit is None else host_limit
-        best = _offloaded(scales, best, limit, host_limit) or best
-    found += [candidate for candidate in map(scales.weigh, rest) if candidate is not None]
-    least = min(candidate.bytes for candidate in found)
-    needed: list[tuple[int, Candidate]] = []
-    for candidate in sorted(found, key=lambda candidate: candidate.cost):
+        best = _with_pofo(candidates, best, limit, host_limit) or best
+    menu_candidates += [candidate for candidate in map(candidates.candidate_or_none, texts) if candidate is not None]
+    least = min(candidate.bytes for candidate in menu_candidates)
+    refused: list[tuple[int, Candidate]] = []
+    for candidate in sorted(menu_candidates, key=lambda candidate: candidate.cost):
         if best is not None and best.cost <= candidate.cost:
             return best.plan
         promising = candidate.bytes <= limit * (1 + MARGIN) or candidate.bytes == least
-        taken = scales.taken(candidate) if promising else candidate.bytes
-        if taken <= limit:
+        needed_bytes = candidates.needed_bytes(candidate) if promising else candidate.bytes
+        if needed_bytes <= limit:
             return candidate.plan
-        needed.append((taken, candidate))
+        refused.append((needed_bytes, candidate))
     if best is not None:
         return best.plan
-    taken, smallest = min(needed, key=lambda pair: pair[0])
+    needed_bytes, smallest = min(refused, key=lambda pair: pair[0])
     raise NothingFits(
-        f"memory fit: {experiment.name} takes at least {size(taken)} per device under any of "
-        f"{', '.join(str(candidate.plan.memory) for candidate in found)}; "
-        f"there are {size(limit)}: take more devices, ZeRO 3, more microbatches or a loss in chunks; what would help "
-        f"most says jaxscale fit FILE --plan.memory {smallest.plan.memory} --limit {bytes_text(limit)}",
+        f"memory fit: {experiment.name} takes at least {size(needed_bytes)} per device under any of "
+        f"{', '.join(str(candidate.plan.memory) for candidate in menu_candidates)}; "
+        f"the limit is {size(limit)}: take more devices, ZeRO 3, more microbatches or a loss in chunks; to see which "
+        f"change saves most, run jaxscale fit FILE --plan.memory {smallest.plan.memory} --limit {bytes_text(limit)}",
         smallest.plan,
     )
 
 
-def menu_of(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
-    """Of `MENU` what goes with a model and the rest of its plan."""
+def valid_menu(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
+    """The entries of `MENU` that are valid for a model and plan."""
     if plan.unroll > 1:
         return ("none", "dots", "full")
-    # segments of blocks need a model that hands its blocks over, and weights that lie on the device
-    whole = getattr(experiment.model, "foreign", False) or plan.offload.weights == "host"
-    return tuple(text for text in MENU if text != "sqrt" or not whole)
+    # segments of blocks need a model that exposes its blocks, and weights on the device
+    unsegmented = getattr(experiment.model, "foreign", False) or plan.offload.weights == "host"
+    return tuple(text for text in MENU if text != "sqrt" or not unsegmented)
 
 
-def searched(experiment: Experiment, plan: Plan, prices: Prices) -> tuple[str, ...]:
-    """Rules whose budgets are worth a search: the optima for the blocks of a model."""
+def searched_rules(experiment: Experiment, plan: Plan, prices: Prices) -> tuple[str, ...]:
+    """Rules whose budget is searched: those that are optimal for the model's blocks."""
     if plan.unroll > 1 or not prices.calls:
         return ()
-    chain = len(prices.calls) > 1 and all(call.count == 1 for call in prices.calls)
-    chain = chain and not getattr(experiment.model, "foreign", False) and plan.offload.weights == "device"
-    return ("save", "chain") if chain else ("save",)
+    is_chain = len(prices.calls) > 1 and all(call.count == 1 for call in prices.calls)
+    is_chain = is_chain and not getattr(experiment.model, "foreign", False) and plan.offload.weights == "device"
+    return ("save", "chain") if is_chain else ("save",)
 
 
-class _Scales:
-    """What memory plans of one experiment take, by estimate and by compiler; neither is asked twice."""
+class _Candidates:
+    """Candidates of one experiment, with cached estimates and compiled bytes."""
 
     def __init__(self, experiment: Experiment, platform: Platform, plan: Plan, measure: Measure | None) -> None:
         self.experiment = experiment
@@ -176,52 +176,52 @@ class _Scales:
         self.plan = plan
         self.measure = measure
         self._batch = batch_shapes(experiment)
-        self._weighed: dict[str, Candidate] = {}
+        self._by_text: dict[str, Candidate] = {}
         self._measured: dict[Candidate, int] = {}
 
     @functools.cached_property
     def prices(self) -> Prices:
-        """Of the model's blocks."""
+        """Prices of the model's blocks."""
         return Prices.of(self.experiment, self.platform, self.plan)
 
-    def must(self, text: str) -> Candidate:
+    def candidate(self, text: str) -> Candidate:
         """The candidate of a memory plan by its text form.
 
         Raises:
-            UserError: it does not go with the model.
+            UserError: it is not valid for the model.
         """
-        if text not in self._weighed:
+        if text not in self._by_text:
             plan = dataclasses.replace(self.plan, memory=MemoryPlan.parse(text))
             step = described_step(self.experiment, self.platform, plan)
-            found = of_step(step, self._batch, self.platform)
+            estimated = of_step(step, self._batch, self.platform)
             if step.decision is None:
-                moments = found.timeline.moments
-                kept = max((moment.by_kind.get("kept activations", 0) for moment in moments), default=0)
+                moments = estimated.timeline.moments
+                kept_bytes = max((moment.by_kind.get("kept activations", 0) for moment in moments), default=0)
             else:
-                kept = step.decision.bytes
-            cost: float = found.flop
+                kept_bytes = step.decision.bytes
+            cost: float = estimated.flop
             if plan.memory.rule != "none" and self.prices.timed and self.prices.calls:
                 cost = self.prices.seconds(self.prices.decision(plan.memory))
-            self._weighed[text] = Candidate(plan, cost, found.device_bytes, kept, found.host_bytes)
-        return self._weighed[text]
+            self._by_text[text] = Candidate(plan, cost, estimated.device_bytes, kept_bytes, estimated.host_bytes)
+        return self._by_text[text]
 
-    def weigh(self, text: str) -> Candidate | None:
-        """The same, or `None` and a warning."""
+    def candidate_or_none(self, text: str) -> Candidate | None:
+        """The candidate of a memory plan, or `None` with a warning if it is not valid for the model."""
         try:
-            return self.must(text)
+            return self.candidate(text)
         except UserError as error:
             warnings.warn(f"memory fit: {text} is left out: {error}", stacklevel=3)
             return None
 
     def within(self, rule: str, budget: int) -> Candidate | None:
-        """The candidate of a rule and a budget; `None` where the budget is below the least possible."""
+        """The candidate of a rule and a budget; `None` if the budget is below the least possible."""
         try:
-            return self.must(f"{rule}:{bytes_text(budget)}")
+            return self.candidate(f"{rule}:{bytes_text(budget)}")
         except UserError:
             return None
 
-    def taken(self, candidate: Candidate) -> int:
-        """Bytes of device memory: the compiler's word where there is one."""
+    def needed_bytes(self, candidate: Candidate) -> int:
+        """Bytes of device memory: compiled if there is a compiler, else estimated."""
         if self.measure is None:
             return candidate.bytes
         if candidate not in self._measured:
@@ -229,37 +229,33 @@ class _Scales:
         return self._measured[candidate]
 
 
-def _largest(scales: _Scales, rule: str, limit: int, most: int) -> Candidate | None:
-    """What a rule makes of the largest budget, up to `most`, that fits the limit; `None` where none does.
-
-    The compiler takes as much more than the estimate at one budget as at another: its word on one says where to look
-    for the next.
-    """
-    most += -most % _grain(most)
-    if scales.weigh(f"{rule}:{bytes_text(most)}") is None:
+def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budget: int) -> Candidate | None:
+    """A rule's candidate with the largest budget up to `max_budget` that fits; compiled bytes correct estimates."""
+    max_budget += -max_budget % _granularity(max_budget)
+    if candidates.candidate_or_none(f"{rule}:{bytes_text(max_budget)}") is None:
         return None
-    low, high, off, best = 0, most + 1, 0, None
+    low, high, error, best = 0, max_budget + 1, 0, None
     for _ in range(COMPILES):
-        candidate = _by_estimate(scales, rule, limit - off, low, high)
+        candidate = _largest_by_estimate(candidates, rule, limit - error, low, high)
         if candidate is None or (best is not None and candidate.kept <= best.kept):
             break
-        taken = scales.taken(candidate)
-        off = taken - candidate.bytes
-        if taken <= limit:
-            best, low = candidate, _budget(candidate)
-            if limit - taken <= CLOSE * limit:
+        needed_bytes = candidates.needed_bytes(candidate)
+        error = needed_bytes - candidate.bytes
+        if needed_bytes <= limit:
+            best, low = candidate, _budget_of(candidate)
+            if limit - needed_bytes <= CLOSE * limit:
                 break
         else:
-            high = min(_budget(candidate), candidate.kept)
-        if scales.measure is None:
+            high = min(_budget_of(candidate), candidate.kept)
+        if candidates.measure is None:
             break
     return best
 
 
-def _offloaded(scales: _Scales, best: Candidate, limit: int, host_limit: int | None) -> Candidate | None:
-    """POFO at the budget of the best plan without it; `None` where it spares too little, or does not fit."""
-    prices, budget = scales.prices, best.kept + -best.kept % _grain(best.kept)
-    if not prices.timed or scales.platform.chip.kind == "cpu" or best.plan.memory.rule != "save":
+def _with_pofo(candidates: _Candidates, best: Candidate, limit: int, host_limit: int | None) -> Candidate | None:
+    """POFO at the budget of the best plan without it; `None` if it saves too little, or does not fit."""
+    prices, budget = candidates.prices, best.kept + -best.kept % _granularity(best.kept)
+    if not prices.timed or candidates.platform.chip.kind == "cpu" or best.plan.memory.rule != "save":
         return None
     for _ in range(2):
         try:
@@ -268,45 +264,45 @@ def _offloaded(scales: _Scales, best: Candidate, limit: int, host_limit: int | N
             return None
         if best.cost - prices.seconds(decision) < OFFLOAD_GAIN * prices.passes:
             return None
-        found = scales.within("offload:pofo", budget)
-        if found is None or (host_limit is not None and found.host_bytes > host_limit):
+        candidate = candidates.within("offload:pofo", budget)
+        if candidate is None or (host_limit is not None and candidate.host_bytes > host_limit):
             return None
-        over = scales.taken(found) - limit
-        if over <= 0:
-            return found
-        budget = max(0, budget - over) // _grain(budget) * _grain(budget)
+        excess = candidates.needed_bytes(candidate) - limit
+        if excess <= 0:
+            return candidate
+        budget = max(0, budget - excess) // _granularity(budget) * _granularity(budget)
     return None
 
 
-def _by_estimate(scales: _Scales, rule: str, room: int, low: int, high: int) -> Candidate | None:
-    """What a rule makes of the largest budget above `low` and below `high` whose estimate is within `room`."""
-    grain, best = _grain(high), None
+def _largest_by_estimate(candidates: _Candidates, rule: str, room: int, low: int, high: int) -> Candidate | None:
+    """The candidate with the largest budget between `low` and `high`, exclusive, whose estimate is within `room`."""
+    grain, best = _granularity(high), None
     budget = (high - 1) // grain * grain
     for _ in range(ESTIMATES):
         if not low < budget < high:
             break
-        candidate = scales.within(rule, budget)
+        candidate = candidates.within(rule, budget)
         if candidate is None:
-            low = aim = budget
+            low = target = budget
         else:
-            spare = room - candidate.bytes
-            if spare >= 0:
+            unused = room - candidate.bytes
+            if unused >= 0:
                 best, low = candidate, budget
-                if spare <= CLOSE * room:
+                if unused <= CLOSE * room:
                     break
             else:
                 high = min(budget, candidate.kept)
-            # what is kept more is taken more, byte by byte
-            aim = candidate.kept + spare
-        budget = (aim if low < aim < high else (low + high) // 2) // grain * grain
+            # each byte of kept activations adds a byte to the estimate
+            target = candidate.kept + unused
+        budget = (target if low < target < high else (low + high) // 2) // grain * grain
     return best
 
 
-def _grain(budget: int) -> int:
-    """Budgets are multiples of it, so that their text is short."""
+def _granularity(budget: int) -> int:
+    """Budgets are multiples of this, so that their text is short."""
     return 2 ** max(budget.bit_length() - 8, 0)
 
 
-def _budget(candidate: Candidate) -> int:
-    assert candidate.plan.memory.budget is not None, "a searched rule has one"
+def _budget_of(candidate: Candidate) -> int:
+    assert candidate.plan.memory.budget is not None, "a searched rule has a budget"
     return candidate.plan.memory.budget

@@ -1,12 +1,12 @@
 """Estimate: device and host bytes of a whole train step, itemised, from its traced program.
 
-The step is traced for the platform's mesh as described, so it is the very program that would run: the plan's remat,
-microbatches, chunked loss, precision and placements are in it. Arguments (state, batch) are exact; what lives within
-the step is found by walking the program (`timeline.py`), times a factor for each kind of platform that was fitted to
-compiled programs (`accuracy.json`, which `experiments/benchmarks/fit_accuracy.py --record` regenerates).
+The step is traced for the platform's mesh, so it is the program that would run, with the plan's rematerialization,
+microbatches, chunked loss, precision and placements. Arguments (state, batch) are exact. The live bytes within the step
+are computed from the program (`timeline.py`), times a factor per kind of platform that was fitted to compiled programs
+(`accuracy.json`, which `experiments/benchmarks/fit_accuracy.py --record` regenerates).
 
-Nothing is compiled unless asked for. What only a compiler knows is then left out: the order of independent operations,
-and how well buffers pack. `compile_block` asks it about the piece of the step that decides (`piece_compile.py`).
+Nothing is compiled by default, so the order of independent operations and the packing of buffers are left out.
+`compile_block` compiles the piece of the step that needs the most memory (`piece_compile.py`).
 """
 
 import dataclasses
@@ -44,21 +44,21 @@ KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a train step is expected to need, per device.
+    """Estimated memory of a train step, per device.
 
     Args:
-        platform: text of it.
-        plan: with its mesh settled.
+        platform: its text form.
+        plan: with a resolved mesh.
         device: bytes of device memory by kind, at the moment that needs the most.
         host: bytes of host memory by kind.
         flop: of the products of forward and backward pass, recomputation included, all devices together.
-        timeline: what is alive when, beside the arguments.
-        arguments: the state and the batch, leaf by leaf.
-        said: how the mesh was chosen and what the memory rule came to, a line each.
-        compiled: the pieces of the step whose temporaries are the compiler's word.
-        state_bytes: of the optimizer's state per parameter, over all devices.
-        wire: what a device sends over the slow axis; `None` without one.
-        kernels: which implementation of each kernel the traced program has.
+        timeline: live bytes besides the arguments.
+        arguments: the leaves of state and batch.
+        notes: lines on the choice of the mesh and the decision of the memory rule.
+        compiled: names of the pieces of the step whose temporaries a compiler reported.
+        state_bytes: bytes of optimizer state per parameter, over all devices.
+        wire: traffic of a device over the slow axis; `None` without one.
+        kernels: the implementation of each kernel in the traced program.
     """
 
     platform: str
@@ -68,7 +68,7 @@ class Estimate:
     flop: int
     timeline: Timeline = dataclasses.field(repr=False)
     arguments: tuple[Item, ...] = dataclasses.field(repr=False, default=())
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     compiled: tuple[str, ...] = ()
     state_bytes: float = 0.0
     wire: Wire | None = None
@@ -86,19 +86,19 @@ class Estimate:
 
     @property
     def moments(self) -> tuple[dict[str, int], ...]:
-        """Live bytes by kind, the arguments' too, from the first operation to the last; a loop's body once."""
+        """Live bytes by kind, with the arguments, from the first operation to the last; a loop's body once."""
         constant = _by_kind(self.arguments)
         return tuple(constant | moment.by_kind for moment in self.timeline.moments)
 
     @property
     def turn(self) -> int:
-        """Number of the first moment of the backward pass."""
-        found = self.timeline.moments
-        return next((number for number, moment in enumerate(found) if moment.backward), len(found))
+        """Index of the first moment of the backward pass."""
+        moments = self.timeline.moments
+        return next((index for index, moment in enumerate(moments) if moment.backward), len(moments))
 
     @property
     def alive(self) -> tuple[Item, ...]:
-        """What is alive at the peak, arguments among it, the biggest first."""
+        """Arrays alive at the peak, with the arguments, the largest first."""
         return tuple(sorted((*self.arguments, *self.timeline.items), key=lambda item: -item.bytes))
 
     def __str__(self) -> str:
@@ -123,14 +123,14 @@ def estimate(
 
     Args:
         experiment: what to train.
-        platform: where, such as "tpu v5e:4x4"; it need not be here.
-        plan: how; the experiment's own by default.
+        platform: such as "tpu v5e:4x4"; its devices need not be present.
+        plan: the experiment's plan by default.
         compile_block: compile the piece of the step that needs the most memory (the passes of one block, or the loss)
-            for the platform, and take the compiler's word for its temporaries.
-        make: makes the experiment anew in the process that compiles; needed where the experiment does not pickle.
+            for the platform, and use the compiled bytes of its temporaries.
+        make: makes the experiment in the process that compiles; needed if the experiment does not pickle.
 
     Raises:
-        UserError: the plan does not fit the model, the batch or the platform; no compiler for `compile_block`.
+        UserError: the plan does not suit the model, the batch or the platform; no compiler for `compile_block`.
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     step = described_step(experiment, platform, plan)
@@ -138,55 +138,55 @@ def estimate(
     if compile_block:
         from jaxscale.planning.piece_compile import piece_bytes
 
-        measure = partial(piece_bytes, make or partial(_same, experiment), platform, step.plan)
+        measure = partial(piece_bytes, make or partial(_identity, experiment), platform, step.plan)
     return of_step(step, batch_shapes(experiment), platform, measure)
 
 
 def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[Piece], int] | None = None) -> Estimate:
-    """The estimate of a step that is built.
+    """The estimate of a train step.
 
     Args:
         step: on the platform's devices, or their description.
         batch: arrays or shapes of a global batch.
-        platform: where.
-        measure: says how many bytes of temporaries a piece of the step takes, by compiling it.
+        platform: where it would run.
+        measure: returns the bytes of temporaries of a piece of the step, by compiling it.
 
     Raises:
-        UserError: the step has no pieces that could be measured.
+        UserError: the step has no pieces to compile.
     """
     traced = traced_step(step, batch, platform)
-    program, placed = traced.program, traced.placed
+    program, placements = traced.program, traced.placements
     pieces: dict[Piece, int | None] = dict.fromkeys(pieces_of(program))
     if measure is not None and not pieces:
         raise UserError("compile-block: the blocks are in no loop; --verify compiles the whole step")
-    found = timeline(program, placed, kinds_of, traced.compiler, pieces)
-    while measure is not None and (piece := _fullest(found)) is not None and pieces[piece] is None:
+    live = timeline(program, placements, kinds_of, traced.compiler, pieces)
+    while measure is not None and (piece := _peak_piece(live)) is not None and pieces[piece] is None:
         pieces[piece] = measure(piece)
-        found = timeline(program, placed, kinds_of, traced.compiler, pieces)
-    arguments, host = _arguments(traced, batch)
-    device = _by_kind(arguments)
-    for item in found.items:
-        device[item.kind] = device.get(item.kind, 0) + item.bytes
-    compiled = tuple(piece.name for piece, taken in pieces.items() if taken is not None)
-    packing = round(found.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
+        live = timeline(program, placements, kinds_of, traced.compiler, pieces)
+    arguments, host_items = _argument_items(traced, batch)
+    device_kinds = _by_kind(arguments)
+    for item in live.items:
+        device_kinds[item.kind] = device_kinds.get(item.kind, 0) + item.bytes
+    compiled = tuple(piece.name for piece, temporaries in pieces.items() if temporaries is not None)
+    packing = round(live.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
     if packing and not compiled:
-        device["packing"] = packing
-    there = _by_kind(host)
-    if there:
-        # XLA may hold what it reads and what it writes at once
-        there["second copy"] = (COPY - 1) * sum(there.values())
-    if kept := _kept_on_host(program, placed):
-        there["kept activations"] = kept
+        device_kinds["packing"] = packing
+    host_kinds = _by_kind(host_items)
+    if host_kinds:
+        # XLA may hold both the copy it reads and the copy it writes
+        host_kinds["second copy"] = (COPY - 1) * sum(host_kinds.values())
+    if kept_on_host := _kept_on_host_bytes(program, placements):
+        host_kinds["kept activations"] = kept_on_host
     if platform.chip.kind != "cpu":
-        # a checkpoint is copied to the host before it is written behind the run's back
-        there["checkpoint"] = sum(item.bytes for item in (*arguments, *host) if item.kind != "batch")
+        # a checkpoint is copied to the host and written in the background
+        host_kinds["checkpoint"] = sum(item.bytes for item in (*arguments, *host_items) if item.kind != "batch")
     return Estimate(
         str(platform),
         step.plan,
-        device,
-        there,
+        device_kinds,
+        host_kinds,
         traced.flop,
-        found,
+        live,
         arguments,
         step.parts.lines,
         compiled,
@@ -196,49 +196,49 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     )
 
 
-def _fullest(found: Timeline) -> Piece | None:
+def _peak_piece(live: Timeline) -> Piece | None:
     """The piece of a step that needs the most memory."""
-    return found.moments[found.peak].piece if found.moments else None
+    return live.moments[live.peak].piece if live.moments else None
 
 
-def _same(experiment: Experiment) -> Experiment:
+def _identity(experiment: Experiment) -> Experiment:
     return experiment
 
 
 def _by_kind(items: tuple[Item, ...]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    bytes_by_kind: dict[str, int] = {}
     for item in items:
-        found[item.kind] = found.get(item.kind, 0) + item.bytes
-    return found
+        bytes_by_kind[item.kind] = bytes_by_kind.get(item.kind, 0) + item.bytes
+    return bytes_by_kind
 
 
-def _kept_on_host(program: Program, placed: Placements) -> int:
-    """Bytes per device that loops stack in host memory for the backward pass, of one microbatch."""
+def _kept_on_host_bytes(program: Program, placements: Placements) -> int:
+    """Bytes per device that loops stack in host memory for the backward pass of one microbatch."""
     total = 0
-    for at, operation in enumerate(program.operations):
+    for index, operation in enumerate(program.operations):
         if operation.loop is None:
             continue
         total += sum(
-            placed.bytes_of(program.shapes[value], placed.dims[value], host=True)
+            placements.bytes_of(program.shapes[value], placements.dims[value], host=True)
             for value in operation.outputs
             if value not in program.outputs
         )
         if both_passes(operation.loop):
-            total += _kept_on_host(operation.loop, placed.loops[at])
+            total += _kept_on_host_bytes(operation.loop, placements.loops[index])
     return total
 
 
-def _arguments(traced: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """The arguments on the device and those in host memory, by the names of their leaves."""
+def _argument_items(traced: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """The arguments on the device and those in host memory, named after their leaves."""
     device, host = [], []
-    first = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
-    first |= {"extra/reduce": "residuals", "extra/outer": "outer state"}
+    kinds = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
+    kinds |= {"extra/reduce": "residuals", "extra/outer": "outer state"}
     for value, (name, leaf) in zip(traced.program.inputs, traced.leaves, strict=False):
-        root, _, rest = name.partition("/")
-        if root == "extra":
-            extra, _, rest = rest.partition("/")
-            root = f"extra/{extra}"
-        kind = first.get(root, "batch" if root in batch else "model state")
-        item = Item(rest or name, kind, traced.placed.bytes_of(leaf, traced.placed.dims[value]))
+        group, _, leaf_name = name.partition("/")
+        if group == "extra":
+            extra_name, _, leaf_name = leaf_name.partition("/")
+            group = f"extra/{extra_name}"
+        kind = kinds.get(group, "batch" if group in batch else "model state")
+        item = Item(leaf_name or name, kind, traced.placements.bytes_of(leaf, traced.placements.dims[value]))
         (host if getattr(leaf.sharding, "memory_kind", None) == "pinned_host" else device).append(item)
     return tuple(device), tuple(host)

@@ -1,7 +1,7 @@
-"""explain: who takes a train step's memory, and when, in the model's own names; as text, HTML and SVG.
+"""explain: which arrays take a train step's memory, and when, by the model's names; as text, HTML and SVG.
 
-By estimate it shows the traced program (`timeline.py`); verified, the compiler's own listing of what is alive at the
-peak, and its timeline.
+An estimate shows the traced program (`timeline.py`); with `verify`, the compiler's listing of arrays alive at the peak,
+and its timeline.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.selectors import SELECTORS
-from jaxscale.planning.cheapest import menu_of, searched
+from jaxscale.planning.cheapest import searched_rules, valid_menu
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import Fit, fit
 from jaxscale.planning.pictures import Point, curve, framed, page, stacked, table, write_picture
@@ -28,25 +28,25 @@ from jaxscale.values.byte_sizes import bytes_text, short_budget
 from jaxscale.values.units import size
 
 SHARES = (0.5, 0.25, 0.125)
-"""Budgets of the save sets on the curve, as shares of all activations."""
+"""Budgets on the curve, as shares of all activations."""
 SHOWN = 20
-"""Arrays that the text lists."""
+"""Number of arrays listed in the text."""
 
 RULES = ("greedy", "dtr_static", *(f"offload:{selector}" for selector in SELECTORS))
-"""Rules on the curve of time against memory beside the menu, at the budget in its middle."""
+"""Further rules on the curve of time against memory, at the middle budget."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
-    """Who takes a step's memory, as a value that prints and draws itself.
+    """Which arrays take a step's memory; prints as text, draws as SVG and HTML.
 
     Args:
         fit: verdict and itemised bytes.
-        alive: arrays that are alive when memory is fullest, arguments among them, the biggest first.
+        alive: arrays alive at the peak, with the arguments, the largest first.
         moments: live bytes by kind, from the first operation to the last; a loop's body once.
-        turn: number of the first moment of the backward pass.
+        turn: index of the first moment of the backward pass.
         plans: bytes and cost of the step under several memory plans.
-        timed: their cost is modelled seconds; else FLOP, for nothing says how fast the chip is.
+        timed: their cost is modelled seconds; FLOP if the chip's rates are unknown.
     """
 
     fit: Fit
@@ -60,28 +60,28 @@ class Explained:
         source = "the compiler's listing" if self.fit.verified else "by estimate"
         lines = [str(self.fit), "", f"alive at the peak, {source}:"]
         lines += [f"  {size(item.bytes):>10}  {item.kind:17} {item.name}" for item in self.alive[:SHOWN]]
-        rest = self.alive[SHOWN:]
-        if rest:
-            lines.append(f"  {size(sum(item.bytes for item in rest)):>10}  {len(rest)} smaller ones")
+        smaller_items = self.alive[SHOWN:]
+        if smaller_items:
+            lines.append(f"  {size(sum(item.bytes for item in smaller_items)):>10}  {len(smaller_items)} smaller ones")
         if self.plans:
-            wide = max(len(point.name) for point in self.plans)
-            heads = ("per device", "kept", "a block", self._cost)
-            lines += ["", f"{'memory plan':{wide}}" + "".join(f"{head:>12}" for head in heads)]
+            width = max(len(point.name) for point in self.plans)
+            headings = ("per device", "kept", "a block", self._cost_name)
+            lines += ["", f"{'memory plan':{width}}" + "".join(f"{heading:>12}" for heading in headings)]
             for point in self.plans:
-                cells = (size(point.bytes), *map(_size, (point.kept, point.kept_of_a_block)), f"{point.cost:.2f}x")
-                lines.append(f"{point.name:{wide}}" + "".join(f"{cell:>12}" for cell in cells))
+                cells = (size(point.bytes), *map(_cell, (point.kept, point.kept_of_a_block)), f"{point.cost:.2f}x")
+                lines.append(f"{point.name:{width}}" + "".join(f"{cell:>12}" for cell in cells))
         return "\n".join(lines)
 
     @property
-    def _cost(self) -> str:
+    def _cost_name(self) -> str:
         return "Time" if self.timed else "FLOP"
 
     def svg(self) -> str:
-        """The timeline alone."""
+        """The timeline as an SVG image."""
         return stacked(self.moments, self.fit.limit, self.turn)
 
     def html(self) -> str:
-        """A page that stands alone: verdict, timeline, who is alive at the peak, time against memory."""
+        """A self-contained page: verdict, timeline, arrays alive at the peak, time against memory."""
         source = "as the compiler lists them" if self.fit.verified else "by estimate, from the traced program"
         parts = [
             ("", f"<pre>{escape(str(self.fit))}</pre>"),
@@ -89,14 +89,14 @@ class Explained:
             (f"Alive at the peak, {source}", table(self.alive)),
         ]
         if self.plans:
-            parts.append((f"{self._cost} against memory, by estimate", curve(self.plans, self.fit.limit)))
+            parts.append((f"{self._cost_name} against memory, by estimate", curve(self.plans, self.fit.limit)))
         return page(f"Memory of {self.fit.name} on {self.fit.platform}", parts)
 
     def _repr_html_(self) -> str:
         return framed(self.html(), 800)
 
     def write(self, path: str | Path) -> None:
-        """Write the page, or the timeline alone where the name ends in .svg.
+        """Write the page, or only the timeline if the name ends in .svg.
 
         Raises:
             UserError: the file cannot be written.
@@ -113,39 +113,40 @@ def explain(
     verify: bool = False,
     make: Callable[[], Experiment] | None = None,
 ) -> Explained:
-    """Who takes the memory of an experiment's train step on a platform; arguments and errors are those of `fit`.
+    """Which arrays take the memory of an experiment's train step; arguments and errors are those of `fit`.
 
     Example:
         >>> from jaxscale.models import Decoder
         >>> from jaxscale.data import Text
         >>> model = Decoder(vocab=256, context=64, layers=2, embed=64, heads=4)
-        >>> found = explain(Experiment("tiny", model, Text("text.txt")), "tpu v5e:1x1")
-        >>> found.fit.fits, round(sum(item.bytes for item in found.alive) / found.fit.device_bytes)
+        >>> explained = explain(Experiment("tiny", model, Text("text.txt")), "tpu v5e:1x1")
+        >>> explained.fit.fits, round(sum(item.bytes for item in explained.alive) / explained.fit.device_bytes)
         (True, 1)
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
-    found = fit(experiment, platform, plan, limit=limit)
-    guess = found.estimate
-    alive, moments, turn = guess.alive, guess.moments, guess.turn
-    prices = Prices.of(experiment, platform, guess.plan)
+    step_fit = fit(experiment, platform, plan, limit=limit)
+    itemised = step_fit.estimate
+    alive, moments, turn = itemised.alive, itemised.moments, itemised.turn
+    prices = Prices.of(experiment, platform, itemised.plan)
     if verify:
         from jaxscale.platforms.compile import compile_report
 
-        recipe = partial(lowered_step, make=make or partial(_same, experiment), plan=guess.plan)
+        recipe = partial(lowered_step, make=make or partial(_identity, experiment), plan=itemised.plan)
         report = compile_report(recipe, platform, explain=True)
-        found = dataclasses.replace(found, report=report)
+        step_fit = dataclasses.replace(step_fit, report=report)
         if report.live is not None:
-            alive = tuple(Item(f"{one.name} {one.shape}", one.kind, one.bytes) for one in report.live)
+            alive = tuple(Item(f"{array.name} {array.shape}", array.kind, array.bytes) for array in report.live)
         if report.timeline is not None:
             moments = tuple(dict(moment.bytes) for moment in report.timeline)
             phases = [moment.phase for moment in report.timeline]
-            turn = next((n for n, phase in enumerate(phases) if phase in ("backward", "recompute")), len(moments))
+            turn = next((i for i, phase in enumerate(phases) if phase in ("backward", "recompute")), len(moments))
+    memory = _curve(experiment, platform, itemised.plan, prices)
     return Explained(
-        found,
+        step_fit,
         alive,
         moments,
         turn,
-        tuple(compare(experiment, platform, guess.plan, _curve(experiment, platform, guess.plan, prices), prices)),
+        tuple(compare(experiment, platform, itemised.plan, memory, prices)),
         prices.timed,
     )
 
@@ -155,50 +156,50 @@ def compare(
 ) -> list[Point]:
     """Bytes and cost of a step under each of several memory plans, the cost as a multiple of the least.
 
-    The cost is modelled seconds, copies to the host that nothing hides among them; FLOP where no rates are known.
+    The cost is modelled seconds, with the copies to the host that nothing hides; FLOP if the chip's rates are unknown.
 
     Args:
         experiment: what to train.
-        platform: where.
-        plan: how; its memory plan is replaced, and is the first of those weighed.
+        platform: where to train it.
+        plan: its memory plan is compared first, and replaced by the others.
         memory: text forms of memory plans.
         prices: of the model's blocks.
     """
-    weighed = {}
+    estimates = {}
     for text in dict.fromkeys((str(plan.memory), *memory)):
         try:
-            weighed[text] = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan.parse(text)))
-        except UserError:  # a budget below the least, or a rule that this model does not take
+            estimates[text] = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan.parse(text)))
+        except UserError:  # a budget below the least, or a rule that is not valid for this model
             continue
-    cost: Mapping[str, float] = {text: found.flop for text, found in weighed.items()}
+    cost: Mapping[str, float] = {text: estimated.flop for text, estimated in estimates.items()}
     cost = prices.steps(cost) if prices.timed else cost
     least = min(cost.values()) or 1
     points = []
-    for text, found in weighed.items():
-        kept = _decision(prices, text)
+    for text, estimated in estimates.items():
+        decision = _decision(prices, text)
         points.append(
             Point(
                 text,
-                found.device_bytes,
+                estimated.device_bytes,
                 cost[text] / least,
                 text == str(plan.memory),
-                None if kept is None else kept.bytes * prices.stages,
-                None if kept is None else round(kept.bytes_of_a_block),
+                None if decision is None else decision.bytes * prices.stages,
+                None if decision is None else round(decision.bytes_of_a_block),
             )
         )
     return points
 
 
 def _curve(experiment: Experiment, platform: Platform, plan: Plan, prices: Prices) -> tuple[str, ...]:
-    """Memory plans on the curve: the menu, optimal plans, and every other rule at the budget between them."""
-    everything = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
-    kept = max((moment.by_kind.get("kept activations", 0) for moment in everything.timeline.moments), default=0)
-    budgets = [bytes_text(short_budget(round(kept * share))) for share in SHARES]
-    optimal = [f"{rule}:{budget}" for rule in searched(experiment, plan, prices) for budget in budgets]
-    # where nothing tells time, copies to a host would look free
-    others = [rule for rule in RULES if optimal and (prices.timed or not rule.startswith("offload"))]
-    others = [f"{rule}:{budgets[len(budgets) // 2]}" for rule in others]
-    return (*menu_of(experiment, plan), *optimal, *others)
+    """Memory plans on the curve: the menu, optimal plans, and every other rule at the middle budget."""
+    unplanned = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
+    kept_bytes = max((moment.by_kind.get("kept activations", 0) for moment in unplanned.timeline.moments), default=0)
+    budgets = [bytes_text(short_budget(round(kept_bytes * share))) for share in SHARES]
+    optimal = [f"{rule}:{budget}" for rule in searched_rules(experiment, plan, prices) for budget in budgets]
+    # without known rates, copies to a host would appear free
+    further = [rule for rule in RULES if optimal and (prices.timed or not rule.startswith("offload"))]
+    further = [f"{rule}:{budgets[len(budgets) // 2]}" for rule in further]
+    return (*valid_menu(experiment, plan), *optimal, *further)
 
 
 def _decision(prices: Prices, text: str) -> Decision | None:
@@ -208,9 +209,9 @@ def _decision(prices: Prices, text: str) -> Decision | None:
         return None
 
 
-def _size(count: int | None) -> str:
+def _cell(count: int | None) -> str:
     return "" if count is None else size(count)
 
 
-def _same(experiment: Experiment) -> Experiment:
+def _identity(experiment: Experiment) -> Experiment:
     return experiment

@@ -1,7 +1,7 @@
-"""fit: does an experiment's train step fit a platform, who takes the space, and what would help most.
+"""fit: whether an experiment's train step fits a platform, what takes the memory, and which changes would save most.
 
-The answer is an estimate (`estimate.py`) and says so, until `verify` asks the platform's own compiler; `compile_block`
-asks it about one piece of the step.
+The result is an estimate (`estimate.py`) and is labelled as one; `verify` compiles the step for the platform,
+`compile_block` one piece of it.
 """
 
 import dataclasses
@@ -31,17 +31,17 @@ from jaxscale.step.plan import Plan
 from jaxscale.values.units import size
 
 TRIED = 4
-"""Changes of the plan that are weighed to say what would help most."""
+"""Number of changes to the plan that are estimated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Help:
-    """A change of the plan and what it would save.
+    """A change to the plan and what it would save.
 
     Args:
-        flags: as the command line takes it.
-        saves: bytes of device memory per device.
-        needs: what it then takes.
+        flags: its command-line flags.
+        saves: bytes of device memory per device that it saves.
+        needs: bytes of device memory per device with it.
         fits: whether the step then fits device and host, by estimate.
     """
 
@@ -53,17 +53,17 @@ class Help:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Whether a train step fits, as a value that prints and draws itself.
+    """Whether a train step fits; prints as text, draws as SVG and HTML.
 
     Args:
         name: of the experiment.
         platform: where it should run.
         estimate: itemised bytes.
-        limit: bytes of device memory that there are; `None` where nothing says.
+        limit: bytes of device memory per device; `None` if unknown.
         host_limit: bytes of host memory per device, likewise.
-        report: what the compiler says, once it was asked.
-        helps: changes of the plan, the one that saves most first.
-        clock: a pipelined step's schedule with the seconds of its stages; `None` where nothing tells the chip's rates.
+        report: the compiler's report, if the step was compiled.
+        helps: changes to the plan, the largest saving first.
+        clock: simulation of a pipelined step; `None` if the chip's rates are unknown.
     """
 
     name: str
@@ -77,28 +77,28 @@ class Fit:
 
     @property
     def verified(self) -> bool:
-        """Whether the compiler's word is in."""
+        """Whether the compiler reported the bytes."""
         return self.report is not None and self.report.device_bytes is not None
 
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory per device: the compiler's, else the estimate."""
-        said = None if self.report is None else self.report.device_bytes
-        return self.estimate.device_bytes if said is None else said
+        reported = None if self.report is None else self.report.device_bytes
+        return self.estimate.device_bytes if reported is None else reported
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory per device, of the plan and of what the compiler adds."""
-        said = None if self.report is None else self.report.host_bytes
-        return max(self.estimate.host_bytes, said or 0)
+        """Bytes of host memory per device: the larger of the estimate and the compiler's."""
+        reported = None if self.report is None else self.report.host_bytes
+        return max(self.estimate.host_bytes, reported or 0)
 
     @property
     def fits(self) -> bool:
-        """Whether device and host have the room; where no limit is known, they are taken to have."""
+        """Whether device and host have the memory; an unknown limit counts as enough."""
         if self.report is not None and (self.report.oom is not None or self.report.crashed is not None):
             return False
-        device = self.limit is None or self.device_bytes <= self.limit
-        return device and (self.host_limit is None or self.host_bytes <= self.host_limit)
+        device_fits = self.limit is None or self.device_bytes <= self.limit
+        return device_fits and (self.host_limit is None or self.host_bytes <= self.host_limit)
 
     @property
     def close(self) -> bool:
@@ -109,97 +109,97 @@ class Fit:
 
     @property
     def margin(self) -> float:
-        """An estimate nearer to the limit than this share of it is too close to call."""
+        """Share of the limit: an estimate nearer to it than that is too close to call."""
         compiled, pipelined = bool(self.estimate.compiled), self.estimate.plan.pipeline is not None
         return accuracy.margin(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
-        said = "the compiler says" if self.verified else "by estimate"
+        """Whether it fits, and on what evidence, in one sentence."""
+        evidence = "according to the compiler" if self.verified else "by estimate"
         if self.estimate.compiled and not self.verified:
-            said += f", {' and '.join(self.estimate.compiled)} compiled"
+            evidence += f", {' and '.join(self.estimate.compiled)} compiled"
         if self.report is not None and self.report.crashed is not None:
             return f"unknown: {self.report.crashed}"
         if self.report is not None and self.report.oom is not None and self.report.oom.memory == "on-chip":
-            return f"does not fit: {self.report.oom}, the compiler says"
+            return f"does not fit: {self.report.oom}, according to the compiler"
         if self.limit is None:
-            return f"{size(self.device_bytes)} per device, {said}; nothing says how much there is: give --limit"
-        room = f"{size(self.device_bytes)} of {size(self.limit)} per device, {said}"
+            return f"{size(self.device_bytes)} per device, {evidence}; the platform's memory is unknown: give --limit"
+        room = f"{size(self.device_bytes)} of {size(self.limit)} per device, {evidence}"
         if self.host_limit is not None and self.host_bytes > self.host_limit:
             return (
-                f"does not fit: {size(self.host_bytes)} of host memory per device, of {size(self.host_limit)}, {said}; "
-                "keep more on the device, or spread it over more hosts"
+                f"does not fit: {size(self.host_bytes)} of host memory per device, of {size(self.host_limit)}, "
+                f"{evidence}; keep more on the device, or spread it over more hosts"
             )
-        word = "fits" if self.fits else "does not fit"
+        answer = "fits" if self.fits else "does not fit"
         if self.close:
-            return f"{word}, narrowly: {room}\n(may be off by {self.margin:.0%}; --verify asks the compiler)"
-        return f"{word}: {room}"
+            return f"{answer}, narrowly: {room}\n(may be off by {self.margin:.0%}; --verify asks the compiler)"
+        return f"{answer}: {room}"
 
     @property
-    def way(self) -> str:
-        """How it would fit, one sentence; empty where it does, or where no change that was weighed is enough."""
-        found = next((one for one in self.helps if one.fits), None)
-        if self.fits or found is None or self.limit is None:
+    def remedy(self) -> str:
+        """A change with which it would fit, in one sentence; empty if it fits, or if no estimated change is enough."""
+        option = next((option for option in self.helps if option.fits), None)
+        if self.fits or option is None or self.limit is None:
             return ""
-        narrowly = ", narrowly" if found.needs > (1 - self.margin) * self.limit else ""
-        return f"it fits with {found.flags}{narrowly}: {size(found.needs)} by estimate; --verify asks the compiler"
+        narrowly = ", narrowly" if option.needs > (1 - self.margin) * self.limit else ""
+        return f"it fits with {option.flags}{narrowly}: {size(option.needs)} by estimate; --verify asks the compiler"
 
     def __str__(self) -> str:
         plan = self.estimate.plan
-        told = [f"mesh {plan.mesh}", f"zero {plan.zero}", plan.precision, f"memory {plan.memory}"]
-        told += [f"{plan.microbatches} microbatches"] * (plan.microbatches > 1)
-        told += [f"loss in chunks of {plan.kernels.loss_chunk}"] * (plan.kernels.loss_chunk is not None)
+        settings = [f"mesh {plan.mesh}", f"zero {plan.zero}", plan.precision, f"memory {plan.memory}"]
+        settings += [f"{plan.microbatches} microbatches"] * (plan.microbatches > 1)
+        settings += [f"loss in chunks of {plan.kernels.loss_chunk}"] * (plan.kernels.loss_chunk is not None)
         lines = [
-            f"{self.name} on {self.platform}: {', '.join(told)}",
-            *self.estimate.said,
+            f"{self.name} on {self.platform}: {', '.join(settings)}",
+            *self.estimate.notes,
             *lines_of(self.estimate.kernels),
-            *([_told(self.clock)] if self.clock is not None else []),
+            *([_clock_line(self.clock)] if self.clock is not None else []),
             self.verdict,
-            *([self.way] if self.way else []),
+            *([self.remedy] if self.remedy else []),
             "",
             str(self.estimate),
         ]
         if self.report is not None and self.report.device_bytes is not None:
-            off = self.estimate.device_bytes / self.report.device_bytes - 1
+            relative_error = self.estimate.device_bytes / self.report.device_bytes - 1
             lines.append(
                 f"{'the compiler':18}{size(self.report.device_bytes):>12}{size(self.report.host_bytes or 0):>12}"
             )
-            lines.append(f"the estimate is off by {off:+.1%}")
-        elif (known := self._known()) is not None:
-            lines.append(str(known))
+            lines.append(f"the estimate is off by {relative_error:+.1%}")
+        elif (recorded := self._known_accuracy()) is not None:
+            lines.append(str(recorded))
         lines.append(f"optimizer state: {self.estimate.state_bytes:.3g} bytes a parameter")
-        lines += self._wires()
+        lines += self._wire_lines()
         if self.helps:
-            wide = max(len(one.flags) for one in self.helps)
-            lines += ["", "what would help most (of fit and train alike):"]
+            width = max(len(option.flags) for option in self.helps)
+            lines += ["", "changes that save the most (flags of fit and train):"]
             lines += [
-                f"  {one.flags:{wide}}  saves {size(one.saves):>8}{', and fits' if one.fits else ''}"
-                for one in self.helps
+                f"  {option.flags:{width}}  saves {size(option.saves):>8}{', and fits' if option.fits else ''}"
+                for option in self.helps
             ]
         return "\n".join(lines)
 
-    def _wires(self) -> list[str]:
-        """What a device sends in a step: by the plan over the slow axis, and by the compiler over all."""
+    def _wire_lines(self) -> list[str]:
+        """Bytes that a device sends in a step: planned over the slow axis, compiled over every axis."""
         wire, plan, report = self.estimate.wire, self.estimate.plan, self.report
         lines = [] if wire is None else [f"on the wire, {wire}"]
         if report is not None and report.collectives:
-            assert plan.mesh is not None, "an estimate's is settled"
-            sums = sent_by_axes(report.collectives, plan.mesh, self.platform.slices)
-            told = ", ".join(f"{axes} {size(sent)}" for axes, sent in sums.items())
-            lines.append(f"on the wire, the compiler says, per device and step: {told}")
+            assert plan.mesh is not None, "the plan of an estimate has a mesh"
+            bytes_by_axes = sent_by_axes(report.collectives, plan.mesh, self.platform.slices)
+            totals = ", ".join(f"{axes} {size(sent)}" for axes, sent in bytes_by_axes.items())
+            lines.append(f"on the wire, according to the compiler, per device and step: {totals}")
         return lines
 
-    def _known(self) -> accuracy.Accuracy | None:
+    def _known_accuracy(self) -> accuracy.Accuracy | None:
         compiled, pipelined = bool(self.estimate.compiled), self.estimate.plan.pipeline is not None
         return accuracy.recorded(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
 
     def svg(self) -> str:
-        """Live bytes by kind through a step, by estimate, and the limit."""
+        """Live bytes by kind through a step, by estimate, with the limit, as an SVG image."""
         return stacked(self.estimate.moments, self.limit, self.estimate.turn)
 
     def html(self) -> str:
-        """A page that stands alone: verdict and table, live bytes through a step, who is alive at the peak."""
+        """A self-contained page: verdict and table, live bytes through a step, arrays alive at the peak."""
         parts = [
             ("", f"<pre>{escape(str(self))}</pre>"),
             ("Live bytes per device through a step, by estimate", self.svg()),
@@ -211,7 +211,7 @@ class Fit:
         return framed(self.html(), 600)
 
     def write(self, path: str | Path) -> None:
-        """Write the page, or the picture alone where the name ends in .svg.
+        """Write the page, or only the picture if the name ends in .svg.
 
         Raises:
             UserError: the file cannot be written.
@@ -234,25 +234,25 @@ def fit(
 
     Args:
         experiment: what to train.
-        platform: where, such as "tpu v5e:4x4"; it need not be here.
-        plan: how; the experiment's own by default.
-        limit: bytes of device memory to plan for; what the platform's programs may use by default.
+        platform: such as "tpu v5e:4x4"; its devices need not be present.
+        plan: the experiment's plan by default.
+        limit: bytes of device memory to plan for; by default those that the platform's programs may use.
         host_limit: bytes of host memory per device; an equal share of the host's by default.
         compile_block: compile the piece of the step that needs the most memory (the passes of one block, or the loss)
-            for the platform, and take its temporaries into the estimate.
-        verify: compile the step for the platform, and show what the compiler says beside the estimate.
-        make: makes the experiment anew in the process that compiles; needed where the experiment does not pickle.
+            for the platform, and use its temporaries in the estimate.
+        verify: compile the step for the platform, and report the compiler's bytes beside the estimate.
+        make: makes the experiment in the process that compiles; needed if the experiment does not pickle.
 
     Raises:
-        UserError: the plan does not fit the model, the batch or the platform; no compiler for `compile_block` or
-            `verify`.
+        UserError: the plan does not suit the model, the batch or the platform; there is no compiler for
+            `compile_block` or `verify`.
 
     Example:
         >>> from jaxscale.models import Decoder
         >>> from jaxscale.data import Text
         >>> model = Decoder(vocab=256, context=64, layers=2, embed=64, heads=4)
-        >>> found = fit(Experiment("tiny", model, Text("text.txt")), "tpu v5e:1x1")
-        >>> found.fits, found.verified, found.close
+        >>> tiny_fit = fit(Experiment("tiny", model, Text("text.txt")), "tpu v5e:1x1")
+        >>> tiny_fit.fits, tiny_fit.verified, tiny_fit.close
         (True, False, False)
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
@@ -267,67 +267,74 @@ def fit(
     if plan.memory.rule == "fit":
         try:
             plan = cheapest_fit(experiment, platform, limit, plan, host_limit=host_limit)
-        except NothingFits as nothing:
-            plan = nothing.least
-    guess = estimate(experiment, platform, plan, compile_block=compile_block, make=make)
-    clock = None if plan.pipeline is None else simulated(experiment, platform, guess.plan)
-    found = Fit(experiment.name, platform, guess, limit, host_limit, clock=clock)
+        except NothingFits as error:
+            plan = error.least
+    itemised = estimate(experiment, platform, plan, compile_block=compile_block, make=make)
+    clock = None if plan.pipeline is None else simulated(experiment, platform, itemised.plan)
+    step_fit = Fit(experiment.name, platform, itemised, limit, host_limit, clock=clock)
     if verify:
         from jaxscale.platforms.compile import compile_report
 
-        recipe = partial(lowered_step, make=make or partial(_same, experiment), plan=plan)
-        found = dataclasses.replace(found, report=compile_report(recipe, platform))
-    roomy = found.limit is None or found.device_bytes <= found.limit
-    if roomy and not found.close:  # it fits, or lacks what less device memory would not bring
-        return found
-    return dataclasses.replace(found, helps=helps(experiment, platform, found))
+        recipe = partial(lowered_step, make=make or partial(_identity, experiment), plan=plan)
+        step_fit = dataclasses.replace(step_fit, report=compile_report(recipe, platform))
+    device_fits = step_fit.limit is None or step_fit.device_bytes <= step_fit.limit
+    if device_fits and not step_fit.close:  # less device memory would change nothing
+        return step_fit
+    return dataclasses.replace(step_fit, helps=helps(experiment, platform, step_fit))
 
 
-def helps(experiment: Experiment, platform: Platform, found: Fit) -> tuple[Help, ...]:
-    """What changes of the plan would save, by estimate, the one that saves most first.
+def helps(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[Help, ...]:
+    """Changes to the plan and what each would save, by estimate, the largest saving first.
 
-    Where none of them is enough, the last entry is as many of them together as are.
+    If no single change is enough, the last entry combines several.
+
+    Args:
+        experiment: what to train.
+        platform: where it should run.
+        step_fit: how it fits with its present plan.
     """
-    plan = found.estimate.plan
-    formula = estimate(experiment, platform, plan) if found.estimate.compiled else found.estimate
-    now = formula.device_bytes
+    plan = step_fit.estimate.plan
+    base = estimate(experiment, platform, plan) if step_fit.estimate.compiled else step_fit.estimate
+    base_bytes = base.device_bytes
 
     def weigh(flags: str, changed: Plan) -> Help | None:
         try:
-            other = estimate(experiment, platform, changed)
-        except UserError:  # this model or batch does not take it
+            estimated = estimate(experiment, platform, changed)
+        except UserError:  # not valid for this model or batch
             return None
-        fits = dataclasses.replace(found, estimate=other, report=None).fits
-        return Help(flags, now - other.device_bytes, other.device_bytes, fits)
+        fits = dataclasses.replace(step_fit, estimate=estimated, report=None).fits
+        return Help(flags, base_bytes - estimated.device_bytes, estimated.device_bytes, fits)
 
-    weighed = []
-    for flags, fields in _changes(experiment, formula):
-        one = weigh(flags, dataclasses.replace(plan, **fields))
-        while one is not None and not one.fits and (more := _more(experiment, plan, fields.get("microbatches"))):
-            fields = {"microbatches": more}
-            one = weigh(f"--plan.microbatches {more}", dataclasses.replace(plan, **fields))
-        if one is not None and one.saves > 0.01 * now:
-            weighed.append((one, fields))
-    weighed.sort(key=lambda pair: -pair[0].saves)
-    singles = tuple(one for one, _ in weighed)
-    if found.fits or any(one.fits for one in singles):
+    options = []
+    for flags, fields in _changes(experiment, base):
+        option = weigh(flags, dataclasses.replace(plan, **fields))
+        while (
+            option and not option.fits and (count := _next_microbatches(experiment, plan, fields.get("microbatches")))
+        ):
+            fields = {"microbatches": count}
+            option = weigh(f"--plan.microbatches {count}", dataclasses.replace(plan, **fields))
+        if option is not None and option.saves > 0.01 * base_bytes:
+            options.append((option, fields))
+    options.sort(key=lambda pair: -pair[0].saves)
+    singles = tuple(option for option, _ in options)
+    if step_fit.fits or any(option.fits for option in singles):
         return singles
-    together: dict[str, Any] = {}
-    words: dict[str, str] = {}
-    one = None
-    for single, fields in weighed:
-        together = fields | together  # where two change one field, the one that saves more
-        words[single.flags.split()[0]] = single.flags
-        if len(together) > 1:
-            one = weigh(" ".join(words.values()), dataclasses.replace(plan, **together))
-            if one is not None and one.fits:
-                return (*singles, one)
-    return singles if one is None else (*singles, one)
+    combined_fields: dict[str, Any] = {}
+    flags_by_name: dict[str, str] = {}
+    combination = None
+    for option, fields in options:
+        combined_fields = fields | combined_fields  # of two changes to one field, the larger saving
+        flags_by_name[option.flags.split()[0]] = option.flags
+        if len(combined_fields) > 1:
+            combination = weigh(" ".join(flags_by_name.values()), dataclasses.replace(plan, **combined_fields))
+            if combination is not None and combination.fits:
+                return (*singles, combination)
+    return singles if combination is None else (*singles, combination)
 
 
-def _changes(experiment: Experiment, now: Estimate) -> list[tuple[str, dict[str, Any]]]:
-    """Changes worth weighing, as flags and fields, those that bear on the biggest kinds of tensor."""
-    plan, kinds = now.plan, now.device
+def _changes(experiment: Experiment, base: Estimate) -> list[tuple[str, dict[str, Any]]]:
+    """Flags and fields of the changes to estimate: those that affect the largest kinds of tensor."""
+    plan, kinds = base.plan, base.device
     assert plan.mesh is not None
     states = kinds.get("parameters", 0) + kinds.get("optimizer state", 0) + kinds.get("gradients", 0)
     activations = kinds.get("kept activations", 0) + kinds.get("transients", 0)
@@ -344,26 +351,26 @@ def _changes(experiment: Experiment, now: Estimate) -> list[tuple[str, dict[str,
     if plan.kernels.loss_chunk is None and plan.kernels.scores == "auto" and "loss" in kinds:
         chunked = dataclasses.replace(plan.kernels, loss_chunk=256)
         changes.append((kinds["loss"], f"--plan.kernels {chunked}", {"kernels": chunked}))
-    more = _more(experiment, plan, plan.microbatches)
-    if more is not None:
-        weight = (activations + kinds.get("loss", 0)) // 2
-        changes.append((weight, f"--plan.microbatches {more}", {"microbatches": more}))
-    changes.sort(key=lambda one: -one[0])
+    count = _next_microbatches(experiment, plan, plan.microbatches)
+    if count is not None:
+        bytes_affected = (activations + kinds.get("loss", 0)) // 2
+        changes.append((bytes_affected, f"--plan.microbatches {count}", {"microbatches": count}))
+    changes.sort(key=lambda change: -change[0])
     return [(flags, fields) for _, flags, fields in changes[:TRIED]]
 
 
-def _more(experiment: Experiment, plan: Plan, now: int | None) -> int | None:
-    """The next number of microbatches that is at least twice as many; `None` where there are no more rows."""
+def _next_microbatches(experiment: Experiment, plan: Plan, microbatches: int | None) -> int | None:
+    """The next valid number of microbatches, at least twice as many; `None` if the rows do not allow it."""
     assert plan.mesh is not None
     rows = experiment.batch // plan.mesh.batch_shards
-    return None if now is None else next((n for n in range(now * 2, rows + 1) if rows % n == 0), None)
+    return None if microbatches is None else next((n for n in range(microbatches * 2, rows + 1) if rows % n == 0), None)
 
 
-def _told(clock: Simulation) -> str:
-    """Seconds and bubble of a pipelined step, one line."""
-    seconds, of = (clock.seconds, "step") if clock.period is None else (clock.period, "update")
-    return f"simulated: {seconds:.3g} s a {of} at the chip's rates, bubble {clock.bubble:.0%}, without reductions"
+def _clock_line(clock: Simulation) -> str:
+    """Seconds and bubble of a pipelined step, in one line."""
+    seconds, unit = (clock.seconds, "step") if clock.period is None else (clock.period, "update")
+    return f"simulated: {seconds:.3g} s a {unit} at the chip's rates, bubble {clock.bubble:.0%}, without reductions"
 
 
-def _same(experiment: Experiment) -> Experiment:
+def _identity(experiment: Experiment) -> Experiment:
     return experiment

@@ -1,11 +1,11 @@
-"""A traced function as one flat list of operations, ready to be weighed.
+"""A traced function as one flat list of operations, for estimates of its memory.
 
-Calls (`jit`, `checkpoint`, custom derivatives) are written out in place, loops keep a program of their own, and what no
-result needs is dropped, as a compiler would. Values are numbers; what is known of them lies beside the list.
+Calls (`jit`, `checkpoint`, custom derivatives) are inlined, the body of a loop stays a program, and operations that no
+result needs are dropped, as a compiler would. Values are numbered; their shapes and names are kept beside the list.
 
-The `shard_map` of a pipelined step, and that in which each replica has gradients of its own, are written out in place
-too: an "enter" gives a device's part of an array, a "leave" the array of these parts. Within a pipelined step a `cond`
-keeps a program for each branch; elsewhere its longest stands for it.
+The `shard_map` of a pipelined step, and that of gradients per replica, are inlined too: an "enter" returns a device's
+part of an array, a "leave" the array of these parts. Within a pipelined step a `cond` keeps a program for each branch;
+elsewhere its longest branch represents it.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 LOOPS = ("scan", "while")
 
-TAKES = ("slice", "dynamic_slice", "squeeze", "lt", "add", "select_n")
-"""Operations that take a part of an array by its number; a negative number counts from the end."""
+SLICING = ("slice", "dynamic_slice", "squeeze", "lt", "add", "select_n")
+"""Operations that take a part of an array by index; a negative index counts from the end."""
 
 PIPE = "pipe"
-"""Axis of the mesh along which a pipeline's stages lie."""
+"""Mesh axis of a pipeline's stages."""
 
 REPLICA = "replica"
-"""Axis of the mesh over which a codec reduces gradients."""
+"""Mesh axis over which a codec reduces gradients."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,15 +35,15 @@ class Operation:
 
     Args:
         kind: its primitive.
-        inputs: the values it reads; `None` for a literal.
-        outputs: the values it makes.
+        inputs: numbers of its operands; `None` for a literal.
+        outputs: numbers of its results.
         params: of the primitive.
-        backward: it belongs to the backward pass.
-        equation: as JAX traced it; its settings and its source are there.
-        literals: what stands in place of the inputs that are `None`, by their place among the inputs.
+        backward: whether it belongs to the backward pass.
+        equation: the traced equation, with its settings and source.
+        literals: the operands that are literals, by their index among the inputs.
         loop: the body of a loop.
         branches: of a `cond` of a pipelined step.
-        manual: axes of the mesh that shapes know of already, within a region that is written out.
+        manual: mesh axes for which shapes are already per device, in an inlined `shard_map`.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Operation:
 
     @property
     def line(self) -> str:
-        """The line that it comes from, as "file.py:12 (function)"."""
+        """Its source line, as "file.py:12 (function)"."""
         from jax.extend.source_info_util import summarize
 
         return "" if self.equation is None else summarize(self.equation.source_info).rpartition("/")[2]
@@ -70,11 +70,11 @@ class Program:
     """Operations in the order they run.
 
     Args:
-        inputs: values given, and behind them the constants.
-        outputs: values returned; `None` for a literal.
+        inputs: numbers of the arguments, then of the constants.
+        outputs: numbers of the results; `None` for a literal.
         operations: in order.
         shapes: abstract value of each number.
-        names: name that the model gave a value (`checkpoint_name`).
+        names: the model's names of values (`checkpoint_name`).
     """
 
     inputs: tuple[int, ...]
@@ -89,7 +89,7 @@ def flatten(jaxpr: Any, manual: frozenset[str] = frozenset()) -> Program:
 
     Args:
         jaxpr: the function.
-        manual: it is part of a pipelined step that is manual over these axes.
+        manual: mesh axes that are manual around it.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -115,22 +115,22 @@ class _Flattener:
         self.names: dict[int, str] = {}
         self.operations: list[Operation] = []
         self.constants: list[int | None] = []
-        self.literals: dict[Any, Any] = {}  # of variables that a call was given a literal for
+        self.literals: dict[Any, Any] = {}  # by the variable that is bound to each
 
     def program(self, jaxpr: Any) -> Program:
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         env: dict[Any, int | None] = {}
         for var in (*inner.constvars, *inner.invars):
-            env[var] = self._new(var.aval)
+            env[var] = self._new_value(var.aval)
         self.constants += (env[var] for var in inner.constvars)
         inputs = tuple(env[var] for var in inner.invars)
-        self._run(inner, env, False)
+        self._append_equations(inner, env, False)
         outputs = tuple(self._read(env, var) for var in inner.outvars)
-        operations = _needed(self.operations, outputs)
-        given = tuple(value for value in (*inputs, *self.constants) if value is not None)
-        return Program(given, outputs, operations, self.shapes, self.names)
+        operations = _live_operations(self.operations, outputs)
+        all_inputs = tuple(value for value in (*inputs, *self.constants) if value is not None)
+        return Program(all_inputs, outputs, operations, self.shapes, self.names)
 
-    def _new(self, aval: Any) -> int:
+    def _new_value(self, aval: Any) -> int:
         self.shapes[len(self.shapes)] = aval
         return len(self.shapes) - 1
 
@@ -138,125 +138,127 @@ class _Flattener:
     def _read(env: dict[Any, int | None], var: Any) -> int | None:
         return None if hasattr(var, "val") else env[var]
 
-    def _same(self, var: Any, given: Any) -> None:
-        """A variable is what another one, or a literal, is."""
-        if hasattr(given, "val") or given in self.literals:
-            self.literals[var] = self._literal(given)
+    def _bind(self, var: Any, atom: Any) -> None:
+        """Record a variable's literal if it equals a literal or a variable bound to one."""
+        if hasattr(atom, "val") or atom in self.literals:
+            self.literals[var] = self._literal(atom)
 
     def _literal(self, var: Any) -> Any:
         return var.val if hasattr(var, "val") else self.literals[var]
 
-    def _run(self, jaxpr: Any, env: dict[Any, int | None], backward: bool) -> None:
+    def _append_equations(self, jaxpr: Any, env: dict[Any, int | None], backward: bool) -> None:
         for eqn in jaxpr.eqns:
             inputs = tuple(self._read(env, var) for var in eqn.invars)
-            back = backward or "transpose" in str(eqn.source_info.name_stack)
+            in_backward = backward or "transpose" in str(eqn.source_info.name_stack)
             kind = eqn.primitive.name
             if kind == "name":
                 if inputs[0] is not None:
                     self.names[inputs[0]] = eqn.params["name"]
                 env[eqn.outvars[0]] = inputs[0]
-                self._same(eqn.outvars[0], eqn.invars[0])
+                self._bind(eqn.outvars[0], eqn.invars[0])
                 continue
-            if kind == "shard_map" and _written_out(eqn.params["newly_manual_axes"]):
-                self._region(eqn, inputs, env, back)
+            if kind == "shard_map" and _is_model_region(eqn.params["newly_manual_axes"]):
+                self._add_region(eqn, inputs, env, in_backward)
                 continue
-            known = (*LOOPS, "pallas_call", "shard_map", *(("cond",) if PIPE in self.manual else ()))
-            called = None if kind in known else _called(eqn)
-            if called is not None:
-                inner = getattr(called, "jaxpr", called)
-                inside: dict[Any, int | None] = {var: self._new(var.aval) for var in inner.constvars}
-                self.constants += inside.values()
-                first = len(inputs) - len(inner.invars)
-                inside |= dict(zip(inner.invars, inputs[first:], strict=True))
-                for var, given in zip(inner.invars, eqn.invars[first:], strict=True):
-                    self._same(var, given)
-                self._run(inner, inside, back)
-                for var, found in zip(eqn.outvars, inner.outvars, strict=True):
-                    env[var] = self._read(inside, found)
-                    self._same(var, found)
+            uninlined = (*LOOPS, "pallas_call", "shard_map", *(("cond",) if PIPE in self.manual else ()))
+            callee = None if kind in uninlined else _callee(eqn)
+            if callee is not None:
+                callee_jaxpr = getattr(callee, "jaxpr", callee)
+                callee_env: dict[Any, int | None] = {var: self._new_value(var.aval) for var in callee_jaxpr.constvars}
+                self.constants += callee_env.values()
+                first_argument = len(inputs) - len(callee_jaxpr.invars)
+                callee_env |= dict(zip(callee_jaxpr.invars, inputs[first_argument:], strict=True))
+                for var, argument in zip(callee_jaxpr.invars, eqn.invars[first_argument:], strict=True):
+                    self._bind(var, argument)
+                self._append_equations(callee_jaxpr, callee_env, in_backward)
+                for var, result in zip(eqn.outvars, callee_jaxpr.outvars, strict=True):
+                    env[var] = self._read(callee_env, result)
+                    self._bind(var, result)
                 continue
             loop = None
             if kind in LOOPS:
                 loop = flatten(eqn.params["jaxpr" if kind == "scan" else "body_jaxpr"], self.manual)
             branches = ()
             if kind == "cond":
-                branches = tuple(_late(flatten(branch, self.manual)) for branch in eqn.params["branches"])
-            outputs = tuple(self._new(var.aval) for var in eqn.outvars)
+                branches = tuple(_with_late_slices(flatten(branch, self.manual)) for branch in eqn.params["branches"])
+            outputs = tuple(self._new_value(var.aval) for var in eqn.outvars)
             env |= dict(zip(eqn.outvars, outputs, strict=True))
-            literals = {at: self._literal(var) for at, var in enumerate(eqn.invars) if inputs[at] is None}
+            literals = {i: self._literal(var) for i, var in enumerate(eqn.invars) if inputs[i] is None}
             self.operations.append(
-                Operation(kind, inputs, outputs, eqn.params, back, eqn, literals, loop, branches, self.manual)
+                Operation(kind, inputs, outputs, eqn.params, in_backward, eqn, literals, loop, branches, self.manual)
             )
 
-    def _region(self, eqn: Any, inputs: Sequence[int | None], env: dict[Any, int | None], back: bool) -> None:
-        """A region's operations, between those that enter and those that leave."""
-        inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
-        outside, self.manual = self.manual, frozenset(eqn.params["newly_manual_axes"])
-        inside: dict[Any, int | None] = {var: self._new(var.aval) for var in inner.constvars}
-        self.constants += inside.values()
+    def _add_region(self, eqn: Any, inputs: Sequence[int | None], env: dict[Any, int | None], backward: bool) -> None:
+        """Inline a `shard_map`: its operations between "enter" and "leave" operations."""
+        region = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+        outer_manual, self.manual = self.manual, frozenset(eqn.params["newly_manual_axes"])
+        region_env: dict[Any, int | None] = {var: self._new_value(var.aval) for var in region.constvars}
+        self.constants += region_env.values()
 
-        def cross(kind: str, value: int, var: Any, spec: Any) -> int:
-            made = self._new(var.aval)
-            self.operations.append(Operation(kind, (value,), (made,), {"spec": spec}, back, eqn, manual=self.manual))
-            return made
+        def append_crossing(kind: str, value: int, var: Any, spec: Any) -> int:
+            output = self._new_value(var.aval)
+            self.operations.append(
+                Operation(kind, (value,), (output,), {"spec": spec}, backward, eqn, manual=self.manual)
+            )
+            return output
 
-        for var, given, value, spec in zip(inner.invars, eqn.invars, inputs, eqn.params["in_specs"], strict=True):
-            inside[var] = None if value is None else cross("enter", value, var, spec)
-            self._same(var, given)
-        self._run(inner, inside, back)
-        for var, found, spec in zip(eqn.outvars, inner.outvars, eqn.params["out_specs"], strict=True):
-            value = self._read(inside, found)
-            env[var] = None if value is None else cross("leave", value, var, spec)
-            self._same(var, found)
-        self.manual = outside
+        for var, argument, value, spec in zip(region.invars, eqn.invars, inputs, eqn.params["in_specs"], strict=True):
+            region_env[var] = None if value is None else append_crossing("enter", value, var, spec)
+            self._bind(var, argument)
+        self._append_equations(region, region_env, backward)
+        for var, result, spec in zip(eqn.outvars, region.outvars, eqn.params["out_specs"], strict=True):
+            value = self._read(region_env, result)
+            env[var] = None if value is None else append_crossing("leave", value, var, spec)
+            self._bind(var, result)
+        self.manual = outer_manual
 
 
-def _written_out(manual: Collection[str]) -> bool:
-    """Whether a `shard_map` that makes these axes manual holds whole passes of a model, and no kernel alone."""
+def _is_model_region(manual: Collection[str]) -> bool:
+    """Whether a `shard_map` with these manual axes holds passes of a model, not only a kernel."""
     return PIPE in manual or set(manual) == {REPLICA}
 
 
-def _late(program: Program) -> Program:
-    """The program with what it takes out of its arguments (slots, weights) taken out where it is first read."""
-    taken = set(program.inputs)
-    waiting: dict[int, Operation] = {}
-    order: list[Operation] = []
+def _with_late_slices(program: Program) -> Program:
+    """The program with slices of its arguments (slots, weights) moved to where they are first read."""
+    argument_slices = set(program.inputs)
+    pending_slices: dict[int, Operation] = {}
+    ordered: list[Operation] = []
 
-    def append(operation: Operation) -> None:
+    def append_with_slices(operation: Operation) -> None:
         for value in operation.inputs:
-            if value in waiting:
-                append(waiting.pop(value))
-        order.append(operation)
+            if value in pending_slices:
+                append_with_slices(pending_slices.pop(value))
+        ordered.append(operation)
 
     for operation in program.operations:
-        read = {value for value in operation.inputs if value is not None}
-        if operation.kind in TAKES and read <= taken:
-            taken.update(operation.outputs)
-            waiting[operation.outputs[0]] = operation
+        operands = {value for value in operation.inputs if value is not None}
+        if operation.kind in SLICING and operands <= argument_slices:
+            argument_slices.update(operation.outputs)
+            pending_slices[operation.outputs[0]] = operation
         else:
-            append(operation)
-    while waiting:  # they are returned
-        append(waiting.pop(next(iter(waiting))))
-    return dataclasses.replace(program, operations=order)
+            append_with_slices(operation)
+    while pending_slices:  # slices that are returned
+        append_with_slices(pending_slices.pop(next(iter(pending_slices))))
+    return dataclasses.replace(program, operations=ordered)
 
 
-def _called(eqn: Any) -> Any:
-    """The program of a call; of a `cond`, its longest branch."""
+def _callee(eqn: Any) -> Any:
+    """The jaxpr that a call runs, or the longest branch of a `cond`; `None` if the equation is no call."""
     if eqn.primitive.name == "cond":
         return max(eqn.params["branches"], key=lambda branch: len(getattr(branch, "jaxpr", branch).eqns))
     for name in CALLS:
-        found = eqn.params.get(name)
-        inner = getattr(found, "jaxpr", found)
-        if hasattr(inner, "eqns") and len(inner.outvars) == len(eqn.outvars):
-            return found
+        jaxpr = eqn.params.get(name)
+        open_jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        if hasattr(open_jaxpr, "eqns") and len(open_jaxpr.outvars) == len(eqn.outvars):
+            return jaxpr
     return None
 
 
-def _needed(operations: Sequence[Operation], outputs: Sequence[int | None]) -> list[Operation]:
-    live = {value for value in outputs if value is not None}
-    kept = []
+def _live_operations(operations: Sequence[Operation], outputs: Sequence[int | None]) -> list[Operation]:
+    live_values = {value for value in outputs if value is not None}
+    live_operations = []
     for operation in reversed(operations):
-        if any(value in live for value in operation.outputs):
-            kept.append(operation)
-            live.update(value for value in operation.inputs if value is not None)
-    return kept[::-1]
+        if any(value in live_values for value in operation.outputs):
+            live_operations.append(operation)
+            live_values.update(value for value in operation.inputs if value is not None)
+    return live_operations[::-1]

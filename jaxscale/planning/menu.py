@@ -1,10 +1,10 @@
-"""menu: every way to choose what a block keeps, side by side on one block: bytes on device and host, and time.
+"""menu: all memory rules compared on one block: bytes on device and host, and time.
 
-Each rule of a `MemoryPlan` is asked at the same budgets and answers with the decision that training under it would run
-with, so the table compares what a user can ask for, and nothing else: the optimal save set, Rotor, heuristics, JAX's
-own policies, periodic plans, and the selectors of offload. Nothing is compiled, and no device is needed; the time is
-the roofline's. Left out: JAX's policies under their second names (`checkpoint_dots`), and `everything_saveable`,
-`nothing_saveable` and `dots_saveable`, which are `none`, `full` and `dots` here.
+Each rule of a `MemoryPlan` is evaluated at the same budgets, and its decision is the one that training would use: the
+optimal save set, Rotor, heuristics, JAX's own policies, periodic plans, and the selectors of offload. Nothing is
+compiled, and no device is needed; the time is from the roofline. Left out: JAX's policies under their second names
+(`checkpoint_dots`), and `everything_saveable`, `nothing_saveable` and `dots_saveable`, which are `none`, `full` and
+`dots` here.
 """
 
 import dataclasses
@@ -37,23 +37,23 @@ BUDGETED = (
 """Rules that take a budget."""
 
 FIXED = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt", "periodic:2", "revolve:4")
-"""Memory plans that need none."""
+"""Memory plans without a budget."""
 
 SHARES = (0.0, 0.03, 0.06, 0.12, 0.25, 0.5, 0.75, 1.0)
-"""Budgets beside a block's input, as shares of what it keeps without a plan."""
+"""Budgets besides a block's input, as shares of the bytes that it keeps without a plan."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Menu:
-    """Ways to keep the blocks of a stack, as a value that prints and draws itself.
+    """Decisions of memory rules for a stack of equal blocks; prints as text, draws as SVG and HTML.
 
     Args:
-        title: what was asked.
-        graph: of a block.
-        layers: alike blocks of the stack.
-        timed: costs are modelled seconds; else FLOP, for nothing says how fast the chip is.
-        budgets: bytes kept on the device, of the whole stack, that the rules were asked for.
-        decisions: what each answered, by rule; a rule without a budget answers once.
+        title: the block, its bytes and its time.
+        graph: of one block.
+        layers: blocks of the stack.
+        timed: costs are modelled seconds; FLOP if the chip's rates are unknown.
+        budgets: bytes kept on the device, of the whole stack.
+        decisions: for each rule, one per budget; a single one for a rule without a budget.
     """
 
     title: str
@@ -64,52 +64,52 @@ class Menu:
     decisions: dict[str, tuple[Decision, ...]] = dataclasses.field(repr=False)
 
     def within(self, rule: str, budget: int) -> Decision | None:
-        """The cheapest decision of a rule that keeps no more than a budget; `None` where there is none."""
+        """The cheapest decision of a rule within a budget, or `None`."""
         fitting = [decision for decision in self.decisions[rule] if decision.bytes <= budget]
         return min(fitting, key=self.cost, default=None)
 
     def cost(self, decision: Decision) -> float:
-        """Time beyond keeping everything, as a share of forward and backward pass; FLOP where nothing tells time."""
-        whole = 3 * self.layers * (self.graph.seconds if self.timed else self.graph.flop)
-        return (decision.seconds if self.timed else decision.flop) / (whole or 1)
+        """Time beyond keeping everything, as a share of forward and backward pass; FLOP if rates are unknown."""
+        passes = 3 * self.layers * (self.graph.seconds if self.timed else self.graph.flop)
+        return (decision.seconds if self.timed else decision.flop) / (passes or 1)
 
     def __str__(self) -> str:
-        what = "time" if self.timed else "FLOP"
-        lines = [self.title, "", f"{what} beyond keeping everything, by the bytes kept on the device a layer"]
+        unit = "time" if self.timed else "FLOP"
+        lines = [self.title, "", f"{unit} beyond keeping everything, by the bytes kept on the device a layer"]
         lines += self._table(dict.fromkeys(self.decisions, self.cost), _share)
-        hosted = [rule for rule, found in self.decisions.items() if any(one.host_bytes for one in found)]
+        hosted = [rule for rule, decisions in self.decisions.items() if any(d.host_bytes for d in decisions)]
         if hosted:
             lines += ["", "MiB in host memory a layer, of these"]
             lines += self._table(
-                dict.fromkeys(hosted, lambda one: one.host_bytes / self.layers / 2**20), "{:.4g}".format
+                dict.fromkeys(hosted, lambda decision: decision.host_bytes / self.layers / 2**20), "{:.4g}".format
             )
         return "\n".join(lines)
 
-    def _table(self, rows: dict[str, Callable[[Decision], float]], text: Callable[[float], str]) -> list[str]:
-        wide = max(map(len, rows))
-        cells = [[f"{'':{wide}}", *(size(budget / self.layers) for budget in self.budgets)]]
-        for rule, value in rows.items():
-            found = [self.within(rule, budget) for budget in self.budgets]
-            cells.append([f"{rule:{wide}}", *("-" if one is None else text(value(one)) for one in found)])
-        return ["".join([head, *(f"{cell:>10}" for cell in rest)]) for head, *rest in cells]
+    def _table(self, rows: dict[str, Callable[[Decision], float]], format_cost: Callable[[float], str]) -> list[str]:
+        width = max(map(len, rows))
+        cells = [[f"{'':{width}}", *(size(budget / self.layers) for budget in self.budgets)]]
+        for rule, cost in rows.items():
+            decisions = [self.within(rule, budget) for budget in self.budgets]
+            cells.append([f"{rule:{width}}", *("-" if d is None else format_cost(cost(d)) for d in decisions)])
+        return ["".join([head, *(f"{cell:>10}" for cell in values)]) for head, *values in cells]
 
     def svg(self) -> str:
-        """The curve of each rule, as an SVG image: bytes kept a layer across, cost upwards."""
+        """The curve of each rule as an SVG image: cost by bytes kept per layer."""
         curves = {
-            rule: [Point(str(one.plan), round(one.bytes / self.layers), 1 + self.cost(one)) for one in found]
-            for rule, found in self.decisions.items()
+            rule: [Point(str(d.plan), round(d.bytes / self.layers), 1 + self.cost(d)) for d in decisions]
+            for rule, decisions in self.decisions.items()
         }
         return lines(curves, f"bytes kept a layer; upwards the {'time' if self.timed else 'FLOP'} of a step")
 
     def html(self) -> str:
-        """A page that stands alone: the curves and the table."""
+        """A self-contained page: the curves and the table."""
         return page(self.title, [("", self.svg()), ("", f"<pre>{escape(str(self))}</pre>")])
 
     def _repr_html_(self) -> str:
         return framed(self.html(), 900)
 
     def write(self, path: str | Path) -> None:
-        """Write the page, or the picture alone where the name ends in .svg.
+        """Write the page, or only the picture if the name ends in .svg.
 
         Raises:
             UserError: the file cannot be written.
@@ -126,28 +126,28 @@ def menu(
     shares: Sequence[float] = SHARES,
     **named: Any,
 ) -> Menu:
-    """Ways to choose what a block keeps, with what each takes and costs.
+    """The decisions of all memory rules for a block, with their bytes and costs.
 
     Args:
         block: a function or an NNX module, called as `block(*args, **named)`; the last of `args` is the activation. Or
             an `Experiment`, for the blocks of its model, as one device sees them under its plan.
         args: arrays or shapes (`jax.ShapeDtypeStruct`), per device and microbatch.
-        platform: whose roofline tells the time, such as "tpu v5e:4x4"; without one FLOP are counted, and nothing goes
-            to a host. An experiment needs it.
+        platform: its roofline gives the time, such as "tpu v5e:4x4"; without one, costs are FLOP and nothing is
+            offloaded. Required for an experiment.
         plan: of an experiment; its own by default.
-        layers: alike blocks of the stack; an experiment has its own.
-        shares: budgets beside a block's input, as shares of what it keeps without a plan.
-        named: further arguments of the block, given as they are.
+        layers: equal blocks of the stack; an experiment has its own number.
+        shares: budgets besides a block's input, as shares of the bytes that it keeps without a plan.
+        named: keyword arguments of the block, unchanged.
 
     Raises:
-        UserError: an experiment without blocks or without a platform; a share that is none.
+        UserError: an experiment without blocks or without a platform; a share outside 0 to 1.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(512, 512), (2048, 512)])
-        >>> found = menu(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), w, x, platform="tpu v5e:1x1", layers=4)
-        >>> keeping_inputs = found.budgets[1]
-        >>> [round(found.cost(found.within(rule, keeping_inputs)), 2) for rule in ("save", "full")]
+        >>> choices = menu(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), w, x, platform="tpu v5e:1x1", layers=4)
+        >>> keeping_inputs = choices.budgets[1]
+        >>> [round(choices.cost(choices.within(rule, keeping_inputs)), 2) for rule in ("save", "full")]
         [0.33, 0.33]
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
@@ -162,7 +162,7 @@ def menu(
             raise UserError(
                 f"{block.name}: its model shows no blocks; build it of layers.Stack or layers.Chain, or give one block"
             )
-        # of several kinds of blocks the one that keeps the most
+        # of several kinds of blocks, the kind that keeps the most bytes
         kinds = {call.fingerprint: call.graph for call in calls}
         counts = {kind: sum(call.count for call in calls if call.fingerprint == kind) for kind in kinds}
         kind = max(kinds, key=lambda kind: counts[kind] * kinds[kind].needed_bytes)
@@ -175,30 +175,32 @@ def menu(
 
 def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], chip: Chip | None) -> Menu:
     call = BlockCall(graph.fingerprint, graph, (), layers, layers > 1, 0)
-    inputs = layers * graph.carried_bytes
-    exact = (least_bytes(graph, layers), *(inputs + int(share * graph.needed_bytes) * layers for share in shares))
+    input_bytes = layers * graph.carried_bytes
+    exact = (least_bytes(graph, layers), *(input_bytes + int(share * graph.needed_bytes) * layers for share in shares))
     budgets = sorted({short_budget(budget) for budget in exact})
     decisions: dict[str, tuple[Decision, ...]] = {}
     for rule in (*BUDGETED, *FIXED):
-        found = []
-        for text in [f"{rule}:{bytes_text(budget)}" for budget in budgets] if rule in BUDGETED else [rule]:
+        rule_decisions = []
+        for plan_text in [f"{rule}:{bytes_text(budget)}" for budget in budgets] if rule in BUDGETED else [rule]:
             try:
-                found.append(decide(MemoryPlan.parse(text), [call], chip))
-            except UserError:  # below what the rule can do, or seconds of a chip that nobody knows
+                rule_decisions.append(decide(MemoryPlan.parse(plan_text), [call], chip))
+            except UserError:  # below the rule's least budget, or the chip's rates are unknown
                 continue
-        if found:
-            decisions[rule] = tuple(found)
+        if rule_decisions:
+            decisions[rule] = tuple(rule_decisions)
     timed = roofline.rate(chip, "bfloat16") is not None
-    taken = "" if chip is None or not timed else f"{3e3 * graph.seconds:.3g} ms forward and backward on a {chip.name}, "
+    timing = (
+        "" if chip is None or not timed else f"{3e3 * graph.seconds:.3g} ms forward and backward on a {chip.name}, "
+    )
     title = (
-        f"{name}, {layers} alike: {taken}{size(graph.carried_bytes)} of input and {size(graph.needed_bytes)} kept "
+        f"{name}, {layers} layers: {timing}{size(graph.carried_bytes)} of input and {size(graph.needed_bytes)} kept "
         "without a plan, a layer"
     )
     return Menu(title, graph, layers, timed, tuple(budgets), decisions)
 
 
-def _share(value: float) -> str:
-    return f"{value:+.1%}" if value < 10 else f"{value:+.0%}"
+def _share(cost: float) -> str:
+    return f"{cost:+.1%}" if cost < 10 else f"{cost:+.0%}"
 
 
 def _graph(block: Any, args: Sequence[Any], named: Any, platform: Platform | None) -> BlockGraph:
@@ -211,9 +213,9 @@ def _graph(block: Any, args: Sequence[Any], named: Any, platform: Platform | Non
         return block_graph(lambda *args: block(*args, **named), *args, chip=chip)
     graphdef, state = nnx.split(block)
 
-    def run(state: Any, *args: Any) -> Any:
+    def run_module(state: Any, *args: Any) -> Any:
         module: Any = nnx.merge(graphdef, state, copy=True)
         return module(*args, **named)
 
     shapes = nnx.to_pure_dict(nnx.eval_shape(lambda: state))
-    return block_graph(run, shapes, *args, chip=chip)
+    return block_graph(run_module, shapes, *args, chip=chip)

@@ -1,7 +1,7 @@
-"""One piece of a train step compiled by itself, for the temporaries that the platform's compiler needs for it.
+"""One piece of a train step compiled by itself, for the bytes of its temporaries.
 
-The piece is cut out of the traced step: its operations, with what they are given placed as in the step. A loop over
-blocks holds one block, whatever the number of layers: it is compiled in a fraction of the time of the step.
+The piece is cut out of the traced step: its operations, with inputs placed as in the step. A loop over blocks holds one
+block, whatever the number of layers, so that it compiles in a fraction of the step's time.
 """
 
 import math
@@ -25,16 +25,16 @@ from jaxscale.step.rows import batch_shapes
 
 
 def piece_bytes(make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece) -> int:
-    """Bytes per device of the temporaries of a piece, as the platform's compiler says; asked once, then remembered.
+    """Bytes per device of a piece's temporaries, from the platform's compiler; the report is cached.
 
     Args:
         make: makes the experiment in the process that compiles; it must pickle.
-        platform: where.
-        plan: how.
+        platform: for which to compile.
+        plan: of the step.
         piece: of the step.
 
     Raises:
-        UserError: there is no compiler for the platform, or it finds no program.
+        UserError: there is no compiler for the platform, or it cannot compile the piece.
     """
     report = compile_report(partial(lowered_piece, make=make, platform=platform, plan=plan, piece=piece), platform)
     if report.temp_bytes is None:
@@ -50,8 +50,8 @@ def lowered_piece(
     Args:
         devices: of the platform.
         make: makes the experiment.
-        platform: where.
-        plan: how.
+        platform: for which to compile.
+        plan: of the step.
         piece: of the step.
     """
     import jax
@@ -60,83 +60,88 @@ def lowered_piece(
     experiment = make()
     step = build(experiment, plan, devices=devices)
     traced = traced_step(step, batch_shapes(experiment), platform)
-    arrays = arrays_of(traced.program, traced.placed, traced.compiler, piece.path)
-    program, placed = traced.program, traced.placed
-    for at in piece.path:
-        inner = program.operations[at].loop
-        assert inner is not None
-        program, placed = inner, placed.loops[at]
-    chosen = _with_expressions(program, piece, arrays.bytes)
-    operations = [program.operations[at] for at in chosen]
-    made = {value for one in operations for value in one.outputs}
-    read = {value for one in operations for value in one.inputs if value is not None}
-    inputs = sorted(read - made)
+    arrays = arrays_of(traced.program, traced.placements, traced.compiler, piece.path)
+    program, placements = traced.program, traced.placements
+    for index in piece.path:
+        body = program.operations[index].loop
+        assert body is not None
+        program, placements = body, placements.loops[index]
+    places = _with_expressions(program, piece, arrays.bytes)
+    operations = [program.operations[index] for index in places]
+    results = {value for operation in operations for value in operation.outputs}
+    read_values = {value for operation in operations for value in operation.inputs if value is not None}
+    inputs = sorted(read_values - results)
     outputs = _outputs(program, piece, arrays.sources)
 
-    def run(*given: Any) -> list[Any]:
-        values = dict(zip(inputs, given, strict=True))
-        for one in operations:
-            found = [one.literals[at] if value is None else values[value] for at, value in enumerate(one.inputs)]
-            values |= zip(one.outputs, rebind(one.equation, found), strict=True)
+    def run(*arguments: Any) -> list[Any]:
+        values = dict(zip(inputs, arguments, strict=True))
+        for operation in operations:
+            literals = operation.literals
+            operands = [literals[i] if value is None else values[value] for i, value in enumerate(operation.inputs)]
+            values |= zip(operation.outputs, rebind(operation.equation, operands), strict=True)
         return [values[value] for value in outputs]
 
     def sharding(value: int) -> Any:
-        return _sharding(step.mesh, program.shapes[value], placed.dims[value])
+        return _sharding(step.mesh, program.shapes[value], placements.dims[value])
 
-    def free(value: int) -> Any:
-        # the layout of what the step makes is the compiler's choice, that of its arguments is not
-        own = sharding(value)
-        return own if value in program.inputs and not piece.path else Format(Layout.AUTO, own)
+    def with_free_layout(value: int) -> Any:
+        # the compiler chooses the layout of values computed in the step, not of its arguments
+        placement = sharding(value)
+        return placement if value in program.inputs and not piece.path else Format(Layout.AUTO, placement)
 
-    own = {value for value in _state(program, piece) if value in arrays.bytes}
-    later = {value for one in program.operations[piece.stop :] for value in one.inputs} | set(program.outputs)
-    given = [jax.ShapeDtypeStruct(program.shapes[value].shape, program.shapes[value].dtype) for value in inputs]
-    compiled = jax.jit(
+    state = {value for value in _loop_state(program, piece) if value in arrays.bytes}
+    read_later = _read_later(program, piece)
+    input_shapes = [jax.ShapeDtypeStruct(program.shapes[value].shape, program.shapes[value].dtype) for value in inputs]
+    piece_fn = jax.jit(
         run,
-        in_shardings=[free(value) for value in inputs],
-        out_shardings=[free(value) for value in outputs],
-        donate_argnums=[at for at, value in enumerate(inputs) if value in own - later],
+        in_shardings=[with_free_layout(value) for value in inputs],
+        out_shardings=[with_free_layout(value) for value in outputs],
+        donate_argnums=[index for index, value in enumerate(inputs) if value in state - read_later],
     )
-    return compiled.lower(*given)
+    return piece_fn.lower(*input_shapes)
 
 
 def _with_expressions(program: Program, piece: Piece, arrays: Any) -> list[int]:
-    """Places of a piece's operations, and of those before it that only its own operations compute."""
-    maker = {value: at for at, one in enumerate(program.operations) for value in one.outputs}
-    chosen = set(piece.places)
-    wanted = [value for at in piece.places for value in program.operations[at].inputs]
-    while wanted:
-        value = wanted.pop()
-        if value is None or value in arrays or value not in maker or maker[value] in chosen:
+    """Indices of a piece's operations, and of the earlier operations that compute expressions for it."""
+    producer = {value: index for index, operation in enumerate(program.operations) for value in operation.outputs}
+    places = set(piece.places)
+    pending = [value for index in piece.places for value in program.operations[index].inputs]
+    while pending:
+        value = pending.pop()
+        if value is None or value in arrays or value not in producer or producer[value] in places:
             continue
-        chosen.add(maker[value])
-        wanted += program.operations[maker[value]].inputs
-    return sorted(chosen)
+        places.add(producer[value])
+        pending += program.operations[producer[value]].inputs
+    return sorted(places)
 
 
 def _outputs(program: Program, piece: Piece, sources: Any) -> list[int]:
-    """The arrays of a piece that are read behind it."""
-    made = {value for at in piece.places for value in program.operations[at].outputs}
-    read = {value for one in program.operations[piece.stop :] for value in one.inputs} | set(program.outputs)
-    found: set[int] = set()
-    for value in made & read:
-        found |= (sources[value] & made) or {value}
-    return sorted(found)
+    """The arrays computed in a piece that are read after it."""
+    results = {value for index in piece.places for value in program.operations[index].outputs}
+    outputs: set[int] = set()
+    for value in results & _read_later(program, piece):
+        outputs |= (sources[value] & results) or {value}
+    return sorted(outputs)
 
 
-def _state(program: Program, piece: Piece) -> tuple[int | None, ...]:
-    """What a piece that is one loop starts from: its results take the place of it."""
-    first = program.operations[piece.start]
-    return carries(first) if len(piece.places) == 1 and first.loop is not None else ()
+def _read_later(program: Program, piece: Piece) -> set[int | None]:
+    later = program.operations[piece.stop :]
+    return {value for operation in later for value in operation.inputs} | set(program.outputs)
+
+
+def _loop_state(program: Program, piece: Piece) -> tuple[int | None, ...]:
+    """The initial state of a piece that is one loop; its results reuse this memory."""
+    operation = program.operations[piece.start]
+    return carries(operation) if len(piece.places) == 1 and operation.loop is not None else ()
 
 
 def _sharding(mesh: Any, shape: Any, dims: Dims) -> Any:
-    """Placement of an array; a dim that does not divide stays whole."""
+    """Sharding of an array; a dim that does not divide is not sharded."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     spec = [
         axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
         for size, axes in zip(shape.shape, dims, strict=True)
     ]
-    kind = "pinned_host" if in_host_memory(shape) else "device"
-    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)), memory_kind=kind)
+    memory_kind = "pinned_host" if in_host_memory(shape) else "device"
+    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)), memory_kind=memory_kind)

@@ -12,10 +12,10 @@ class Piece:
     """Neighbouring operations of a step's program.
 
     Args:
-        name: "forward blocks", "loss" or "backward blocks"; of several loops the later ones have a number behind it.
-        path: the loops that it is in (over microbatches), each by its place in the one around it.
-        start: place of its first operation.
-        stop: place behind its last.
+        name: "forward blocks", "loss" or "backward blocks", with a number for the second and later loops.
+        path: index of each loop around it (over microbatches), from the outside in.
+        start: index of its first operation.
+        stop: index after its last operation.
     """
 
     name: str
@@ -25,47 +25,47 @@ class Piece:
 
     @property
     def places(self) -> range:
-        """Those of its operations."""
+        """Indices of its operations."""
         return range(self.start, self.stop)
 
 
 def pieces_of(program: Program, path: tuple[int, ...] = ()) -> tuple[Piece, ...]:
-    """The pieces of a step's program, in order; none where its blocks are in no loop.
+    """The pieces of a step's program, in order; none if its blocks are in no loop.
 
     Args:
         program: of a step.
-        path: the loops that it is in.
+        path: index of each loop around it.
     """
     operations = program.operations
-    parts = [at for at, one in enumerate(operations) if one.loop is not None and both_passes(one.loop)]
-    if parts and not any(one.params.get("reverse") for one in operations):
-        return tuple(piece for at in parts for piece in _inside(program, at, path))
+    microbatches = [i for i, o in enumerate(operations) if o.loop is not None and both_passes(o.loop)]
+    if microbatches and not any(operation.params.get("reverse") for operation in operations):
+        return tuple(piece for index in microbatches for piece in _pieces_of_loop(program, index, path))
     if not both_passes(program):
         return ()
-    head, tail = loss_range(operations)
-    if operations[head].loop is None or operations[tail].loop is None:
+    forward_end, backward_start = loss_range(operations)
+    if operations[forward_end].loop is None or operations[backward_start].loop is None:
         return ()
-    loops = [at for at, one in enumerate(operations) if one.loop is not None and not head < at < tail]
-    found = [
-        Piece("forward blocks" if at <= head else "backward blocks", path, at, at + 1)
-        for at in loops
-        if at <= head or operations[at].params.get("reverse")
+    loops = [i for i, o in enumerate(operations) if o.loop is not None and not forward_end < i < backward_start]
+    pieces = [
+        Piece("forward blocks" if index <= forward_end else "backward blocks", path, index, index + 1)
+        for index in loops
+        if index <= forward_end or operations[index].params.get("reverse")
     ]
-    if head + 1 < tail:
-        found.append(Piece("loss", path, head + 1, tail))
-    return _numbered(sorted(found, key=lambda piece: piece.start))
+    if forward_end + 1 < backward_start:
+        pieces.append(Piece("loss", path, forward_end + 1, backward_start))
+    return _numbered(sorted(pieces, key=lambda piece: piece.start))
 
 
 def _numbered(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Pieces whose names are their own."""
-    found: list[Piece] = []
+    """The pieces, with numbers that make their names unique."""
+    numbered: list[Piece] = []
     for piece in pieces:
-        earlier = sum(other.name.startswith(piece.name) for other in found)
-        found.append(dataclasses.replace(piece, name=f"{piece.name} {earlier + 1}") if earlier else piece)
-    return tuple(found)
+        count = sum(previous.name.startswith(piece.name) for previous in numbered)
+        numbered.append(dataclasses.replace(piece, name=f"{piece.name} {count + 1}") if count else piece)
+    return tuple(numbered)
 
 
-def _inside(program: Program, at: int, path: tuple[int, ...]) -> tuple[Piece, ...]:
-    body = program.operations[at].loop
+def _pieces_of_loop(program: Program, index: int, path: tuple[int, ...]) -> tuple[Piece, ...]:
+    body = program.operations[index].loop
     assert body is not None
-    return pieces_of(body, (*path, at))
+    return pieces_of(body, (*path, index))

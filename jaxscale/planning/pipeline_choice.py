@@ -1,9 +1,8 @@
-"""What `pipeline auto:P` comes to for an experiment on a platform: schedule, microbatches, stash and stages.
+"""The choice of `pipeline auto:P` for an experiment on a platform: schedule, microbatches, stash and stages.
 
-`pipeline/auto.py` tries every named synchronous schedule with the prices of the model's blocks (`stage_prices.py`),
-for every number of microbatches that divides the batch; here it is told of the model, the platform and the memory that
-weights and optimizer leave. A CPU's rates are unknown: there the prices are those of a TPU v5e, whose proportions
-decide.
+`pipeline/auto.py` tries every named synchronous schedule with the prices of the model's blocks (`stage_prices.py`), for
+every number of microbatches that divides the batch. This module supplies the prices and the memory besides weights and
+optimizer. A CPU's rates are unknown: its prices are those of a TPU v5e, of which only the proportions matter.
 """
 
 import dataclasses
@@ -28,29 +27,29 @@ from jaxscale.step.stages import period_of
 from jaxscale.values.units import size
 
 STAND_IN = "v5e"
-"""Whose rates price the blocks where nothing tells the platform's own."""
+"""Chip whose rates price the blocks if the platform's are unknown."""
 MOST = 16
-"""Microbatches tried per device on the pipe axis, at most."""
+"""Maximum number of microbatches per device on the pipe axis."""
 TRIED = 24
-"""Of the fastest, how many are weighed as whole steps until one fits."""
+"""Maximum number of the fastest candidates whose whole step is estimated."""
 
 
 def pipeline_choice(
     experiment: Experiment, platform: Platform, limit: int | None = None, plan: Plan | None = None
 ) -> tuple[Plan, Choice]:
-    """The plan with the best pipeline, and all that were weighed.
+    """The plan with the best pipeline that fits, and all candidates.
 
     Args:
         experiment: what to train.
-        platform: where.
-        limit: bytes of device memory per device; what the platform's programs may use by default.
-        plan: with `pipeline auto:P`; the experiment's own by default.
+        platform: where to train it.
+        limit: bytes of device memory per device; by default those that the platform's programs may use.
+        plan: with `pipeline auto:P`; the experiment's plan by default.
 
     Raises:
         UserError: no schedule fits, or none is defined for the devices and the batch.
     """
     plan = experiment.plan if plan is None else plan
-    experiment = dataclasses.replace(experiment, plan=plan)  # whose blocks are priced as it has them
+    experiment = dataclasses.replace(experiment, plan=plan)  # the plan determines the prices of the blocks
     assert plan.pipeline is not None
     ranks = plan.pipeline.ranks
     assert ranks is not None
@@ -65,44 +64,43 @@ def pipeline_choice(
             f"pipeline {plan.pipeline}: a batch of {experiment.batch} rows does not divide over {shards} devices: "
             f"choose a batch that is a multiple of {shards * ranks}"
         )
-    priced = platform
+    reference = platform
     if roofline.rate(platform.chip, "bfloat16") is None:
-        priced = dataclasses.replace(platform, chip=dataclasses.replace(chips()[STAND_IN], kind=platform.chip.kind))
+        reference = dataclasses.replace(platform, chip=dataclasses.replace(chips()[STAND_IN], kind=platform.chip.kind))
 
     period = period_of(experiment.model)
 
     @functools.cache
     def prices(microbatches: int) -> Model:
-        return in_turns(model_prices(experiment, priced, ranks, microbatches), period)
+        return in_periods(model_prices(experiment, reference, ranks, microbatches), period)
 
     devices = None
     limit = usable_bytes(platform) if limit is None else limit
     if limit is not None:
-        devices = [
-            Device(memory_bytes=max(1, limit - _settled_bytes(experiment, platform, plan, ranks, counts)))
-        ] * ranks
-    found = choose(prices, ranks, counts, devices)
+        devices = [Device(memory_bytes=max(1, limit - _fixed_bytes(experiment, platform, plan, ranks, counts)))] * ranks
+    choice = choose(prices, ranks, counts, devices)
 
-    def settled(one: Candidate) -> Plan:
-        assert one.partition is not None
-        bounds = one.partition.boundaries
-        layers = tuple(period * (after - before) for before, after in itertools.pairwise(bounds))
-        schedule = PipelinePlan.parse(str(one))
-        options = {"chunks": schedule.chunks, "stages": None if len(set(layers)) == 1 else layers, "stash": one.stash}
+    def with_pipeline(candidate: Candidate) -> Plan:
+        assert candidate.partition is not None
+        bounds = candidate.partition.boundaries
+        layers = tuple(period * (stop - start) for start, stop in itertools.pairwise(bounds))
+        schedule = PipelinePlan.parse(str(candidate))
+        stages = None if len(set(layers)) == 1 else layers
+        options = {"chunks": schedule.chunks, "stages": stages, "stash": candidate.stash}
         assert plan.pipeline is not None
-        numbers = {"name": schedule.name, "ranks": schedule.ranks, "microbatches": schedule.microbatches}
-        return dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, **numbers, **options))
+        fields = {"name": schedule.name, "ranks": schedule.ranks, "microbatches": schedule.microbatches}
+        return dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, **fields, **options))
 
     if limit is None:
-        return settled(found.best), found
+        return with_pipeline(choice.best), choice
     least: tuple[int, Candidate] | None = None
-    fastest = [one for one in found.candidates if one.partition is not None][:TRIED]
-    for one in (found.best, *(one for one in fastest if one is not found.best)):
-        # the prices know what waits for a backward; the estimate knows the rest of a step
-        taken = estimate(experiment, platform, settled(one)).device_bytes
-        if taken <= limit:
-            return settled(one), found
-        least = (taken, one) if least is None or taken < least[0] else least
+    fastest = [candidate for candidate in choice.candidates if candidate.partition is not None][:TRIED]
+    for candidate in (choice.best, *(fast for fast in fastest if fast is not choice.best)):
+        # prices include only bytes that wait for a backward; the estimate covers the whole step
+        needed_bytes = estimate(experiment, platform, with_pipeline(candidate)).device_bytes
+        if needed_bytes <= limit:
+            return with_pipeline(candidate), choice
+        least = (needed_bytes, candidate) if least is None or needed_bytes < least[0] else least
     assert least is not None
     raise UserError(
         f"pipeline {plan.pipeline}: of the {len(fastest)} fastest none fits {size(limit)}; {least[1]} takes the least, "
@@ -110,33 +108,33 @@ def pipeline_choice(
     )
 
 
-def in_turns(model: Model, period: int) -> Model:
-    """Prices of whole turns of unlike blocks, where a stage can begin with no other.
+def in_periods(model: Model, period: int) -> Model:
+    """Prices of periods of unlike blocks, if stages can only start at the first block of a period.
 
     Example:
         >>> from jaxscale.pipeline.price import Price
-        >>> [price.forward for price in in_turns(Model((Price(1, 1, 1),) * 4), 2).blocks]
+        >>> [price.forward for price in in_periods(Model((Price(1, 1, 1),) * 4), 2).blocks]
         [2, 2]
     """
     if period == 1:
         return model
-    turns = [model.blocks[start : start + period] for start in range(0, len(model.blocks), period)]
-    added = [field.name for field in dataclasses.fields(Price) if field.name not in ("message_bytes", "working_bytes")]
+    periods = [model.blocks[start : start + period] for start in range(0, len(model.blocks), period)]
+    names = [field.name for field in dataclasses.fields(Price) if field.name not in ("message_bytes", "working_bytes")]
     return dataclasses.replace(
         model,
         blocks=tuple(
             dataclasses.replace(
-                turn[0],
-                working_bytes=max(one.working_bytes for one in turn),
-                **{name: sum(getattr(one, name) for one in turn) for name in added},
+                blocks[0],
+                working_bytes=max(block.working_bytes for block in blocks),
+                **{name: sum(getattr(block, name) for block in blocks) for name in names},
             )
-            for turn in turns
+            for blocks in periods
         ),
     )
 
 
-def _settled_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: int, counts: list[int]) -> int:
-    """Bytes per device of weights, optimizer, the copy that computes and float32 gradients, stages alike."""
+def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: int, counts: list[int]) -> int:
+    """Bytes per device of weights, optimizer, compute copy and float32 gradients, with equal stages."""
     pipeline = PipelinePlan.parse(f"gpipe:{ranks}x{counts[0]}")
     step = described_step(experiment, platform, dataclasses.replace(plan, pipeline=pipeline))
     weights, optimizer = local_bytes(step.layout.abstract.params), local_bytes(step.layout.abstract.optimizer)

@@ -1,13 +1,14 @@
-"""Bytes per device of every value of a traced program, with no device: placements carried from value to value.
+"""Bytes per device of every value of a traced program, without devices: placements propagated from value to value.
 
-Arguments and sharding constraints say where an array lies; products, elementwise operations and reshapes carry it on,
-as XLA's partitioner does (GSPMD, Xu et al. 2021, arXiv:2105.04663), of which this is the part that memory needs. Where
-two operands ask for one mesh axis the activations keep it, and the weight is gathered.
+Arguments and sharding constraints specify placements; products, elementwise operations and reshapes propagate them, as
+in XLA's partitioner (GSPMD, Xu et al. 2021, arXiv:2105.04663), of which this is the part that memory needs. Where two
+operands use the same mesh axis, the activations keep it and the weight is gathered.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jaxscale.compat import scan_counts
@@ -18,21 +19,21 @@ Dims = tuple[tuple[str, ...], ...]
 """Mesh axes of each dim."""
 
 _FIXPOINT = 3
-_SMALL = 2**16  # elements; below, tiles hardly matter
+_SMALL = 2**16  # elements; below this, tiles hardly matter
 
 
 @dataclasses.dataclass(eq=False)
 class Placements:
-    """Placements of a program's values.
+    """Mesh axes along the dims of a program's values.
 
     Args:
         sizes: devices along each mesh axis.
-        tiled: memory is in tiles, as a TPU's.
+        tiled: memory is tiled, as a TPU's.
         dims: mesh axes of each value's dims.
-        gathered: bytes of weights that are brought together for an operation, by its place in the program.
-        summed: places of products whose results are sums over devices of the fsdp axis.
-        loops: the same of the body of a loop, by the loop's place.
-        branches: the same of the branches of a `cond`.
+        gathered: bytes of gathered weights, by the index of the operation that reads them.
+        summed: indices of products whose results are summed over devices of the fsdp axis.
+        loops: placements in a loop's body, by the index of the loop.
+        branches: placements in the branches of a `cond`, by its index.
     """
 
     sizes: Mapping[str, int]
@@ -44,26 +45,26 @@ class Placements:
     branches: dict[int, "tuple[Placements, ...]"] = dataclasses.field(default_factory=dict)
 
     def ways(self, axes: Sequence[str]) -> int:
-        """Parts into which mesh axes split a dim."""
+        """Number of parts into which mesh axes split a dim."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
     def bytes_of(self, shape: Any, dims: Dims, *, host: bool = False) -> int:
-        """Bytes on one device of an abstract value placed so, 0 of one in host memory; or in the host's alone."""
+        """Bytes per device of an abstract value in device memory, or in host memory with `host`; 0 if elsewhere."""
         if not hasattr(shape, "shape") or not hasattr(shape, "dtype") or in_host_memory(shape) != host:
             return 0
-        whole = math.prod(shape.shape)
+        elements = math.prod(shape.shape)
         parts = [-(-size // self.ways(axes)) for size, axes in zip(shape.shape, dims, strict=True)]
-        size = leaf_bytes(shape) * math.prod(parts) // whole if whole else 0
+        size = leaf_bytes(shape) * math.prod(parts) // elements if elements else 0
         return int(size * padding(parts)) if self.tiled and not host else size
 
 
 def in_host_memory(shape: Any) -> bool:
-    """Whether an abstract value lies on the host."""
+    """Whether an abstract value is in host memory."""
     return getattr(getattr(shape, "memory_space", None), "name", "") == "Host"
 
 
 def padding(shape: Sequence[int]) -> float:
-    """How much bigger an array is in a TPU's memory, whose tiles are 8 x 128 of two of the last three dims.
+    """Factor by which tiles enlarge an array in a TPU's memory: 8 x 128 of two of the last three dims.
 
     Example:
         >>> padding((8, 2048, 1024)), round(padding((64, 16, 257, 257)), 3), padding((2,))
@@ -77,33 +78,33 @@ def padding(shape: Sequence[int]) -> float:
     return min(lanes[i] * rows[j] for i in range(len(inner)) for j in range(len(inner)) if i != j)
 
 
-def place(program: Program, given: Sequence[Dims], sizes: Mapping[str, int], *, tiled: bool = False) -> Placements:
-    """Placements of all values of a program whose arguments are placed as given.
+def place(program: Program, input_dims: Sequence[Dims], sizes: Mapping[str, int], *, tiled: bool = False) -> Placements:
+    """Placements of all values of a program.
 
     Args:
-        program: what runs.
-        given: placement of each of its inputs.
+        program: a flat program.
+        input_dims: mesh axes of the dims of each of its inputs.
         sizes: devices along each mesh axis.
-        tiled: memory is in tiles, as a TPU's.
+        tiled: memory is tiled, as a TPU's.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from jaxscale.planning.flat import flatten
         >>> x, w = jnp.ones((8, 4)), jnp.ones((4, 16))
         >>> program = flatten(jax.make_jaxpr(jnp.matmul)(x, w))
-        >>> found = place(program, [(("data",), ()), ((), ("tensor",))], {"data": 2, "tensor": 4})
-        >>> found.dims[program.outputs[0]]
+        >>> placements = place(program, [(("data",), ()), ((), ("tensor",))], {"data": 2, "tensor": 4})
+        >>> placements.dims[program.outputs[0]]
         (('data',), ('tensor',))
     """
-    found = Placements(sizes, tiled)
-    for value, dims in zip(program.inputs, given, strict=False):
-        found.dims[value] = dims
-    for value in program.inputs[len(given) :]:
-        found.dims[value] = _whole(program.shapes[value])
-    for at, operation in enumerate(program.operations):
-        _forward(program, operation, at, found)
-    _backward(program, found)
-    return found
+    placements = Placements(sizes, tiled)
+    for value, dims in zip(program.inputs, input_dims, strict=False):
+        placements.dims[value] = dims
+    for value in program.inputs[len(input_dims) :]:
+        placements.dims[value] = _unsharded(program.shapes[value])
+    for index, operation in enumerate(program.operations):
+        _forward(program, operation, index, placements)
+    _backward(program, placements)
+    return placements
 
 
 def dims_of(sharding: Any, rank: int) -> Dims:
@@ -113,20 +114,20 @@ def dims_of(sharding: Any, rank: int) -> Dims:
     return tuple(entries[:rank]) + ((),) * (rank - len(entries))
 
 
-def _whole(shape: Any) -> Dims:
+def _unsharded(shape: Any) -> Dims:
     return ((),) * len(getattr(shape, "shape", ()))
 
 
-def _backward(program: Program, found: Placements) -> None:
-    """Placements carried against the flow: what is only placed afterwards is made in place, where it can be."""
+def _backward(program: Program, placements: Placements) -> None:
+    """Propagate placements from outputs back to inputs, so that a value is computed where its reader needs it."""
     for operation in reversed(program.operations):
         if operation.kind == "dot_general":
-            _through_product(program, operation, found)
+            _backward_product(program, operation, placements)
         if operation.kind == "transpose" and operation.inputs[0] not in (None, *program.inputs):
-            out, order = found.dims[operation.outputs[0]], operation.params["permutation"]
-            back = tuple(out[order.index(d)] for d in range(len(order)))
-            if _parts(found, back) > _parts(found, found.dims[operation.inputs[0]]):
-                found.dims[operation.inputs[0]] = back
+            axes, order = placements.dims[operation.outputs[0]], operation.params["permutation"]
+            input_dims = tuple(axes[order.index(d)] for d in range(len(order)))
+            if _shards(placements, input_dims) > _shards(placements, placements.dims[operation.inputs[0]]):
+                placements.dims[operation.inputs[0]] = input_dims
         if operation.kind not in (
             "sharding_constraint",
             "convert_element_type",
@@ -136,80 +137,80 @@ def _backward(program: Program, found: Placements) -> None:
             "optimization_barrier",
         ):
             continue
-        for value, out in zip(operation.inputs, operation.outputs * len(operation.inputs), strict=False):
+        for value, output in zip(operation.inputs, operation.outputs * len(operation.inputs), strict=False):
             if value is None or value in program.inputs:
                 continue
-            if getattr(program.shapes[value], "shape", None) != program.shapes[out].shape:
+            if getattr(program.shapes[value], "shape", None) != program.shapes[output].shape:
                 continue
-            here, there = found.dims[value], found.dims[out]
-            if _parts(found, there) > _parts(found, here):
-                found.dims[value] = there
+            dims, output_dims = placements.dims[value], placements.dims[output]
+            if _shards(placements, output_dims) > _shards(placements, dims):
+                placements.dims[value] = output_dims
 
 
-def _through_product(program: Program, operation: Operation, found: Placements) -> None:
-    """Axes of a result's dims given to the operands' dims that they are, where those are whole."""
+def _backward_product(program: Program, operation: Operation, placements: Placements) -> None:
+    """Give the axes of a product's dims to the same dims of its operands, where those are unsharded."""
     contracted, batched = operation.params["dimension_numbers"]
-    out = found.dims[operation.outputs[0]]
-    rank = len(batched[0])
+    output_dims = placements.dims[operation.outputs[0]]
+    output_dim = len(batched[0])
     for side, value in enumerate(operation.inputs):
-        size = 0 if value is None else len(found.dims[value])
-        free = [d for d in range(size) if d not in contracted[side] and d not in batched[side]]
-        targets = [*batched[side], *free]
-        sources = [*range(len(batched[0])), *range(rank, rank + len(free))]
-        rank += len(free)
+        rank = 0 if value is None else len(placements.dims[value])
+        free_dims = [d for d in range(rank) if d not in contracted[side] and d not in batched[side]]
+        targets = [*batched[side], *free_dims]
+        sources = [*range(len(batched[0])), *range(output_dim, output_dim + len(free_dims))]
+        output_dim += len(free_dims)
         if value is None or value in program.inputs:
             continue
-        dims = list(found.dims[value])
+        value_dims = list(placements.dims[value])
         for target, source in zip(targets, sources, strict=True):
-            used = {axis for axes in dims for axis in axes}
-            if not dims[target] and not used & set(out[source]):
-                dims[target] = out[source]
-        found.dims[value] = tuple(dims)
+            used_axes = {axis for axes in value_dims for axis in axes}
+            if not value_dims[target] and not used_axes & set(output_dims[source]):
+                value_dims[target] = output_dims[source]
+        placements.dims[value] = tuple(value_dims)
 
 
-def _parts(found: Placements, dims: Dims) -> int:
-    return math.prod(found.ways(axes) for axes in dims)
+def _shards(placements: Placements, dims: Dims) -> int:
+    return math.prod(placements.ways(axes) for axes in dims)
 
 
-def _forward(program: Program, operation: Operation, at: int, found: Placements) -> None:
+def _forward(program: Program, operation: Operation, index: int, placements: Placements) -> None:
     shapes = [None if value is None else program.shapes[value] for value in operation.inputs]
-    dims = [() if value is None else found.dims[value] for value in operation.inputs]
+    dims = [() if value is None else placements.dims[value] for value in operation.inputs]
     kind = operation.kind
     if kind in ("scan", "while"):
-        outs = _loop(operation, at, dims, found)
-        if operation.manual:  # slots and sums of a pipelined step are zeros, made where the loop has them
-            made = zip(carries(operation), outs, strict=False)
-            found.dims |= {value: dims for value, dims in made if value is not None and value not in program.inputs}
+        output_dims = _loop(operation, index, dims, placements)
+        if operation.manual:  # slots and sums of a pipelined step start as zeros, placed as in the loop
+            states = zip(carries(operation), output_dims, strict=False)
+            placements.dims |= {v: axes for v, axes in states if v is not None and v not in program.inputs}
     elif kind == "sharding_constraint":
-        outs = [dims_of(operation.params["sharding"], len(program.shapes[operation.outputs[0]].shape))]
+        output_dims = [dims_of(operation.params["sharding"], len(program.shapes[operation.outputs[0]].shape))]
     elif operation.branches:
-        outs = _cond(program, operation, at, dims, found)
+        output_dims = _cond(program, operation, index, dims, placements)
     elif kind == "enter":
-        outs = [tuple(tuple(axis for axis in axes if axis not in operation.manual) for axes in dims[0])]
+        output_dims = [tuple(tuple(axis for axis in axes if axis not in operation.manual) for axes in dims[0])]
     elif kind == "leave":
-        told = dims_of(_Spec(operation.params["spec"]), len(dims[0]))
-        outs = [tuple((*manual, *axes) for manual, axes in zip(told, dims[0], strict=True))]
+        manual_axes = dims_of(_Spec(operation.params["spec"]), len(dims[0]))
+        output_dims = [tuple((*manual, *axes) for manual, axes in zip(manual_axes, dims[0], strict=True))]
     elif kind == "shard_map":
-        outs = [
+        output_dims = [
             dims_of(_Spec(spec), len(program.shapes[v].shape))
             for v, spec in zip(operation.outputs, operation.params["out_specs"], strict=True)
         ]
     elif kind in _RULES:
-        made = program.shapes[operation.outputs[0]]
-        first = _RULES[kind](operation.params, shapes, dims, made, found)
+        output = program.shapes[operation.outputs[0]]
+        first_dims = _RULES[kind](operation.params, shapes, dims, output, placements)
         if kind == "dot_general":
-            found.gathered[at] = _gathered(operation, shapes, dims, found)
+            placements.gathered[index] = _gathered_bytes(operation, shapes, dims, placements)
             (left, right), _ = operation.params["dimension_numbers"]
             if any("fsdp" in set(dims[0][a]) & set(dims[1][b]) for a, b in zip(left, right, strict=True)):
-                found.summed.add(at)
-        outs = [
-            first if program.shapes[v].shape == made.shape else _like(program.shapes[v], shapes, dims)
+                placements.summed.add(index)
+        output_dims = [
+            first_dims if program.shapes[v].shape == output.shape else _elementwise(program.shapes[v], shapes, dims)
             for v in operation.outputs
         ]
     else:
-        outs = [_like(program.shapes[value], shapes, dims) for value in operation.outputs]
-    for value, placed in zip(operation.outputs, outs, strict=True):
-        found.dims[value] = placed
+        output_dims = [_elementwise(program.shapes[value], shapes, dims) for value in operation.outputs]
+    for value, value_dims in zip(operation.outputs, output_dims, strict=True):
+        placements.dims[value] = value_dims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,23 +218,23 @@ class _Spec:
     spec: Any
 
 
-def _like(made: Any, shapes: Sequence[Any], dims: Sequence[Dims]) -> Dims:
-    """Of an operation element by element: every dim as the operands of that shape have it, each axis once."""
-    shape = getattr(made, "shape", ())
+def _elementwise(output: Any, shapes: Sequence[Any], dims: Sequence[Dims]) -> Dims:
+    """Dims of an elementwise result: the axes of the operands of its shape, each axis once."""
+    shape = getattr(output, "shape", ())
     merged: list[tuple[str, ...]] = [()] * len(shape)
-    used: set[str] = set()
-    for operand, placed in zip(shapes, dims, strict=True):
+    used_axes: set[str] = set()
+    for operand, operand_dims in zip(shapes, dims, strict=True):
         if operand is None or len(getattr(operand, "shape", ())) != len(shape):
             continue
-        for dim, axes in enumerate(placed):
-            fresh = tuple(axis for axis in axes if axis not in used)
-            if fresh and not merged[dim] and operand.shape[dim] == shape[dim]:
-                merged[dim] = fresh
-                used.update(fresh)
+        for dim, axes in enumerate(operand_dims):
+            free_axes = tuple(axis for axis in axes if axis not in used_axes)
+            if free_axes and not merged[dim] and operand.shape[dim] == shape[dim]:
+                merged[dim] = free_axes
+                used_axes.update(free_axes)
     return tuple(merged)
 
 
-def _loop(operation: Operation, at: int, dims: list[Dims], found: Placements) -> list[Dims]:
+def _loop(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
     body = operation.loop
     assert body is not None
     if operation.kind == "scan":
@@ -242,172 +243,177 @@ def _loop(operation: Operation, at: int, dims: list[Dims], found: Placements) ->
         dims = dims[operation.params["cond_nconsts"] :]
         consts = operation.params["body_nconsts"]
         carries = len(dims) - consts
-    sizes = _left(operation, found)
-    xs = [placed[1:] for placed in dims[consts + carries :]]
+    sizes = _automatic_sizes(operation, placements)
+    xs = [operand_dims[1:] for operand_dims in dims[consts + carries :]]
     state = list(dims[consts : consts + carries])
-    inside = place(body, [*dims[:consts], *state, *xs], sizes, tiled=found.tiled)
+    nested = place(body, [*dims[:consts], *state, *xs], sizes, tiled=placements.tiled)
     for _ in range(_FIXPOINT):
-        after = [
-            _whole(body.shapes[i]) if v is None else inside.dims[v]
-            for v, i in zip(body.outputs[:carries], body.inputs[consts:], strict=False)
+        next_state = [
+            _unsharded(body.shapes[argument]) if value is None else nested.dims[value]
+            for value, argument in zip(body.outputs[:carries], body.inputs[consts:], strict=False)
         ]
-        joined = [a if _parts(found, a) > _parts(found, b) else b for a, b in zip(after, state, strict=True)]
-        if joined == state:
+        union = [
+            a if _shards(placements, a) > _shards(placements, b) else b for a, b in zip(next_state, state, strict=True)
+        ]
+        if union == state:
             break
-        state = joined
-        inside = place(body, [*dims[:consts], *state, *xs], sizes, tiled=found.tiled)
-    found.loops[at] = inside
-    stacked = [((), *(inside.dims[value] if value is not None else ())) for value in body.outputs[carries:]]
-    return [*state, *stacked]
+        state = union
+        nested = place(body, [*dims[:consts], *state, *xs], sizes, tiled=placements.tiled)
+    placements.loops[index] = nested
+    stacked_dims = [((), *(nested.dims[value] if value is not None else ())) for value in body.outputs[carries:]]
+    return [*state, *stacked_dims]
 
 
-def _left(operation: Operation, found: Placements) -> dict[str, int]:
-    """The mesh axes that shapes within an operation do not know of."""
-    return {axis: size for axis, size in found.sizes.items() if axis not in operation.manual}
+def _automatic_sizes(operation: Operation, placements: Placements) -> dict[str, int]:
+    """The mesh axes over which shapes within an operation are still global."""
+    return {axis: size for axis, size in placements.sizes.items() if axis not in operation.manual}
 
 
-def _cond(program: Program, operation: Operation, at: int, dims: list[Dims], found: Placements) -> list[Dims]:
-    """As the branch places it that spreads it most."""
-    sizes = _left(operation, found)
-    found.branches[at] = tuple(place(one, dims[1:], sizes, tiled=found.tiled) for one in operation.branches)
-    outs = []
+def _cond(program: Program, operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
+    """Dims of the results: for each, those of the branch that shards it most."""
+    sizes = _automatic_sizes(operation, placements)
+    nested = [place(branch, dims[1:], sizes, tiled=placements.tiled) for branch in operation.branches]
+    placements.branches[index] = tuple(nested)
+    output_dims = []
     for number, value in enumerate(operation.outputs):
-        told = [
-            inside.dims[made]
-            for inside, one in zip(found.branches[at], operation.branches, strict=True)
-            if (made := one.outputs[number]) is not None
+        candidates = [
+            inner.dims[output]
+            for inner, branch in zip(nested, operation.branches, strict=True)
+            if (output := branch.outputs[number]) is not None
         ]
-        outs.append(max(told, key=lambda dims: _parts(found, dims), default=_whole(program.shapes[value])))
-    return outs
+        output_dims.append(max(candidates, key=partial(_shards, placements), default=_unsharded(program.shapes[value])))
+    return output_dims
 
 
-def _dot(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
-    """Batch dims, then those of the left operand, then of the right; the bigger operand keeps its axes."""
+def _dot(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
+    """Dims of a product: batch, left operand, right operand; the larger operand keeps its axes."""
     contracted, batched = params["dimension_numbers"]
     rank = len(batched[0])
-    ranges: list[dict[int, int]] = []  # of each operand, its dim per dim of the result
+    sources: list[dict[int, int]] = []  # for each operand, from the result's dims to its own
     for side in (0, 1):
-        free = [d for d in range(len(dims[side])) if d not in contracted[side] and d not in batched[side]]
-        ranges.append(dict(enumerate(batched[side])) | {rank + n: d for n, d in enumerate(free)})
-        rank += len(free)
+        free_dims = [d for d in range(len(dims[side])) if d not in contracted[side] and d not in batched[side]]
+        sources.append(dict(enumerate(batched[side])) | {rank + n: d for n, d in enumerate(free_dims)})
+        rank += len(free_dims)
     sizes = [
-        found.bytes_of(shape, placed) if shape is not None else 0 for shape, placed in zip(shapes, dims, strict=True)
+        placements.bytes_of(shape, axes) if shape is not None else 0 for shape, axes in zip(shapes, dims, strict=True)
     ]
-    out: list[tuple[str, ...]] = [()] * rank
-    used: set[str] = set()
+    output_dims: list[tuple[str, ...]] = [()] * rank
+    used_axes: set[str] = set()
     for side in sorted((0, 1), key=lambda side: -sizes[side]):
-        for target, source in ranges[side].items():
-            fresh = tuple(axis for axis in dims[side][source] if axis not in used)
-            if fresh and not out[target]:
-                out[target] = fresh
-                used.update(fresh)
-    # an axis along which both operands are summed is spent
+        for target, source in sources[side].items():
+            free_axes = tuple(axis for axis in dims[side][source] if axis not in used_axes)
+            if free_axes and not output_dims[target]:
+                output_dims[target] = free_axes
+                used_axes.update(free_axes)
+    # an axis along which both operands are summed is used up
     for a, b in zip(*contracted, strict=True):
-        spent = set(dims[0][a]) & set(dims[1][b])
-        out = [tuple(axis for axis in axes if axis not in spent) for axes in out]
-    return tuple(out)
+        summed = set(dims[0][a]) & set(dims[1][b])
+        output_dims = [tuple(axis for axis in axes if axis not in summed) for axes in output_dims]
+    return tuple(output_dims)
 
 
-def _gathered(operation: Operation, shapes: Any, dims: Any, found: Placements) -> int:
-    """Bytes of an operand that is brought together, since the other one splits its batch over the same axes."""
+def _gathered_bytes(operation: Operation, shapes: Any, dims: Any, placements: Placements) -> int:
+    """Bytes of an operand that is gathered because the free dims of the other operand use the same axes."""
     (left, right), (left_batch, right_batch) = operation.params["dimension_numbers"]
     total = 0
     sides = ((0, 1, left, right, right_batch), (1, 0, right, left, left_batch))
-    for mine, other, contracted, its, batched in sides:
-        theirs = {axis for d, axes in enumerate(dims[other]) if d not in (*its, *batched) for axis in axes}
+    for side, partner, contracted, paired, batched in sides:
+        free_axes = {axis for d, axes in enumerate(dims[partner]) if d not in (*paired, *batched) for axis in axes}
         summed = {
-            axis for a, b in zip(contracted, its, strict=True) for axis in set(dims[mine][a]) & set(dims[other][b])
+            axis for a, b in zip(contracted, paired, strict=True) for axis in set(dims[side][a]) & set(dims[partner][b])
         }
-        kept = tuple(
-            tuple(axis for axis in axes if axis not in theirs and (d not in contracted or axis in summed))
-            for d, axes in enumerate(dims[mine])
+        gathered_dims = tuple(
+            tuple(axis for axis in axes if axis not in free_axes and (d not in contracted or axis in summed))
+            for d, axes in enumerate(dims[side])
         )
-        if any("fsdp" in axes for axes in dims[mine]) and kept != dims[mine] and shapes[mine] is not None:
-            whole = found.bytes_of(shapes[mine], kept)
-            smaller = found.bytes_of(shapes[other], dims[other]) if shapes[other] is not None else whole + 1
-            total += whole if whole <= smaller else 0
+        if any("fsdp" in axes for axes in dims[side]) and gathered_dims != dims[side] and shapes[side] is not None:
+            size = placements.bytes_of(shapes[side], gathered_dims)
+            partner_size = (
+                placements.bytes_of(shapes[partner], dims[partner]) if shapes[partner] is not None else size + 1
+            )
+            total += size if size <= partner_size else 0
     return total
 
 
-def _broadcast(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
-    out: list[tuple[str, ...]] = [()] * len(made.shape)
+def _broadcast(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
+    output_dims: list[tuple[str, ...]] = [()] * len(output.shape)
     for source, target in enumerate(params["broadcast_dimensions"]):
-        if shapes[0] is not None and shapes[0].shape[source] == made.shape[target]:
-            out[target] = dims[0][source]
-    return tuple(out)
+        if shapes[0] is not None and shapes[0].shape[source] == output.shape[target]:
+            output_dims[target] = dims[0][source]
+    return tuple(output_dims)
 
 
-def _transpose(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
+def _transpose(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
     return tuple(dims[0][d] for d in params["permutation"])
 
 
-def _reshape(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
-    """Dims are matched from the left by their products; a group keeps the axes of its first dim."""
-    out: list[tuple[str, ...]] = [()] * len(made.shape)
-    old, new = list(shapes[0].shape), list(made.shape)
+def _reshape(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
+    """Match dims from the left by their products; a group keeps the axes of its first dim."""
+    output_dims: list[tuple[str, ...]] = [()] * len(output.shape)
+    old, new = list(shapes[0].shape), list(output.shape)
     i = j = 0
     while i < len(old) and j < len(new):
-        first_i, first_j, a, b = i, j, old[i], new[j]
-        while a != b:
-            if a < b and i + 1 < len(old):
+        first_i, first_j, old_size, new_size = i, j, old[i], new[j]
+        while old_size != new_size:
+            if old_size < new_size and i + 1 < len(old):
                 i += 1
-                a *= old[i]
-            elif b < a and j + 1 < len(new):
+                old_size *= old[i]
+            elif new_size < old_size and j + 1 < len(new):
                 j += 1
-                b *= new[j]
+                new_size *= new[j]
             else:
-                return tuple(out)
+                return tuple(output_dims)
         sources = [d for d in range(first_i, i + 1) if old[d] > 1] or [first_i]
         targets = [d for d in range(first_j, j + 1) if new[d] > 1] or [first_j]
         axes = dims[0][sources[0]]
         if len(sources) == len(targets):
             for source, target in zip(sources, targets, strict=True):
-                out[target] = dims[0][source]
-        elif axes and new[targets[0]] % found.ways(axes) == 0:
-            out[targets[0]] = axes
+                output_dims[target] = dims[0][source]
+        elif axes and new[targets[0]] % placements.ways(axes) == 0:
+            output_dims[targets[0]] = axes
         i, j = i + 1, j + 1
-    return tuple(out)
+    return tuple(output_dims)
 
 
-def _reduce(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
+def _reduce(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
     return tuple(axes for d, axes in enumerate(dims[0]) if d not in params["axes"])
 
 
-def _squeeze(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
+def _squeeze(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
     return tuple(axes for d, axes in enumerate(dims[0]) if d not in params["dimensions"])
 
 
-def _gather(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
-    """Rows of a table lie as their indices do; what is taken whole lies as in the table."""
+def _gather(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
+    """Gathered rows have the placement of their indices; dims taken whole have that of the table."""
     numbers = params["dimension_numbers"]
     offsets = iter(d for d in range(len(shapes[0].shape)) if d not in numbers.collapsed_slice_dims)
     rows = iter(dims[1][:-1] if shapes[1] is not None else ())
-    out: list[tuple[str, ...]] = []
-    for d in range(len(made.shape)):
+    output_dims: list[tuple[str, ...]] = []
+    for d in range(len(output.shape)):
         if d in numbers.offset_dims:
             source = next(offsets)
-            out.append(dims[0][source] if shapes[0].shape[source] == made.shape[d] else ())
+            output_dims.append(dims[0][source] if shapes[0].shape[source] == output.shape[d] else ())
         else:
-            out.append(next(rows, ()))
-    used: set[str] = {axis for d, axes in enumerate(out) if d not in numbers.offset_dims for axis in axes}
+            output_dims.append(next(rows, ()))
+    used_axes: set[str] = {axis for d, axes in enumerate(output_dims) if d not in numbers.offset_dims for axis in axes}
     return tuple(
-        axes if d not in numbers.offset_dims else tuple(axis for axis in axes if axis not in used)
-        for d, axes in enumerate(out)
+        axes if d not in numbers.offset_dims else tuple(axis for axis in axes if axis not in used_axes)
+        for d, axes in enumerate(output_dims)
     )
 
 
-def _first(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
-    """As the first operand, where the dim keeps its size."""
+def _first_operand(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
+    """Dims of the first operand, where their sizes are unchanged."""
     if shapes[0] is None:
-        return _whole(made)
-    return _like(made, shapes[:1], dims[:1])
+        return _unsharded(output)
+    return _elementwise(output, shapes[:1], dims[:1])
 
 
-def _conv(params: Any, shapes: Any, dims: Any, made: Any, found: Placements) -> Dims:
+def _conv(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
     numbers = params["dimension_numbers"]
-    out: list[tuple[str, ...]] = [()] * len(made.shape)
-    out[numbers.out_spec[0]] = dims[0][numbers.lhs_spec[0]]
-    return tuple(out)
+    output_dims: list[tuple[str, ...]] = [()] * len(output.shape)
+    output_dims[numbers.out_spec[0]] = dims[0][numbers.lhs_spec[0]]
+    return tuple(output_dims)
 
 
 _RULES: dict[str, Any] = {
@@ -421,8 +427,8 @@ _RULES: dict[str, Any] = {
     **{f"reduce_{name}": _reduce for name in ("sum", "max", "min", "and", "or", "prod")},
     "argmax": _reduce,
     "argmin": _reduce,
-    **{f"scatter{name}": _first for name in ("", "-add", "_add", "-mul")},
+    **{f"scatter{name}": _first_operand for name in ("", "-add", "_add", "-mul")},
     **dict.fromkeys(
-        ("slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "dynamic_update_slice"), _first
+        ("slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "dynamic_update_slice"), _first_operand
     ),
 }

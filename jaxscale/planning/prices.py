@@ -1,7 +1,7 @@
-"""What memory plans cost a train step beyond keeping everything: modelled seconds, or FLOP where no rates are known.
+"""Costs of memory plans for a train step beyond keeping everything: modelled seconds, or FLOP if rates are unknown.
 
 Seconds are those of recomputation by roofline, and of copies to the host and back that the block's own work does not
-hide. Nothing is traced but the model's blocks, once.
+hide. Only the model's blocks are traced, once.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ class Prices:
     """Costs of memory plans for one model on one platform.
 
     Args:
-        platform: whose roofline tells seconds.
-        calls: the model's blocks, per device and microbatch; of a pipeline those of a stage.
+        platform: its roofline gives the seconds.
+        calls: the model's blocks, per device and microbatch; for a pipeline, those of a stage.
         parts: microbatches of a step.
-        stages: of a pipeline on one device, which are alike.
+        stages: pipeline stages on one device, which are equal.
     """
 
     platform: Platform
@@ -38,12 +38,12 @@ class Prices:
 
     @classmethod
     def of(cls, experiment: Experiment, platform: Platform, plan: Plan) -> "Prices":
-        """Those of an experiment's step.
+        """The prices of an experiment's step.
 
         Args:
             experiment: what to train.
-            platform: where.
-            plan: how; its memory plan does not matter.
+            platform: where it would run.
+            plan: its memory plan does not matter.
         """
         step = described_step(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
         calls = traced_blocks(step.objective, platform.chip)
@@ -56,7 +56,7 @@ class Prices:
 
     @property
     def scanned(self) -> bool:
-        """Whether the model is one scanned stack of alike blocks."""
+        """Whether the model is one scanned stack of equal blocks."""
         return len(self.calls) == 1 and self.calls[0].rolled
 
     @functools.cached_property
@@ -65,29 +65,29 @@ class Prices:
         return 3 * self.parts * self.stages * sum(call.count * call.graph.seconds for call in self.calls)
 
     def decision(self, memory: MemoryPlan) -> Decision:
-        """What a memory plan comes to, for one of the stages on a device.
+        """The decision of a memory plan, for one of the stages on a device.
 
         Raises:
-            UserError: the model or the budget does not take it.
+            UserError: it is not valid for the model, or its budget is too small.
         """
         if memory.budget is not None:
             memory = dataclasses.replace(memory, budget=memory.budget // self.stages)
         return decide(memory, self.calls, self.platform.chip)
 
     def seconds(self, decision: Decision) -> float:
-        """Of a step, beyond keeping everything."""
+        """Seconds of a step beyond keeping everything."""
         return self.parts * self.stages * decision.seconds
 
     def steps(self, flop: Mapping[str, float]) -> Mapping[str, float]:
-        """Seconds of whole steps under memory plans.
+        """Seconds of whole steps under several memory plans.
 
         Args:
-            flop: of a step's products on all devices, under each memory plan by its text form.
+            flop: FLOP of a step's products on all devices, by the text form of the memory plan.
         """
         rate = roofline.rate(self.platform.chip, "bfloat16")
-        assert rate is not None, "asked of a platform whose rates are known"
-        inside = 3 * self.parts * self.stages * sum(call.count * call.graph.flop for call in self.calls)
-        whole = self.passes + max(0.0, min(flop.values()) / self.platform.devices - inside) / rate
-        if not self.calls:  # no plan changes anything
-            return dict.fromkeys(flop, whole)
-        return {text: whole + self.seconds(self.decision(MemoryPlan.parse(text))) for text in flop}
+        assert rate is not None, "the platform's rates are known"
+        block_flop = 3 * self.parts * self.stages * sum(call.count * call.graph.flop for call in self.calls)
+        unplanned_seconds = self.passes + max(0.0, min(flop.values()) / self.platform.devices - block_flop) / rate
+        if not self.calls:  # without blocks, memory plans change nothing
+            return dict.fromkeys(flop, unplanned_seconds)
+        return {text: unplanned_seconds + self.seconds(self.decision(MemoryPlan.parse(text))) for text in flop}

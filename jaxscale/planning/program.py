@@ -1,4 +1,4 @@
-"""A train step for devices that need not be here: to trace and weigh, or to hand to their compiler."""
+"""A train step for devices that need not be present: to trace and estimate, or to compile."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,15 +13,15 @@ from jaxscale.step.train_step import TrainStep
 
 
 def described_step(experiment: Experiment, platform: Platform, plan: Plan | None = None) -> TrainStep:
-    """The train step on a platform's devices as they are described; it can be traced, and never run.
+    """The train step on a description of a platform's devices; it can be traced, but not run.
 
     Args:
         experiment: what to train.
-        platform: where; its devices need not be here.
-        plan: how; the experiment's own by default.
+        platform: its devices need not be present.
+        plan: the experiment's plan by default.
 
     Raises:
-        UserError: the plan does not fit the model, the batch or the devices.
+        UserError: the plan does not suit the model, the batch or the devices.
     """
     from jax.sharding import AbstractDevice
 
@@ -35,20 +35,20 @@ def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: P
     Args:
         devices: of the platform.
         make: makes the experiment; it must pickle, as must `plan`.
-        plan: how; the experiment's own by default.
+        plan: the experiment's plan by default.
 
     Raises:
-        UserError: the plan does not fit, or names a kernel that the step does not take.
+        UserError: the plan is not valid, or names a kernel that the step does not use.
     """
     experiment = make()
-    on = [abstract(device) for device in devices] if without_memories(devices) else devices
-    step = build(experiment, plan, devices=on)
+    step_devices = [abstract(device) for device in devices] if without_memories(devices) else devices
+    step = build(experiment, plan, devices=step_devices)
     traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment)))
     step.check_kernels()
-    return traced.lower() if on is devices else lower_for(devices[: step.devices], traced)
+    return traced.lower() if step_devices is devices else lower_for(devices[: step.devices], traced)
 
 
 def compiled_bytes(experiment: Experiment, plan: Plan) -> int:
     """Bytes of device memory per device of the step compiled for the devices of this process."""
-    found = build(experiment, plan).compile(batch_shapes(experiment))
-    return found.argument_bytes + found.output_bytes - found.alias_bytes + found.temp_bytes
+    compiled = build(experiment, plan).compile(batch_shapes(experiment))
+    return compiled.argument_bytes + compiled.output_bytes - compiled.alias_bytes + compiled.temp_bytes

@@ -1,8 +1,8 @@
-"""The loop over ticks of a pipelined step: which arrays its branches change in their place.
+"""The loop over ticks of a pipelined step: arrays that its branches update in place.
 
-A tick puts a message into its slot and hands pools and sums to a `cond`, whose branches change some of them and hand on
-the rest; none of it is an array of its own. What a branch computes lives and dies within it, so that the branch which
-needs the most decides.
+A tick writes a message into its slot and passes pools and sums to a `cond`, whose branches update some of them and
+return the others unchanged; none of these results is a new array. Values computed in a branch live only within it, so
+that the branch which needs the most memory determines the peak.
 """
 
 import collections
@@ -13,65 +13,65 @@ from jaxscale.planning.flat import PIPE, Operation, Program, carries
 
 SLICES = ("slice", "dynamic_slice")
 SAME = (*SLICES, "squeeze", "reshape", "broadcast_in_dim", "pcast")
-"""Operations that keep an array as it is, where they keep its size."""
+"""Operations that leave an array unchanged if its size is unchanged."""
 
 
-def handed_on(operation: Operation) -> Iterator[tuple[int, int]]:
-    """Results of a `cond` that some branch takes from an operand as it is, each with this operand."""
-    for number, made in enumerate(operation.outputs):
+def unchanged_results(operation: Operation) -> Iterator[tuple[int, int]]:
+    """Results of a `cond` that some branch returns unchanged from an operand, each with this operand."""
+    for number, result in enumerate(operation.outputs):
         for branch in operation.branches:
-            inside = branch.outputs[number]
-            if inside is not None and inside in branch.inputs:
-                at = 1 + branch.inputs.index(inside)  # the first operand says which branch
-                read = operation.inputs[at] if at < len(operation.inputs) else None
-                if read is not None:
-                    yield made, read
+            branch_output = branch.outputs[number]
+            if branch_output is not None and branch_output in branch.inputs:
+                index = 1 + branch.inputs.index(branch_output)  # the first operand selects the branch
+                operand = operation.inputs[index] if index < len(operation.inputs) else None
+                if operand is not None:
+                    yield result, operand
                     break
 
 
-def within(operation: Operation, given: Set[int], program: Program) -> set[int]:
-    """Results that are, or take the place of, what the caller gave: slots are written, sums are added to."""
+def in_place_results(operation: Operation, caller_values: Set[int], program: Program) -> set[int]:
+    """Results that are or overwrite values of the caller: slots that are written, sums that are added to."""
     if PIPE not in operation.manual:
         return set()
-    if operation.kind in ("enter", *SAME) and (operation.kind == "enter" or whole(operation, program, SAME)):
-        return set(operation.outputs) if operation.inputs[0] in given else set()
-    if _ticks(operation):  # what is in flight in an asynchronous pipeline: the step's argument, and given back
-        pairs = zip(operation.outputs, carries(operation), strict=False)
-        return {made for made, read in pairs if read in given}
+    if operation.kind in ("enter", *SAME) and (operation.kind == "enter" or is_whole_array(operation, program, SAME)):
+        return set(operation.outputs) if operation.inputs[0] in caller_values else set()
+    if _is_tick_loop(operation):  # values in flight in an asynchronous pipeline are arguments and results of the step
+        states = zip(operation.outputs, carries(operation), strict=False)
+        return {result for result, operand in states if operand in caller_values}
     if operation.kind == "dynamic_update_slice":
-        return set(operation.outputs) if operation.inputs[0] in given else set()
-    return {made for made, read in handed_on(operation) if read in given}
+        return set(operation.outputs) if operation.inputs[0] in caller_values else set()
+    return {result for result, operand in unchanged_results(operation) if operand in caller_values}
 
 
-def returned(program: Program, renamed: Sequence[str]) -> set[int]:
-    """Values of a branch that it returns in another shape or type: they are made where the result lies.
+def reshaped_outputs(program: Program, renamed: Sequence[str]) -> set[int]:
+    """Values that a branch returns after a change of shape or type: they share the result's memory.
 
     Args:
         program: the branch.
-        renamed: operations that change shape or type alone.
+        renamed: primitives that only change shape or type.
     """
-    readers = collections.Counter(value for operation in program.operations for value in set(operation.inputs))
-    found = {value for value in program.outputs if value is not None}
+    reader_counts = collections.Counter(value for operation in program.operations for value in set(operation.inputs))
+    values = {value for value in program.outputs if value is not None}
     for operation in reversed(program.operations):
-        if operation.kind in renamed and operation.outputs[0] in found and readers[operation.inputs[0]] == 1:
-            found.update(value for value in operation.inputs if value is not None)
-    return found - {None, *program.inputs}
+        if operation.kind in renamed and operation.outputs[0] in values and reader_counts[operation.inputs[0]] == 1:
+            values.update(value for value in operation.inputs if value is not None)
+    return values - {None, *program.inputs}
 
 
-def whole(operation: Operation, program: Program, kinds: Sequence[str] = SLICES) -> bool:
-    """Whether a slice is of all there is: the only slot of a pool, the only stage of a device."""
+def is_whole_array(operation: Operation, program: Program, kinds: Sequence[str] = SLICES) -> bool:
+    """Whether a slice is the whole array: the only slot of a pool, the only stage of a device."""
     if PIPE not in operation.manual or operation.kind not in kinds or operation.inputs[0] is None:
         return False
-    read, made = program.shapes[operation.inputs[0]], program.shapes[operation.outputs[0]]
-    return math.prod(read.shape) == math.prod(made.shape)
+    operand, result = program.shapes[operation.inputs[0]], program.shapes[operation.outputs[0]]
+    return math.prod(operand.shape) == math.prod(result.shape)
 
 
 def tick_loops(program: Program) -> list[Operation]:
     """The loops over ticks of a pipelined step."""
-    return [operation for operation in program.operations if _ticks(operation)]
+    return [operation for operation in program.operations if _is_tick_loop(operation)]
 
 
-def _ticks(operation: Operation) -> bool:
+def _is_tick_loop(operation: Operation) -> bool:
     return (
         operation.loop is not None and PIPE in operation.manual and any(o.branches for o in operation.loop.operations)
     )

@@ -1,7 +1,7 @@
-"""Settle: from a plan that leaves a choice open to one that a step is built from, for the devices of this process.
+"""Resolve the automatic choices of a plan, for the devices of this process.
 
 `pipeline auto:P` becomes the best schedule (`pipeline_choice.py`), `memory fit` the cheapest memory plan that fits
-(`cheapest.py`), which this machine's compiler confirms.
+(`cheapest.py`), as confirmed by this machine's compiler.
 """
 
 import dataclasses
@@ -11,15 +11,15 @@ from jaxscale.step.plan import Plan
 
 
 def settled(experiment: Experiment, plan: Plan, limit: int | None = None) -> Plan:
-    """The plan with nothing left to choose.
+    """The plan with all automatic choices resolved.
 
     Args:
         experiment: what to train.
-        plan: as asked for.
-        limit: bytes of device memory per device to plan for; what programs may use here by default.
+        plan: possibly with automatic choices.
+        limit: bytes of device memory per device to plan for; by default those that programs may use.
 
     Raises:
-        UserError: nothing that could be chosen fits.
+        UserError: no choice fits.
 
     Example:
         >>> from jaxscale.models import Decoder
@@ -27,15 +27,15 @@ def settled(experiment: Experiment, plan: Plan, limit: int | None = None) -> Pla
         >>> settled(tiny, Plan(zero=1)).zero
         1
     """
-    automatic = plan.pipeline is not None and plan.pipeline.name == "auto"
-    if not automatic and plan.memory.rule != "fit":
+    auto_pipeline = plan.pipeline is not None and plan.pipeline.name == "auto"
+    if not auto_pipeline and plan.memory.rule != "fit":
         return plan
     from jaxscale.planning.cheapest import cheapest_fit
     from jaxscale.planning.pipeline_choice import pipeline_choice
     from jaxscale.planning.program import compiled_bytes
     from jaxscale.platforms.detect import detect
 
-    if automatic:
+    if auto_pipeline:
         plan, _ = pipeline_choice(experiment, detect(), limit, plan)
     if plan.memory.rule != "fit":
         return plan

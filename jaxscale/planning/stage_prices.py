@@ -1,13 +1,13 @@
-"""What the stages of a model take on a platform: seconds by roofline, bytes that wait, for each block and microbatch.
+"""Prices of a model's stages on a platform: seconds by roofline and stashed bytes, per block and microbatch.
 
-The model is traced as one stage's devices would train it, without a pipeline, and nothing is compiled. The forward of a
-block is the roofline of its operations. Of its backward, a product's gradient with respect to what depends on the
+The model is traced for the devices of one stage, without a pipeline, and nothing is compiled. The forward time of a
+block is the roofline of its operations. In its backward, a product's gradient with respect to values that depend on the
 block's input belongs to I, the gradient with respect to weights to W, each as long as the product; a kernel or a loop
-takes twice its forward. What the memory plan recomputes belongs to I. What lies outside the blocks (the head, mostly)
-is the last stage's.
+takes twice its forward. Recomputation of the memory plan belongs to I. Work outside the blocks (mostly the head)
+belongs to the last stage.
 
-Left out: the embedding's lookup, collectives inside a stage, the gradient reduction and the update, and what lies
-beneath a roofline.
+Left out: the embedding's lookup, collectives inside a stage, the gradient reduction and the update, and inefficiencies
+that a roofline does not model.
 """
 
 import dataclasses
@@ -41,16 +41,16 @@ PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePlan, schedule: Schedule) -> Costs:
-    """Seconds and bytes of a schedule's stages, blocks dealt out as the experiment's plan says, evenly by default.
+    """Seconds and bytes of a schedule's stages, with the plan's partition of the blocks, even by default.
 
     Args:
         experiment: what to train.
-        platform: where; it need not be here.
-        pipeline: says how many microbatches.
-        schedule: whose stages to price.
+        platform: its devices need not be present.
+        pipeline: with the number of microbatches.
+        schedule: its stages are priced.
 
     Raises:
-        UserError: more stages than blocks, devices or rows that do not divide, a chip whose rates nothing tells.
+        UserError: more stages than blocks, devices or rows that do not divide, a chip of unknown rates.
     """
     model = model_prices(experiment, platform, schedule.ranks, pipeline.shape()[1])
     planned = experiment.plan.pipeline
@@ -62,12 +62,12 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
 
 
 def simulated(experiment: Experiment, platform: Platform, plan: Plan) -> Simulation | None:
-    """A plan's pipeline with the seconds of its stages; `None` where nothing tells how fast the chip is.
+    """Simulation of a plan's pipeline; `None` if the chip's rates are unknown.
 
     Args:
         experiment: what to train.
-        platform: where.
-        plan: with a pipeline, and its mesh settled.
+        platform: where it would run.
+        plan: with a pipeline and a resolved mesh.
     """
     assert plan.pipeline is not None
     if roofline.rate(platform.chip, "bfloat16") is None:
@@ -78,13 +78,13 @@ def simulated(experiment: Experiment, platform: Platform, plan: Plan) -> Simulat
 
 
 def costs_of(model: Model, layers: Sequence[int], links: tuple[float, ...] = (), *, recompute: bool = False) -> Costs:
-    """The costs of stages of so many blocks each.
+    """The costs of stages of several blocks.
 
     Args:
         model: prices of its blocks.
         layers: blocks of each stage.
         links: seconds of a message on each link of the ring.
-        recompute: a stage keeps its input alone, and its forward runs again before its backward.
+        recompute: whether a stage keeps only its input and reruns its forward before its backward.
 
     Example:
         >>> costs_of(Model((Price(1, 1, 1),) * 3, last=Price(2, 2, 2)), (2, 1)).forward
@@ -101,13 +101,13 @@ def costs_of(model: Model, layers: Sequence[int], links: tuple[float, ...] = (),
     def total(name: str) -> tuple[float, ...]:
         return tuple(float(sum(getattr(price, name) for price in stage)) for stage in stages)
 
-    forward, inner, stash = total("forward"), total("input_gradient"), total("stash_bytes")
+    forward, input_gradient, stash = total("forward"), total("input_gradient"), total("stash_bytes")
     if recompute:
-        inner = tuple(a + b for a, b in zip(inner, forward, strict=True))
+        input_gradient = tuple(a + b for a, b in zip(input_gradient, forward, strict=True))
         stash = (0.0, *(model.blocks[0].message_bytes for _ in stages[1:]))
     return Costs(
         forward,
-        inner,
+        input_gradient,
         total("weight_gradient"),
         links=links,
         stash=stash,
@@ -116,12 +116,12 @@ def costs_of(model: Model, layers: Sequence[int], links: tuple[float, ...] = (),
 
 
 def model_prices(experiment: Experiment, platform: Platform, ranks: int, microbatches: int) -> Model:
-    """Prices of a model's blocks, and of what stands behind them, per device and microbatch.
+    """Prices of a model's blocks and of its head, per device and microbatch.
 
     Args:
-        experiment: what to train; its plan says mesh, types, attention and what blocks keep.
-        platform: where.
-        ranks: devices along the pipe axis; the others share the rows.
+        experiment: what to train; its plan specifies mesh, types, attention and memory.
+        platform: where it would run.
+        ranks: devices along the pipe axis; the devices of a rank share the rows.
         microbatches: of a global batch.
 
     Raises:
@@ -130,7 +130,7 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
     chip = platform.chip
     if roofline.rate(chip, "bfloat16") is None:
         raise UserError(
-            f"platform {platform}: nothing tells how fast a {chip.name} is; name one whose rates are known, such as "
+            f"platform {platform}: the rates of a {chip.name} are unknown; name one whose rates are known, such as "
             "--platform 'tpu v5e:4x4', or give --cost f=1,i=1,w=1"
         )
     if platform.devices % ranks:
@@ -138,42 +138,42 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
             f"a pipeline of {ranks} devices does not divide the {platform.devices} of {platform}: take another P, or "
             "another platform"
         )
-    step = _step_of_a_stage(experiment, platform, ranks, microbatches)
+    step = _stage_step(experiment, platform, ranks, microbatches)
     calls = traced_blocks(step.objective, chip)
     if not calls:
         raise UserError(f"{experiment.name}: its model shows no blocks; build it of layers.Stack or layers.Chain")
     decision = decide(step.plan.memory, calls, chip)
-    blocks = sum(call.count for call in calls)
-    waits, again = decision.bytes / blocks, decision.seconds / blocks
-    prices = [_price(call.graph, waits, again) for call in calls for _ in range(call.count)]
-    return Model(tuple(prices), last=_behind(step, calls, platform))
+    block_count = sum(call.count for call in calls)
+    stash_bytes, recompute_seconds = decision.bytes / block_count, decision.seconds / block_count
+    prices = [_price(call.graph, stash_bytes, recompute_seconds) for call in calls for _ in range(call.count)]
+    return Model(tuple(prices), last=_head_price(step, calls, platform))
 
 
 def link_seconds(platform: Platform, model: Model) -> float:
-    """Seconds of a message between neighbours on the pipe axis: along one of the chip's fastest links."""
-    wires = [link for link in platform.links if link.name in ("ici", "nvlink", "pcie")]
-    return model.blocks[0].message_bytes / wires[0].bandwidth if wires and platform.devices > 1 else 0.0
+    """Seconds of a message between neighbours on the pipe axis, over one of the chip's fastest links."""
+    links = [link for link in platform.links if link.name in ("ici", "nvlink", "pcie")]
+    return model.blocks[0].message_bytes / links[0].bandwidth if links and platform.devices > 1 else 0.0
 
 
-def _step_of_a_stage(experiment: Experiment, platform: Platform, ranks: int, microbatches: int) -> TrainStep:
-    """The step as the devices of one stage would do it if they held the whole model."""
+def _stage_step(experiment: Experiment, platform: Platform, ranks: int, microbatches: int) -> TrainStep:
+    """The step for the devices of one stage, with the whole model."""
     from jax.sharding import AbstractDevice
 
     plan = experiment.plan
     memory = MemoryPlan("none") if plan.memory.rule == "fit" else plan.memory
-    alone = dataclasses.replace(plan.without_pipeline(), memory=memory, microbatches=microbatches)
+    stage_plan = dataclasses.replace(plan.without_pipeline(), memory=memory, microbatches=microbatches)
     device = AbstractDevice(platform.chip.device_kinds[0], None, platform.chip.kind)
-    return build(experiment, alone, devices=[device] * (platform.devices // ranks))
+    return build(experiment, stage_plan, devices=[device] * (platform.devices // ranks))
 
 
-def _price(graph: BlockGraph, waits: float, again: float) -> Price:
-    """One block, with bytes that wait for its backward and seconds of what is done again before it."""
-    inner, weight = gradient_seconds(graph)
+def _price(graph: BlockGraph, stash_bytes: float, recompute_seconds: float) -> Price:
+    """The price of one block, with its stashed bytes and the seconds of its recomputation."""
+    input_gradient, weight_gradient = gradient_seconds(graph)
     return Price(
         graph.seconds,
-        inner + again,
-        weight,
-        stash_bytes=waits,
+        input_gradient + recompute_seconds,
+        weight_gradient,
+        stash_bytes=stash_bytes,
         message_bytes=graph.carried_bytes,
     )
 
@@ -190,25 +190,25 @@ def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
         >>> [round(seconds / graph.seconds, 3) for seconds in gradient_seconds(graph)]
         [1.0, 1.0]
     """
-    moving = set(graph.carried)
-    inner = weight = 0.0
+    input_dependent = set(graph.carried)
+    input_seconds = weight_seconds = 0.0
     for equation in graph.equations:
-        depends = [value in moving for value in equation.inputs]
-        if any(depends):
-            moving.update(equation.outputs)
+        dependent = [value in input_dependent for value in equation.inputs]
+        if any(dependent):
+            input_dependent.update(equation.outputs)
         if not equation.flop:
-            inner += equation.seconds if any(depends) else 0.0
+            input_seconds += equation.seconds if any(dependent) else 0.0
         elif equation.name in PRODUCTS:
-            operands = depends[:2] if len(depends) > 1 else depends * 2
-            inner += equation.seconds * sum(operands)
-            weight += equation.seconds * (len(operands) - sum(operands))
+            factors = dependent[:2] if len(dependent) > 1 else dependent * 2
+            input_seconds += equation.seconds * sum(factors)
+            weight_seconds += equation.seconds * (len(factors) - sum(factors))
         else:
-            inner += 2 * equation.seconds
-    return inner, weight
+            input_seconds += 2 * equation.seconds
+    return input_seconds, weight_seconds
 
 
-def _behind(step: TrainStep, calls: Sequence[BlockCall], platform: Platform) -> Price | None:
-    """What the forward does outside its blocks, as products at the platform's rate: head and loss."""
+def _head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform) -> Price | None:
+    """The price of head and loss: products outside the blocks at the platform's rate; `None` without any."""
     import jax
 
     objective, plan = step.objective, step.plan
@@ -217,13 +217,14 @@ def _behind(step: TrainStep, calls: Sequence[BlockCall], platform: Platform) -> 
         name: jax.ShapeDtypeStruct((rows.shape[0] // plan.microbatches, *rows.shape[1:]), rows.dtype)
         for name, rows in batch_shapes(objective.planned.experiment).items()
     }
-    count = next(iter(batch.values())).shape[0]
-    key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(count, dtype="int32")))
+    row_count = next(iter(batch.values())).shape[0]
+    key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
     functional = step.functional
     with objective.planned.tracing(plainly=True):
-        whole = jax.make_jaxpr(lambda *given: objective.loss_of_masters(*given))(
+        loss_jaxpr = jax.make_jaxpr(lambda *args: objective.loss_of_masters(*args))(
             functional.whole, functional.rest, batch, key, examples
         )
-    inside = sum(call.count * call.graph.flop for call in calls)
-    seconds = roofline.seconds(platform.chip, max(0.0, jaxpr_flop(whole).total / plan.mesh.devices - inside), 0)
+    block_flop = sum(call.count * call.graph.flop for call in calls)
+    head_flop = max(0.0, jaxpr_flop(loss_jaxpr).total / plan.mesh.devices - block_flop)
+    seconds = roofline.seconds(platform.chip, head_flop, 0)
     return Price(seconds, seconds, seconds) if seconds else None

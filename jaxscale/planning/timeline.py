@@ -1,11 +1,11 @@
 """Live bytes of a traced program from its first operation to its last, on one device.
 
-A compiler fuses: what is computed element by element needs no memory of its own unless several products read it, or a
-loop or a kernel, which take arrays. Until then whatever it is made of stays. The results of products, reductions,
-gathers, loops and kernels are arrays, each alive from the operation that makes it to the last that needs it; what a
-loop stacks is alive from its start. This is XLA's behaviour in outline; it leaves out the order in which XLA schedules
-independent operations, its rematerialization, the padding of tiles, and how buffers are packed (`estimate.py` has
-factors for what remains).
+A compiler fuses: an elementwise result needs no memory unless several products read it, or a loop or a kernel, which
+take arrays. Until it is computed, its operands stay alive. The results of products, reductions, gathers, loops and
+kernels are arrays, each alive from the operation that computes it to the last that needs it; an array that a loop
+stacks is alive from the loop's start. This is XLA's behaviour in outline; it leaves out the order in which XLA
+schedules independent operations, its rematerialization, the padding of tiles, and the packing of buffers
+(`estimate.py` has fitted factors for the difference).
 """
 
 import dataclasses
@@ -15,25 +15,27 @@ from typing import Literal
 
 from jaxscale.planning import regions
 from jaxscale.planning.flat import Operation, Program, carries
-from jaxscale.planning.late import outlasting
+from jaxscale.planning.late import late_arrays
 from jaxscale.planning.pieces import Piece
 from jaxscale.planning.placements import Placements
 
 COLLECTIVES = ("ppermute", "psum", "psum_invariant", "all_gather", "reduce_scatter")
-"""What a pipelined step sends."""
+"""Collectives of a pipelined step."""
 
-HEAVY = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-"""Operations that read their operands several times: what two of them read is made once."""
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+"""Operations that read their operands several times: an operand of two of them is computed once."""
 
-ARRAYS = (
+ARRAY_RESULTS = (
     "scan", "while", "shard_map", "pallas_call", "custom_call", "gather", "scatter", "scatter-add", "scatter_add",
     "device_put", "sort", "top_k", "cumsum", "cumlogsumexp", "cummax", "concatenate", "dynamic_update_slice", "fft",
     "triangular_solve", "random_bits", "threefry2x32", "argmax", "argmin", "split", "cond", *COLLECTIVES,
 )  # fmt: skip
-"""Operations whose results are arrays of their own, beside products and reductions."""
+"""Operations whose results are arrays, besides products and reductions."""
 
-TAKERS = ("scan", "while", "shard_map", "pallas_call", "custom_call", "sort", "top_k", "fft", "cond", *COLLECTIVES)
-"""Operations that take arrays, not expressions."""
+ARRAY_READERS = (
+    "scan", "while", "shard_map", "pallas_call", "custom_call", "sort", "top_k", "fft", "cond", *COLLECTIVES,
+)  # fmt: skip
+"""Operations whose operands are arrays, not expressions."""
 
 SCATTERS = ("scatter-add", "scatter_add", "scatter")
 
@@ -41,10 +43,10 @@ VIEWS = (
     "reshape", "squeeze", "expand_dims", "sharding_constraint", "optimization_barrier", "copy", "pvary", "pcast",
     "enter", "leave",
 )  # fmt: skip
-"""Operations that change no bytes."""
+"""Operations that leave the bytes unchanged."""
 
 RENAMED = (*VIEWS, "convert_element_type", "transpose")
-"""Operations whose result goes by the name of what they read."""
+"""Operations whose result has the name of their operand."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +54,9 @@ class Item:
     """An array that is alive.
 
     Args:
-        name: the model's own name, or shape and line.
-        kind: what it is for.
-        bytes: on one device.
+        name: the model's name for it, or shape and line.
+        kind: its purpose, such as "gradients".
+        bytes: per device.
     """
 
     name: str
@@ -64,14 +66,14 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """An operation, and what is alive while it runs.
+    """The live bytes while an operation runs.
 
     Args:
         label: the operation.
-        total: live bytes, on one device.
+        total: live bytes per device.
         by_kind: the same, by kind.
-        backward: it belongs to the backward pass.
-        piece: the piece of the step that it belongs to.
+        backward: whether the operation belongs to the backward pass.
+        piece: the piece of the step that the operation belongs to.
     """
 
     label: str
@@ -83,12 +85,12 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What is alive when.
+    """Live bytes through a program.
 
     Args:
-        moments: in the order they run; a loop is a moment for each of its body's, once.
-        peak: number of the moment with the most live bytes; the first of them.
-        items: what is alive at the peak, the biggest first.
+        moments: in the order they run; a loop contributes the moments of its body once.
+        peak: index of the first moment with the most live bytes.
+        items: arrays alive at the peak, the largest first.
     """
 
     moments: tuple[Moment, ...]
@@ -110,9 +112,9 @@ class Compiler:
 
     Args:
         fuses: "no": operands are arrays (GPU, CPU); "all": expressions are computed inside the product (TPU); "local":
-            so they are, except by a product that is computed around a ring of devices (TPUs whose slices are flat).
+            likewise, except in a product that is computed around a ring of devices (TPUs whose slices are flat).
         scatters: gradients are scattered as they are summed (ZeRO 2 and 3).
-        gather: share of a gathered weight that is there at a time.
+        gather: share of a gathered weight that is in memory at a time.
     """
 
     fuses: Literal["no", "all", "local"] = "no"
@@ -121,22 +123,22 @@ class Compiler:
 
 
 Pieces = Mapping[Piece, int | None]
-"""Pieces of a step, and the bytes of temporaries that a compiler said each takes, where it was asked."""
+"""Pieces of a step, each with the bytes of its temporaries if a compiler has reported them."""
 
 
 def timeline(
-    program: Program, placed: Placements, kinds: Kinds, compiler: Compiler, pieces: Pieces | None = None
+    program: Program, placements: Placements, kinds: Kinds, compiler: Compiler, pieces: Pieces | None = None
 ) -> Timeline:
-    """Live bytes of what a program makes; its arguments are its caller's.
+    """Live bytes of the values that a program computes; its arguments belong to the caller.
 
     Args:
-        program: what runs.
-        placed: where its values lie.
-        kinds: the kind of each value of a program; "transients" for those it leaves out.
-        compiler: what it fuses.
-        pieces: those of the program; one that was compiled is a single moment.
+        program: a flat program.
+        placements: placements of its values.
+        kinds: returns the kinds of a program's values; values that it omits are "transients".
+        compiler: what the compiler fuses.
+        pieces: those of the program; a compiled one is a single moment.
     """
-    return _Sweep(program, placed, kinds, compiler, pieces=pieces or {}).run()
+    return _Sweep(program, placements, kinds, compiler, pieces=pieces or {}).run()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,29 +146,29 @@ class Arrays:
     """Which values of a program are arrays.
 
     Args:
-        bytes: of each of them.
-        sources: the arrays that each value is made of; itself, where it is one.
+        bytes: per device, of each array.
+        sources: the arrays that each value is computed from; itself if it is an array.
     """
 
     bytes: Mapping[int, int]
     sources: Mapping[int, frozenset[int]]
 
 
-def arrays_of(program: Program, placed: Placements, compiler: Compiler, path: Sequence[int]) -> Arrays:
-    """The arrays of the program that loops, one in the other, run.
+def arrays_of(program: Program, placements: Placements, compiler: Compiler, path: Sequence[int]) -> Arrays:
+    """The arrays of the body of a nested loop.
 
     Args:
         program: the outermost.
-        placed: where its values lie.
-        compiler: what it fuses.
-        path: the place of each loop in the program it belongs to.
+        placements: placements of its values.
+        compiler: what the compiler fuses.
+        path: index of each loop in the program around it, from the outside in.
     """
-    stacked = None
-    for at in path:
-        operation = program.operations[at]
+    first_stacked = None
+    for index in path:
+        operation = program.operations[index]
         assert operation.loop is not None
-        program, placed, stacked = operation.loop, placed.loops[at], len(carries(operation))
-    sweep = _Sweep(program, placed, lambda _: {}, compiler, stacked)
+        program, placements, first_stacked = operation.loop, placements.loops[index], len(carries(operation))
+    sweep = _Sweep(program, placements, lambda _: {}, compiler, first_stacked)
     sweep.classify()
     return Arrays(sweep.arrays, sweep.sources)
 
@@ -182,312 +184,314 @@ class _Sweep:
     def __init__(
         self,
         program: Program,
-        placed: Placements,
+        placements: Placements,
         kinds: Kinds,
         compiler: Compiler,
-        stacked: int | None = None,
+        first_stacked: int | None = None,
         *,
         pieces: Pieces | None = None,
         path: tuple[int, ...] = (),
         branch: bool = False,
     ):
-        """`stacked`: outputs from this one on are written into the caller's stacks; `None` for a program of its own.
-        `path`: the loops that the program is in.
-        """
+        """`first_stacked`: first output written into the caller's stacks, or `None`; `path`: the loops around it."""
         self.path = path
         self.pieces = pieces or {}
-        self.own = {at: piece for piece in self.pieces if piece.path == path for at in piece.places}
-        self.program, self.placed, self.all_kinds, self.compiler = program, placed, kinds, compiler
+        self.piece_at = {place: piece for piece in self.pieces if piece.path == path for place in piece.places}
+        self.program, self.placements, self.all_kinds, self.compiler = program, placements, kinds, compiler
         self.kinds = kinds(program)
-        self.in_loop = stacked is not None
+        self.in_loop = first_stacked is not None
         self.stacks: dict[int, int] = {}
-        if stacked is not None:
-            self.stacks = {value: 0 for value in program.outputs[stacked:] if value is not None}
-            self.stacks |= dict.fromkeys(regions.returned(program, RENAMED), 0) if branch else {}
+        if first_stacked is not None:
+            self.stacks = {value: 0 for value in program.outputs[first_stacked:] if value is not None}
+            self.stacks |= dict.fromkeys(regions.reshaped_outputs(program, RENAMED), 0) if branch else {}
         self.users: dict[int, list[int]] = {}
         for place, operation in enumerate(program.operations):
             for value in operation.inputs:
                 if value is not None:
                     self.users.setdefault(value, []).append(place)
-        self.returned = {value for value in program.outputs if value is not None}
+        self.outputs = {value for value in program.outputs if value is not None}
         self.sources: dict[int, frozenset[int]] = {value: frozenset() for value in program.inputs}
-        self.written = _written(program)
+        self.scattered_sums = _scattered_sums(program)
         self.arrays: dict[int, int] = {}
-        self.given = set(program.inputs) if self.in_loop or regions.tick_loops(program) else set()
+        self.caller_values = set(program.inputs) if self.in_loop or regions.tick_loops(program) else set()
 
     def bytes_of(self, value: int) -> int:
-        return self.placed.bytes_of(self.program.shapes[value], self.placed.dims[value])
+        return self.placements.bytes_of(self.program.shapes[value], self.placements.dims[value])
 
     def _is_array(self, operation: Operation) -> bool:
-        """Whether the results of an operation need memory, whoever reads them."""
-        if operation.kind in SCATTERS and _one_of_each_row(operation, self.program):
+        """Whether the results of an operation are arrays regardless of their readers."""
+        if operation.kind in SCATTERS and _one_per_row(operation, self.program):
             return False
         if operation.kind in ("sharding_constraint", "enter"):
             return self._gathers(operation)
-        return operation.kind in (*HEAVY, *ARRAYS) or operation.kind.startswith("reduce_")
+        return operation.kind in (*PRODUCTS, *ARRAY_RESULTS) or operation.kind.startswith("reduce_")
 
     def _gathers(self, operation: Operation) -> bool:
-        """Whether a constraint brings together what was spread."""
-        (read,), (made,) = operation.inputs, operation.outputs
-        return read is not None and self.bytes_of(made) > self.bytes_of(read)
+        """Whether a sharding constraint gathers shards."""
+        (operand,), (output,) = operation.inputs, operation.outputs
+        return operand is not None and self.bytes_of(output) > self.bytes_of(operand)
 
-    def _taken(self, value: int) -> bool:
+    def _needs_array(self, value: int) -> bool:
         """Whether an expression must become an array."""
-        if value in self.returned and self.in_loop:
+        if value in self.outputs and self.in_loop:
             return True
-        if value in self.written and (self.compiler.fuses == "no" or not self._spread_over_all(value)):
+        if value in self.scattered_sums and (self.compiler.fuses == "no" or not self._fully_sharded(value)):
             return True
         places = self._readers(value)
-        if any(self.program.operations[place].kind in TAKERS for place in places):
+        if any(self.program.operations[place].kind in ARRAY_READERS for place in places):
             return True
-        products = [place for place in places if self.program.operations[place].kind in HEAVY]
+        products = [place for place in places if self.program.operations[place].kind in PRODUCTS]
         if self.compiler.fuses == "no":
             return bool(products)
         return self.compiler.fuses == "local" and any(map(self._around_ring, products))
 
     def _readers(self, value: int) -> list[int]:
-        """Places of the operations that read a value, through views of it."""
-        found = []
+        """Indices of the operations that read a value, through views of it."""
+        readers = []
         for place in self.users.get(value, ()):
             operation = self.program.operations[place]
-            found += self._readers(operation.outputs[0]) if operation.kind in VIEWS else [place]
-        return found
+            readers += self._readers(operation.outputs[0]) if operation.kind in VIEWS else [place]
+        return readers
 
-    def _spread_over_all(self, value: int) -> bool:
-        """Whether every device holds a part of its own; XLA's partitioner keeps a scatter whose parts are copies."""
-        sizes = self.placed.sizes.values()
-        return math.prod(map(self.placed.ways, self.placed.dims[value])) == math.prod(sizes)
+    def _fully_sharded(self, value: int) -> bool:
+        """Whether no two devices hold the same part; XLA's partitioner keeps a scatter into copies."""
+        sizes = self.placements.sizes.values()
+        return math.prod(map(self.placements.ways, self.placements.dims[value])) == math.prod(sizes)
 
     def _around_ring(self, place: int) -> bool:
-        """Whether a product is computed part by part while its operand, or its result, travels; not between two."""
-        if self.placed.sizes.get("fsdp", 1) <= 2:
+        """Whether a product is computed in steps while an operand or the result moves around more than two devices."""
+        if self.placements.sizes.get("fsdp", 1) <= 2:
             return False
-        return bool(self.placed.gathered.get(place)) or (self.compiler.scatters and place in self.placed.summed)
+        return bool(self.placements.gathered.get(place)) or (self.compiler.scatters and place in self.placements.summed)
 
-    def _narrowed(self, value: int) -> int:
-        """Bytes of a product's result: those of the type that all its readers turn it into."""
-        own = self.bytes_of(value)
+    def _product_bytes(self, value: int) -> int:
+        """Bytes of a product's result, in the type to which all its readers convert it."""
+        result_bytes = self.bytes_of(value)
         users = [self.program.operations[place] for place in self.users.get(value, ())]
-        if value in self.returned or not users or any(user.kind != "convert_element_type" for user in users):
-            return own
-        return min(own, max(self.bytes_of(user.outputs[0]) for user in users))
+        if value in self.outputs or not users or any(user.kind != "convert_element_type" for user in users):
+            return result_bytes
+        return min(result_bytes, max(self.bytes_of(user.outputs[0]) for user in users))
 
     def classify(self) -> None:
-        """Which values are arrays, their bytes, and of which arrays the others are made."""
+        """Find the arrays, their bytes, and the arrays from which each other value is computed."""
         for operation in self.program.operations:
-            read = [value for value in operation.inputs if value is not None]
-            made_of = frozenset().union(*(self.sources[value] for value in read)) if read else frozenset()
+            operands = [value for value in operation.inputs if value is not None]
+            sources = frozenset().union(*(self.sources[value] for value in operands)) if operands else frozenset()
             is_array = self._is_array(operation)
             gathers = is_array and operation.kind == "enter"
-            within = set() if gathers else regions.within(operation, self.given, self.program)
-            self.given |= within
+            caller_results = set() if gathers else regions.in_place_results(operation, self.caller_values, self.program)
+            self.caller_values |= caller_results
             for value in operation.outputs:
-                view = operation.kind in VIEWS and len(read) == 1 and len(made_of) <= 1
-                if value in within:
+                view = operation.kind in VIEWS and len(operands) == 1 and len(sources) <= 1
+                if value in caller_results:
                     self.sources[value] = frozenset()
-                elif regions.whole(operation, self.program):
-                    self.sources[value] = made_of
-                elif is_array or (self._taken(value) and not view):
+                elif regions.is_whole_array(operation, self.program):
+                    self.sources[value] = sources
+                elif is_array or (self._needs_array(value) and not view):
                     self.sources[value] = frozenset((value,))
-                    size = self._narrowed(value) if operation.kind in HEAVY else self.bytes_of(value)
+                    size = self._product_bytes(value) if operation.kind in PRODUCTS else self.bytes_of(value)
                     if value in self.stacks:
                         size = 0
                     self.arrays[value] = size
                 else:
-                    self.sources[value] = made_of
+                    self.sources[value] = sources
 
     def run(self) -> Timeline:
         self.classify()
-        last: dict[int, int] = {}
+        last_read: dict[int, int] = {}
         for place, operation in enumerate(self.program.operations):
-            # an expression is computed where an array is made of it; what goes into a slot goes there at once
+            # an expression is computed with the array that reads it; a value written into a slot is written at once
             if any(value in self.arrays for value in operation.outputs) or operation.loop or operation.branches:
                 for value in operation.inputs:
                     for source in self.sources[value] if value is not None else ():
-                        last[source] = place
+                        last_read[source] = place
         end = len(self.program.operations)
-        for value in self.returned:
+        for value in self.outputs:
             for source in self.sources.get(value, ()):
-                last[source] = end
-        rings = [place for place in self.placed.summed if self._around_ring(place)]
-        late = outlasting(self.program, rings, self._is_array) if self.compiler.fuses == "local" else {}
+                last_read[source] = end
+        ring_products = [place for place in self.placements.summed if self._around_ring(place)]
+        late_read = late_arrays(self.program, ring_products, self._is_array) if self.compiler.fuses == "local" else {}
         live: dict[int, Item] = {}
         moments: list[Moment] = []
-        best: tuple[int, tuple[Item, ...]] = (-1, ())
-        at = 0
-        before: dict[int, Item] = {}
+        peak, peak_total = 0, -1
+        peak_items: tuple[Item, ...] = ()
+        live_before: dict[int, Item] = {}
         for place, operation in enumerate(self.program.operations):
-            piece = self.own.get(place)
+            piece = self.piece_at.get(place)
             temporaries = None if piece is None else self.pieces[piece]
-            made = [value for value in operation.outputs if value in self.arrays]
-            dying = [value for value in live if max(last.get(value, -1), late.get(value, -1)) <= place]
-            reused = self._in_place(operation, made, dying, live)
-            for value in reused:
+            new_arrays = [value for value in operation.outputs if value in self.arrays]
+            dying = [value for value in live if max(last_read.get(value, -1), late_read.get(value, -1)) <= place]
+            reused_arrays = self._reused_arrays(operation, new_arrays, dying, live)
+            for value in reused_arrays:
                 del live[value]
             if piece is not None and place == piece.start:
-                before = dict(live)
-            for value in made:
+                live_before = dict(live)
+            for value in new_arrays:
                 if self.arrays[value]:
                     live[value] = self._item(operation, value)
-            read = {value: item for value, item in live.items() if last.get(value, -1) > place}
-            after = read | {value: item for value, item in live.items() if late.get(value, -1) > place}
+            still_read = {value: item for value, item in live.items() if last_read.get(value, -1) > place}
+            live_after = still_read | {value: item for value, item in live.items() if late_read.get(value, -1) > place}
             if piece is not None and temporaries is not None:
-                extra = []
+                nested = []
                 if place == piece.stop - 1:
                     kind = "loss" if piece.name == "loss" else "transients"
-                    extra = [_Inner(piece.name, (Item(f"{piece.name}, compiled", kind, temporaries),))]
-                    live = before | read  # what else is late is among the temporaries
+                    nested = [_InnerMoment(piece.name, (Item(f"{piece.name}, compiled", kind, temporaries),))]
+                    live = live_before | still_read  # other late arrays are among the temporaries
             else:
-                extra = self._inside(operation, place) if made or operation.loop or operation.branches else []
-            for inner in extra:
-                total, by_kind = _sums([*live.values(), *inner.items])
+                has_moments = new_arrays or operation.loop or operation.branches
+                nested = self._inner_moments(operation, place) if has_moments else []
+            for inner in nested:
+                total, by_kind = _total_and_kinds([*live.values(), *inner.items])
                 backward = operation.backward or inner.backward
                 moments.append(Moment(inner.label, total, by_kind, backward, piece or inner.piece))
-                if total > best[0]:
-                    best, at = (total, (*live.values(), *inner.items)), len(moments) - 1
-            if made or extra:
-                live = after
-        items = tuple(sorted(best[1], key=lambda item: -item.bytes))
-        return Timeline(tuple(moments), at, items)
+                if total > peak_total:
+                    peak, peak_total, peak_items = len(moments) - 1, total, (*live.values(), *inner.items)
+            if new_arrays or nested:
+                live = live_after
+        items = tuple(sorted(peak_items, key=lambda item: -item.bytes))
+        return Timeline(tuple(moments), peak, items)
 
-    def _in_place(
-        self, operation: Operation, made: Sequence[int], dying: Sequence[int], live: dict[int, Item]
+    def _reused_arrays(
+        self, operation: Operation, new_arrays: Sequence[int], dying: Sequence[int], live: dict[int, Item]
     ) -> list[int]:
-        """Arrays whose place the results take: of an elementwise operation, or the state of a loop."""
-        if operation.kind in (*HEAVY, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call"):
+        """Dying arrays whose memory the results reuse: operands of an elementwise operation, or a loop's state."""
+        if operation.kind in (*PRODUCTS, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call"):
             return []
         if operation.branches:
-            pairs = [(made, old) for made, read in regions.handed_on(operation) for old in self.sources[read]]
-            return [old for made, old in pairs if old in dying and live[old].bytes == self.arrays.get(made)]
+            pairs = [
+                (new, old) for new, operand in regions.unchanged_results(operation) for old in self.sources[operand]
+            ]
+            return [old for new, old in pairs if old in dying and live[old].bytes == self.arrays.get(new)]
         if operation.kind.startswith("reduce_") or (self.compiler.fuses == "no" and operation.loop is None):
             return []
         candidates = list(dying)
         if operation.kind in ("scan", "while"):
             state = carries(operation)
-            made = operation.outputs[: len(state)]
-            own = {source for value in state if value is not None for source in self.sources[value]}
-            candidates = [value for value in candidates if value in own]
-        found = []
-        for value in made:
-            if value in self.written:
+            new_arrays = operation.outputs[: len(state)]
+            state_sources = {source for value in state if value is not None for source in self.sources[value]}
+            candidates = [value for value in candidates if value in state_sources]
+        reused = []
+        for value in new_arrays:
+            if value in self.scattered_sums:
                 continue
-            same = next((old for old in candidates if live[old].bytes == self.arrays.get(value, 0)), None)
-            if same is not None:
-                candidates.remove(same)
-                found.append(same)
-        return found
+            match = next((old for old in candidates if live[old].bytes == self.arrays.get(value, 0)), None)
+            if match is not None:
+                candidates.remove(match)
+                reused.append(match)
+        return reused
 
-    def _inside(self, operation: Operation, place: int) -> list["_Inner"]:
-        """What an operation needs while it runs, beside arguments and results."""
+    def _inner_moments(self, operation: Operation, place: int) -> list["_InnerMoment"]:
+        """The moments within an operation, with its memory beside operands and results."""
         label = operation.kind
         if operation.loop is not None:
             state = carries(operation)
             body = _Sweep(
                 operation.loop,
-                self.placed.loops[place],
+                self.placements.loops[place],
                 self.all_kinds,
                 self.compiler,
                 len(state),
                 pieces=self.pieces,
                 path=(*self.path, place),
             )
-            found = body.moments_with_items() or [_Inner(label, ())]
+            moments = body.moments_with_items() or [_InnerMoment(label, ())]
             if all(self.kinds.get(value) == "loss" for value in operation.outputs):
-                return [_renamed(inner) for inner in found]
-            return found
+                return [_as_loss(inner) for inner in moments]
+            return moments
         if operation.branches:
-            found = []
-            for branch, placed in zip(operation.branches, self.placed.branches[place], strict=True):
-                inside = _Sweep(branch, placed, self.all_kinds, self.compiler, 0, branch=True)
-                found += inside.moments_with_items()
-            return found or [_Inner(label, ())]
-        gathered = int(self.compiler.gather * self.placed.gathered.get(place, 0))
-        if gathered and self.in_loop and self.compiler.fuses == "local" and self._around_ring(place):
-            # around a ring the result is put together part by part: there are an old and a new one
-            gathered = max(gathered, *(self.arrays.get(value, 0) for value in operation.outputs))
-        if gathered:
-            return [_Inner(label, (Item(f"gathered weight of {operation.line}", "gathered weights", gathered),))]
-        return [_Inner(label, ())]
+            moments = []
+            for branch, placements in zip(operation.branches, self.placements.branches[place], strict=True):
+                branch_sweep = _Sweep(branch, placements, self.all_kinds, self.compiler, 0, branch=True)
+                moments += branch_sweep.moments_with_items()
+            return moments or [_InnerMoment(label, ())]
+        gathered_bytes = int(self.compiler.gather * self.placements.gathered.get(place, 0))
+        if gathered_bytes and self.in_loop and self.compiler.fuses == "local" and self._around_ring(place):
+            # around a ring the result is assembled in steps: an old and a new copy are alive
+            gathered_bytes = max(gathered_bytes, *(self.arrays.get(value, 0) for value in operation.outputs))
+        if gathered_bytes:
+            weight = Item(f"gathered weight of {operation.line}", "gathered weights", gathered_bytes)
+            return [_InnerMoment(label, (weight,))]
+        return [_InnerMoment(label, ())]
 
-    def moments_with_items(self) -> list["_Inner"]:
-        """Every moment of a loop's body; only the peak has its items told apart."""
-        found = self.run()
-        out = []
-        for number, moment in enumerate(found.moments):
-            if number == found.peak:
-                items = found.items
+    def moments_with_items(self) -> list["_InnerMoment"]:
+        """Every moment of a loop's body; only the peak lists its arrays, the others list sums by kind."""
+        body = self.run()
+        inner_moments = []
+        for number, moment in enumerate(body.moments):
+            if number == body.peak:
+                items = body.items
             else:
-                items = tuple(Item(kind, kind, n) for kind, n in moment.by_kind.items())
-            out.append(_Inner(moment.label, items, moment.backward, moment.piece))
-        return out
+                items = tuple(Item(kind, kind, size) for kind, size in moment.by_kind.items())
+            inner_moments.append(_InnerMoment(moment.label, items, moment.backward, moment.piece))
+        return inner_moments
 
     def _item(self, operation: Operation, value: int) -> Item:
         shape = self.program.shapes[value]
-        name, kind, line = _origin(operation, value, self.program)
+        name, kind, line = _name_and_origin(operation, value, self.program)
         text = f"{shape.dtype}{list(shape.shape)}" if hasattr(shape, "dtype") else str(shape)
         label = f"{name} {text}" if name else f"{text} {kind}, {line}"
-        other = "gathered weights" if operation.kind == "all_gather" else "transients"
-        return Item(label, self.kinds.get(value, other), self.arrays[value])
+        default_kind = "gathered weights" if operation.kind == "all_gather" else "transients"
+        return Item(label, self.kinds.get(value, default_kind), self.arrays[value])
 
 
-def _origin(operation: Operation, value: int, program: Program) -> tuple[str, str, str]:
-    """The model's name of a value, if it has one, and the operation and line that make it; through loops and views."""
+def _name_and_origin(operation: Operation, value: int, program: Program) -> tuple[str, str, str]:
+    """The model's name of a value or "", and the operation and line that compute it; through loops and views."""
     if value in program.names:
         return program.names[value], operation.kind, operation.line
     body = operation.loop
     if body is not None:
-        inner = body.outputs[operation.outputs.index(value)]
-        for step in body.operations:
-            if inner is not None and inner in step.outputs:
-                return _origin(step, inner, body)
-    read = operation.inputs[0] if operation.inputs else None
-    if read is not None and operation.kind in RENAMED:
-        for step in program.operations:
-            if read in step.outputs:
-                return _origin(step, read, program)
-        return program.names.get(read, ""), operation.kind, operation.line
+        body_value = body.outputs[operation.outputs.index(value)]
+        for maker in body.operations:
+            if body_value is not None and body_value in maker.outputs:
+                return _name_and_origin(maker, body_value, body)
+    operand = operation.inputs[0] if operation.inputs else None
+    if operand is not None and operation.kind in RENAMED:
+        for maker in program.operations:
+            if operand in maker.outputs:
+                return _name_and_origin(maker, operand, program)
+        return program.names.get(operand, ""), operation.kind, operation.line
     return "", operation.kind, operation.line
 
 
-def _written(program: Program) -> set[int]:
-    """Sums of an expression and a scatter of one element of each row: the scatter writes into the sum's array."""
+def _scattered_sums(program: Program) -> set[int]:
+    """Sums that include a scatter of one element per row: the scatter writes into the sum's array."""
     scattered = {
         value
         for operation in program.operations
-        if operation.kind in SCATTERS and _one_of_each_row(operation, program)
+        if operation.kind in SCATTERS and _one_per_row(operation, program)
         for value in operation.outputs
     }
     return {
         value
         for operation in program.operations
-        if operation.kind in ("add", "add_any") and any(read in scattered for read in operation.inputs)
+        if operation.kind in ("add", "add_any") and any(operand in scattered for operand in operation.inputs)
         for value in operation.outputs
     }
 
 
-def _one_of_each_row(operation: Operation, program: Program) -> bool:
-    """Whether a scatter changes one element of each row, which compilers write as a comparison with an iota."""
+def _one_per_row(operation: Operation, program: Program) -> bool:
+    """Whether a scatter changes one element per row, which compilers turn into a comparison with an iota."""
     numbers = operation.params["dimension_numbers"]
-    batching, inserted = numbers.operand_batching_dims, numbers.inserted_window_dims
-    made = program.shapes[operation.outputs[0]].shape
-    return not numbers.update_window_dims and len(inserted) == 1 and len(batching) + 1 == len(made)
+    batching_dims, inserted_dims = numbers.operand_batching_dims, numbers.inserted_window_dims
+    shape = program.shapes[operation.outputs[0]].shape
+    return not numbers.update_window_dims and len(inserted_dims) == 1 and len(batching_dims) + 1 == len(shape)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Inner:
+class _InnerMoment:
     label: str
     items: tuple[Item, ...]
     backward: bool = False
     piece: Piece | None = None
 
 
-def _renamed(inner: _Inner) -> _Inner:
-    """What is transient within the loss belongs to it."""
-    items = (dataclasses.replace(one, kind="loss") if one.kind == "transients" else one for one in inner.items)
+def _as_loss(inner: _InnerMoment) -> _InnerMoment:
+    """The moment with its transients counted as loss."""
+    items = (dataclasses.replace(item, kind="loss") if item.kind == "transients" else item for item in inner.items)
     return dataclasses.replace(inner, items=tuple(items))
 
 
-def _sums(items: Sequence[Item]) -> tuple[int, dict[str, int]]:
+def _total_and_kinds(items: Sequence[Item]) -> tuple[int, dict[str, int]]:
     by_kind: dict[str, int] = {}
     for item in items:
         by_kind[item.kind] = by_kind.get(item.kind, 0) + item.bytes

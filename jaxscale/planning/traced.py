@@ -1,4 +1,4 @@
-"""A train step as estimates see it: its flat program, where every value lies, and what the compiler will make of it."""
+"""A traced train step: its flat program, the placements of its values, and the compiler's treatment of it."""
 
 import dataclasses
 from typing import Any, Literal
@@ -19,30 +19,30 @@ class TracedStep:
     """A traced train step.
 
     Args:
-        program: of the state's leaves and the batch's, in this order.
-        placed: where its values lie.
-        compiler: how the platform's treats it.
+        program: its inputs are the leaves of the state, then of the batch.
+        placements: of its values.
+        compiler: how the platform's compiler treats it.
         leaves: path and abstract value of each input.
-        flop: of its products, all devices together.
+        flop: FLOP of its products, all devices together.
     """
 
     program: Program
-    placed: Placements
+    placements: Placements
     compiler: Compiler
     leaves: tuple[tuple[str, Any], ...]
     flop: int
 
 
 def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
-    """Trace a step that is built; nothing is compiled.
+    """Trace a train step; nothing is compiled.
 
     Args:
         step: on the platform's devices, or their description.
         batch: arrays or shapes of a global batch.
-        platform: where.
+        platform: where it would run.
 
     Raises:
-        UserError: the plan names a kernel that the step does not take.
+        UserError: the plan names a kernel that the step does not use.
     """
     import jax
 
@@ -51,17 +51,17 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     jaxpr = jax.make_jaxpr(step.step_fn)(state, shapes)
     step.check_kernels()
     program = flatten(jaxpr)
-    found = [leaf for part in (state, shapes) for leaf in jax.tree_util.tree_flatten_with_path(part)[0]]
-    leaves = tuple((path_name(path), leaf) for path, leaf in found)
+    paths_and_leaves = [leaf for tree in (state, shapes) for leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    leaves = tuple((path_name(path), leaf) for path, leaf in paths_and_leaves)
     for value, (path, _) in zip(program.inputs, leaves, strict=False):
         program.names[value] = path.removeprefix("params/")
-    given = [dims_of(leaf.sharding, len(leaf.shape)) for _, leaf in leaves]
-    placed = place(program, given, step.mesh.shape, tiled=platform.chip.kind == "tpu")
-    return TracedStep(program, placed, _compiler(platform, step.plan), leaves, jaxpr_flop(jaxpr).total)
+    input_dims = [dims_of(leaf.sharding, len(leaf.shape)) for _, leaf in leaves]
+    placements = place(program, input_dims, step.mesh.shape, tiled=platform.chip.kind == "tpu")
+    return TracedStep(program, placements, _compiler(platform, step.plan), leaves, jaxpr_flop(jaxpr).total)
 
 
 def _compiler(platform: Platform, plan: Plan) -> Compiler:
-    """What the platform's compiler fuses into products, as its compiled programs show."""
+    """The fusion of the platform's compiler, as observed in compiled programs."""
     fuses: Literal["no", "all", "local"] = "no"
     if platform.chip.kind == "tpu":
         fuses = "local" if platform.topology is not None and len(platform.topology) == 2 else "all"

@@ -1,15 +1,15 @@
-"""A model's blocks dealt out to unlike devices: faster ones get more, and each place of the pipe has its own prices.
+"""Partition of a model's blocks over unlike devices: faster devices get more blocks, each rank has its own prices.
 
-Groups of devices stand along the pipe in the given order. Where there are several times as many devices as stages, as
-many pipelines run side by side, HetPipe's virtual workers: each gets one device of every run in the order of speed, so
-that they are alike, and share the rows of a microbatch. The partition is `pipeline.partition`'s, with the roofline
+Groups of devices are placed along the pipe in the given order. With several times as many devices as stages, as many
+pipelines run side by side, HetPipe's virtual workers: each gets one device of every run in the order of speed, so that
+they are equal, and they share the rows of a microbatch. `pipeline.partition` computes the partition from the roofline
 prices of each kind of chip.
 
     Park et al. 2020, "HetPipe" (arXiv:2005.14038); Zhan and Zhang 2019, "Pipe-torch" (CBD).
 
-Left out: memory (ask `fit` of the platform with the smallest), the links between unlike machines, which no table has (a
-place's own chip's is taken), and training on them: one program runs on alike devices. What is printed is
-the option `stages` of a plan's pipeline.
+Left out: memory (use `fit` for the platform with the least), the links between unlike machines, which no table has (a
+rank's link is that of its own chip), and training: one program needs equal devices. The printed result is the option
+`stages` of a plan's pipeline.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.price import Device
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.virtual_workers import virtual_workers
-from jaxscale.planning.pipeline_choice import in_turns
+from jaxscale.planning.pipeline_choice import in_periods
 from jaxscale.planning.stage_prices import model_prices
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.experiment import Experiment
@@ -32,13 +32,13 @@ from jaxscale.step.stages import period_of
 
 @dataclasses.dataclass(frozen=True)
 class Dealt:
-    """Blocks on unlike devices.
+    """A partition over unlike devices.
 
     Args:
-        partition: of blocks, or of whole turns of unlike ones, to stages.
-        places: the chip that stands for each rank: where workers' differ, the slowest.
-        workers: pipelines side by side.
-        period: blocks of a turn.
+        partition: of blocks, or of whole periods of unlike blocks, to stages.
+        places: the chip of each rank; the slowest if the workers' differ.
+        workers: number of pipelines side by side.
+        period: blocks of a period.
     """
 
     partition: Partition
@@ -50,20 +50,22 @@ class Dealt:
     def layers(self) -> tuple[int, ...]:
         """Blocks of each stage: the option `stages` of the plan's pipeline."""
         bounds = self.partition.boundaries
-        return tuple(self.period * (after - before) for before, after in itertools.pairwise(bounds))
+        return tuple(self.period * (stop - start) for start, stop in itertools.pairwise(bounds))
 
     def __str__(self) -> str:
-        side = f", {self.workers} virtual workers side by side" if self.workers > 1 else ""
-        gap = "" if self.partition.exact else f", at most {self.partition.seconds / self.partition.bound - 1:.1%} more"
+        parallel = f", {self.workers} virtual workers side by side" if self.workers > 1 else ""
+        excess = (
+            "" if self.partition.exact else f", at most {self.partition.seconds / self.partition.bound - 1:.1%} more"
+        )
         stages = "+".join(map(str, self.layers))
-        return f"ranks on {', '.join(self.places)}{side}: --plan.pipeline ...,stages={stages}{gap}"
+        return f"ranks on {', '.join(self.places)}{parallel}: --plan.pipeline ...,stages={stages}{excess}"
 
 
 def devices_of(text: str, ranks: int) -> tuple[Platform, ...]:
-    """The groups of devices of a text, such as "gpu h100 x 2, gpu a100 x 2", in the order of the pipe.
+    """Parse groups of devices, such as "gpu h100 x 2, gpu a100 x 2", in the order of the pipe.
 
     Raises:
-        UserError: no platform, one kind alone, or a number of devices that is no multiple of the ranks.
+        UserError: no platform, only one kind, or a number of devices that is no multiple of the ranks.
 
     Example:
         >>> [group.devices for group in devices_of("gpu h100 x 2, gpu a100 x 2", 4)]
@@ -84,36 +86,36 @@ def dealt(experiment: Experiment, groups: Sequence[Platform], pipeline: Pipeline
     """The fastest partition of an experiment's blocks over unlike devices.
 
     Args:
-        experiment: its plan says types, attention and what blocks keep.
-        groups: of devices, along the pipe.
-        pipeline: says how many microbatches.
-        schedule: of it.
+        experiment: its plan specifies types, attention and memory.
+        groups: groups of devices, along the pipe.
+        pipeline: with the number of microbatches.
+        schedule: of the pipeline.
 
     Raises:
-        UserError: a chip whose rates nothing tells, rows that do not divide, a schedule of several routes.
+        UserError: a chip of unknown rates, rows that do not divide, a schedule of several routes.
     """
     workers = sum(group.devices for group in groups) // schedule.ranks
     period = period_of(experiment.model)
-    kinds = {group.chip.name: group for group in groups}
+    chips = {group.chip.name: group for group in groups}
     prices = {
-        name: in_turns(
-            model_prices(experiment, _alone(group, schedule.ranks * workers), schedule.ranks, pipeline.shape()[1]),
+        name: in_periods(
+            model_prices(experiment, _platform(group, schedule.ranks * workers), schedule.ranks, pipeline.shape()[1]),
             period,
         )
-        for name, group in kinds.items()
+        for name, group in chips.items()
     }
-    wires = {name: max((link.bandwidth for link in group.links), default=math.inf) for name, group in kinds.items()}
+    bandwidths = {n: max((link.bandwidth for link in g.links), default=math.inf) for n, g in chips.items()}
     places = tuple(
-        Device(kind=group.chip.name, link=wires[group.chip.name]) for group in groups for _ in range(group.devices)
+        Device(kind=group.chip.name, link=bandwidths[group.chip.name]) for group in groups for _ in range(group.devices)
     )
     if workers > 1:
         seconds = {name: sum(price.forward for price in model.blocks) for name, model in prices.items()}
-        slowness = {name: taken / min(seconds.values()) for name, taken in seconds.items()}
+        slowness = {name: chip_seconds / min(seconds.values()) for name, chip_seconds in seconds.items()}
         places = virtual_workers(places, slowness, workers)
-    found = partition(prices, schedule, places, stash=experiment.plan.stages_keep)
-    return Dealt(found, tuple(place.kind for place in places), workers, period)
+    fastest = partition(prices, schedule, places, stash=experiment.plan.stages_keep)
+    return Dealt(fastest, tuple(place.kind for place in places), workers, period)
 
 
-def _alone(group: Platform, devices: int) -> Platform:
-    """As many devices of one kind."""
+def _platform(group: Platform, devices: int) -> Platform:
+    """A platform of this many devices of a group's chip."""
     return Platform(group.chip, max(1, devices // group.chip.devices))

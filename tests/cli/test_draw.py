@@ -140,7 +140,7 @@ def test_mistakes(capsys, words, message):
 def test_a_platform_of_unknown_rates_and_one_that_does_not_divide(capsys):
     asked = ["draw", "pipeline", "1f1b:3x4", "--experiment", SHAKESPEARE, "--platform"]
     assert main([*asked, "cpu x 4"]) == 2
-    assert "nothing tells how fast a cpu is" in capsys.readouterr().err
+    assert "the rates of a cpu are unknown" in capsys.readouterr().err
     assert main([*asked, "tpu v5e:2x2"]) == 2
     assert "a pipeline of 3 devices does not divide the 4 of tpu v5e:2x2" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.costs.inline import inline
-from jaxscale.costs.spread import local_bytes, of_spec, parts, propagate
+from jaxscale.costs.spread import local_bytes, parts, propagate, spread_of_spec
 
 SIZES = {"data": 2, "tensor": 4}
 
@@ -15,7 +15,7 @@ SIZES = {"data": 2, "tensor": 4}
 def spread_of(fn, *shapes, given):
     """The spread of the (one) result of `fn`, and of every input."""
     program = inline(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)))
-    known = {program.inputs[index]: of_spec(spec, len(shapes[index])) for index, spec in given.items()}
+    known = {program.inputs[index]: spread_of_spec(spec, len(shapes[index])) for index, spec in given.items()}
     found = propagate(program, known, SIZES)
     return found[program.outputs[0]], [found[number] for number in program.inputs]
 
@@ -44,7 +44,7 @@ def spread_of(fn, *shapes, given):
 )
 def test_a_result_lies_where_its_operands_do(fn, shapes, given, expected):
     made, _ = spread_of(fn, *shapes, given=given)
-    assert made == of_spec(expected, len(made))
+    assert made == spread_of_spec(expected, len(made))
 
 
 def test_an_axis_lies_along_one_dim_and_no_dim_is_cut_finer_than_it_is_long():
@@ -76,7 +76,7 @@ def test_bytes_of_a_part_are_those_of_the_compiler():
     x = jax.ShapeDtypeStruct((6, 8), jnp.bfloat16)
     place = NamedSharding(mesh, spec)
     compiled = jax.jit(lambda x: x * 2, in_shardings=place).lower(x).compile()
-    found = local_bytes(x, of_spec(spec, 2), SIZES)
+    found = local_bytes(x, spread_of_spec(spec, 2), SIZES)
     assert found == 3 * 2 * 2 == compiled.memory_analysis().argument_size_in_bytes
 
 

@@ -104,11 +104,11 @@ def test_one_that_fits_well_asks_for_nothing(planned):
 def test_how_it_would_fit_is_told_in_one_sentence(planned, halved):
     experiment, found = planned(precision="bfloat16"), halved
     first = next(one for one in found.helps if one.fits)
-    assert found.way.startswith(f"it fits with {first.flags}")
+    assert found.remedy.startswith(f"it fits with {first.flags}")
     assert first.needs == needs(experiment) - first.saves
     assert found.verdict.startswith("does not fit")
-    assert found.way in str(found).splitlines()
-    assert fit(experiment, V5E).way == ""
+    assert found.remedy in str(found).splitlines()
+    assert fit(experiment, V5E).remedy == ""
 
 
 def test_it_draws_itself(planned, tmp_path):
@@ -173,7 +173,7 @@ def test_the_compiler_s_word_beside_the_estimate(file):
     assert found.verified
     assert found.report is not None
     assert found.device_bytes == found.report.device_bytes
-    assert "the compiler says" in found.verdict
+    assert "according to the compiler" in found.verdict
     assert "the estimate is off by" in str(found)
 
 

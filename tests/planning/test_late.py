@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.planning.flat import Program, flatten
-from jaxscale.planning.late import outlasting
+from jaxscale.planning.late import late_arrays
 
 ARRAYS = ("dot_general", "scan", "reduce_sum")
 
@@ -25,7 +25,7 @@ def program() -> Program:
 def test_a_heads_gradient_keeps_logits_and_hidden_states_until_the_blocks_are_done(program: Program) -> None:
     backward = [at for at, one in enumerate(program.operations) if one.kind == "dot_general" and one.backward]
     head = next(at for at in backward if 32 in program.shapes[program.operations[at].outputs[0]].shape)
-    found = outlasting(program, [head], lambda one: one.kind in ARRAYS)
+    found = late_arrays(program, [head], lambda one: one.kind in ARRAYS)
     assert sorted(program.shapes[value].shape for value in found) == [(8, 4), (8, 32)]
     (end,) = set(found.values())
     assert program.operations[end].kind == "scan"
@@ -35,11 +35,11 @@ def test_a_heads_gradient_keeps_logits_and_hidden_states_until_the_blocks_are_do
 def test_nothing_is_late_without_a_ring_or_of_the_forward_pass(program: Program) -> None:
     forward = next(at for at, one in enumerate(program.operations) if one.kind == "dot_general")
     for rings in ([], [forward]):
-        assert outlasting(program, rings, lambda one: one.kind in ARRAYS) == {}
+        assert late_arrays(program, rings, lambda one: one.kind in ARRAYS) == {}
 
 
 def test_without_a_loop_of_blocks_nothing_waits() -> None:
     shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 4), (4, 32))]
     program = flatten(jax.make_jaxpr(jax.grad(lambda x, head: jnp.sum(jnp.exp(x @ head)), (0, 1)))(*shapes))
     rings = range(len(program.operations))
-    assert outlasting(program, rings, lambda one: one.kind in ARRAYS) == {}
+    assert late_arrays(program, rings, lambda one: one.kind in ARRAYS) == {}

@@ -55,7 +55,7 @@ def test_the_combination_is_ahead_and_rules_that_only_swap_are_far_behind():
 
 def test_it_prints_a_table_and_draws_itself(tmp_path):
     menu, text = found(), str(found())
-    assert text.startswith("Mlp, 4 alike: ")
+    assert text.startswith("Mlp, 4 layers: ")
     assert "kept on the device a layer" in text
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.split()}
     assert all(rule in rows for rule in (*BUDGETED, *FIXED))

@@ -53,7 +53,8 @@ def test_the_report_says_it_before_and_after_compiling(planned):
         Collective("all-reduce", None, 1024, 1, "f32", "main"),
     )
     verified = dataclasses.replace(found, report=CompileReport(SLICES, collectives=sent))
-    told = "on the wire, the compiler says, per device and step: replica 4.00 KiB, fsdp 12.0 KiB, other groups 1.00 KiB"
+    source = "on the wire, according to the compiler, per device and step"
+    told = f"{source}: replica 4.00 KiB, fsdp 12.0 KiB, other groups 1.00 KiB"
     assert told in str(verified).splitlines()
 
 
