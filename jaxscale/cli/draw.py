@@ -156,12 +156,12 @@ class Draw:
 
     def _check_measured(self) -> None:
         from jaxscale.pipeline.draw import check_file
-        from jaxscale.training.traced_actions import checked
+        from jaxscale.training.traced_actions import traced_plan
 
         for name in ("schedule", "compare", "cost", "experiment", "variant", "platform", "devices", "updates"):
             if getattr(self, name) is not None:
                 raise UserError(f"draw pipeline: got {name} beside --measured, whose run says it all: leave it out")
-        pipeline = checked(self.measured).pipeline
+        pipeline = traced_plan(self.measured).pipeline
         if self.out is not None and pipeline is not None:
             check_file(self.out, [pipeline.schedule()] * 2)
 

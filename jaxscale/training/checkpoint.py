@@ -1,6 +1,6 @@
 """Checkpoints of a run: atomic, written in the background by Orbax, verified by checksums when read.
 
-A checkpoint is a folder `checkpoints/STEP` with one canonical tree (names to whole arrays, independent of mesh, ZeRO and
+A checkpoint is a folder `checkpoints/STEP` with one canonical tree (names to whole arrays, whatever mesh, ZeRO and
 memory plan) and a description: format, step, tokens, state of the data, held-out loss, and per array its shape, dtype
 and two checksums. A folder counts once Orbax has committed it. Half-written folders of a killed run are removed; a
 checkpoint that does not verify is skipped for the one before. An existing checkpoint is never overwritten.
@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxscale.errors import UserError
 from jaxscale.training.mirror import COMMITTED, Upload, is_mirrored, local_copy, staging
-from jaxscale.training.processes import is_first, of_first, on_all, wait_for_all
+from jaxscale.training.processes import from_first_process, is_first, on_all, wait_for_all
 from jaxscale.training.storage import is_remote, run_path
 
 FORMAT = 1
@@ -214,7 +214,7 @@ class Checkpoints:
         Raises:
             UserError: there are checkpoints and none verifies, or one is of a newer version or of another model.
         """
-        steps = of_first(self.steps()) if step is None else [step]
+        steps = from_first_process(self.steps()) if step is None else [step]
         damaged: dict[int, str] = {}
         for candidate in reversed(steps):
             restored, reason = self._attempt(candidate, abstract)
@@ -245,7 +245,7 @@ class Checkpoints:
             return None, reason
 
     def _restore(self, step: int, abstract: Mapping[str, Any]) -> Restored:
-        """In stages that all processes finish together: later ones are collective, and would wait for a failed process."""
+        """In stages that all processes finish together: a collective stage would wait for a failed process."""
         from jaxscale.training.checksum import checksums
 
         content, conversion = on_all(lambda: self._read_conversion(step, abstract), DamagedError)
