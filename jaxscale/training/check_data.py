@@ -35,10 +35,8 @@ def check_data(experiment: Experiment, data: Any) -> None:
         )
     shape, model_shape = facts.get("shape"), _image_shape(experiment.model)
     if shape is not None and any(b not in (None, a) for a, b in zip(shape, model_shape, strict=True)):
-        data_text, model_text = (
-            " x ".join("any" if n is None else str(n) for n in sizes) for sizes in (shape, model_shape)
-        )
-        raise UserError(f"the images are {data_text}, and the model takes {model_text}: set its image and channels")
+        images, model = (" x ".join("any" if n is None else str(n) for n in sizes) for sizes in (shape, model_shape))
+        raise UserError(f"the images are {images}, and the model takes {model}: set its image and channels")
     length = getattr(experiment.data, "context", None)
     if context is not None and length is not None and length > context:
         raise UserError(
