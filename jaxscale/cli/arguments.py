@@ -81,13 +81,13 @@ def read(argv: Sequence[str]) -> Arguments:
             flag, equals, text = word[2:].partition("=")
             path = flag.replace("-", "_")
             path = NAMED.get(path, path) if takes_fields else path
-            dotted = takes_fields and "." in path
-            if path not in flags and not dotted:
+            is_field = takes_fields and "." in path
+            if path not in flags and not is_field:
                 paths = "; fields of the experiment are set by path, such as --model.embed 256" if takes_fields else ""
                 raise UserError(f"unknown flag '--{flag}' of {name}{_near_flag('--' + flag, flags)}{paths}")
             if path in early or path in fields:
                 raise UserError(f"--{flag} is given twice: give it once")
-            if not dotted and flags[path] is bool:
+            if not is_field and flags[path] is bool:
                 if equals:
                     raise UserError(f"--{flag} takes no value: give it, or leave it out")
                 options.append(f"--{flag}")
@@ -95,10 +95,10 @@ def read(argv: Sequence[str]) -> Arguments:
                 continue
             if not equals:
                 if not words or (words[0].startswith("--") and len(words[0]) > 2):
-                    expected = "" if dotted else f": expected {values.describe(flags[path])}"
-                    raise UserError(f"--{flag} lacks its value{expected}")
+                    type_text = "" if is_field else f": expected {values.describe(flags[path])}"
+                    raise UserError(f"--{flag} lacks its value{type_text}")
                 text = words.pop(0)
-            if dotted:
+            if is_field:
                 fields[path] = text
             else:
                 early[path] = values.parse(text, flags[path], f"--{flag}")

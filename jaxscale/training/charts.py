@@ -150,20 +150,20 @@ def line_chart(
         low, high = math.log10(low), math.log10(high)
     pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     low, high = (low if from_zero and low == 0 else low - pad), high + pad
-    left = float(min(curve.steps.min() for curve in series))
-    right = float(max(curve.steps.max() for curve in series))
-    if left == right:
-        left, right = left - 1, right + 1
+    first = float(min(curve.steps.min() for curve in series))
+    last = float(max(curve.steps.max() for curve in series))
+    if first == last:
+        first, last = first - 1, last + 1
 
     def x_of(step: float) -> float:
-        return (step - left) / (right - left)
+        return (step - first) / (last - first)
 
     def y_of(value: float) -> float:
         if logarithmic:
             value = math.log10(value) if value > 0 else low - 1
         return (high - value) / (high - low)
 
-    marks = [mark for mark in marks if left <= mark.step <= right][:_MARKS]
+    marks = [mark for mark in marks if first <= mark.step <= last][:_MARKS]
     rules = "".join(f'<path class="mark" d="M{x_of(m.step) * _UNITS:.1f} 0V{_UNITS:.0f}"/>' for m in marks)
     paths = "".join(_curve(curve, x_of, y_of) for curve in series)
     if logarithmic:
@@ -174,8 +174,8 @@ def line_chart(
     grid = "".join(f'<path class="grid" d="M0 {y * _UNITS:.1f}H{_UNITS:.0f}"/>' for _, y in heights)
     tick_text = ticks_text or ("{:g}".format if logarithmic else _tick_text([v for v, _ in heights]))
     labels = "".join(f'<span class="y" style="top:{y:.2%}">{escape(tick_text(v))}</span>' for v, y in heights)
-    step_text = short if right >= 1e6 else "{:,.0f}".format
-    step_ticks = [s for s in ticks(left, right, 4) if s == int(s)]
+    step_text = short if last >= 1e6 else "{:,.0f}".format
+    step_ticks = [s for s in ticks(first, last, 4) if s == int(s)]
     labels += "".join(f'<span class="x" style="left:{x_of(s):.2%}">{step_text(s)}</span>' for s in step_ticks)
     legend = [f'<span class="key c{curve.color} {curve.style}"><i></i>{escape(curve.label)}</span>' for curve in series]
     if tall:
@@ -195,7 +195,7 @@ def line_chart(
         f'<div class="plot" tabindex="0" role="img" aria-label="{escape(_aria_label(title, series, text))}">'
         f'<svg viewBox="0 0 {_UNITS:.0f} {_UNITS:.0f}" preserveAspectRatio="none" aria-hidden="true">'
         f'{grid}{rules}{paths}</svg>{labels}<div class="cursor"></div><div class="tip"></div></div>'
-        f'<script type="application/json">{_readout(series, marks, text, left, right)}</script></figure>'
+        f'<script type="application/json">{_readout(series, marks, text, first, last)}</script></figure>'
     )
 
 
@@ -256,25 +256,25 @@ def _log_ticks(low: float, high: float) -> list[tuple[float, float]]:
 def _curve(curve: Series, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:
     steps, values = thin(curve.steps, curve.values)
     commands: list[str] = []
-    drawing = False
+    pen_down = False
     dots = curve.style == "dots" or len(steps) == 1
     for i, (step, value) in enumerate(zip(steps.tolist(), values.tolist(), strict=True)):
         if not math.isfinite(value):
-            drawing = False
+            pen_down = False
             continue
         # clamp: a coordinate far outside the frame would lose its digits
         y = min(max(y_of(value), -1.0), 2.0) * _UNITS
-        single = not drawing and (i + 1 == len(steps) or not math.isfinite(values[i + 1]))
-        commands.append(f"{'L' if drawing else 'M'}{x_of(step) * _UNITS:.1f} {y:.1f}")
+        single = not pen_down and (i + 1 == len(steps) or not math.isfinite(values[i + 1]))
+        commands.append(f"{'L' if pen_down else 'M'}{x_of(step) * _UNITS:.1f} {y:.1f}")
         if dots or single:
             commands.append("h0")
-        drawing = not dots
+        pen_down = not dots
     style = "dots" if dots else curve.style
     return f'<path class="c{curve.color} {style}" d="{"".join(commands)}"/>'
 
 
 def _readout(
-    series: Sequence[Series], marks: Sequence[Mark], text: Callable[[float], str], left: float, right: float
+    series: Sequence[Series], marks: Sequence[Mark], text: Callable[[float], str], first: float, last: float
 ) -> str:
     """The JSON for the page's script: steps and formatted values of each curve, evenly thinned."""
     curves = []
@@ -288,7 +288,7 @@ def _readout(
                 "texts": [text(value) for value in curve.values[indices].tolist()],
             }
         )
-    chart = {"left": left, "right": right, "curves": curves, "marks": [[mark.step, mark.label] for mark in marks]}
+    chart = {"left": first, "right": last, "curves": curves, "marks": [[mark.step, mark.label] for mark in marks]}
     return json.dumps(chart, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
 
 

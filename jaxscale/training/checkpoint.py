@@ -86,7 +86,7 @@ class Checkpoints:
         self.folder = _path(folder)
         self._keep, self._best, self._write = keep, best, write
         self._running: tuple[Description, Any] | None = None
-        self._known: dict[int, Description] = {}
+        self._descriptions: dict[int, Description] = {}
         if write:
             _check_reachable(self.folder)
             with _disk_errors(self):
@@ -109,9 +109,9 @@ class Checkpoints:
             DamagedError: it cannot be read.
             UserError: it was written by a newer version.
         """
-        if step not in self._known:
-            self._known[step] = _description(self._read(step))
-        return self._known[step]
+        if step not in self._descriptions:
+            self._descriptions[step] = _description(self._read(step))
+        return self._descriptions[step]
 
     def best(self) -> int | None:
         """Step of the checkpoint with the least held-out loss; `None` where none was measured."""
@@ -151,7 +151,7 @@ class Checkpoints:
         content = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(description), "arrays": entries}))
         with _disk_errors(self):
             metadata = {"jaxscale": content, "sha256": _digest(content)}
-            final = self._at(description.step)
+            final = self._folder(description.step)
             path = staging(final) if is_mirrored(final) else final
             response: Any = ocp.save_async(str(path), dict(arrays), custom_metadata=metadata)
             self._running = (description, Upload(response, path, final) if path is not final else response)
@@ -186,7 +186,7 @@ class Checkpoints:
         (description, response), self._running = self._running, None
         with _disk_errors(self):
             response.result()
-            self._known[description.step] = description
+            self._descriptions[description.step] = description
             if is_first():
                 self._prune()
         return description
@@ -241,11 +241,11 @@ class Checkpoints:
             except DamagedError as error:
                 reason = str(error)
             gc.collect()  # abandoned reads end here, where their messages are dropped
-            logging.getLogger("asyncio").addFilter(_is_retrieved)  # those of other threads end later
+            logging.getLogger("asyncio").addFilter(_is_retrieved)  # reads of other threads end later
             return None, reason
 
     def _restore(self, step: int, abstract: Mapping[str, Any]) -> Restored:
-        """In stages that all processes finish together: a collective stage would wait for a failed process."""
+        """Restore in stages that all processes finish together: a collective would wait for a failed process."""
         from jaxscale.training.checksum import checksums
 
         content, conversion = on_all(lambda: self._read_conversion(step, abstract), DamagedError)
@@ -254,8 +254,8 @@ class Checkpoints:
         sums = checksums(arrays)  # equal on all processes
         mismatches = [name for name in abstract if list(sums[name]) != content["arrays"][name][2:]]
         if mismatches:
-            count = f" and {len(mismatches) - 1} more" if len(mismatches) > 1 else ""
-            raise DamagedError(f"the checksum of array {mismatches[0]!r}{count} does not match its content")
+            suffix = f" and {len(mismatches) - 1} more" if len(mismatches) > 1 else ""
+            raise DamagedError(f"the checksum of array {mismatches[0]!r}{suffix} does not match its content")
         return Restored(_description(content), conversion.convert(_cast(arrays, abstract)), {}, conversion.said)
 
     def _read_conversion(self, step: int, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -263,7 +263,7 @@ class Checkpoints:
 
         content = self._read(step)
         change = conversion(content["arrays"], abstract)
-        _check_arrays(content["arrays"], change.abstract, self._at(step))
+        _check_arrays(content["arrays"], change.abstract, self._folder(step))
         return content, change
 
     def _load(self, step: int, entries: Mapping[str, Any], abstract: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,7 +276,7 @@ class Checkpoints:
             dtype = leaf.dtype if _is_key(leaf.dtype) else entries[name][1]
             targets[name] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
         try:
-            with _single_process(), local_copy(self._at(step)) as path:
+            with _single_process(), local_copy(self._folder(step)) as path:
                 contents = ocp.load(path, targets)
             return jax.block_until_ready({name: contents[name] for name in abstract})
         except Exception as error:
@@ -287,7 +287,7 @@ class Checkpoints:
     def _read(self, step: int) -> dict[str, Any]:
         from orbax.checkpoint import v1 as ocp
 
-        path = self._at(step)
+        path = self._folder(step)
         if not (path / COMMITTED).exists():
             raise DamagedError(f"{path} has no {COMMITTED}: it was not written to its end, or is incomplete")
         try:
@@ -312,8 +312,8 @@ class Checkpoints:
             survivors.add(self.best() or 0)
         for step in steps:
             if step not in survivors:
-                self._at(step).rmtree(missing_ok=True)
-                self._known.pop(step, None)
+                self._folder(step).rmtree(missing_ok=True)
+                self._descriptions.pop(step, None)
 
     def _clean(self) -> None:
         for item in self.folder.iterdir() if self.folder.is_dir() else ():  # a bucket has no empty folders
@@ -326,31 +326,31 @@ class Checkpoints:
     def _set_aside(self, damaged: Mapping[int, str]) -> None:
         if damaged and is_first():
             for step in damaged:
-                aside = self.folder / f"{self._at(step).name}.damaged"
+                aside = self.folder / f"{self._folder(step).name}.damaged"
                 if aside.exists():
                     aside.rmtree()
-                self._at(step).rename(aside)
+                self._folder(step).rename(aside)
         if damaged:
             wait_for_all("damaged checkpoints are aside")
 
-    def _at(self, step: int) -> Any:
+    def _folder(self, step: int) -> Any:
         return self.folder / f"{step:08d}"
 
 
-def lacking_room(lasting: int, copy: int, device: Any) -> str | None:
+def save_memory_warning(state_bytes: int, copy_bytes: int, device: Any) -> str | None:
     """A warning if a save needs more memory than a device has; `None` where it fits, or the limit is unknown.
 
     Args:
-        lasting: bytes per device that live between steps.
-        copy: bytes per device of the copy of the state that a save makes.
+        state_bytes: bytes per device that live between steps.
+        copy_bytes: bytes per device of the copy of the state that a save makes.
         device: a device of the run.
     """
     limit = (device.memory_stats() or {}).get("bytes_limit") if device is not None else None
-    if not limit or lasting + copy <= limit:
+    if not limit or state_bytes + copy_bytes <= limit:
         return None
     return (
-        f"a checkpoint copies the state on the device before it goes to the host: {(lasting + copy) / 1e9:.1f} GB in "
-        f"all, and the device has {limit / 1e9:.1f} GB: saving will fail; shard the state over more of them (zero 3)"
+        "a checkpoint copies the state on the device before it goes to the host: "
+        f"{(state_bytes + copy_bytes) / 1e9:.1f} GB in all, and the device has {limit / 1e9:.1f} GB: saving will fail; shard the state over more of them (zero 3)"
     )
 
 
@@ -373,9 +373,9 @@ class _disk_errors:  # noqa: N801
             steps = self._checkpoints.steps()
         except OSError:
             steps = []
-        remainder = f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no earlier checkpoint"
+        status = f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no earlier checkpoint"
         raise UserError(
-            f"cannot write checkpoints to {folder}: {_first_line(error)}; {remainder}: "
+            f"cannot write checkpoints to {folder}: {_first_line(error)}; {status}: "
             "free space, or make the folder writable, and start the run again"
         ) from error
 
@@ -398,7 +398,7 @@ def _quietly() -> Iterator[None]:
     sys.unraisablehook = sys.excepthook = _ignore
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that were never awaited
+            warnings.simplefilter("ignore", RuntimeWarning)  # about coroutines that were never awaited
             yield
     finally:
         sys.unraisablehook, sys.excepthook = hooks

@@ -42,9 +42,9 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
     for dim in reversed(range(bits.ndim)):
         index += lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * jnp.uint32(stride & 0xFFFFFFFF)
         stride *= bits.shape[dim]
-    mixed = index * jnp.uint32(0x9E3779B1)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA6B)
-    weights = (index * jnp.uint32(2) + jnp.uint32(1), (mixed ^ (mixed >> 13)) | jnp.uint32(1))
+    hashes = index * jnp.uint32(0x9E3779B1)
+    hashes = (hashes ^ (hashes >> 15)) * jnp.uint32(0x85EBCA6B)
+    weights = (index * jnp.uint32(2) + jnp.uint32(1), (hashes ^ (hashes >> 13)) | jnp.uint32(1))
     return jnp.stack([jnp.sum(bits * weight, dtype=jnp.uint32) for weight in weights])
 
 

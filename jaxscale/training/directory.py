@@ -53,7 +53,7 @@ def claimed(directory: Any) -> Iterator[None]:
 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except ImportError:
-            pass  # no such locks on Windows
+            pass  # Windows has no such locks
         except OSError:
             file.seek(0)
             raise UserError(
@@ -95,17 +95,17 @@ def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, A
     if not path.exists():
         return None
     try:
-        recorded = values.read_json(path)
+        stored_json = values.read_json(path)
     except UserError as error:
         raise UserError(f"{error}; restore it from a copy, or give another directory (--out)") from error
-    diffs = [d for d in values.changes(experiment, recorded) if d.path.split(".")[0] not in MAY_CHANGE]
+    diffs = [d for d in values.changes(experiment, stored_json) if d.path.split(".")[0] not in MAY_CHANGE]
     if diffs:
         listing = "; ".join(map(str, diffs[:8])) + (f"; and {len(diffs) - 8} more" if len(diffs) > 8 else "")
         raise UserError(
             f"{run_path(directory)} holds a run of another experiment: {listing}. A run that is continued may change "
             f"{', '.join(MAY_CHANGE)}; give this one another directory (--out)"
         )
-    return recorded
+    return stored_json
 
 
 def set_aside(directory: Any) -> Any:

@@ -27,8 +27,8 @@ class Display:
         self._task: Any = None
         self._notebook = "ipykernel" in sys.modules
         self.live = self._notebook or sys.stdout.isatty()
-        self._every = _LIVE_SECONDS if self.live else _FILE_SECONDS
-        self._last = 0.0
+        self._interval = _LIVE_SECONDS if self.live else _FILE_SECONDS
+        self._shown_at = 0.0
         self._open_line = False
 
     def say(self, text: str) -> None:
@@ -48,9 +48,9 @@ class Display:
             step: updates so far.
             row: metrics of the step, as in metrics.jsonl.
         """
-        if self._quiet or (time.monotonic() - self._last < self._every and step < self._steps):
+        if self._quiet or (time.monotonic() - self._shown_at < self._interval and step < self._steps):
             return
-        self._last = time.monotonic()
+        self._shown_at = time.monotonic()
         text = f"loss {row['loss']:.4f}  {_si(row.get('tokens_per_second', 0.0))} tokens/s"
         if "mfu" in row:
             text += f"  mfu {row['mfu']:.1%}"

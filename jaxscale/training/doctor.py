@@ -1,4 +1,4 @@
-"""`jaxscale doctor`: what this machine and this installation have, what is missing, and what to do about it.
+"""`jaxscale doctor`: what this machine and this installation have, what is missing, and what to do.
 
 `examine` inspects the machine; `diagnose` is a pure function of the result, so tests cover other machines too. Nothing
 is downloaded, written or compiled. Speed is left out: benchmarks measure it.
@@ -33,7 +33,7 @@ _GOOGLE = "0x1ae0"
 _TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 # jax/_src/hardware_utils.py: device files of the driver, of containers, of WSL2
 _NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-_LITTLE_DISK = 5 * 10**9  # bytes: a checkpoint of a 0.3 B model with AdamW's moments takes 3.6e9
+_DISK_MARGIN = 5 * 10**9  # bytes: a checkpoint of a 0.3 B model with AdamW's moments takes 3.6e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +88,10 @@ class Report:
             table.add_column(overflow="fold")
             for row in section.rows:
                 mark, style = MARKS[row.state]
-                value = Text(row.value)
+                cell = Text(row.value)
                 if row.to_do:
-                    value.append(f"\n{row.to_do}", style="italic")
-                table.add_row(Text(mark, style=style), row.what, value)
+                    cell.append(f"\n{row.to_do}", style="italic")
+                table.add_row(Text(mark, style=style), row.what, cell)
             yield table
             yield Text()
 
@@ -157,12 +157,12 @@ def examine() -> Machine:
     from jaxscale.platforms.detect import detect, host_memory
     from jaxscale.training.backend import cores
 
-    platform, failure, processes, requested, cache = None, "", 1, os.environ.get("JAX_PLATFORMS", ""), None
+    platform, failure, processes, jax_platforms, cache = None, "", 1, os.environ.get("JAX_PLATFORMS", ""), None
     try:
         import jax
 
         config: Any = jax.config
-        requested, cache = config.jax_platforms or "", config.jax_compilation_cache_dir
+        jax_platforms, cache = config.jax_platforms or "", config.jax_compilation_cache_dir
         platform, processes = detect(), jax.process_count()
     except (ImportError, RuntimeError) as error:
         failure = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -178,7 +178,7 @@ def examine() -> Machine:
         processes=processes,
         nvidia=any(Path(path).exists() for path in _NVIDIA),
         tpu=sees_tpu(),
-        jax_platforms=requested,
+        jax_platforms=jax_platforms,
         cores=cores(),
         host_memory=host_memory(),
         disks={(label, str(path)): shutil.disk_usage(path).free for label, path in folders.items()},
@@ -247,24 +247,24 @@ def _devices(machine: Machine) -> Iterator[Row]:
                 "runs take one device per core by themselves",
             )
     kind = None if platform is None else platform.chip.kind
-    setting = f" (JAX is told to use {machine.jax_platforms!r})" if machine.jax_platforms else ""
+    setting = f" (jax_platforms is {machine.jax_platforms!r})" if machine.jax_platforms else ""
     for name, present, extra, plugins in (
         ("gpu", machine.nvidia, "cuda", ("jax-cuda13-plugin", "jax-cuda12-plugin")),
         ("tpu", machine.tpu, "tpu", ("libtpu",)),
     ):
-        installed = [f"{plugin} {machine.versions[plugin]}" for plugin in plugins if plugin in machine.versions]
-        if present and kind != name and not installed:
+        versions = [f"{plugin} {machine.versions[plugin]}" for plugin in plugins if plugin in machine.versions]
+        if present and kind != name and not versions:
             text = f"a {name.upper()} is here, and the installed jaxlib cannot use it"
             yield Row(f"{name} support", text, "missing", f"pip install 'jaxscale[{extra}]'")
         elif present and kind != name:
             text = f"a {name.upper()} is here, and JAX does not use it{setting}"
             to_do = "unset JAX_PLATFORMS" if setting else f"look at its driver, then pip install -U 'jaxscale[{extra}]'"
             yield Row(f"{name} support", text, "missing", to_do)
-        elif installed and not present and kind != name:
-            text = f"{', '.join(installed)}, and no {name.upper()} is here: good for compiling ahead of time"
+        elif versions and not present and kind != name:
+            text = f"{', '.join(versions)}, and no {name.upper()} is here: good for compiling ahead of time"
             yield Row(f"{name} support", text, "note", "set JAX_PLATFORMS=cpu in programs of your own")
-        elif installed:
-            yield Row(f"{name} support", ", ".join(installed))
+        elif versions:
+            yield Row(f"{name} support", ", ".join(versions))
 
 
 def _chip(platform: Platform) -> Iterator[Row]:
@@ -312,7 +312,7 @@ def _memory(machine: Machine) -> Iterator[Row]:
 
 def _disk(machine: Machine) -> Iterator[Row]:
     for (label, path), free in machine.disks.items():
-        scarce = free < _LITTLE_DISK
+        scarce = free < _DISK_MARGIN
         to_do = "checkpoints and caches may not fit: free some, or give --out another disk" if scarce else ""
         yield Row(label, f"{size(free)} free at {path}", "note" if scarce else "ok", to_do)
     if machine.cache is None:
@@ -322,9 +322,9 @@ def _disk(machine: Machine) -> Iterator[Row]:
 
 def _optional(machine: Machine) -> Iterator[Row]:
     for extra, (packages, purpose) in OPTIONAL.items():
-        missing = [name for name in packages if name not in machine.modules]
-        if missing:
-            text = f"{', '.join(missing)} not installed: {purpose}"
+        absent = [name for name in packages if name not in machine.modules]
+        if absent:
+            text = f"{', '.join(absent)} not installed: {purpose}"
             yield Row(extra, text, "note", f"pip install 'jaxscale[{extra}]'")
         else:
             yield Row(extra, f"{', '.join(packages)}: {purpose}")

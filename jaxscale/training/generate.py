@@ -199,8 +199,8 @@ def _program() -> Any:
     def draw(logits: Any, keys: Any, temperature: Any, choices: int) -> Any:
         logits = logits[:, :choices].astype(jnp.float32)
         top_tokens = jnp.argmax(logits, axis=-1)
-        drawn = jax.vmap(jax.random.categorical)(keys, logits / jnp.maximum(temperature, 1e-6))
-        return jnp.where(temperature > 0, drawn, top_tokens).astype(jnp.int32)
+        draws = jax.vmap(jax.random.categorical)(keys, logits / jnp.maximum(temperature, 1e-6))
+        return jnp.where(temperature > 0, draws, top_tokens).astype(jnp.int32)
 
     @functools.partial(jax.jit, static_argnums=(0, 2, 8, 9))
     def window(
@@ -231,9 +231,9 @@ def _program() -> Any:
             next_token = draw(logits[:, -1], row_keys, temperature, choices)
             return (cache, next_token), next_token
 
-        _, drawn = jax.lax.scan(decode_position, (cache, jnp.zeros(rows, jnp.int32)), jnp.arange(prefill, width))
-        drawn = jnp.concatenate([jnp.zeros((prefill, rows), jnp.int32), drawn])
-        return drawn.T
+        _, draws = jax.lax.scan(decode_position, (cache, jnp.zeros(rows, jnp.int32)), jnp.arange(prefill, width))
+        draws = jnp.concatenate([jnp.zeros((prefill, rows), jnp.int32), draws])
+        return draws.T
 
     return window
 

@@ -21,7 +21,7 @@ from jaxscale.training import directory as place
 from jaxscale.training import endings
 from jaxscale.training.backend import start_backend
 from jaxscale.training.check_data import check_data
-from jaxscale.training.checkpoint import Checkpoints, lacking_room
+from jaxscale.training.checkpoint import Checkpoints, save_memory_warning
 from jaxscale.training.display import Display
 from jaxscale.training.journal import Journal
 from jaxscale.training.meter import Meter, peak_of
@@ -127,7 +127,7 @@ class _Training:
             exists = False
         wait_for_all("the directory is set")
         if not exists:
-            self._prepare()  # before a directory is made, which a mistake would leave behind
+            self._prepare()  # reports mistakes before the directory is made
         with place.claimed(self.folder) if is_first() else contextlib.nullcontext():
             checkpoint = self.experiment.checkpoint
             self.earlier = Earlier.read(self.folder, self.experiment)
@@ -160,14 +160,14 @@ class _Training:
             source.write(self.folder)
 
     def _finished_before(self, step: int) -> Run:
-        result = Run(self.folder, self.experiment, self.plan, devices=self.devices)
+        run = Run(self.folder, self.experiment, self.plan, devices=self.devices)
         if is_first() and not (self.folder / "report.html").exists():
             self.journal.report()
         self.journal.conclude()
         self.journal.say(
             f"nothing is left to do: raise steps beyond {step} to train on, or give another directory (--out)"
         )
-        return result
+        return run
 
     def _prepare(self) -> None:
         """Build the step and open the data: every check that needs no compilation."""
@@ -219,7 +219,7 @@ class _Training:
         self.event("resume", tokens=self.tokens, **fields)
         if self.profile is not None and self.profile.missed(self.n):
             self.journal.say(
-                f"profile {self.profile.steps}: the run goes on after step {self.n}, and these are not traced"
+                f"profile {self.profile.steps}: the run goes on after step {self.n}, and these steps are not traced"
             )
         return state
 
@@ -229,7 +229,7 @@ class _Training:
         with Stop() as stop:
             state = self._start()
             self.agreement = Agreement(self.step.mesh)
-            self._stop_before_the_first_step(stop)  # compiling takes longer than a platform waits
+            self._stop_before_the_first_step(stop)  # compiling takes longer than a platform's grace period
             batches = self.data.train(self.data_state)
             with contextlib.ExitStack() as cleanup:
                 # threads of the data that read ahead, if any
@@ -321,7 +321,7 @@ class _Training:
                     place.write_json(self.folder / "memory.json", to_json(self.step.decision))
         device = None if self.one_at_a_time else self.step.mesh.local_devices[0]
         self.meter = Meter(flop, peak_of(self.step), device)
-        if (warning := lacking_room(sum(memory.values()), copy_bytes, device)) is not None:
+        if (warning := save_memory_warning(sum(memory.values()), copy_bytes, device)) is not None:
             self.journal.say(warning)
         self.journal.say(f"{self.step.parameters:,} parameters, compiled in {facts.seconds:.1f} s")
         if left_out() > excluded_count:

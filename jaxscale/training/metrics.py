@@ -230,7 +230,7 @@ class _Board:
     def __init__(self, directory: Any):
         self._folder = run_path(directory) / "tensorboard"
         self._rows: list[dict[str, Any]] = []
-        self._last = time.monotonic()
+        self._flushed_at = time.monotonic()
         self._purge: int | None = None
         self._file: Appender | None = None
 
@@ -242,12 +242,12 @@ class _Board:
                 self._purge = row["step"] + 1
             return
         self._rows.append(row)
-        if len(self._rows) >= _FLUSH_ROWS or time.monotonic() - self._last > _FLUSH_SECONDS:
+        if len(self._rows) >= _FLUSH_ROWS or time.monotonic() - self._flushed_at > _FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
         """Encodes and writes the buffered rows."""
-        self._last = time.monotonic()
+        self._flushed_at = time.monotonic()
         if not self._rows and self._purge is None:
             return
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
@@ -285,6 +285,6 @@ class _Board:
 def _record(event: Any) -> bytes:
     from tensorboardX.record_writer import masked_crc32c
 
-    data = event.SerializeToString()
-    head = struct.pack("<Q", len(data))
-    return head + struct.pack("<I", masked_crc32c(head)) + data + struct.pack("<I", masked_crc32c(data))
+    payload = event.SerializeToString()
+    head = struct.pack("<Q", len(payload))
+    return head + struct.pack("<I", masked_crc32c(head)) + payload + struct.pack("<I", masked_crc32c(payload))

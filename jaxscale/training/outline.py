@@ -47,8 +47,8 @@ def outline(path: str | Path, variant: str | None = None) -> Outline:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     names = {*functions, *(name for node in tree.body for name in _bound_names(node))}
     if "experiment" not in names:
-        near = near_miss("experiment", names)
-        raise UserError(f"{path} has no experiment(): define a function of that name that returns an Experiment{near}")
+        hint = near_miss("experiment", names)
+        raise UserError(f"{path} has no experiment(): define a function of that name that returns an Experiment{hint}")
     variants = _variants(tree, functions)
     if variant is not None and variants is not None and variant not in variants:
         raise no_variant(path, variant, variants)

@@ -20,14 +20,14 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def wait_for_all(what: str) -> None:
-    """Return once every process has called it; `what` is a label that is equal on all."""
+def wait_for_all(label: str) -> None:
+    """Return once every process has called it; `label` is equal on all."""
     import jax
 
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
-        multihost_utils.sync_global_devices(what)
+        multihost_utils.sync_global_devices(label)
 
 
 def from_first_process(numbers: Sequence[int]) -> list[int]:

@@ -96,7 +96,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTime:
-    """Where the time of one device went.
+    """The time of one device by operation.
 
     Args:
         device: its name in the trace.
@@ -119,18 +119,18 @@ class DeviceTime:
 
     @property
     def busy_share(self) -> float:
-        """Part of the span in which the device worked, 0 to 1."""
+        """Share of the span in which the device was busy, 0 to 1."""
         return self.busy / self.span if self.span else 0.0
 
     def share(self, kind: Kind) -> float:
-        """Part of the operations' time that is of a kind, 0 to 1."""
+        """Share of the operations' time in operations of a kind, 0 to 1."""
         part = sum(operation.seconds for operation in self.operations if operation.kind == kind)
         return part / self.seconds if self.seconds else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Where the time of a trace went, device by device.
+    """The time of a trace, by device.
 
     Args:
         devices: the devices of the traced processes.
@@ -274,7 +274,7 @@ class Profiler:
 
 
 def summary_of(folder: Any, steps: int | None = None) -> Summary:
-    """Where the time went, from the newest trace under a folder.
+    """The summary of the newest trace under a folder.
 
     Args:
         folder: the folder passed to `jax.profiler.start_trace`.
@@ -309,7 +309,7 @@ def newest_trace(folder: Any) -> list[Path]:
 
 
 def device_times(planes: Iterable[Any]) -> list[DeviceTime]:
-    """The devices of a trace.
+    """The times of the devices of a trace.
 
     A TPU's plane has its operations, nested, in the line "XLA Ops"; a GPU's has a line per stream; the CPU's operations
     are among the host's events, and carry their device's number.

@@ -94,13 +94,13 @@ class RunRecord:
 
     @property
     def steps(self) -> int | None:
-        """Updates the experiment asks for."""
+        """Updates that the experiment specifies."""
         steps = self.experiment.get("steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def status(self) -> Status:
-        """The run's state: by its last event of that kind, else by the age of its last line."""
+        """The run's state: by its last decisive event, else by the age of its last line."""
         if not self.metrics:
             return "empty"
         for row in reversed(self.metrics):
@@ -138,9 +138,9 @@ class RunRecord:
     @property
     def tokens_per_second(self) -> float | None:
         """Median over steps; of more than twenty, the first ten, which warm up, are left out."""
-        speed = self.rows("train").column("tokens_per_second")
-        speed = speed[10:] if len(speed) > 20 else speed
-        return float(np.nanmedian(speed)) if np.isfinite(speed).any() else None
+        rates = self.rows("train").column("tokens_per_second")
+        rates = rates[10:] if len(rates) > 20 else rates
+        return float(np.nanmedian(rates)) if np.isfinite(rates).any() else None
 
     @property
     def mfu(self) -> float | None:
@@ -167,11 +167,11 @@ class RunRecord:
         kinds = self.layout.get("memory")
         if isinstance(kinds, dict) and kinds:
             return {str(kind): float(value) for kind, value in kinds.items() if isinstance(value, int | float)}
-        compiled = self.events("compile")
-        if not compiled:
+        events = self.events("compile")
+        if not events:
             return {}
         names = {"argument_bytes": "parameters, optimizer state, batch", "temp_bytes": "gradients and activations"}
-        last = compiled[-1]
+        last = events[-1]
         return {kind: float(last[name]) for name, kind in names.items() if isinstance(last.get(name), int | float)}
 
     @property

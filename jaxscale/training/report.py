@@ -29,7 +29,7 @@ _STATUS = {
     "preempted": "Preempted: start it again to continue",
     "diverged": "Diverged",
     "running": "Running",
-    "stopped": "Stopped without saying so",
+    "stopped": "Stopped without a final event",
     "empty": "Nothing measured yet",
 }
 _EVENT_COLORS = {
@@ -163,13 +163,13 @@ def _charts(run: RunRecord) -> str:
     if held_out:
         curves.append(Series("held out", held_out.column("step"), held_out.column("loss"), "dots", 2))
     loss_chart = line_chart("Loss", curves, unit="nats per target token", marks=marks, tall=True)
-    speed = "tokens_per_second"
-    seconds = "step_seconds"
+    rate_field = "tokens_per_second"
+    seconds_field = "step_seconds"
     charts = [
         _metric_chart(train, "learning_rate", "Learning rate", color=3, from_zero=True),
         _metric_chart(
             train,
-            speed,
+            rate_field,
             "Throughput",
             unit="target tokens per second",
             color=1,
@@ -177,7 +177,7 @@ def _charts(run: RunRecord) -> str:
             ticks_text=short,
             from_zero=True,
         )
-        or _metric_chart(train, seconds, "Step", color=1, text=duration, ticks_text=duration, from_zero=True),
+        or _metric_chart(train, seconds_field, "Step", color=1, text=duration, ticks_text=duration, from_zero=True),
         _metric_chart(train, "grad_norm", "Gradient norm", color=4),
     ]
     if run.device_memory is not None:
@@ -239,11 +239,11 @@ def _plan(run: RunRecord) -> str:
 
 
 def _samples(samples: Iterable[Sample]) -> str:
-    ordered = sorted(samples, key=lambda sample: -sample.step)
-    if not ordered:
+    newest_first = sorted(samples, key=lambda sample: -sample.step)
+    if not newest_first:
         return ""
-    newest = [sample for sample in ordered if sample.step == ordered[0].step]
-    older = [sample for sample in ordered if sample.step != ordered[0].step]
+    newest = [sample for sample in newest_first if sample.step == newest_first[0].step]
+    older = [sample for sample in newest_first if sample.step != newest_first[0].step]
     body = "".join(map(_sample, newest[:6]))
     if older:
         # show a few, spread over the run

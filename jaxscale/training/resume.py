@@ -33,8 +33,8 @@ class Earlier:
         Raises:
             UserError: it is a run of another experiment, or its experiment.json is damaged.
         """
-        recorded = check_same_experiment(run_dir, experiment)
-        return None if recorded is None else cls(recorded.get("steps", experiment.steps), written_sha256(run_dir))
+        stored_json = check_same_experiment(run_dir, experiment)
+        return None if stored_json is None else cls(stored_json.get("steps", experiment.steps), written_sha256(run_dir))
 
     def changes(
         self, experiment: Experiment, source: Source | None, step: int

@@ -69,7 +69,7 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
 
 
 def mesh_of(plan: dict[str, Any], layout: dict[str, Any]) -> dict[str, int]:
-    """Devices per axis of the mesh that ran: layout.json's, or the plan's where there is none.
+    """Devices per axis of the run's mesh: layout.json's, or the plan's without one.
 
     Example:
         >>> mesh_of({"mesh": "data:2"}, {"mesh": {"fsdp": 4}}), mesh_of({"mesh": "data:2"}, {})
@@ -96,7 +96,7 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
     sizes = mesh_of(plan, layout)
     words: list[tuple[str, str]] = []
     if plan or layout:
-        words.append(("Mesh", _mesh(sizes, chosen="mesh" in plan and plan["mesh"] is None)))
+        words.append(("Mesh", _mesh(sizes, automatic="mesh" in plan and plan["mesh"] is None)))
     batch = experiment.get("batch")
     microbatches = plan.get("microbatches", 1)
     if isinstance(batch, int) and isinstance(microbatches, int) and microbatches > 0:
@@ -116,7 +116,7 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
         words.append(("Precision", _precision(plan)))
     memory = plan.get("memory")
     if isinstance(memory, str):
-        words.append((f"Memory: {memory}", _MEMORY.get(memory.partition(":")[0], "As its name says.")))
+        words.append((f"Memory: {memory}", _MEMORY.get(memory.partition(":")[0], "As the name implies.")))
     if "kernels" in plan:
         words += _kernels(str(plan["kernels"]))
     if plan.get("diloco"):
@@ -132,7 +132,7 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
     state = plan.get("state", {})
     moments = str(state.get("moments", "float32"))
     if moments != "float32":
-        words.append((f"Optimizer state: {moments}", _STATE.get(moments, "As its name says.")))
+        words.append((f"Optimizer state: {moments}", _STATE.get(moments, "As the name implies.")))
     if state.get("master") == "split":
         words.append(("Master weights", "Kept as bfloat16, which both passes read, and 8 bits of correction."))
     if plan.get("unroll", 1) != 1:
@@ -191,7 +191,7 @@ def _kernels(text: str) -> list[tuple[str, str]]:
     elif "cross_entropy" not in options:
         sentences.append(("Loss", "The logits of all positions exist at once."))
     attention = options.get("attention", "auto")
-    sentences.append((f"Attention: {attention}", _ATTENTION.get(attention, "As its name says.")))
+    sentences.append((f"Attention: {attention}", _ATTENTION.get(attention, "As the name implies.")))
     if set(options) - {"attention"} or text.startswith("reference"):
         sentences.append((f"Kernels: {text}", "Implementations by name; others are the best for the device."))
     return sentences
@@ -215,7 +215,7 @@ def _pipeline(text: str) -> str:
     return " ".join(sentences)
 
 
-def _mesh(sizes: dict[str, int], *, chosen: bool) -> str:
+def _mesh(sizes: dict[str, int], *, automatic: bool) -> str:
     if not sizes:
         text = "A single device."
     elif len(sizes) == 1:
@@ -227,7 +227,7 @@ def _mesh(sizes: dict[str, int], *, chosen: bool) -> str:
             f"{size} along {axis} ({_AXES.get(axis, 'an axis of its own')})" for axis, size in sizes.items()
         )
         text = f"{math.prod(sizes.values())} devices as {shape}: {axes}."
-    return text + (" The plan named no mesh: these are the devices of the machine." if chosen else "")
+    return text + (" The plan named no mesh: these are the devices of the machine." if automatic else "")
 
 
 def _batch(batch: int, sizes: dict[str, int], microbatches: int) -> str:

@@ -65,19 +65,19 @@ class Agreement:
     def __init__(self, mesh: Any) -> None:
         import jax
 
-        self._alone = jax.process_count() == 1
-        if not self._alone:
+        self._is_single = jax.process_count() == 1
+        if not self._is_single:
             import jax.numpy as jnp
             from jax.sharding import NamedSharding, PartitionSpec
 
             self._rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
             self._count = mesh.size
-            whole = NamedSharding(mesh, PartitionSpec())
-            self._any = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=whole)
+            replicated = NamedSharding(mesh, PartitionSpec())
+            self._any = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=replicated)
 
     def ask(self, stop: bool, save: bool) -> Any:
         """Dispatch the question; every process does so after the same step."""
-        if self._alone:
+        if self._is_single:
             return stop, save
         import jax
 
@@ -89,7 +89,7 @@ class Agreement:
 
     def answer(self, question: Any) -> tuple[bool, bool]:
         """Whether to stop, and whether to save by the clock."""
-        if self._alone:
+        if self._is_single:
             return question
         stop, save = np.asarray(question)
         return bool(stop), bool(save)

@@ -76,7 +76,7 @@ class Source:
         return None if self.path is None else _module(Path(self.path))
 
     def remake(self) -> "Experiment":
-        """The same experiment made again, in this process or another one."""
+        """The same experiment, made again in this or another process."""
         from jaxscale.step.plan import Plan
 
         assert self.path is not None
@@ -116,7 +116,7 @@ class Source:
         if source.sha256 != digest:
             raise UserError(
                 f"{folder / str(file)} was changed since the run (sha256 {str(source.sha256)[:12]}, expected "
-                f"{str(digest)[:12]}): put it back, or train anew from the changed file"
+                f"{str(digest)[:12]}): restore it, or train again from the changed file"
             )
         return source
 

@@ -75,23 +75,23 @@ class RemoteAppender:
     def __init__(self, path: Any):
         self.path = path
         self._data = bytearray(path.read_bytes() if path.exists() else b"")
-        self._stored, self._tried = len(self._data), time.monotonic()
+        self._uploaded, self._tried_at = len(self._data), time.monotonic()
 
     def write(self, data: bytes) -> None:
         """Appends `data`, and uploads if the last upload is old enough."""
         self._data += data
-        if time.monotonic() - self._tried >= UPLOAD_SECONDS:
-            self._tried = time.monotonic()
+        if time.monotonic() - self._tried_at >= UPLOAD_SECONDS:
+            self._tried_at = time.monotonic()
             # a short outage should not end the run: the next upload repeats all data, or close raises
             with contextlib.suppress(OSError):
                 self.flush()
 
     def flush(self) -> None:
         """Uploads the object if it has grown since the last upload."""
-        if self._stored < len(self._data):
+        if self._uploaded < len(self._data):
             with _path_in_errors(self.path):
                 self.path.write_bytes(bytes(self._data))
-            self._stored, self._tried = len(self._data), time.monotonic()
+            self._uploaded, self._tried_at = len(self._data), time.monotonic()
 
     def close(self) -> None:
         """Uploads the remaining data."""

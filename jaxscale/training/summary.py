@@ -17,7 +17,7 @@ _STATUS: dict[Status, tuple[str, str]] = {
     "preempted": ("preempted; start it again to continue", "yellow"),
     "diverged": ("diverged", "red"),
     "running": ("running", "blue"),
-    "stopped": ("stopped without saying so; start it again to continue", "yellow"),
+    "stopped": ("stopped without a final event; start it again to continue", "yellow"),
     "empty": ("nothing measured yet", "dim"),
 }
 
@@ -90,9 +90,9 @@ def _lines(run: RunRecord) -> list[tuple[str, str]]:
         arithmetic = f", {rate(float(np.nanmedian(flop)), 'FLOP/s')}" if np.isfinite(flop).any() else ""
         mfu = f", {run.mfu:.1%} MFU" if run.mfu is not None else ""
         lines.append(("speed", f"{count(run.tokens_per_second)} target tokens per second{arithmetic}{mfu}"))
-    skipped = len(run.events("skipped"))
-    if skipped:
-        lines.append(("skipped", f"{skipped} step{'s' * (skipped > 1)}"))
+    skip_count = len(run.events("skipped"))
+    if skip_count:
+        lines.append(("skipped", f"{skip_count} step{'s' * (skip_count > 1)}"))
     memory = run.memory
     if memory:
         kinds = {kind: value for kind, value in memory.items() if value >= 0.005 * sum(memory.values())}
