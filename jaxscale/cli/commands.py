@@ -117,7 +117,7 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Report whether a train step fits a platform, and what would help.
+    """Check whether a step fits a platform, and what would help.
 
     An estimate, or the compiler's figure with --verify; the platform may be absent.
 
@@ -181,7 +181,7 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class Explain:
-    """Show which tensors take a train step's memory, by the model's names.
+    """Show a train step's memory by tensor, in the model's names.
 
     Fields of the experiment are set by path: --plan.memory full --model.layers 16
 

@@ -27,7 +27,7 @@ def _shown(metavar: str, default: str | None = None) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Draw a pipeline schedule: which device computes which stage, when.
+    """Draw a pipeline schedule: which device runs which stage, when.
 
     For example:
       jaxscale draw pipeline zb-v:4x8

@@ -350,7 +350,8 @@ def save_memory_warning(state_bytes: int, copy_bytes: int, device: Any) -> str |
         return None
     return (
         "a checkpoint copies the state on the device before it goes to the host: "
-        f"{(state_bytes + copy_bytes) / 1e9:.1f} GB in all, and the device has {limit / 1e9:.1f} GB: saving will fail; shard the state over more of them (zero 3)"
+        f"{(state_bytes + copy_bytes) / 1e9:.1f} GB in all, and the device has {limit / 1e9:.1f} GB: saving will fail; "
+        "shard the state over more devices (zero 3)"
     )
 
 

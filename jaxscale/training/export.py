@@ -25,7 +25,7 @@ def export(
         UserError: no run or checkpoint there, or a model without an equivalent architecture in transformers.
     """
     if (Path(folder) / EXPERIMENT).exists():
-        raise UserError(f"{folder} is the directory of a run: give a folder to make beside it")
+        raise UserError(f"{folder} is the directory of a run: give a folder to create beside it")
     from jaxscale.models import huggingface
     from jaxscale.training.restore import read_tokenizer, restore_parameters
 
