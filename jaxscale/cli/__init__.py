@@ -1,8 +1,8 @@
 """The command line: `jaxscale train | generate | evaluate | export | report | doctor`.
 
-`commands.py` says what there is, as dataclasses; `arguments.py` answers mistakes before anything heavy is imported;
-`usage.py` hands the dataclasses to tyro, which parses and writes the help; `main.py` runs it all and sets the exit
-code.
+`commands.py` defines the subcommands as dataclasses; `arguments.py` reports mistakes before anything heavy is imported;
+`usage.py` passes the dataclasses to tyro, which parses and writes the help; `main.py` runs the command and sets the
+exit code.
 """
 
 from jaxscale.cli.main import main

@@ -1,5 +1,5 @@
-"""The command line read once, before anything heavy: every name that is unknown and every value that does not fit is
-answered here, with its near miss. What passes is handed to tyro (`usage.py`) for good.
+"""A first reading of the command line, before heavy imports: it refuses unknown names and values that do not fit, with
+the near miss. A valid command line goes to tyro (`usage.py`).
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ HELP = ("-h", "--help")
 SHORT = {"-o": "--out"}
 """Flags of one letter."""
 NAMED = {"optimizer": "optimizer.name"}
-"""Fields of the experiment that the name of their group sets: `--optimizer muon`."""
+"""Fields of the experiment that a flag of their group's name sets: `--optimizer muon`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Arguments:
     """A checked command line.
 
     Args:
-        command: name of the subcommand; `None` asks for the help of all.
+        command: name of the subcommand; `None` for the help of the whole program.
         own: words for the subcommand itself.
         fields: fields of the experiment to set: text by dotted path.
-        help: help is asked for.
-        early: the subcommand's fields as read here, so that it can check them before tyro is imported.
+        help: show help.
+        early: the subcommand's fields, for its checks before tyro is imported.
     """
 
     command: str | None
@@ -54,90 +54,89 @@ def read(argv: Sequence[str]) -> Arguments:
     """
     if not argv or argv[0] in HELP:
         return Arguments(None, help=True)
-    name, *rest = argv
+    name, *words = argv
     if name not in COMMANDS:
         raise unknown("subcommand", name, COMMANDS)
     cls = COMMANDS[name]
     hints = typing.get_type_hints(cls)
     flags = {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.name not in cls.positional}
     takes_fields = getattr(cls, "takes_fields", False)
-    own: list[str] = []
-    placed: list[str] = []
+    options: list[str] = []
+    positionals: list[str] = []
     early: dict[str, Any] = {}
     fields: dict[str, str] = {}
-    asked = False
-    words = list(rest)
+    wants_help = False
     while words:
         word = words.pop(0)
         word = SHORT.get(word, word)
         if word in HELP:
-            asked = True
+            wants_help = True
         elif word == "--":
             raise UserError("'--' stands alone: give words by place, and flags as --name value")
         elif not word.startswith("--"):
             if word.startswith("-") and len(word) > 1 and not _is_number(word):
                 raise UserError(f"unknown flag {word!r}{_near_flag(word, flags)}")
-            placed.append(word)
+            positionals.append(word)
         else:
             flag, equals, text = word[2:].partition("=")
             path = flag.replace("-", "_")
             path = NAMED.get(path, path) if takes_fields else path
-            dotted = takes_fields and "." in path
-            if path not in flags and not dotted:
+            is_field = takes_fields and "." in path
+            if path not in flags and not is_field:
                 paths = "; fields of the experiment are set by path, such as --model.embed 256" if takes_fields else ""
                 raise UserError(f"unknown flag '--{flag}' of {name}{_near_flag('--' + flag, flags)}{paths}")
             if path in early or path in fields:
                 raise UserError(f"--{flag} is given twice: give it once")
-            if not dotted and flags[path] is bool:
+            if not is_field and flags[path] is bool:
                 if equals:
                     raise UserError(f"--{flag} takes no value: give it, or leave it out")
-                own.append(f"--{flag}")
+                options.append(f"--{flag}")
                 early[path] = True
                 continue
             if not equals:
                 if not words or (words[0].startswith("--") and len(words[0]) > 2):
-                    expected = "" if dotted else f": expected {values.describe(flags[path])}"
-                    raise UserError(f"--{flag} lacks its value{expected}")
+                    type_text = "" if is_field else f": expected {values.describe(flags[path])}"
+                    raise UserError(f"--{flag} lacks its value{type_text}")
                 text = words.pop(0)
-            if dotted:
+            if is_field:
                 fields[path] = text
             else:
                 early[path] = values.parse(text, flags[path], f"--{flag}")
-                own.append(f"--{flag}={early[path]}")
-    if not asked:
-        _check_places(name, cls, placed)
-    early |= dict(zip(cls.positional, placed, strict=False))
-    return Arguments(name, (*placed, *own), fields, asked, early)
+                options.append(f"--{flag}={early[path]}")
+    if not wants_help:
+        _check_positionals(name, cls, positionals)
+    early |= dict(zip(cls.positional, positionals, strict=False))
+    return Arguments(name, (*positionals, *options), fields, wants_help, early)
 
 
-def _check_places(name: str, cls: type[Command], placed: Sequence[str]) -> None:
-    needed = [
+def _check_positionals(name: str, cls: type[Command], positionals: Sequence[str]) -> None:
+    required = [
         field.name
         for field in dataclasses.fields(cls)
         if field.name in cls.positional and field.default is dataclasses.MISSING
     ]
-    for missing in needed[len(placed) :]:
+    for missing in required[len(positionals) :]:
         raise UserError(f"{name} lacks its {missing.upper()}: {synopsis(name)}")
-    if len(placed) > len(cls.positional):
-        surplus = " ".join(map(repr, placed[len(cls.positional) :]))
+    if len(positionals) > len(cls.positional):
+        surplus = " ".join(map(repr, positionals[len(cls.positional) :]))
         raise UserError(f"{name} does not take {surplus}: {synopsis(name)}")
 
 
 def synopsis(name: str) -> str:
-    """How a subcommand is called.
+    """The usage line of a subcommand.
 
     Example:
         >>> synopsis("generate")
         'jaxscale generate RUN_DIR [flags]'
     """
-    places = [field.metadata["metavar"] for field in dataclasses.fields(COMMANDS[name]) if "metavar" in field.metadata]
-    places = places[: len(COMMANDS[name].positional)]
-    return " ".join(["jaxscale", name, *places, "[flags]"])
+    words = [field.metadata["metavar"] for field in dataclasses.fields(COMMANDS[name]) if "metavar" in field.metadata]
+    words = words[: len(COMMANDS[name].positional)]
+    return " ".join(["jaxscale", name, *words, "[flags]"])
 
 
 def _near_flag(word: str, flags: Iterable[str]) -> str:
-    known = [f"--{flag.replace('_', '-')}" for flag in flags]
-    return near_miss(word, known) or f"; there are {', '.join([*known, '--help'])}"
+    flag_names = [f"--{flag.replace('_', '-')}" for flag in flags]
+    return near_miss(word, flag_names) or f"; there are {', '.join([*flag_names, '--help'])}"
 
 
 def _is_number(word: str) -> bool:

@@ -1,7 +1,7 @@
 """The subcommands, each a frozen dataclass of its own flags with a `run`. Nothing heavy is imported until it runs.
 
-Field metadata is for the help: `metavar`, and `default` where the words differ from the value. The fields named in
-`positional` are given by place. A new subcommand is a class here and a line in `COMMANDS`.
+Field metadata is for the help: `metavar`, and `default` where its text differs from the value. The fields named in
+`positional` are positional arguments. A new subcommand is a class here and a line in `COMMANDS`.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Train:
     Fields of the experiment are set by path: --model.embed 256 --plan.zero 3
     (jaxscale train FILE --help lists them, with their defaults).
 
-    Exit codes: 0 done, 2 a mistake in what was asked, 4 the loss diverged,
+    Exit codes: 0 done, 2 a mistake in the arguments, 4 the loss diverged,
     75 interrupted and saved, 130 interrupted with nothing to save, else a crash.
 
     Args:
@@ -35,14 +35,14 @@ class Train:
         out: run directory; gs:// and s3:// too.
         plan_file: take the plan from this plan.json.
         resume: auto continues the run in the directory, which may change steps, evaluation, samples, checkpoint
-            and plan; never sets it aside and starts anew.
+            and plan; never renames that directory and starts a new run.
         log_every: steps per line of the log.
         profile: steps to trace: 10:13 traces 10, 11 and 12.
         steps: updates. The learning rate falls until the last one: a run that is continued with other steps goes on
-            at another rate, and says so.
+            at another rate, and prints it.
         batch: rows of the global batch.
-        seed: of parameters, data order, dropout and samples.
-        name: names the run's folder.
+        seed: seed of parameters, data order, dropout and samples.
+        name: name of the run's folder.
         limit: device memory that --plan.memory fit plans for, such as 14GiB.
     """
 
@@ -62,10 +62,10 @@ class Train:
     batch: int | None = dataclasses.field(default=None, metadata=_shown("INT", "the experiment's"))
     seed: int | None = dataclasses.field(default=None, metadata=_shown("INT", "the experiment's"))
     name: str | None = dataclasses.field(default=None, metadata=_shown("NAME", "the experiment's"))
-    limit: str | None = dataclasses.field(default=None, metadata=_shown("BYTES", "what programs may use here"))
+    limit: str | None = dataclasses.field(default=None, metadata=_shown("BYTES", "what programs may use"))
 
     def check(self) -> None:
-        """What can be known without importing JAX."""
+        """Check the arguments as far as possible without importing JAX."""
         from jaxscale.step.plan import read_plan
         from jaxscale.training.outline import outline
 
@@ -85,9 +85,9 @@ class Train:
         from jaxscale.step.plan import read_plan
         from jaxscale.training.source import load
 
-        own = {name: str(getattr(self, name)) for name in self.of_experiment if getattr(self, name) is not None}
+        flags = {name: str(getattr(self, name)) for name in self.of_experiment if getattr(self, name) is not None}
         plan = None if self.plan_file is None else read_plan(Path(self.plan_file))
-        return load(self.file, self.variant, {**own, **fields}, plan)
+        return load(self.file, self.variant, {**flags, **fields}, plan)
 
     def run(self, fields: Mapping[str, str]) -> None:
         """Train."""
@@ -97,7 +97,7 @@ class Train:
         pipeline = experiment.plan.pipeline
         automatic = pipeline is not None and pipeline.name == "auto"
         if self.limit is not None and experiment.plan.memory.rule != "fit" and not automatic:
-            raise UserError("--limit is what --plan.memory fit plans for: add it, or leave --limit out")
+            raise UserError("--limit applies to --plan.memory fit: add it, or leave --limit out")
         start_backend()
         from jaxscale.planning.settle import settled
         from jaxscale.training.loop import train
@@ -117,13 +117,13 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Say whether a train step fits a platform, and what would help.
+    """Check whether a step fits a platform, and what would help.
 
-    An estimate, unless --verify asks the compiler; the platform need not be here.
+    An estimate, or the compiler's figure with --verify; the platform may be absent.
 
     Fields of the experiment are set by path: --plan.memory full --model.layers 16
 
-    Exit codes: 0 it fits, 3 it does not, 2 a mistake in what was asked.
+    Exit codes: 0 it fits, 3 it does not, 2 a mistake in the arguments.
 
     Args:
         file: Python file that defines experiment(), such as experiments/llama_8b.py.
@@ -131,8 +131,8 @@ class Fit:
         platform: such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
         limit: device memory to plan for, such as 14GiB.
         host_limit: host memory for each device.
-        compile_block: compile only the fullest piece of the step, for a nearer estimate.
-        verify: compile the step for the platform, and show the compiler's word.
+        compile_block: compile only the part of the step that needs most memory, for a closer estimate.
+        verify: compile the step for the platform, and show the compiler's figures.
         plan_file: take the plan from this plan.json.
         batch: rows of the global batch.
     """
@@ -154,7 +154,7 @@ class Fit:
     batch: int | None = dataclasses.field(default=None, metadata=_shown("INT", "the experiment's"))
 
     def check(self) -> None:
-        """What can be known without importing JAX."""
+        """Check the arguments as far as possible without importing JAX."""
         check_planned(self)
 
     def load(self, fields: Mapping[str, str]) -> Any:
@@ -162,11 +162,11 @@ class Fit:
         return load_planned(self, fields)
 
     def run(self, fields: Mapping[str, str]) -> int:
-        """Say it; gives back the exit code."""
+        """Print the estimate; returns the exit code."""
         from jaxscale.planning.fit import fit
 
         experiment, source = self.load(fields)
-        found = fit(
+        estimate = fit(
             experiment,
             planned_platform(self.platform),
             limit=bytes_of(self.limit, "--limit"),
@@ -175,13 +175,13 @@ class Fit:
             verify=self.verify,
             make=source.remake,
         )
-        print(found)
-        return 0 if found.fits else 3
+        print(estimate)
+        return 0 if estimate.fits else 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Explain:
-    """Show who takes a train step's memory, in the model's own names.
+    """Show a train step's memory by tensor, in the model's names.
 
     Fields of the experiment are set by path: --plan.memory full --model.layers 16
 
@@ -191,7 +191,7 @@ class Explain:
         platform: such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
         out: write the page here.
         limit: device memory to plan for, such as 14GiB.
-        verify: compile the step for the platform, and show who is alive by the compiler's word.
+        verify: compile the step for the platform, and show the tensors that the compiler keeps alive.
         plan_file: take the plan from this plan.json.
         batch: rows of the global batch.
     """
@@ -212,7 +212,7 @@ class Explain:
     batch: int | None = dataclasses.field(default=None, metadata=_shown("INT", "the experiment's"))
 
     def check(self) -> None:
-        """What can be known without importing JAX."""
+        """Check the arguments as far as possible without importing JAX."""
         check_planned(self)
         if self.out is not None and not self.out.endswith((".html", ".svg")):
             raise UserError(f"--out {self.out}: expected a name that ends in .html or .svg")
@@ -224,20 +224,20 @@ class Explain:
         return load_planned(self, fields)
 
     def run(self, fields: Mapping[str, str]) -> None:
-        """Show it."""
+        """Print the table."""
         from jaxscale.planning.explain import explain
 
         experiment, source = self.load(fields)
-        found = explain(
+        explanation = explain(
             experiment,
             planned_platform(self.platform),
             limit=bytes_of(self.limit, "--limit"),
             verify=self.verify,
             make=source.remake,
         )
-        print(found)
+        print(explanation)
         if self.out is not None:
-            found.write(self.out)
+            explanation.write(self.out)
             print(f"written to {self.out}")
 
 
@@ -250,7 +250,7 @@ class Generate:
         prompt: text to continue.
         tokens: how many tokens to add.
         temperature: logits are divided by it; 0 takes the most likely token.
-        seed: of the draws.
+        seed: seed of the draws.
         best: take the checkpoint with the least held-out loss, not the newest.
     """
 
@@ -264,7 +264,7 @@ class Generate:
     best: bool = False
 
     def check(self) -> None:
-        """What can be known without importing JAX."""
+        """Check the arguments as far as possible without importing JAX."""
         check_run(self.run_dir)
         if self.tokens < 1:
             raise UserError(f"--tokens: got {self.tokens}, expected a whole number >= 1")
@@ -301,7 +301,7 @@ class Evaluate:
     best: bool = False
 
     def check(self) -> None:
-        """What can be known without importing JAX."""
+        """Check the arguments as far as possible without importing JAX."""
         check_run(self.run_dir)
 
     def run(self) -> None:
@@ -321,7 +321,7 @@ class Export:
 
     Args:
         run_dir: directory of a run.
-        folder: folder to make.
+        folder: folder to create.
         best: take the checkpoint with the least held-out loss, not the newest.
         dtype: type of the weights in the files: float32, bfloat16 or float16.
     """
@@ -334,12 +334,12 @@ class Export:
     dtype: Literal["float32", "bfloat16", "float16"] = dataclasses.field(default="float32", metadata=_shown("TYPE"))
 
     def check(self) -> None:
-        """What can be known without importing JAX."""
+        """Check the arguments as far as possible without importing JAX."""
         check_run(self.run_dir)
         if Path(self.folder).is_file():
-            raise UserError(f"{self.folder} is a file: expected a folder to make")
+            raise UserError(f"{self.folder} is a file: expected a folder to create")
         if (Path(self.folder) / "experiment.json").exists():
-            raise UserError(f"{self.folder} is the directory of a run: give a folder to make beside it")
+            raise UserError(f"{self.folder} is the directory of a run: give a folder to create beside it")
 
     def run(self) -> None:
         """Export."""
@@ -364,7 +364,7 @@ class Report:
     run_dir: str = dataclasses.field(metadata=_shown("RUN_DIR"))
 
     def check(self) -> None:
-        """What can be known without importing JAX."""
+        """Check the arguments as far as possible without importing JAX."""
         check_run(self.run_dir)
 
     def run(self) -> None:
@@ -386,10 +386,10 @@ class Doctor:
     positional: ClassVar[tuple[str, ...]] = ()
 
     def check(self) -> None:
-        """Nothing can be wrong."""
+        """Accept: there are no arguments."""
 
     def run(self) -> int:
-        """Show them; gives back the exit code."""
+        """Print the report; returns the exit code."""
         from jaxscale.training.backend import start_backend
 
         start_backend()
@@ -418,7 +418,7 @@ COMMANDS: dict[str, type[Command]] = {
 
 
 def check_planned(command: Fit | Explain) -> None:
-    """Refuse what can be known to be wrong with a question about a platform, without importing JAX."""
+    """Check the arguments of a command about a platform, as far as possible without importing JAX."""
     from jaxscale.platforms.platform import Platform
     from jaxscale.step.plan import read_plan
     from jaxscale.training.outline import outline
@@ -442,8 +442,8 @@ def load_planned(command: Fit | Explain, fields: Mapping[str, str]) -> Any:
     from jaxscale.training.source import load
 
     plan = None if command.plan_file is None else read_plan(Path(command.plan_file))
-    own = {} if command.batch is None else {"batch": str(command.batch)}
-    return load(command.file, command.variant, own | dict(fields), plan)
+    flags = {} if command.batch is None else {"batch": str(command.batch)}
+    return load(command.file, command.variant, flags | dict(fields), plan)
 
 
 def planned_platform(text: str) -> Any:
@@ -460,7 +460,7 @@ def planned_platform(text: str) -> Any:
 
 
 def bytes_of(text: str | None, flag: str) -> int | None:
-    """The bytes that a flag says."""
+    """The bytes that a flag specifies."""
     from jaxscale.values.byte_sizes import parse_bytes
 
     if text is None:
@@ -472,25 +472,25 @@ def bytes_of(text: str | None, flag: str) -> int | None:
 
 
 def check_writable(path: str, flag: str) -> None:
-    """Refuse a file that cannot be written, before the work whose result goes there."""
+    """Refuse a file that cannot be written, before its content is computed."""
     file = Path(path)
-    new = not file.exists()
+    is_new = not file.exists()
     try:
         file.open("ab").close()
-        if new:
+        if is_new:
             file.unlink()
     except OSError as error:
         raise UserError(f"{flag} {path} cannot be written: {error.strerror}; give another name") from None
 
 
 def check_run(run_dir: str) -> None:
-    """Refuse a directory that is no run, with the nearest one that is."""
+    """Refuse a directory that is no run; the error names the nearest run."""
     from jaxscale.errors import near_miss
 
     path = Path(run_dir)
     if "://" in run_dir or (path / "experiment.json").is_file():
         return
     runs = [str(file.parent) for base in {path.parent, Path("runs")} for file in base.glob("*/experiment.json")]
-    what = "holds no run (no experiment.json)" if path.exists() else "does not exist"
-    listed = f"; there are {', '.join(sorted(runs)[:8])}" if runs else "; make one with: jaxscale train FILE"
-    raise UserError(f"run directory {run_dir} {what}{near_miss(run_dir, runs) or listed}")
+    problem = "holds no run (no experiment.json)" if path.exists() else "does not exist"
+    choices = f"; there are {', '.join(sorted(runs)[:8])}" if runs else "; make one with: jaxscale train FILE"
+    raise UserError(f"run directory {run_dir} {problem}{near_miss(run_dir, runs) or choices}")

@@ -13,7 +13,7 @@ class ConvertState:
     Args:
         run_dir: directory of a run.
         to: bits of the moments: float32, int8, dynamic8, int4 or fp8.
-        out: directory to make.
+        out: directory to create.
     """
 
     positional: ClassVar[tuple[str, ...]] = ("run_dir",)
@@ -25,7 +25,7 @@ class ConvertState:
     out: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR", "default": "RUN_DIR-TO"})
 
     def check(self) -> None:
-        """What can be known without importing JAX."""
+        """Check the arguments as far as possible without importing JAX."""
         from jaxscale.cli.commands import check_run
 
         check_run(self.run_dir)

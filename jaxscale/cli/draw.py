@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PICTURES = ("pipeline",)
 PRICES = {"f": "forward", "i": "input", "w": "weight", "b": "backward", "u": "update", "link": "link"}
-"""What --cost may price, and its name in `Costs`."""
+"""Letters of --cost, and their names in `Costs`."""
 
 
 def _shown(metavar: str, default: str | None = None) -> dict[str, str]:
@@ -27,7 +27,7 @@ def _shown(metavar: str, default: str | None = None) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Draw a pipeline schedule: who computes which stage, when.
+    """Draw a pipeline schedule: which device runs which stage, when.
 
     For example:
       jaxscale draw pipeline zb-v:4x8
@@ -40,30 +40,30 @@ class Draw:
     SCHEDULE is NAME:PxM, P devices and M microbatches, or file:PATH, a CSV.
     (jaxscale draw pipeline, without one, lists the names)
 
-    Times are of one program, where devices wait for their neighbours: --machine.
+    Times are those of one program, where devices wait for neighbours: --machine.
 
     Fields of the experiment are set by path: --model.layers 16
 
     Args:
-        picture: what to draw: pipeline.
+        picture: the kind of picture: pipeline.
         schedule: the schedule, such as 1f1b:4x8.
-        compare: several, by commas, on one scale; what follows a comma and has no colon, as v=2, belongs to the one
-            before.
-        cost: what a device takes for one microbatch, in any unit: f forward, i input gradient, w weight gradient; also
-            b (a backward in one, i + w by itself), u (update) and link (a message). 1 each, if it is not given.
-        experiment: price the stages of this experiment's model, by roofline; its plan's pipeline, if no schedule is
-            named.
+        compare: several schedules, separated by commas, on one scale; options without a colon, as v=2, belong to the
+            schedule before them.
+        cost: time of one microbatch on a device, in any unit: f forward, i input gradient, w weight gradient; also b
+            (a joint backward, by default i + w), u (update) and link (a message). 1 each by default.
+        experiment: price the stages of this experiment's model, by roofline; draws its plan's pipeline, if no schedule
+            is named.
         variant: one of the experiment's VARIANTS.
         platform: where it runs, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
-        devices: unlike ones, along the pipe: the experiment's blocks are dealt out to them by their speed, and what
-            the option stages of --plan.pipeline takes is printed; several times as many as P are as many pipelines side
-            by side (HetPipe).
-        measured: draw the pipeline of this run, as the trace of its --profile steps shows it, and below it what these
-            seconds of its actions come to on the --machine.
-        machine: how devices wait for one another: for their neighbours, as ours do, or only for what they need, as do
-            separate programs, and those of papers.
-        updates: of an asynchronous schedule, how many to draw.
-        out: write the chart here: .svg, .html (explains what is under the pointer), or .csv as PyTorch has it.
+        devices: unlike devices along the pipe: they receive the experiment's blocks by their speed, and the value for
+            the option stages of --plan.pipeline is printed; a multiple of P makes that many pipelines side by side
+            (HetPipe).
+        measured: draw the pipeline of this run from the trace of its --profile steps, and below it a simulation with
+            the measured seconds on the --machine.
+        machine: how devices wait for one another: for their neighbours, as in jaxscale, or only for their inputs, as
+            in separate programs and in papers.
+        updates: number of updates to draw of an asynchronous schedule.
+        out: write the chart here: .svg, .html (with a read-out under the pointer), or .csv in PyTorch's format.
     """
 
     positional: ClassVar[tuple[str, ...]] = ("picture", "schedule")
@@ -83,7 +83,7 @@ class Draw:
     out: str | None = dataclasses.field(default=None, metadata=_shown("CHART.SVG", "the terminal alone"))
 
     def check(self) -> None:
-        """What can be known without importing JAX."""
+        """Check the arguments as far as possible without importing JAX."""
         if self.picture not in PICTURES:
             if ":" in self.picture:
                 raise UserError(f"draw: got {self.picture!r} for the picture: jaxscale draw pipeline {self.picture}")
@@ -103,39 +103,40 @@ class Draw:
         if self.experiment is None:
             for name in ("variant", "platform", "devices"):
                 if getattr(self, name) is not None:
-                    raise UserError(f"--{name} is of --experiment FILE: add it, or leave --{name} out")
+                    raise UserError(f"--{name} needs --experiment FILE: add it, or leave --{name} out")
         elif self.cost is not None:
-            raise UserError("--cost and --experiment both say what stages take: leave one out")
+            raise UserError("--cost and --experiment both specify the costs of stages: leave one out")
         else:
             from jaxscale.platforms.platform import Platform
             from jaxscale.training.outline import outline
 
             outline(self.experiment, self.variant)
             if self.platform is not None and self.devices is not None:
-                raise UserError("--platform and --devices both say where it runs: leave one out")
+                raise UserError("--platform and --devices both specify the devices: leave one out")
             if self.platform is not None and self.platform.strip().lower() != "local":
                 Platform.parse(self.platform)
         prices_of(self.cost)
-        schedules = [schedule for _, schedule in self._scheduled(self._plans())]
+        schedules = [schedule for _, schedule in self._schedules(self._plans())]
         if self.out is not None:
             from jaxscale.pipeline.draw import check_file
 
             check_file(self.out, schedules)
 
     def run(self, fields: Mapping[str, str]) -> None:
-        """Draw it."""
+        """Draw the chart."""
         from jaxscale.pipeline.costs import Costs
 
         if self.experiment is None and fields:
             raise UserError(f"--{next(iter(fields))} is a field of an experiment: add --experiment FILE")
         if self.measured is not None:
-            chart = self._as_measured()
+            chart = self._measured_chart()
         elif self.experiment is None:
             prices = prices_of(self.cost)
-            priced = [(str(plan), one, Costs.alike(one, **prices)) for plan, one in self._scheduled(self._plans())]
-            chart = self._simulated(priced)
+            pairs = self._schedules(self._plans())
+            entries = [(str(plan), schedule, Costs.alike(schedule, **prices)) for plan, schedule in pairs]
+            chart = self._simulated_chart(entries)
         else:
-            chart = self._simulated(self._priced(fields))
+            chart = self._simulated_chart(self._priced(fields))
         print(
             chart.text(
                 shutil.get_terminal_size((100, 24)).columns,
@@ -147,53 +148,54 @@ class Draw:
             chart.write(self.out)
             print(f"written to {self.out}")
 
-    def _simulated(self, priced: "list[tuple[str, Schedule, Costs]]") -> "Chart":
+    def _simulated_chart(self, entries: "list[tuple[str, Schedule, Costs]]") -> "Chart":
         from jaxscale.pipeline.draw import Chart
         from jaxscale.pipeline.simulate import simulate
 
-        drawn = tuple((name, simulate(schedule, costs, self.machine)) for name, schedule, costs in priced)
-        return Chart(drawn, timed=self.experiment is not None)
+        simulations = tuple((name, simulate(schedule, costs, self.machine)) for name, schedule, costs in entries)
+        return Chart(simulations, timed=self.experiment is not None)
 
     def _check_measured(self) -> None:
         from jaxscale.pipeline.draw import check_file
-        from jaxscale.training.traced_actions import checked
+        from jaxscale.training.traced_actions import traced_plan
 
         for name in ("schedule", "compare", "cost", "experiment", "variant", "platform", "devices", "updates"):
             if getattr(self, name) is not None:
-                raise UserError(f"draw pipeline: got {name} beside --measured, whose run says it all: leave it out")
-        pipeline = checked(self.measured).pipeline
+                raise UserError(f"draw pipeline: got {name} beside --measured, whose run specifies it: leave it out")
+        pipeline = traced_plan(self.measured).pipeline
         if self.out is not None and pipeline is not None:
             check_file(self.out, [pipeline.schedule()] * 2)
 
-    def _as_measured(self) -> "Chart":
-        """The run's chart, and what its seconds come to on paper."""
+    def _measured_chart(self) -> "Chart":
+        """The run's measured chart above a simulation with its mean seconds."""
         from jaxscale.pipeline.draw import Chart
         from jaxscale.pipeline.simulate import simulate
         from jaxscale.training.traced_actions import measured_run
 
-        plan, found, steps = measured_run(self.measured)
-        said = f"mean of {steps} steps" if steps > 1 else "one step"
-        paper = simulate(found.schedule, found.costs, self.machine)
-        drawn = ((f"{plan.pipeline} measured, {said}", found), (f"{plan.pipeline} simulated with its means", paper))
-        return Chart(drawn, timed=True)
+        plan, measurement, steps = measured_run(self.measured)
+        label = f"mean of {steps} steps" if steps > 1 else "one step"
+        simulation = simulate(measurement.schedule, measurement.costs, self.machine)
+        name = str(plan.pipeline)
+        simulations = ((f"{name} measured, {label}", measurement), (f"{name} simulated with its means", simulation))
+        return Chart(simulations, timed=True)
 
     def _plans(self) -> "list[PipelinePlan]":
-        """What the command line names; none where the experiment says."""
+        """The plans on the command line; none if the experiment's is meant."""
         from jaxscale.pipeline.plan import PipelinePlan
 
         texts = split_schedules(self.compare) if self.compare is not None else [self.schedule] if self.schedule else []
         return [PipelinePlan.parse(text) for text in texts]
 
-    def _scheduled(self, plans: "list[PipelinePlan]") -> "list[tuple[PipelinePlan, Schedule]]":
-        """The schedule of each."""
+    def _schedules(self, plans: "list[PipelinePlan]") -> "list[tuple[PipelinePlan, Schedule]]":
+        """Each plan with its schedule."""
         from jaxscale.pipeline.draw import drawable
 
         if plans and self.updates is not None and not any(plan.asynchronous for plan in plans):
-            raise UserError("--updates is of asynchronous schedules: draw pipedream, pipemare or 2bw, or leave it out")
+            raise UserError("--updates is for asynchronous schedules: draw pipedream, pipemare or 2bw, or leave it out")
         return [(plan, drawable(plan, self.updates)) for plan in plans]
 
     def _priced(self, fields: Mapping[str, str]) -> "list[tuple[str, Schedule, Costs]]":
-        """Name, schedule and costs of each, by the experiment."""
+        """Name, schedule and costs of each plan, priced for the experiment."""
         from jaxscale.cli.commands import planned_platform
         from jaxscale.planning.stage_prices import stage_costs
         from jaxscale.training.source import load
@@ -204,70 +206,70 @@ class Draw:
         if not plans:
             raise UserError(f"draw pipeline: {self.experiment} has no pipeline in its plan; name one, such as 1f1b:4x8")
         if self.devices is not None:
-            return [(str(plan), *self._dealt(experiment, plan, schedule)) for plan, schedule in self._scheduled(plans)]
+            return [(str(plan), *self._deal(experiment, plan, schedule)) for plan, schedule in self._schedules(plans)]
         platform = planned_platform(self.platform or "local")
         return [
             (str(plan), schedule, stage_costs(experiment, platform, plan, schedule))
-            for plan, schedule in self._scheduled(plans)
+            for plan, schedule in self._schedules(plans)
         ]
 
-    def _dealt(self, experiment: "Experiment", plan: "PipelinePlan", schedule: "Schedule") -> "tuple[Schedule, Costs]":
-        """Over unlike devices."""
+    def _deal(self, experiment: "Experiment", plan: "PipelinePlan", schedule: "Schedule") -> "tuple[Schedule, Costs]":
+        """The schedule and its costs over unlike devices."""
         from jaxscale.planning.unlike_devices import dealt, devices_of
         from jaxscale.platforms.detect import hush_absent_gpus
 
         hush_absent_gpus()
         assert self.devices is not None
-        found = dealt(experiment, devices_of(self.devices, schedule.ranks), plan, schedule)
-        print(f"{plan}: {found}\n")
-        return schedule, found.partition.costs
+        assignment = dealt(experiment, devices_of(self.devices, schedule.ranks), plan, schedule)
+        print(f"{plan}: {assignment}\n")
+        return schedule, assignment.partition.costs
 
 
 def prices_of(text: str | None) -> dict[str, float]:
     """The prices of a text such as "f=1,i=1.2,w=0.8".
 
     Raises:
-        UserError: a letter that is none of f, i, w, b, u and link, one twice, or what is no number >= 0.
+        UserError: an unknown letter, one given twice, or a price that is no number >= 0.
 
     Example:
         >>> prices_of("f=1,b=2.5")
         {'forward': 1.0, 'backward': 2.5}
     """
-    found: dict[str, float] = {}
-    for part in filter(None, map(str.strip, (text or "").split(","))):
-        name, equals, value = (word.strip() for word in part.partition("="))
+    prices: dict[str, float] = {}
+    for item in filter(None, map(str.strip, (text or "").split(","))):
+        name, separator, value = (word.strip() for word in item.partition("="))
         if name.lower() not in PRICES:
             raise UserError(
                 f"--cost {text!r}: unknown price {name!r}: expected some of {', '.join(PRICES)}, such as f=1,i=1,w=1"
                 f"{near_miss(name.lower(), PRICES)}"
             )
-        if PRICES[name.lower()] in found:
+        if PRICES[name.lower()] in prices:
             raise UserError(f"--cost {text!r}: {name} is given twice; give it once")
         try:
             number = float(value)
         except ValueError:
             number = -1.0
-        if not equals or not 0 <= number < float("inf"):
-            raise UserError(f"--cost {text!r}: got {part!r}, expected a number >= 0, such as {name}=1")
-        found[PRICES[name.lower()]] = number
-    if found.get("forward") == 0:
+        if not separator or not 0 <= number < float("inf"):
+            raise UserError(f"--cost {text!r}: got {item!r}, expected a number >= 0, such as {name}=1")
+        prices[PRICES[name.lower()]] = number
+    if prices.get("forward") == 0:
         raise UserError(f"--cost {text!r}: a forward that takes no time leaves nothing to draw; give f=1")
-    return found
+    return prices
 
 
 def split_schedules(text: str) -> list[str]:
-    """The schedules of --compare: at commas, but for those before an option, which has no colon.
+    """The schedules of --compare: split at commas, except those before an option, which has no colon.
 
     Example:
         >>> split_schedules("1f1b:8x32, interleaved:8x32,v=2,zb-v:8x32")
         ['1f1b:8x32', 'interleaved:8x32,v=2', 'zb-v:8x32']
     """
-    found: list[str] = []
-    for part in filter(None, map(str.strip, text.split(","))):
-        if found and "=" in part and ":" not in part:
-            found[-1] += f",{part}"
+    schedules: list[str] = []
+    for item in filter(None, map(str.strip, text.split(","))):
+        if schedules and "=" in item and ":" not in item:
+            schedules[-1] += f",{item}"
         else:
-            found.append(part)
-    if not found:
+            schedules.append(item)
+    if not schedules:
         raise UserError(f"--compare {text!r}: got no schedule, expected some, such as 1f1b:8x32,zb-h1:8x32")
-    return found
+    return schedules

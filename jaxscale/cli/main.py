@@ -1,8 +1,8 @@
 """From the words of the command line to an exit code.
 
-0 done; 1 the doctor found something missing; 2 the user's mistake, told in one message; 3 it does not fit; 4 the loss
-diverged; 75 interrupted and saved; 130 interrupted before there was anything to save. Anything else is a crash, with
-its traceback.
+0 done; 1 the doctor reports a missing item; 2 a mistake of the user, reported in one message; 3 the step does not fit;
+4 the loss diverged; 75 interrupted and saved; 130 interrupted with nothing to save. Anything else is a crash, with its
+traceback.
 """
 
 import sys
@@ -18,56 +18,56 @@ MISTAKE, DIVERGED, PREEMPTED, INTERRUPTED = 2, 4, 75, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and give back the exit code."""
-    plain = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # the line of code is no news to a user
+    """Run the command line and return the exit code."""
+    formatter = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # without the line of code
     try:
         return _run(arguments.read(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        _say(error)
+        _print_error(error)
         return MISTAKE
     except Diverged as error:
-        _say(error)
+        _print_error(error)
         return DIVERGED
     except Preempted as error:
-        _say(error)
+        _print_error(error)
         return PREEMPTED
     except KeyboardInterrupt as error:
-        _say(str(error) or "interrupted")
+        _print_error(str(error) or "interrupted")
         return INTERRUPTED
-    except SystemExit as exit:  # help was shown
-        return exit.code if isinstance(exit.code, int) else 0
+    except SystemExit as system_exit:  # help was shown
+        return system_exit.code if isinstance(system_exit.code, int) else 0
     finally:
-        warnings.formatwarning = plain
+        warnings.formatwarning = formatter
 
 
-def _run(given: arguments.Arguments) -> int:
-    if given.help:
-        _help(given)
+def _run(request: arguments.Arguments) -> int:
+    if request.help:
+        _show_help(request)
         return 0
-    assert given.command is not None
-    COMMANDS[given.command](**given.early).check()
+    assert request.command is not None
+    COMMANDS[request.command](**request.early).check()
     from jaxscale.cli.usage import parse
 
-    command = parse(given.command, given.own)
-    code = command.run(given.fields) if isinstance(command, Train | Fit | Explain | Draw) else command.run()
+    command = parse(request.command, request.own)
+    code = command.run(request.fields) if isinstance(command, Train | Fit | Explain | Draw) else command.run()
     return code or 0
 
 
-def _help(given: arguments.Arguments) -> None:
+def _show_help(request: arguments.Arguments) -> None:
     from jaxscale.cli import usage
 
-    if given.command is None:
+    if request.command is None:
         return usage.show_all()
-    if getattr(COMMANDS[given.command], "takes_fields", False) and "file" in given.early:
+    if getattr(COMMANDS[request.command], "takes_fields", False) and "file" in request.early:
         from jaxscale.training.outline import outline
 
-        command: Any = COMMANDS[given.command](**given.early)
-        seen = outline(command.file, command.variant)
-        experiment, _ = command.load(given.fields)
-        return usage.show(given.command, experiment, seen.variants)
-    return usage.show(given.command)
+        command: Any = COMMANDS[request.command](**request.early)
+        file = outline(command.file, command.variant)
+        experiment, _ = command.load(request.fields)
+        return usage.show(request.command, experiment, file.variants)
+    return usage.show(request.command)
 
 
-def _say(message: object) -> None:
+def _print_error(message: object) -> None:
     print(f"jaxscale: {message}", file=sys.stderr)

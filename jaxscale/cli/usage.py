@@ -1,7 +1,7 @@
-"""The subcommands' dataclasses handed to tyro, which parses what `arguments.py` let pass and writes the help.
+"""The subcommands' dataclasses for tyro, which parses the words that `arguments.py` has checked and writes the help.
 
-For `train FILE --help` the experiment's own fields join the subcommand's flags: dataclasses made after the values that
-the file gave, each leaf shown with its type and its default.
+For `train FILE --help` the experiment's fields join the subcommand's flags: as dataclasses with the file's values as
+defaults, each leaf shown with its type and its default.
 """
 
 import collections.abc
@@ -21,12 +21,12 @@ _MARKERS = (tyro.conf.FlagCreatePairsOff,)
 
 
 def parse(name: str, words: Sequence[str]) -> Command:
-    """The subcommand that the words spell."""
-    return tyro.cli(_typed(COMMANDS[name]), prog=f"jaxscale {name}", args=words, config=_MARKERS)
+    """The subcommand of a name and its words."""
+    return tyro.cli(_tyro_class(COMMANDS[name]), prog=f"jaxscale {name}", args=words, config=_MARKERS)
 
 
 def show_all() -> None:
-    """Print the help of the whole."""
+    """Print the help of the whole program."""
     width = max(map(len, COMMANDS))
     lines = ["usage: jaxscale COMMAND ...", "", "Train models on JAX: your model, your platform, every technique.", ""]
     lines += [f"  {name:{width}}  {_summary(cls)}" for name, cls in COMMANDS.items()]
@@ -39,28 +39,28 @@ def show_all() -> None:
 def show(name: str, experiment: Any = None, variants: dict[str, str] | None = None) -> None:
     """Print the help of a subcommand; with an experiment, its fields too."""
     cls = COMMANDS[name]
-    made = _typed(cls, experiment)
+    typed_class = _tyro_class(cls, experiment)
     if variants:
         width = max(map(len, variants))
-        listed = [f"  {variant:{width}}  {summary}".rstrip() for variant, summary in variants.items()]
-        print("\n".join(["", "variants of this file:", *listed]))
+        lines = [f"  {variant:{width}}  {summary}".rstrip() for variant, summary in variants.items()]
+        print("\n".join(["", "variants of this file:", *lines]))
     # Never returns: tyro prints and exits with 0.
-    tyro.cli(made, prog=f"jaxscale {name}", args=["--help"], config=_MARKERS)
+    tyro.cli(typed_class, prog=f"jaxscale {name}", args=["--help"], config=_MARKERS)
 
 
 def _summary(cls: type) -> str:
     return (cls.__doc__ or "").partition("\n")[0]
 
 
-def _typed(cls: type[Command], experiment: Any = None) -> type[Any]:
-    """The dataclass as tyro wants it: places, names of values and help in the annotations."""
-    hints, told = typing.get_type_hints(cls), field_help(cls)
-    own = getattr(cls, "of_experiment", ())
+def _tyro_class(cls: type[Command], experiment: Any = None) -> type[Any]:
+    """A dataclass for tyro: positional arguments, metavars and help are in its annotations."""
+    hints, descriptions = typing.get_type_hints(cls), field_help(cls)
+    experiment_flags = getattr(cls, "of_experiment", ())
     fields: list[Any] = []
     for field in dataclasses.fields(cls):
-        if experiment is not None and field.name in own:
+        if experiment is not None and field.name in experiment_flags:
             continue
-        hint = Annotated[hints[field.name], _argument(field, told.get(field.name, ""))]
+        hint = Annotated[hints[field.name], _argument(field, descriptions.get(field.name, ""))]
         if field.name in cls.positional:
             hint = tyro.conf.Positional[hint]
         default = {} if field.default is dataclasses.MISSING else {"default": field.default}
@@ -68,34 +68,34 @@ def _typed(cls: type[Command], experiment: Any = None) -> type[Any]:
     if experiment is not None:
         fields += _fields(experiment)
     base = cls if experiment is None else object
-    made = dataclasses.make_dataclass(cls.__name__, fields, bases=(base,), frozen=True)
-    made.__doc__ = (cls.__doc__ or "").partition("\n\n    Args:")[0]
-    return made
+    typed_class = dataclasses.make_dataclass(cls.__name__, fields, bases=(base,), frozen=True)
+    typed_class.__doc__ = (cls.__doc__ or "").partition("\n\n    Args:")[0]
+    return typed_class
 
 
-def _argument(field: dataclasses.Field[Any], told: str) -> Any:
-    shown = field.metadata.get("default")
-    hint = None if shown is None else f"(default: {shown})" if shown else "(optional)"
-    return tyro.conf.arg(help=told, metavar=field.metadata.get("metavar"), help_behavior_hint=hint)
+def _argument(field: dataclasses.Field[Any], text: str) -> Any:
+    default = field.metadata.get("default")
+    hint = None if default is None else f"(default: {default})" if default else "(optional)"
+    return tyro.conf.arg(help=text, metavar=field.metadata.get("metavar"), help_behavior_hint=hint)
 
 
 def _fields(value: Any) -> list[Any]:
-    """A field for each of a value's, dataclasses nested, whose leaves are text."""
+    """A text field for each field of a value, with nested dataclasses."""
     cls = type(value)
-    told, made = field_help(cls), []
+    texts, fields = field_help(cls), []
     hints = values.field_types(cls)
     for name, hint in hints.items():
-        inner = getattr(value, name)
-        if values.is_record(inner):
-            nested = dataclasses.make_dataclass(type(inner).__name__, _fields(inner), frozen=True)
-            nested.__doc__ = _plain(_summary(type(inner)) or told.get(name, ""))
-            made.append((name, nested, dataclasses.field(default_factory=nested)))
+        item = getattr(value, name)
+        if values.is_record(item):
+            nested = dataclasses.make_dataclass(type(item).__name__, _fields(item), frozen=True)
+            nested.__doc__ = _plain(_summary(type(item)) or texts.get(name, ""))
+            fields.append((name, nested, dataclasses.field(default_factory=nested)))
         elif not _is_code(hint):
             argument = tyro.conf.arg(
-                metavar=_metavar(hint), help=_plain(told.get(name, "")), help_behavior_hint=f"(default: {spell(inner)})"
+                metavar=_metavar(hint), help=_plain(texts.get(name, "")), help_behavior_hint=f"(default: {spell(item)})"
             )
-            made.append((name, Annotated[str, argument], dataclasses.field(default=spell(inner))))
-    return made
+            fields.append((name, Annotated[str, argument], dataclasses.field(default=spell(item))))
+    return fields
 
 
 def _is_code(hint: Any) -> bool:
@@ -105,12 +105,12 @@ def _is_code(hint: Any) -> bool:
 
 
 def _plain(text: str) -> str:
-    """A docstring's words as help: `None` is spelled none on the command line."""
+    """A docstring's text as help: `None` is spelled none on the command line."""
     return text.replace("`None`", "none").replace("`", "")
 
 
 def spell(value: Any) -> str:
-    """A value as the command line takes it.
+    """A value as it is written on the command line.
 
     Example:
         >>> spell(None), spell(True), spell(("a", "b")), spell(0.5)
@@ -133,12 +133,12 @@ def _metavar(hint: Any) -> str:
     origin = typing.get_origin(hint) or hint
     if origin in (tuple, list):
         return f"{_metavar(inner[0])},..." if inner else "LIST"
-    words = {int: "INT", float: "FLOAT", str: "TEXT", bool: "true|false", Any: "VALUE", Path: "PATH"}
-    return words.get(origin, getattr(origin, "__name__", "VALUE"))
+    names = {int: "INT", float: "FLOAT", str: "TEXT", bool: "true|false", Any: "VALUE", Path: "PATH"}
+    return names.get(origin, getattr(origin, "__name__", "VALUE"))
 
 
 def field_help(cls: type) -> dict[str, str]:
-    """What the "Args:" of a class's docstring say of each field.
+    """The description of each field in the "Args:" of a class's docstring.
 
     Example:
         >>> from jaxscale.sharding.mesh import MeshSpec
@@ -146,13 +146,13 @@ def field_help(cls: type) -> dict[str, str]:
         'pipeline stages.'
     """
     body = re.search(r"\n\s*Args:\n(.*?)(\n\s*\n\s*\w+:\n|\Z)", cls.__doc__ or "", re.S)
-    told: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     name = ""
     for line in body[1].splitlines() if body else ():
-        start = re.match(r"\s{4,8}(\w+): (.*)", line)
-        if start and not line.startswith(" " * 9):
-            name = start[1]
-            told[name] = start[2].strip()
+        match = re.match(r"\s{4,8}(\w+): (.*)", line)
+        if match and not line.startswith(" " * 9):
+            name = match[1]
+            descriptions[name] = match[2].strip()
         elif name and line.strip():
-            told[name] += " " + line.strip()
-    return told
+            descriptions[name] += " " + line.strip()
+    return descriptions

@@ -1,1 +1,1 @@
-"""A run: the loop, its directory and files, and what is done with them."""
+"""A run: the loop, its directory and files, and their use afterwards."""

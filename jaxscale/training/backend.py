@@ -1,8 +1,7 @@
-"""What is decided before JAX starts its backend: which platform, how many virtual CPU devices, where compiled programs
-are kept.
+"""Settings before JAX starts its backend: the platform, the number of virtual CPU devices, the compile cache.
 
 On a CPU one virtual device per core trains faster than one device with a pool of threads, and with libtpu installed but
-no TPU the first use of a backend would cost seconds. What the user has set in the environment is left as it is.
+no TPU the first use of a backend would cost seconds. Settings in the user's environment are left unchanged.
 """
 
 import contextlib
@@ -16,12 +15,12 @@ from jaxscale.platforms.detect import accelerators, hush_absent_gpus
 
 
 def has_accelerator(devices: Path = Path("/dev")) -> bool:
-    """Whether a TPU or GPU shows itself to the system; no backend is started for it."""
+    """Whether the system has a TPU or GPU, without starting a backend."""
     return bool(accelerators(devices))
 
 
 def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """CPU cores that this process may use: its affinity, or a container's quota where that is less."""
+    """CPU cores that this process may use: its affinity, or a container's quota if that is less."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
         quota, period = quota_file.read_text().split()
@@ -32,7 +31,7 @@ def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 def start_backend() -> None:
     """Choose the platform and the number of CPU devices, and switch the persistent compile cache on.
 
-    Call it before anything asks for devices; once a backend runs, its platform and devices stay as they are.
+    Call it before any use of devices; once a backend runs, its platform and devices are fixed.
     """
     import jax
 
@@ -44,10 +43,10 @@ def start_backend() -> None:
     if not os.environ.get("JAX_PLATFORMS") and not config.jax_platforms and not has_accelerator():
         config.update("jax_platforms", "cpu")
     # -1 is JAX's own default; the environment's JAX_NUM_CPU_DEVICES shows here too
-    given = config.jax_num_cpu_devices != -1 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    is_count_set = config.jax_num_cpu_devices != -1 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if config.jax_platforms == "cpu":
         keep_freed_memory()
-    if config.jax_platforms == "cpu" and not given:
+    if config.jax_platforms == "cpu" and not is_count_set:
         with contextlib.suppress(RuntimeError):  # the backend runs already
             config.update("jax_num_cpu_devices", cores())
     provide_threads()
@@ -63,7 +62,7 @@ def cache_folder() -> Path | None:
     """Folder of compiled programs, `$JAXSCALE_CACHE/compile` or `~/.cache/jaxscale/compile`.
 
     Returns:
-        `None`, after a line that says so, where it cannot be written to.
+        The folder; `None`, after a message on stderr, if it cannot be written.
     """
     base = os.environ.get("JAXSCALE_CACHE")
     try:
@@ -80,12 +79,12 @@ def cache_folder() -> Path | None:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what the CPU backend frees: its step allocates the same buffers again at once.
+    """Make the C library keep memory that the CPU backend frees: the next step allocates the same buffers.
 
-    By default glibc gives large buffers back to the kernel, which clears every page again at the next step: a third of
-    the step's time, once a process has grown. Threads other than the first would do so whatever else is set, for they
-    allocate from arenas of their own, which hold 64 MiB at most and go when they are empty: there is one arena for all
-    threads that start from now on. Elsewhere than on glibc this does nothing.
+    By default glibc returns large buffers to the kernel, which clears every page again at the next step: a third of the
+    step's time, once a process has grown. Threads other than the first would still do so, since they allocate from
+    separate arenas, which hold 64 MiB at most and are freed when empty: so all threads that start from now on share one
+    arena. Without glibc this does nothing.
     """
     import ctypes
 

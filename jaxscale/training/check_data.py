@@ -1,4 +1,4 @@
-"""Whether data and model go together: what can be known of a batch before one is read."""
+"""Whether data and model fit each other, checked before a batch is read."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from jaxscale.errors import UserError
 from jaxscale.step.experiment import Experiment
 
 
-def check_data(experiment: Experiment, opened: Any) -> None:
+def check_data(experiment: Experiment, data: Any) -> None:
     """Refuse data that the model cannot take.
 
     Raises:
-        UserError: tokens beyond the vocabulary, prompts of samples that the tokenizer does not know, labels beyond
+        UserError: tokens beyond the vocabulary, prompts of samples that the tokenizer cannot encode, labels beyond
             the classes, images of another shape, or sequences longer than the model's positions.
     """
-    tokenizer = getattr(opened, "tokenizer", None)
+    tokenizer = getattr(data, "tokenizer", None)
     vocab, context = (getattr(experiment.model, name, None) for name in ("vocab", "context"))
     if tokenizer is not None and vocab is not None and tokenizer.size > vocab:
         raise UserError(
@@ -23,20 +23,20 @@ def check_data(experiment: Experiment, opened: Any) -> None:
     if tokenizer is not None:
         for prompt in experiment.samples.prompts:
             try:
-                known = len(tokenizer.encode(prompt)) > 0
+                has_tokens = len(tokenizer.encode(prompt)) > 0
             except UserError as error:
                 raise UserError(f"samples.prompts: {prompt!r}: {error}") from None
-            if not known:
+            if not has_tokens:
                 raise UserError(f"samples.prompts: {prompt!r} has no token: give text to continue, or no prompt")
-    facts, classes = getattr(opened, "facts", {}), getattr(experiment.model, "classes", None)
+    facts, classes = getattr(data, "facts", {}), getattr(experiment.model, "classes", None)
     if classes is not None and facts.get("classes", 0) > classes:
         raise UserError(
             f"the data has {facts['classes']} classes, and model.classes is {classes}: set it to {facts['classes']}"
         )
-    shape, wanted = facts.get("shape"), _image_shape(experiment.model)
-    if shape is not None and any(b not in (None, a) for a, b in zip(shape, wanted, strict=True)):
-        given, expected = (" x ".join("any" if n is None else str(n) for n in sizes) for sizes in (shape, wanted))
-        raise UserError(f"the images are {given}, and the model takes {expected}: set its image and channels")
+    shape, model_shape = facts.get("shape"), _image_shape(experiment.model)
+    if shape is not None and any(b not in (None, a) for a, b in zip(shape, model_shape, strict=True)):
+        images, model = (" x ".join("any" if n is None else str(n) for n in sizes) for sizes in (shape, model_shape))
+        raise UserError(f"the images are {images}, and the model takes {model}: set its image and channels")
     length = getattr(experiment.data, "context", None)
     if context is not None and length is not None and length > context:
         raise UserError(
@@ -45,6 +45,6 @@ def check_data(experiment: Experiment, opened: Any) -> None:
 
 
 def _image_shape(model: Any) -> tuple[int | None, int | None, int | None]:
-    """Height, width and channels that a model takes; `None` where it takes any."""
+    """Height, width and channels of a model's images; `None` where any fit."""
     side = getattr(model, "image", None)
     return side, side, getattr(model, "channels", None)

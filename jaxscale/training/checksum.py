@@ -1,4 +1,4 @@
-"""A checksum per array that does not depend on how the array is sharded. Orbax loads a flipped byte without a word.
+"""A checksum per array that does not depend on its sharding. Orbax loads a flipped byte without an error.
 
 The bits of an array are read as unsigned numbers ``b_i`` in the order of its elements, and summed with odd weights
 modulo 2^32: ``s = sum_i b_i w_i``. An odd number is invertible modulo 2^32, so a change of any one element changes the
@@ -42,9 +42,9 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
     for dim in reversed(range(bits.ndim)):
         index += lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * jnp.uint32(stride & 0xFFFFFFFF)
         stride *= bits.shape[dim]
-    mixed = index * jnp.uint32(0x9E3779B1)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA6B)
-    weights = (index * jnp.uint32(2) + jnp.uint32(1), (mixed ^ (mixed >> 13)) | jnp.uint32(1))
+    hashes = index * jnp.uint32(0x9E3779B1)
+    hashes = (hashes ^ (hashes >> 15)) * jnp.uint32(0x85EBCA6B)
+    weights = (index * jnp.uint32(2) + jnp.uint32(1), (hashes ^ (hashes >> 13)) | jnp.uint32(1))
     return jnp.stack([jnp.sum(bits * weight, dtype=jnp.uint32) for weight in weights])
 
 
@@ -52,39 +52,39 @@ def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     try:
-        bits_of_one = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).bits
-    except ValueError as problem:
-        raise TypeError(f"no checksum for arrays of {x.dtype}") from problem
-    if bits_of_one < 8:  # int4 and its like: widened, which keeps every value apart
+        width = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).bits
+    except ValueError as error:
+        raise TypeError(f"no checksum for arrays of {x.dtype}") from error
+    if width < 8:  # int4 and the like: widening keeps values distinct
         return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    if bits_of_one == 64:  # the last dim is the two halves
+    if width == 64:  # the new last dim holds the two halves
         return lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(x, _UNSIGNED[bits_of_one // 8]).astype(jnp.uint32)
+    return lax.bitcast_convert_type(x, _UNSIGNED[width // 8]).astype(jnp.uint32)
 
 
 @jax.jit
-def _together(arrays: dict[str, Any]) -> dict[str, UInt32[Array, "2"]]:
+def _device_checksums(arrays: dict[str, Any]) -> dict[str, UInt32[Array, "2"]]:
     return {name: checksum(array) for name, array in arrays.items()}
 
 
 @jax.jit
-def _from_host(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
+def _host_checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
     return checksum(to_device(x))
 
 
 def checksums(arrays: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """The sums of each array, on the host: in one program for those on devices, and of those in host memory one by one.
+    """The sums of each array, on the host: in one program for arrays on devices, one by one for arrays in host memory.
 
-    One program would bring all that lies on the host to the device at once (24 arrays of 64 MiB: 1,539 MiB of
-    temporary bytes, compiled for v5e), and it lies there for want of room.
+    One program would copy all arrays in host memory to the device at once (24 arrays of 64 MiB: 1,539 MiB of temporary
+    bytes, compiled for v5e), where there is no room for them.
 
     Example:
         >>> checksums({"a": jnp.arange(3, dtype=jnp.int32)})["a"][0]
         13
     """
-    sums: dict[str, Any] = _together({name: array for name, array in arrays.items() if not on_host(array)})
+    sums: dict[str, Any] = _device_checksums({name: array for name, array in arrays.items() if not on_host(array)})
     for name, array in arrays.items():
         if on_host(array):
-            sums[name] = jax.device_get(_from_host(array))
+            sums[name] = jax.device_get(_host_checksum(array))
     sums = jax.device_get(sums)
     return {name: (int(sums[name][0]), int(sums[name][1])) for name in arrays}

@@ -1,7 +1,7 @@
-"""A run's newest checkpoint with its optimizer state in other bits, as a run of its own that can be continued.
+"""A run's newest checkpoint with its optimizer state in other bits, as a separate run that can be continued.
 
-A run converts by itself when it is continued under another `--plan.state.moments`; this does it beforehand, for whoever
-wants the file: float32 for a version or a tool that reads nothing else, few bits for the archive.
+A run converts by itself when it is continued under another `--plan.state.moments`. This module writes the converted
+files: float32 for a version or a tool that reads nothing else, few bits for the archive.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ def convert_state(run: Any, to: Any, out: Any = None) -> str:
 
     Args:
         run: the run directory.
-        to: what `Plan.state` takes.
+        to: bits of the moments, a value of `StatePlan.moments`.
         out: the directory to make; the run's name and `to` by default.
 
     Returns:
-        What was done, a line for each kind of change.
+        A line for each kind of change.
 
     Raises:
         UserError: no run or checkpoint there, the new directory exists, or the optimizer takes no such state.
@@ -45,15 +45,14 @@ def convert_state(run: Any, to: Any, out: Any = None) -> str:
     if target.exists():
         raise UserError(f"{target} exists: give another directory (--out)")
     experiment = load_experiment(folder)
-    ran, count = experiment.plan, len(jax.devices())
-    zero = 3 if count > 1 else 0
-    asked = Plan(mesh=MeshSpec(fsdp=count), zero=zero, precision=ran.precision, state=StatePlan(to, ran.state.master))
-    rows = dataclasses.replace(experiment, batch=count, plan=asked)
-    step = build(rows, asked)
-    found = Checkpoints(folder / place.CHECKPOINTS, write=False).restore(step.canonical_abstract())
-    if found is None:
+    plan, count = experiment.plan, len(jax.devices())
+    mesh, zero = MeshSpec(fsdp=count), 3 if count > 1 else 0
+    step_plan = Plan(mesh=mesh, zero=zero, precision=plan.precision, state=StatePlan(to, plan.state.master))
+    step = build(dataclasses.replace(experiment, batch=count, plan=step_plan), step_plan)
+    restored = Checkpoints(folder / place.CHECKPOINTS, write=False).restore(step.canonical_abstract())
+    if restored is None:
         raise UserError(f"{folder} has no checkpoint yet: train it until its first save")
-    plan = dataclasses.replace(ran, state=dataclasses.replace(ran.state, moments=to))
+    plan = dataclasses.replace(plan, state=dataclasses.replace(plan.state, moments=to))
     with place.writing(target):
         target.mkdir(parents=True)
         place.write_values(target, dataclasses.replace(experiment, plan=plan), plan)
@@ -61,6 +60,6 @@ def convert_state(run: Any, to: Any, out: Any = None) -> str:
             shutil.copytree(folder / "source", target / "source")
         if (folder / TOKENIZER).exists():
             shutil.copy(folder / TOKENIZER, target / TOKENIZER)
-    Checkpoints(target / place.CHECKPOINTS).save(found.arrays, found.description, wait=True)
-    said = found.converted or (f"its optimizer state was {to} already",)
-    return "\n".join([*said, f"step {found.description.step} is in {target}"])
+    Checkpoints(target / place.CHECKPOINTS).save(restored.arrays, restored.description, wait=True)
+    notes = restored.converted or (f"its optimizer state was {to} already",)
+    return "\n".join([*notes, f"step {restored.description.step} is in {target}"])

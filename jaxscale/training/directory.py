@@ -1,11 +1,11 @@
 """The run directory: who may write to it, and whether it belongs to this experiment.
 
-experiment.json plan.json     what runs, and how: enough to rebuild the step
-source/                       the experiment file and what was changed on the command line
-memory.json                   what the plan's memory rule came to, block by block; `--plan.memory file:PATH` reads it
-metrics.jsonl tensorboard/    what was measured
+experiment.json plan.json     the experiment and the plan, from which the step can be rebuilt
+source/                       the experiment file and the overrides of the command line
+memory.json                   the decision of the plan's memory rule, block by block; `--plan.memory file:PATH` reads it
+metrics.jsonl tensorboard/    the measurements
 checkpoints/ samples.txt report.html
-lock                          the process that writes here; released by the system when it ends, however it ends
+lock                          the process that writes to the run; the system releases it when the process ends
 """
 
 import contextlib
@@ -29,16 +29,16 @@ MAY_CHANGE = ("steps", "evaluation", "samples", "checkpoint", "plan")
 
 
 def default_directory(experiment: Experiment) -> Path:
-    """Where a run goes that was told nothing."""
+    """The run directory without --out."""
     return Path("runs") / experiment.name
 
 
 @contextlib.contextmanager
 def claimed(directory: Any) -> Iterator[None]:
-    """Hold the run directory for this process alone; a directory in a bucket cannot be held.
+    """Lock the run directory for this process; a directory in a bucket cannot be locked.
 
     Raises:
-        UserError: another process writes there, or the place cannot be written to.
+        UserError: another process has locked it, or it cannot be written.
     """
     path = run_path(directory)
     with writing(path):
@@ -53,7 +53,7 @@ def claimed(directory: Any) -> Iterator[None]:
 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except ImportError:
-            pass  # no such locks on Windows
+            pass  # Windows has no such locks
         except OSError:
             file.seek(0)
             raise UserError(
@@ -69,56 +69,56 @@ def claimed(directory: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(directory: Any) -> Iterator[None]:
-    """Says which place cannot be written to: a full disk, one that is read-only, a file where the folder should be."""
+    """Turns an OSError into a UserError that names the path: a full or read-only disk, a file in place of a folder."""
     try:
         yield
-    except OSError as problem:
-        where = problem.filename or directory
+    except OSError as error:
+        path = error.filename or directory
         raise UserError(
-            f"cannot write {where}: {problem.strerror or problem}; checkpoints saved before are intact: free space, "
+            f"cannot write {path}: {error.strerror or error}; checkpoints saved before are intact: free space, "
             "or give another directory (--out), and start again"
-        ) from problem
+        ) from error
 
 
 def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, Any] | None:
-    """The experiment.json of the run that the directory holds, which must be of the same experiment.
+    """The experiment.json of the run in the directory, which must be of the same experiment.
 
-    Fields that have come since with a default, and where files lie, make no difference (`values.changes`).
+    New fields with a default, and paths of files, do not count as differences (`values.changes`).
 
     Returns:
-        `None` where the directory holds no run.
+        Its content; `None` where the directory holds no run.
 
     Raises:
-        UserError: the run there differs in more than `MAY_CHANGE`, or its experiment.json is damaged.
+        UserError: the run differs in more than `MAY_CHANGE`, or its experiment.json is damaged.
     """
     path = run_path(directory) / EXPERIMENT
     if not path.exists():
         return None
     try:
-        there = values.read_json(path)
+        stored_json = values.read_json(path)
     except UserError as error:
         raise UserError(f"{error}; restore it from a copy, or give another directory (--out)") from error
-    found = [d for d in values.changes(experiment, there) if d.path.split(".")[0] not in MAY_CHANGE]
-    if found:
-        shown = "; ".join(map(str, found[:8])) + (f"; and {len(found) - 8} more" if len(found) > 8 else "")
+    diffs = [d for d in values.changes(experiment, stored_json) if d.path.split(".")[0] not in MAY_CHANGE]
+    if diffs:
+        listing = "; ".join(map(str, diffs[:8])) + (f"; and {len(diffs) - 8} more" if len(diffs) > 8 else "")
         raise UserError(
-            f"{run_path(directory)} holds a run of another experiment: {shown}. A run that is continued may change "
+            f"{run_path(directory)} holds a run of another experiment: {listing}. A run that is continued may change "
             f"{', '.join(MAY_CHANGE)}; give this one another directory (--out)"
         )
-    return there
+    return stored_json
 
 
 def set_aside(directory: Any) -> Any:
-    """Rename a directory that holds a run to the first free of NAME.1, NAME.2, ...; gives back where it went."""
+    """Rename a directory that holds a run to the first free of NAME.1, NAME.2, ...; returns the new path."""
     path = run_path(directory)
     if not (path / EXPERIMENT).exists():
         return None
     number = 1
-    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+    while (target := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     with writing(path):
-        path.rename(aside)
-    return aside
+        path.rename(target)
+    return target
 
 
 def write_values(directory: Any, experiment: Experiment, plan: Plan) -> None:
@@ -131,8 +131,8 @@ def write_json(path: Any, content: Any) -> None:
     """Write a JSON file whole or not at all."""
     text = json.dumps(content, indent=2) + "\n"
     if is_remote(path):
-        path.write_text(text)  # an object is stored whole
+        path.write_text(text)  # a bucket stores an object whole
         return
-    half = path.with_name(f"{path.name}.half")
-    half.write_text(text)
-    half.replace(path)
+    partial = path.with_name(f"{path.name}.half")
+    partial.write_text(text)
+    partial.replace(path)

@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: one live line in a terminal or a notebook, now and then a line in a file.
+"""The progress of a run on the screen: one live line in a terminal or a notebook, a line every 20 s in a file.
 
-It is told every step and shows a few per second, so that a fast step pays microseconds for it.
+It receives every step and shows a few per second, so that it costs a fast step only microseconds.
 """
 
 import sys
@@ -16,9 +16,9 @@ class Display:
     Args:
         steps: updates of the run.
         quiet: show nothing at all.
-        name: of the run.
+        name: name of the run.
 
-    `live` says whether lines may move and be coloured: in a terminal or a notebook.
+    `live` is true in a terminal or a notebook, where lines may be updated and coloured.
     """
 
     def __init__(self, steps: int, *, quiet: bool, name: str) -> None:
@@ -27,12 +27,12 @@ class Display:
         self._task: Any = None
         self._notebook = "ipykernel" in sys.modules
         self.live = self._notebook or sys.stdout.isatty()
-        self._every = _LIVE_SECONDS if self.live else _FILE_SECONDS
-        self._last = 0.0
+        self._interval = _LIVE_SECONDS if self.live else _FILE_SECONDS
+        self._shown_at = 0.0
         self._open_line = False
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """Show a permanent line."""
         if self._quiet:
             return
         if self._progress is not None:
@@ -42,21 +42,21 @@ class Display:
         print(text, flush=True)
 
     def show(self, step: int, row: dict[str, Any]) -> None:
-        """The line that moves.
+        """Update the live line.
 
         Args:
-            step: updates made.
-            row: what the step measured, as in metrics.jsonl.
+            step: updates so far.
+            row: metrics of the step, as in metrics.jsonl.
         """
-        if self._quiet or (time.monotonic() - self._last < self._every and step < self._steps):
+        if self._quiet or (time.monotonic() - self._shown_at < self._interval and step < self._steps):
             return
-        self._last = time.monotonic()
+        self._shown_at = time.monotonic()
         text = f"loss {row['loss']:.4f}  {_si(row.get('tokens_per_second', 0.0))} tokens/s"
         if "mfu" in row:
             text += f"  mfu {row['mfu']:.1%}"
         if self._notebook:
-            left = _clock((self._steps - step) * row.get("step_seconds", 0.0))
-            print(f"\rstep {step}/{self._steps}  {text}  {left} left ", end="", flush=True)
+            remaining = _clock((self._steps - step) * row.get("step_seconds", 0.0))
+            print(f"\rstep {step}/{self._steps}  {text}  {remaining} left ", end="", flush=True)
             self._open_line = True
         elif self.live:
             self._start().update(self._task, completed=step, text=text)
@@ -64,7 +64,7 @@ class Display:
             print(f"step {step}/{self._steps}  {text}", flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """End the live line and restore the terminal."""
         self._end_line()
         if self._progress is not None:
             self._progress.stop()
@@ -93,9 +93,9 @@ class Display:
 
 
 def _si(value: float) -> str:
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
     return f"{value:.0f}"
 
 

@@ -1,7 +1,7 @@
-"""`jaxscale doctor`: what this machine and this installation have, what is missing, and what to do about it.
+"""`jaxscale doctor`: what this machine and this installation have, what is missing, and what to do.
 
-`examine` looks, `diagnose` judges: a pure function of what was seen, so that machines which are not here are tested
-too. Nothing is downloaded, written or compiled. It leaves out speed: a benchmark measures that.
+`examine` inspects the machine; `diagnose` is a pure function of the result, so tests cover other machines too. Nothing
+is downloaded, written or compiled. Speed is left out: benchmarks measure it.
 """
 
 import dataclasses
@@ -23,28 +23,28 @@ State = Literal["ok", "note", "missing"]
 MARKS: Mapping[State, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("·", "yellow"), "missing": ("✗", "bold red")}
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 PLUGINS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
-# extra: packages it brings, and what they are for
+# extra: the packages it installs, and their purpose
 OPTIONAL: Mapping[str, tuple[tuple[str, ...], str]] = {
     "notebook": (("ipykernel", "matplotlib", "nbclient"), "plots and notebooks"),
     "remote": (("fsspec", "gcsfs", "s3fs"), "data and runs on gs:// and s3://"),
 }
-# jax/_src/hardware_utils.py: PCI vendor of Google, and its device numbers that are TPUs (others are network cards)
+# jax/_src/hardware_utils.py: Google's PCI vendor number, and its device numbers of TPUs (others are network cards)
 _GOOGLE = "0x1ae0"
 _TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
-# jax/_src/hardware_utils.py: of the driver, of containers, of WSL2
+# jax/_src/hardware_utils.py: device files of the driver, of containers, of WSL2
 _NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-_LITTLE_DISK = 5 * 10**9  # bytes: a checkpoint of a 0.3 B model with AdamW's moments takes 3.6e9
+_DISK_MARGIN = 5 * 10**9  # bytes: a checkpoint of a 0.3 B model with AdamW's moments takes 3.6e9
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One thing that was looked at.
+    """One row of the report.
 
     Args:
-        what: its name.
-        value: what was found.
+        what: name of the item.
+        value: its version, size or condition, as text.
         state: "ok"; "note" is good to know; "missing" stops a run, or leaves the machine's accelerator idle.
-        to_do: what to do about it.
+        to_do: advice to the user; empty for none.
     """
 
     what: str
@@ -55,7 +55,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Rows that belong together, under a title."""
+    """Rows under a common title."""
 
     title: str
     rows: tuple[Row, ...]
@@ -63,7 +63,7 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the doctor found.
+    """The doctor's report.
 
     Args:
         sections: in the order to print them.
@@ -88,10 +88,10 @@ class Report:
             table.add_column(overflow="fold")
             for row in section.rows:
                 mark, style = MARKS[row.state]
-                value = Text(row.value)
+                cell = Text(row.value)
                 if row.to_do:
-                    value.append(f"\n{row.to_do}", style="italic")
-                table.add_row(Text(mark, style=style), row.what, value)
+                    cell.append(f"\n{row.to_do}", style="italic")
+                table.add_row(Text(mark, style=style), row.what, cell)
             yield table
             yield Text()
 
@@ -99,28 +99,28 @@ class Report:
         from rich.console import Console
 
         console = Console(width=shutil.get_terminal_size((100, 24)).columns, color_system=None)
-        with console.capture() as captured:
+        with console.capture() as capture:
             console.print(self)
-        return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+        return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What `examine` saw.
+    """Facts about a machine and its installation.
 
     Args:
         python: version of Python.
-        versions: installed packages among those that matter, by name.
-        platform: what JAX runs on; None where it found no device.
-        failure: what JAX said where it found none.
+        versions: versions of the relevant packages that are installed, by name.
+        platform: the platform JAX runs on; None where it found no device.
+        failure: JAX's error message where it found no device.
         processes: JAX processes of this run.
-        nvidia: an NVIDIA GPU shows itself to the system.
-        tpu: a TPU shows itself to the system.
-        jax_platforms: the platforms JAX was told to use; empty where nothing was said.
+        nvidia: the system has an NVIDIA GPU.
+        tpu: the system has a TPU.
+        jax_platforms: JAX's setting of that name; empty where it is not set.
         cores: CPU cores.
         host_memory: bytes of main memory; None if unknown.
-        disks: free bytes at each place, by (what it is, path).
-        cache: folder of compiled programs; None where they are not kept.
+        disks: free bytes by (label, path) of a folder.
+        cache: folder of the compile cache; None where it is off.
         modules: optional packages that can be imported.
     """
 
@@ -140,7 +140,7 @@ class Machine:
 
 
 def doctor() -> Report:
-    """Look at this machine and this installation.
+    """Examine this machine and this installation.
 
     Returns:
         The report; print it, and exit with its `status`.
@@ -153,35 +153,35 @@ def doctor() -> Report:
 
 
 def examine() -> Machine:
-    """What is here. Starts JAX's backend."""
+    """The facts about this machine. Starts JAX's backend."""
     from jaxscale.platforms.detect import detect, host_memory
     from jaxscale.training.backend import cores
 
-    found, failure, processes, asked, cache = None, "", 1, os.environ.get("JAX_PLATFORMS", ""), None
+    platform, failure, processes, jax_platforms, cache = None, "", 1, os.environ.get("JAX_PLATFORMS", ""), None
     try:
         import jax
 
         config: Any = jax.config
-        asked, cache = config.jax_platforms or "", config.jax_compilation_cache_dir
-        found, processes = detect(), jax.process_count()
+        jax_platforms, cache = config.jax_platforms or "", config.jax_compilation_cache_dir
+        platform, processes = detect(), jax.process_count()
     except (ImportError, RuntimeError) as error:
         failure = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    places = {"working directory": Path.cwd(), "temporary files": Path(tempfile.gettempdir())}
+    folders = {"working directory": Path.cwd(), "temporary files": Path(tempfile.gettempdir())}
     if cache is not None and Path(cache).exists():
-        places["compile cache"] = Path(cache)
+        folders["compile cache"] = Path(cache)
     optional = [package for packages, _ in OPTIONAL.values() for package in packages]
     return Machine(
         python=python_platform.python_version(),
-        versions={name: text for name in ("jaxscale", *REQUIRED, *PLUGINS) if (text := _version(name))},
-        platform=found,
+        versions={name: version for name in ("jaxscale", *REQUIRED, *PLUGINS) if (version := _version(name))},
+        platform=platform,
         failure=failure,
         processes=processes,
         nvidia=any(Path(path).exists() for path in _NVIDIA),
         tpu=sees_tpu(),
-        jax_platforms=asked,
+        jax_platforms=jax_platforms,
         cores=cores(),
         host_memory=host_memory(),
-        disks={(what, str(path)): shutil.disk_usage(path).free for what, path in places.items()},
+        disks={(label, str(path)): shutil.disk_usage(path).free for label, path in folders.items()},
         cache=cache,
         modules=frozenset(name for name in optional if importlib.util.find_spec(name) is not None),
     )
@@ -199,7 +199,7 @@ def sees_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
 
 
 def diagnose(machine: Machine) -> Report:
-    """Judge what was seen. A pure function."""
+    """The report on a machine. A pure function."""
     return Report(
         (
             Section("versions", tuple(_versions(machine))),
@@ -215,9 +215,9 @@ def diagnose(machine: Machine) -> Report:
 def _versions(machine: Machine) -> Iterator[Row]:
     yield Row("python", machine.python)
     for name in ("jaxscale", *REQUIRED):
-        text = machine.versions.get(name)
-        if text is not None:
-            yield Row(name, text)
+        version = machine.versions.get(name)
+        if version is not None:
+            yield Row(name, version)
         elif name != "jaxscale":
             yield Row(name, "not installed", "missing", f"pip install {name}")
     jax, jaxlib = (machine.versions.get(name) for name in ("jax", "jaxlib"))
@@ -226,57 +226,57 @@ def _versions(machine: Machine) -> Iterator[Row]:
             "jax and jaxlib", f"{jax} and {jaxlib} differ", "note", f"pip install 'jaxlib=={jax}' keeps them alike"
         )
     for name in PLUGINS[1:]:
-        text = machine.versions.get(name)
-        if text and jax and _release(text) != _release(jax):
-            yield Row(name, f"{text} beside jax {jax}", "missing", f"pip install '{name}=={jax}'")
+        version = machine.versions.get(name)
+        if version and jax and _release(version) != _release(jax):
+            yield Row(name, f"{version} beside jax {jax}", "missing", f"pip install '{name}=={jax}'")
 
 
 def _devices(machine: Machine) -> Iterator[Row]:
-    found = machine.platform
-    if found is None:
+    platform = machine.platform
+    if platform is None:
         yield Row("devices", f"none: {machine.failure}", "missing", "unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu")
     else:
-        yield from _chip(found)
+        yield from _chip(platform)
         if machine.processes > 1:
             yield Row("processes", str(machine.processes))
-        if found.chip.kind == "cpu" and found.chips < machine.cores:
+        if platform.chip.kind == "cpu" and platform.chips < machine.cores:
             yield Row(
                 "cores",
-                f"{machine.cores}, and {found.chips} device(s)",
+                f"{machine.cores}, and {platform.chips} device(s)",
                 "note",
                 "runs take one device per core by themselves",
             )
-    kind = None if found is None else found.chip.kind
-    told = f" (JAX is told to use {machine.jax_platforms!r})" if machine.jax_platforms else ""
-    for name, seen, extra, mine in (
+    kind = None if platform is None else platform.chip.kind
+    setting = f" (jax_platforms is {machine.jax_platforms!r})" if machine.jax_platforms else ""
+    for name, present, extra, plugins in (
         ("gpu", machine.nvidia, "cuda", ("jax-cuda13-plugin", "jax-cuda12-plugin")),
         ("tpu", machine.tpu, "tpu", ("libtpu",)),
     ):
-        installed = [f"{plugin} {machine.versions[plugin]}" for plugin in mine if plugin in machine.versions]
-        if seen and kind != name and not installed:
-            words = f"a {name.upper()} is here, and the installed jaxlib cannot use it"
-            yield Row(f"{name} support", words, "missing", f"pip install 'jaxscale[{extra}]'")
-        elif seen and kind != name:
-            words = f"a {name.upper()} is here, and JAX does not use it{told}"
-            to_do = "unset JAX_PLATFORMS" if told else f"look at its driver, then pip install -U 'jaxscale[{extra}]'"
-            yield Row(f"{name} support", words, "missing", to_do)
-        elif installed and not seen and kind != name:
-            words = f"{', '.join(installed)}, and no {name.upper()} is here: good for compiling ahead of time"
-            yield Row(f"{name} support", words, "note", "set JAX_PLATFORMS=cpu in programs of your own")
-        elif installed:
-            yield Row(f"{name} support", ", ".join(installed))
+        versions = [f"{plugin} {machine.versions[plugin]}" for plugin in plugins if plugin in machine.versions]
+        if present and kind != name and not versions:
+            text = f"a {name.upper()} is here, and the installed jaxlib cannot use it"
+            yield Row(f"{name} support", text, "missing", f"pip install 'jaxscale[{extra}]'")
+        elif present and kind != name:
+            text = f"a {name.upper()} is here, and JAX does not use it{setting}"
+            to_do = "unset JAX_PLATFORMS" if setting else f"look at its driver, then pip install -U 'jaxscale[{extra}]'"
+            yield Row(f"{name} support", text, "missing", to_do)
+        elif versions and not present and kind != name:
+            text = f"{', '.join(versions)}, and no {name.upper()} is here: good for compiling ahead of time"
+            yield Row(f"{name} support", text, "note", "set JAX_PLATFORMS=cpu in programs of your own")
+        elif versions:
+            yield Row(f"{name} support", ", ".join(versions))
 
 
-def _chip(found: Platform) -> Iterator[Row]:
-    chip = found.chip
-    yield Row("devices", f"{found.devices} x {chip.device_kinds[0]} ({found})")
-    peak = found.chip.peak("bfloat16") or found.chip.peak("float16")
+def _chip(platform: Platform) -> Iterator[Row]:
+    chip = platform.chip
+    yield Row("devices", f"{platform.devices} x {chip.device_kinds[0]} ({platform})")
+    peak = platform.chip.peak("bfloat16") or platform.chip.peak("float16")
     if peak is not None:
-        kind = "bfloat16" if chip.peak("bfloat16") else "float16"
-        yield Row("peak", f"{rate(peak, 'FLOP/s')} {kind} per chip, from {chip.source[0]}")
+        dtype = "bfloat16" if chip.peak("bfloat16") else "float16"
+        yield Row("peak", f"{rate(peak, 'FLOP/s')} {dtype} per chip, from {chip.source[0]}")
     elif chip.kind != "cpu":
-        words = f"unknown for {chip.device_kinds[0]!r}: runs train, and report no mfu"
-        yield Row("peak", words, "note", f"add a row to jaxscale/platforms/{chip.kind}.py, with its source")
+        text = f"unknown for {chip.device_kinds[0]!r}: runs train, and report no mfu"
+        yield Row("peak", text, "note", f"add a row to jaxscale/platforms/{chip.kind}.py, with its source")
     if chip.kind == "gpu" and chip.peak("bfloat16") is None and peak is not None:
         yield Row(
             "bfloat16", "this chip has no fast bfloat16", "note", "prefer float32: precision bfloat16 will be slow"
@@ -284,48 +284,48 @@ def _chip(found: Platform) -> Iterator[Row]:
 
 
 def _kernels(machine: Machine) -> Iterator[Row]:
-    """What runs of `pallas_kernels`, for one shape of everyday size each."""
-    found = machine.platform
-    if found is None or found.chip.kind == "cpu":
+    """The implementation of each of `pallas_kernels`, for a shape of everyday size."""
+    platform = machine.platform
+    if platform is None or platform.chip.kind == "cpu":
         yield Row("all", "plain JAX: kernels are for TPUs and for H100 and H200")
         return
     from pallas_kernels.overview import overview
 
-    kind = found.chip.kind
-    for one in overview(f"{kind} {found.chip.device_kinds[0]}"):
-        why_not = one.reasons.get(kind)
-        taken = one.chosen if one.kernel in KNOWN else f"{one.chosen} (for your own layers: none here takes it)"
-        yield Row(one.kernel, taken if why_not is None else f"{taken}; not {kind}: {why_not}")
+    kind = platform.chip.kind
+    for entry in overview(f"{kind} {platform.chip.device_kinds[0]}"):
+        reason = entry.reasons.get(kind)
+        choice = entry.chosen if entry.kernel in KNOWN else f"{entry.chosen} (for your own layers: none here takes it)"
+        yield Row(entry.kernel, choice if reason is None else f"{choice}; not {kind}: {reason}")
 
 
 def _memory(machine: Machine) -> Iterator[Row]:
     if machine.host_memory is not None:
         yield Row("host", size(machine.host_memory))
-    found = machine.platform
-    if found is not None and found.chip.kind != "cpu" and found.device_memory is not None:
-        row = Row("device", f"{size(found.device_memory)} usable on each of {found.devices}")
-        if found.chip.kind == "gpu":
+    platform = machine.platform
+    if platform is not None and platform.chip.kind != "cpu" and platform.device_memory is not None:
+        row = Row("device", f"{size(platform.device_memory)} usable on each of {platform.devices}")
+        if platform.chip.kind == "gpu":
             to_do = "JAX takes 75 % of it; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 for more"
             row = dataclasses.replace(row, state="note", to_do=to_do)
         yield row
 
 
 def _disk(machine: Machine) -> Iterator[Row]:
-    for (what, path), free in machine.disks.items():
-        little = free < _LITTLE_DISK
-        to_do = "checkpoints and caches may not fit: free some, or give --out another disk" if little else ""
-        yield Row(what, f"{size(free)} free at {path}", "note" if little else "ok", to_do)
+    for (label, path), free in machine.disks.items():
+        scarce = free < _DISK_MARGIN
+        to_do = "checkpoints and caches may not fit: free some, or give --out another disk" if scarce else ""
+        yield Row(label, f"{size(free)} free at {path}", "note" if scarce else "ok", to_do)
     if machine.cache is None:
-        words = "off: every run compiles anew"
-        yield Row("compile cache", words, "note", "set JAXSCALE_CACHE or JAX_COMPILATION_CACHE_DIR to a folder")
+        text = "off: every run compiles again"
+        yield Row("compile cache", text, "note", "set JAXSCALE_CACHE or JAX_COMPILATION_CACHE_DIR to a folder")
 
 
 def _optional(machine: Machine) -> Iterator[Row]:
     for extra, (packages, purpose) in OPTIONAL.items():
-        lacking = [name for name in packages if name not in machine.modules]
-        if lacking:
-            words = f"{', '.join(lacking)} not installed: {purpose}"
-            yield Row(extra, words, "note", f"pip install 'jaxscale[{extra}]'")
+        absent = [name for name in packages if name not in machine.modules]
+        if absent:
+            text = f"{', '.join(absent)} not installed: {purpose}"
+            yield Row(extra, text, "note", f"pip install 'jaxscale[{extra}]'")
         else:
             yield Row(extra, f"{', '.join(packages)}: {purpose}")
 
@@ -338,5 +338,5 @@ def _version(name: str) -> str | None:
 
 
 def _release(version: str) -> tuple[str, ...]:
-    """The first three numbers: jax 0.12.0.1 goes with jaxlib 0.12.0."""
+    """The first three numbers: jax 0.12.0.1 matches jaxlib 0.12.0."""
     return tuple(version.split("."))[:3]

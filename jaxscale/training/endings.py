@@ -1,4 +1,4 @@
-"""Ways for a run to end before its last step: told to stop, before a step or after one; diverged."""
+"""Ways for a run to end before its last step: stopped by a signal, before or after the first step; diverged."""
 
 import contextlib
 from collections.abc import Mapping
@@ -9,18 +9,18 @@ from jaxscale.training import directory as place
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.journal import Journal
 
-_ANOTHER = "a signal to another process"
+_OTHER_PROCESS = "a signal to another process"
 
 
 def stopped_before_the_first_step(journal: Journal, n: int, by: str) -> NoReturn:
-    """Stop: there is nothing to save.
+    """Stop without a save.
 
     Args:
-        journal: what the run tells.
-        n: updates of the checkpoint that it began with.
-        by: the signal; empty where another process got it.
+        journal: the run's journal.
+        n: updates of the checkpoint that it started from.
+        by: the signal; empty if another process received it.
     """
-    by = by or _ANOTHER
+    by = by or _OTHER_PROCESS
     journal.event(n, "preempted", by=by)
     journal.report()
     if n:
@@ -33,31 +33,31 @@ def stopped_before_the_first_step(journal: Journal, n: int, by: str) -> NoReturn
 
 def preempted(journal: Journal, n: int, by: str) -> NoReturn:
     """Stop after step `n`, which has been saved; `by` as above."""
-    by = by or _ANOTHER
+    by = by or _OTHER_PROCESS
     journal.event(n, "preempted", by=by)
     journal.report()
     raise Preempted(f"stopped by {by} after step {n}, and saved: start the run again to continue it")
 
 
-def diverged(journal: Journal, checkpoints: Checkpoints, n: int, found: Mapping[str, float]) -> NoReturn:
-    """Stop, for steps kept being skipped.
+def diverged(journal: Journal, checkpoints: Checkpoints, n: int, metrics: Mapping[str, float]) -> NoReturn:
+    """Stop: too many steps in a row were skipped.
 
     Args:
-        journal: what the run tells.
-        checkpoints: of the run, one of which may still be on its way.
-        n: the last step that was skipped.
-        found: what it measured.
+        journal: the run's journal.
+        checkpoints: the run's checkpoints; a save may still be running.
+        n: the last skipped step.
+        metrics: metrics of that step.
     """
     with contextlib.suppress(UserError):
         checkpoints.wait()
     steps = checkpoints.steps()
-    good = "no checkpoint was saved"
+    fallback = "no checkpoint was saved"
     if steps:
-        good = f"the last good checkpoint is {journal.folder / place.CHECKPOINTS / f'{steps[-1]:08d}'}"
-    loss, norm, in_row = found["loss"], found["grad_norm"], found["skipped_in_row"]
+        fallback = f"the last good checkpoint is {journal.folder / place.CHECKPOINTS / f'{steps[-1]:08d}'}"
+    loss, norm, in_row = metrics["loss"], metrics["grad_norm"], metrics["skipped_in_row"]
     journal.event(n, "diverged", loss=loss, grad_norm=norm, checkpoint=steps[-1] if steps else None)
     journal.report()
     raise Diverged(
-        f"{in_row} steps in a row were skipped up to step {n} (loss {loss:.4g}, gradient norm {norm:.4g}); {good}: "
+        f"{in_row} steps in a row were skipped up to step {n} (loss {loss:.4g}, gradient norm {norm:.4g}); {fallback}: "
         "lower the learning rate, or raise guard.spike if these steps are sound"
     )

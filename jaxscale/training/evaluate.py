@@ -1,4 +1,4 @@
-"""Held-out loss, and accuracy where the model can tell it: while training, and of a run afterwards."""
+"""Held-out loss, and accuracy where the model reports it: while training, and of a run afterwards."""
 
 from typing import Any
 
@@ -22,39 +22,39 @@ class Evaluator:
         self._in_flight = 1 if one_at_a_time else _IN_FLIGHT
 
     def __call__(self, state: Any, batches: int | None = None) -> dict[str, float] | None:
-        """Held-out loss, and accuracy where the model tells it.
+        """Held-out loss, and accuracy where the model reports it.
 
         Args:
             state: the train state.
-            batches: how many to take; all by default.
+            batches: number of batches; all by default.
 
         Returns:
-            `loss` (nats per target), `targets`, and maybe `accuracy`; `None` where nothing is held out.
+            `loss` (nats per target), `targets`, `accuracy` if reported; `None` where nothing is held out.
         """
         import jax
 
-        found: list[Any] = []
+        sums: list[Any] = []
         for number, batch in enumerate(self._data.evaluation()):
             if number == batches:
                 break
-            placed = self._step.place(batch)
-            loss = self._step.evaluate(state, placed)
+            device_batch = self._step.place(batch)
+            loss = self._step.evaluate(state, device_batch)
             if self._in_flight == 1:
                 jax.block_until_ready(loss)
             # a second forward pass: losses may come in chunks that never hold the logits whole
-            found.append((loss.total, loss.weight, self._step.accuracy(state, placed)))
-            if len(found) >= self._in_flight:
-                jax.block_until_ready(found[-self._in_flight])
-        if not found:
+            sums.append((loss.total, loss.weight, self._step.accuracy(state, device_batch)))
+            if len(sums) >= self._in_flight:
+                jax.block_until_ready(sums[-self._in_flight])
+        if not sums:
             return None
-        rows = jax.device_get(found)
+        rows = jax.device_get(sums)
         weight = sum(float(row[1]) for row in rows)
         if weight == 0:
             return None
-        result = {"loss": sum(float(row[0]) for row in rows) / weight, "targets": weight}
+        means = {"loss": sum(float(row[0]) for row in rows) / weight, "targets": weight}
         if rows[0][2] is not None:
-            result["accuracy"] = sum(float(row[2][0]) for row in rows) / sum(float(row[2][1]) for row in rows)
-        return result
+            means["accuracy"] = sum(float(row[2][0]) for row in rows) / sum(float(row[2][1]) for row in rows)
+        return means
 
 
 def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dict[str, Any]:
@@ -63,10 +63,10 @@ def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dic
     Args:
         run: the run directory.
         best: take the checkpoint with the least held-out loss.
-        batches: how many held-out batches to take; all by default.
+        batches: number of held-out batches; all by default.
 
     Returns:
-        `step`, `loss` (nats per target), `targets`, and maybe `accuracy`.
+        `step`, `loss` (nats per target), `targets`, and `accuracy` where the model reports it.
 
     Raises:
         UserError: no run or checkpoint there, or data with nothing held out.
@@ -76,9 +76,9 @@ def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dic
     trained = restore_parameters(run, best=best, split=True)
     experiment = trained.experiment
     process, processes = trained.step.data_shard()
-    opened = experiment.data.open(experiment.batch, experiment.seed, process=process, processes=processes)
+    data = experiment.data.open(experiment.batch, experiment.seed, process=process, processes=processes)
     platform = trained.step.mesh.devices.flat[0].platform
-    found = Evaluator(trained.step, opened, one_at_a_time=platform == "cpu")(trained.state, batches)
-    if found is None:
+    means = Evaluator(trained.step, data, one_at_a_time=platform == "cpu")(trained.state, batches)
+    if means is None:
         raise UserError(f"the data of {trained.directory} has nothing held out: set its held_out above 0")
-    return {"step": trained.description.step, **found}
+    return {"step": trained.description.step, **means}

@@ -1,4 +1,4 @@
-"""A run's model as a folder that Hugging Face's transformers reads."""
+"""A run's model as a folder that Hugging Face's transformers can read."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -10,11 +10,11 @@ from jaxscale.training.directory import EXPERIMENT
 def export(
     run: Any, folder: Any, *, best: bool = False, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 ) -> Path:
-    """Write the model of a run as config.json, safetensors and, where it is a subword one, its tokenizer.
+    """Write the model of a run as config.json, safetensors and, if it is a subword tokenizer, its tokenizer.
 
     Args:
         run: the run directory.
-        folder: the folder to make; it must not hold a model.
+        folder: the folder to create; it must not hold a model.
         best: take the checkpoint with the least held-out loss, not the newest.
         dtype: type of the weights in the files.
 
@@ -22,16 +22,16 @@ def export(
         The folder.
 
     Raises:
-        UserError: no run or checkpoint there, or a model that no architecture of transformers expresses.
+        UserError: no run or checkpoint there, or a model without an equivalent architecture in transformers.
     """
     if (Path(folder) / EXPERIMENT).exists():
-        raise UserError(f"{folder} is the directory of a run: give a folder to make beside it")
+        raise UserError(f"{folder} is the directory of a run: give a folder to create beside it")
     from jaxscale.models import huggingface
     from jaxscale.training.restore import read_tokenizer, restore_parameters
 
     trained = restore_parameters(run, best=best)
     model = trained.experiment.model
-    model = getattr(model, "model", model)  # what a pretrained folder was read as
+    model = getattr(model, "model", model)  # the model that a pretrained folder was read as
     arrays = trained.step.to_canonical(trained.state)
     params = {
         name.partition("/")[2].replace("/", "."): array for name, array in arrays.items() if name.startswith("params/")

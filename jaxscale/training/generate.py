@@ -1,7 +1,7 @@
 """Text from a trained model: a KV cache, one compiled program that decodes a window in a scan, prompts of any lengths.
 
-A window is as many positions as the model has, or fewer where that is enough. When it is full and more is wanted, its
-newer half becomes the prompt of the next window: every token is drawn from at least half a window of text before it,
+A window has as many positions as the model, or fewer where they suffice. When it is full and tokens are missing, its
+newer half becomes the prompt of the next window: every token is drawn from at least half a window of preceding text,
 and the model never sees a position that it was not trained on.
 """
 
@@ -15,7 +15,7 @@ from jaxscale.errors import UserError
 from jaxscale.step.experiment import Experiment
 
 _PREFILL = 16
-"""Prompts shorter than this are fed one token at a time; of longer ones the greatest power of two at once."""
+"""Shorter prompts are fed token by token; of longer ones a power of two of their tokens at once."""
 
 
 def generate(
@@ -27,14 +27,14 @@ def generate(
     seed: int = 0,
     best: bool = False,
 ) -> Any:
-    """What the model of a run writes after a prompt.
+    """Text that a run's model draws after a prompt.
 
     Args:
         run: the run directory.
         prompt: the text to continue, or several.
-        tokens: how many tokens to add; beyond the model's positions, see the module's docstring.
+        tokens: number of tokens to add; beyond the model's positions, see the module's docstring.
         temperature: logits are divided by it; 0 takes the most likely token.
-        seed: of the draws; prompt number i has draws of its own.
+        seed: seed of the draws, which differ from prompt to prompt.
         best: take the checkpoint with the least held-out loss, not the newest.
 
     Returns:
@@ -60,7 +60,7 @@ def generate(
 
 
 def check(tokens: int, temperature: float, seed: int = 0) -> None:
-    """Refuse settings that make no text.
+    """Refuse settings that are out of range.
 
     Raises:
         UserError: naming the setting.
@@ -74,7 +74,7 @@ def check(tokens: int, temperature: float, seed: int = 0) -> None:
 
 
 def can_generate(model: Any, tokenizer: Any) -> bool:
-    """Whether there is a cache to decode with and a tokenizer to read the result with."""
+    """Whether the model has a cache for decoding, and the data a tokenizer."""
     return tokenizer is not None and hasattr(model, "init_cache")
 
 
@@ -93,43 +93,43 @@ def continuations(
     Args:
         module: the model's module with its parameters.
         model: the model value.
-        tokenizer: of the data it was trained on.
+        tokenizer: tokenizer of its training data.
         prompts: texts of at least one token.
         tokens: tokens to add to each.
         temperature: 0 is greedy.
-        seed: of the draws.
+        seed: seed of the draws.
     """
-    encoded = []
+    sequences = []
     for prompt in prompts:
         ids = np.asarray(tokenizer.encode(prompt), np.int32)
         if not len(ids):
             raise UserError(f"prompt {prompt!r} has no token: give at least one character, such as a line break")
-        encoded.append(ids)
-    drawn = decode(module, model, encoded, tokens=tokens, temperature=temperature, seed=seed, choices=tokenizer.size)
-    return [tokenizer.decode(row) for row in drawn]
+        sequences.append(ids)
+    rows = decode(module, model, sequences, tokens=tokens, temperature=temperature, seed=seed, choices=tokenizer.size)
+    return [tokenizer.decode(row) for row in rows]
 
 
 def draw_samples(experiment: Experiment, tokenizer: Any, module: Callable[[], Any]) -> list[tuple[str, str]]:
-    """The samples that an experiment asks for while it trains: prompt and continuation of each.
+    """The samples that an experiment specifies: prompt and continuation of each.
 
     Args:
-        experiment: its model, seed and `samples`.
-        tokenizer: of its data.
-        module: makes the model's module with its parameters; called only where there is something to draw.
+        experiment: its model, seed and `samples` are read.
+        tokenizer: tokenizer of its data.
+        module: returns the model's module with its parameters; called only if there is a sample to draw.
     """
-    wanted = experiment.samples
-    if not wanted.prompts or not can_generate(experiment.model, tokenizer):
+    samples = experiment.samples
+    if not samples.prompts or not can_generate(experiment.model, tokenizer):
         return []
     texts = continuations(
         module(),
         experiment.model,
         tokenizer,
-        wanted.prompts,
-        tokens=wanted.tokens,
-        temperature=wanted.temperature,
+        samples.prompts,
+        tokens=samples.tokens,
+        temperature=samples.temperature,
         seed=experiment.seed,
     )
-    return list(zip(wanted.prompts, texts, strict=True))
+    return list(zip(samples.prompts, texts, strict=True))
 
 
 def decode(
@@ -148,9 +148,9 @@ def decode(
         module: the model's module with its parameters.
         model: the model value: `context` positions, `init_cache`.
         prompts: int32 ids, of any lengths above 0.
-        tokens: how many to draw for each.
+        tokens: number of tokens to draw for each.
         temperature: 0 is greedy.
-        seed: of the draws: those of row i at position p depend on seed, i and p alone.
+        seed: seed of the draws, which in row i at position p depend on seed, i and p alone.
         choices: ids below this may be drawn; all by default.
 
     Returns:
@@ -161,27 +161,27 @@ def decode(
 
     longest = max(len(prompt) for prompt in prompts)
     width = min(model.context, _power_of_two_from(longest + tokens - 1))
-    texts = [np.asarray(prompt, np.int32) for prompt in prompts]
-    starts = [len(text) for text in texts]
+    sequences = [np.asarray(prompt, np.int32) for prompt in prompts]
+    starts = [len(ids) for ids in sequences]
     graphdef, state = nnx.split(module)
-    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(np.arange(len(texts)))
-    while any(len(text) - start < tokens for text, start in zip(texts, starts, strict=True)):
+    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(np.arange(len(sequences)))
+    while any(len(ids) - start < tokens for ids, start in zip(sequences, starts, strict=True)):
         # a full window keeps its newer half
-        kept = [text if len(text) < width else text[-max(width // 2, 1) :] for text in texts]
-        window = np.zeros((len(kept), width), np.int32)
-        for row, text in zip(window, kept, strict=True):
-            row[: len(text)] = text
-        lengths = np.array([len(text) for text in kept], np.int32)
-        offsets = np.array([len(text) for text in texts], np.int32) - lengths
+        prefixes = [ids if len(ids) < width else ids[-max(width // 2, 1) :] for ids in sequences]
+        window = np.zeros((len(prefixes), width), np.int32)
+        for row, ids in zip(window, prefixes, strict=True):
+            row[: len(ids)] = ids
+        lengths = np.array([len(ids) for ids in prefixes], np.int32)
+        offsets = np.array([len(ids) for ids in sequences], np.int32) - lengths
         shortest = int(lengths.min())
         prefill = 0 if shortest <= _PREFILL else 1 << ((shortest - 1).bit_length() - 1)
-        drawn = _window(
+        draws = _window(
             graphdef, state, model, window, lengths, offsets, keys, float(temperature), prefill, choices or model.vocab
         )
-        texts = [
-            np.concatenate([text, row[length - 1 :]]) for text, row, length in zip(texts, drawn, lengths, strict=True)
+        sequences = [
+            np.concatenate([ids, row[length - 1 :]]) for ids, row, length in zip(sequences, draws, lengths, strict=True)
         ]
-    return [text[start : start + tokens] for text, start in zip(texts, starts, strict=True)]
+    return [ids[start : start + tokens] for ids, start in zip(sequences, starts, strict=True)]
 
 
 def _power_of_two_from(count: int) -> int:
@@ -198,16 +198,16 @@ def _program() -> Any:
 
     def draw(logits: Any, keys: Any, temperature: Any, choices: int) -> Any:
         logits = logits[:, :choices].astype(jnp.float32)
-        likely = jnp.argmax(logits, axis=-1)
-        drawn = jax.vmap(jax.random.categorical)(keys, logits / jnp.maximum(temperature, 1e-6))
-        return jnp.where(temperature > 0, drawn, likely).astype(jnp.int32)
+        top_tokens = jnp.argmax(logits, axis=-1)
+        draws = jax.vmap(jax.random.categorical)(keys, logits / jnp.maximum(temperature, 1e-6))
+        return jnp.where(temperature > 0, draws, top_tokens).astype(jnp.int32)
 
     @functools.partial(jax.jit, static_argnums=(0, 2, 8, 9))
     def window(
         graphdef: Any,
         state: Any,
         model: Any,
-        given: Any,
+        prompts: Any,
         lengths: Any,
         offsets: Any,
         keys: Any,
@@ -215,25 +215,25 @@ def _program() -> Any:
         prefill: int,
         choices: int,
     ) -> Any:
-        """Row i, place t: the token that follows place t; given where t + 1 < lengths[i], else drawn."""
+        """Row i, position t: the token at t + 1; the prompt's where t + 1 < lengths[i], else drawn."""
         module = nnx.merge(graphdef, state, copy=True)
-        rows, width = given.shape
+        rows, width = prompts.shape
         context = Context()
         cache = model.init_cache(rows, width, jax.tree.leaves(nnx.state(module, nnx.Param))[0].dtype)
         if prefill:
-            _, cache = module(given[:, :prefill], cache=cache, context=context)
+            _, cache = module(prompts[:, :prefill], cache=cache, context=context)
 
-        def one(carry: Any, at: Any) -> Any:
-            cache, before = carry
-            fed = jnp.where(at < lengths, given[:, at], before)
-            logits, cache = module(fed[:, None], cache=cache, context=context)
-            place = jax.vmap(jax.random.fold_in)(keys, offsets + at)
-            new = draw(logits[:, -1], place, temperature, choices)
-            return (cache, new), new
+        def decode_position(carry: Any, position: Any) -> Any:
+            cache, previous = carry
+            token = jnp.where(position < lengths, prompts[:, position], previous)
+            logits, cache = module(token[:, None], cache=cache, context=context)
+            row_keys = jax.vmap(jax.random.fold_in)(keys, offsets + position)
+            next_token = draw(logits[:, -1], row_keys, temperature, choices)
+            return (cache, next_token), next_token
 
-        _, drawn = jax.lax.scan(one, (cache, jnp.zeros(rows, jnp.int32)), jnp.arange(prefill, width))
-        drawn = jnp.concatenate([jnp.zeros((prefill, rows), jnp.int32), drawn])
-        return drawn.T
+        _, draws = jax.lax.scan(decode_position, (cache, jnp.zeros(rows, jnp.int32)), jnp.arange(prefill, width))
+        draws = jnp.concatenate([jnp.zeros((prefill, rows), jnp.int32), draws])
+        return draws.T
 
     return window
 
@@ -241,9 +241,9 @@ def _program() -> Any:
 def _window(*arguments: Any) -> np.ndarray:
     import jax
 
-    drawn = _program()(*arguments)
+    tokens = _program()(*arguments)
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
-        return np.asarray(multihost_utils.process_allgather(drawn, tiled=True))
-    return np.asarray(drawn)
+        return np.asarray(multihost_utils.process_allgather(tokens, tiled=True))
+    return np.asarray(tokens)

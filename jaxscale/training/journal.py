@@ -1,6 +1,6 @@
-"""Journal: what a run tells while it goes on: lines that are shown, metrics.jsonl, samples, the report, the summary.
+"""Journal: the output of a run in progress: lines on the screen, metrics.jsonl, samples, the report, the summary.
 
-Of several processes the first one writes, and shows.
+Of several processes only the first writes and shows.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ from jaxscale.training.processes import is_first
 
 
 class Journal:
-    """What one run tells.
+    """The output of one run.
 
     Args:
-        folder: the run's.
-        display: what a person sees.
+        folder: the run's folder.
+        display: its output on the screen.
     """
 
     def __init__(self, folder: Any, display: Display) -> None:
@@ -26,12 +26,12 @@ class Journal:
         self._log: MetricsLog | None = None
 
     def open(self) -> None:
-        """Open metrics.jsonl; what is told before is shown alone."""
+        """Open metrics.jsonl; earlier output is shown and not logged."""
         with place.writing(self.folder):
             self._log = MetricsLog(self.folder) if is_first() else None
 
     def close(self) -> None:
-        """Write out everything, and close the files and the line that moves."""
+        """Write out everything, and close the files and the display."""
         self._display.close()
         if self._log is not None:
             with contextlib.suppress(OSError):
@@ -42,28 +42,28 @@ class Journal:
         self._display.say(text)
 
     def event(self, n: int, name: str, **fields: Any) -> None:
-        """Log something that happened after step `n`."""
+        """Log an event after step `n`."""
         if self._log is not None:
             with place.writing(self.folder):
                 self._log.event(n, name, **fields)
 
     def step(self, n: int, row: Mapping[str, Any]) -> None:
-        """Log and show what step `n` measured."""
+        """Log and show the metrics of step `n`."""
         if self._log is not None:
             with place.writing(self.folder):
                 self._log.train(n, **row)
         self._display.show(n, dict(row))
 
-    def evaluated(self, n: int, found: Mapping[str, float], *, better: bool) -> None:
-        """Log and show what the held-out data say after step `n`."""
+    def evaluated(self, n: int, metrics: Mapping[str, float], *, better: bool) -> None:
+        """Log and show the held-out metrics after step `n`."""
         if self._log is not None:
             with place.writing(self.folder):
-                self._log.eval(n, **found)
-        more = "".join(f", {name} {value:.4f}" for name, value in found.items() if name == "accuracy")
-        self.say(f"step {n}: held-out loss {found['loss']:.4f}{more}{' (best)' if better else ''}")
+                self._log.eval(n, **metrics)
+        accuracy = "".join(f", {name} {value:.4f}" for name, value in metrics.items() if name == "accuracy")
+        self.say(f"step {n}: held-out loss {metrics['loss']:.4f}{accuracy}{' (best)' if better else ''}")
 
     def sampled(self, n: int, prompt: str, text: str) -> None:
-        """Keep and show a text that was drawn after step `n`."""
+        """Store and show a text that was drawn after step `n`."""
         from jaxscale.training.samples import append_sample
 
         if is_first():
@@ -72,13 +72,13 @@ class Journal:
         self.say(f"--- step {n}\n{prompt}{text}\n---")
 
     def flush(self) -> None:
-        """Write out the lines that wait, as in a bucket they do."""
+        """Write out buffered lines; in a bucket they are buffered."""
         if self._log is not None:
             with place.writing(self.folder):
                 self._log.flush()
 
     def report(self) -> None:
-        """Write the report of the run as it stands; say so where that fails."""
+        """Write the run's report; show a line if that fails."""
         if not is_first():
             return
         from jaxscale.training.report import write_report
@@ -88,8 +88,8 @@ class Journal:
                 self._log.flush()
         try:
             write_report(self.folder)
-        except OSError as problem:
-            self.say(f"the report was not written: {problem}")
+        except OSError as error:
+            self.say(f"the report was not written: {error}")
 
     def conclude(self) -> None:
         """Show the figures of a run that has ended."""

@@ -1,4 +1,4 @@
-"""What a step cost: seconds, tokens per second, FLOP/s and the share of the chips' peak, as the log has them."""
+"""The speed of steps for the log: seconds, tokens per second, FLOP/s and the share of the chips' peak."""
 
 import time
 from typing import Any
@@ -8,9 +8,9 @@ class Meter:
     """Adds up steps between two lines of the log.
 
     Args:
-        flop: of the model per step, nothing recomputed.
-        peak: FLOP/s of all chips together; `None` where it is not known.
-        device: whose memory is told; `None` for a platform that does not tell it.
+        flop: model FLOP per step, without recomputation.
+        peak: FLOP/s of all chips together; `None` if unknown.
+        device: its memory statistics are logged; `None` if the platform reports none.
     """
 
     def __init__(self, flop: int, peak: float | None, device: Any) -> None:
@@ -19,11 +19,11 @@ class Meter:
         self.resume()
 
     def resume(self) -> None:
-        """Count seconds from now on: those since the last step went into something else."""
+        """Count seconds from now on; those since the last step are not part of a step."""
         self._since = time.perf_counter()
 
     def add(self, tokens: int) -> None:
-        """A step has ended now."""
+        """Count a step that ends now."""
         now = time.perf_counter()
         self._seconds += now - self._since
         self._since = now
@@ -31,7 +31,7 @@ class Meter:
         self._tokens += tokens
 
     def row(self) -> dict[str, float]:
-        """The figures of the steps since the last row: means over them."""
+        """The mean figures of the steps since the last row."""
         seconds = self._seconds / self._steps
         row: dict[str, float] = {
             "step_seconds": seconds,
@@ -41,19 +41,19 @@ class Meter:
         if self._peak:
             row["mfu"] = row["flop_per_second"] / self._peak
         if self._device is not None:
-            told = self._device.memory_stats() or {}
+            statistics = self._device.memory_stats() or {}
             names = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
-            row |= {ours: told[theirs] for ours, theirs in names.items() if theirs in told}
+            row |= {field: statistics[key] for field, key in names.items() if key in statistics}
         self._seconds, self._steps, self._tokens = 0.0, 0, 0
         return row
 
 
 def peak_of(step: Any) -> float | None:
-    """FLOP/s of all chips of a step's mesh at the plan's precision; `None` where no table has them."""
+    """FLOP/s of all chips of a step's mesh at the plan's precision; `None` if the tables have none."""
     from jaxscale.platforms.detect import detect
 
     if step.plan.matmul != "default":
-        return None  # products in several passes have no peak in the tables
+        return None  # the tables have no peak for products in several passes
     platform = detect(list(step.mesh.devices.flat))
     peak = platform.chip.peak(step.plan.precision)
     return peak * platform.chips * platform.slices if peak else None

@@ -1,15 +1,14 @@
-"""metrics.jsonl: what a run measured, one JSON object a line, appended and never rewritten. A run's source of truth.
+"""metrics.jsonl: a run's measurements, one JSON object a line, appended and never rewritten. A run's source of truth.
 
 Every line has `step`, `kind` (`train`, `eval` or `event`) and `time` (seconds since 1970). Floats are written with all
-their digits, so that a value read back equals the one written in every bit. JSON has no NaN and no infinity: such a
-field is `null`, and the line says what it was in `nonfinite`: `{"loss": null, "nonfinite": {"loss": "nan"}}`;
-`read_metrics` puts it back.
+their digits, so that they read back equal in every bit. JSON has no NaN and no infinity: such a field is `null`, and
+`nonfinite` holds its value: `{"loss": null, "nonfinite": {"loss": "nan"}}`; `read_metrics` restores it.
 
-A run that resumes writes some steps again. The last line of a step is the one that counts, and a `resume` event at step
-n takes back all lines written before it for steps past n.
+A run that resumes writes some steps again. The last line of a step is valid, and a `resume` event at step n voids all
+earlier lines for steps past n.
 
 The same scalars go to TensorBoard's event files, in the record format of tensorboardX. They are encoded by the hundred,
-one event a step: tensorboardX's own writer sends each scalar by itself through a queue between processes.
+one event a step: tensorboardX's writer sends each scalar separately through a queue between processes.
 """
 
 import json
@@ -50,19 +49,19 @@ class Rows(list[dict[str, Any]]):
     @overload
     def __getitem__(self, index: slice) -> "Rows": ...
     def __getitem__(self, index: Any) -> Any:
-        taken = super().__getitem__(index)
-        return Rows(taken) if isinstance(index, slice) else taken
+        item = super().__getitem__(index)
+        return Rows(item) if isinstance(index, slice) else item
 
 
 class MetricsLog:
-    """Appends to a run's metrics.jsonl and TensorBoard events. One process of a run has it.
+    """Appends to a run's metrics.jsonl and TensorBoard events. Only one process of a run makes one.
 
     Args:
         directory: the run's folder, local or in a bucket.
         tensorboard: write TensorBoard events to its folder `tensorboard` too.
 
     Raises:
-        OSError: naming the file, on opening or from a later call, where it cannot be written.
+        OSError: the file, which it names, cannot be written; on opening or from a later call.
 
     Example:
         >>> import tempfile
@@ -81,7 +80,7 @@ class MetricsLog:
         self._board = _Board(directory) if tensorboard else None
 
     def train(self, step: int, **fields: Any) -> dict[str, Any]:
-        """Appends what the update that led to `step` measured; gives back the row."""
+        """Appends the metrics of the update that led to `step`; returns the row."""
         return self._append(step, "train", fields)
 
     def eval(self, step: int, **fields: Any) -> dict[str, Any]:
@@ -89,7 +88,7 @@ class MetricsLog:
         return self._append(step, "eval", fields)
 
     def event(self, step: int, name: str, **fields: Any) -> dict[str, Any]:
-        """Appends something that happened: compile, checkpoint, resume, preempted, skipped, diverged, finished, ..."""
+        """Appends an event: compile, checkpoint, resume, preempted, skipped, diverged, finished, ..."""
         return self._append(step, "event", {"name": name, **fields})
 
     def _append(self, step: int, kind: Kind, fields: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +100,7 @@ class MetricsLog:
         return row
 
     def flush(self) -> None:
-        """Writes out the lines that wait, as in a bucket they do, and the TensorBoard events."""
+        """Writes out buffered lines (in a bucket they are buffered) and TensorBoard events."""
         self._lines.flush()
         if self._board is not None:
             self._board.flush()
@@ -126,9 +125,9 @@ def encode(row: dict[str, Any]) -> bytes:
         >>> encode({"step": 1, "loss": float("inf")})
         b'{"step": 1, "loss": null, "nonfinite": {"loss": "inf"}}\\n'
     """
-    odd = {name: repr(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
-    if odd:
-        row = {**row, **dict.fromkeys(odd), "nonfinite": odd}
+    nonfinite = {name: repr(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+    if nonfinite:
+        row = {**row, **dict.fromkeys(nonfinite), "nonfinite": nonfinite}
     return (json.dumps(row, allow_nan=False) + "\n").encode()
 
 
@@ -147,14 +146,14 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 def read_metrics(directory: Any, kind: Kind | None = None) -> Rows:
-    """Reads a run's metrics as they stand.
+    """Reads a run's metrics.
 
     Args:
         directory: the run's folder.
-        kind: rows of this kind alone.
+        kind: return only rows of this kind.
 
     Returns:
-        The rows that count, in the order they were written, which is the order of their steps except for events. Empty
+        The valid rows in the order they were written, which is the order of their steps except for events. Empty
         where there is no file.
 
     Raises:
@@ -173,30 +172,30 @@ def read_metrics(directory: Any, kind: Kind | None = None) -> Rows:
         except ValueError as error:
             if any(later.strip() for later in lines[number:]):
                 raise UserError(f"{path}, line {number}: expected a JSON object ({error}); delete that line") from None
-    return Rows(row for row in _counting(rows) if kind is None or row["kind"] == kind)
+    return Rows(row for row in _valid_rows(rows) if kind is None or row["kind"] == kind)
 
 
-def _counting(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that count: the last of each step, without those a later `resume` took back."""
-    last: dict[tuple[str, int], int] = {}
-    kept: dict[int, dict[str, Any]] = {}
-    for place, row in enumerate(rows):
-        kept[place] = row
+def _valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last row of each step, without those that a later `resume` voids."""
+    positions: dict[tuple[str, int], int] = {}
+    valid: dict[int, dict[str, Any]] = {}
+    for position, row in enumerate(rows):
+        valid[position] = row
         if row["kind"] != "event":
-            kept.pop(last.get((row["kind"], row["step"]), -1), None)
-            last[row["kind"], row["step"]] = place
+            valid.pop(positions.get((row["kind"], row["step"]), -1), None)
+            positions[row["kind"], row["step"]] = position
         elif row.get("name") == "resume":
-            void = [key for key in last if key[1] > row["step"]]
-            for key in void:
-                del kept[last.pop(key)]
-    return list(kept.values())
+            stale = [key for key in positions if key[1] > row["step"]]
+            for key in stale:
+                del valid[positions.pop(key)]
+    return list(valid.values())
 
 
 def drop_torn_line(path: Any) -> int:
-    """Cuts a last line that a kill left half-written off a file of JSON lines.
+    """Removes a half-written last line, which a kill leaves, from a file of JSON lines.
 
     Returns:
-        Bytes that were cut.
+        Number of bytes removed.
     """
     if is_remote(path) or not path.exists():
         return 0  # an object in a bucket is stored whole or not at all
@@ -231,24 +230,24 @@ class _Board:
     def __init__(self, directory: Any):
         self._folder = run_path(directory) / "tensorboard"
         self._rows: list[dict[str, Any]] = []
-        self._last = time.monotonic()
+        self._flushed_at = time.monotonic()
         self._purge: int | None = None
         self._file: Appender | None = None
 
     def add(self, row: dict[str, Any]) -> None:
-        """Takes a row, and writes out all that wait when they are many or old."""
+        """Buffers a row, and writes the buffer out when it is long or old."""
         if row["kind"] == "event":
             if row["name"] == "resume":
                 self.flush()
                 self._purge = row["step"] + 1
             return
         self._rows.append(row)
-        if len(self._rows) >= _FLUSH_ROWS or time.monotonic() - self._last > _FLUSH_SECONDS:
+        if len(self._rows) >= _FLUSH_ROWS or time.monotonic() - self._flushed_at > _FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Encodes and writes the rows that wait."""
-        self._last = time.monotonic()
+        """Encodes and writes the buffered rows."""
+        self._flushed_at = time.monotonic()
         if not self._rows and self._purge is None:
             return
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
@@ -260,7 +259,7 @@ class _Board:
             self._file = open_append(self._folder / name)
             records.append(_record(Event(wall_time=time.time(), file_version="brain.Event:2")))
         if self._purge is not None:
-            # tells TensorBoard that what it has of these steps and later ones is void: they are written again
+            # makes TensorBoard drop its events of these and later steps, which are written again
             session = SessionLog(status=SessionLog.START)
             records.append(_record(Event(wall_time=time.time(), step=self._purge, session_log=session)))
             self._purge = None
@@ -276,7 +275,7 @@ class _Board:
         self._file.write(b"".join(records))
 
     def close(self) -> None:
-        """Writes out what waits and closes the file."""
+        """Writes the buffer out and closes the file."""
         self.flush()
         if self._file is not None:
             self._file.close()
@@ -286,6 +285,6 @@ class _Board:
 def _record(event: Any) -> bytes:
     from tensorboardX.record_writer import masked_crc32c
 
-    data = event.SerializeToString()
-    head = struct.pack("<Q", len(data))
-    return head + struct.pack("<I", masked_crc32c(head)) + data + struct.pack("<I", masked_crc32c(data))
+    payload = event.SerializeToString()
+    head = struct.pack("<Q", len(payload))
+    return head + struct.pack("<I", masked_crc32c(head)) + payload + struct.pack("<I", masked_crc32c(payload))

@@ -1,8 +1,8 @@
 """Checkpoints in a bucket that Orbax cannot reach: it writes to a local folder, which is copied to the bucket.
 
-Orbax knows local folders and gs://. For the others (s3://) a checkpoint is written to a temporary folder (TMPDIR) and
-uploaded in the background, the file that commits it last; to be read it is downloaded. It leaves out several processes:
-their parts are on disks of several machines, where Orbax cannot join them.
+Orbax supports local folders and gs://. For other buckets (s3://) a checkpoint is written to a temporary folder (TMPDIR)
+and uploaded in the background, its commit file last; to be read it is downloaded. Several processes are not supported:
+their parts are on the disks of several machines, where Orbax cannot join them.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from typing import Any
 from jaxscale.training.storage import is_remote
 
 COMMITTED = "commit_success.txt"
-"""The file whose presence makes a folder a checkpoint, whatever wrote it."""
+"""The file whose presence makes a folder a checkpoint."""
 
 
 def is_mirrored(path: Any) -> bool:
-    """Whether checkpoints get to `path` by way of a local folder.
+    """Whether checkpoints reach `path` through a local folder.
 
     Example:
         >>> [is_mirrored(path) for path in ("runs/a", "gs://bucket/a", "s3://bucket/a")]
@@ -30,26 +30,26 @@ def is_mirrored(path: Any) -> bool:
 
 
 class Upload:
-    """A save to a local folder that goes on to a bucket.
+    """A save to a local folder that is then uploaded to a bucket.
 
     Args:
-        saving: what Orbax is doing: its `result()` waits for it.
-        local: the folder it writes; it is removed in the end.
-        there: where it goes.
+        response: Orbax's response to the save; `result()` waits for it.
+        local: the folder it writes; removed in the end.
+        target: path in the bucket.
     """
 
-    def __init__(self, saving: Any, local: Path, there: Any) -> None:
-        self._saving, self._local, self._there = saving, local, there
+    def __init__(self, response: Any, local: Path, target: Any) -> None:
+        self._response, self._local, self._target = response, local, target
         thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
         self._done = thread.submit(self._run)
-        thread.shutdown(wait=False)  # it takes nothing more; what was submitted goes on
+        thread.shutdown(wait=False)  # accepts no further tasks; the submitted one continues
 
     def _run(self) -> None:
         try:
-            self._saving.result()
+            self._response.result()
             files = [file for file in self._local.rglob("*") if file.is_file()]
             for file in sorted(files, key=lambda file: file.name == COMMITTED):
-                _copy(file, self._there / file.relative_to(self._local).as_posix())
+                _copy(file, self._target / file.relative_to(self._local).as_posix())
         finally:
             shutil.rmtree(self._local.parent, ignore_errors=True)
 
@@ -57,7 +57,7 @@ class Upload:
         """Wait for the upload.
 
         Raises:
-            TimeoutError: it goes on.
+            TimeoutError: the upload is still running.
         """
         self._done.result(timeout)
 
@@ -69,11 +69,11 @@ def staging(path: Any) -> Path:
 
 @contextlib.contextmanager
 def local_copy(path: Any, *, arrays: bool = True) -> Iterator[Any]:
-    """The checkpoint at `path` as Orbax can read it: itself, or a copy that is removed afterwards.
+    """A path where Orbax can read the checkpoint: `path`, or a copy that is removed afterwards.
 
     Args:
-        path: of the checkpoint.
-        arrays: copy their data too, and not only what describes them.
+        path: path of the checkpoint.
+        arrays: copy the arrays' data too, and not only their description.
     """
     from etils import epath
 
@@ -81,20 +81,20 @@ def local_copy(path: Any, *, arrays: bool = True) -> Iterator[Any]:
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="jaxscale-checkpoint-") as folder:
-        here = Path(folder) / path.name
-        _download(path, here, arrays)
-        yield epath.Path(here)
+        copy = Path(folder) / path.name
+        _download(path, copy, arrays)
+        yield epath.Path(copy)
 
 
-def _download(there: Any, here: Path, arrays: bool) -> None:
-    here.mkdir(parents=True)
-    for item in there.iterdir():
+def _download(source: Any, target: Path, arrays: bool) -> None:
+    target.mkdir(parents=True)
+    for item in source.iterdir():
         if not item.is_dir():
-            _copy(item, here / item.name)
-        elif arrays or item.name != "d":  # where Orbax's array store keeps its data
-            _download(item, here / item.name, arrays)
+            _copy(item, target / item.name)
+        elif arrays or item.name != "d":  # the folder of array data in Orbax's store
+            _download(item, target / item.name, arrays)
 
 
 def _copy(source: Any, target: Any) -> None:
-    with source.open("rb") as read, target.open("wb") as write:
-        shutil.copyfileobj(read, write, 1 << 24)
+    with source.open("rb") as reader, target.open("wb") as writer:
+        shutil.copyfileobj(reader, writer, 1 << 24)

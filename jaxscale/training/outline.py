@@ -1,4 +1,4 @@
-"""What an experiment file shows without being run: whether it is one, and its variants. Nothing heavy is imported."""
+"""An experiment file, read without running it: its validity and its variants. Nothing heavy is imported."""
 
 import ast
 import dataclasses
@@ -10,11 +10,11 @@ from jaxscale.errors import UserError, near_miss
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """What reading an experiment file shows, without running it.
+    """An experiment file, read and not run.
 
     Args:
-        path: the file, absolute.
-        text: what it holds.
+        path: absolute path of the file.
+        text: its content.
         summary: first line of its docstring.
         variants: names of `VARIANTS`, with the first line of each function's docstring; `None` if not literal.
     """
@@ -26,7 +26,7 @@ class Outline:
 
 
 def outline(path: str | Path, variant: str | None = None) -> Outline:
-    """Read an experiment file and check all that can be known without running it.
+    """Read an experiment file and check it as far as possible without running it.
 
     Raises:
         UserError: no such file, not Python, no `experiment()`, no such variant; with the near miss.
@@ -45,39 +45,39 @@ def outline(path: str | Path, variant: str | None = None) -> Outline:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise UserError(f"{path}{line} is not Python: {error}") from None
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    names = {*functions, *(name for node in tree.body for name in _bound(node))}
+    names = {*functions, *(name for node in tree.body for name in _bound_names(node))}
     if "experiment" not in names:
-        near = near_miss("experiment", names)
-        raise UserError(f"{path} has no experiment(): define a function of that name that returns an Experiment{near}")
+        hint = near_miss("experiment", names)
+        raise UserError(f"{path} has no experiment(): define a function of that name that returns an Experiment{hint}")
     variants = _variants(tree, functions)
     if variant is not None and variants is not None and variant not in variants:
         raise no_variant(path, variant, variants)
     return Outline(path.absolute(), text, _first_line(ast.get_docstring(tree)), variants)
 
 
-def no_variant(path: object, variant: str, known: Iterable[str]) -> UserError:
+def no_variant(path: object, variant: str, variants: Iterable[str]) -> UserError:
     """The error for a variant that the file does not have."""
-    names = list(known)
-    listed = f"there are {', '.join(names)}" if names else "it has no VARIANTS; leave the name out"
-    return UserError(f"{path} has no variant {variant!r}: {listed}{near_miss(variant, names)}")
+    names = list(variants)
+    choices = f"there are {', '.join(names)}" if names else "it has no VARIANTS; leave the name out"
+    return UserError(f"{path} has no variant {variant!r}: {choices}{near_miss(variant, names)}")
 
 
 def _no_file(path: Path) -> str:
-    """Says what lies near a path where nothing lies."""
+    """The error message for a path that is no file, with the nearest files."""
     if path.is_dir():
-        found = ", ".join(sorted(file.name for file in path.glob("*.py"))[:8])
-        return f"{path} is a folder: expected an experiment file" + (f", such as one of {found} there" if found else "")
-    near = [*path.parent.glob("*.py"), *Path("experiments").glob("*.py")]
-    known = {str(file): file for file in near}
-    by_stem = {file.stem: str(file) for file in near}
-    hint = near_miss(str(path), known) or near_miss(str(path.with_suffix(".py")), known)
+        names = ", ".join(sorted(file.name for file in path.glob("*.py"))[:8])
+        return f"{path} is a folder: expected an experiment file" + (f", such as one of {names} there" if names else "")
+    files = [*path.parent.glob("*.py"), *Path("experiments").glob("*.py")]
+    paths = {str(file): file for file in files}
+    by_stem = {file.stem: str(file) for file in files}
+    hint = near_miss(str(path), paths) or near_miss(str(path.with_suffix(".py")), paths)
     if not hint and (stem := near_miss(path.stem, by_stem)):
         hint = f"; did you mean {by_stem[stem.split(chr(39))[1]]!r}?"
-    listed = f"; there are {', '.join(sorted(known)[:8])}" if known and not hint else ""
-    return f"there is no file {path}: expected an experiment file{hint}{listed}"
+    choices = f"; there are {', '.join(sorted(paths)[:8])}" if paths and not hint else ""
+    return f"there is no file {path}: expected an experiment file{hint}{choices}"
 
 
-def _bound(node: ast.stmt) -> list[str]:
+def _bound_names(node: ast.stmt) -> list[str]:
     """Names that a top-level assignment or import binds."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
@@ -87,18 +87,18 @@ def _bound(node: ast.stmt) -> list[str]:
 
 def _variants(tree: ast.Module, functions: Mapping[str, ast.FunctionDef]) -> dict[str, str] | None:
     for node in tree.body:
-        if "VARIANTS" not in _bound(node):
+        if "VARIANTS" not in _bound_names(node):
             continue
         value = getattr(node, "value", None)
         if not isinstance(value, ast.Dict):
             return None
-        found = {}
+        summaries = {}
         for key, item in zip(value.keys, value.values, strict=True):
             if not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
                 return None
             function = functions.get(item.id) if isinstance(item, ast.Name) else None
-            found[key.value] = _first_line(ast.get_docstring(function)) if function else ""
-        return found
+            summaries[key.value] = _first_line(ast.get_docstring(function)) if function else ""
+        return summaries
     return {}
 
 

@@ -1,4 +1,4 @@
-"""What a run does between steps: it evaluates, samples and saves, each when it is due."""
+"""Work between the steps of a run: evaluation, samples and checkpoints, each when it is due."""
 
 import time
 from typing import Any
@@ -11,20 +11,20 @@ from jaxscale.training.source import versions
 
 
 class Pauses:
-    """Those of one run, from its first step on.
+    """The pauses of one run, from its first step on.
 
     Args:
-        experiment: says what is due when.
+        experiment: specifies the intervals.
         step: the train step.
         data: the opened data.
-        checkpoints: of the run.
-        journal: what it tells.
-        best: the least held-out loss before.
+        checkpoints: the run's checkpoints.
+        journal: the run's journal.
+        best: the least held-out loss so far; `None` without one.
         one_at_a_time: wait for each batch of the held-out data, as the CPU platform needs.
     """
 
     held_out: float | None = None
-    """Loss of the last pause, where it measured one."""
+    """Held-out loss of the last pause; `None` if it measured none."""
 
     def __init__(
         self,
@@ -48,45 +48,45 @@ class Pauses:
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
     def due(self, n: int) -> bool:
-        """Whether something is due after step `n` by its number."""
-        wanted = self._experiment.evaluation.every, self._experiment.samples.every, self._experiment.checkpoint.every
-        return any(_every(n, every) for every in wanted)
+        """Whether the number of step `n` makes a pause due."""
+        intervals = self._experiment.evaluation.every, self._experiment.samples.every, self._experiment.checkpoint.every
+        return any(_is_due(n, interval) for interval in intervals)
 
     def __call__(self, n: int, tokens: int, state: Any, data_state: Any, *, stopping: bool, save_now: bool) -> None:
-        """Evaluate, sample and save after step `n`, whatever of it is due.
+        """Evaluate, sample and save after step `n`, as far as they are due.
 
         Args:
-            n: updates so far; all is due after the last.
-            tokens: so far.
+            n: updates so far; all three are due after the last.
+            tokens: target tokens so far.
             state: the train state.
-            data_state: of the batches.
-            stopping: the run ends here before its time.
+            data_state: state of the iterator over batches.
+            stopping: the run stops early, after this step.
             save_now: a checkpoint is due by the clock.
         """
         last = n == self._experiment.steps
         checkpoint, better = self._experiment.checkpoint, False
         self.held_out = None
-        if last or _every(n, self._experiment.evaluation.every):
+        if last or _is_due(n, self._experiment.evaluation.every):
             better = self._evaluate(n, state)
-        if last or _every(n, self._experiment.samples.every):
+        if last or _is_due(n, self._experiment.samples.every):
             self._sample(n, state)
-        if last or stopping or save_now or _every(n, checkpoint.every) or (better and checkpoint.best):
+        if last or stopping or save_now or _is_due(n, checkpoint.every) or (better and checkpoint.best):
             self._save(n, tokens, state, data_state, wait=last or stopping)
 
     def poll(self) -> None:
-        """Log a checkpoint that has been written since."""
+        """Log a checkpoint that was committed since the last call."""
         self._log(self._checkpoints.poll())
 
     def _evaluate(self, n: int, state: Any) -> bool:
-        """Whether no loss was less before."""
-        found = self._evaluator(state, self._experiment.evaluation.batches)
-        if found is None:
+        """Measure and log the held-out loss; returns whether it is the least so far."""
+        metrics = self._evaluator(state, self._experiment.evaluation.batches)
+        if metrics is None:
             return False
-        self.held_out = found["loss"]
-        better = self.best is None or found["loss"] < self.best
+        self.held_out = metrics["loss"]
+        better = self.best is None or metrics["loss"] < self.best
         if better:
-            self.best = found["loss"]
-        self._journal.evaluated(n, found, better=better)
+            self.best = metrics["loss"]
+        self._journal.evaluated(n, metrics, better=better)
         return better
 
     def _sample(self, n: int, state: Any) -> None:
@@ -107,16 +107,16 @@ class Pauses:
             best=self.best,
             versions=versions(),
         )
-        self._journal.flush()  # in a bucket lines wait, and those up to here must come before the checkpoint
+        self._journal.flush()  # in a bucket lines are buffered; they must be written before the checkpoint
         self._checkpoints.save(self._step.to_canonical(state), description)
         self._saved_at = time.monotonic()
         if wait:
             self._log(self._checkpoints.wait())
 
-    def _log(self, done: Description | None) -> None:
-        if done is not None:
-            self._journal.event(done.step, "checkpoint", seconds=time.perf_counter() - self._save_began)
+    def _log(self, description: Description | None) -> None:
+        if description is not None:
+            self._journal.event(description.step, "checkpoint", seconds=time.perf_counter() - self._save_began)
 
 
-def _every(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0

@@ -1,4 +1,4 @@
-"""Pictures of a layout as HTML: the mesh of devices, how a parameter is cut over it, memory by kind of tensor."""
+"""Pictures of a layout as HTML: the mesh of devices, how a parameter is sharded over it, memory by kind of tensor."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from jaxscale.values.units import count, size
 
 _SHOWN = 8
-"""Devices drawn along an axis; of a longer one the first seven, and a gap."""
+"""Devices drawn along an axis; a longer one is drawn with a gap."""
 
 _AXIS_COLORS = {"replica": 6, "data": 1, "pipe": 5, "fsdp": 2, "expert": 4, "sequence": 7, "tensor": 3}
 _KIND_COLORS = (
@@ -20,7 +20,7 @@ _KIND_COLORS = (
     ("batch", 5),
     ("output", 6),
 )
-_CUT = 44.0
+_LONGEST_SIDE = 44.0
 """Longest side of a parameter's picture, in pixels."""
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -29,39 +29,39 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 def mesh_picture(sizes: dict[str, int], devices: int) -> str:
     """The devices of a mesh as a grid of numbered squares.
 
-    The last axis, whose links are the fastest, runs across; the one before it runs down; earlier ones make groups.
+    The last axis, whose links are the fastest, runs across; the one before it runs down; earlier axes form groups.
 
     Args:
-        sizes: devices per axis, axes of one device left out.
-        devices: how many there are, where the mesh has no axis.
+        sizes: devices per axis, without axes of one device.
+        devices: number of devices, where the mesh has no axis.
     """
     axes = list(sizes.items())
-    across = axes[-1] if axes else ("device", max(1, devices))
-    down = axes[-2] if len(axes) > 1 else None
+    column_axis = axes[-1] if axes else ("device", max(1, devices))
+    row_axis = axes[-2] if len(axes) > 1 else None
     groups = axes[:-2]
-    rows, columns = (down[1] if down else 1), across[1]
-    several = math.prod(number for _, number in groups)
+    rows, columns = (row_axis[1] if row_axis else 1), column_axis[1]
+    group_count = math.prod(length for _, length in groups)
     grids = []
-    for group in _some(several):
+    for group in _drawn_indices(group_count):
         if group is None:
             grids.append('<span class="gap">…</span>')
             continue
         cells = []
-        for row in _some(rows):
-            for column in _some(columns):
+        for row in _drawn_indices(rows):
+            for column in _drawn_indices(columns):
                 if row is None or column is None:
                     cells.append('<i class="gap">…</i>')
                     continue
                 cells.append(f"<i>{(group * rows + row) * columns + column}</i>")
         name = "" if not groups else f'<figcaption class="group">{escape(_group_name(groups, group))}</figcaption>'
-        shown = min(columns, _SHOWN)
-        grids.append(f'<figure>{name}<div class="cells" style="--columns:{shown}">{"".join(cells)}</div></figure>')
+        width = min(columns, _SHOWN)
+        grids.append(f'<figure>{name}<div class="cells" style="--columns:{width}">{"".join(cells)}</div></figure>')
     legend = [
-        f'<span class="key"><i class="c{_AXIS_COLORS.get(axis, 6)}"></i><b>{escape(axis)}</b> {number} {where}</span>'
-        for axis, number, where in [
-            *((axis, number, "groups") for axis, number in groups),
-            *([(*down, "down")] if down else []),
-            *([(*across, "across")] if axes else []),
+        f'<span class="key"><i class="c{_AXIS_COLORS.get(axis, 6)}"></i><b>{escape(axis)}</b> {length} {place}</span>'
+        for axis, length, place in [
+            *((axis, length, "groups") for axis, length in groups),
+            *([(*row_axis, "down")] if row_axis else []),
+            *([(*column_axis, "across")] if axes else []),
         ]
     ]
     return (
@@ -69,84 +69,84 @@ def mesh_picture(sizes: dict[str, int], devices: int) -> str:
     )
 
 
-def _some(number: int) -> list[int | None]:
-    return [*range(number)] if number <= _SHOWN else [*range(_SHOWN - 2), None, number - 1]
+def _drawn_indices(count: int) -> list[int | None]:
+    return [*range(count)] if count <= _SHOWN else [*range(_SHOWN - 2), None, count - 1]
 
 
 def _group_name(groups: Sequence[tuple[str, int]], index: int) -> str:
     names = []
-    for axis, number in reversed(groups):
-        names.append(f"{axis} {index % number}")
-        index //= number
+    for axis, length in reversed(groups):
+        names.append(f"{axis} {index % length}")
+        index //= length
     return ", ".join(reversed(names))
 
 
 def cut_picture(shape: Sequence[int], parts: Sequence[int]) -> str:
-    """A parameter as a rectangle cut into its shards, that of the first device filled. A dim more than two is a pile.
+    """A parameter as a rectangle cut into its shards, the first device's filled; dims beyond two show as a pile.
 
     Args:
-        shape: of the parameter.
-        parts: into how many each dim is cut.
+        shape: shape of the parameter.
+        parts: number of shards along each dim.
     """
     dims = list(zip(shape, parts, strict=True)) or [(1, 1)]
     rows, columns = (dims[-2], dims[-1]) if len(dims) > 1 else ((1, 1), dims[-1])
-    wide = _CUT if rows[0] <= columns[0] else max(16.0, _CUT * columns[0] / rows[0])
-    tall = 10.0 if len(dims) == 1 else min(_CUT, max(16.0, wide * rows[0] / max(1, columns[0])))
-    x, y = wide / max(1, columns[1]), tall / max(1, rows[1])
-    lines = "".join(f"M{x * i:.1f} 0V{tall:.1f}" for i in range(1, min(columns[1], 16)))
-    lines += "".join(f"M0 {y * i:.1f}H{wide:.1f}" for i in range(1, min(rows[1], 16)))
-    pile = ""
+    width = _LONGEST_SIDE if rows[0] <= columns[0] else max(16.0, _LONGEST_SIDE * columns[0] / rows[0])
+    height = 10.0 if len(dims) == 1 else min(_LONGEST_SIDE, max(16.0, width * rows[0] / max(1, columns[0])))
+    shard_width, shard_height = width / max(1, columns[1]), height / max(1, rows[1])
+    lines = "".join(f"M{shard_width * i:.1f} 0V{height:.1f}" for i in range(1, min(columns[1], 16)))
+    lines += "".join(f"M0 {shard_height * i:.1f}H{width:.1f}" for i in range(1, min(rows[1], 16)))
+    back = ""
     if len(dims) > 2:
-        pile = f'<rect class="back" x="5" y="0.5" width="{wide:.1f}" height="{tall:.1f}"/>'
-    front = f'<g transform="translate(0.5 {4.5 if pile else 0.5})">'
-    front += f'<rect class="back" width="{wide:.1f}" height="{tall:.1f}"/>'
-    front += f'<rect class="mine" width="{x:.1f}" height="{y:.1f}"/><path d="{lines}"/></g>'
-    box = f"{wide + (6 if pile else 1):.0f}", f"{tall + (5 if pile else 1):.0f}"
-    return f'<svg class="cut" width="{box[0]}" height="{box[1]}" aria-hidden="true">{pile}{front}</svg>'
+        back = f'<rect class="back" x="5" y="0.5" width="{width:.1f}" height="{height:.1f}"/>'
+    front = f'<g transform="translate(0.5 {4.5 if back else 0.5})">'
+    front += f'<rect class="back" width="{width:.1f}" height="{height:.1f}"/>'
+    front += f'<rect class="mine" width="{shard_width:.1f}" height="{shard_height:.1f}"/><path d="{lines}"/></g>'
+    box = f"{width + (6 if back else 1):.0f}", f"{height + (5 if back else 1):.0f}"
+    return f'<svg class="cut" width="{box[0]}" height="{box[1]}" aria-hidden="true">{back}{front}</svg>'
 
 
 def parameter_table(parameters: Sequence[Any], sizes: dict[str, int], most: int = 12) -> str:
-    """The biggest parameters: shape, how they lie on the mesh, bytes whole and per device."""
-    known = [one for one in parameters if isinstance(one, dict) and isinstance(one.get("shape"), list | tuple)]
-    known.sort(key=lambda one: (-float(one.get("bytes") or 0), str(one.get("name"))))
+    """The biggest parameters: shape, placement on the mesh, bytes in all and per device."""
+    valid = [param for param in parameters if isinstance(param, dict) and isinstance(param.get("shape"), list | tuple)]
+    valid.sort(key=lambda param: (-float(param.get("bytes") or 0), str(param.get("name"))))
     rows = []
-    for one in known[:most]:
-        shape, spec = list(one["shape"]), _spec(one.get("spec"), len(one["shape"]))
+    for param in valid[:most]:
+        shape, spec = list(param["shape"]), _spec(param.get("spec"), len(param["shape"]))
         parts = [math.prod(sizes.get(axis, 1) for axis in axes) for axes in spec]
-        whole, own = float(one.get("bytes") or 0), float(one.get("bytes_per_device") or 0)
+        total_bytes, device_bytes = float(param.get("bytes") or 0), float(param.get("bytes_per_device") or 0)
         rows.append(
-            f"<tr><td>{cut_picture(shape, parts)}</td><th scope=row>{_breakable(str(one.get('name')))}</th>"
-            f"<td>{f' {TIMES} '.join(f'{dim:,}' for dim in shape) or 'scalar'}</td><td>{_lies(spec, sizes)}</td>"
-            f"<td>{escape(str(one.get('dtype') or ''))}</td>"
-            f"<td class=n>{size(whole)}</td><td class=n>{size(own)}</td></tr>"
+            f"<tr><td>{cut_picture(shape, parts)}</td><th scope=row>{_breakable(str(param.get('name')))}</th>"
+            f"<td>{f' {TIMES} '.join(f'{dim:,}' for dim in shape) or 'scalar'}</td><td>{_placement(spec, sizes)}</td>"
+            f"<td>{escape(str(param.get('dtype') or ''))}</td>"
+            f"<td class=n>{size(total_bytes)}</td><td class=n>{size(device_bytes)}</td></tr>"
         )
     if not rows:
         return ""
-    left = len(known) - len(rows)
-    rest = ""
-    if left:
-        others = sum(float(one.get("bytes") or 0) for one in known[most:])
-        own = sum(float(one.get("bytes_per_device") or 0) for one in known[most:])
-        rest = (
-            f"<tr class=rest><td></td><th scope=row>{count(left)} smaller ones</th><td></td><td></td><td></td>"
-            f"<td class=n>{size(others)}</td><td class=n>{size(own)}</td></tr>"
+    hidden_count = len(valid) - len(rows)
+    last_row = ""
+    if hidden_count:
+        hidden_bytes = sum(float(param.get("bytes") or 0) for param in valid[most:])
+        device_bytes = sum(float(param.get("bytes_per_device") or 0) for param in valid[most:])
+        last_row = (
+            f"<tr class=rest><td></td><th scope=row>{count(hidden_count)} smaller ones</th><td></td><td></td><td></td>"
+            f"<td class=n>{size(hidden_bytes)}</td><td class=n>{size(device_bytes)}</td></tr>"
         )
     head = "<th></th><th>Parameter</th><th>Shape</th><th>Lies on</th><th>Type</th>"
     head += "<th class=n>Whole</th><th class=n>Per device</th>"
     return (
         f'<div class="scroll"><table class="parameters"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}{rest}</tbody></table></div>"
+        f"<tbody>{''.join(rows)}{last_row}</tbody></table></div>"
     )
 
 
 def _spec(spec: Any, dims: int) -> list[list[str]]:
-    """Mesh axes per dim; a spec may be shorter than the shape, and a dim's axes `None`, one name or several."""
-    given = list(spec) if isinstance(spec, list | tuple) else []
-    given = (given + [None] * dims)[:dims]
-    return [[] if axes is None else [axes] if isinstance(axes, str) else [str(axis) for axis in axes] for axes in given]
+    """Mesh axes per dim; a spec may be shorter than the shape; a dim's axes are `None`, one name or several."""
+    items = list(spec) if isinstance(spec, list | tuple) else []
+    items = (items + [None] * dims)[:dims]
+    return [[] if axes is None else [axes] if isinstance(axes, str) else [str(axis) for axis in axes] for axes in items]
 
 
-def _lies(spec: list[list[str]], sizes: dict[str, int]) -> str:
+def _placement(spec: list[list[str]], sizes: dict[str, int]) -> str:
     tags = []
     for dim, axes in enumerate(spec):
         for axis in axes:
@@ -164,22 +164,24 @@ def _share(part: float) -> str:
 
 
 def memory_bar(kinds: dict[str, float], capacity: float | None = None) -> str:
-    """Bytes per device by kind of tensor, as one bar and a line per kind; the room left where the capacity is known."""
-    kinds = {kind: value for kind, value in kinds.items() if value > 0 and math.isfinite(value)}
+    """Bytes per device by kind of tensor, as one bar and a line per kind; the device's too where it is known."""
+    kinds = {kind: amount for kind, amount in kinds.items() if amount > 0 and math.isfinite(amount)}
     total = sum(kinds.values())
     if not total:
         return ""
-    full = max(total, capacity or 0.0)
-    parts, lines = [], []
-    for kind, value in kinds.items():
-        color = next((number for word, number in _KIND_COLORS if word in kind.lower()), 7)
-        parts.append(f'<i class="c{color}" style="width:{value / full:.3%}" title="{escape(kind)}: {size(value)}"></i>')
+    width = max(total, capacity or 0.0)
+    segments, lines = [], []
+    for kind, amount in kinds.items():
+        color = next((index for word, index in _KIND_COLORS if word in kind.lower()), 7)
+        segments.append(
+            f'<i class="c{color}" style="width:{amount / width:.3%}" title="{escape(kind)}: {size(amount)}"></i>'
+        )
         lines.append(
             f'<tr><th scope=row><span class="key"><i class="c{color}"></i>{escape(kind.capitalize())}</span></th>'
-            f"<td class=n>{size(value)}</td><td class=n>{_share(value / total)}</td></tr>"
+            f"<td class=n>{size(amount)}</td><td class=n>{_share(amount / total)}</td></tr>"
         )
     lines.append(f"<tr class=rest><th scope=row>Together</th><td class=n>{size(total)}</td><td class=n></td></tr>")
     if capacity:
         lines.append(f"<tr class=rest><th scope=row>Device</th><td class=n>{size(capacity)}</td><td class=n></td></tr>")
-    bar = f'<div class="bar" role="img" aria-label="memory per device">{"".join(parts)}</div>'
+    bar = f'<div class="bar" role="img" aria-label="memory per device">{"".join(segments)}</div>'
     return f"{bar}<table>{''.join(lines)}</table>"

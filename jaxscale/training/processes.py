@@ -1,6 +1,6 @@
-"""What the processes of a run say to one another between steps. With one process nothing is sent.
+"""Messages between the processes of a run, between steps. A single process sends none.
 
-Each function is collective: every process calls it, in the same order, or the others wait.
+Each function is collective: every process calls it, in the same order; one that is missing blocks the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,31 +10,31 @@ import numpy as np
 
 from jaxscale.errors import UserError
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes; not collective."""
+    """Whether this is the first process, which writes the files; not collective."""
     import jax
 
     return jax.process_index() == 0
 
 
-def wait_for_all(what: str) -> None:
-    """Come back when every process has come here, all with the same words."""
+def wait_for_all(label: str) -> None:
+    """Return once every process has called it; `label` is equal on all."""
     import jax
 
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
-        multihost_utils.sync_global_devices(what)
+        multihost_utils.sync_global_devices(label)
 
 
-def of_first(numbers: Sequence[int]) -> list[int]:
-    """The numbers that the first process gives, whatever those of the others are.
+def from_first_process(numbers: Sequence[int]) -> list[int]:
+    """The first process's numbers, on every process.
 
     Example:
-        >>> of_first([3, 5])
+        >>> from_first_process([3, 5])
         [3, 5]
     """
     import jax
@@ -44,48 +44,48 @@ def of_first(numbers: Sequence[int]) -> list[int]:
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
     count = int(broadcast_one_to_all(np.int32(len(numbers))))
-    mine = np.asarray(numbers, np.int32) if is_first() else np.zeros(count, np.int32)
-    return [int(number) for number in broadcast_one_to_all(mine)] if count else []
+    array = np.asarray(numbers, np.int32) if is_first() else np.zeros(count, np.int32)
+    return [int(number) for number in broadcast_one_to_all(array)] if count else []
 
 
-def on_all(make: Callable[[], _Made], mild: type[Exception]) -> _Made:
-    """What `make` gives here, once it has given something on every process.
+def on_all(make: Callable[[], _Result], mild: type[Exception]) -> _Result:
+    """This process's result of `make`, once `make` has returned on every process.
 
     Args:
-        make: is called once, and need not be collective.
-        mild: errors after which the processes go on together.
+        make: called once; need not be collective.
+        mild: type of error that does not end the run.
 
     Raises:
-        Exception: what `make` raised here, if it ends the run or every failure is mild.
-        UserError: it failed on another process in a way that ends the run.
-        mild: it failed on another process alone, mildly.
+        Exception: the error of `make` on this process, if it ends the run or every failure is mild.
+        UserError: `make` failed on another process with an error that ends the run.
+        mild: `make` failed on another process only, with a mild error.
 
     Example:
         >>> on_all(lambda: 3, LookupError)
         3
     """
-    made: list[_Made] = []
-    problem: Exception | None = None
+    results: list[_Result] = []
+    error: Exception | None = None
     try:
-        made.append(make())
-    except Exception as caught:
-        problem = caught
-    mine = 0 if problem is None else 1 if isinstance(problem, mild) else 2
-    worst = _greatest(mine)
-    if problem is not None and mine == worst:
-        raise problem
-    if worst == 2:
-        raise UserError("another process failed, and says why: mend that, and start the run again")
-    if worst == 1:
+        results.append(make())
+    except Exception as failure:
+        error = failure
+    severity = 0 if error is None else 1 if isinstance(error, mild) else 2
+    worst_severity = _greatest(severity)
+    if error is not None and severity == worst_severity:
+        raise error
+    if worst_severity == 2:
+        raise UserError("another process failed and reports the reason: mend that, and start the run again")
+    if worst_severity == 1:
         raise mild("another process could not read it")
-    return made[0]
+    return results[0]
 
 
-def _greatest(mine: int) -> int:
+def _greatest(number: int) -> int:
     import jax
 
     if jax.process_count() == 1:
-        return mine
+        return number
     from jax.experimental import multihost_utils
 
-    return int(np.max(multihost_utils.process_allgather(np.int32(mine))))
+    return int(np.max(multihost_utils.process_allgather(np.int32(number))))

@@ -1,6 +1,6 @@
-"""RunRecord: what a run's folder says about the run, read from its files alone, without JAX. What reports are made of.
+"""RunRecord: a run as its files record it, read without JAX. The source of reports.
 
-Every file may be missing or of an older form: a report of a run that broke early is the one that is needed most.
+Every file may be missing or of an older form: the report of a run that broke early is needed most.
 """
 
 import dataclasses
@@ -26,17 +26,17 @@ _MEMORY_FIELDS = ("memory_bytes", "device_memory", "peak_memory_bytes", "peak_by
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """A run as its files tell it.
+    """A run as its files record it.
 
     Args:
-        directory: the run's folder, as it was given.
-        metrics: rows of metrics.jsonl that count.
+        directory: the run's folder, as passed to `read`.
+        metrics: the valid rows of metrics.jsonl.
         experiment: experiment.json, empty where it is missing; likewise the next ones.
         plan: plan.json.
         layout: layout.json: mesh, parameters, memory by kind.
         source: the JSON files of source/, merged: path, variant, overrides, seed, versions.
         samples: the blocks of samples.txt.
-        unread: one line for each file that was there and could not be read.
+        unread: one line for each file that exists and could not be read.
     """
 
     directory: str
@@ -66,8 +66,8 @@ class RunRecord:
         return cls(
             directory=str(directory),
             metrics=read_metrics(directory),
-            experiment=_inside(experiment, "experiment"),
-            plan=upgraded(_inside(plan, "plan")),
+            experiment=_unwrapped(experiment, "experiment"),
+            plan=upgraded(_unwrapped(plan, "plan")),
             layout=_read_json(folder / "layout.json", unread),
             source=source,
             samples=tuple(read_samples(directory)),
@@ -94,13 +94,13 @@ class RunRecord:
 
     @property
     def steps(self) -> int | None:
-        """Updates the experiment asks for."""
+        """Updates that the experiment specifies."""
         steps = self.experiment.get("steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def status(self) -> Status:
-        """How the run stands: by its last event that says so, else by how long it has been silent."""
+        """The run's state: by its last decisive event, else by the age of its last line."""
         if not self.metrics:
             return "empty"
         for row in reversed(self.metrics):
@@ -116,14 +116,14 @@ class RunRecord:
     @property
     def best(self) -> tuple[int, float] | None:
         """Step and value of the least held-out loss."""
-        found = [(loss, step) for step, loss in self._held_out() if np.isfinite(loss)]
-        return (min(found)[1], min(found)[0]) if found else None
+        losses = [(loss, step) for step, loss in self._held_out() if np.isfinite(loss)]
+        return (min(losses)[1], min(losses)[0]) if losses else None
 
     @property
     def final(self) -> tuple[int, float] | None:
         """Step and value of the last held-out loss."""
-        found = self._held_out()
-        return found[-1] if found else None
+        losses = self._held_out()
+        return losses[-1] if losses else None
 
     def _held_out(self) -> list[tuple[int, float]]:
         rows = self.rows("eval")
@@ -132,15 +132,15 @@ class RunRecord:
     @property
     def tokens(self) -> float | None:
         """Target tokens so far."""
-        seen = self.rows("train").column("tokens")
-        return float(np.nanmax(seen)) if np.isfinite(seen).any() else None
+        tokens = self.rows("train").column("tokens")
+        return float(np.nanmax(tokens)) if np.isfinite(tokens).any() else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median over steps; the first ones, which warm up, do not count where there are more."""
-        speed = self.rows("train").column("tokens_per_second")
-        speed = speed[10:] if len(speed) > 20 else speed
-        return float(np.nanmedian(speed)) if np.isfinite(speed).any() else None
+        """Median over steps; of more than twenty, the first ten, which warm up, are left out."""
+        rates = self.rows("train").column("tokens_per_second")
+        rates = rates[10:] if len(rates) > 20 else rates
+        return float(np.nanmedian(rates)) if np.isfinite(rates).any() else None
 
     @property
     def mfu(self) -> float | None:
@@ -150,16 +150,16 @@ class RunRecord:
 
     @property
     def seconds(self) -> float | None:
-        """Time at work: from each start of the run to its last line, without the pauses before it resumed."""
-        total, before = 0.0, None
+        """Working time: from each start of the run to its last line, without the breaks before a resume."""
+        total, previous = 0.0, None
         for row in self.metrics:
             now = row.get("time")
             if not isinstance(now, int | float):
                 continue
-            if before is not None and row.get("name") != "resume":
-                total += max(0.0, now - before)
-            before = now
-        return total if before is not None else None
+            if previous is not None and row.get("name") != "resume":
+                total += max(0.0, now - previous)
+            previous = now
+        return total if previous is not None else None
 
     @property
     def memory(self) -> dict[str, float]:
@@ -167,23 +167,23 @@ class RunRecord:
         kinds = self.layout.get("memory")
         if isinstance(kinds, dict) and kinds:
             return {str(kind): float(value) for kind, value in kinds.items() if isinstance(value, int | float)}
-        compiled = self.events("compile")
-        if not compiled:
+        events = self.events("compile")
+        if not events:
             return {}
         names = {"argument_bytes": "parameters, optimizer state, batch", "temp_bytes": "gradients and activations"}
-        last = compiled[-1]
+        last = events[-1]
         return {kind: float(last[name]) for name, kind in names.items() if isinstance(last.get(name), int | float)}
 
     @property
     def host_memory(self) -> dict[str, float]:
-        """Bytes on each device's share of its host, by kind of tensor; nothing where all is on the device."""
+        """Bytes of host memory per device, by kind of tensor; empty where all tensors are on the device."""
         kinds = self.layout.get("host_memory")
-        found = kinds.items() if isinstance(kinds, dict) else ()
-        return {str(kind): float(value) for kind, value in found if isinstance(value, int | float)}
+        items = kinds.items() if isinstance(kinds, dict) else ()
+        return {str(kind): float(value) for kind, value in items if isinstance(value, int | float)}
 
     @property
     def device_memory(self) -> tuple[str, np.ndarray] | None:
-        """The field and column of device memory that the backend told, in bytes per step."""
+        """The field and column of device memory that the backend reported, in bytes per step."""
         rows = self.rows("train")
         for name in _MEMORY_FIELDS:
             column = rows.column(name)
@@ -193,28 +193,28 @@ class RunRecord:
 
     @property
     def kernels(self) -> tuple[str, str] | None:
-        """Where, and which implementation of each kernel, the step took that was compiled last, in words."""
-        told = self.events("kernels")
-        return said_of(told[-1]) if told else None
+        """The platform of the last compiled step, and its implementation of each kernel, in words."""
+        events = self.events("kernels")
+        return said_of(events[-1]) if events else None
 
     @property
     def parameters(self) -> int | None:
-        """How many numbers are trained."""
-        told = [row["parameters"] for row in self.events("predicted") if isinstance(row.get("parameters"), int)]
-        if told:
-            return told[-1]
-        listed = self.layout.get("parameters")
-        shapes = [one.get("shape") for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        """Number of trained parameters."""
+        counts = [row["parameters"] for row in self.events("predicted") if isinstance(row.get("parameters"), int)]
+        if counts:
+            return counts[-1]
+        table = self.layout.get("parameters")
+        shapes = [item.get("shape") for item in table if isinstance(item, dict)] if isinstance(table, list) else []
         return sum(math.prod(shape) for shape in shapes if isinstance(shape, list)) or None
 
     @property
     def path(self) -> str:
-        """The experiment file as seen from where the run was started, if that is known; empty for none."""
+        """The experiment file, relative to the run's working directory where that is known; empty for none."""
         return next((str(self.source[key]) for key in ("relative", "path", "file") if self.source.get(key)), "")
 
     @property
     def command(self) -> str | None:
-        """The command that makes this run again."""
+        """The command that repeats this run."""
         if self.source.get("command"):
             return str(self.source["command"])
         if not self.path:
@@ -223,26 +223,26 @@ class RunRecord:
         return "jaxscale train " + " ".join(shlex.quote(word) for word in words if word)
 
 
-def _overrides(given: Any) -> list[str]:
-    if isinstance(given, dict):
-        return [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    return [str(word) for word in given] if isinstance(given, list | tuple) else []
+def _overrides(overrides: Any) -> list[str]:
+    if isinstance(overrides, dict):
+        return [word for name, value in overrides.items() for word in (f"--{name}", str(value))]
+    return [str(word) for word in overrides] if isinstance(overrides, list | tuple) else []
 
 
 def _read_json(path: Any, unread: list[str]) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        read = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         unread.append(f"{path.name}: {error}")
         return {}
-    if not isinstance(read, dict):
+    if not isinstance(content, dict):
         unread.append(f"{path.name}: expected a JSON object")
         return {}
-    return read
+    return content
 
 
-def _inside(read: dict[str, Any], key: str) -> dict[str, Any]:
-    inner = read.get(key)
-    return inner if isinstance(inner, dict) and "name" not in read and "zero" not in read else read
+def _unwrapped(content: dict[str, Any], key: str) -> dict[str, Any]:
+    inner = content.get(key)
+    return inner if isinstance(inner, dict) and "name" not in content and "zero" not in content else content

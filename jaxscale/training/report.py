@@ -1,7 +1,7 @@
-"""report.html: a run on one page that needs nothing else, written from the files in the run's folder, without JAX.
+"""report.html: a run on one self-contained page, written from the files in the run's folder, without JAX.
 
 The page holds its style, its small script and its charts; it opens from disk or from a mail, wide or narrow, light or
-dark, and shows all it has without the script.
+dark, and shows its whole content without the script.
 """
 
 import math
@@ -29,7 +29,7 @@ _STATUS = {
     "preempted": "Preempted: start it again to continue",
     "diverged": "Diverged",
     "running": "Running",
-    "stopped": "Stopped without saying so",
+    "stopped": "Stopped without a final event",
     "empty": "Nothing measured yet",
 }
 _EVENT_COLORS = {
@@ -50,7 +50,7 @@ def write_report(run_dir: Any) -> Any:
     """Writes the report of a run beside its files.
 
     Args:
-        run_dir: the run's folder; of its files any may be missing.
+        run_dir: the run's folder; any of its files may be missing.
 
     Returns:
         The path of report.html.
@@ -72,8 +72,8 @@ def write_report(run_dir: Any) -> Any:
 
 def report_html(run: RunRecord) -> str:
     """The page of a run."""
-    here = Path(__file__)
-    style, script = here.with_name("report.css").read_text("utf-8"), here.with_name("report.js").read_text("utf-8")
+    file = Path(__file__)
+    style, script = file.with_name("report.css").read_text("utf-8"), file.with_name("report.js").read_text("utf-8")
     sections = [
         _header(run),
         _section("Training", _charts(run)),
@@ -113,34 +113,34 @@ def _header(run: RunRecord) -> str:
 
 
 def _figures(run: RunRecord) -> str:
-    """The numbers that are looked for first."""
-    shown: list[tuple[str, str, str]] = []
+    """The most important figures of the run."""
+    figures: list[tuple[str, str, str]] = []
     if run.best is not None:
-        shown.append(("Best held-out loss", number(run.best[1]), f"at step {run.best[0]:,}"))
+        figures.append(("Best held-out loss", number(run.best[1]), f"at step {run.best[0]:,}"))
     if run.final is not None and run.final != run.best:
-        shown.append(("Last held-out loss", number(run.final[1]), f"at step {run.final[0]:,}"))
+        figures.append(("Last held-out loss", number(run.final[1]), f"at step {run.final[0]:,}"))
     train = run.rows("train")
     if run.final is None and train:
-        shown.append(("Training loss", number(train[-1].get("loss")), f"at step {train[-1]['step']:,}"))
+        figures.append(("Training loss", number(train[-1].get("loss")), f"at step {train[-1]['step']:,}"))
     if run.metrics:
-        shown.append(("Steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else ""))
+        figures.append(("Steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else ""))
     if run.tokens is not None:
-        shown.append(("Target tokens", count(run.tokens), ""))
+        figures.append(("Target tokens", count(run.tokens), ""))
     if run.seconds is not None and run.metrics:
-        compiled = run.events("compile")
-        spent = compiled.column("seconds")
-        spent = float(spent[np.isfinite(spent)].sum())
-        shown.append(("Time", duration(run.seconds), f"{duration(spent)} compiling" if spent else ""))
+        events = run.events("compile")
+        seconds = events.column("seconds")
+        seconds = float(seconds[np.isfinite(seconds)].sum())
+        figures.append(("Time", duration(run.seconds), f"{duration(seconds)} compiling" if seconds else ""))
     if run.tokens_per_second is not None:
         note = f"{run.mfu:.1%} MFU" if run.mfu is not None else ""
-        shown.append(("Tokens per second", count(run.tokens_per_second), note))
+        figures.append(("Tokens per second", count(run.tokens_per_second), note))
     if run.parameters is not None:
-        shown.append(("Parameters", count(run.parameters), ""))
-    if not shown:
+        figures.append(("Parameters", count(run.parameters), ""))
+    if not figures:
         return ""
     cells = (
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(note)}</small>' if note else ''}</dd></div>"
-        for name, value, note in shown
+        for name, value, note in figures
     )
     return f'<dl class="figures">{"".join(cells)}</dl>'
 
@@ -162,14 +162,14 @@ def _charts(run: RunRecord) -> str:
         curves = [Series("training", steps, loss, "line", 1)]
     if held_out:
         curves.append(Series("held out", held_out.column("step"), held_out.column("loss"), "dots", 2))
-    main = line_chart("Loss", curves, unit="nats per target token", marks=marks, tall=True)
-    speed = "tokens_per_second"
-    seconds = "step_seconds"
-    small = [
-        _one(train, "learning_rate", "Learning rate", color=3, from_zero=True),
-        _one(
+    loss_chart = line_chart("Loss", curves, unit="nats per target token", marks=marks, tall=True)
+    rate_field = "tokens_per_second"
+    seconds_field = "step_seconds"
+    charts = [
+        _metric_chart(train, "learning_rate", "Learning rate", color=3, from_zero=True),
+        _metric_chart(
             train,
-            speed,
+            rate_field,
             "Throughput",
             unit="target tokens per second",
             color=1,
@@ -177,37 +177,37 @@ def _charts(run: RunRecord) -> str:
             ticks_text=short,
             from_zero=True,
         )
-        or _one(train, seconds, "Step", color=1, text=duration, ticks_text=duration, from_zero=True),
-        _one(train, "grad_norm", "Gradient norm", color=4),
+        or _metric_chart(train, seconds_field, "Step", color=1, text=duration, ticks_text=duration, from_zero=True),
+        _metric_chart(train, "grad_norm", "Gradient norm", color=4),
     ]
     if run.device_memory is not None:
         name, column = run.device_memory
         base = 1024.0 ** math.floor(math.log(max(float(np.nanmax(column)), 1.0), 1024))
-        how: dict[str, Any] = {"text": size, "ticks_text": round_size, "ticks_base": base, "from_zero": True}
-        small.append(_one(train, name, "Device memory", color=5, **how))
+        options: dict[str, Any] = {"text": size, "ticks_text": round_size, "ticks_base": base, "from_zero": True}
+        charts.append(_metric_chart(train, name, "Device memory", color=5, **options))
     if run.mfu is not None:
-        how = {"text": "{:.1%}".format, "ticks_text": "{:.0%}".format, "from_zero": True}
-        small.append(_one(train, "mfu", "Model FLOP utilization", color=7, **how))
+        options = {"text": "{:.1%}".format, "ticks_text": "{:.0%}".format, "from_zero": True}
+        charts.append(_metric_chart(train, "mfu", "Model FLOP utilization", color=7, **options))
     elif np.isfinite(train.column("flop_per_second")).any():
-        how = {"text": lambda v: rate(v, "FLOP/s"), "ticks_text": short, "from_zero": True}
-        small.append(_one(train, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **how))
-    small = [f'<div class="sheet">{chart}</div>' for chart in small if chart]
-    return (f'<div class="sheet">{main}</div>' if main else "") + (
-        f'<div class="pair">{"".join(small)}</div>' if small else ""
+        options = {"text": lambda v: rate(v, "FLOP/s"), "ticks_text": short, "from_zero": True}
+        charts.append(_metric_chart(train, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **options))
+    charts = [f'<div class="sheet">{chart}</div>' for chart in charts if chart]
+    return (f'<div class="sheet">{loss_chart}</div>' if loss_chart else "") + (
+        f'<div class="pair">{"".join(charts)}</div>' if charts else ""
     )
 
 
-def _one(rows: Rows, name: str, title: str, *, color: int, unit: str = "", **how: Any) -> str:
+def _metric_chart(rows: Rows, name: str, title: str, *, color: int, unit: str = "", **options: Any) -> str:
     steps, values = rows.column("step"), rows.column(name)
     curves = [Series(title.lower(), steps, values, "line", color)]
     if len(values) > 200 and name not in ("learning_rate", "memory_bytes"):
         curves = [Series("each step", steps, values, "faint", color)]
         curves += [Series("smoothed", steps, smooth(values, len(values) / 50), "line", color)]
-    return line_chart(title, curves, unit=unit, **how)
+    return line_chart(title, curves, unit=unit, **options)
 
 
 def _plan(run: RunRecord) -> str:
-    """The plan in words beside the mesh and the memory, and under them how the biggest parameters lie."""
+    """The plan in words beside the mesh and the memory, above the placement of the biggest parameters."""
     words = plan_in_words(run.plan, run.layout, run.experiment)
     words += [] if run.kernels is None else [(f"Kernels taken on {run.kernels[0]}", run.kernels[1])]
     sizes = mesh_of(run.plan, run.layout)
@@ -224,46 +224,46 @@ def _plan(run: RunRecord) -> str:
     bar = memory_bar(run.host_memory)
     if bar:
         stack += f'<div class="sheet"><h3>On the host, for each device</h3>{bar}</div>'
-    whole = run.layout.get("unsplit")
+    unsplit = run.layout.get("unsplit")
     notes = ""
-    if isinstance(whole, list) and whole:
-        shown = ", ".join(map(str, whole[:8])) + (f" and {len(whole) - 8} more" if len(whole) > 8 else "")
-        notes = f'<p class="warning">Whole on every device, since no dim divides: {escape(shown)}</p>'
-    listed = "".join(f"<dt>{escape(topic)}</dt><dd>{escape(text)}</dd>" for topic, text in words)
-    listed = f'<div class="sheet"><h3>The plan</h3><dl class="words">{listed}</dl>{notes}</div>' if listed else ""
+    if isinstance(unsplit, list) and unsplit:
+        names = ", ".join(map(str, unsplit[:8])) + (f" and {len(unsplit) - 8} more" if len(unsplit) > 8 else "")
+        notes = f'<p class="warning">Whole on every device, since no dim divides: {escape(names)}</p>'
+    topics = "".join(f"<dt>{escape(topic)}</dt><dd>{escape(text)}</dd>" for topic, text in words)
+    topics = f'<div class="sheet"><h3>The plan</h3><dl class="words">{topics}</dl>{notes}</div>' if topics else ""
     body = f'<div class="stack">{stack}</div>' if stack else ""
-    body = f'<div class="pair top">{listed}{body}</div>' if listed and body else listed + body
+    body = f'<div class="pair top">{topics}{body}</div>' if topics and body else topics + body
     parameters = run.layout.get("parameters")
     table = parameter_table(parameters, sizes) if isinstance(parameters, list) else ""
     return body + (f'<div class="sheet"><h3>How the biggest parameters lie</h3>{table}</div>' if table else "")
 
 
 def _samples(samples: Iterable[Sample]) -> str:
-    ordered = sorted(samples, key=lambda sample: -sample.step)
-    if not ordered:
+    newest_first = sorted(samples, key=lambda sample: -sample.step)
+    if not newest_first:
         return ""
-    newest = [sample for sample in ordered if sample.step == ordered[0].step]
-    older = [sample for sample in ordered if sample.step != ordered[0].step]
-    shown = "".join(map(_sample, newest[:6]))
+    newest = [sample for sample in newest_first if sample.step == newest_first[0].step]
+    older = [sample for sample in newest_first if sample.step != newest_first[0].step]
+    body = "".join(map(_sample, newest[:6]))
     if older:
-        # of many the eye wants a few, spread over the run
-        picked = [older[i] for i in np.unique(np.linspace(0, len(older) - 1, min(12, len(older))).astype(int))]
-        few = f"{len(picked)} of {len(older)}" if len(picked) < len(older) else str(len(older))
-        shown += f"<details><summary>Earlier samples ({few})</summary>{''.join(map(_sample, picked))}</details>"
-    return shown
+        # show a few, spread over the run
+        selection = [older[i] for i in np.unique(np.linspace(0, len(older) - 1, min(12, len(older))).astype(int))]
+        extent = f"{len(selection)} of {len(older)}" if len(selection) < len(older) else str(len(older))
+        body += f"<details><summary>Earlier samples ({extent})</summary>{''.join(map(_sample, selection))}</details>"
+    return body
 
 
 def _sample(sample: Sample) -> str:
     text = sample.text[:_SAMPLE_CHARACTERS]
-    left = len(sample.text) - len(text)
-    more = f'<small class="faint">… {left:,} more characters in samples.txt</small>' if left else ""
+    omitted_count = len(sample.text) - len(text)
+    note = f'<small class="faint">… {omitted_count:,} more characters in samples.txt</small>' if omitted_count else ""
     prompt = sample.prompt[:_SAMPLE_CHARACTERS].lstrip("\n")
     body = f"<mark>{_visible(prompt)}</mark>{_visible(text)}" if prompt else _visible(text.lstrip("\n"))
-    return f'<div class="sheet"><h3>Step {sample.step:,}</h3><p class="sample">{body}</p>{more}</div>'
+    return f'<div class="sheet"><h3>Step {sample.step:,}</h3><p class="sample">{body}</p>{note}</div>'
 
 
 def _visible(text: str) -> str:
-    """Text for HTML, control characters as their pictures."""
+    """Text for HTML, with symbols for control characters."""
     table = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
     return escape(text.translate(table))
 
@@ -273,77 +273,77 @@ def _events(run: RunRecord) -> str:
     if not rows:
         return ""
     names = list(dict.fromkeys(str(row.get("name")) for row in rows))
-    last = max(run.step, 1)
+    last_step = max(run.step, 1)
     lanes = []
     for name in names:
-        at = [row["step"] for row in rows if row.get("name") == name]
-        pick = sorted({at[i] for i in np.linspace(0, len(at) - 1, min(len(at), 80)).astype(int)})
+        steps = [row["step"] for row in rows if row.get("name") == name]
+        dot_steps = sorted({steps[i] for i in np.linspace(0, len(steps) - 1, min(len(steps), 80)).astype(int)})
         color = _EVENT_COLORS.get(name, 6)
         dots = "".join(
-            f'<i class="c{color}" style="left:{step / last:.2%}" title="step {step:,}"></i>' for step in pick
+            f'<i class="c{color}" style="left:{step / last_step:.2%}" title="step {step:,}"></i>' for step in dot_steps
         )
-        times = f' <span class="faint">{len(at)}</span>' if len(at) > 1 else ""
-        lanes.append(f"<span>{escape(name)}{times}</span><div>{dots}</div>")
-    listed = _runs_of(rows)
+        repetitions = f' <span class="faint">{len(steps)}</span>' if len(steps) > 1 else ""
+        lanes.append(f"<span>{escape(name)}{repetitions}</span><div>{dots}</div>")
+    lines = _grouped_events(rows)
     cells = "".join(
-        f"<tr><td class=n>{where}</td><th scope=row>{escape(name)}</th><td>{escape(what)}</td></tr>"
-        for where, name, what in listed[-_EVENTS:]
+        f"<tr><td class=n>{step_text}</td><th scope=row>{escape(name)}</th><td>{escape(details)}</td></tr>"
+        for step_text, name, details in lines[-_EVENTS:]
     )
     head = "<thead><tr><th class=n>Step</th><th>Event</th><th></th></tr></thead>"
     table = f'<table class="facts">{head}<tbody>{cells}</tbody></table>'
-    left = f"The last {_EVENTS} of {len(listed)}" if len(listed) > _EVENTS else f"All {len(listed)}"
+    extent = f"The last {_EVENTS} of {len(lines)}" if len(lines) > _EVENTS else f"All {len(lines)}"
     return (
-        f'<div class="sheet"><div class="lanes">{"".join(lanes)}</div><details{" open" if len(listed) < 13 else ""}>'
-        f'<summary>{left}, in order</summary><div class="scroll">{table}</div></details></div>'
+        f'<div class="sheet"><div class="lanes">{"".join(lanes)}</div><details{" open" if len(lines) < 13 else ""}>'
+        f'<summary>{extent}, in order</summary><div class="scroll">{table}</div></details></div>'
     )
 
 
-def _runs_of(rows: Rows) -> list[tuple[str, str, str]]:
-    """Events in order; more than three of one name after each other become one line."""
-    listed: list[tuple[str, str, str]] = []
-    index = 0
-    while index < len(rows):
-        end = index
-        while end < len(rows) and rows[end].get("name") == rows[index].get("name"):
+def _grouped_events(rows: Rows) -> list[tuple[str, str, str]]:
+    """Step, name and details of events in order; more than three of one name in a row become one line."""
+    lines: list[tuple[str, str, str]] = []
+    start = 0
+    while start < len(rows):
+        end = start
+        while end < len(rows) and rows[end].get("name") == rows[start].get("name"):
             end += 1
-        name = str(rows[index].get("name"))
-        if end - index > 3:
-            listed.append((f"{rows[index]['step']:,} to {rows[end - 1]['step']:,}", name, f"{end - index} times"))
+        name = str(rows[start].get("name"))
+        if end - start > 3:
+            lines.append((f"{rows[start]['step']:,} to {rows[end - 1]['step']:,}", name, f"{end - start} times"))
         else:
-            listed += [(f"{row['step']:,}", name, _details(row)) for row in rows[index:end]]
-        index = end
-    return listed
+            lines += [(f"{row['step']:,}", name, _details(row)) for row in rows[start:end]]
+        start = end
+    return lines
 
 
 def _details(row: dict[str, Any]) -> str:
-    """The fields of an event: "step 30.0 ms, temp 2.96 MiB", without the words that their units say."""
-    told: list[str] = []
+    """The fields of an event, without words that their units imply: "step 30.0 ms, temp 2.96 MiB"."""
+    fields: list[str] = []
     for name, value in row.items():
         if name in ("step", "kind", "time", "name") or value is None:
             continue
         for part, item in value.items() if isinstance(value, dict) else [("", value)]:
-            word = name if name not in ("seconds", "bytes", "flop", "reason", "path", "by", "memory") else ""
-            word = f"{word.removesuffix('_seconds').removesuffix('_bytes').removesuffix('_flop')} {part}"
-            bytes_of = f"{name}_bytes" if name == "memory" else name
-            told.append(f"{word.replace('_', ' ').strip()} {field(bytes_of, item)}".strip())
-    return ", ".join(told)[:600]
+            label = name if name not in ("seconds", "bytes", "flop", "reason", "path", "by", "memory") else ""
+            label = f"{label.removesuffix('_seconds').removesuffix('_bytes').removesuffix('_flop')} {part}"
+            unit_name = f"{name}_bytes" if name == "memory" else name
+            fields.append(f"{label.replace('_', ' ').strip()} {field(unit_name, item)}".strip())
+    return ", ".join(fields)[:600]
 
 
 def _reproduce(run: RunRecord) -> str:
     command = run.command
-    shown = f'<pre class="command">{escape(command)}</pre>' if command else ""
+    body = f'<pre class="command">{escape(command)}</pre>' if command else ""
     versions = run.source.get("versions")
     facts = {key: run.source[key] for key in ("sha256", "git", "platform") if run.source.get(key)}
     if isinstance(versions, dict):
         facts |= versions
-    shown += _facts(facts)
-    flat = _flat(run.experiment)
-    if flat:
-        shown += f"<details><summary>The experiment, field by field</summary>{_facts(flat)}</details>"
-    flat = _flat(run.plan)
-    if flat:
-        shown += f"<details><summary>The plan, field by field</summary>{_facts(flat)}</details>"
-    return f'<div class="sheet">{shown}</div>' if shown else ""
+    body += _facts(facts)
+    fields = _flat(run.experiment)
+    if fields:
+        body += f"<details><summary>The experiment, field by field</summary>{_facts(fields)}</details>"
+    fields = _flat(run.plan)
+    if fields:
+        body += f"<details><summary>The plan, field by field</summary>{_facts(fields)}</details>"
+    return f'<div class="sheet">{body}</div>' if body else ""
 
 
 def _facts(facts: dict[str, Any]) -> str:
@@ -355,10 +355,10 @@ def _facts(facts: dict[str, Any]) -> str:
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for name, item in value.items():
         if isinstance(item, dict):
-            flat |= _flat(item, f"{prefix}{name}.")
+            leaves |= _flat(item, f"{prefix}{name}.")
         else:
-            flat[f"{prefix}{name}"] = item
-    return flat
+            leaves[f"{prefix}{name}"] = item
+    return leaves

@@ -1,6 +1,6 @@
-"""The trained parameters of a run, from its directory: what generation, evaluation and export begin with.
+"""The trained parameters of a run, restored from its directory for generation, evaluation and export.
 
-The optimizer's state stays on the disk. The step that is rebuilt computes as the run did, on the devices that are here.
+The optimizer's state stays on the disk. The rebuilt step computes as the run did, on the devices of this machine.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxscale.training.checkpoint import Checkpoints, Description
 from jaxscale.training.storage import run_path
 
 TOKENIZER = "tokenizer.json"
-"""The tokenizer of a run's data, so that its model can be used where the data is not."""
+"""The tokenizer of a run's data, so that its model can be used without the data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Trained:
 
     Args:
         directory: the run directory.
-        experiment: what was trained.
-        step: the train step on the devices of now; its optimizer is not the run's.
+        experiment: the trained experiment.
+        step: a train step on the current devices; its optimizer is not the run's.
         state: a train state with the run's parameters and batch statistics.
-        description: of the checkpoint.
+        description: description of the checkpoint.
     """
 
     directory: Any
@@ -41,7 +41,7 @@ class Trained:
 
 
 def read_tokenizer(directory: Any) -> Any:
-    """The tokenizer that a run left in its directory, or `None` where its data is not text.
+    """The tokenizer in a run's directory, or `None` where its data is not text.
 
     Raises:
         UserError: the file is damaged.
@@ -56,12 +56,12 @@ def read_tokenizer(directory: Any) -> Any:
     except (LookupError, TypeError, ValueError) as error:  # UserError among them
         raise UserError(
             f"{path} is not the tokenizer of a run ({error}): restore it from a copy, or train some steps more, "
-            "which writes it anew"
+            "which writes it again"
         ) from error
 
 
 def write_tokenizer(directory: Any, tokenizer: Any) -> None:
-    """Leave the tokenizer of the data in the run directory."""
+    """Write the tokenizer of the data to the run directory."""
     if tokenizer is not None and hasattr(tokenizer, "to_json"):
         (run_path(directory) / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
 
@@ -78,11 +78,11 @@ def restore_parameters(
 
     Args:
         directory: the run directory.
-        experiment: what was trained; rebuilt from the directory by default.
+        experiment: the trained experiment; rebuilt from the directory by default.
         best: take the checkpoint with the least held-out loss.
-        split: spread batch and parameters (ZeRO 3) over the devices, for evaluation, in the run's microbatches; else
-            one device has everything, if it fits there.
-        devices: all local ones by default.
+        split: shard batch and parameters (ZeRO 3) over the devices, for evaluation, in the run's microbatches; else
+            one device holds everything, if it fits there.
+        devices: devices to run on; all by default.
 
     Raises:
         UserError: no run, no checkpoint, or none that verifies.
@@ -97,19 +97,19 @@ def restore_parameters(
 
         experiment = load_experiment(folder)
     checkpoints = Checkpoints(folder / place.CHECKPOINTS, write=False)
-    at = checkpoints.best() if best else None
-    if not checkpoints.steps() or (best and at is None):
-        lacking = "with a held-out loss " if best and checkpoints.steps() else ""
-        raise UserError(f"{folder} has no checkpoint {lacking}yet: train it until its first save")
+    checkpoint_step = checkpoints.best() if best else None
+    if not checkpoints.steps() or (best and checkpoint_step is None):
+        condition = "with a held-out loss " if best and checkpoints.steps() else ""
+        raise UserError(f"{folder} has no checkpoint {condition}yet: train it until its first save")
     step = _step(experiment, list(jax.devices() if devices is None else devices), split)
     abstract = step.canonical_abstract()
-    wanted = {name: leaf for name, leaf in abstract.items() if name.split("/")[0] in ("params", "rest")}
-    restored = checkpoints.restore(wanted, step=at)
+    trained_leaves = {name: leaf for name, leaf in abstract.items() if name.split("/")[0] in ("params", "rest")}
+    restored = checkpoints.restore(trained_leaves, step=checkpoint_step)
     assert restored is not None
-    others = {name: leaf for name, leaf in abstract.items() if name not in wanted}
+    optimizer_leaves = {name: leaf for name, leaf in abstract.items() if name not in trained_leaves}
     zeros = jax.jit(
-        lambda: {name: jax.numpy.zeros(leaf.shape, leaf.dtype) for name, leaf in others.items()},
-        out_shardings={name: leaf.sharding for name, leaf in others.items()},
+        lambda: {name: jax.numpy.zeros(leaf.shape, leaf.dtype) for name, leaf in optimizer_leaves.items()},
+        out_shardings={name: leaf.sharding for name, leaf in optimizer_leaves.items()},
     )()
     state = step.from_canonical({**restored.arrays, **zeros})
     return Trained(folder, experiment, step, state, restored.description)
@@ -123,25 +123,25 @@ def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
     from jaxscale.step.kernels import Kernels
     from jaxscale.step.plan import Plan
 
-    ran = experiment.plan
-    kernels, attends = ran.kernels, dict(ran.kernels.named).get("attention", "auto")
-    elsewhere = devices[0].platform != "tpu" and attends == "splash"
+    run_plan = experiment.plan
+    kernels, attention = run_plan.kernels, dict(run_plan.kernels.named).get("attention", "auto")
+    is_unsupported = devices[0].platform != "tpu" and attention == "splash"
     chunk = CHUNK if kernels.scores in ("tpu", "chunked") and kernels.loss_chunk is None else kernels.loss_chunk
-    portable = attends in ("plain", "chunked", "splash") and not elsewhere
-    kernels = Kernels(named=(("attention", attends),) * portable, loss_chunk=chunk)
-    plan = Plan(precision=ran.precision, matmul=ran.matmul, kernels=kernels)
-    # plain descent keeps no state beside the parameters
-    plain = Optimizer(name="sgd", clip=None, weight_decay=0.0)
-    experiment = dataclasses.replace(experiment, optimizer=plain, plan=plan)
+    is_portable = attention in ("plain", "chunked", "splash") and not is_unsupported
+    kernels = Kernels(named=(("attention", attention),) * is_portable, loss_chunk=chunk)
+    plan = Plan(precision=run_plan.precision, matmul=run_plan.matmul, kernels=kernels)
+    # plain gradient descent has no optimizer state
+    descent = Optimizer(name="sgd", clip=None, weight_decay=0.0)
+    experiment = dataclasses.replace(experiment, optimizer=descent, plan=plan)
     if split:
-        plan = dataclasses.replace(plan, microbatches=ran.microbatches)
-        try:  # what was trained in parts may not fit whole
+        plan = dataclasses.replace(plan, microbatches=run_plan.microbatches)
+        try:  # a model that was trained sharded may not fit whole
             return build(experiment, dataclasses.replace(plan, zero=3), devices=devices)
         except UserError:  # no dim divides
             return build(experiment, plan, devices=devices)
     step = build(experiment, dataclasses.replace(plan, mesh=MeshSpec()), devices=devices[:1])
-    room = (devices[0].memory_stats() or {}).get("bytes_limit") if devices[0].platform != "cpu" else None
-    if len(devices) > 1 and room and 4 * step.parameters > 0.6 * room:
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit") if devices[0].platform != "cpu" else None
+    if len(devices) > 1 and limit and 4 * step.parameters > 0.6 * limit:
         count = len(devices)
         experiment = dataclasses.replace(experiment, batch=count)
         step = build(experiment, dataclasses.replace(plan, mesh=MeshSpec(fsdp=count), zero=3), devices=devices)

@@ -1,6 +1,6 @@
-"""What a continued run tells of what has changed since it was last started: its learning rate and its code.
+"""Changes of a continued run since it was last started: its learning rate and its code.
 
-Both changes are allowed, so they are said and logged. Left out: code of modules beside the experiment file.
+Both are allowed, so they are printed and logged. Code of modules beside the experiment file is left out.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from jaxscale.training.source import Source, written_sha256
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
-    """The run that a directory held before it is continued.
+    """A run as its directory recorded it before it is continued.
 
     Args:
         steps: its updates.
-        sha256: of its experiment file; `None` where it had none.
+        sha256: SHA-256 of its experiment file; `None` without one.
     """
 
     steps: int
@@ -28,30 +28,30 @@ class Earlier:
 
     @classmethod
     def read(cls, run_dir: Any, experiment: Experiment) -> "Earlier | None":
-        """The run that the directory holds; `None` where it holds none. Read it before anything is written there.
+        """The run in the directory; `None` where it holds none. Call it before anything is written there.
 
         Raises:
             UserError: it is a run of another experiment, or its experiment.json is damaged.
         """
-        there = check_same_experiment(run_dir, experiment)
-        return None if there is None else cls(there.get("steps", experiment.steps), written_sha256(run_dir))
+        stored_json = check_same_experiment(run_dir, experiment)
+        return None if stored_json is None else cls(stored_json.get("steps", experiment.steps), written_sha256(run_dir))
 
     def changes(
         self, experiment: Experiment, source: Source | None, step: int
     ) -> Iterator[tuple[str, dict[str, int | float | str]]]:
-        """What is different when the run goes on after `step`: a line that says it, and fields for the log.
+        """The changes when the run goes on after `step`: for each a line to print, and fields for the log.
 
-        The schedule falls until the last step, so other steps move the learning rate at once. Where the experiment
-        holds code (functions, or classes of its own file), its values do not show an edit, and the hash of the file
-        cannot tell an edited loss from an edited comment or variant: refusing would forbid those, so it is said.
+        The schedule falls until the last step, so other steps change the learning rate at once. Where the experiment
+        holds code (functions, or classes of its file), its values do not show an edit, and the hash of the file does
+        not distinguish an edited loss from an edited comment or variant: so a change is reported, not refused.
         """
         if experiment.steps != self.steps:
             old, new = self.steps, experiment.steps
-            before, now = (experiment.optimizer.learning_rate_at(step, steps) for steps in (old, new))
-            told = f"stays at {now:.4g}" if before == now else f"goes from {before:.4g} to {now:.4g}"
+            old_lr, new_lr = (experiment.optimizer.learning_rate_at(step, steps) for steps in (old, new))
+            effect = f"stays at {new_lr:.4g}" if old_lr == new_lr else f"goes from {old_lr:.4g} to {new_lr:.4g}"
             yield (
-                f"steps were {old:,} and are {new:,}: the learning rate of step {step + 1:,} {told}",
-                {"old_steps": old, "steps": new, "old_learning_rate": before, "learning_rate": now},
+                f"steps were {old:,} and are {new:,}: the learning rate of step {step + 1:,} {effect}",
+                {"old_steps": old, "steps": new, "old_learning_rate": old_lr, "learning_rate": new_lr},
             )
         if source is None or source.path is None or None in (self.sha256, source.sha256):
             return
@@ -64,6 +64,6 @@ class Earlier:
 
 
 def _holds_code(experiment: Experiment, source: Source) -> bool:
-    """Whether the experiment holds functions, or classes that its own file defines."""
-    data = values.to_json(experiment)
-    return values.has_code(data) or f'"{source.module}:' in json.dumps(data)
+    """Whether the experiment holds functions, or classes that its file defines."""
+    content = values.to_json(experiment)
+    return values.has_code(content) or f'"{source.module}:' in json.dumps(content)

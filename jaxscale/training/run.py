@@ -1,4 +1,4 @@
-"""Run: a run and its results, as `train` gives them back, or opened from its directory."""
+"""Run: a run and its results, returned by `train` or opened from its directory."""
 
 from collections.abc import Sequence
 from html import escape
@@ -13,14 +13,14 @@ from jaxscale.training.storage import run_path
 
 
 class Run:
-    """A run directory, and the live state behind it where there is one.
+    """A run directory, and its live state if there is one.
 
     Args:
         directory: the run directory.
-        experiment: what was trained; rebuilt from the directory when it is needed, by default.
-        plan: how.
-        devices: to rebuild the step on.
-        train_step: the step that trained, if it is still at hand.
+        experiment: the trained experiment; by default rebuilt from the directory when it is needed.
+        plan: the plan to rebuild the step with.
+        devices: devices to rebuild the step on.
+        train_step: the step that trained, if it is still in memory.
         state: its last state.
         data: the opened data.
 
@@ -47,7 +47,7 @@ class Run:
 
     @classmethod
     def open(cls, directory: Any) -> "Run":
-        """A run from its directory, whether it goes on or not.
+        """A run from its directory, finished or in progress.
 
         Raises:
             UserError: there is no run.
@@ -57,7 +57,7 @@ class Run:
             raise UserError(f"{path} holds no run: expected {place.EXPERIMENT} there; give the directory of a run")
         return cls(path)
 
-    # -- what was measured ---------------------------------------------------------------------------------------------
+    # -- measurements --------------------------------------------------------------------------------------------------
 
     @property
     def metrics(self) -> Rows:
@@ -71,12 +71,12 @@ class Run:
 
     @property
     def events(self) -> Rows:
-        """What happened besides: compile, checkpoint, resume, preempted, ..."""
+        """Rows of the events: compile, checkpoint, resume, preempted, ..."""
         return read_metrics(self.dir, "event")
 
     @property
     def step(self) -> int:
-        """Updates made."""
+        """Number of updates so far."""
         rows = self.metrics
         return rows[-1]["step"] if rows else 0
 
@@ -94,7 +94,7 @@ class Run:
 
     @property
     def samples(self) -> list[Any]:
-        """What the model wrote while it trained."""
+        """The samples that the model wrote during training."""
         from jaxscale.training.samples import read_samples
 
         return read_samples(self.dir)
@@ -103,7 +103,7 @@ class Run:
 
     @property
     def experiment(self) -> Experiment:
-        """What was trained."""
+        """The trained experiment."""
         if self._experiment is None:
             from jaxscale.training.source import load_experiment
 
@@ -125,7 +125,7 @@ class Run:
     def generate(
         self, prompt: str | Sequence[str] = "\n", tokens: int = 200, *, temperature: float = 0.8, seed: int = 0
     ) -> Any:
-        """What the model writes after a prompt, or after several: see `training.generate.generate`."""
+        """The model's continuation of a prompt, or of several: see `training.generate.generate`."""
         from jaxscale.training.generate import can_generate, check, continuations
         from jaxscale.training.restore import read_tokenizer
 
@@ -153,7 +153,7 @@ class Run:
     # -- for people ----------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """The figures that are looked for first, in a few lines: see `training.summary.summary`."""
+        """The most important figures, in a few lines: see `training.summary.summary`."""
         from jaxscale.training.summary import summary
 
         return summary(self.dir)

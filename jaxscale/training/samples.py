@@ -1,4 +1,4 @@
-"""samples.txt: what the model wrote while it learnt, for people to read. Blocks, the newest last:
+"""samples.txt: texts that the model wrote during training, for people to read. Blocks, the newest last:
 
     === step 500 | prompt "ROMEO:"
     ROMEO: I do not know thee.
@@ -32,8 +32,8 @@ def append_sample(directory: Any, step: int, prompt: str, text: str) -> None:
     Args:
         directory: the run's folder.
         step: updates so far.
-        prompt: what the model was given.
-        text: what it wrote after the prompt.
+        prompt: the prompt.
+        text: its continuation by the model.
 
     Example:
         >>> import tempfile
@@ -52,19 +52,19 @@ def append_sample(directory: Any, step: int, prompt: str, text: str) -> None:
 
 
 def read_samples(directory: Any) -> list[Sample]:
-    """The samples of a run, oldest first; of those written twice (a run that resumed) the last one."""
+    """The samples of a run, oldest first; of those written twice by a resumed run, the last one."""
     path = run_path(directory) / FILE
     if not path.exists():
         return []
-    found: dict[tuple[int, str], Sample] = {}
+    samples: dict[tuple[int, str], Sample] = {}
     for block in ("\n" + path.read_bytes().decode(errors="replace") + _MARK).split("\n" + _MARK)[1:-1]:
         header, _, body = block.partition("\n")
-        number, _, quoted = header.partition(" | prompt ")
+        step_text, _, quoted_prompt = header.partition(" | prompt ")
         try:
-            step, prompt = int(number), str(json.loads(quoted))
+            step, prompt = int(step_text), str(json.loads(quoted_prompt))
         except ValueError:
             continue
         text = _INDENTED_MARK.sub(r"\1", body.removesuffix("\n"))
         text = text[len(prompt) :] if text.startswith(prompt) else text
-        found[step, prompt] = Sample(step, prompt, text)
-    return sorted(found.values(), key=lambda sample: sample.step)
+        samples[step, prompt] = Sample(step, prompt, text)
+    return sorted(samples.values(), key=lambda sample: sample.step)

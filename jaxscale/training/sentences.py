@@ -1,5 +1,5 @@
-"""A plan in words: what each choice of plan.json means for this run. Reads the JSON, not the classes, so that a
-report of an older or newer plan can still be written; a field without a sentence is named with its value.
+"""A plan in words: the effect of each choice of plan.json on this run. It reads the JSON, not the classes, so that
+reports of older or newer plans can be written; a field without a sentence is shown as name and value.
 """
 
 import math
@@ -22,18 +22,18 @@ _ZERO = {
 }
 _MEMORY = {
     "none": "The backward pass keeps every residual: most memory, no recomputation.",
-    "dots": "The backward pass keeps the results of matrix products and recomputes what lies between.",
+    "dots": "The backward pass keeps the results of matrix products and recomputes the operations between them.",
     "full": "The backward pass keeps each block's input alone and recomputes the block.",
-    "jax": "The backward pass keeps what one of JAX's own policies says.",
+    "jax": "The backward pass keeps the residuals that one of JAX's policies selects.",
     "sqrt": "The backward pass keeps the input of every so many blocks, the square root of their number.",
     "periodic": "The backward pass keeps the input of every so many blocks and recomputes those between.",
     "revolve": "The backward pass keeps so many block inputs at most, placed for the fewest forward passes.",
-    "chain": "What each block keeps, and which run again, is the cheapest for a chain of blocks in that much memory.",
-    "save": "Each block keeps what costs the least to recompute the rest from, in that much memory.",
-    "greedy": "Each block keeps what a greedy rule chose, in that much memory.",
-    "dtr_static": "Each block keeps what DTR's score chose, in that much memory.",
-    "offload": "Some of what the backward pass reads waits in host memory; so much stays on the device.",
-    "file": "What each block keeps was read from a file.",
+    "chain": "The residuals kept and the blocks recomputed are the cheapest for a chain of blocks in that much memory.",
+    "save": "Each block keeps the residuals that make recomputation the cheapest in that much memory.",
+    "greedy": "Each block keeps the residuals that a greedy rule chose, in that much memory.",
+    "dtr_static": "Each block keeps the residuals that DTR's score chose, in that much memory.",
+    "offload": "Some residuals wait in host memory for the backward pass; so much stays on the device.",
+    "file": "The residuals that each block keeps were read from a file.",
 }
 _ATTENTION = {
     "auto": "The implementation is chosen by the device.",
@@ -69,7 +69,7 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
 
 
 def mesh_of(plan: dict[str, Any], layout: dict[str, Any]) -> dict[str, int]:
-    """Devices per axis of the mesh that ran: layout.json's, or the plan's where there is none.
+    """Devices per axis of the run's mesh: layout.json's, or the plan's without one.
 
     Example:
         >>> mesh_of({"mesh": "data:2"}, {"mesh": {"fsdp": 4}}), mesh_of({"mesh": "data:2"}, {})
@@ -79,11 +79,11 @@ def mesh_of(plan: dict[str, Any], layout: dict[str, Any]) -> dict[str, int]:
 
 
 def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a plan does, as pairs of a topic and its sentences.
+    """The effects of a plan, as pairs of a topic and its sentences.
 
     Args:
-        plan: plan.json, whole or with fields missing; those say nothing.
-        layout: layout.json: the mesh that a plan without one was given.
+        plan: plan.json, whole or with fields missing.
+        layout: layout.json, for the mesh of a plan without one.
         experiment: experiment.json, for the batch.
 
     Example:
@@ -96,17 +96,17 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
     sizes = mesh_of(plan, layout)
     words: list[tuple[str, str]] = []
     if plan or layout:
-        words.append(("Mesh", _mesh(sizes, chosen="mesh" in plan and plan["mesh"] is None)))
+        words.append(("Mesh", _mesh(sizes, automatic="mesh" in plan and plan["mesh"] is None)))
     batch = experiment.get("batch")
     microbatches = plan.get("microbatches", 1)
     if isinstance(batch, int) and isinstance(microbatches, int) and microbatches > 0:
         words.append(("Batch", _batch(batch, sizes, microbatches)))
     zero = plan.get("zero")
     if zero in _ZERO and not (zero == 0 and not sizes):
-        over = sizes.get("fsdp", 1)
+        fsdp = sizes.get("fsdp", 1)
         master = " (the float32 master parameters with it)" if plan.get("precision") == "bfloat16" else ""
         words.append(
-            (f"ZeRO {zero}", _ZERO[zero].format(n=f"{over} devices" if over > 1 else "a single device", master=master))
+            (f"ZeRO {zero}", _ZERO[zero].format(n=f"{fsdp} devices" if fsdp > 1 else "a single device", master=master))
         )
     if plan.get("sequence_parallel"):
         words.append(("Sequence parallel", "Norms and residuals are split along the sequence over the tensor axis."))
@@ -116,41 +116,41 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
         words.append(("Precision", _precision(plan)))
     memory = plan.get("memory")
     if isinstance(memory, str):
-        words.append((f"Memory: {memory}", _MEMORY.get(memory.partition(":")[0], "As its name says.")))
+        words.append((f"Memory: {memory}", _MEMORY.get(memory.partition(":")[0], "As the name implies.")))
     if "kernels" in plan:
         words += _kernels(str(plan["kernels"]))
     if plan.get("diloco"):
         words.append((f"DiLoCo: {plan['diloco']}", _DILOCO))
     offload = plan.get("offload", {})
-    hosted = [sentence for field, sentence in _HOSTED.items() if offload.get(field, "device") != "device"]
+    sentences = [sentence for field, sentence in _OFFLOADED.items() if offload.get(field, "device") != "device"]
     if offload.get("optimizer_state") == "streamed":
-        hosted.append("Optimizer state passes through the device slice by slice.")
+        sentences.append("Optimizer state passes through the device slice by slice.")
     if offload.get("optimizer_state") == "host":
-        hosted.append("The host's CPU updates the master weights.")
-    if hosted:
-        words.append(("In host memory", " ".join(hosted)))
+        sentences.append("The host's CPU updates the master weights.")
+    if sentences:
+        words.append(("In host memory", " ".join(sentences)))
     state = plan.get("state", {})
     moments = str(state.get("moments", "float32"))
     if moments != "float32":
-        words.append((f"Optimizer state: {moments}", _STATE.get(moments, "As its name says.")))
+        words.append((f"Optimizer state: {moments}", _STATE.get(moments, "As the name implies.")))
     if state.get("master") == "split":
-        words.append(("Master weights", "Kept as the bfloat16 that passes read and 8 bits of correction."))
+        words.append(("Master weights", "Kept as bfloat16, which both passes read, and 8 bits of correction."))
     if plan.get("unroll", 1) != 1:
         words.append(("Layers", f"The scan over layers takes {plan['unroll']} at a time."))
-    rest = {name: value for name, value in plan.items() if name not in _SPOKEN}
-    if rest:
-        words.append(("Also", ", ".join(f"{name} = {value}" for name, value in rest.items())))
+    unknown = {name: value for name, value in plan.items() if name not in _DESCRIBED}
+    if unknown:
+        words.append(("Also", ", ".join(f"{name} = {value}" for name, value in unknown.items())))
     return words
 
 
-_HOSTED = {
+_OFFLOADED = {
     "weights": "Master weights stay on the host; each block's come to the device when it runs.",
-    "gradients": "Gradients of those weights go to the host as they are made.",
+    "gradients": "Gradients of those weights go to the host as they are computed.",
     "optimizer_state": "Optimizer state stays on the host.",
 }
 _DILOCO = (
-    "Each replica trains alone, with an optimizer of its own; every so many steps the weights that all share move by "
-    "what replicas have moved on average, and all go on from there."
+    "Each replica trains alone, with its own optimizer; every so many steps the shared weights move by the replicas' "
+    "mean change, and all replicas continue from there."
 )
 _STATE = {
     "int8": "Moments are kept in 8 bits (softsign and square-root companding), a scale for each block of a column.",
@@ -158,7 +158,7 @@ _STATE = {
     "int4": "Moments are kept in 4 bits, the second without a zero, a scale for each block of a column.",
     "fp8": "Moments are kept as 8-bit floating point (e4m3), a scale for each block of a column.",
 }
-_SPOKEN = frozenset(
+_DESCRIBED = frozenset(
     (
         "version",
         "type",
@@ -175,47 +175,47 @@ _SPOKEN = frozenset(
 
 
 def _options(text: str) -> dict[str, str]:
-    """The words NAME=VALUE of a text form."""
-    words = (word.partition("=") for word in text.split(","))
-    return {name.strip(): value.strip() for name, equals, value in words if equals}
+    """The NAME=VALUE pairs of a text form."""
+    pairs = (pair.partition("=") for pair in text.split(","))
+    return {name.strip(): value.strip() for name, equals, value in pairs if equals}
 
 
 def _kernels(text: str) -> list[tuple[str, str]]:
     """Loss, attention and other kernels of a plan's `kernels`."""
-    named = _options(text)
-    words = []
-    chunk = named.pop("loss_chunk", None)
+    options = _options(text)
+    sentences = []
+    chunk = options.pop("loss_chunk", None)
     if chunk is not None:
-        scored = f"{chunk} positions of a row are scored at a time: the logits of all never exist at once."
-        words.append(("Loss", scored))
-    elif "cross_entropy" not in named:
-        words.append(("Loss", "The logits of all positions exist at once."))
-    attention = named.get("attention", "auto")
-    words.append((f"Attention: {attention}", _ATTENTION.get(attention, "As its name says.")))
-    if set(named) - {"attention"} or text.startswith("reference"):
-        words.append((f"Kernels: {text}", "Implementations by name; others are the best for the device."))
-    return words
+        sentence = f"{chunk} positions of a row are scored at a time: the logits of all never exist at once."
+        sentences.append(("Loss", sentence))
+    elif "cross_entropy" not in options:
+        sentences.append(("Loss", "The logits of all positions exist at once."))
+    attention = options.get("attention", "auto")
+    sentences.append((f"Attention: {attention}", _ATTENTION.get(attention, "As the name implies.")))
+    if set(options) - {"attention"} or text.startswith("reference"):
+        sentences.append((f"Kernels: {text}", "Implementations by name; others are the best for the device."))
+    return sentences
 
 
 def _pipeline(text: str) -> str:
     options = _options(text)
     stages = options.get("stages")
-    cut = "of as many blocks each" if stages is None else f"of {stages.replace('+', ', ')} blocks"
-    parts = [f"Stages {cut} run by this schedule."]
+    blocks = "of as many blocks each" if stages is None else f"of {stages.replace('+', ', ')} blocks"
+    sentences = [f"Stages {blocks} run by this schedule."]
     if options.get("stash") == "input":
-        parts.append("A stage keeps its input alone and runs again for its backward pass.")
+        sentences.append("A stage keeps only its input and is recomputed for its backward pass.")
     if options.get("anneal", "0") != "0":
-        parts.append(f"Stale stages learn more slowly for the first {options['anneal']} updates.")
+        sentences.append(f"Stale stages learn more slowly for the first {options['anneal']} updates.")
     if options.get("lowering") == "phased":
-        parts.append("The program has no branches: idle devices compute on zeros.")
+        sentences.append("The program has no branches: idle devices compute on zeros.")
     if "synchronous_steps" in options:
-        parts.append(f"The first {options['synchronous_steps']} steps are synchronous.")
+        sentences.append(f"The first {options['synchronous_steps']} steps are synchronous.")
     if float(options.get("correction", "0")):
-        parts.append(f"Backward passes read weights corrected for the delay, by {options['correction']}.")
-    return " ".join(parts)
+        sentences.append(f"Backward passes read weights corrected for the delay, by {options['correction']}.")
+    return " ".join(sentences)
 
 
-def _mesh(sizes: dict[str, int], *, chosen: bool) -> str:
+def _mesh(sizes: dict[str, int], *, automatic: bool) -> str:
     if not sizes:
         text = "A single device."
     elif len(sizes) == 1:
@@ -223,11 +223,11 @@ def _mesh(sizes: dict[str, int], *, chosen: bool) -> str:
         text = f"{size} devices along {axis} ({_AXES.get(axis, 'an axis of its own')})."
     else:
         shape = " \N{MULTIPLICATION SIGN} ".join(map(str, sizes.values()))
-        parts = "; ".join(
+        axes = "; ".join(
             f"{size} along {axis} ({_AXES.get(axis, 'an axis of its own')})" for axis, size in sizes.items()
         )
-        text = f"{math.prod(sizes.values())} devices as {shape}: {parts}."
-    return text + (" The plan named no mesh, so it is what this machine had." if chosen else "")
+        text = f"{math.prod(sizes.values())} devices as {shape}: {axes}."
+    return text + (" The plan named no mesh: these are the devices of the machine." if automatic else "")
 
 
 def _batch(batch: int, sizes: dict[str, int], microbatches: int) -> str:
@@ -241,16 +241,16 @@ def _batch(batch: int, sizes: dict[str, int], microbatches: int) -> str:
 
 
 def _precision(plan: dict[str, Any]) -> str:
-    precision, asked = plan["precision"], str(plan.get("matmul"))
-    matmul = _MATMUL.get(asked)
-    products = f" Layers round what they multiply to {_PRODUCTS[asked]}." if asked in _PRODUCTS else ""
+    precision, matmul = plan["precision"], str(plan.get("matmul"))
+    passes = _MATMUL.get(matmul)
+    products = f" Layers round the operands of products to {_PRODUCTS[matmul]}." if matmul in _PRODUCTS else ""
     reduce = str(plan.get("reduce") or "bfloat16")
-    between = "" if reduce in ("float32", "bfloat16") else f", between replicas as {reduce} codes them"
+    codec = "" if reduce in ("float32", "bfloat16") else f", between replicas as {reduce} codes them"
     if precision == "bfloat16":
-        exact = reduce if reduce in ("float32", "bfloat16") else "bfloat16"
+        dtype = reduce if reduce in ("float32", "bfloat16") else "bfloat16"
         return (
             "Computes in bfloat16; master parameters, optimizer state, norms and the loss stay float32. "
-            f"Gradients are reduced across devices in {exact}{between}.{products}"
+            f"Gradients are reduced across devices in {dtype}{codec}.{products}"
         )
-    text = f"Everything is {precision}" + (f"; matrix products run {matmul}." if matmul else ".") + products
-    return text + f" Gradients are added up{between}." * bool(between)
+    text = f"Everything is {precision}" + (f"; matrix products run {passes}." if passes else ".") + products
+    return text + f" Gradients are added up{codec}." * bool(codec)

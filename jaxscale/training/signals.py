@@ -1,6 +1,6 @@
-"""Signals of a run: the first SIGTERM or Ctrl-C asks it to stop after the step and save, a second one ends it at once.
+"""Signals of a run: the first SIGTERM or Ctrl-C makes it save and stop after the step, a second one ends it at once.
 
-Colab's stop button interrupts the kernel, which is Ctrl-C. With several processes a signal may reach any of them:
+Colab's stop button interrupts the kernel, like Ctrl-C. With several processes a signal may reach any of them:
 `Agreement` makes all of them stop, or save, after the same step.
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 
 
 class Stop:
-    """While it is entered, `requested` names the first signal that asked the run to stop, else it is empty.
+    """Within the context, `requested` is the name of the first stop signal, or empty.
 
-    Handlers are set in the main thread only, for Python allows no other; those of before come back on leaving.
+    Handlers are set only in the main thread, as Python requires; on exit the previous ones are restored.
 
     Example:
         >>> with Stop() as stop:
@@ -47,16 +47,16 @@ class Stop:
             self.requested = signal.Signals(number).name
             return
         if number == signal.SIGINT and "ipykernel" in sys.modules:
-            raise KeyboardInterrupt  # a notebook keeps its kernel
+            raise KeyboardInterrupt  # so that a notebook keeps its kernel
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
 class Agreement:
-    """The same answers on every process: does any of them want to stop; does the first one's clock want a save.
+    """The same decisions on every process: stop if any received a signal, save if the first one's clock says so.
 
-    The question is a tiny program on the devices, asked after a step is dispatched and answered when its metrics come,
-    so that no device waits for it.
+    A tiny program on the devices combines the flags; it is dispatched after a step and read with the step's metrics, so
+    that no device waits for it.
 
     Args:
         mesh: the mesh of the run.
@@ -65,31 +65,31 @@ class Agreement:
     def __init__(self, mesh: Any) -> None:
         import jax
 
-        self._alone = jax.process_count() == 1
-        if not self._alone:
+        self._is_single = jax.process_count() == 1
+        if not self._is_single:
             import jax.numpy as jnp
             from jax.sharding import NamedSharding, PartitionSpec
 
             self._rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
             self._count = mesh.size
-            whole = NamedSharding(mesh, PartitionSpec())
-            self._any = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=whole)
+            replicated = NamedSharding(mesh, PartitionSpec())
+            self._any = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=replicated)
 
     def ask(self, stop: bool, save: bool) -> Any:
-        """Put the question; every process puts it after the same step."""
-        if self._alone:
+        """Dispatch the question; every process does so after the same step."""
+        if self._is_single:
             return stop, save
         import jax
 
-        mine = np.array([stop, save and jax.process_index() == 0], np.int32)
+        local_flags = np.array([stop, save and jax.process_index() == 0], np.int32)
         flags = jax.make_array_from_callback(
-            (self._count, 2), self._rows, lambda index: np.broadcast_to(mine, (self._count, 2))[index]
+            (self._count, 2), self._rows, lambda index: np.broadcast_to(local_flags, (self._count, 2))[index]
         )
         return self._any(flags)
 
     def answer(self, question: Any) -> tuple[bool, bool]:
         """Whether to stop, and whether to save by the clock."""
-        if self._alone:
+        if self._is_single:
             return question
         stop, save = np.asarray(question)
         return bool(stop), bool(save)

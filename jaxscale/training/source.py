@@ -1,10 +1,9 @@
 """Where an experiment came from: its file, variant and overrides, enough to make the same experiment again.
 
 An experiment file is Python with a function `experiment()` and, where it has variants, a literal
-`VARIANTS = {"name": function}`. What can be wrong with a file is found by reading it (`outline.py`), before anything
-heavy is imported. A run keeps a copy of the text under `source/`; the copy is run again as if it lay where it came
-from, so that `Path(__file__).parent` and imports of its neighbours resolve. Left out: copies of the neighbours and of
-the data.
+`VARIANTS = {"name": function}`. It is checked by reading it (`outline.py`), before anything heavy is imported. A run
+keeps a copy of the text under `source/`; the copy runs under its original path, so that `Path(__file__).parent` and
+imports of neighbouring files resolve. Copies of those files and of the data are left out.
 """
 
 import dataclasses
@@ -37,18 +36,18 @@ FOLDER, FACTS = "source", "source.json"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What made an experiment, to be kept with its run.
+    """The origin of an experiment, stored with its run.
 
     Args:
-        name: the experiment's.
-        text: of the experiment file; `None` where there is none (an experiment made in a script or notebook).
-        path: where that file lies, absolute.
-        relative: the same as seen from the working directory, where it lies below it.
+        name: name of the experiment.
+        text: text of the experiment file; `None` without one (an experiment made in a script or notebook).
+        path: absolute path of that file.
+        relative: its path relative to the working directory, where it lies below it.
         variant: which of the file's variants; `None` is `experiment()`.
         overrides: fields set on the command line: text by dotted path.
         plan: the plan that replaced the experiment's, as JSON.
-        seed: the experiment's.
-        versions: of Python and the packages that decide what a step computes.
+        seed: seed of the experiment.
+        versions: versions of Python and of the packages that a step's results depend on.
     """
 
     name: str
@@ -63,12 +62,12 @@ class Source:
 
     @property
     def sha256(self) -> str | None:
-        """Of the text."""
+        """SHA-256 of the text."""
         return None if self.text is None else hashlib.sha256(self.text.encode()).hexdigest()
 
     @property
     def file(self) -> str | None:
-        """Name of the copy."""
+        """File name of the copy."""
         return None if self.path is None else Path(self.path).name
 
     @property
@@ -77,7 +76,7 @@ class Source:
         return None if self.path is None else _module(Path(self.path))
 
     def remake(self) -> "Experiment":
-        """The same experiment made again, in this process or another one."""
+        """The same experiment, made again in this or another process."""
         from jaxscale.step.plan import Plan
 
         assert self.path is not None
@@ -98,10 +97,10 @@ class Source:
 
     @classmethod
     def read(cls, run_dir: Any) -> "Source":
-        """The source that `write` put there.
+        """The source that `write` stored.
 
         Raises:
-            UserError: there is none, it cannot be read, or the copy is not what was run.
+            UserError: there is none, it cannot be read, or the copy has changed since the run.
         """
         folder = run_path(run_dir) / FOLDER
         facts = values.read_json(folder / FACTS)
@@ -117,25 +116,25 @@ class Source:
         if source.sha256 != digest:
             raise UserError(
                 f"{folder / str(file)} was changed since the run (sha256 {str(source.sha256)[:12]}, expected "
-                f"{str(digest)[:12]}): put it back, or train anew from the changed file"
+                f"{str(digest)[:12]}): restore it, or train again from the changed file"
             )
         return source
 
 
 def written_sha256(run_dir: Any) -> str | None:
-    """Hash of the experiment file in source.json of a run; `None` where that has none, or cannot be read."""
+    """SHA-256 of the experiment file in a run's source.json; `None` without one, or if it cannot be read."""
     try:
         facts = values.read_json(run_path(run_dir) / FOLDER / FACTS)
     except UserError:
         return None
-    found = facts.get("sha256") if isinstance(facts, dict) else None
-    return found if isinstance(found, str) else None
+    digest = facts.get("sha256") if isinstance(facts, dict) else None
+    return digest if isinstance(digest, str) else None
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, JAX, Flax, optax and this package; none of them is imported for it."""
-    found = {"python": platform.python_version(), "jaxscale": jaxscale.__version__}
-    return found | {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
+    """Versions of Python, JAX, Flax, optax and this package, none of which is imported."""
+    runtime = {"python": platform.python_version(), "jaxscale": jaxscale.__version__}
+    return runtime | {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
 
 
 def load(
@@ -144,7 +143,7 @@ def load(
     overrides: Mapping[str, str] | None = None,
     plan: "Plan | None" = None,
 ) -> "tuple[Experiment, Source]":
-    """The experiment of a file, and where it came from.
+    """The experiment of a file, and its source.
 
     Args:
         path: the experiment file.
@@ -153,17 +152,16 @@ def load(
         plan: takes the place of the experiment's.
 
     Raises:
-        UserError: what `outline` finds; the file raises; it returns no Experiment; an override does not fit.
+        UserError: `outline` refuses the file; it raises; it returns no Experiment; an override does not fit.
     """
-    seen = outline(path, variant)
-    made = _call(seen.text, seen.path, seen.path, variant)
-    experiment = _apply(made, plan, overrides or {})
-    below = seen.path.resolve().is_relative_to(Path.cwd())
+    file = outline(path, variant)
+    experiment = _apply(_call(file.text, file.path, file.path, variant), plan, overrides or {})
+    is_below_cwd = file.path.resolve().is_relative_to(Path.cwd())
     source = Source(
         name=experiment.name,
-        text=seen.text,
-        path=str(seen.path),
-        relative=os.path.relpath(seen.path.resolve()) if below else None,
+        text=file.text,
+        path=str(file.path),
+        relative=os.path.relpath(file.path.resolve()) if is_below_cwd else None,
         variant=variant,
         overrides={name.replace("-", "_"): text for name, text in (overrides or {}).items()},
         plan=None if plan is None else values.to_json(plan),
@@ -173,59 +171,59 @@ def load(
 
 
 def load_experiment(run_dir: Any) -> "Experiment":
-    """The experiment of a run directory, made again by the copy of its file, with the plan that ran.
+    """The experiment of a run directory, made by the copy of its file, with the plan of the run.
 
-    The copy runs as if it lay where it came from; where that file has moved together with the run (a repository that
-    was copied elsewhere), as if it lay there. Without a file, experiment.json gives the values.
+    The copy runs under the file's original path, or its new one where it has moved together with the run (a copied
+    repository). Without a file, the values come from experiment.json.
 
     Raises:
-        UserError: the directory holds no run; its file raises here; it was made by code that no file holds.
+        UserError: the directory holds no run; its file raises; the experiment holds code that no file has.
     """
     from jaxscale.step.experiment import Experiment
     from jaxscale.step.plan import Plan, read_plan
 
     folder = run_path(run_dir)
-    ran = read_plan(folder / "plan.json") if (folder / "plan.json").exists() else None
+    run_plan = read_plan(folder / "plan.json") if (folder / "plan.json").exists() else None
     source = Source.read(folder) if (folder / FOLDER / FACTS).exists() else None
     if source is None or source.text is None:
-        data = values.read_json(folder / "experiment.json")
-        if values.has_code(data):
+        content = values.read_json(folder / "experiment.json")
+        if values.has_code(content):
             raise UserError(
                 f"{folder} was made in Python by an experiment that holds code, which experiment.json cannot give "
                 "back: give the experiment again from Python, or train it from an experiment file"
             )
-        experiment = values.from_json(Experiment, data, str(folder / "experiment.json"))
-        return experiment if ran is None else dataclasses.replace(experiment, plan=ran)
+        experiment = values.from_json(Experiment, content, str(folder / "experiment.json"))
+        return experiment if run_plan is None else dataclasses.replace(experiment, plan=run_plan)
     assert source.path is not None
     origin = _origin(source, folder)
     plan = None if source.plan is None else values.from_json(Plan, source.plan, str(folder / FOLDER / FACTS))
-    gone = (
+    hint = (
         ""
         if origin.exists()
         else f"{folder} was made by {origin}, which is no longer there: what lies beside it (data, tokenizer, modules) "
         "is not found unless it is put back"
     )
     try:
-        made = _call(source.text, folder / FOLDER / str(source.file), origin, source.variant)
-        # the plan that ran takes the place of any other
-        kept = {path: text for path, text in source.overrides.items() if ran is None or not path.startswith("plan.")}
-        experiment = _apply(made, plan, kept)
+        original = _call(source.text, folder / FOLDER / str(source.file), origin, source.variant)
+        # the plan of the run replaces any other
+        fields = {k: v for k, v in source.overrides.items() if run_plan is None or not k.startswith("plan.")}
+        experiment = _apply(original, plan, fields)
     except UserError as error:
-        raise UserError(f"{error}\n{gone}" if gone else str(error)) from None
-    if gone:
-        warnings.warn(gone, stacklevel=2)
-    return experiment if ran is None else dataclasses.replace(experiment, plan=ran)
+        raise UserError(f"{error}\n{hint}" if hint else str(error)) from None
+    if hint:
+        warnings.warn(hint, stacklevel=2)
+    return experiment if run_plan is None else dataclasses.replace(experiment, plan=run_plan)
 
 
 def _origin(source: Source, folder: Any) -> Path:
-    """Where the experiment file lies now: its old place, or the same place seen from here or from above the run."""
+    """The experiment file: its original path, or its relative path below the working or a parent directory."""
     assert source.path is not None
     origin = Path(source.path)
     if origin.exists() or source.relative is None:
         return origin
-    above = Path(os.fspath(folder)).absolute().parents
-    moved = (base / source.relative for base in (Path.cwd(), *above))
-    return next((path for path in moved if path.is_file()), origin)
+    parents = Path(os.fspath(folder)).absolute().parents
+    candidates = (base / source.relative for base in (Path.cwd(), *parents))
+    return next((path for path in candidates if path.is_file()), origin)
 
 
 def _apply(experiment: "Experiment", plan: "Plan | None", overrides: Mapping[str, str]) -> "Experiment":
@@ -238,8 +236,8 @@ def _module(origin: Path) -> str:
     return f"experiment.{origin.stem}"
 
 
-def _call(text: str, shown: Any, origin: Path, variant: str | None) -> "Experiment":
-    """Run the text as the module at `origin` and call its function; `shown` is the file that messages name."""
+def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experiment":
+    """Run the text as the module at `origin` and call its function; messages name `file`."""
     from jaxscale.step.experiment import Experiment
 
     module = types.ModuleType(_module(origin))
@@ -247,46 +245,46 @@ def _call(text: str, shown: Any, origin: Path, variant: str | None) -> "Experime
     # dataclasses and pickles look their module up by name
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(origin.parent))
-    # so that a traceback shows the lines that ran, wherever the file is by then
-    linecache.cache[str(shown)] = (len(text), None, text.splitlines(keepends=True), str(shown))
-    step = "importing it"
+    # a traceback then shows these lines, even where the file has moved
+    linecache.cache[str(file)] = (len(text), None, text.splitlines(keepends=True), str(file))
+    call = "importing it"
     try:
-        exec(compile(text, str(shown), "exec", dont_inherit=True), module.__dict__)
+        exec(compile(text, str(file), "exec", dont_inherit=True), module.__dict__)
         function = getattr(module, "experiment", None)
-        step = "experiment()"
+        call = "experiment()"
         if variant is not None:
-            known = getattr(module, "VARIANTS", {})
-            if variant not in known:
-                raise no_variant(shown, variant, known)
-            function, step = known[variant], f"the variant {variant}"
+            variants = getattr(module, "VARIANTS", {})
+            if variant not in variants:
+                raise no_variant(file, variant, variants)
+            function, call = variants[variant], f"the variant {variant}"
         if not callable(function):
-            raise UserError(f"{shown}: {step} is a {type(function).__name__}, expected a function that takes nothing")
-        made = function()
+            raise UserError(f"{file}: {call} is a {type(function).__name__}, expected a function that takes nothing")
+        experiment = function()
     except UserError as error:
-        where = _where(error, str(shown))
-        raise UserError(f"{where}: {error}" if where else str(error)) from None
+        place = _location(error, str(file))
+        raise UserError(f"{place}: {error}" if place else str(error)) from None
     except Exception as error:
-        where = _where(error, str(shown)) or str(shown)
-        line = _line(error, str(shown))
-        raise UserError(f"{where}: {step} raised {type(error).__name__}: {error}{line}") from error
+        place = _location(error, str(file)) or str(file)
+        line = _line(error, str(file))
+        raise UserError(f"{place}: {call} raised {type(error).__name__}: {error}{line}") from error
     finally:
         sys.path.remove(str(origin.parent))
-    if not isinstance(made, Experiment):
-        raise UserError(f"{shown}: {step} returned a {type(made).__name__}, expected an Experiment")
-    return made
+    if not isinstance(experiment, Experiment):
+        raise UserError(f"{file}: {call} returned a {type(experiment).__name__}, expected an Experiment")
+    return experiment
 
 
-def _frame(error: BaseException, shown: str) -> traceback.FrameSummary | None:
+def _frame(error: BaseException, file: str) -> traceback.FrameSummary | None:
     """The last frame of the experiment file itself."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == shown]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return frames[-1] if frames else None
 
 
-def _where(error: BaseException, shown: str) -> str:
-    frame = _frame(error, shown)
-    return f"{shown}, line {frame.lineno}" if frame else ""
+def _location(error: BaseException, file: str) -> str:
+    frame = _frame(error, file)
+    return f"{file}, line {frame.lineno}" if frame else ""
 
 
-def _line(error: BaseException, shown: str) -> str:
-    frame = _frame(error, shown)
+def _line(error: BaseException, file: str) -> str:
+    frame = _frame(error, file)
     return f"\n    {frame.line}" if frame and frame.line else ""

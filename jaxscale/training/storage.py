@@ -1,16 +1,15 @@
 """Where a run's files lie: a local folder, or a bucket (gs://, s3://) through etils.epath.
 
-Objects in a bucket cannot be appended to. `open_append` is the one place that knows: for a bucket it keeps the file in
-memory and uploads the whole of it every `UPLOAD_SECONDS`, on `flush` and on close. A run flushes its log before it
-saves a checkpoint, so one that is killed loses no line that it does not write again. It leaves out locking: one process
-writes a run's log.
+Objects in a bucket cannot be appended to. `open_append` handles that: for a bucket it keeps the file in memory and
+uploads all of it every `UPLOAD_SECONDS`, on `flush` and on close. A run flushes its log before it saves a checkpoint,
+so a killed run loses only lines that it writes again. Locking is left out: one process writes a run's log.
 
-What is proven (tests/training/test_storage.py): a run in a bucket trains, is stopped, continues past a damaged
-checkpoint, generates, is evaluated, and makes way for a new one. Its checkpoints go to gs:// through TensorStore's own
-driver, over HTTP to a server on the same machine that speaks its part of Google's JSON API; to s3:// by way of a local
-folder (`mirror`). All else goes through epath to an fsspec file system that has an object store's manners: there is no
-folder without an object in it. What is not: gcsfs and s3fs themselves, the buckets of Google and Amazon, their
-credentials, errors and speed, and several processes in one bucket.
+Tested (tests/training/test_storage.py): a run in a bucket trains, is stopped, continues past a damaged checkpoint,
+generates, is evaluated, and is set aside for a new one. Its checkpoints go to gs:// through TensorStore's driver, over
+HTTP to a server on the same machine that implements the required part of Google's JSON API; to s3:// through a local
+folder (`mirror`). All other files go through epath to an fsspec file system that has, like an object store, no empty
+folders. Not tested: gcsfs and s3fs themselves, the buckets of Google and Amazon, their credentials, errors and speed,
+and several processes in one bucket.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ def is_remote(path: Any) -> bool:
 
 
 def run_path(path: Any) -> Any:
-    """The path object of a run's folder: `pathlib.Path`, or `etils.epath.Path` for a bucket, which behaves alike.
+    """The path object of a run's folder: `pathlib.Path`, or `etils.epath.Path`, which behaves alike, for a bucket.
 
     Example:
         >>> run_path("runs/a").name
@@ -52,18 +51,18 @@ class LocalAppender:
 
     def __init__(self, path: Path):
         self.path = path
-        with _naming(path):
+        with _path_in_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
 
     def write(self, data: bytes) -> None:
-        """Appends `data`, in as many writes as the system takes."""
-        with _naming(self.path):
+        """Appends `data`, in as many writes as the system needs."""
+        with _path_in_errors(self.path):
             while data:
                 data = data[self._file.write(data) :]
 
     def flush(self) -> None:
-        """Nothing waits here."""
+        """Does nothing: no data is buffered."""
 
     def close(self) -> None:
         """Closes the file."""
@@ -71,31 +70,31 @@ class LocalAppender:
 
 
 class RemoteAppender:
-    """Holds an object whole, and uploads it again as it grows."""
+    """Holds a whole object in memory, and uploads it again as it grows."""
 
     def __init__(self, path: Any):
         self.path = path
         self._data = bytearray(path.read_bytes() if path.exists() else b"")
-        self._stored, self._tried = len(self._data), time.monotonic()
+        self._uploaded, self._tried_at = len(self._data), time.monotonic()
 
     def write(self, data: bytes) -> None:
-        """Appends `data`, and uploads when it is time."""
+        """Appends `data`, and uploads if the last upload is old enough."""
         self._data += data
-        if time.monotonic() - self._tried >= UPLOAD_SECONDS:
-            self._tried = time.monotonic()
-            # a bucket out of reach for a moment should not end the run: the next upload has it all, or close raises
+        if time.monotonic() - self._tried_at >= UPLOAD_SECONDS:
+            self._tried_at = time.monotonic()
+            # a short outage should not end the run: the next upload repeats all data, or close raises
             with contextlib.suppress(OSError):
                 self.flush()
 
     def flush(self) -> None:
-        """Uploads what is not there yet."""
-        if self._stored < len(self._data):
-            with _naming(self.path):
+        """Uploads the object if it has grown since the last upload."""
+        if self._uploaded < len(self._data):
+            with _path_in_errors(self.path):
                 self.path.write_bytes(bytes(self._data))
-            self._stored, self._tried = len(self._data), time.monotonic()
+            self._uploaded, self._tried_at = len(self._data), time.monotonic()
 
     def close(self) -> None:
-        """Uploads what is left."""
+        """Uploads the remaining data."""
         self.flush()
 
 
@@ -103,7 +102,7 @@ Appender = LocalAppender | RemoteAppender
 
 
 def open_append(path: Any) -> Appender:
-    """Opens a file to append bytes to, wherever it lies.
+    """Opens a file to append bytes to, local or in a bucket.
 
     Raises:
         OSError: with the path as its `filename`, from here or from a later write: the disk is full, or read-only.
@@ -111,8 +110,8 @@ def open_append(path: Any) -> Appender:
     return RemoteAppender(run_path(path)) if is_remote(path) else LocalAppender(run_path(path))
 
 
-class _naming:  # noqa: N801 - reads as the statement it is
-    """Puts the path into an OSError that has none, as those of `write` have not."""
+class _path_in_errors:  # noqa: N801 - reads as the statement it is
+    """Adds the path to an OSError without one, such as those of `write`."""
 
     def __init__(self, path: Any):
         self.path = path

@@ -1,4 +1,4 @@
-"""The end of a run in the terminal: the figures that are looked for first, and where to read on."""
+"""The summary of a run in the terminal: its most important figures, and the path of its report."""
 
 import io
 import shutil
@@ -17,7 +17,7 @@ _STATUS: dict[Status, tuple[str, str]] = {
     "preempted": ("preempted; start it again to continue", "yellow"),
     "diverged": ("diverged", "red"),
     "running": ("running", "blue"),
-    "stopped": ("stopped without saying so; start it again to continue", "yellow"),
+    "stopped": ("stopped without a final event; start it again to continue", "yellow"),
     "empty": ("nothing measured yet", "dim"),
 }
 
@@ -26,9 +26,9 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
     """A run in a few lines, for the terminal.
 
     Args:
-        run_dir: the run's folder; of its files any may be missing.
-        color: with terminal colours.
-        width: columns; those of the terminal by default.
+        run_dir: the run's folder; any of its files may be missing.
+        color: use terminal colours.
+        width: number of columns; the terminal's by default.
 
     Returns:
         The text, without a newline at its end.
@@ -62,7 +62,7 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
     screen.print(table)
     report = run_path(run_dir) / FILE
     if report.exists():
-        # a path is for copying: it is never broken
+        # a path is not wrapped, so that it can be copied
         indent = max(len(name) for name in [run.name, "report", *(name for name, _ in lines)]) + 2
         screen.print(Text.assemble(("report".ljust(indent), "dim"), str(report)), soft_wrap=True)
     assert isinstance(screen.file, io.StringIO)
@@ -71,32 +71,32 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
 
 def _lines(run: RunRecord) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
-    train = run.rows("train")
+    rows = run.rows("train")
     if run.best is not None and run.final is not None:
         step, loss = run.best
-        last = "" if run.final == run.best else f"; last {number(run.final[1])} at step {run.final[0]:,}"
-        lines.append(("held-out loss", f"{number(loss)} nats per target token at step {step:,}{last}"))
-    if train:
-        lines.append(("training loss", f"{number(train[-1].get('loss'))} at step {train[-1]['step']:,}"))
+        final = "" if run.final == run.best else f"; last {number(run.final[1])} at step {run.final[0]:,}"
+        lines.append(("held-out loss", f"{number(loss)} nats per target token at step {step:,}{final}"))
+    if rows:
+        lines.append(("training loss", f"{number(rows[-1].get('loss'))} at step {rows[-1]['step']:,}"))
         tokens = f", {count(run.tokens)} target tokens" if run.tokens is not None else ""
         lines.append(("steps", f"{run.step:,}{f' of {run.steps:,}' if run.steps else ''}{tokens}"))
-    if run.seconds is not None and train:
-        compiled = run.events("compile").column("seconds")
-        compiled = compiled[np.isfinite(compiled)]
-        spent = f", {duration(float(compiled.sum()))} of it compiling" if compiled.size else ""
-        lines.append(("time", f"{duration(run.seconds)}{spent}"))
+    if run.seconds is not None and rows:
+        compile_seconds = run.events("compile").column("seconds")
+        compile_seconds = compile_seconds[np.isfinite(compile_seconds)]
+        compile_time = f", {duration(float(compile_seconds.sum()))} of it compiling" if compile_seconds.size else ""
+        lines.append(("time", f"{duration(run.seconds)}{compile_time}"))
     if run.tokens_per_second is not None:
-        flop = train.column("flop_per_second")
+        flop = rows.column("flop_per_second")
         arithmetic = f", {rate(float(np.nanmedian(flop)), 'FLOP/s')}" if np.isfinite(flop).any() else ""
         mfu = f", {run.mfu:.1%} MFU" if run.mfu is not None else ""
         lines.append(("speed", f"{count(run.tokens_per_second)} target tokens per second{arithmetic}{mfu}"))
-    skipped = len(run.events("skipped"))
-    if skipped:
-        lines.append(("skipped", f"{skipped} step{'s' * (skipped > 1)}"))
+    skip_count = len(run.events("skipped"))
+    if skip_count:
+        lines.append(("skipped", f"{skip_count} step{'s' * (skip_count > 1)}"))
     memory = run.memory
     if memory:
-        seen = {kind: value for kind, value in memory.items() if value >= 0.005 * sum(memory.values())}
-        parts = ", ".join(f"{kind} {size(value)}" for kind, value in seen.items())
+        kinds = {kind: value for kind, value in memory.items() if value >= 0.005 * sum(memory.values())}
+        parts = ", ".join(f"{kind} {size(value)}" for kind, value in kinds.items())
         lines.append(("memory", f"{size(sum(memory.values()))} per device: {parts}"))
     if run.host_memory:
         parts = ", ".join(f"{kind} {size(value)}" for kind, value in run.host_memory.items())

@@ -1,8 +1,8 @@
-"""Which operations of a trace are actions of a pipeline, written beside the trace, and the chart that comes of both.
+"""The pipeline actions of a trace: their operations, written beside the trace, and the chart of both.
 
-A trace names operations as the compiled program does. Each kind of action has a branch of its own there, told by the
-named scope of what stands in it (`pipeline_F`, ...), so `actions.json` holds, for every kind, the operations that its
-branch runs once, and which device is which rank. The program is at hand when the trace is made, and not later.
+A trace names operations as the compiled program does. Each kind of action has its own branch there, marked by the named
+scope of its operations (`pipeline_F`, ...). `actions.json` holds, for every kind, the operations that its branch runs
+once, and the rank of each device. It is written with the trace, while the program is available.
 """
 
 import collections
@@ -27,35 +27,35 @@ _TRIVIAL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 
 
 def actions_of(program: str) -> dict[str, list[str]]:
-    """For each kind of action, the operations of a compiled program that one of them runs once.
+    """The operations of a compiled program that each kind of pipeline action runs once.
 
     Args:
         program: `compiled.as_text()`.
 
     Returns:
-        Empty where the program has no branch for each kind: no pipeline, or the conditional-free lowering.
+        Operation names by kind; empty where kinds have no branches: no pipeline, or the lowering without conditionals.
     """
-    read = Program(program)
-    found: dict[str, list[str]] = {}
+    hlo = Program(program)
+    actions: dict[str, list[str]] = {}
     branches = {
         name
-        for computation in read.computations.values()
+        for computation in hlo.computations.values()
         for op in computation.instructions.values()
         if op.opcode == "conditional"
         for name in called(op.attributes)
     }
     for name in sorted(branches):
-        operations = [op for op in read.computations[name].instructions.values() if op.opcode not in _TRIVIAL]
+        operations = [op for op in hlo.computations[name].instructions.values() if op.opcode not in _TRIVIAL]
         scopes = collections.Counter(match[1] for op in operations if (match := _SCOPE.search(op.attributes)))
-        # branches within an action lie in its scope, too
-        outermost = not any(_SCOPE.search(op.attributes) for _, op in read.callers.get(name, ()))
-        if scopes and outermost:
-            found.setdefault(scopes.most_common(1)[0][0], []).extend(op.name for op in operations)
-    return found
+        # a branch nested in an action has its scope, too
+        is_outermost = not any(_SCOPE.search(op.attributes) for _, op in hlo.callers.get(name, ()))
+        if scopes and is_outermost:
+            actions.setdefault(scopes.most_common(1)[0][0], []).extend(op.name for op in operations)
+    return actions
 
 
-def described(step: Any) -> dict[str, str]:
-    """Files to write beside a trace of this step, by name: none where it has no pipeline.
+def trace_files(step: Any) -> dict[str, str]:
+    """The text of files to write beside a trace of this step, by name; empty without a pipeline.
 
     Args:
         step: a compiled `TrainStep`.
@@ -70,60 +70,60 @@ def described(step: Any) -> dict[str, str]:
 
     axis = step.mesh.axis_names.index(PIPE_AXIS)
     ranks = {
-        _number(device): int(place[axis])
-        for place, device in np.ndenumerate(step.mesh.devices)
+        _number(device): int(position[axis])
+        for position, device in np.ndenumerate(step.mesh.devices)
         if device.process_index == jax.process_index()
     }
-    told = {"operations": actions_of(program), "ranks": ranks, "processes": jax.process_count()}
-    return {ACTIONS: json.dumps(told) + "\n"}
+    actions = {"operations": actions_of(program), "ranks": ranks, "processes": jax.process_count()}
+    return {ACTIONS: json.dumps(actions) + "\n"}
 
 
 def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
-    """The pipeline of a run as its trace shows it.
+    """The measured pipeline of a run, from its trace.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
 
     Returns:
-        Its plan, the schedule with what was measured, and how many steps that is the mean of.
+        Its plan, the schedule with its measured times, and the number of steps that they are the mean of.
 
     Raises:
-        UserError: no run, no pipeline, no trace, one from which actions cannot be told; with what to do.
+        UserError: no run, no pipeline, no trace, or a trace without actions; with advice.
     """
-    plan = checked(folder)
+    plan = traced_plan(folder)
     trace = Path(folder) / FOLDER
-    told = json.loads((trace / ACTIONS).read_text())
-    again = "train it again with --profile FIRST:LAST, such as 10:13"
-    if told["processes"] > 1:
+    actions = json.loads((trace / ACTIONS).read_text())
+    advice = "train it again with --profile FIRST:LAST, such as 10:13"
+    if actions["processes"] > 1:
         raise UserError(
-            f"{trace}: the run was one of {told['processes']} processes, whose clocks differ; trace one of one process"
+            f"{trace}: the run had {actions['processes']} processes, whose clocks differ; trace a run of one process"
         )
-    if not told["operations"]:
+    if not actions["operations"]:
         raise UserError(f"{trace}: this program has no branch for each kind of action, and devices do not idle in it")
-    wanted = {name for names in told["operations"].values() for name in names}
-    timelines = _timelines(newest_trace(trace), wanted)
+    operation_names = {name for names in actions["operations"].values() for name in names}
+    timelines = _timelines(newest_trace(trace), operation_names)
     ranks: dict[int, list[Timeline]] = {}
-    for device, rank in told["ranks"].items():
+    for device, rank in actions["ranks"].items():
         if int(device) in timelines:
             ranks.setdefault(rank, []).append(timelines[int(device)])
     assert plan.pipeline is not None
     schedule = plan.pipeline.schedule()
     forwards = sum(action.kind.value == "F" for action in schedule.orders[0])
-    seen = collections.Counter(
-        len(times)
-        for names in [told["operations"].get("F", ())]
+    counts = collections.Counter(
+        len(spans)
+        for names in [actions["operations"].get("F", ())]
         for name in names
-        for line in ranks.get(0, ())
-        if (times := line.get(name))
+        for timeline in ranks.get(0, ())
+        if (spans := timeline.get(name))
     )
-    if not seen or seen.most_common(1)[0][0] % forwards:
-        raise UserError(f"{trace}: no whole step is in the trace; {again}")
-    steps = seen.most_common(1)[0][0] // forwards
-    return plan, measured(schedule, told["operations"], ranks, steps), steps
+    if not counts or counts.most_common(1)[0][0] % forwards:
+        raise UserError(f"{trace}: no whole step is in the trace; {advice}")
+    steps = counts.most_common(1)[0][0] // forwards
+    return plan, measured(schedule, actions["operations"], ranks, steps), steps
 
 
-def checked(folder: Any) -> Plan:
-    """The plan of a run whose trace can be drawn, as far as its files tell.
+def traced_plan(folder: Any) -> Plan:
+    """The plan of a run, after a check of its files that its trace can be drawn.
 
     Raises:
         UserError: as `measured_run`.
@@ -148,46 +148,46 @@ def checked(folder: Any) -> Plan:
     return plan
 
 
-def _timelines(files: Any, wanted: set[str]) -> dict[int, Timeline]:
+def _timelines(files: Any, operations: set[str]) -> dict[int, Timeline]:
     """The times of operations on each device of a trace, in seconds."""
     from jax.profiler import ProfileData
 
-    found: dict[int, dict[str, list[Span]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    timelines: dict[int, dict[str, list[Span]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in `profile.summary_of`
         for file in files:
             for plane in ProfileData.from_file(str(file)).planes:
-                _read_plane(plane, wanted, found)
-    return {device: {name: sorted(times) for name, times in line.items()} for device, line in found.items()}
+                _read_plane(plane, operations, timelines)
+    return {device: {name: sorted(spans) for name, spans in timeline.items()} for device, timeline in timelines.items()}
 
 
-def _read_plane(plane: Any, wanted: set[str], found: Mapping[int, Mapping[str, list[Span]]]) -> None:
-    card = re.fullmatch(r"/device:(?:TPU|GPU):(\d+)", plane.name)
-    host = plane.name == "/host:CPU"
-    if card is None and not host:
+def _read_plane(plane: Any, operations: set[str], timelines: Mapping[int, Mapping[str, list[Span]]]) -> None:
+    accelerator = re.fullmatch(r"/device:(?:TPU|GPU):(\d+)", plane.name)
+    is_host = plane.name == "/host:CPU"
+    if accelerator is None and not is_host:
         return
     events, ends = [], {}
     for line in plane.lines:
-        if card is not None and line.name != "XLA Ops" and not line.name.startswith("Stream"):
+        if accelerator is not None and line.name != "XLA Ops" and not line.name.startswith("Stream"):
             continue
         for event in line.events:
             name = str(event.name).split(" = ")[0].lstrip("%")
             stats = dict(event.stats)
-            if host and name.startswith("end: "):
+            if is_host and name.startswith("end: "):
                 ends[stats.get("_c")] = event.start_ns + event.duration_ns
                 continue
             name = str(stats.get("hlo_op", name))
-            if name in wanted and str(stats.get("hlo_module", "jit__step")).startswith("jit__step"):
-                if host and "hlo_op" not in stats:
+            if name in operations and str(stats.get("hlo_module", "jit__step")).startswith("jit__step"):
+                if is_host and "hlo_op" not in stats:
                     continue
-                device = int(card[1]) if card else int(stats.get("device_ordinal", 0))
+                device = int(accelerator[1]) if accelerator else int(stats.get("device_ordinal", 0))
                 events.append((device, name, event.start_ns, event.start_ns + event.duration_ns, stats.get("_p")))
     for device, name, start, end, producer in events:
-        # what a CPU does in other threads goes on after the call has returned, and its end is an event of its own
-        found[device][name].append((start * 1e-9, max(end, ends.get(producer, end)) * 1e-9))
+        # a CPU's work in other threads ends after the call has returned, with a separate event
+        timelines[device][name].append((start * 1e-9, max(end, ends.get(producer, end)) * 1e-9))
 
 
 def _number(device: Any) -> int:
-    """Of a device in a trace of its process."""
+    """The number of a device in a trace of its process."""
     number = getattr(device, "local_hardware_id", None)
     return int(device.id if number is None else number)

@@ -118,10 +118,10 @@ def test_stages_priced_by_an_experiment(capsys):
         ("draw pipeline pipedream:4 -o a.csv", "it updates weights inside the schedule, which CSV cannot express"),
         ("draw pipeline 1f1b:4x8 -o none/chart.svg", "none/chart.svg cannot be written"),
         ("draw pipeline 1f1b:4x8 --machine neighbor", "did you mean 'neighbour'?"),
-        ("draw pipeline 1f1b:4x8 --updates 3", "--updates is of asynchronous schedules"),
+        ("draw pipeline 1f1b:4x8 --updates 3", "--updates is for asynchronous schedules"),
         ("draw pipeline pipedream:4 --updates 0", "--updates: got 0, expected a whole number >= 1"),
-        ("draw pipeline 1f1b:4x8 --platform local", "--platform is of --experiment FILE"),
-        ("draw pipeline 1f1b:4x8 --variant wide", "--variant is of --experiment FILE"),
+        ("draw pipeline 1f1b:4x8 --platform local", "--platform needs --experiment FILE"),
+        ("draw pipeline 1f1b:4x8 --variant wide", "--variant needs --experiment FILE"),
         ("draw pipeline 1f1b:4x8 --model.layers 3", "--model.layers is a field of an experiment"),
         ("draw pipeline 1f1b:4x8 --experiment toy.py", "there is no file toy.py"),
         (f"draw pipeline 1f1b:4x8 --experiment {SHAKESPEARE} --cost f=1", "leave one out"),
@@ -160,5 +160,5 @@ def test_options_stay_with_their_schedule():
 def test_the_help_says_how(capsys):
     assert main(["draw", "--help"]) == 0
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for words in ("jaxscale draw pipeline zb-v:4x8", "--compare", "v=2, belongs to the one before", "by roofline"):
+    for words in ("jaxscale draw pipeline zb-v:4x8", "--compare", "v=2, belong to the schedule before", "by roofline"):
         assert words in out

@@ -98,4 +98,4 @@ def test_devices_that_cannot_be(text, message):
 
 def test_the_command_line_says_what_goes_together(capsys):
     assert main(["draw", "pipeline", "1f1b:2x4", "--devices", "gpu h100, gpu a100-80"]) == 2
-    assert "--devices is of --experiment FILE" in capsys.readouterr().err
+    assert "--devices needs --experiment FILE" in capsys.readouterr().err

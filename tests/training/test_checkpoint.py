@@ -288,8 +288,8 @@ def test_a_copy_that_does_not_fit_is_told():
         def memory_stats(self):
             return {"bytes_limit": 10_000_000_000}
 
-    assert module.lacking_room(6_000_000_000, 4_000_000_000, Small()) is None
-    told = module.lacking_room(6_000_000_000, 5_000_000_000, Small())
+    assert module.save_memory_warning(6_000_000_000, 4_000_000_000, Small()) is None
+    told = module.save_memory_warning(6_000_000_000, 5_000_000_000, Small())
     assert "11.0 GB in all, and the device has 10.0 GB" in told
-    assert module.lacking_room(6_000_000_000, 5_000_000_000, jax.devices()[0]) is None, "a CPU does not tell"
-    assert module.lacking_room(6_000_000_000, 5_000_000_000, None) is None
+    assert module.save_memory_warning(6_000_000_000, 5_000_000_000, jax.devices()[0]) is None, "a CPU does not tell"
+    assert module.save_memory_warning(6_000_000_000, 5_000_000_000, None) is None

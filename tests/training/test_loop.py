@@ -289,7 +289,7 @@ def test_a_profile_of_steps_that_never_come_is_refused(toy, tmp_path):
 def test_a_profile_of_steps_that_lie_behind_is_said(toy, whole, capsys):
     drop_checkpoint(whole, 12)
     train(toy(), out=whole, profile="8:11")
-    assert "profile 8:11: the run goes on after step 10, and these are not traced" in capsys.readouterr().out
+    assert "profile 8:11: the run goes on after step 10, and these steps are not traced" in capsys.readouterr().out
     assert not (whole / "profile").exists()
 
 

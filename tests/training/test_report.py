@@ -404,7 +404,7 @@ def test_the_plan_in_words_names_what_it_does_not_know():
     words = dict(plan_in_words({"zero": 0, "mesh": None, "hologram": 3, "memory": "dots"}, {}, {}))
     assert words["Also"] == "hologram = 3"
     assert words["Memory: dots"].startswith("The backward pass keeps the results of matrix products")
-    assert words["Mesh"] == "A single device. The plan named no mesh, so it is what this machine had."
+    assert words["Mesh"] == "A single device. The plan named no mesh: these are the devices of the machine."
     assert plan_in_words({}, {}, {}) == []
 
 
@@ -412,7 +412,7 @@ def test_the_words_of_a_pipeline():
     words = dict(plan_in_words({"pipeline": "1f1b:2x4,stages=3+1,stash=input"}, {}, {}))
     assert words["Pipeline: 1f1b:2x4,stages=3+1,stash=input"] == (
         "Stages of 3, 1 blocks run by this schedule. "
-        "A stage keeps its input alone and runs again for its backward pass."
+        "A stage keeps only its input and is recomputed for its backward pass."
     )
     assert "of as many blocks each" in dict(plan_in_words({"pipeline": "2bw:2x4"}, {}, {}))["Pipeline: 2bw:2x4"]
 

@@ -13,7 +13,7 @@ from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.training.profile import FOLDER, Profiler, ProfileRange
-from jaxscale.training.traced_actions import ACTIONS, actions_of, described, measured_run
+from jaxscale.training.traced_actions import ACTIONS, actions_of, measured_run, trace_files
 from jaxscale.values import override, to_json
 
 
@@ -25,7 +25,7 @@ def test_a_run_is_drawn_as_it_was(tmp_path, capsys):
     )
     rng = np.random.default_rng(0)
     batch = {name: rng.integers(0, 12, (4, 8)).astype(np.int32) for name in ("tokens", "targets")}
-    assert described(step) == {}
+    assert trace_files(step) == {}
     step.compile(batch)
     assert set(actions_of(step.program or "")) == {"F", "B"}
     state, profiler = step.init(), Profiler(ProfileRange(2, 4))
@@ -34,7 +34,7 @@ def test_a_run_is_drawn_as_it_was(tmp_path, capsys):
         state, metrics = step.run(state, step.place(batch))
         float(metrics["loss"])
         if profiler.ends(n):
-            profiler.after(n, tmp_path, state, beside=described(step))
+            profiler.after(n, tmp_path, state, beside=trace_files(step))
     (tmp_path / "plan.json").write_text(json.dumps({"version": 1, **to_json(step.plan)}))
     plan, found, steps = measured_run(tmp_path)
     assert str(plan.pipeline) == "1f1b:2x2"
@@ -63,7 +63,7 @@ def test_a_run_is_drawn_as_it_was(tmp_path, capsys):
         ({}, None, "was trained without a pipeline"),
         ({"pipeline": "pipedream:2"}, None, "never drains, and a step holds parts of several batches"),
         ({"pipeline": "1f1b:2x2"}, None, "train it with --profile FIRST:LAST"),
-        ({"pipeline": "1f1b:2x2"}, {"processes": 2}, "one of 2 processes, whose clocks differ"),
+        ({"pipeline": "1f1b:2x2"}, {"processes": 2}, "had 2 processes, whose clocks differ"),
         ({"pipeline": "1f1b:2x2"}, {"processes": 1, "operations": {}}, "no branch for each kind of action"),
     ],
 )
