@@ -1,4 +1,4 @@
-"""Gradients over a slow axis in few bytes: codecs, what they send, and the formulas for it.
+"""Gradients over a slow axis in few bytes: codecs, their messages, and formulas for the bytes.
 
 Importing this package imports no JAX: each name below loads where it is first used.
 """
