@@ -57,16 +57,16 @@ def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False, whole: 
         if not jax.tree.leaves(params):  # a placeholder, of `optax.tree.map_params`
             return rule.init(params)
         form, facts = _state_form(rule), facts_of(leaves, params)
-        columns: list[list[Any]] = []
+        param_states: list[list[Any]] = []
         for param, leaf in zip(jax.tree.leaves(params), facts, strict=True):
-            tensors = _as_tensors(param, leaf, matrices)
+            arrays = _as_tensors(param, leaf, matrices)
             stacked = leaf.stack > 0
-            states = (
-                jax.vmap(lambda p: form.trees(rule.init(p)))(tensors) if stacked else form.trees(rule.init(tensors))
+            states = jax.vmap(lambda p: form.trees(rule.init(p)))(arrays) if stacked else form.trees(rule.init(arrays))
+            param_states.append(
+                [jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), tree) for tree in states]
             )
-            columns.append([jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), tree) for tree in states])
         shared, treedef = form.shared(rule.init(_PLACEHOLDER)), jax.tree.structure(params)
-        return form.joined([treedef.unflatten(row) for row in zip(*columns, strict=True)], shared)
+        return form.joined([treedef.unflatten(entries) for entries in zip(*param_states, strict=True)], shared)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         form, treedef = _state_form(rule), jax.tree.structure(updates)
@@ -75,7 +75,7 @@ def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False, whole: 
         param_trees = [treedef.flatten_up_to(tree) for tree in form.trees(state)]
         param_leaves = [None] * len(facts) if params is None else treedef.flatten_up_to(params)
         new_updates: list[Any] = []
-        columns: list[list[Any]] = []
+        new_states: list[list[Any]] = []
         new_shared: list[Any] = shared
         for number, (leaf, update, param) in enumerate(zip(facts, jax.tree.leaves(updates), param_leaves, strict=True)):
 
@@ -96,8 +96,8 @@ def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False, whole: 
             if whole:
                 outputs = _resharded(_gathered(outputs, leaf), leaf)
             new_updates.append(outputs[0])
-            columns.append(outputs[1])
-        trees = [treedef.unflatten(row) for row in zip(*columns, strict=True)]
+            new_states.append(outputs[1])
+        trees = [treedef.unflatten(entries) for entries in zip(*new_states, strict=True)]
         return treedef.unflatten(new_updates), form.joined(trees, new_shared)
 
     return optax.GradientTransformation(init, update)
@@ -178,10 +178,8 @@ class _StateForm:
 
     def joined(self, trees: list[Any], shared: list[Any]) -> Any:
         """The state from `trees` and `shared`."""
-        tree_iterator, shared_iterator = iter(trees), iter(shared)
-        return self.treedef.unflatten(
-            [next(tree_iterator if is_tree else shared_iterator) for is_tree in self.of_params]
-        )
+        tree_iter, shared_iter = iter(trees), iter(shared)
+        return self.treedef.unflatten([next(tree_iter if is_tree else shared_iter) for is_tree in self.of_params])
 
 
 def _state_form(rule: Rule) -> _StateForm:
