@@ -177,9 +177,9 @@ class Stage:
 
     def wire_bytes_at(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Bytes that one device sends in the step after `step` updates."""
-        firsts = jnp.array([first for first, _ in self.codec.timetable])
-        small = wire.all_reduce(self.plain_bytes, self.replicas)
-        return jnp.array([coded + small for coded in self._sent_bytes], jnp.float32)[jnp.sum(step >= firsts) - 1]
+        starts = jnp.array([first for first, _ in self.codec.timetable])
+        plain = wire.all_reduce(self.plain_bytes, self.replicas)
+        return jnp.array([coded + plain for coded in self._sent_bytes], jnp.float32)[jnp.sum(step >= starts) - 1]
 
     @functools.cached_property
     def _sent_bytes(self) -> tuple[int, ...]:

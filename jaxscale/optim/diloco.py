@@ -89,8 +89,8 @@ did you mean 'every'?
 
     def due(self, steps: int) -> tuple[int, ...]:
         """Fragments of the weights that synchronise after `steps` steps."""
-        turns = (part * self.every // self.fragments for part in range(self.fragments))
-        return tuple(part for part, turn in enumerate(turns) if (steps - turn) % self.every == 0)
+        offsets = (fragment * self.every // self.fragments for fragment in range(self.fragments))
+        return tuple(fragment for fragment, offset in enumerate(offsets) if (steps - offset) % self.every == 0)
 
     def moved(self, weight: Any, momentum: Any, displacement: Any) -> tuple[Any, Any]:
         """The outer step of one tensor: its weights and its momentum after it.
@@ -124,11 +124,11 @@ def fragments_of(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...],
     """
     if count > len(sizes):
         raise UserError(f"diloco fragments: got {count}, and the model has {len(sizes)} tensors: take fewer")
-    parts: list[list[str]] = [[] for _ in range(count)]
+    fragments: list[list[str]] = [[] for _ in range(count)]
     for name in sorted(sizes, key=lambda name: -sizes[name]):
-        min(parts, key=lambda part: sum(sizes[n] for n in part)).append(name)
+        min(fragments, key=lambda fragment: sum(sizes[n] for n in fragment)).append(name)
     order = list(sizes)
-    return tuple(tuple(sorted(part, key=order.index)) for part in parts)
+    return tuple(tuple(sorted(fragment, key=order.index)) for fragment in fragments)
 
 
 class DilocoState(NamedTuple):

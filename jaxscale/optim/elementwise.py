@@ -47,14 +47,14 @@ def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | No
 
 
 def check_elementwise(
-    rule: optax.GradientTransformation, params: Params, asked: str = "optimizer_state streamed"
+    rule: optax.GradientTransformation, params: Params, option: str = "optimizer_state streamed"
 ) -> None:
     """Refuse a rule that can't be run slice by slice.
 
     Args:
         rule: any optax transformation.
         params: parameters, or their shapes.
-        asked: the option that needs it, as the user wrote it.
+        option: the option that needs it, as the user wrote it.
 
     Raises:
         UserError: its update mixes elements.
@@ -62,7 +62,7 @@ def check_elementwise(
     operation = first_mixing(rule, params)
     if operation is not None:
         raise UserError(
-            f"{asked}: this optimizer's update mixes elements of a tensor ({operation}), so it can't be "
+            f"{option}: this optimizer's update mixes elements of a tensor ({operation}), so it can't be "
             "run slice by slice; take adamw, lion or sgd, or optimizer_state host, or keep the state on the device"
         )
 

@@ -86,11 +86,9 @@ def fused(
         def flat(tree: Any, default: Any) -> list[Any]:
             return [default] * len(weights) if tree is None else treedef.flatten_up_to(tree)
 
-        grads, first, second = (treedef.flatten_up_to(tree) for tree in (gradients, adam.mu, adam.nu))
+        grads, mu, nu = (treedef.flatten_up_to(tree) for tree in (gradients, adam.mu, adam.nu))
         shardings, decays = flat(places, None), flat(adamw.mask, True)
-        uses_kernel = [
-            _kernel_runs(*leaf, platform) for leaf in zip(weights, grads, first, second, shardings, strict=True)
-        ]
+        uses_kernel = [_kernel_runs(*leaf, platform) for leaf in zip(weights, grads, mu, nu, shardings, strict=True)]
 
         if not any(uses_kernel):
             return plain(gradients, state, params, norm, good)
@@ -99,10 +97,10 @@ def fused(
             return treedef.unflatten([optax.MaskedNode() if m else x for m, x in zip(uses_kernel, tree, strict=True)])
 
         factor = jnp.ones(()) if clip is None else jnp.where(norm < clip, 1.0, clip / norm)
-        old = (rule_part(weights), (adam._replace(mu=rule_part(first), nu=rule_part(second)), *inner[1:]))
+        old = (rule_part(weights), (adam._replace(mu=rule_part(mu), nu=rule_part(nu)), *inner[1:]))
         clipped = [g if clip is None else g * factor.astype(g.dtype) for g in grads]
         updates, new_state = rule.update(rule_part(clipped), old[1], old[0])
-        results = jax.tree.map(
+        by_rule = jax.tree.map(
             lambda new, old: jnp.where(good, new, old), (optax.apply_updates(old[0], updates), new_state), old
         )
         hyperparams = hyper(
@@ -112,38 +110,36 @@ def fused(
             factor=factor,
             go=good,
         )
-        weights, new_first, new_second = list(weights), *(list(tree) for tree in (first, second))
+        weights, new_mu, new_nu = list(weights), *(list(tree) for tree in (mu, nu))
         for i in (i for i, m in enumerate(uses_kernel) if m):
             decay = adamw.weight_decay if decays[i] else 0.0
-            settings = Settings(
-                first[i].block, adamw.b1, adamw.b2, adamw.eps, decay, _MAPS[first[i].map, second[i].map]
-            )
+            settings = Settings(mu[i].block, adamw.b1, adamw.b2, adamw.eps, decay, _MAPS[mu[i].map, nu[i].map])
             step = functools.partial(adam8, settings=settings, platform=platform)
-            weights[i], new_first[i], new_second[i] = _step_leaf(
-                step, shardings[i], weights[i], grads[i], first[i], second[i], hyperparams
+            weights[i], new_mu[i], new_nu[i] = _step_leaf(
+                step, shardings[i], weights[i], grads[i], mu[i], nu[i], hyperparams
             )
-        rule_trees = [treedef.flatten_up_to(tree) for tree in (results[0], results[1][0].mu, results[1][0].nu)]
+        rule_trees = [treedef.flatten_up_to(tree) for tree in (by_rule[0], by_rule[1][0].mu, by_rule[1][0].nu)]
         merged = [
-            treedef.unflatten([new if m else plain for m, new, plain in zip(uses_kernel, news, plains, strict=True)])
-            for news, plains in zip((weights, new_first, new_second), rule_trees, strict=True)
+            treedef.unflatten([k if m else r for m, k, r in zip(uses_kernel, kernel_leaves, rule_leaves, strict=True)])
+            for kernel_leaves, rule_leaves in zip((weights, new_mu, new_nu), rule_trees, strict=True)
         ]
-        new_state = (results[1][0]._replace(mu=merged[1], nu=merged[2]), *results[1][1:])
+        new_state = (by_rule[1][0]._replace(mu=merged[1], nu=merged[2]), *by_rule[1][1:])
         return merged[0], new_state if clip is None else (state[0], new_state)
 
     return advance
 
 
-def _kernel_runs(weight: Array, gradient: Array, first: Any, second: Any, sharding: Any, platform: str) -> bool:
+def _kernel_runs(weight: Array, gradient: Array, mu: Any, nu: Any, sharding: Any, platform: str) -> bool:
     """Whether the kernel supports a leaf."""
-    if not (is_quantized(first) and is_quantized(second)):
+    if not (is_quantized(mu) and is_quantized(nu)):
         return False
     if weight.dtype != jnp.float32 or gradient.dtype not in (jnp.float32, jnp.bfloat16):
         return False
-    kind = _MAPS.get((first.map, second.map))
-    if kind is None or first.block != second.block:
+    kind = _MAPS.get((mu.map, nu.map))
+    if kind is None or mu.block != nu.block:
         return False
     local = weight.shape if sharding is None else sharding.shard_shape(weight.shape)
-    return math.prod(local) > 0 and local[-2] % first.block == 0 and runs(local, first.block, platform, kind)
+    return math.prod(local) > 0 and local[-2] % mu.block == 0 and runs(local, mu.block, platform, kind)
 
 
 def _step_leaf(
@@ -151,8 +147,8 @@ def _step_leaf(
     sharding: NamedSharding | None,
     weight: Array,
     gradient: Array,
-    first: Quantized,
-    second: Quantized,
+    mu: Quantized,
+    nu: Quantized,
     hyperparams: Array,
 ) -> tuple[Array, Quantized, Quantized]:
     """One leaf stepped by the kernel, shard by shard."""
@@ -165,9 +161,9 @@ def _step_leaf(
             out_specs=(sharding.spec, moment_specs, moment_specs),
             check_vma=False,
         )
-    new_weight, m, v = step(weight, gradient, (first.codes, first.scale), (second.codes, second.scale), hyperparams)
+    new_weight, new_mu, new_nu = step(weight, gradient, (mu.codes, mu.scale), (nu.codes, nu.scale), hyperparams)
     return (
         new_weight,
-        dataclasses.replace(first, codes=m[0], scale=m[1]),
-        dataclasses.replace(second, codes=v[0], scale=v[1]),
+        dataclasses.replace(mu, codes=new_mu[0], scale=new_mu[1]),
+        dataclasses.replace(nu, codes=new_nu[0], scale=new_nu[1]),
     )

@@ -1,7 +1,7 @@
 """GaLore (Zhao et al. 2024, arXiv 2403.03507): Adam in a low-rank subspace of each matrix's gradients, layer by layer.
 
 The rule is `optax.contrib.scale_by_galore`, which does not support stacked layers; `per_layer` passes it single
-matrices. Embeddings, head, gains and biases get AdamW. Its moments have rank x (the shorter dim) numbers, its projection
+matrices. Embeddings, head, gains and biases get AdamW. Moments have rank x (the shorter dim) numbers, the projection
 rank x (the longer): neither has the shape of the parameter, so ZeRO and quantization leave both unchanged. A sharded
 gradient is gathered, and each device projects all of it.
 """
@@ -70,6 +70,6 @@ def _matrix_by_matrix(update: Callable[..., Any]) -> Callable[..., Any]:
     def run(gradient: Any, state: Any, params: Any = None) -> Any:
         counts = update(gradient, state, params)  # only its counts are used, and so computed
         own_results = update_one_by_one(gradient, state, params)
-        return jax.tree.map(lambda result, count: result if jnp.ndim(result) else count, own_results, counts)
+        return jax.tree.map(lambda array, count: array if jnp.ndim(array) else count, own_results, counts)
 
     return run

@@ -111,14 +111,14 @@ def dynamic_table(bits: int, signed: bool) -> np.ndarray:
 def _dynamic(name: str, bits: int, signed: bool, dtype: type) -> Map:
     """The dynamic map by arithmetic: a code's distance from zero is n + bin, for the n bins of its decade."""
     table = dynamic_table(bits, signed)
-    decades, first = bits - 1, 0 if signed else 1
+    decades, first_exponent = bits - 1, 0 if signed else 1
     values = table[table > 0]  # the last is 1
     middles = (values[:-1] + values[1:]) / np.float32(2)
     first_middle, last_middle = float(values[0] / np.float32(2)), float(middles[-1])
     # midpoints between the last value of a decade and the first of the next
-    bounds = [float(middles[2 ** (i + first) - 2**first - 1]) for i in range(1, decades)]
+    bounds = [float(middles[2 ** (i + first_exponent) - 2**first_exponent - 1]) for i in range(1, decades)]
     tens = [float(np.float32(10.0 ** (i - decades + 1))) for i in range(decades)]
-    top = 2**decades if signed else 2**bits - 1
+    top_code = 2**decades if signed else 2**bits - 1
 
     def encode(y: Array) -> Array:
         magnitude = jnp.abs(y)
@@ -128,23 +128,23 @@ def _dynamic(name: str, bits: int, signed: bool, dtype: type) -> Map:
             is_above = magnitude > bound
             decade = jnp.where(is_above, i, decade)
             power = jnp.where(is_above, float(10 ** (decades - 1 - i)), power)
-        n = jax.lax.bitcast_convert_type((decade + (first + 127)) << 23, jnp.float32)  # 2**(decade + first)
+        n = jax.lax.bitcast_convert_type((decade + (first_exponent + 127)) << 23, jnp.float32)  # 2**(decade + first)
         bin_index = jnp.clip(jnp.ceil((magnitude * power - 0.1) * (n * (1 / 0.9))) - 1, 0, n - 1)
-        distance = (n + bin_index).astype(jnp.int32) - first
-        distance = jnp.where(magnitude > last_middle, top, jnp.where(magnitude > first_middle, distance, 0))
-        code = 2**decades - 1 + jnp.where(y < 0, -jnp.minimum(distance, top - 1), distance) if signed else distance
+        distance = (n + bin_index).astype(jnp.int32) - first_exponent
+        distance = jnp.where(magnitude > last_middle, top_code, jnp.where(magnitude > first_middle, distance, 0))
+        code = 2**decades - 1 + jnp.where(y < 0, -jnp.minimum(distance, top_code - 1), distance) if signed else distance
         return code.astype(dtype)
 
     def decode(codes: Array) -> Array:
         code = codes.astype(jnp.int32) - (2**decades - 1 if signed else 0)
-        distance = jnp.abs(code) + first
+        distance = jnp.abs(code) + first_exponent
         exponent = jax.lax.bitcast_convert_type(jnp.maximum(distance, 1).astype(jnp.float32), jnp.int32) >> 23
         inverse = jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)  # 1 / n
         ten = jnp.full(code.shape, tens[-1], jnp.float32)
         for i in range(decades - 2, -1, -1):
-            ten = jnp.where(exponent <= 127 + first + i, tens[i], ten)
+            ten = jnp.where(exponent <= 127 + first_exponent + i, tens[i], ten)
         value = ten * (0.1 + 0.9 * ((distance.astype(jnp.float32) + 0.5) * inverse - 1))
-        value = jnp.where(code == top, 1.0, jnp.where(code == 0, 0.0, value))
+        value = jnp.where(code == top_code, 1.0, jnp.where(code == 0, 0.0, value))
         return jnp.where(code < 0, -value, value) if signed else value
 
     return Map(name, jnp.dtype(dtype), signed, 2**decades - 1 if signed else 0, encode, decode)

@@ -117,8 +117,8 @@ def scale_by_muon(
         arrays, treedef = jax.tree.flatten(nesterov)
         facts = facts_of(leaves, updates)
         members = [number for number, leaf in enumerate(facts) if leaf.kind == "matrix"]
-        results = orthogonal([arrays[n] for n in members], [facts[n] for n in members], precision)
-        for number, x in zip(members, results, strict=True):
+        matrices = orthogonal([arrays[n] for n in members], [facts[n] for n in members], precision)
+        for number, x in zip(members, matrices, strict=True):
             leaf = facts[number]
             arrays[number] = factor(leaf.rows, leaf.columns // leaf.parts, scale) * x.astype(arrays[number].dtype)
         return treedef.unflatten(arrays), MuonState(step, mu)

@@ -150,33 +150,33 @@ def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
             operands = [x.val if hasattr(x, "val") else values[x] for x in eqn.invars]
             inner = eqn.params.get("jaxpr")
             if eqn.primitive.name in ("jit", "pjit") and inner is not None:
-                results = run(inner.jaxpr, inner.consts, operands)
+                outputs = run(inner.jaxpr, inner.consts, operands)
             elif eqn.primitive.name == "scan":
-                results = loop(eqn.params, operands)
+                outputs = loop(eqn.params, operands)
             else:
                 if any(lies_on_host(x) for x in operands):
                     operands = [x if jax.numpy.ndim(x) == 0 else to_host(x) for x in operands]
-                results = rebind(eqn, operands)
-            values |= dict(zip(eqn.outvars, results, strict=True))
+                outputs = rebind(eqn, operands)
+            values |= dict(zip(eqn.outvars, outputs, strict=True))
         return [x.val if hasattr(x, "val") else values[x] for x in jaxpr.outvars]
 
     def loop(params: Any, operands: Sequence[Any]) -> list[Any]:
         body, (num_consts, num_carry) = params["jaxpr"], scan_counts(params)
 
         def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = run(body.jaxpr, body.consts, [*operands[:num_consts], *carry, *xs])
-            return results[:num_carry], results[num_carry:]
+            outputs = run(body.jaxpr, body.consts, [*operands[:num_consts], *carry, *xs])
+            return outputs[:num_carry], outputs[num_carry:]
 
         carry, xs = list(operands[num_consts : num_consts + num_carry]), list(operands[num_consts + num_carry :])
         settings = {name: params[name] for name in ("length", "reverse", "unroll")}
-        last, ys = jax.lax.scan(step, carry, xs, **settings)
-        return [*last, *ys]
+        last_carry, ys = jax.lax.scan(step, carry, xs, **settings)
+        return [*last_carry, *ys]
 
     def with_host_constants(*args: Any) -> Any:
         shapes = jax.tree.map(struct, args)
         program, out_shapes = jax.make_jaxpr(function, return_shape=True)(*shapes)
-        results = run(program.jaxpr, program.consts, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(out_shapes), results)
+        outputs = run(program.jaxpr, program.consts, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out_shapes), outputs)
 
     return with_host_constants
 
@@ -225,41 +225,39 @@ def in_slices(
     leaves, read_leaves = treedef.flatten_up_to(old[0]), [] if read is None else treedef.flatten_up_to(read)
     states, state_def = jax.tree.flatten(old[1])
     owners = jax.tree.leaves(owners_of(rule, old[1], treedef))
-    unowned = [i for i, owner in enumerate(owners) if owner < 0]
+    shared_ids = [i for i, owner in enumerate(owners) if owner < 0]
     result_leaves, result_states = list(leaves), list(states)
     for pieces in sorted({c.pieces for c in cuts}):
-        members = [i for i, c in enumerate(cuts) if c.pieces == pieces]
-        owned = [i for i, owner in enumerate(owners) if owner in members]
+        param_ids = [i for i, c in enumerate(cuts) if c.pieces == pieces]
+        state_ids = [i for i, owner in enumerate(owners) if owner in param_ids]
 
         def step_slices(
             read_slices: list[Array],
             written_slices: list[Array],
             carry: Any,
-            members: list[int] = members,
-            owned: list[int] = owned,
+            param_ids: list[int] = param_ids,
+            state_ids: list[int] = state_ids,
         ) -> tuple[list[Array], Any]:
-            old_leaves = _only_members(leaves, members, written_slices[: len(members)])
-            old_states = _only_members(states, owned, written_slices[len(members) :])
-            for i in unowned:
+            old_leaves = _only_at(leaves, param_ids, written_slices[: len(param_ids)])
+            old_states = _only_at(states, state_ids, written_slices[len(param_ids) :])
+            for i in shared_ids:
                 old_states[i] = to_device(states[i])
-            slices = treedef.unflatten(_only_members(read_leaves, members, read_slices)) if read_leaves else None
-            new = step(slices, (treedef.unflatten(old_leaves), state_def.unflatten(old_states)))
-            new_leaves, new_states = treedef.flatten_up_to(new[0]), state_def.flatten_up_to(new[1])
-            results = [new_leaves[i] for i in members] + [new_states[i] for i in owned]
-            return results, [new_states[i] for i in unowned]
+            slices = treedef.unflatten(_only_at(read_leaves, param_ids, read_slices)) if read_leaves else None
+            output = step(slices, (treedef.unflatten(old_leaves), state_def.unflatten(old_states)))
+            new_leaves, new_states = treedef.flatten_up_to(output[0]), state_def.flatten_up_to(output[1])
+            new_slices = [new_leaves[i] for i in param_ids] + [new_states[i] for i in state_ids]
+            return new_slices, [new_states[i] for i in shared_ids]
 
-        read_pairs = [(read_leaves[i], cuts[i].dim) for i in members] if read_leaves else []
-        written_pairs = [(leaves[i], cuts[i].dim) for i in members]
-        written_pairs += [(states[i], cuts[owners[i]].dim) for i in owned]
-        outputs, last_carry = sweep(
-            step_slices, pieces, read_pairs, written_pairs, [to_device(states[i]) for i in unowned]
-        )
-        for i, new in zip(members, outputs[: len(members)], strict=True):
-            result_leaves[i] = new
-        for i, new in zip(owned, outputs[len(members) :], strict=True):
-            result_states[i] = new
-        for i, new in zip(unowned, last_carry, strict=True):
-            result_states[i] = new
+        reads = [(read_leaves[i], cuts[i].dim) for i in param_ids] if read_leaves else []
+        writes = [(leaves[i], cuts[i].dim) for i in param_ids]
+        writes += [(states[i], cuts[owners[i]].dim) for i in state_ids]
+        outputs, last_carry = sweep(step_slices, pieces, reads, writes, [to_device(states[i]) for i in shared_ids])
+        for i, output in zip(param_ids, outputs[: len(param_ids)], strict=True):
+            result_leaves[i] = output
+        for i, output in zip(state_ids, outputs[len(param_ids) :], strict=True):
+            result_states[i] = output
+        for i, output in zip(shared_ids, last_carry, strict=True):
+            result_states[i] = output
     return treedef.unflatten(result_leaves), state_def.unflatten(result_states)
 
 
@@ -332,9 +330,9 @@ def _units(rule: optax.GradientTransformation, params: Params) -> list[tuple[int
     return [tuple(unit) for unit in units]
 
 
-def _only_members(leaves: list[Array], members: list[int], parts: list[Array]) -> list[Array]:
-    """`parts` at `members`; empty leaves elsewhere, without columns but with all rows, which blocks must divide."""
+def _only_at(leaves: list[Array], indices: list[int], slices: list[Array]) -> list[Array]:
+    """`slices` at `indices`; empty leaves elsewhere, without columns but with all rows, which blocks must divide."""
     arrays: list[Any] = [jnp.zeros((*leaf.shape[:-1], 0), leaf.dtype) for leaf in leaves]
-    for i, part in zip(members, parts, strict=True):
-        arrays[i] = part
+    for i, array in zip(indices, slices, strict=True):
+        arrays[i] = array
     return arrays

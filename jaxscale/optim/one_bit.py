@@ -378,16 +378,16 @@ def over_replicas(
         message, norm, frozen = messages(updates, state.rule)
         good = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
         count, treedef = messages.count(state.rule), jax.tree.structure(updates)
-        means, residuals = [], []
-        for leaf, x, residual in zip(facts_of(leaves, updates), jax.tree.leaves(message), state.owed, strict=True):
-            mean, new_residual = lax.pmean(x, axis), residual
+        means, owed = [], []
+        for leaf, x, old_owed in zip(facts_of(leaves, updates), jax.tree.leaves(message), state.owed, strict=True):
+            mean, new_owed = lax.pmean(x, axis), old_owed
             if coded(leaf):
-                coded_mean, new_residual = codec.reduce(x, residual, axis, None, count, layers=stacked(leaf))
+                coded_mean, new_owed = codec.reduce(x, old_owed, axis, None, count, layers=stacked(leaf))
                 mean = jnp.where(frozen, coded_mean, mean)
             means.append(jnp.where(good, mean, jnp.nan))
-            residuals.append(jax.tree.map(lambda new, old: jnp.where(good & frozen, new, old), new_residual, residual))
+            owed.append(jax.tree.map(lambda new, old: jnp.where(good & frozen, new, old), new_owed, old_owed))
         steps, rule_state = rule.update(treedef.unflatten(means), state.rule, params)
-        return steps, OverReplicasState(rule_state, tuple(residuals))
+        return steps, OverReplicasState(rule_state, tuple(owed))
 
     return optax.GradientTransformation(init, update)
 

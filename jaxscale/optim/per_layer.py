@@ -57,16 +57,14 @@ def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False, whole: 
         if not jax.tree.leaves(params):  # a placeholder, of `optax.tree.map_params`
             return rule.init(params)
         form, facts = _state_form(rule), facts_of(leaves, params)
-        param_states: list[list[Any]] = []
+        columns: list[list[Any]] = []
         for param, leaf in zip(jax.tree.leaves(params), facts, strict=True):
             arrays = _as_tensors(param, leaf, matrices)
             stacked = leaf.stack > 0
             states = jax.vmap(lambda p: form.trees(rule.init(p)))(arrays) if stacked else form.trees(rule.init(arrays))
-            param_states.append(
-                [jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), tree) for tree in states]
-            )
+            columns.append([jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), tree) for tree in states])
         shared, treedef = form.shared(rule.init(_PLACEHOLDER)), jax.tree.structure(params)
-        return form.joined([treedef.unflatten(entries) for entries in zip(*param_states, strict=True)], shared)
+        return form.joined([treedef.unflatten(entries) for entries in zip(*columns, strict=True)], shared)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         form, treedef = _state_form(rule), jax.tree.structure(updates)
@@ -80,17 +78,17 @@ def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False, whole: 
         for number, (leaf, update, param) in enumerate(zip(facts, jax.tree.leaves(updates), param_leaves, strict=True)):
 
             def update_tensor(update: Array, state_trees: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
-                new, state = rule.update(update, form.joined(state_trees, shared), param)
-                return new, form.trees(state), form.shared(state)
+                new_update, new_state = rule.update(update, form.joined(state_trees, shared), param)
+                return new_update, form.trees(new_state), form.shared(new_state)
 
             arrays = update, [state_trees[number] for state_trees in param_trees], param
             if whole:
                 arrays = _gathered(arrays, leaf)
             tensors = jax.tree.map(lambda x, leaf=leaf: _as_tensors(x, leaf, matrices), arrays)
             update_tensors = jax.vmap(update_tensor, out_axes=(0, 0, None)) if leaf.stack else update_tensor
-            new, state_trees, new_shared = update_tensors(*tensors)
+            new_update, state_trees, new_shared = update_tensors(*tensors)
             outputs = (
-                new.reshape(update.shape),
+                new_update.reshape(update.shape),
                 [jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), tree) for tree in state_trees],
             )
             if whole:
@@ -129,9 +127,9 @@ def by_kind(rules: Mapping[str, Rule], kind: Callable[[Leaf], str], leaves: Any 
 
     def masked(tree: Any, name: str) -> Any:
         arrays, treedef = jax.tree.flatten(tree)
-        is_member = [kind(leaf) == name for leaf in facts_of(leaves, tree)]
+        flags = [kind(leaf) == name for leaf in facts_of(leaves, tree)]
         return treedef.unflatten(
-            [array if member else jnp.zeros((1,), array.dtype) for array, member in zip(arrays, is_member, strict=True)]
+            [array if flag else jnp.zeros((1,), array.dtype) for array, flag in zip(arrays, flags, strict=True)]
         )
 
     def init(params: Any) -> ByKindState:

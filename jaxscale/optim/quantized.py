@@ -263,8 +263,8 @@ def _disguised(state: Any, bound: float, repeated: bool) -> Any:
     return jax.tree.map(disguise, state, is_leaf=is_quantized)
 
 
-def _map_quantized(function: Any, state: Any, after: Any) -> Any:
-    return jax.tree.map(lambda q, new: function(q, new) if is_quantized(q) else new, state, after, is_leaf=is_quantized)
+def _map_quantized(function: Any, state: Any, new_state: Any) -> Any:
+    return jax.tree.map(lambda q, x: function(q, x) if is_quantized(q) else x, state, new_state, is_leaf=is_quantized)
 
 
 def _decoded(state: Any, repeated: bool = False) -> Any:

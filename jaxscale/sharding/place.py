@@ -63,12 +63,12 @@ def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any, rules: Ax
         raise ValueError(
             f"got {len(names)} logical axes {tuple(names)} for an array of shape {tuple(shape)}: name each dim"
         )
-    used: set[str] = set()
+    used_axes: set[str] = set()
     entries: list[tuple[str, ...] | None] = []
     for size, name in zip(shape, names, strict=True):
-        axes = tuple(axis for axis in rules.axes(name) if mesh.shape[axis] > 1 and axis not in used)
+        axes = tuple(axis for axis in rules.axes(name) if mesh.shape[axis] > 1 and axis not in used_axes)
         if axes and size % math.prod(mesh.shape[axis] for axis in axes) == 0:
-            used.update(axes)
+            used_axes.update(axes)
             entries.append(axes)
         else:
             entries.append(None)

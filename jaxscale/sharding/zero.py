@@ -109,13 +109,13 @@ def placement(
         mesh: the mesh.
         rules: mesh axes per logical axis.
     """
-    whole = PartitionSpec() if names is None else place.spec(shape, names, mesh, rules)
-    shard = split(shape, names, whole, mesh)
+    unsplit = PartitionSpec() if names is None else place.spec(shape, names, mesh, rules)
+    split_spec = split(shape, names, unsplit, mesh)
     return Placement(
-        master=shard if stage == 3 or (stage > 0 and copied) else whole,
-        state=shard if stage > 0 else whole,
-        gradient=shard if stage > 1 else whole,
-        compute=shard if stage == 3 else whole,
+        master=split_spec if stage == 3 or (stage > 0 and copied) else unsplit,
+        state=split_spec if stage > 0 else unsplit,
+        gradient=split_spec if stage > 1 else unsplit,
+        compute=split_spec if stage == 3 else unsplit,
     )
 
 
