@@ -1,6 +1,6 @@
-"""Gradients over a slow axis in few bytes: codecs, what they send, and the formulas for it.
+"""Gradients over a slow axis in few bytes: codecs, their messages, and formulas for the bytes.
 
-Importing this package imports no JAX: each name below loads where it is first used.
+Importing this package imports no JAX: each name below loads at its first use.
 """
 
 import importlib

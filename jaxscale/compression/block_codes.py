@@ -1,4 +1,4 @@
-"""Two-phase codecs of whole numbers in blocks: what int8, int4 and QSGD have in common."""
+"""Two-phase codecs of integers in blocks: the base of int8, int4 and QSGD."""
 
 import abc
 import dataclasses
@@ -11,10 +11,10 @@ from jaxscale.typing import Array, Key
 
 @dataclasses.dataclass(frozen=True)
 class BlockCodes(TwoPhase):
-    """Whole numbers of `width` bits with a scale for each block.
+    """Integers of `width` bits with a scale for each block.
 
     Args:
-        block: elements that share a float32 scale; a leaf with less for each device has one scale there.
+        block: elements that share a float32 scale; a smaller chunk has one scale.
     """
 
     block: int = dataclasses.field(default=256, kw_only=True)
@@ -30,7 +30,7 @@ class BlockCodes(TwoPhase):
         """Bits of a code."""
 
     def multiple(self, elements: int) -> int:
-        """A block, or all there is, rounded up to a whole byte."""
+        """A block, or the whole chunk if it is smaller, rounded up to a whole byte."""
         return min(self.block, elements + elements % 2)
 
     def _rule(self, length: int) -> Integers:
@@ -41,5 +41,5 @@ class BlockCodes(TwoPhase):
         return self._rule(chunks.shape[-1]).encode(chunks, key if self.random else None)
 
     def decode(self, message: Coded, elements: int) -> Array:
-        """Floats in float32."""
+        """The decoded chunks, float32."""
         return self._rule(elements).decode(message)

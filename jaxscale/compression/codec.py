@@ -1,15 +1,15 @@
 """Codec: the mean of a gradient over an axis whose links are slow, from few bytes.
 
-A codec sees one leaf on one device: the local shard of this replica's own gradient. It runs inside a region that is
-manual over the axis (`jax.shard_map`), or under `jax.vmap(axis_name=axis)` on one device, and uses collectives over
-that axis alone. What a message leaves out goes, with error feedback, into a residual that is added to the next
-gradient (Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847), so that
+A codec sees one leaf on one device: the local shard of this replica's gradient. It runs inside a region that is manual
+over the axis (`jax.shard_map`), or under `jax.vmap(axis_name=axis)` on one device, and uses collectives over that axis
+alone. With error feedback, the error of a message goes into a residual that is added to the next gradient
+(Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847), so that
 
     sum of residuals after + n * mean = sum of gradients + sum of residuals before.
 
 Every rule is per layer: a leaf of stacked layers is mapped over its first dim, and a matrix is (everything else, last
-axis). `OnePhase` and `TwoPhase` codecs write `encode` and `decode` only; each file of `codecs/` defines one and is
-found by itself. Left out here: which leaves a codec is for, NaN and Inf, metrics (`reduce.py`).
+axis). `OnePhase` and `TwoPhase` codecs define `encode` and `decode` only; each file of `codecs/` defines one and is
+discovered by import. Left out here: the choice of leaves, NaN and Inf, metrics (`reduce.py`).
 """
 
 import abc
@@ -29,7 +29,7 @@ from jaxscale.errors import UserError
 from jaxscale.typing import Array, Float, Int, Key
 
 State = dict[str, Any]
-"""What a codec keeps of a leaf on one device and replica: arrays by name; `residual` is float32 in the leaf's shape."""
+"""A codec's state of a leaf on one device and replica: arrays by name; `residual` is float32 in the leaf's shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Codec(NamedCodec):
     random: ClassVar[bool] = False
     """Whether `reduce` needs a key."""
 
-    # ---- what a caller asks
+    # ---- the interface for callers
 
     @property
     def timetable(self) -> tuple[tuple[int, "Codec | None"], ...]:
-        """What runs from which step on, in order, from step 0: `None` is the exact mean.
+        """(first step, codec) of each phase, in order, from step 0: `None` is the exact mean.
 
         Example:
             >>> [(step, str(codec)) for step, codec in Codec.parse("topk:0.1,start=10,warmup=8").timetable]
@@ -60,14 +60,14 @@ class Codec(NamedCodec):
 
     @property
     def timed(self) -> bool:
-        """Whether `reduce` does another thing at some steps than at others, and needs the step's number."""
+        """Whether `reduce` changes with the step, and needs its number."""
         return len(self.timetable) > 1
 
     def refusal(self, shape: Sequence[int], n: int, *, layers: bool = False) -> str | None:
-        """Why this codec can't take a leaf, as a message says it; `None` where it can.
+        """The reason, as text for a message, why this codec refuses a leaf; `None` if it accepts it.
 
         Args:
-            shape: of the leaf, as one device has it.
+            shape: of the leaf on one device.
             n: devices on the axis.
             layers: the first dim is stacked layers.
         """
@@ -83,17 +83,17 @@ class Codec(NamedCodec):
         """The state of one leaf on one device and replica, before the first step.
 
         Args:
-            shape: of the leaf, as one device has it.
-            key: the same on every replica.
+            shape: of the leaf on one device.
+            key: equal on every replica.
             n: devices on the axis.
             layers: the first dim is stacked layers.
-            first: number of the first of them, where the leaf is a part of a stack.
+            first: number of its first layer, if the leaf is a part of a stack.
 
         Raises:
-            UserError: a leaf or an axis that the codec can't take.
+            UserError: the codec refuses the leaf or the axis.
         """
-        if why := self.refusal(shape, n, layers=layers):
-            raise UserError(f"codec {self}: {why}")
+        if reason := self.refusal(shape, n, layers=layers):
+            raise UserError(f"codec {self}: {reason}")
         if not layers:
             return self._init(tuple(shape), key, n)
         return jax.vmap(lambda key: self._init(tuple(shape[1:]), key, n), axis_size=shape[0])(
@@ -111,16 +111,16 @@ class Codec(NamedCodec):
         layers: bool = False,
         first: int = 0,
     ) -> tuple[Float[Array, "..."], State]:
-        """The mean of a leaf over an axis, the same on every replica, and the state after it.
+        """The mean of a leaf over an axis, equal on every replica, and the new state.
 
         Args:
-            gradient: this replica's own, any float dtype.
-            state: what `init` or the last step left.
+            gradient: of this replica, any float dtype.
+            state: from `init` or the last step.
             axis: name of the axis; the region is manual over it, or a `jax.vmap` of that name.
-            key: of step and leaf, the same on every replica; needed where `random`.
-            step: updates made before this one, the same on every replica; needed where `timed`.
+            key: of step and leaf, equal on every replica; needed if `random`.
+            step: updates made before this one, equal on every replica; needed if `timed`.
             layers: the first dim is stacked layers.
-            first: number of the first of them, where the leaf is a part of a stack.
+            first: number of its first layer, if the leaf is a part of a stack.
 
         Returns:
             The mean, float32, and the new state.
@@ -129,7 +129,7 @@ class Codec(NamedCodec):
         assert step is not None or not self.timed, f"codec {self} changes with time: give reduce the step"
         gradient = gradient.astype(jnp.float32)
 
-        def run(codec: Codec | None, gradient: Array, state: State) -> tuple[Array, State]:
+        def reduce_by(codec: Codec | None, gradient: Array, state: State) -> tuple[Array, State]:
             if codec is None:
                 return lax.pmean(gradient, axis), state
 
@@ -137,55 +137,55 @@ class Codec(NamedCodec):
                 return codec._reduce(gradient, state, axis, key)
 
             if layers:
-                mean, after = jax.vmap(one_layer)(gradient, state, _keys(key, len(gradient), first))
+                mean, new_state = jax.vmap(one_layer)(gradient, state, _keys(key, len(gradient), first))
             else:
-                mean, after = one_layer(gradient, state, key)
-            return mean, jax.tree.map(_typed_like, after, state)
+                mean, new_state = one_layer(gradient, state, key)
+            return mean, jax.tree.map(_typed_like, new_state, state)
 
-        firsts, codecs = zip(*self.timetable, strict=True)
+        first_steps, codecs = zip(*self.timetable, strict=True)
         if step is None or not self.timed:
-            return run(codecs[0], gradient, state)
-        number = jnp.sum(step >= jnp.array(firsts[1:]))
-        return lax.switch(number, [functools.partial(run, codec) for codec in codecs], gradient, state)
+            return reduce_by(codecs[0], gradient, state)
+        phase = jnp.sum(step >= jnp.array(first_steps[1:]))
+        return lax.switch(phase, [functools.partial(reduce_by, codec) for codec in codecs], gradient, state)
 
     def wire_bytes(self, shape: Sequence[int], n: int, *, layers: bool = False) -> int:
-        """Bytes that one device sends over the axis in a step, once nothing changes with time any more.
+        """Bytes that one device sends over the axis in a step of the last phase.
 
         The mean in float32 sends `wire.exact`.
 
         Args:
-            shape: of the leaf, as one device has it.
+            shape: of the leaf on one device.
             n: devices on the axis.
             layers: the first dim is stacked layers.
         """
         return shape[0] * self._wire_bytes(tuple(shape[1:]), n) if layers else self._wire_bytes(tuple(shape), n)
 
     def resize(self, states: State, shape: Sequence[int], n: int, *, layers: bool = False) -> State:
-        """States of another number of replicas, with the mean of what the residuals still owe kept.
+        """States for another number of replicas, with the same mean of the residuals.
 
         Args:
-            states: of one leaf on one device, with a leading dim for the replicas that were.
-            shape: of the leaf, as one device has it.
-            n: replicas that will be.
+            states: of one leaf on one device, with a leading dim of old replicas.
+            shape: of the leaf on one device.
+            n: new replicas.
             layers: the first dim of the leaf is stacked layers.
 
         Returns:
-            The same with a leading dim of n.
+            The states with a leading dim of n.
         """
         states = jax.tree.map(jnp.asarray, states)
-        if not states:  # a codec without feedback keeps none
+        if not states:  # a codec without feedback has none
             return states
         if not layers:
             return self._resize(states, tuple(shape), n)
-        return jax.vmap(lambda mine: self._resize(mine, tuple(shape[1:]), n), in_axes=1, out_axes=1)(states)
+        return jax.vmap(lambda state: self._resize(state, tuple(shape[1:]), n), in_axes=1, out_axes=1)(states)
 
-    # ---- what a kind of codec writes, of one layer
+    # ---- the interface for subclasses, of one layer
 
     def _refusal(self, shape: tuple[int, ...], n: int) -> str | None:
         return None
 
     def _timetable(self) -> tuple[tuple[int, "Codec"], ...]:
-        """What compresses from which step on, counted from the first that is compressed; these have no `start`."""
+        """(first step, codec) of each phase, counted from the first compressed step; these codecs have no `start`."""
         return ((0, dataclasses.replace(self, start=0)),)
 
     def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> State:
@@ -193,18 +193,18 @@ class Codec(NamedCodec):
 
     @abc.abstractmethod
     def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
-        """The mean of one layer's gradient over the axis, and what is kept, without `start` or a warm-up."""
+        """The mean of one layer's gradient over the axis, and its new state, without `start` or a warm-up."""
 
     @abc.abstractmethod
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
         """Bytes that one device sends of one layer's gradient."""
 
     def _resize(self, states: State, shape: tuple[int, ...], n: int) -> State:
-        """What is alike on all replicas, and residuals: each replica takes the mean."""
-        return {name: _repeated(jnp.mean(part, 0), n) for name, part in states.items()}
+        """Every replica takes the mean of residuals, and of states that are equal on all replicas."""
+        return {name: _repeat(jnp.mean(array, 0), n) for name, array in states.items()}
 
     def owed(self, gradient: Array, state: State) -> Array:
-        """What a message should say: the gradient and what earlier messages left out."""
+        """The value to send: the gradient plus the residual of earlier messages."""
         return gradient + state["residual"] if self.feedback else gradient
 
 
@@ -219,15 +219,15 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _keys(key: Key | None, layers: int, first: int) -> Key | None:
-    """A key for each layer, which depends on its number alone."""
+    """A key for each layer, which depends on the layer's number alone."""
     return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(layers))
 
 
-def _repeated(value: Array, n: int) -> Array:
+def _repeat(value: Array, n: int) -> Array:
     return jnp.broadcast_to(value, (n, *value.shape))
 
 
 def _typed_like(value: Array, like: Array) -> Array:
-    """A value marked as varying over the manual axes over which another does."""
+    """`value`, typed as varying over the manual axes over which `like` varies."""
     missing = tuple(sorted(varying_axes(like) - varying_axes(value)))
     return lax.pcast(value, missing, to="varying") if missing else value

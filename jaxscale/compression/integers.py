@@ -1,9 +1,9 @@
-"""Whole numbers for floats, a float32 scale for each block: the arithmetic that int8, int4 and QSGD share.
+"""Floats as integers, with a float32 scale for each block: the arithmetic that int8, int4 and QSGD share.
 
-With L = 2^(bits-1) - 1 levels on each side, a block x of scale s = max|x| has the codes round(x L / s) and stands for
-codes * s / L: no element is off by more than s / 2L. Codes of 4 bits or fewer lie two in a byte: what XLA sends of an
-int4 array is a byte each. Rounding to the nearest in 8 or 4 bits is a kernel where there is one for the chip
-(`pallas_kernels.quantize`, whose definition is the same). Left out: entropy coding.
+With L = 2^(bits-1) - 1 levels on each side, a block x of scale s = max|x| has the codes round(x L / s) and decodes to
+codes * s / L: no element is off by more than s / 2L. Codes of 4 bits or fewer lie two in a byte, for XLA sends a whole
+byte for each int4. A kernel rounds to the nearest in 8 or 4 bits if the chip has one (`pallas_kernels.quantize`, of the
+same definition). Left out: entropy coding.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from pallas_kernels.target import target
 
 
 class Coded(NamedTuple):
-    """Blocks as whole numbers.
+    """Blocks as integers.
 
     Args:
-        codes: int8, two to a byte of 4 bits.
+        codes: int8; of 4 bits or fewer, two in a byte.
         scale: largest magnitude of each block.
     """
 
@@ -32,11 +32,11 @@ class Coded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Integers:
-    """Blocks of floats to whole numbers and back.
+    """Encodes blocks of floats as integers, and decodes them.
 
     Args:
         bits: of each code, 2 to 8.
-        block: elements that share a scale; even where codes lie two in a byte.
+        block: elements that share a scale; even if codes lie two in a byte.
 
     Example:
         >>> rule = Integers(bits=4, block=4)
@@ -61,7 +61,7 @@ class Integers:
 
         Args:
             x: float32, whose last dim the block divides.
-            key: rounds at random, up with the probability of what would be cut off, so that the mean is right; `None`
+            key: rounds at random, up with the probability of the fractional part, so that the mean is right; `None`
                 rounds to the nearest.
         """
         blocks = x.reshape(*x.shape[:-1], -1, self.block)
@@ -69,19 +69,19 @@ class Integers:
             codes, scale = quantize(blocks.reshape(-1, self.block), bits=self.bits, block=self.block, axis=-1)
             return Coded(codes.reshape(*blocks.shape[:-1], -1), scale.reshape(blocks.shape[:-1]))
         if listening() and x.size:
-            other = "at random" if key is not None else f"in {self.bits} bits"
-            why = f"kernels round to the nearest of 8 or 4 bits, and this rounds {other}"
-            note(Explanation("quantize", target(), "reference", {}, why))
+            rounding = "at random" if key is not None else f"in {self.bits} bits"
+            reason = f"kernels round to the nearest of 8 or 4 bits, and this rounds {rounding}"
+            note(Explanation("quantize", target(), "reference", {}, reason))
         scale = jnp.max(jnp.abs(blocks), -1)
-        # a block of zeros, or of numbers whose inverse is infinite, is zeros
+        # a block whose scale is zero or has an infinite inverse becomes zeros
         inverse = jnp.where(scale > 2.0**-100, self.levels / scale, 0.0)
         scaled = blocks * inverse[..., None]
-        whole = jnp.round(scaled) if key is None else jnp.floor(scaled + jax.random.uniform(key, scaled.shape))
-        codes = jnp.clip(whole, -self.levels, self.levels).astype(jnp.int8)
+        integers = jnp.round(scaled) if key is None else jnp.floor(scaled + jax.random.uniform(key, scaled.shape))
+        codes = jnp.clip(integers, -self.levels, self.levels).astype(jnp.int8)
         return Coded(_two_in_a_byte(codes) if self.bits <= 4 else codes, scale)
 
     def decode(self, coded: Coded) -> Float[Array, "... elements"]:
-        """What the codes stand for, float32."""
+        """The decoded blocks, float32."""
         codes = _one_in_a_byte(coded.codes) if self.bits <= 4 else coded.codes
         blocks = codes.astype(jnp.float32) * (coded.scale / self.levels)[..., None]
         return blocks.reshape(*blocks.shape[:-2], -1)

@@ -1,8 +1,8 @@
 """The largest elements of a leaf and where they lie: the arithmetic that top-k and DGC share.
 
-Of every block the same number, so that nothing is sorted whole and an offset takes two bytes; a block may be the whole
-leaf, and then they are the largest of all (Aji and Heafield, 2017, arXiv:1704.05021). Of blocks they are found by a
-kernel where there is one for the chip (`pallas_kernels.top_k`): XLA sorts. Left out: values in fewer bits.
+Every block keeps the same number of elements, so that no leaf is sorted as a whole and an offset takes two bytes; if a
+block is the whole leaf, they are its largest (Aji and Heafield, 2017, arXiv:1704.05021). In blocks a kernel selects
+them if the chip has one (`pallas_kernels.top_k`): XLA sorts. Left out: values in fewer bits.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ OFFSETS = 2**16
 
 
 class Kept(NamedTuple):
-    """Some elements of each block.
+    """The largest elements of each block.
 
     Args:
         values: float32.
-        offsets: of each in its block: uint16, or int32 where the block is the whole leaf.
+        offsets: position of each within its block: uint16, or int32 if the block is the whole leaf.
     """
 
     values: Float[Array, "blocks kept"]
@@ -36,14 +36,14 @@ class Kept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Largest:
-    """Which elements of a leaf are kept.
+    """The rule that selects elements of a leaf.
 
     Args:
         fraction: of all elements, in (0, 1].
-        block: elements of which the largest are kept, the same number of each; `None`: the whole leaf.
+        block: elements of a block, each of which keeps as many; `None`: the whole leaf.
 
     Raises:
-        UserError: a fraction or block out of range, or of which nothing would be kept.
+        UserError: a fraction or block out of range, or a fraction that keeps no element of a block.
 
     Example:
         >>> rule = Largest(0.5, block=4)
@@ -63,30 +63,30 @@ class Largest:
         if not 1 <= self.block <= OFFSETS:
             raise UserError(f"block: got {self.block}, expected 1 to {OFFSETS} elements, or none for the whole leaf")
         if round(self.fraction * self.block) < 1:
-            needed = 2 ** math.ceil(math.log2(1 / self.fraction))
-            wanted = f"block={needed}" if needed <= OFFSETS else "block=none"
-            raise UserError(f"fraction {self.fraction} of blocks of {self.block} is no element: give {wanted}")
+            least_block = 2 ** math.ceil(math.log2(1 / self.fraction))
+            remedy = f"block={least_block}" if least_block <= OFFSETS else "block=none"
+            raise UserError(f"fraction {self.fraction} of blocks of {self.block} is no element: give {remedy}")
 
     def sizes(self, elements: int) -> tuple[int, int, int]:
-        """(blocks, elements of each, how many of them are kept) of a leaf of so many elements."""
+        """(blocks, elements of a block, kept elements of a block) of a leaf of `elements`."""
         block = elements if self.block is None else min(self.block, elements)
         return math.ceil(elements / block), block, max(1, round(self.fraction * block))
 
     def encode(self, flat: Float[Array, "elements"]) -> Kept:
         """The largest by magnitude."""
-        blocks, block, kept = self.sizes(flat.size)
+        blocks, block, count = self.sizes(flat.size)
         rows = jnp.pad(flat, (0, blocks * block - flat.size)).reshape(blocks, block)
         if self.block is None:
             if listening():
                 note(Explanation("top_k", target(), "reference", {}, "kernels are of blocks, and this is a whole leaf"))
-            _, offsets = lax.top_k(jnp.abs(rows), kept)
+            _, offsets = lax.top_k(jnp.abs(rows), count)
             return Kept(jnp.take_along_axis(rows, offsets, -1), offsets)
-        values, offsets = top_k(rows, kept, block=block, axis=-1)
+        values, offsets = top_k(rows, count, block=block, axis=-1)
         return Kept(values, offsets.astype(jnp.uint16))
 
-    def decode(self, kept: Kept, elements: int) -> Float[Array, "elements"]:
-        """A leaf with the kept elements, and zeros."""
+    def decode(self, selection: Kept, elements: int) -> Float[Array, "elements"]:
+        """A leaf of the kept elements, and zeros elsewhere."""
         blocks, block, _ = self.sizes(elements)
-        places = jnp.arange(blocks)[:, None] * block + kept.offsets.astype(jnp.int32)
-        whole = jnp.zeros(blocks * block, jnp.float32)
-        return whole.at[places].set(kept.values, unique_indices=True, mode="promise_in_bounds")[:elements]
+        positions = jnp.arange(blocks)[:, None] * block + selection.offsets.astype(jnp.int32)
+        flat = jnp.zeros(blocks * block, jnp.float32)
+        return flat.at[positions].set(selection.values, unique_indices=True, mode="promise_in_bounds")[:elements]

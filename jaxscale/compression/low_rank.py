@@ -1,9 +1,9 @@
 """Low-rank codecs: a matrix as the product of two thin ones, each of which is averaged exactly.
 
-    P = mean(M Q), made ready for use;  Q = mean(M^T P);  the mean is P Q^T, and Q starts the next step.
+    P = mean(M Q), normalised;  Q = mean(M^T P);  the mean is P Q^T, and Q starts the next step.
 
-P and Q add up in their coded form, so that two all-reduces do and bytes do not grow with the number of devices. What
-PowerSGD and GradZip have in common; they differ in how P and Q are made ready.
+P and Q can be added in this form, so that two all-reduces suffice and bytes do not grow with the number of devices.
+Shared by PowerSGD and GradZip, which differ in how they normalise P and Q.
 """
 
 import abc
@@ -21,7 +21,7 @@ from jaxscale.typing import Array, Float, Key
 
 @dataclasses.dataclass(frozen=True)
 class LowRank(Codec):
-    """A codec of matrices; it writes `left` and `right`.
+    """A codec of matrices; subclasses define `left` and `right`.
 
     Args:
         rank: columns of P and Q, at most the smaller dim of the matrix.
@@ -36,11 +36,11 @@ class LowRank(Codec):
 
     @abc.abstractmethod
     def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
-        """P, alike on all devices, from this device's M Q."""
+        """P, equal on all devices, from this device's M Q."""
 
     @abc.abstractmethod
     def right(self, product: Float[Array, "columns rank"], p: Float[Array, "rows rank"], axis: str) -> Array:
-        """Q, alike on all devices, from this device's M^T P."""
+        """Q, equal on all devices, from this device's M^T P."""
 
     def _refusal(self, shape: tuple[int, ...], n: int) -> str | None:
         rows, columns = matrix(shape)
@@ -56,14 +56,14 @@ class LowRank(Codec):
         return super()._init(shape, key, n) | {"q": jax.random.normal(key, (matrix(shape)[1], self.rank))}
 
     def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
-        owed, before = self.owed(gradient, state), state["q"]
-        whole = owed.reshape(matrix(gradient.shape))
-        p = self.left(times(whole, before), before, axis)
-        q = self.right(times(whole.T, p), p, axis)
+        owed, old_q = self.owed(gradient, state), state["q"]
+        owed_matrix = owed.reshape(matrix(gradient.shape))
+        p = self.left(times(owed_matrix, old_q), old_q, axis)
+        q = self.right(times(owed_matrix.T, p), p, axis)
         mean = times(p, q.T).reshape(gradient.shape)
-        # a column that met nothing but zeros would stay zero for ever: a gradient may be zero for a step
-        after = {"q": jnp.where(jnp.any(q != 0, 0), q, before)}
-        return mean, ({"residual": owed - mean} if self.feedback else {}) | after
+        # a gradient may be zero for a step, and a zero column of Q would stay zero for ever
+        new_state = {"q": jnp.where(jnp.any(q != 0, 0), q, old_q)}
+        return mean, ({"residual": owed - mean} if self.feedback else {}) | new_state
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
         return sum(wire.all_reduce(wire.FLOAT32 * side * self.rank, n) for side in matrix(shape))

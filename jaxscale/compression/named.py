@@ -1,5 +1,5 @@
-"""NamedCodec: a codec by its text form, such as "powersgd:4,start=100". What computes is in `codec.py`: a plan is read
-and checked without JAX.
+"""NamedCodec: a codec by its text form, such as "powersgd:4,start=100". The computation is in `codec.py`: a plan is
+read and checked without JAX.
 """
 
 import abc
@@ -15,7 +15,7 @@ class NamedCodec(abc.ABC):
     """A codec's options and its text form, `NAME[:VALUE][,FIELD=VALUE...]`.
 
     Args:
-        feedback: what a message leaves out is kept and added to the next gradient.
+        feedback: the error of a message is kept and added to the next gradient.
         start: steps that send the exact mean before the first that is compressed.
 
     Example:
@@ -31,11 +31,11 @@ did you mean 'start'?
     name: ClassVar[str]
     """The word of the text form."""
     value: ClassVar[str | None] = None
-    """The field that stands behind the colon."""
+    """The field after the colon."""
     unit: ClassVar[str] = ""
-    """What may follow its number: the bit of `qsgd:4bit`."""
+    """Optional suffix of that number: the bit of `qsgd:4bit`."""
     late: ClassVar[bool] = False
-    """Whether most of a gradient comes many steps after its own, so that an optimizer's momentum carries it too far."""
+    """Whether most of a gradient arrives many steps late, so that an optimizer's momentum carries it too far."""
     feedback: bool = dataclasses.field(default=True, kw_only=True)
     start: int = dataclasses.field(default=0, kw_only=True)
 
@@ -46,7 +46,7 @@ did you mean 'start'?
 
     @classmethod
     def parse(cls, text: str) -> Any:
-        """The codec of its text form.
+        """The codec that a text form describes.
 
         Raises:
             UserError: an unknown codec or option, with the near miss; a value that the codec refuses.
@@ -60,32 +60,32 @@ did you mean 'start'?
         codec = CODECS[name.lower()]
         if bool(colon) != (codec.value is not None):
             raise UserError(f"codec {text!r}: expected {codec.form()}")
-        given = {} if codec.value is None else {codec.value: value.removesuffix(codec.unit)}
+        texts = {} if codec.value is None else {codec.value: value.removesuffix(codec.unit)}
         hints = values.field_types(codec)
         for option in options:
             key, equals, value = (part.strip() for part in option.partition("="))
             if key not in hints:
                 raise unknown(f"option of codec {codec.name}", key, hints)
-            if not equals or key in given:
+            if not equals or key in texts:
                 raise UserError(f"codec {text!r}: got {option!r}, expected each option once: {codec.form()}")
-            given[key] = value
+            texts[key] = value
         try:
-            return codec(**{key: values.parse(value, hints[key], key) for key, value in given.items()})
+            return codec(**{key: values.parse(value, hints[key], key) for key, value in texts.items()})
         except UserError as error:
             raise UserError(f"codec {text!r}: {error}") from None
 
     def __str__(self) -> str:
-        shown = f":{_text(getattr(self, self.value))}{self.unit}" if self.value else ""
+        value = f":{_text(getattr(self, self.value))}{self.unit}" if self.value else ""
         options = [
             f",{field.name}={_text(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
             if field.name != self.value and getattr(self, field.name) != field.default
         ]
-        return f"{self.name}{shown}{''.join(options)}"
+        return f"{self.name}{value}{''.join(options)}"
 
     @classmethod
     def form(cls) -> str:
-        """The text form as a message says it.
+        """The template of the text form, for messages.
 
         Example:
             >>> from jaxscale.compression.codecs import CODECS

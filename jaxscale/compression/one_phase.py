@@ -1,7 +1,7 @@
-"""One-phase codecs: every device tells all others its message, and each adds up what they stand for.
+"""One-phase codecs: every device sends its message to all others, and each adds up the decoded messages.
 
-One all-gather; the bytes grow with the number of devices, which suits messages that do not add up in their coded form
-and are far smaller than the leaf, such as the largest elements and where they lie.
+One all-gather; the bytes grow with the number of devices, which suits messages that cannot be added in their encoded
+form and are far smaller than the leaf, such as the largest elements and their positions.
 """
 
 import abc
@@ -22,7 +22,7 @@ from jaxscale.typing import Array, Float, Key
 
 @dataclasses.dataclass(frozen=True)
 class OnePhase(Codec):
-    """A codec of whole leaves; it writes `encode` and `decode`."""
+    """A codec of whole leaves; subclasses define `encode` and `decode`."""
 
     @abc.abstractmethod
     def encode(self, flat: Float[Array, "elements"], key: Key | None) -> Any:
@@ -30,42 +30,42 @@ class OnePhase(Codec):
 
         Args:
             flat: float32, the leaf of one layer.
-            key: this device's own, where `random`.
+            key: of this device, if `random`.
         """
 
     @abc.abstractmethod
     def decode(self, message: Any, elements: int) -> Float[Array, "elements"]:
-        """What a message stands for, float32; the same bits on every device."""
+        """The leaf that a message encodes, float32; the same bits on every device."""
 
     def message(self, flat: Float[Array, "elements"], key: Key | None) -> Any:
-        """`encode`, done once: what is left over is measured against the very bytes that are sent.
+        """`encode`, computed once: the residual is measured against the very bytes that are sent.
 
-        XLA would compute the message again inside whatever decodes it on this device.
+        XLA would else compute the message again wherever this device decodes it.
         """
         return lax.optimization_barrier(self.encode(flat, key))
 
     def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
-        own = None if key is None else jax.random.fold_in(key, lax.axis_index(axis))
+        device_key = None if key is None else jax.random.fold_in(key, lax.axis_index(axis))
         owed = self.owed(gradient, state)
-        message = self.message(owed.reshape(-1), own)
+        message = self.message(owed.reshape(-1), device_key)
         mean = self.mean(message, gradient.size, axis).reshape(gradient.shape)
         if not self.feedback:
             return mean, {}
         return mean, {"residual": owed - self.decode(message, gradient.size).reshape(gradient.shape)}
 
     def mean(self, message: Any, elements: int, axis: str) -> Float[Array, "elements"]:
-        """The mean of what all devices' messages stand for.
+        """The mean of all devices' decoded messages.
 
-        They are added one after another: scattered all at once, a GPU would add them in an order of its own, and
-        replicas would drift apart.
+        They are added one after another: in one scatter, the order of addition would differ between GPUs, and replicas
+        would diverge.
         """
-        messages = jax.tree.map(lambda part: all_gather_alike(part[None], axis), message)
-        first, rest = (jax.tree.map(lambda part, cut=cut: part[cut], messages) for cut in (0, slice(1, None)))
+        messages = jax.tree.map(lambda array: all_gather_alike(array[None], axis), message)
+        head, tail = (jax.tree.map(lambda array, index=index: array[index], messages) for index in (0, slice(1, None)))
 
         def add(total: Array, message: Any) -> tuple[Array, None]:
             return total + self.decode(message, elements), None
 
-        total, _ = lax.scan(add, self.decode(first, elements), rest)
+        total, _ = lax.scan(add, self.decode(head, elements), tail)
         return total / lax.axis_size(axis)
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:

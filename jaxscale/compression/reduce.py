@@ -1,13 +1,13 @@
-"""The reduce stage: from each replica's own gradients to their mean, the same on all, before optax sees it.
+"""The reduce stage: from each replica's gradients to their mean, equal on all replicas, before optax sees it.
 
 It runs in a `jax.shard_map` that is manual over every axis: each device holds its shard of its replica's gradients, and
-a codec sends what it makes of that shard over the slow axis alone. Leaves too small to be worth a codec (norms, biases,
-what it can't take) go as they are, all in one message. A gradient with NaN or Inf would poison residuals and scales of
-one replica, and the others would not know: all devices agree on it by one number, the mean becomes NaN, so that the
-guard skips the step, and states stay as they were in every bit.
+a codec sends an encoding of that shard over the slow axis alone. Leaves too small for a codec, and leaves that it
+refuses (norms, biases), are sent uncompressed in one message. NaN or Inf in a gradient would corrupt the residuals and
+scales of one replica unseen by the others: all devices agree on finiteness by one number, the mean becomes NaN, so that
+the guard skips the step, and the states are unchanged to the bit.
 
-What it leaves out: clipping and norms (the mean's, which come after), and the reduction inside a replica, which XLA has
-done before.
+Left out: clipping and norms, which apply to the mean afterwards, and the reduction inside a replica, which XLA has done
+before.
 """
 
 import dataclasses
@@ -28,17 +28,17 @@ from jaxscale.errors import UserError
 from jaxscale.typing import Array, Float, Int, Key
 
 SMALL = 256
-"""Elements on a device below which a gradient is sent as it is."""
+"""Elements on a device below which a gradient is sent uncompressed."""
 
 RESIDUAL = "residual"
 
 States = dict[str, dict[str, Any]]
-"""By gradient and name: residuals (replicas, *shape), others (replicas, shards, *shape on a device)."""
+"""By gradient and state name: residuals (replicas, *shape); all else (replicas, shards, *shape on a device)."""
 
 
 def squared_residuals(states: States) -> Float[Array, ""]:
-    """Squared norm of what the codec owes, of these states."""
-    return sum((jnp.sum(jnp.square(mine[RESIDUAL])) for mine in states.values() if RESIDUAL in mine), jnp.zeros(()))
+    """Squared norm of the residuals in these states."""
+    return sum((jnp.sum(jnp.square(state[RESIDUAL])) for state in states.values() if RESIDUAL in state), jnp.zeros(()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Leaf:
     """One gradient of the stage.
 
     Args:
-        shape: of all of it.
-        spec: where its shards lie; the slow axis is none of its axes.
+        shape: global shape.
+        spec: placement of its shards, without the slow axis.
         layers: its first dim is stacked layers.
-        stack: where these are a part of a stack, the name of the whole: what codecs draw does not depend on the parts.
-        first: number of the first of them in the stack.
+        stack: name of the whole stack, if these layers are a part of it: random draws do not depend on the parts.
+        first: number of its first layer in the stack.
     """
 
     shape: tuple[int, ...]
@@ -61,17 +61,17 @@ class Leaf:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes over which it is split, in the order of its dims."""
+        """Mesh axes over which the gradient is split, in the order of its dims."""
         return tuple(a for e in self.spec if e is not None for a in ((e,) if isinstance(e, str) else e))
 
 
 class Reduced(NamedTuple):
-    """What the stage gives.
+    """Result of the stage.
 
     Args:
         mean: of the gradients over the replicas, by name, float32.
-        states: after it.
-        residual_norm: of what the codec owes: root of the mean over replicas of its squared norm.
+        states: of the codec, after the step.
+        residual_norm: root of the mean over replicas of the residuals' squared norm.
     """
 
     mean: dict[str, Array]
@@ -81,18 +81,18 @@ class Reduced(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-    """A codec at work on the gradients of a model.
+    """A codec applied to the gradients of a model.
 
     Args:
         codec: for all gradients that are not too small.
         mesh: of devices.
         leaves: the gradients, by name.
-        axis: the slow one.
-        seed: of what codecs draw.
-        small: elements on a device below which a gradient is sent as it is.
+        axis: the slow mesh axis.
+        seed: of the codec's random draws.
+        small: elements on a device below which a gradient is sent uncompressed.
 
     Raises:
-        UserError: the axis has one device, or the codec takes none of the gradients.
+        UserError: the axis has one device, or the codec accepts none of the gradients.
 
     Example:
         >>> from jax.sharding import AbstractMesh
@@ -111,17 +111,17 @@ class Stage:
 
     def __post_init__(self) -> None:
         if self.coded:
-            _ = self._sent  # sizes of messages come of tracing them, which is not to be noted as what a step takes
+            _ = self._sent_bytes  # message sizes are traced here, so that no step notes the kernels of that trace
             return
         largest = max(self.leaves, key=lambda name: math.prod(self.local(name)), default=None)
         if largest is None or self.replicas < 2:
             raise UserError(f"reduce {self.codec}: the mesh has no {self.axis} axis to reduce over; add {self.axis}:N")
-        why = self.codec.refusal(self.local(largest), self.replicas, layers=self.leaves[largest].layers)
-        count = math.prod(self.local(largest))
-        why = why or f"it has {count} elements on a device, which are too few, or take no more bytes as they are"
+        reason = self.codec.refusal(self.local(largest), self.replicas, layers=self.leaves[largest].layers)
+        elements = math.prod(self.local(largest))
+        reason = reason or f"its {elements} elements on a device are too few, or take no more bytes uncompressed"
         raise UserError(
-            f"reduce {self.codec}: it is for none of this model's gradients. The largest is {largest}: {why}; leave "
-            "reduce out"
+            f"reduce {self.codec}: it applies to none of this model's gradients. The largest is {largest}: {reason}; "
+            "leave reduce out"
         )
 
     # -- facts ---------------------------------------------------------------------------------------------------------
@@ -135,24 +135,24 @@ class Stage:
         """Shape of a gradient on one device."""
         leaf = self.leaves[name]
         entries = [*leaf.spec, *(None,) * (len(leaf.shape) - len(leaf.spec))]
-        ways = [math.prod(self.mesh.shape[a] for a in ((e,) if isinstance(e, str) else e or ())) for e in entries]
-        return tuple(size // n for size, n in zip(leaf.shape, ways, strict=True))
+        splits = [math.prod(self.mesh.shape[a] for a in ((e,) if isinstance(e, str) else e or ())) for e in entries]
+        return tuple(size // n for size, n in zip(leaf.shape, splits, strict=True))
 
     def shards(self, name: str) -> int:
-        """Parts into which a gradient is split."""
+        """Number of shards of a gradient."""
         return math.prod(self.mesh.shape[axis] for axis in self.leaves[name].axes)
 
     @functools.cached_property
     def coded(self) -> tuple[str, ...]:
-        """Gradients that the codec is for."""
-        return tuple(name for name in self.leaves if self._worth(name))
+        """Gradients that the codec compresses."""
+        return tuple(name for name in self.leaves if self._is_coded(name))
 
     @functools.cached_property
     def plain(self) -> tuple[str, ...]:
-        """Gradients that are sent as they are, in one message."""
+        """Gradients that are sent uncompressed, in one message."""
         return tuple(name for name in self.leaves if name not in self.coded)
 
-    def _worth(self, name: str) -> bool:
+    def _is_coded(self, name: str) -> bool:
         shape, layers, n = self.local(name), self.leaves[name].layers, self.replicas
         if n < 2 or len(shape) - layers < 2 or math.prod(shape) < self.small:
             return False
@@ -162,32 +162,32 @@ class Stage:
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of the one message of small gradients."""
+        """Bytes of the message of uncompressed gradients."""
         return wire.FLOAT32 * sum(math.prod(self.local(name)) for name in self.plain)
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends over the slow axis in one step, once nothing changes with time any more."""
+        """Bytes that one device sends over the slow axis in a step, with the last codec of the timetable."""
         return self._coded_bytes(self.codec) + wire.all_reduce(self.plain_bytes, self.replicas)
 
     @property
     def program_bytes(self) -> int:
-        """The same of all that the compiled step can send: a program holds every codec of the timetable."""
-        return sum(self._sent) + wire.all_reduce(self.plain_bytes, self.replicas)
+        """Bytes of all messages in the compiled step, which contains every codec of the timetable."""
+        return sum(self._sent_bytes) + wire.all_reduce(self.plain_bytes, self.replicas)
 
     def wire_bytes_at(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """The same of one step, after so many updates."""
-        firsts = jnp.array([first for first, _ in self.codec.timetable])
-        small = wire.all_reduce(self.plain_bytes, self.replicas)
-        return jnp.array([coded + small for coded in self._sent], jnp.float32)[jnp.sum(step >= firsts) - 1]
+        """Bytes that one device sends in the step after `step` updates."""
+        starts = jnp.array([first for first, _ in self.codec.timetable])
+        plain = wire.all_reduce(self.plain_bytes, self.replicas)
+        return jnp.array([coded + plain for coded in self._sent_bytes], jnp.float32)[jnp.sum(step >= starts) - 1]
 
     @functools.cached_property
-    def _sent(self) -> tuple[int, ...]:
-        """Bytes of the gradients that the codec is for, by each codec of the timetable."""
+    def _sent_bytes(self) -> tuple[int, ...]:
+        """Bytes of the compressed gradients under each codec of the timetable."""
         return tuple(self._coded_bytes(codec) for _, codec in self.codec.timetable)
 
     def _coded_bytes(self, codec: Codec | None) -> int:
-        """Of the gradients that the codec is for; `None` sends them in float32."""
+        """Bytes of the compressed gradients; the codec `None` sends them in float32."""
         shapes = ((self.local(name), self.leaves[name].layers) for name in self.coded)
         if codec is None:
             return sum(wire.exact(shape, self.replicas) for shape, _ in shapes)
@@ -195,120 +195,120 @@ class Stage:
 
     @property
     def exact_bytes(self) -> int:
-        """The same of a reduction in float32."""
+        """Bytes that one device would send in float32."""
         return sum(wire.exact(self.local(name), self.replicas) for name in self.leaves)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
-    def _of_leaf(self, name: str, key: str, shape: tuple[int, ...], *, one: bool = False) -> Leaf:
-        """Shape and placement of the whole of a state, of all replicas or of one."""
-        leaf, n, first = self.leaves[name], (self.replicas,), (self.axis,)
-        if one:
-            n, first = (), ()
+    def _state_leaf(self, name: str, key: str, shape: tuple[int, ...], *, merged: bool = False) -> Leaf:
+        """Global shape and placement of a state, of all replicas or merged into one."""
+        leaf, n, slow_axis = self.leaves[name], (self.replicas,), (self.axis,)
+        if merged:
+            n, slow_axis = (), ()
         if key == RESIDUAL:
-            return Leaf((*n, *leaf.shape), PartitionSpec(*first, *leaf.spec))
-        return Leaf((*n, self.shards(name), *shape), PartitionSpec(*first, leaf.axes or None))
+            return Leaf((*n, *leaf.shape), PartitionSpec(*slow_axis, *leaf.spec))
+        return Leaf((*n, self.shards(name), *shape), PartitionSpec(*slow_axis, leaf.axes or None))
 
     def _init(self, name: str, key: Key) -> dict[str, Array]:
         leaf = self.leaves[name]
         return self.codec.init(self.local(name), key, self.replicas, layers=leaf.layers, first=leaf.first)
 
     @functools.cached_property
-    def _shapes(self) -> dict[str, dict[str, Any]]:
-        """States of one device and replica."""
+    def _state_shapes(self) -> dict[str, dict[str, Any]]:
+        """Shapes of the states of one device and replica."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         return {name: jax.eval_shape(functools.partial(self._init, name), key) for name in self.coded}
 
-    def _whole(self, *, one: bool = False) -> dict[str, dict[str, Leaf]]:
+    def _state_leaves(self, *, merged: bool = False) -> dict[str, dict[str, Leaf]]:
         return {
             name: {
-                key: self._of_leaf(name, key, found.shape, one=one)
-                for key, found in states.items()
-                if not one or key in self.lasting(name)
+                key: self._state_leaf(name, key, state.shape, merged=merged)
+                for key, state in states.items()
+                if not merged or key in self.lasting(name)
             }
-            for name, states in self._shapes.items()
+            for name, states in self._state_shapes.items()
         }
 
     def abstract(self, *, one: bool = False) -> Any:
-        """Shapes, dtypes and placements of the states, of all replicas or of what `merged` makes of them."""
+        """Shapes, dtypes and placements of the states of all replicas, or of the one state that `merged` returns."""
         return {
             name: {
                 key: jax.ShapeDtypeStruct(
-                    leaf.shape, self._shapes[name][key].dtype, sharding=NamedSharding(self.mesh, leaf.spec)
+                    leaf.shape, self._state_shapes[name][key].dtype, sharding=NamedSharding(self.mesh, leaf.spec)
                 )
                 for key, leaf in states.items()
             }
-            for name, states in self._whole(one=one).items()
+            for name, states in self._state_leaves(merged=one).items()
         }
 
-    def shardings(self, *, one: bool = False) -> Any:
+    def shardings(self, *, merged: bool = False) -> Any:
         """Placements of the states."""
-        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract(one=one))
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract(one=merged))
 
-    def _specs(self, *, one: bool = False) -> Any:
-        return jax.tree.map(lambda sharding: sharding.spec, self.shardings(one=one))
+    def _specs(self, *, merged: bool = False) -> Any:
+        return jax.tree.map(lambda sharding: sharding.spec, self.shardings(merged=merged))
 
     def init(self) -> States:
-        """States before the first step: a function to jit with `out_shardings`."""
+        """States before the first step; jit it with `out_shardings`."""
 
         def local() -> States:
-            return self._lifted(self.start())
+            return self._with_leading_dims(self.start())
 
-        return self._mapped(local, (), self._specs())()
+        return self._shard_mapped(local, (), self._specs())()
 
     def lasting(self, name: str) -> tuple[str, ...]:
-        """States of a gradient whose shape does not depend on the number of replicas."""
+        """Names of a gradient's states whose shapes do not depend on the number of replicas."""
         key = jax.eval_shape(lambda: jax.random.key(0))
-        more = jax.eval_shape(
+        grown_shapes = jax.eval_shape(
             lambda key: self.codec.init(self.local(name), key, self.replicas + 1, layers=self.leaves[name].layers),
             key,
         )
-        return tuple(k for k, found in self._shapes[name].items() if found.shape == more[k].shape)
+        return tuple(key for key, state in self._state_shapes[name].items() if state.shape == grown_shapes[key].shape)
 
     def merged(self, states: States) -> States:
-        """What one replica would have in place of all: what they owe on average, so that another number can go on."""
+        """One state in place of all replicas', with their mean residual; any number of replicas can resume from it."""
 
         def local(states: States) -> States:
-            found: States = {}
-            for name, mine in self._lowered(states).items():
-                every = jax.tree.map(lambda part: lax.all_gather(part, self.axis), mine)
-                one = self.codec.resize(every, self.local(name), 1, layers=self.leaves[name].layers)
-                found[name] = {key: one[key][0] if key == RESIDUAL else one[key] for key in self.lasting(name)}
-            return found
+            merged: States = {}
+            for name, state in self._without_leading_dims(states).items():
+                gathered = jax.tree.map(lambda array: lax.all_gather(array, self.axis), state)
+                single = self.codec.resize(gathered, self.local(name), 1, layers=self.leaves[name].layers)
+                merged[name] = {key: single[key][0] if key == RESIDUAL else single[key] for key in self.lasting(name)}
+            return merged
 
-        return self._mapped(local, (self._specs(),), self._specs(one=True))(states)
+        return self._shard_mapped(local, (self._specs(),), self._specs(merged=True))(states)
 
     def spread(self, merged: States) -> States:
-        """The inverse of `merged`, for the replicas of this mesh; what it lacks begins anew."""
+        """The inverse of `merged`, for the replicas of this mesh; missing states take their initial values."""
 
         def local(merged: States) -> States:
-            fresh = self.start()
-            given = {
-                name: {key: part if key == RESIDUAL else part[0] for key, part in mine.items()}
-                for name, mine in merged.items()
+            initial = self.start()
+            local_states = {
+                name: {key: array if key == RESIDUAL else array[0] for key, array in state.items()}
+                for name, state in merged.items()
             }
-            return self._lifted({name: {**fresh[name], **given.get(name, {})} for name in fresh})
+            return self._with_leading_dims({name: {**initial[name], **local_states.get(name, {})} for name in initial})
 
-        specs = {n: {k: self._specs(one=True)[n][k] for k in mine} for n, mine in merged.items()}
-        return self._mapped(local, (specs,), self._specs())(merged)
+        specs = {name: {key: self._specs(merged=True)[name][key] for key in state} for name, state in merged.items()}
+        return self._shard_mapped(local, (specs,), self._specs())(merged)
 
-    def _lifted(self, states: States) -> States:
-        """States of a device with the dims that those of all have before theirs."""
+    def _with_leading_dims(self, states: States) -> States:
+        """States of a device with leading dims for replicas and shards."""
         return {
-            name: {key: part[None] if key == RESIDUAL else part[None, None] for key, part in mine.items()}
-            for name, mine in states.items()
+            name: {key: array[None] if key == RESIDUAL else array[None, None] for key, array in state.items()}
+            for name, state in states.items()
         }
 
-    def _lowered(self, states: States) -> States:
+    def _without_leading_dims(self, states: States) -> States:
         return {
-            name: {key: part[0] if key == RESIDUAL else part[0, 0] for key, part in mine.items()}
-            for name, mine in states.items()
+            name: {key: array[0] if key == RESIDUAL else array[0, 0] for key, array in state.items()}
+            for name, state in states.items()
         }
 
     # -- the stage -----------------------------------------------------------------------------------------------------
 
     def __call__(self, gradients: Mapping[str, Array], states: States, step: Int[Array, ""]) -> Reduced:
-        """The mean of gradients over the replicas.
+        """Average gradients over the replicas.
 
         Args:
             gradients: by name, float32 (replicas, *shape).
@@ -317,56 +317,56 @@ class Stage:
         """
 
         def local(gradients: dict[str, Array], states: States, step: Array) -> Reduced:
-            mine = {name: gradient[0] for name, gradient in gradients.items()}
-            mean, after = self.inside(mine, self._lowered(states), step, self.mesh.axis_names)
-            return Reduced(mean, self._lifted(after), self._norm(after))
+            shards = {name: gradient[0] for name, gradient in gradients.items()}
+            mean, new_states = self.inside(shards, self._without_leading_dims(states), step, self.mesh.axis_names)
+            return Reduced(mean, self._with_leading_dims(new_states), self._residual_norm(new_states))
 
-        whole = PartitionSpec()
-        apart = {name: PartitionSpec(self.axis, *leaf.spec) for name, leaf in self.leaves.items()}
-        together = {name: leaf.spec for name, leaf in self.leaves.items()}
-        out: Any = Reduced(*(together, self._specs(), whole))  # pyright: ignore[reportArgumentType]
-        ordered = {name: gradients[name] for name in self.leaves}
-        return self._mapped(local, (apart, self._specs(), whole), out)(ordered, states, step)
+        replicated = PartitionSpec()
+        gradient_specs = {name: PartitionSpec(self.axis, *leaf.spec) for name, leaf in self.leaves.items()}
+        mean_specs = {name: leaf.spec for name, leaf in self.leaves.items()}
+        out_specs: Any = Reduced(*(mean_specs, self._specs(), replicated))  # pyright: ignore[reportArgumentType]
+        in_order = {name: gradients[name] for name in self.leaves}
+        return self._shard_mapped(local, (gradient_specs, self._specs(), replicated), out_specs)(in_order, states, step)
 
     def inside(
         self, gradients: Mapping[str, Array], states: States, step: Int[Array, ""], agreeing: Sequence[str]
     ) -> tuple[dict[str, Array], States]:
-        """The mean of gradients over the replicas, and states after it, in a region that is manual over the axes.
+        """The mean of gradients over the replicas and the new states, in a region that is manual over the axes.
 
         Args:
             gradients: by name, float32: shards of this device and replica.
             states: of this device and replica.
             step: updates made before this one.
-            agreeing: axes whose devices agree on whether the gradients are finite; all run this.
+            agreeing: axes whose devices agree on whether the gradients are finite; all of them run this.
         """
-        squares = sum((jnp.sum(jnp.square(gradient)) for gradient in gradients.values()), jnp.zeros(()))
-        good = jnp.isfinite(lax.psum(squares, agreeing))
-        mean, after = self._exact(gradients), {}
+        squared_norm = sum((jnp.sum(jnp.square(gradient)) for gradient in gradients.values()), jnp.zeros(()))
+        finite = jnp.isfinite(lax.psum(squared_norm, agreeing))
+        means, new_states = self._exact_means(gradients), {}
         key = jax.random.fold_in(jax.random.key(self.seed), step)
         for name in self.coded:
-            reduced, left = self.codec.reduce(
+            leaf_mean, leaf_state = self.codec.reduce(
                 gradients[name],
                 states[name],
                 self.axis,
-                self._key(key, name),
+                self._shard_key(key, name),
                 step,
                 layers=self.leaves[name].layers,
                 first=self.leaves[name].first,
             )
-            mean[name], after[name] = jnp.where(good, reduced, jnp.nan), left
-        after = jax.tree.map(lambda new, old: jnp.where(good, new, old), after, states)
-        return {name: mean[name] for name in self.leaves}, after
+            means[name], new_states[name] = jnp.where(finite, leaf_mean, jnp.nan), leaf_state
+        new_states = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_states, states)
+        return {name: means[name] for name in self.leaves}, new_states
 
     def start(self) -> States:
         """States of one device and replica before the first step, in a region that is manual over the axes."""
         key = jax.random.key(self.seed)
-        return {name: self._init(name, self._key(key, name)) for name in self.coded}
+        return {name: self._init(name, self._shard_key(key, name)) for name in self.coded}
 
-    def _exact(self, mine: Mapping[str, Array]) -> dict[str, Array]:
-        """The means of the small gradients, which are sent together. One that is bad makes its own mean so."""
+    def _exact_means(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
+        """Means of the uncompressed gradients, sent together; NaN or Inf stays in its own leaf."""
         if not self.plain:
             return {}
-        flat = jnp.concatenate([mine[name].reshape(-1) for name in self.plain])
+        flat = jnp.concatenate([gradients[name].reshape(-1) for name in self.plain])
         ends = [0]
         for name in self.plain:
             ends.append(ends[-1] + math.prod(self.local(name)))
@@ -376,22 +376,22 @@ class Stage:
             for name, start, end in zip(self.plain, ends, ends[1:], strict=False)
         }
 
-    def _norm(self, states: States) -> Array:
-        found = jnp.zeros(())
-        for name, mine in states.items():
+    def _residual_norm(self, states: States) -> Array:
+        squares = jnp.zeros(())
+        for name, state in states.items():
             copies = self.mesh.size // (self.replicas * self.shards(name))
-            found += squared_residuals({name: mine}) / copies
-        return jnp.sqrt(lax.psum(found, self.mesh.axis_names) / self.replicas)
+            squares += squared_residuals({name: state}) / copies
+        return jnp.sqrt(lax.psum(squares, self.mesh.axis_names) / self.replicas)
 
-    def _key(self, key: Key, name: str) -> Key:
-        """Of a gradient's shard: the same on all replicas, and on all devices that hold the same shard."""
+    def _shard_key(self, key: Key, name: str) -> Key:
+        """Key of a gradient's shard: equal on all replicas, and on all devices that hold that shard."""
         leaf = self.leaves[name]
         key = jax.random.fold_in(key, zlib.crc32((leaf.stack or name).encode()) & 0x7FFFFFFF)
-        number = jnp.int32(0)
+        shard = jnp.int32(0)
         for axis in leaf.axes:
-            number = number * self.mesh.shape[axis] + lax.axis_index(axis)
-        return jax.random.fold_in(key, number)
+            shard = shard * self.mesh.shape[axis] + lax.axis_index(axis)
+        return jax.random.fold_in(key, shard)
 
-    def _mapped(self, local: Any, given: Any, out: Any) -> Any:
-        # replicas are alike because each computes the same of what all have, which no type can tell
-        return jax.shard_map(local, mesh=self.mesh, in_specs=given, out_specs=out, check_vma=False)
+    def _shard_mapped(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        # replicas are equal because all compute the same from the same inputs, which the types cannot express
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -1,11 +1,11 @@
 """Two-phase codecs: reduce-scatter and all-gather, each of coded chunks, with the sum between them in float32.
 
-Every device owns a chunk of the leaf. All send it their codes of that chunk (all-to-all), it decodes and averages them,
-codes the mean anew and sends it to all (all-gather): bytes do not grow with the number of devices. The second coding
-has an error of its own, which its owner keeps as the *server's* residual (1-bit Adam: Tang et al., 2021,
+Every device owns a chunk of the leaf. All devices send it their codes of that chunk (all-to-all); it decodes and
+averages them, encodes the mean and sends it to all (all-gather): bytes do not grow with the number of devices. The
+owner keeps the error of this second encoding as the *server's* residual (1-bit Adam: Tang et al., 2021,
 arXiv:2102.02888), so that
 
-    sum of residuals + n * (server's residuals) + n * mean = sum of what was owed.
+    sum of residuals + n * (server's residuals) + n * mean = sum of gradients and old residuals.
 """
 
 import abc
@@ -27,38 +27,38 @@ from jaxscale.typing import Array, Key
 
 @dataclasses.dataclass(frozen=True)
 class TwoPhase(Codec):
-    """A codec of chunks; it writes `encode`, `decode` and `multiple`."""
+    """A codec of chunks; subclasses define `encode`, `decode` and `multiple`."""
 
     @abc.abstractmethod
     def encode(self, chunks: Array, filled: Array, key: Key | None) -> Any:
         """The message of each chunk: arrays whose first dim is the chunks'.
 
         Args:
-            chunks: float32 (chunks, elements); zeros behind what is filled.
-            filled: how many elements of each chunk are the leaf's.
-            key: this device's own, where `random`.
+            chunks: float32 (chunks, elements); zeros after the filled elements.
+            filled: number of each chunk's elements that are the leaf's.
+            key: of this device, if `random`.
         """
 
     @abc.abstractmethod
     def decode(self, message: Any, elements: int) -> Array:
-        """The chunks of a message: float32 (chunks, elements); anything behind what is filled."""
+        """The chunks of a message: float32 (chunks, elements); arbitrary after the filled elements."""
 
     @abc.abstractmethod
     def multiple(self, elements: int) -> int:
-        """What the length of a chunk must be a multiple of, where one of so many elements would do."""
+        """The number that must divide the length of a chunk which holds at least `elements`."""
 
     def message(self, chunks: Array, filled: Array, key: Key | None) -> Any:
-        """`encode`, done once: what is left over is measured against the very bytes that are sent.
+        """`encode`, computed once: the residual is measured against the very bytes that are sent.
 
-        XLA would compute the message again inside whatever decodes it on this device.
+        XLA would else compute the message again wherever this device decodes it.
         """
         return lax.optimization_barrier(self.encode(chunks, filled, key))
 
     def chunk(self, elements: int, n: int) -> int:
-        """Length of each of n chunks that hold so many elements."""
-        least = math.ceil(elements / n)
-        multiple = self.multiple(least)
-        return math.ceil(least / multiple) * multiple
+        """Length of each of n chunks that together hold `elements`."""
+        min_length = math.ceil(elements / n)
+        multiple = self.multiple(min_length)
+        return math.ceil(min_length / multiple) * multiple
 
     def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> State:
         if not self.feedback:
@@ -68,36 +68,36 @@ class TwoPhase(Codec):
     def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
         n, elements = lax.axis_size(axis), gradient.size
         length = self.chunk(elements, n)
-        place = lax.axis_index(axis)
+        device = lax.axis_index(axis)
         filled = np.clip(elements - length * np.arange(n), 0, length)
-        first, second = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, place))
+        chunk_key, mean_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, device))
 
         owed = self.owed(gradient, state)
         chunks = _padded(owed.reshape(-1), n * length).reshape(n, length)
-        message = self.message(chunks, jnp.asarray(filled), first)
-        received = jax.tree.map(lambda part: lax.all_to_all(part, axis, 0, 0, tiled=True), message)
-        mean = jnp.mean(self.decode(received, length), 0)
+        message = self.message(chunks, jnp.asarray(filled), chunk_key)
+        messages = jax.tree.map(lambda array: lax.all_to_all(array, axis, 0, 0, tiled=True), message)
+        chunk_mean = jnp.mean(self.decode(messages, length), 0)
         if self.feedback:
-            mean = mean + state["server"]
-        mine = jnp.asarray(filled)[place]
+            chunk_mean = chunk_mean + state["server"]
+        device_filled = jnp.asarray(filled)[device]
         if n * length != elements:
-            mean = jnp.where(jnp.arange(length) < mine, mean, 0.0)
-        answer = self.message(mean[None], mine[None], second)
-        told = jax.tree.map(lambda part: all_gather_alike(part, axis), answer)
-        result = _unpadded(self.decode(told, length), gradient.shape)
+            chunk_mean = jnp.where(jnp.arange(length) < device_filled, chunk_mean, 0.0)
+        mean_message = self.message(chunk_mean[None], device_filled[None], mean_key)
+        mean_messages = jax.tree.map(lambda array: all_gather_alike(array, axis), mean_message)
+        leaf_mean = _unpadded(self.decode(mean_messages, length), gradient.shape)
         if not self.feedback:
-            return result, {}
-        server = mean - self.decode(answer, length)[0]
+            return leaf_mean, {}
+        server = chunk_mean - self.decode(mean_message, length)[0]
         if n * length != elements:
-            server = jnp.where(jnp.arange(length) < mine, server, 0.0)
-        return result, {"residual": owed - _unpadded(self.decode(message, length), gradient.shape), "server": server}
+            server = jnp.where(jnp.arange(length) < device_filled, server, 0.0)
+        return leaf_mean, {"residual": owed - _unpadded(self.decode(message, length), gradient.shape), "server": server}
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
         message = _message_bytes(self, self.chunk(math.prod(shape), n), n)
         return wire.all_to_all(message, n) + wire.all_gather(message // n, n)
 
     def _resize(self, states: State, shape: tuple[int, ...], n: int) -> State:
-        """Each replica takes the mean of the residuals, and what the servers owe to all."""
+        """Each replica takes the mean of the residuals plus the servers' residuals."""
         if not self.feedback:
             return {}
         owed = jnp.mean(states["residual"], 0) + _unpadded(states["server"], shape)

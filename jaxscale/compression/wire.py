@@ -1,7 +1,7 @@
-"""How many bytes one device sends over an axis of n devices, for each collective that a codec uses.
+"""Bytes that one device sends over an axis of n devices, for each collective that a codec uses.
 
-Those of the ring algorithms, which send the least: Patarasu and Yuan (2009), "Bandwidth optimal all-reduce algorithms".
-What a compiled program really sends is counted by the compile report; latency is left out.
+For the ring algorithms, which send the least: Patarasu and Yuan (2009), "Bandwidth optimal all-reduce algorithms".
+The compile report counts what a compiled program sends; latency is left out.
 """
 
 import math
@@ -27,7 +27,7 @@ def all_reduce(payload: int, n: int) -> int:
 
 
 def all_gather(payload: int, n: int) -> int:
-    """Bytes that one device sends so that all have the `payload` bytes of each: n-1 times its own.
+    """Bytes that one device sends so that all receive the `payload` bytes of each: n-1 times its own.
 
     Example:
         >>> all_gather(100, 8)
@@ -47,7 +47,7 @@ def all_to_all(payload: int, n: int) -> int:
 
 
 def exact(shape: Sequence[int], n: int) -> int:
-    """Bytes that one device sends for the mean of a float32 leaf as it is: what every codec is measured against.
+    """Bytes that one device sends for the uncompressed mean of a float32 leaf: the baseline of every codec.
 
     Example:
         >>> exact((1024, 1024), 2) / 2**20
@@ -58,4 +58,4 @@ def exact(shape: Sequence[int], n: int) -> int:
 
 def message_bytes(message: Any) -> int:
     """Bytes of a message, given as arrays or their shapes."""
-    return tree_bytes(jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), message))
+    return tree_bytes(jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), message))

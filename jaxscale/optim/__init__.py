@@ -1,9 +1,9 @@
-"""Update rules and what wraps them: states in few bits, on the host, or exchanged between replicas in a bit a number.
+"""Update rules and their wrappers: state in few bits or on the host, momentum exchanged in one bit a number.
 
-Importing this package imports no JAX: each name below loads where it is first used. A rule that is a file's namesake is
-imported from there: `from jaxscale.optim.muon import muon`, `.soap`, `.galore`, `.diloco`, `.split_weights`.
-`offload_state` keeps a rule's state on the host in a training loop of one's own; for a run of ours the plan says it
-(`optimizer_state="streamed"` or `"host"`), and `offloaded.streamed` and `offloaded.on_host` make that step.
+Importing this package imports no JAX: each name below loads at its first use. Import a rule with the name of its file
+from there: `from jaxscale.optim.muon import muon`, `.soap`, `.galore`, `.diloco`, `.split_weights`.
+`offload_state` keeps a rule's state on the host in a custom training loop; in our runs the plan does
+(`optimizer_state="streamed"` or `"host"`), by `offloaded.streamed` and `offloaded.on_host`.
 """
 
 import importlib

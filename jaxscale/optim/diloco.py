@@ -1,19 +1,19 @@
-r"""DiLoCo: replicas train alone for many steps, and then move together by what they have moved on average.
+r"""DiLoCo: replicas train alone for many steps, then all apply their mean displacement.
 
-Each replica i makes H steps of its own optimizer from the weights θ that all share, to w_i, and the way back is a
-gradient to an outer optimizer (Douillard et al. 2023, arXiv 2311.08105), Nesterov's SGD:
+Each replica i takes H steps of its own optimizer from the shared weights θ to w_i, and the displacement θ - w_i is a
+gradient for an outer optimizer (Douillard et al. 2023, arXiv 2311.08105), Nesterov's SGD:
 
     d = mean of θ - w_i,   m = μ m + d,   θ = θ - η (d + μ m),   w_i = θ for all
 
-so that the slow axis carries the bytes of one step in H, and `Plan.reduce` may have a codec send d in fewer. With
-H = 1, plain SGD inside and an outer rate of 1 without momentum this is data parallel training. With AdamW inside it is
-not, even then: each replica divides its own gradient by its own variance.
+so that the slow axis carries the bytes of one step in H, and with `Plan.reduce` a codec sends d in fewer. With H = 1,
+plain SGD inside and an outer rate of 1 without momentum this is data parallel training. With AdamW inside it is not,
+even then: each replica divides its own gradient by its own variance.
 
-In parts (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512) the weights meet at different steps, so that the
-most that is sent at once is a part. Left out of that paper: going on while a part is under way, and taking over a
-mixture of θ and w_i.
+Fragments of the weights (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512) synchronise at different steps, so
+that at most one fragment is sent at once. Left out of that paper: overlap of computation with sending, and mixtures of
+θ and w_i.
 
-`Diloco` is a plan's; `step/outer.py` is where it meets a train step. `diloco` is the same for a loop of one's own.
+Plans use `Diloco`, which `step/replicas.py` applies to a train step. `diloco` is the same for custom loops.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from jaxscale.values import check_types, field_types, parse
 
 @dataclasses.dataclass(frozen=True)
 class Diloco:
-    """When replicas meet and how they then move. The text form is `"every=100,lr=0.7,momentum=0.9,fragments=1"`.
+    """When replicas synchronise, and the outer step. The text form is `"every=100,lr=0.7,momentum=0.9,fragments=1"`.
 
     Args:
-        every: H, the steps of each replica between two meetings: 100 to 500 in the paper.
+        every: H, the steps of each replica between two synchronisations: 100 to 500 in the paper.
         lr: η, the outer learning rate.
-        momentum: μ, of the outer optimizer; 0 keeps none.
-        fragments: parts of the weights that meet by turns.
+        momentum: μ, of the outer optimizer; 0 has no state.
+        fragments: parts of the weights that synchronise by turns.
 
     Example:
         >>> Diloco.parse("every=100,fragments=2")
@@ -61,62 +61,62 @@ did you mean 'every'?
             raise UserError(f"diloco momentum: got {self.momentum}, expected 0 (none) or more, and less than 1")
         if not 1 <= self.fragments <= self.every:
             raise UserError(
-                f"diloco fragments: got {self.fragments} with every={self.every}, expected 1 to {self.every}: each has "
-                "a step of its own"
+                f"diloco fragments: got {self.fragments} with every={self.every}, expected 1 to {self.every}: each "
+                "has its own step"
             )
 
     @classmethod
     def parse(cls, text: str) -> "Diloco":
-        """The value of its text form; `every` must be given.
+        """The value of a text form, which must contain `every`.
 
         Raises:
             UserError: an unknown option, with the near miss; a value that is refused.
         """
-        hints, given = field_types(cls), {}
-        for part in filter(None, (piece.strip() for piece in text.split(","))):
-            key, equals, value = (word.strip() for word in part.partition("="))
+        hints, values = field_types(cls), {}
+        for option in filter(None, (piece.strip() for piece in text.split(","))):
+            key, equals, value = (word.strip() for word in option.partition("="))
             if key not in hints:
                 raise unknown("option of diloco", key, hints)
-            if not equals or key in given:
-                raise UserError(f"diloco {text!r}: got {part!r}, expected each option once, as {key}=VALUE")
-            given[key] = parse(value, hints[key], f"diloco {key}")
-        if "every" not in given:
+            if not equals or key in values:
+                raise UserError(f"diloco {text!r}: got {option!r}, expected each option once, as {key}=VALUE")
+            values[key] = parse(value, hints[key], f"diloco {key}")
+        if "every" not in values:
             raise UserError(f"diloco {text!r}: expected every=STEPS, the steps between two meetings, such as every=100")
-        return cls(**given)
+        return cls(**values)
 
     def __str__(self) -> str:
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
 
     def due(self, steps: int) -> tuple[int, ...]:
-        """Parts of the weights that meet after so many steps."""
-        turns = (part * self.every // self.fragments for part in range(self.fragments))
-        return tuple(part for part, turn in enumerate(turns) if (steps - turn) % self.every == 0)
+        """Fragments of the weights that synchronise after `steps` steps."""
+        offsets = (fragment * self.every // self.fragments for fragment in range(self.fragments))
+        return tuple(fragment for fragment, offset in enumerate(offsets) if (steps - offset) % self.every == 0)
 
-    def moved(self, weight: Any, momentum: Any, way: Any) -> tuple[Any, Any]:
+    def moved(self, weight: Any, momentum: Any, displacement: Any) -> tuple[Any, Any]:
         """The outer step of one tensor: its weights and its momentum after it.
 
         Args:
             weight: θ.
-            momentum: m; `None` where there is none.
-            way: d.
+            momentum: m; `None` without momentum.
+            displacement: d.
         """
         if momentum is None:
-            return weight - self.lr * way, None
-        momentum = self.momentum * momentum + way
-        return weight - self.lr * (way + self.momentum * momentum), momentum
+            return weight - self.lr * displacement, None
+        momentum = self.momentum * momentum + displacement
+        return weight - self.lr * (displacement + self.momentum * momentum), momentum
 
 
 def fragments_of(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
-    """Names of the tensors of each part, the parts about as large as one another.
+    """Names of the tensors of each fragment; fragments are of similar size.
 
-    Layers that are stacked in one array are one tensor here, where the paper's parts are of layers.
+    Layers stacked in one array are one tensor here, where the paper's fragments are of layers.
 
     Args:
         sizes: elements of each tensor.
-        count: of parts.
+        count: number of fragments.
 
     Raises:
-        UserError: fewer tensors than parts.
+        UserError: fewer tensors than fragments.
 
     Example:
         >>> fragments_of({"up": 40, "down": 30, "norm": 1, "head": 20}, 2)
@@ -124,22 +124,22 @@ def fragments_of(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...],
     """
     if count > len(sizes):
         raise UserError(f"diloco fragments: got {count}, and the model has {len(sizes)} tensors: take fewer")
-    parts: list[list[str]] = [[] for _ in range(count)]
+    fragments: list[list[str]] = [[] for _ in range(count)]
     for name in sorted(sizes, key=lambda name: -sizes[name]):
-        min(parts, key=lambda part: sum(sizes[n] for n in part)).append(name)
+        min(fragments, key=lambda fragment: sum(sizes[n] for n in fragment)).append(name)
     order = list(sizes)
-    return tuple(tuple(sorted(part, key=order.index)) for part in parts)
+    return tuple(tuple(sorted(fragment, key=order.index)) for fragment in fragments)
 
 
 class DilocoState(NamedTuple):
-    """What a replica keeps.
+    """State of a replica.
 
     Args:
         count: steps made.
-        inner: the inner optimizer's state, its own.
-        shared: θ, alike on all.
-        outer: the outer optimizer's state, alike on all.
-        owed: the codec's of each parameter, in order; empty without one.
+        inner: the inner optimizer's state, of this replica.
+        shared: θ, equal on all replicas.
+        outer: the outer optimizer's state, equal on all replicas.
+        owed: the codec's state of each parameter, in order; empty without a codec.
     """
 
     count: Any
@@ -152,25 +152,24 @@ class DilocoState(NamedTuple):
 def diloco(
     inner: Any, outer: Any = None, *, every: int = 100, axis: str = "replica", codec: Any = None, replicas: int = 0
 ) -> Any:
-    """An optax transformation of a replica's own gradients, for a `jax.shard_map` or `jax.vmap` of that axis.
+    """An optax transformation of one replica's gradients, for a `jax.shard_map` or `jax.vmap` of that axis.
 
-    Types of a `shard_map` cannot tell that replicas are alike after a meeting: it takes `check_vma=False`.
+    The types of a `shard_map` cannot express that synchronised replicas are equal: give it `check_vma=False`.
 
     Args:
         inner: the optimizer of each replica, any optax transformation.
-        outer: that of the weights that all share; `None` is `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
-        every: steps of each replica between two meetings.
+        outer: optimizer of the shared weights; `None` is `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
+        every: steps of each replica between two synchronisations.
         axis: name of the replicas' axis.
-        codec: averages the ways back, such as `compression.Int8()`; one that draws nothing at random. `None` sends
-            them whole.
-        replicas: how many there are; for the codec alone.
+        codec: averages displacements, such as `compression.Int8()`, without random draws. `None` sends them in full.
+        replicas: number of replicas; for the codec only.
 
     Returns:
-        The transformation, of which `update` needs the parameters. At a meeting its updates take a replica's weights to
-        those that all share, up to the last bit of the sum.
+        The transformation, whose `update` needs the parameters. At a synchronisation its updates set a replica's
+        weights to the shared ones, up to the last bit of the sum.
 
     Raises:
-        UserError: `every` is below 1, or a codec comes without the number of replicas.
+        UserError: `every` is below 1, or a codec without the number of replicas.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -197,28 +196,30 @@ def diloco(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, DilocoState]:
         if params is None:
             raise UserError("diloco: update(gradients, state, params) needs the parameters")
-        steps, kept = inner.update(updates, state.inner, params)
-        alone, count = optax.apply_updates(params, steps), state.count + 1
+        steps, inner_state = inner.update(updates, state.inner, params)
+        local_params, count = optax.apply_updates(params, steps), state.count + 1
         treedef = jax.tree.structure(params)
 
-        def met() -> Any:
-            ways = jax.tree.leaves(jax.tree.map(lambda shared, own: shared - own, state.shared, alone))
+        def meet() -> Any:
+            displacements = jax.tree.leaves(
+                jax.tree.map(lambda shared, local: shared - local, state.shared, local_params)
+            )
             means, owed = [], []
-            for number, way in enumerate(ways):
+            for number, displacement in enumerate(displacements):
                 if codec is None:
-                    means.append(lax.pmean(way, axis))
+                    means.append(lax.pmean(displacement, axis))
                     continue
-                mean, left = codec.reduce(way, state.owed[number], axis, None, count)
+                mean, codec_state = codec.reduce(displacement, state.owed[number], axis, None, count)
                 means.append(mean)
-                owed.append(left)
-            moves, after = outer.update(treedef.unflatten(means), state.outer, state.shared)
-            shared = optax.apply_updates(state.shared, moves)
-            return jax.tree.map(lambda new, old: new - old, shared, params), shared, after, tuple(owed)
+                owed.append(codec_state)
+            outer_updates, outer_state = outer.update(treedef.unflatten(means), state.outer, state.shared)
+            shared = optax.apply_updates(state.shared, outer_updates)
+            return jax.tree.map(lambda new, old: new - old, shared, params), shared, outer_state, tuple(owed)
 
-        def apart() -> Any:
+        def skip() -> Any:
             return steps, state.shared, state.outer, state.owed
 
-        moved, *rest = lax.cond(count % every == 0, met, apart)
-        return moved, DilocoState(count, kept, *rest)
+        new_updates, *outer_fields = lax.cond(count % every == 0, meet, skip)
+        return new_updates, DilocoState(count, inner_state, *outer_fields)
 
     return optax.GradientTransformation(init, update)

@@ -1,6 +1,6 @@
-"""Does an update rule treat each number by itself? Then it may be run on slices of the parameters, one by one.
+"""Check that an update rule treats each number by itself, and can run on slices of the parameters, one by one.
 
-Read off the rule's own program: Adam, Lion and SGD pass, with schedules, masks and decay. A rule that sums over a
+The check reads the rule's program: Adam, Lion and SGD pass, with schedules, masks and decay. A rule that sums over a
 tensor (LAMB's trust ratio, Adafactor's row means), or over all of them (clipping by the global norm), does not.
 """
 
@@ -22,11 +22,11 @@ ELEMENTWISE = frozenset(
         "stop_gradient", "sub", "tan", "tanh", "xor",
     ]
 )  # fmt: skip
-"""Primitives whose every result depends on the operands at its own place alone."""
+"""Primitives whose results depend only on the operands at the same position."""
 ARRAY = "a constant array"
-"""What `first_mixing` says of a rule that closes over one: slices would need its slices."""
+"""Result of `first_mixing` for a rule that closes over an array, which slices would need sliced."""
 PLACED = frozenset(["iota", "random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"])
-"""Primitives whose results depend on their place: each slice would get those of the first."""
+"""Primitives whose results depend on the position: each slice would get those of the first."""
 
 
 def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | None:
@@ -47,22 +47,22 @@ def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | No
 
 
 def check_elementwise(
-    rule: optax.GradientTransformation, params: Params, asked: str = "optimizer_state streamed"
+    rule: optax.GradientTransformation, params: Params, option: str = "optimizer_state streamed"
 ) -> None:
     """Refuse a rule that can't be run slice by slice.
 
     Args:
         rule: any optax transformation.
         params: parameters, or their shapes.
-        asked: what needs it, as the user wrote it.
+        option: the option that needs it, as the user wrote it.
 
     Raises:
         UserError: its update mixes elements.
     """
-    found = first_mixing(rule, params)
-    if found is not None:
+    operation = first_mixing(rule, params)
+    if operation is not None:
         raise UserError(
-            f"{asked}: this optimizer's update mixes elements of a tensor ({found}), so it can't be "
+            f"{option}: this optimizer's update mixes elements of a tensor ({operation}), so it can't be "
             "run slice by slice; take adamw, lion or sgd, or optimizer_state host, or keep the state on the device"
         )
 
@@ -86,9 +86,9 @@ def _mixing(jaxpr: Any) -> str | None:
             if hasattr(getattr(value, "jaxpr", value), "eqns")
         ]
         if inner and name not in ("scan", "while"):
-            found = next((found for found in map(_mixing, inner) if found is not None), None)
-            if found is not None:
-                return found
+            operation = next((operation for operation in map(_mixing, inner) if operation is not None), None)
+            if operation is not None:
+                return operation
         elif name in PLACED or any(_size(v) > 1 for v in eqn.invars):
             return name
     return None

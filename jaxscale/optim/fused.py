@@ -1,10 +1,10 @@
-r"""AdamW with moments in 8 bits, stepped by one kernel that changes weights and state where they lie.
+r"""AdamW with moments in 8 bits, stepped by one kernel that updates weights and state in place.
 
 XLA decodes, updates and encodes a quantized state in one fusion each for updates, scales and codes, and reads the
-gradient and the codes in each: 55 to 108 bytes a parameter on a TPU v5e by its own count, where `pallas_kernels.adam8`
+gradient and the codes in each: 55 to 108 bytes a parameter on a TPU v5e by XLA's count, where `pallas_kernels.adam8`
 moves 16, and 14 with a bfloat16 gradient (`benchmarks/kernel_bytes.py`). The state is that of
-`quantize_state(optax.adamw(...))`, so checkpoints, layouts and everything else stay as they are. Leaves that no kernel
-takes (float32 moments, blocks of odd length, ...) go through the rule itself. Left out: other rules, split weights, and
+`quantize_state(optax.adamw(...))`, so checkpoints and layouts are unchanged. The rule itself updates leaves that the
+kernel refuses (float32 moments, blocks of odd length, ...). Left out: other rules, split weights, and
 state in host memory.
 """
 
@@ -30,7 +30,7 @@ _MAPS = {("soft8", "sqrt8"): "soft8", ("dynamic8", "dynamic8_unsigned"): "dynami
 
 @dataclasses.dataclass(frozen=True)
 class AdamW:
-    """What `optax.adamw` was made of.
+    """Arguments of `optax.adamw`.
 
     Args:
         rate: learning rate by the number of updates made.
@@ -38,7 +38,7 @@ class AdamW:
         b2: decay of the second.
         eps: added to the root of the second.
         weight_decay: decoupled.
-        mask: tree of bools like the parameters, true where it applies; `None` decays all.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
     """
 
     rate: Callable[[Any], Any]
@@ -57,13 +57,13 @@ def fused(
     places: Params | None = None,
     clip: float | None = None,
 ) -> Advance:
-    """Apply AdamW with a quantized state, by the kernel where there is one for a leaf.
+    """Apply AdamW with a quantized state, by the kernel for every leaf that it supports.
 
     Args:
         rule: `quantize_state` of `optax.adamw(adamw...)`.
-        adamw: its numbers.
-        platform: where updates run: "tpu v5e", "gpu h200", or a platform and JAX's device kind.
-        places: tree like the parameters of the `NamedSharding` of each and its state; `None`: one device.
+        adamw: its arguments.
+        platform: of the updates: "tpu v5e", "gpu h200", or a platform and JAX's device kind.
+        places: tree like the parameters, of the `NamedSharding` of each and its state; `None`: one device.
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
 
     Example:
@@ -81,91 +81,89 @@ def fused(
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
         inner = state if clip is None else state[1]
         weights, treedef = jax.tree.flatten(params)
-        adam, scheduled = inner[0], inner[2]
+        adam, schedule_state = inner[0], inner[2]
 
-        def leaves(tree: Any, otherwise: Any) -> list[Any]:
-            return [otherwise] * len(weights) if tree is None else treedef.flatten_up_to(tree)
+        def flat(tree: Any, default: Any) -> list[Any]:
+            return [default] * len(weights) if tree is None else treedef.flatten_up_to(tree)
 
-        given, first, second = (treedef.flatten_up_to(tree) for tree in (gradients, adam.mu, adam.nu))
-        where, decays = leaves(places, None), leaves(adamw.mask, True)
-        members = [_runs(*one, platform) for one in zip(weights, given, first, second, where, strict=True)]
+        grads, mu, nu = (treedef.flatten_up_to(tree) for tree in (gradients, adam.mu, adam.nu))
+        shardings, decays = flat(places, None), flat(adamw.mask, True)
+        uses_kernel = [_kernel_runs(*leaf, platform) for leaf in zip(weights, grads, mu, nu, shardings, strict=True)]
 
-        if not any(members):
+        if not any(uses_kernel):
             return plain(gradients, state, params, norm, good)
 
-        def without(tree: list[Any]) -> Any:
-            return treedef.unflatten([optax.MaskedNode() if m else x for m, x in zip(members, tree, strict=True)])
+        def rule_part(tree: list[Any]) -> Any:
+            return treedef.unflatten([optax.MaskedNode() if m else x for m, x in zip(uses_kernel, tree, strict=True)])
 
         factor = jnp.ones(()) if clip is None else jnp.where(norm < clip, 1.0, clip / norm)
-        rest = (without(weights), (adam._replace(mu=without(first), nu=without(second)), *inner[1:]))
-        scaled = [g if clip is None else g * factor.astype(g.dtype) for g in given]
-        updates, after = rule.update(without(scaled), rest[1], rest[0])
-        new = jax.tree.map(
-            lambda new, old: jnp.where(good, new, old), (optax.apply_updates(rest[0], updates), after), rest
+        old = (rule_part(weights), (adam._replace(mu=rule_part(mu), nu=rule_part(nu)), *inner[1:]))
+        clipped = [g if clip is None else g * factor.astype(g.dtype) for g in grads]
+        updates, new_state = rule.update(rule_part(clipped), old[1], old[0])
+        by_rule = jax.tree.map(
+            lambda new, old: jnp.where(good, new, old), (optax.apply_updates(old[0], updates), new_state), old
         )
-        numbers = hyper(
-            adamw.rate(scheduled.count),
+        hyperparams = hyper(
+            adamw.rate(schedule_state.count),
             optax.safe_increment(adam.count),
             Settings(b1=adamw.b1, b2=adamw.b2),
             factor=factor,
             go=good,
         )
-        weights, new_first, new_second = list(weights), *(list(tree) for tree in (first, second))
-        for i in (i for i, member in enumerate(members) if member):
+        weights, new_mu, new_nu = list(weights), *(list(tree) for tree in (mu, nu))
+        for i in (i for i, m in enumerate(uses_kernel) if m):
             decay = adamw.weight_decay if decays[i] else 0.0
-            settings = Settings(
-                first[i].block, adamw.b1, adamw.b2, adamw.eps, decay, _MAPS[first[i].map, second[i].map]
-            )
+            settings = Settings(mu[i].block, adamw.b1, adamw.b2, adamw.eps, decay, _MAPS[mu[i].map, nu[i].map])
             step = functools.partial(adam8, settings=settings, platform=platform)
-            weights[i], new_first[i], new_second[i] = _stepped(
-                step, where[i], weights[i], given[i], first[i], second[i], numbers
+            weights[i], new_mu[i], new_nu[i] = _step_leaf(
+                step, shardings[i], weights[i], grads[i], mu[i], nu[i], hyperparams
             )
-        kept = [treedef.flatten_up_to(tree) for tree in (new[0], new[1][0].mu, new[1][0].nu)]
-        joined = [
-            treedef.unflatten([mine if m else other for m, mine, other in zip(members, own, others, strict=True)])
-            for own, others in zip((weights, new_first, new_second), kept, strict=True)
+        rule_trees = [treedef.flatten_up_to(tree) for tree in (by_rule[0], by_rule[1][0].mu, by_rule[1][0].nu)]
+        merged = [
+            treedef.unflatten([k if m else r for m, k, r in zip(uses_kernel, kernel_leaves, rule_leaves, strict=True)])
+            for kernel_leaves, rule_leaves in zip((weights, new_mu, new_nu), rule_trees, strict=True)
         ]
-        after = (new[1][0]._replace(mu=joined[1], nu=joined[2]), *new[1][1:])
-        return joined[0], after if clip is None else (state[0], after)
+        new_state = (by_rule[1][0]._replace(mu=merged[1], nu=merged[2]), *by_rule[1][1:])
+        return merged[0], new_state if clip is None else (state[0], new_state)
 
     return advance
 
 
-def _runs(weight: Array, gradient: Array, first: Any, second: Any, place: Any, platform: str) -> bool:
-    """Whether the kernel steps a leaf."""
-    if not (is_quantized(first) and is_quantized(second)):
+def _kernel_runs(weight: Array, gradient: Array, mu: Any, nu: Any, sharding: Any, platform: str) -> bool:
+    """Whether the kernel supports a leaf."""
+    if not (is_quantized(mu) and is_quantized(nu)):
         return False
     if weight.dtype != jnp.float32 or gradient.dtype not in (jnp.float32, jnp.bfloat16):
         return False
-    kind = _MAPS.get((first.map, second.map))
-    if kind is None or first.block != second.block:
+    kind = _MAPS.get((mu.map, nu.map))
+    if kind is None or mu.block != nu.block:
         return False
-    local = weight.shape if place is None else place.shard_shape(weight.shape)
-    return math.prod(local) > 0 and local[-2] % first.block == 0 and runs(local, first.block, platform, kind)
+    local = weight.shape if sharding is None else sharding.shard_shape(weight.shape)
+    return math.prod(local) > 0 and local[-2] % mu.block == 0 and runs(local, mu.block, platform, kind)
 
 
-def _stepped(
+def _step_leaf(
     step: Callable[..., Any],
-    place: NamedSharding | None,
+    sharding: NamedSharding | None,
     weight: Array,
     gradient: Array,
-    first: Quantized,
-    second: Quantized,
-    numbers: Array,
+    mu: Quantized,
+    nu: Quantized,
+    hyperparams: Array,
 ) -> tuple[Array, Quantized, Quantized]:
-    """One leaf after the kernel, each device its own shard."""
-    if place is not None:
-        pair = (place.spec, place.spec)
+    """One leaf stepped by the kernel, shard by shard."""
+    if sharding is not None:
+        moment_specs = (sharding.spec, sharding.spec)
         step = jax.shard_map(
             step,
-            mesh=place.mesh,
-            in_specs=(place.spec, place.spec, pair, pair, jax.P()),
-            out_specs=(place.spec, pair, pair),
+            mesh=sharding.mesh,
+            in_specs=(sharding.spec, sharding.spec, moment_specs, moment_specs, jax.P()),
+            out_specs=(sharding.spec, moment_specs, moment_specs),
             check_vma=False,
         )
-    new, m, v = step(weight, gradient, (first.codes, first.scale), (second.codes, second.scale), numbers)
+    new_weight, new_mu, new_nu = step(weight, gradient, (mu.codes, mu.scale), (nu.codes, nu.scale), hyperparams)
     return (
-        new,
-        dataclasses.replace(first, codes=m[0], scale=m[1]),
-        dataclasses.replace(second, codes=v[0], scale=v[1]),
+        new_weight,
+        dataclasses.replace(mu, codes=new_mu[0], scale=new_mu[1]),
+        dataclasses.replace(nu, codes=new_nu[0], scale=new_nu[1]),
     )

@@ -1,9 +1,9 @@
 """GaLore (Zhao et al. 2024, arXiv 2403.03507): Adam in a low-rank subspace of each matrix's gradients, layer by layer.
 
-The rule is `optax.contrib.scale_by_galore`, which knows no stacked layers; `per_layer` hands it one matrix at a time.
-Embeddings, head, gains and biases get AdamW. Its moments have rank x (the shorter dim) numbers, its projection rank x
-(the longer): neither has the shape of the parameter, so ZeRO and quantization leave them as they are. A gradient that
-is split over devices is gathered, and each of them projects all of it.
+The rule is `optax.contrib.scale_by_galore`, which does not support stacked layers; `per_layer` passes it single
+matrices. Embeddings, head, gains and biases get AdamW. Moments have rank x (the shorter dim) numbers, the projection
+rank x (the longer): neither has the shape of the parameter, so ZeRO and quantization leave both unchanged. A sharded
+gradient is gathered, and each device projects all of it.
 """
 
 from collections.abc import Callable
@@ -30,11 +30,11 @@ def galore(
     leaves: Any = None,
     mask: Any = None,
 ) -> Rule:
-    r"""Adam in a low-rank subspace: with P the first singular vectors of a gradient, taken anew every so many updates,
+    r"""Adam in a low-rank subspace: with P the first singular vectors of a gradient, recomputed every `every` updates,
 
     .. math:: w \leftarrow w - \eta \left(P \, \mathrm{adam}(P^\top g) + \lambda w\right)
 
-    The paper's scale (0.25) is left at 1: it is part of the learning rate.
+    The paper's scale (0.25) is 1 here, as part of the learning rate.
 
     Args:
         rate: learning rate, or a schedule.
@@ -64,12 +64,12 @@ def galore(
 
 
 def _matrix_by_matrix(update: Callable[..., Any]) -> Callable[..., Any]:
-    """`update`, which decomposes one matrix after the other on a CPU; counts, which layers share, are made once."""
-    alone = one_by_one(update)
+    """`update`, decomposing one matrix after the other on a CPU; counts, which layers share, are computed once."""
+    update_one_by_one = one_by_one(update)
 
     def run(gradient: Any, state: Any, params: Any = None) -> Any:
-        shared = update(gradient, state, params)  # of which nothing but the counts is used, or computed
-        own = alone(gradient, state, params)
-        return jax.tree.map(lambda mine, count: mine if jnp.ndim(mine) else count, own, shared)
+        counts = update(gradient, state, params)  # only its counts are used, and so computed
+        own_results = update_one_by_one(gradient, state, params)
+        return jax.tree.map(lambda array, count: array if jnp.ndim(array) else count, own_results, counts)
 
     return run

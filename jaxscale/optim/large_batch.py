@@ -1,13 +1,13 @@
-r"""Large batches: how the learning rate goes with them, how a batch grows, and rules that scale each layer by itself.
+r"""Large batches: scaling of the learning rate, growing batches, and rules that scale each layer by itself.
 
 With k times the batch, SGD's learning rate is multiplied by k (Goyal et al. 2017, arXiv 1706.02677) after a warm-up,
 and Adam's by sqrt(k) (Malladi et al. 2022, arXiv 2205.10287). Where that diverges, LARS (You et al. 2017, arXiv
 1708.03888) and LAMB (You et al. 2020, arXiv 1904.00962) scale each layer's update by the norm of its weights. Both are
-chains of optax's pieces; what is added is that stacked layers are scaled one by one, and that gains and biases are not
-scaled by norms, as in the papers' own programs: LARS takes their gradients times the trust coefficient, which keeps
-them still at learning rates above 1. `experiments/large_batch_digits.py` shows all of it.
+chains of optax's transformations, except that stacked layers are scaled one by one, and that gains and biases are not
+scaled by norms, as in the papers' programs: LARS multiplies their gradients by the trust coefficient, which keeps them
+stable at learning rates above 1. `experiments/large_batch_digits.py` demonstrates all of it.
 
-A growing batch (Smith et al. 2018, arXiv 1711.00489) is several runs, each of which resumes the last: `ramp_up`.
+A growing batch (Smith et al. 2018, arXiv 1711.00489) takes several runs, each of which resumes the last: `ramp_up`.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ _EXPONENTS = {"linear": 1.0, "sqrt": 0.5}
 def scaled(
     optimizer: "Optimizer", ratio: float, rule: Scaling | str = "linear", *, warmup: int | None = None
 ) -> "Optimizer":
-    """An optimizer tuned at one batch, for another that is `ratio` times as large.
+    """An optimizer tuned for one batch, adapted to a batch `ratio` times as large.
 
     Args:
-        optimizer: as it was tuned.
+        optimizer: the tuned optimizer.
         ratio: new batch by old.
-        rule: the learning rate goes with the ratio ("linear", SGD) or its square root ("sqrt", Adam).
-        warmup: updates of linear warm-up; the optimizer's own by default.
+        rule: the learning rate scales with the ratio ("linear", SGD) or its square root ("sqrt", Adam).
+        warmup: updates of linear warm-up; by default the optimizer's.
 
     Example:
         >>> from jaxscale.optim.optimizer import Optimizer
@@ -64,7 +64,7 @@ class Phase:
     """A part of a run at one batch.
 
     Args:
-        steps: updates of it.
+        steps: updates of the phase.
         batch: rows of the global batch.
     """
 
@@ -75,13 +75,13 @@ class Phase:
 def ramp_up(rows: int, start: int, end: int, over: int, *, factor: int = 2) -> tuple[Phase, ...]:
     """The phases of a run whose batch grows by a factor at a time.
 
-    Every phase but the last takes alike many rows of `over`.
+    All phases but the last take equal shares of the `over` rows.
 
     Args:
-        rows: to train on, in all.
-        start, end: rows of the first batch and of the last, which is the first times a power of `factor`.
-        over: rows before the last batch is reached.
-        factor: by which it grows.
+        rows: training rows of the whole run.
+        start, end: rows of the first and the last batch; the last is the first times a power of `factor`.
+        over: rows before the last phase.
+        factor: growth of the batch from phase to phase.
 
     Example:
         >>> ramp_up(10_000, 32, 128, over=2_048)
@@ -94,9 +94,9 @@ def ramp_up(rows: int, start: int, end: int, over: int, *, factor: int = 2) -> t
         raise UserError(f"ramp_up: got {start} to {end} by {factor}, expected an end that is start times a power of it")
     if not 0 <= over < rows:
         raise UserError(f"ramp_up: got over {over} of {rows} rows, expected fewer than all")
-    growing = [Phase(steps, size) for size in sizes[:-1] if (steps := over // (len(sizes) - 1) // size)]
-    left = rows - sum(phase.steps * phase.batch for phase in growing)
-    return (*growing, Phase(max(left // end, 1), end))
+    growth = [Phase(steps, size) for size in sizes[:-1] if (steps := over // (len(sizes) - 1) // size)]
+    remaining_rows = rows - sum(phase.steps * phase.batch for phase in growth)
+    return (*growth, Phase(max(remaining_rows // end, 1), end))
 
 
 def lars(
@@ -115,7 +115,7 @@ def lars(
     Args:
         rate: learning rate, or a schedule.
         momentum: mu.
-        trust: tau. The paper's 0.001 goes with learning rates 20 times as large: only their product matters.
+        trust: tau. The paper's 0.001 is for learning rates 20 times as large: only their product matters.
         weight_decay: lambda.
         leaves: tree of `Leaf` like the parameters; `None` judges by shapes.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.

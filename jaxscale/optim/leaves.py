@@ -1,9 +1,9 @@
-"""Leaf: what an update rule may know of a parameter beside its numbers, read off its logical axes.
+"""Leaf: facts about a parameter for update rules, derived from its logical axes.
 
-Layers of a stack lie in one array, layers first. A rule that treats each number by itself need not know it; one that
-takes a norm, a row or a singular vector does (LARS and LAMB are "layer-wise", Muon and SOAP take matrices). Which
-parameters are matrices, and which tables, gains and biases, follows from the names of their axes too. A parameter
-without names is judged by its shape and its path, as a foreign module's are.
+Layers of a stack lie in one array, layers first. A rule that treats each number by itself can ignore this; one that
+takes a norm, a row or a singular vector cannot (LARS and LAMB are "layer-wise", Muon and SOAP take matrices). The names
+of axes also distinguish matrices from tables, gains and biases. A parameter without names, as in a foreign module, is
+judged by its shape and its path.
 """
 
 import dataclasses
@@ -19,24 +19,24 @@ from jaxscale.typing import Params
 Kind = Literal["matrix", "table", "vector"]
 
 STACKED = ("layers", "expert")
-"""Logical axes along which alike tensors are stacked: each is a tensor of its own."""
+"""Logical axes along which separate tensors of one shape are stacked."""
 
 _TABLES = ("wte", "wpe", "head", "lm_head", "classifier", "logits")
-"""Modules of foreign models whose matrices are embeddings or heads, beside all that have "emb" in their name."""
+"""Modules of foreign models whose matrices are embeddings or heads, besides all with "emb" in their name."""
 _FUSED = ("qkv", "c_attn", "in_proj")
 """Modules of foreign models that hold the projections of queries, keys and values side by side."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What a rule may know of a parameter.
+    """Facts about a parameter for update rules.
 
     Args:
-        shape: of the whole.
+        shape: global shape.
         kind: "matrix" for projections and convolutions; "table" for embeddings, positions and the head; "vector" for
-            gains, biases and what else has no two dims.
-        stack: leading dims along which alike tensors are stacked.
-        decays: whether weight decay is meant for it.
+            gains, biases and all else of fewer than two dims.
+        stack: leading dims along which tensors of one shape are stacked.
+        decays: whether weight decay applies to it.
         parts: matrices that lie side by side along the last dim: 3 in a fused projection of queries, keys and values.
         sharding: `NamedSharding` of optimizer state of its shape; `None` on one device.
 
@@ -55,7 +55,7 @@ class Leaf:
 
     @property
     def tensors(self) -> int:
-        """How many tensors are stacked in it; 1 where it is one."""
+        """Number of stacked tensors; 1 for an unstacked one."""
         return math.prod(self.shape[: self.stack])
 
     @property
@@ -70,7 +70,7 @@ class Leaf:
 
 
 def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], sharding: Any = None) -> Leaf:
-    """What a rule may know of a parameter.
+    """The `Leaf` of a parameter.
 
     Args:
         name: its path, joined by slashes.
@@ -83,14 +83,14 @@ def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], 
     if axes is not None:
         stack = next((dim for dim, axis in enumerate(axes) if axis not in STACKED), len(axes))
     inner = () if axes is None else axes[stack:]
-    table = bool({"vocab", "position"} & set(inner)) or any(part in _TABLES for part in modules)
+    table = bool({"vocab", "position"} & set(inner)) or any(module in _TABLES for module in modules)
     if axes is None:
-        table = table or any("emb" in part for part in modules)
+        table = table or any("emb" in module for module in modules)
     if len(shape) - stack < 2 or "norm" in inner:
         kind: Kind = "vector"
     else:
         kind = "table" if table else "matrix"
-    fused = kind == "matrix" and shape[-1] % 3 == 0 and any(word in part for part in modules for word in _FUSED)
+    fused = kind == "matrix" and shape[-1] % 3 == 0 and any(word in module for module in modules for word in _FUSED)
     return Leaf(shape, kind, stack, decays(axes, shape), 3 if fused else 1, sharding)
 
 
@@ -99,8 +99,8 @@ def leaves_of(params: Params) -> Any:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> found = leaves_of({"embedding": jnp.ones((5, 4)), "mlp": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}})
-        >>> found["embedding"].kind, found["mlp"]["kernel"].kind, found["mlp"]["bias"].kind
+        >>> tree = leaves_of({"embedding": jnp.ones((5, 4)), "mlp": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}})
+        >>> tree["embedding"].kind, tree["mlp"]["kernel"].kind, tree["mlp"]["bias"].kind
         ('table', 'matrix', 'vector')
     """
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf_of(path_name(path), None, leaf.shape), params)
@@ -111,23 +111,23 @@ def facts_of(leaves: Any, tree: Any) -> list[Leaf]:
 
     Args:
         leaves: tree of `Leaf` like it; `None` judges by shapes and paths.
-        tree: of arrays. One that has some of its leaf's layers is of that kind; one of any other shape stands for
-            nothing, and is a vector.
+        tree: of arrays. An array of some of its leaf's layers has that kind; one of any other shape is a placeholder,
+            and counts as a vector.
     """
-    found = jax.tree.structure(tree).flatten_up_to(leaves_of(tree) if leaves is None else leaves)
+    leaf_list = jax.tree.structure(tree).flatten_up_to(leaves_of(tree) if leaves is None else leaves)
     shapes = [tuple(array.shape) for array in jax.tree.leaves(tree)]
 
-    def of(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
+    def leaf_for(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
         if leaf.shape == shape:
             return leaf
-        some_layers = leaf.stack > 0 and leaf.shape[1:] == shape[1:] and len(leaf.shape) == len(shape)
-        return dataclasses.replace(leaf, shape=shape) if some_layers else Leaf(shape, "vector", decays=False)
+        is_part = leaf.stack > 0 and leaf.shape[1:] == shape[1:] and len(leaf.shape) == len(shape)
+        return dataclasses.replace(leaf, shape=shape) if is_part else Leaf(shape, "vector", decays=False)
 
-    return [of(leaf, shape) for leaf, shape in zip(found, shapes, strict=True)]
+    return [leaf_for(leaf, shape) for leaf, shape in zip(leaf_list, shapes, strict=True)]
 
 
 def decays(axes: Sequence[str | None] | None, shape: Sequence[int]) -> bool:
-    """Whether weight decay is meant for a parameter: a matrix or a kernel, the stacked dim aside; no norm, no bias."""
+    """Whether weight decay applies to a parameter: to matrices and kernels, not to norms and biases."""
     if axes is None:
         return len(shape) > 1
     return sum(axis != "layers" for axis in axes) > 1 and "norm" not in axes

@@ -1,15 +1,15 @@
-r"""What a code of a few bits stands for: the maps between codes and numbers of at most 1 that quantized arrays use.
+r"""The maps between codes of a few bits and numbers of at most 1, for quantized arrays.
 
 * `soft8`, `sqrt8`: companding by arithmetic (FlashOptim, Gonzalez Ortiz et al. 2026, arXiv 2602.23349), of first and
-  second moments. Ours has no zero among the second moment's levels, as Li et al. ask for: a root of it that rounds to
-  zero makes an update many times too long.
+  second moments. Ours has no zero among the second moment's levels, as Li et al. recommend: a root that
+  rounds to zero makes an update many times too long.
 * `dynamic8`, `dynamic8_unsigned`, `dynamic4`: decades, each with twice the levels of the one below (Dettmers et al.
   2021, arXiv 2110.02861), value for value those of `bitsandbytes.functional.create_dynamic_map`.
 * `linear4_unsigned`: :math:`(k + 1) / 16`, four bits without zero (Li et al. 2023, arXiv 2309.01507).
 * `e4m3`, `sqrt_e4m3`: eight-bit floating point, of a first moment and of the root of a second.
 
 Every map is elementwise arithmetic: on TPU a table lookup is a gather, which costs three thousand times the traffic.
-The table is the definition, and stands beside it: `Map.table`. Left out: quantile maps, which need a sort.
+The table is the definition: `Map.table`. Left out: quantile maps, which need a sort.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ Elementwise = Callable[[Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class Map:
-    """Codes of a few bits and the numbers that they stand for.
+    """A map between codes of a few bits and numbers.
 
     Args:
-        name: names it in `MAPS`.
+        name: key in `MAPS`.
         dtype: of the codes.
         signed: numbers from -1 to 1; else from 0.
-        zero: the code of an array of zeros (whose scale is 0: it need not stand for 0).
-        encode: from float32 numbers of at most 1 to the nearest codes; of two equally near, the dynamic maps take the
-            lower, the others the even one.
+        zero: the code for an array of zeros (whose scale is 0, so that it need not decode to 0).
+        encode: from float32 numbers of at most 1 to the nearest codes; ties go to the lower code in dynamic maps, to
+            the even code in others.
         decode: from codes to float32.
 
     Example:
@@ -53,23 +53,23 @@ class Map:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return int(jnp.iinfo(self.dtype).bits if self.integer else jnp.finfo(self.dtype).bits)
 
     @property
     def integer(self) -> bool:
-        """Whether codes are whole numbers, one apart for neighbouring values."""
+        """Whether codes are integers, consecutive for neighbouring values."""
         return bool(jnp.issubdtype(self.dtype, jnp.integer))
 
     @property
     def table(self) -> np.ndarray:
-        """The numbers of all codes, ascending, float32; of the dynamic maps, as bitsandbytes has them to the bit."""
+        """The numbers of all codes, ascending, float32; for dynamic maps, equal to bitsandbytes' to the bit."""
         if self.name.startswith("dynamic"):
             return dynamic_table(self.bits, self.signed)
         if self.integer:
-            ends = jnp.iinfo(self.dtype)
-            lowest = -int(ends.max) if self.signed else int(ends.min)
-            codes = np.arange(lowest, int(ends.max) + 1)
+            limits = jnp.iinfo(self.dtype)
+            lowest = -int(limits.max) if self.signed else int(limits.min)
+            codes = np.arange(lowest, int(limits.max) + 1)
         else:
             codes = np.arange(2**self.bits, dtype=np.uint8).view(self.dtype).astype(np.float32)
             codes = codes[np.isfinite(codes) & (codes >= (-np.inf if self.signed else 0))]
@@ -85,11 +85,11 @@ def dynamic_table(bits: int, signed: bool) -> np.ndarray:
 
     Args:
         bits: of a code.
-        signed: half of the codes for numbers below 0.
+        signed: half of the codes are for numbers below 0.
 
     Returns:
-        `2**bits` values, to the bit those of bitsandbytes, whose `torch.linspace` has a float32 step and adds it by a
-        fused multiply-add, from both ends to the middle.
+        `2**bits` values, equal to the bit to those of bitsandbytes, whose `torch.linspace` multiplies a float32 step by
+        a fused multiply-add, from both ends to the middle.
 
     Example:
         >>> dynamic_table(4, True).round(4)[7:].tolist()  # doctest: +NORMALIZE_WHITESPACE
@@ -109,42 +109,42 @@ def dynamic_table(bits: int, signed: bool) -> np.ndarray:
 
 
 def _dynamic(name: str, bits: int, signed: bool, dtype: type) -> Map:
-    """The dynamic map by arithmetic: a code's distance from zero is n + k, for bin k of the n of its decade."""
+    """The dynamic map by arithmetic: a code's distance from zero is n + bin, for the n bins of its decade."""
     table = dynamic_table(bits, signed)
-    decades, first = bits - 1, 0 if signed else 1
-    positive = table[table > 0]  # the last is 1
-    middles = (positive[:-1] + positive[1:]) / np.float32(2)
-    lowest, last = float(positive[0] / np.float32(2)), float(middles[-1])
-    # between the last value of a decade and the first of the next
-    bounds = [float(middles[2 ** (i + first) - 2**first - 1]) for i in range(1, decades)]
+    decades, first_exponent = bits - 1, 0 if signed else 1
+    values = table[table > 0]  # the last is 1
+    middles = (values[:-1] + values[1:]) / np.float32(2)
+    first_middle, last_middle = float(values[0] / np.float32(2)), float(middles[-1])
+    # midpoints between the last value of a decade and the first of the next
+    bounds = [float(middles[2 ** (i + first_exponent) - 2**first_exponent - 1]) for i in range(1, decades)]
     tens = [float(np.float32(10.0 ** (i - decades + 1))) for i in range(decades)]
-    top = 2**decades if signed else 2**bits - 1
+    top_code = 2**decades if signed else 2**bits - 1
 
     def encode(y: Array) -> Array:
-        a = jnp.abs(y)
-        decade = jnp.zeros(a.shape, jnp.int32)
-        up = jnp.full(a.shape, 10.0 ** (decades - 1), jnp.float32)
+        magnitude = jnp.abs(y)
+        decade = jnp.zeros(magnitude.shape, jnp.int32)
+        power = jnp.full(magnitude.shape, 10.0 ** (decades - 1), jnp.float32)
         for i, bound in enumerate(bounds, 1):
-            above = a > bound
-            decade = jnp.where(above, i, decade)
-            up = jnp.where(above, float(10 ** (decades - 1 - i)), up)
-        n = jax.lax.bitcast_convert_type((decade + (first + 127)) << 23, jnp.float32)  # 2**(decade + first)
-        k = jnp.clip(jnp.ceil((a * up - 0.1) * (n * (1 / 0.9))) - 1, 0, n - 1)
-        distance = (n + k).astype(jnp.int32) - first
-        distance = jnp.where(a > last, top, jnp.where(a > lowest, distance, 0))
-        code = 2**decades - 1 + jnp.where(y < 0, -jnp.minimum(distance, top - 1), distance) if signed else distance
+            is_above = magnitude > bound
+            decade = jnp.where(is_above, i, decade)
+            power = jnp.where(is_above, float(10 ** (decades - 1 - i)), power)
+        n = jax.lax.bitcast_convert_type((decade + (first_exponent + 127)) << 23, jnp.float32)  # 2**(decade + first)
+        bin_index = jnp.clip(jnp.ceil((magnitude * power - 0.1) * (n * (1 / 0.9))) - 1, 0, n - 1)
+        distance = (n + bin_index).astype(jnp.int32) - first_exponent
+        distance = jnp.where(magnitude > last_middle, top_code, jnp.where(magnitude > first_middle, distance, 0))
+        code = 2**decades - 1 + jnp.where(y < 0, -jnp.minimum(distance, top_code - 1), distance) if signed else distance
         return code.astype(dtype)
 
     def decode(codes: Array) -> Array:
         code = codes.astype(jnp.int32) - (2**decades - 1 if signed else 0)
-        distance = jnp.abs(code) + first
+        distance = jnp.abs(code) + first_exponent
         exponent = jax.lax.bitcast_convert_type(jnp.maximum(distance, 1).astype(jnp.float32), jnp.int32) >> 23
         inverse = jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)  # 1 / n
         ten = jnp.full(code.shape, tens[-1], jnp.float32)
         for i in range(decades - 2, -1, -1):
-            ten = jnp.where(exponent <= 127 + first + i, tens[i], ten)
+            ten = jnp.where(exponent <= 127 + first_exponent + i, tens[i], ten)
         value = ten * (0.1 + 0.9 * ((distance.astype(jnp.float32) + 0.5) * inverse - 1))
-        value = jnp.where(code == top, 1.0, jnp.where(code == 0, 0.0, value))
+        value = jnp.where(code == top_code, 1.0, jnp.where(code == 0, 0.0, value))
         return jnp.where(code < 0, -value, value) if signed else value
 
     return Map(name, jnp.dtype(dtype), signed, 2**decades - 1 if signed else 0, encode, decode)
@@ -156,7 +156,7 @@ def _soft8_encode(y: Array) -> Array:
 
 def _soft8_decode(codes: Array) -> Array:
     t = codes.astype(jnp.float32)
-    return t / (254 - jnp.abs(t))  # 127 is 1 to the bit: an array decoded and encoded again is the same
+    return t / (254 - jnp.abs(t))  # 127 decodes to exactly 1: an array decoded and encoded again is unchanged
 
 
 def _sqrt8_encode(y: Array) -> Array:
@@ -210,7 +210,7 @@ def map_of(name: str) -> Map:
     """A map by its name.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: unknown name.
     """
     if name not in MAPS:
         raise unknown("map", name, MAPS)
@@ -222,26 +222,26 @@ def encode_by_table(y: Array, map: Map) -> Array:
 
     Args:
         y: float32 of at most 1.
-        map: any; the lower of two equally near values is taken.
+        map: any map; ties go to the lower value.
     """
     bounds = (map.table[:-1] + map.table[1:]) / np.float32(2)
     return jnp.searchsorted(jnp.asarray(bounds), y, side="left")
 
 
 def neighbour(map: Map, codes: Array, above: Array) -> Array:
-    """The next code up, or down, where there is one: what stochastic rounding chooses against the nearest.
+    """The next code up or down, if it exists: the alternative to the nearest in stochastic rounding.
 
     Args:
-        map: of whole codes.
-        codes: of it.
+        map: with integer codes.
+        codes: of this map.
         above: where to go up.
 
     Raises:
         UserError: a floating-point map.
     """
     if not map.integer:
-        raise UserError(f"map {map.name!r} can't round stochastically: take one of whole codes, such as 'soft8'")
-    ends = jnp.iinfo(map.dtype)
-    lowest = -int(ends.max) if map.dtype == jnp.int8 else int(ends.min)
-    moved = codes.astype(jnp.int32) + jnp.where(above, 1, -1)
-    return jnp.clip(moved, lowest, int(ends.max)).astype(map.dtype)
+        raise UserError(f"map {map.name!r} can't round stochastically: take one of integer codes, such as 'soft8'")
+    limits = jnp.iinfo(map.dtype)
+    lowest = -int(limits.max) if map.dtype == jnp.int8 else int(limits.min)
+    neighbours = codes.astype(jnp.int32) + jnp.where(above, 1, -1)
+    return jnp.clip(neighbours, lowest, int(limits.max)).astype(map.dtype)

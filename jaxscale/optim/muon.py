@@ -1,19 +1,18 @@
-r"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): momentum whose singular values are set to one.
+r"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): momentum with all singular values set to one.
 
     u = momentum of g;  X = u / |u|;  five times X <- a X + (b A + c A A) X with A = X X';  w <- w - rate * scale * X
 
-Projections and kernels get it, as the matrix (everything else, last dim), layer by layer; embeddings, the head, gains
-and biases get AdamW. Two scales are in use: Jordan's sqrt(max(1, m / n)) for n rows and m columns, and 0.2 sqrt(max(n,
-m)), whose updates are as large as AdamW's and take its learning rates (Liu et al. 2025, arXiv 2502.16982).
+It updates projections and kernels, as the matrix (everything else, last dim), layer by layer; embeddings, the head,
+gains and biases get AdamW. Two scales are in use: Jordan's sqrt(max(1, m / n)) for n rows and m columns, and 0.2
+sqrt(max(n, m)), whose updates are as large as AdamW's and suit its learning rates (Liu et al. 2025, arXiv 2502.16982).
 
-Where a matrix is sharded, every product of the iteration would be reduced over the mesh. Instead an all-to-all brings
-whole layers to each device, which orthogonalises its own, and another one takes them back: each device sends its shard
-twice and no more, in bfloat16 if asked. Layers that do not divide the mesh are padded; alike matrices of which none
-divides are put in one stack first. Left out: layers are not spread over axes that replicate them (data), which would
-save products and cost a gather.
+For a sharded matrix, every product of the iteration would be reduced over the mesh. Instead an all-to-all moves whole
+layers to each device, which orthogonalises them, and another returns them: each device sends its shard only twice, in
+bfloat16 if configured. Layers that do not divide the mesh are padded; matrices of one shape of which none divides are
+stacked first. Left out: spreading layers over axes that replicate them (data), to save products for a gather.
 
-Momentum has optax's form (an average, its bias corrected, then Nesterov's step), so that updates equal
-`optax.contrib.muon`, which knows no stacked layers, and reduces.
+Momentum has optax's form (a bias-corrected average, then Nesterov's step), so that updates equal those of
+`optax.contrib.muon`, which does not support stacked layers, and reduces.
 """
 
 import collections
@@ -31,10 +30,10 @@ from jaxscale.optim.per_layer import Rule, by_kind
 from jaxscale.typing import Array, Float, Params
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Jordan's quintic: singular values from 0.005 on come to lie between 0.7 and 1.2 in five steps."""
+"""Jordan's quintic: five steps bring singular values from 0.005 on to between 0.7 and 1.2."""
 STEPS = 5
 _EPS = 1e-8
-"""Beside the norm of a matrix: a zero matrix stays zero."""
+"""Added to the norm of a matrix, so that a zero matrix stays zero."""
 
 Scale = Literal["keller", "moonshot"]
 Dtype = Literal["float32", "bfloat16"]
@@ -53,14 +52,14 @@ def muon(
     leaves: Any = None,
     mask: Any = None,
 ) -> Rule:
-    """Muon for projections and kernels, AdamW for the rest.
+    """Muon for projections and kernels, AdamW for all else.
 
     Args:
         rate: learning rate, or a schedule, of both.
         momentum: decay of the average of gradients.
         scale: of an orthogonal update.
-        precision: of the orthogonalisation, and of what it sends between devices. Between bfloat16 and float32, updates
-            of Gaussian matrices differ by 4 %.
+        precision: of the orthogonalisation and its messages between devices. Between bfloat16 and float32, updates of
+            Gaussian matrices differ by 4 %.
         b1, b2, eps: AdamW's.
         weight_decay: decoupled.
         leaves: tree of `Leaf` like the parameters, with shardings where there is a mesh; `None` judges by shapes.
@@ -97,12 +96,12 @@ class MuonState(NamedTuple):
 def scale_by_muon(
     momentum: float = 0.95, scale: Scale = "moonshot", precision: Dtype = "bfloat16", leaves: Any = None
 ) -> Rule:
-    """Momentum, orthogonalised layer by layer; what is no matrix is left as the momentum is.
+    """Momentum, orthogonalised layer by layer; for leaves that are no matrices, the momentum itself.
 
     Args:
         momentum: decay of the average of gradients.
         scale: of an orthogonal update.
-        precision: of the orthogonalisation, and of what it sends between devices.
+        precision: of the orthogonalisation and its messages between devices.
         leaves: tree of `Leaf` like the parameters; `None` judges by shapes and paths.
     """
 
@@ -112,23 +111,23 @@ def scale_by_muon(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         step = state.step + 1
         mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
-        ahead = optax.tree.bias_correction(mu, momentum, step + 1)
-        now = optax.tree.bias_correction(updates, momentum, step)
-        found = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, ahead, now)
-        arrays, treedef = jax.tree.flatten(found)
+        next_mean = optax.tree.bias_correction(mu, momentum, step + 1)
+        corrected = optax.tree.bias_correction(updates, momentum, step)
+        nesterov = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, next_mean, corrected)
+        arrays, treedef = jax.tree.flatten(nesterov)
         facts = facts_of(leaves, updates)
-        chosen = [number for number, leaf in enumerate(facts) if leaf.kind == "matrix"]
-        news = orthogonal([arrays[n] for n in chosen], [facts[n] for n in chosen], precision)
-        for number, new in zip(chosen, news, strict=True):
+        members = [number for number, leaf in enumerate(facts) if leaf.kind == "matrix"]
+        matrices = orthogonal([arrays[n] for n in members], [facts[n] for n in members], precision)
+        for number, x in zip(members, matrices, strict=True):
             leaf = facts[number]
-            arrays[number] = factor(leaf.rows, leaf.columns // leaf.parts, scale) * new.astype(arrays[number].dtype)
+            arrays[number] = factor(leaf.rows, leaf.columns // leaf.parts, scale) * x.astype(arrays[number].dtype)
         return treedef.unflatten(arrays), MuonState(step, mu)
 
     return optax.GradientTransformation(init, update)
 
 
 def factor(rows: int, columns: int, scale: Scale) -> float:
-    """What an orthogonal update is multiplied by.
+    """The scale factor of an orthogonal update.
 
     Example:
         >>> factor(1024, 4096, "keller"), factor(1024, 4096, "moonshot")
@@ -140,7 +139,7 @@ def factor(rows: int, columns: int, scale: Scale) -> float:
 
 
 def newton_schulz(x: Float[Array, "N R C"], steps: int = STEPS) -> Float[Array, "N R C"]:
-    """Matrices with singular values near 1 and the singular vectors of those given, in their dtype.
+    """Matrices with the singular vectors of `x`, singular values near 1, and its dtype.
 
     Args:
         x: matrices.
@@ -149,24 +148,24 @@ def newton_schulz(x: Float[Array, "N R C"], steps: int = STEPS) -> Float[Array, 
     a, b, c = COEFFICIENTS
     norms = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(1, 2), keepdims=True))
     x = (x.astype(jnp.float32) / (norms + _EPS)).astype(x.dtype)
-    if tall := x.shape[1] > x.shape[2]:
+    if is_tall := x.shape[1] > x.shape[2]:
         x = x.swapaxes(1, 2)
-    # a TPU multiplies float32 in bfloat16 unless told otherwise
-    precise = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    # by default a TPU multiplies float32 in bfloat16
+    multiply_precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     for _ in range(steps):
-        square = jnp.einsum("nrc,nsc->nrs", x, x, precision=precise)
-        inner = b * square + c * jnp.einsum("nrs,nst->nrt", square, square, precision=precise)
-        x = a * x + jnp.einsum("nrs,nsc->nrc", inner, x, precision=precise)
-    return x.swapaxes(1, 2) if tall else x
+        gram = jnp.einsum("nrc,nsc->nrs", x, x, precision=multiply_precision)
+        polynomial = b * gram + c * jnp.einsum("nrs,nst->nrt", gram, gram, precision=multiply_precision)
+        x = a * x + jnp.einsum("nrs,nsc->nrc", polynomial, x, precision=multiply_precision)
+    return x.swapaxes(1, 2) if is_tall else x
 
 
 def orthogonal(arrays: Sequence[Array], leaves: Sequence[Leaf], precision: Dtype = "bfloat16") -> list[Array]:
-    """`newton_schulz` of every matrix of some parameters, each device with whole matrices of its own.
+    """`newton_schulz` of every matrix of some parameters, with whole matrices on each device.
 
     Args:
         arrays: like parameters of kind "matrix".
-        leaves: of each; with a sharding, arrays come from there and go back.
-        precision: of the products and of what is sent.
+        leaves: of each array; results return to its sharding.
+        precision: of products and messages.
 
     Returns:
         Arrays of the same shapes in that precision.
@@ -175,61 +174,61 @@ def orthogonal(arrays: Sequence[Array], leaves: Sequence[Leaf], precision: Dtype
     matrices = [_matrices(array.astype(precision), leaf) for array, leaf in zip(arrays, leaves, strict=True)]
     for number, (stack, leaf) in enumerate(zip(matrices, leaves, strict=True)):
         axes = _axes(leaf)
-        whole = not axes or stack.shape[0] % _ways(leaf, axes) == 0
-        # alike ones that do not divide the mesh alone may do so together
-        alike = number if whole else (stack.shape[1:], axes, leaf.sharding.mesh, leaf.sharding.spec[leaf.stack :])
-        stacks[alike].append(number)
-    found: list[Any] = [None] * len(arrays)
+        divides = not axes or stack.shape[0] % _shard_count(leaf, axes) == 0
+        # stacks of one shape that do not divide the mesh alone may do so together
+        group = number if divides else (stack.shape[1:], axes, leaf.sharding.mesh, leaf.sharding.spec[leaf.stack :])
+        stacks[group].append(number)
+    orthogonals: list[Any] = [None] * len(arrays)
     for members in stacks.values():
         sizes = [matrices[number].shape[0] for number in members]
         stack = jnp.concatenate([matrices[number] for number in members]) if len(members) > 1 else matrices[members[0]]
         leaf = leaves[members[0]]
         axes = _axes(leaf)
         if axes:
-            stack = jnp.pad(stack, ((0, -len(stack) % _ways(leaf, axes)), (0, 0), (0, 0)))
-            way = _way(leaf)
-            stack = _along(newton_schulz(_along(stack, way)), way[::-1])
+            stack = jnp.pad(stack, ((0, -len(stack) % _shard_count(leaf, axes)), (0, 0), (0, 0)))
+            route = _route(leaf)
+            stack = _move_along(newton_schulz(_move_along(stack, route)), route[::-1])
         else:
             stack = newton_schulz(stack)
         start = 0
         for number, size in zip(members, sizes, strict=True):
-            part = _leaf_shaped(stack[start : start + size] if len(stack) > size else stack, leaves[number])
+            array = _leaf_shaped(stack[start : start + size] if len(stack) > size else stack, leaves[number])
             if axes:
-                part = jax.lax.with_sharding_constraint(part, leaves[number].sharding)
-            found[number], start = part, start + size
-    return found
+                array = jax.lax.with_sharding_constraint(array, leaves[number].sharding)
+            orthogonals[number], start = array, start + size
+    return orthogonals
 
 
-def _along(stack: Array, way: Sequence[NamedSharding]) -> Array:
-    for place in way:
-        stack = jax.lax.with_sharding_constraint(stack, place)
+def _move_along(stack: Array, route: Sequence[NamedSharding]) -> Array:
+    for sharding in route:
+        stack = jax.lax.with_sharding_constraint(stack, sharding)
     return stack
 
 
-def _way(leaf: Leaf) -> list[NamedSharding]:
-    """The places through which matrices go from where a leaf lies to where each device has whole ones.
+def _route(leaf: Leaf) -> list[NamedSharding]:
+    """Shardings through which a leaf's matrices move until each device has whole ones.
 
-    One dim at a time: of several at once XLA makes a gather.
+    One dim at a time: XLA turns a move of several at once into a gather.
     """
-    mesh, way = leaf.sharding.mesh, []
+    mesh, route = leaf.sharding.mesh, []
     entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in leaf.sharding.spec]
     entries += [()] * (len(leaf.shape) - len(entries))
     if leaf.stack == 1 and len(leaf.shape) == 3 and leaf.parts == 1:
         stacked, rows, columns = entries
-        way = [(stacked, rows, columns), ((*stacked, *columns), rows, ()), ((*stacked, *columns, *rows), (), ())]
-        way = [place for number, place in enumerate(way) if place not in way[:number]]
+        route = [(stacked, rows, columns), ((*stacked, *columns), rows, ()), ((*stacked, *columns, *rows), (), ())]
+        route = [dims for number, dims in enumerate(route) if dims not in route[:number]]
     else:
-        way = [(_axes(leaf), (), ())]
-    return [NamedSharding(mesh, PartitionSpec(*(axes or None for axes in place))) for place in way]
+        route = [(_axes(leaf), (), ())]
+    return [NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims))) for dims in route]
 
 
 def _matrices(array: Array, leaf: Leaf) -> Array:
-    """A leaf as matrices along the first dim; projections that lie side by side are matrices of their own."""
+    """A leaf as matrices along the first dim; fused projections become separate matrices."""
     stack = array.reshape(leaf.tensors, leaf.rows, leaf.columns)
     if leaf.parts == 1:
         return stack
-    apart = stack.reshape(leaf.tensors, leaf.rows, leaf.parts, -1).swapaxes(1, 2)
-    return apart.reshape(leaf.tensors * leaf.parts, leaf.rows, -1)
+    split_stack = stack.reshape(leaf.tensors, leaf.rows, leaf.parts, -1).swapaxes(1, 2)
+    return split_stack.reshape(leaf.tensors * leaf.parts, leaf.rows, -1)
 
 
 def _leaf_shaped(stack: Array, leaf: Leaf) -> Array:
@@ -240,12 +239,12 @@ def _leaf_shaped(stack: Array, leaf: Leaf) -> Array:
 
 
 def _axes(leaf: Leaf) -> tuple[str, ...]:
-    """Mesh axes that the leaf lies over."""
+    """Mesh axes over which the leaf is sharded."""
     if leaf.sharding is None:
         return ()
     entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in leaf.sharding.spec]
     return tuple(axis for entry in entries for axis in entry if leaf.sharding.mesh.shape[axis] > 1)
 
 
-def _ways(leaf: Leaf, axes: Sequence[str]) -> int:
+def _shard_count(leaf: Leaf, axes: Sequence[str]) -> int:
     return math.prod(leaf.sharding.mesh.shape[axis] for axis in axes)

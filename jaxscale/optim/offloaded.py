@@ -1,6 +1,6 @@
-"""An optimizer's state in host memory, and the update that reaches it there.
+"""Updates of an optimizer's state in host memory.
 
-Two ways to apply an optax rule, of one signature, that never hold more of the state on the device than a slice:
+Two ways to apply an optax rule, of one signature, that hold at most a slice of the state on the device:
 
 * `streamed`: slices of state and weights come to the device, are updated there, and go back (ZeRO-Infinity, Rajbhandari
   et al. 2021, arXiv 2104.07857, without its NVMe; L2L, Pudipeddi et al. 2020, arXiv 2002.05645). For rules that treat
@@ -8,10 +8,10 @@ Two ways to apply an optax rule, of one signature, that never hold more of the s
 * `on_host`: gradients go to the host, whose CPU updates state and weights (ZeRO-Offload, Ren et al. 2021, arXiv
   2101.06840, without its one step of delay). For any rule.
 
-`plainly` is the same without offload. All three are told whether the step is good, since a `where` over old and new
-state afterwards would need both whole on the device, and the norm that gradients are clipped by.
+`plainly` applies it without offload. All three take the norm for clipping, and whether the step is good, since a later
+`where` over old and new state would need both whole on the device.
 
-A plan takes these. For a training loop of one's own there is `hosted.offload_state`, a wrapper of a rule.
+Plans use these functions. For custom training loops there is `hosted.offload_state`, a wrapper of a rule.
 """
 
 import math
@@ -31,10 +31,10 @@ from jaxscale.sharding.memory_space import to_device, to_host
 from jaxscale.typing import Array, Float, Params
 
 Advance = Callable[[Params, Any, Params, Any, Any], tuple[Params, Any]]
-"""One step of an optimizer, `(gradients, state, params, norm, good) -> (params, state)`, each leaf where it was.
+"""One step of an optimizer, `(gradients, state, params, norm, good) -> (params, state)`, each leaf in its old memory.
 
-Gradients, state and parameters may lie in device or host memory; `norm` is the global norm of the gradients, and where
-`good` is false, state and parameters are given back as they were.
+Gradients, state and parameters may lie in device or host memory; `norm` is the global norm of the gradients, and if
+`good` is false, state and parameters are returned unchanged.
 """
 
 
@@ -42,12 +42,12 @@ def plainly(optimizer: optax.GradientTransformation) -> Advance:
     """Apply an optax transformation to whole trees on the device.
 
     Args:
-        optimizer: clipping and all.
+        optimizer: with clipping.
     """
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
-        updates, after = optimizer.update(gradients, state, params)
-        return _where(good, (optax.apply_updates(params, updates), after), (params, state))
+        updates, new_state = optimizer.update(gradients, state, params)
+        return _where(good, (optax.apply_updates(params, updates), new_state), (params, state))
 
     return advance
 
@@ -61,21 +61,21 @@ def streamed(
     elementwise: optax.GradientTransformation | None = None,
     layers: Params | None = None,
 ) -> Advance:
-    """Apply a rule slice by slice, on the device, to state (and weights, and gradients) that may lie on the host.
+    """Apply a rule slice by slice, on the device, to state, weights and gradients that may lie on the host.
 
     Args:
         rule: an optax transformation that treats each number by itself, or each layer of a stack. Its state, whose
             arrays have the parameters' shapes, may be quantized: slices cut no block.
-        params: shapes of the parameters, with the sharding of the optimizer's state where there is a mesh.
+        params: shapes of the parameters, with the sharding of the optimizer's state if there is a mesh.
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
-        slice_bytes: of one tensor on each device, at most, where it can be cut so small.
-        elementwise: the rule within `rule` that must treat each number by itself, where that one shares a scale in a
-            block; `rule` itself by default.
-        layers: of each parameter, whether its first dim is of layers, each of which the rule treats by itself: slices
-            are of whole layers, and other parameters are not cut. `None`: numbers are treated by themselves.
+        slice_bytes: largest slice of one tensor on each device, as far as its dims allow.
+        elementwise: the rule within `rule` that must treat each number by itself, if `rule` shares scales in blocks;
+            `rule` by default.
+        layers: for each parameter, whether its first dim is of layers that the rule treats one by one: slices are then
+            whole layers, and other parameters are not cut. `None`: the rule treats each number by itself.
 
     Raises:
-        UserError: the rule mixes elements, and `layers` are not given.
+        UserError: the rule mixes elements, and `layers` is `None`.
 
     Example:
         >>> params = {"w": jnp.ones((4, 2))}
@@ -93,20 +93,20 @@ def streamed(
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
         def step(gradients: Params, old: tuple[Params, Any]) -> tuple[Params, Any]:
             clipped = jax.tree.map(lambda g: _clipped(g, norm, clip), gradients)
-            updates, after = rule.update(clipped, old[1], old[0])
-            return _where(good, (optax.apply_updates(old[0], updates), after), old)
+            updates, new_state = rule.update(clipped, old[1], old[0])
+            return _where(good, (optax.apply_updates(old[0], updates), new_state), old)
 
-        weights, after = in_slices(rule, cuts, step, gradients, (params, state if clip is None else state[1]))
-        return weights, after if clip is None else (state[0], after)
+        weights, new_state = in_slices(rule, cuts, step, gradients, (params, state if clip is None else state[1]))
+        return weights, new_state if clip is None else (state[0], new_state)
 
     return advance
 
 
 def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) -> Advance:
-    """Apply a rule on the host's CPU: gradients go there, state and weights are updated where they lie.
+    """Apply a rule on the host's CPU: gradients are sent there; state and weights are updated in place.
 
-    Not for a TPU and a state in few bits: libtpu 0.0.51 gives an array of 8 or 4 bits and two dims or more two tilings
-    where the host's CPU takes it, and dies of it; of 16 and 32 bits, and of one dim, it does not.
+    Not for a TPU and a state in few bits: libtpu 0.0.51 assigns two tilings to an array of 8 or 4 bits and two dims or
+    more that the host's CPU reads, and crashes; arrays of 16 and 32 bits, or of one dim, work.
 
     Args:
         rule: any optax transformation.
@@ -119,86 +119,86 @@ def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) ->
 
         def update(gradients: Params, old: tuple[Params, Any], norm: Any, good: Any) -> tuple[Params, Any]:
             clipped = jax.tree.map(lambda g: _clipped(g, norm, clip), gradients)
-            updates, after = rule.update(clipped, old[1], old[0])
-            return _where(good, (optax.apply_updates(old[0], updates), after), old)
+            updates, new_state = rule.update(clipped, old[1], old[0])
+            return _where(good, (optax.apply_updates(old[0], updates), new_state), old)
 
         old = (params, inner)
         new = by_host_cpu(constants_there(update), (gradients, old, norm, good), old)
-        weights, after = jax.tree.map(lambda new, old: new if lies_on_host(old) else to_device(new), new, old)
-        return weights, after if clip is None else (state[0], after)
+        weights, new_state = jax.tree.map(lambda new, old: new if lies_on_host(old) else to_device(new), new, old)
+        return weights, new_state if clip is None else (state[0], new_state)
 
     return advance
 
 
 def by_host_cpu(function: Callable[..., Any], args: Any, like: Any) -> Any:
-    """A function run by the host's CPU on arguments that are brought there; its results, a tree like `like`, stay."""
+    """Run a function on the host's CPU on arguments moved there; its results, a tree like `like`, stay there."""
     return compute_on_host(function, jax.tree.map(lambda _: jax.memory.Space.Host, like))(*to_host(args))
 
 
 def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays in host memory whose constants are there too, those of loops as well.
+    """A function of arrays in host memory whose constants lie there too, also within loops.
 
-    JAX makes arrays of them on the device.
+    JAX would place them on the device.
     """
 
-    def shape(x: Any) -> jax.ShapeDtypeStruct:
+    def struct(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         for eqn in jaxpr.eqns:
-            given = [x.val if hasattr(x, "val") else known[x] for x in eqn.invars]
+            operands = [x.val if hasattr(x, "val") else values[x] for x in eqn.invars]
             inner = eqn.params.get("jaxpr")
             if eqn.primitive.name in ("jit", "pjit") and inner is not None:
-                made = run(inner.jaxpr, inner.consts, given)
+                outputs = run(inner.jaxpr, inner.consts, operands)
             elif eqn.primitive.name == "scan":
-                made = loop(eqn.params, given)
+                outputs = loop(eqn.params, operands)
             else:
-                if any(lies_on_host(x) for x in given):
-                    given = [x if jax.numpy.ndim(x) == 0 else to_host(x) for x in given]
-                made = rebind(eqn, given)
-            known |= dict(zip(eqn.outvars, made, strict=True))
-        return [x.val if hasattr(x, "val") else known[x] for x in jaxpr.outvars]
+                if any(lies_on_host(x) for x in operands):
+                    operands = [x if jax.numpy.ndim(x) == 0 else to_host(x) for x in operands]
+                outputs = rebind(eqn, operands)
+            values |= dict(zip(eqn.outvars, outputs, strict=True))
+        return [x.val if hasattr(x, "val") else values[x] for x in jaxpr.outvars]
 
-    def loop(params: Any, given: Sequence[Any]) -> list[Any]:
-        body, (consts, carried) = params["jaxpr"], scan_counts(params)
+    def loop(params: Any, operands: Sequence[Any]) -> list[Any]:
+        body, (num_consts, num_carry) = params["jaxpr"], scan_counts(params)
 
         def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            made = run(body.jaxpr, body.consts, [*given[:consts], *carry, *xs])
-            return made[:carried], made[carried:]
+            outputs = run(body.jaxpr, body.consts, [*operands[:num_consts], *carry, *xs])
+            return outputs[:num_carry], outputs[num_carry:]
 
-        start, xs = list(given[consts : consts + carried]), list(given[consts + carried :])
+        carry, xs = list(operands[num_consts : num_consts + num_carry]), list(operands[num_consts + num_carry :])
         settings = {name: params[name] for name in ("length", "reverse", "unroll")}
-        last, ys = jax.lax.scan(step, start, xs, **settings)
-        return [*last, *ys]
+        last_carry, ys = jax.lax.scan(step, carry, xs, **settings)
+        return [*last_carry, *ys]
 
-    def there(*args: Any) -> Any:
-        shapes = jax.tree.map(shape, args)
-        closed, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
-        found = run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(out), found)
+    def with_host_constants(*args: Any) -> Any:
+        shapes = jax.tree.map(struct, args)
+        program, out_shapes = jax.make_jaxpr(function, return_shape=True)(*shapes)
+        outputs = run(program.jaxpr, program.consts, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out_shapes), outputs)
 
-    return there
+    return with_host_constants
 
 
 def cuts_of(
     rule: optax.GradientTransformation,
     params: Params,
-    places: Sequence[Any],
+    shardings: Sequence[Any],
     slice_bytes: int,
     layers: Params | None = None,
 ) -> list[Cut]:
-    """How each parameter is cut, and its state with it."""
+    """The cut of each parameter and of its state."""
     leaves, units = jax.tree.leaves(params), _units(rule, params)
     if layers is not None:
         stacked = jax.tree.leaves(layers)
         units = [
-            (unit[0], *leaf.shape[1:]) if many else leaf.shape
-            for leaf, unit, many in zip(leaves, units, stacked, strict=True)
+            (unit[0], *leaf.shape[1:]) if is_stacked else leaf.shape
+            for leaf, unit, is_stacked in zip(leaves, units, stacked, strict=True)
         ]
     cuts = [
-        cut(leaf.shape, leaf.dtype.itemsize, place, slice_bytes, unit)
-        for leaf, place, unit in zip(leaves, places, units, strict=True)
+        cut(leaf.shape, leaf.dtype.itemsize, sharding, slice_bytes, unit)
+        for leaf, sharding, unit in zip(leaves, shardings, units, strict=True)
     ]
     return [c if c.pieces > 1 else Cut() for c in cuts]
 
@@ -208,73 +208,74 @@ def in_slices(
 ) -> tuple[Params, Any]:
     """Run `step` on slices of trees like the parameters and of a rule's state, on the device.
 
-    Leaves cut in as many pieces go together, one such group after the other; the leaves of all others are empty then.
+    Leaves cut into equally many pieces form a group; `step` runs on one group at a time, with empty leaves in place of
+    all others.
 
     Args:
-        rule: whose state it is.
+        rule: the rule of the state.
         cuts: of each parameter.
         step: `(read, (written, state)) -> (written, state)`.
-        read: a tree like the parameters; `None` is handed on.
-        old: a tree like the parameters and a state of theirs, in device or host memory.
+        read: a tree like the parameters; `None` is passed on.
+        old: a tree like the parameters and their state, in device or host memory.
 
     Returns:
-        The second pair, each leaf where it was.
+        The new pair of written tree and state, each leaf in its old memory.
     """
     treedef = jax.tree.structure(old[0])
-    leaves, given = treedef.flatten_up_to(old[0]), [] if read is None else treedef.flatten_up_to(read)
+    leaves, read_leaves = treedef.flatten_up_to(old[0]), [] if read is None else treedef.flatten_up_to(read)
     states, state_def = jax.tree.flatten(old[1])
     owners = jax.tree.leaves(owners_of(rule, old[1], treedef))
-    free = [i for i, owner in enumerate(owners) if owner < 0]
-    after_leaves, after_states = list(leaves), list(states)
+    shared_ids = [i for i, owner in enumerate(owners) if owner < 0]
+    result_leaves, result_states = list(leaves), list(states)
     for pieces in sorted({c.pieces for c in cuts}):
-        members = [i for i, c in enumerate(cuts) if c.pieces == pieces]
-        owned = [i for i, owner in enumerate(owners) if owner in members]
+        param_ids = [i for i, c in enumerate(cuts) if c.pieces == pieces]
+        state_ids = [i for i, owner in enumerate(owners) if owner in param_ids]
 
-        def body(
-            read: list[Array],
-            parts: list[Array],
+        def step_slices(
+            read_slices: list[Array],
+            written_slices: list[Array],
             carry: Any,
-            members: list[int] = members,
-            owned: list[int] = owned,
+            param_ids: list[int] = param_ids,
+            state_ids: list[int] = state_ids,
         ) -> tuple[list[Array], Any]:
-            old_leaves = _in_place_of(leaves, members, parts[: len(members)])
-            old_states = _in_place_of(states, owned, parts[len(members) :])
-            for i in free:
+            old_leaves = _only_at(leaves, param_ids, written_slices[: len(param_ids)])
+            old_states = _only_at(states, state_ids, written_slices[len(param_ids) :])
+            for i in shared_ids:
                 old_states[i] = to_device(states[i])
-            slices = treedef.unflatten(_in_place_of(given, members, read)) if given else None
-            new = step(slices, (treedef.unflatten(old_leaves), state_def.unflatten(old_states)))
-            new_leaves, new_states = treedef.flatten_up_to(new[0]), state_def.flatten_up_to(new[1])
-            results = [new_leaves[i] for i in members] + [new_states[i] for i in owned]
-            return results, [new_states[i] for i in free]
+            slices = treedef.unflatten(_only_at(read_leaves, param_ids, read_slices)) if read_leaves else None
+            output = step(slices, (treedef.unflatten(old_leaves), state_def.unflatten(old_states)))
+            new_leaves, new_states = treedef.flatten_up_to(output[0]), state_def.flatten_up_to(output[1])
+            new_slices = [new_leaves[i] for i in param_ids] + [new_states[i] for i in state_ids]
+            return new_slices, [new_states[i] for i in shared_ids]
 
-        sliced = [(given[i], cuts[i].dim) for i in members] if given else []
-        written = [(leaves[i], cuts[i].dim) for i in members]
-        written += [(states[i], cuts[owners[i]].dim) for i in owned]
-        news, last = sweep(body, pieces, sliced, written, [to_device(states[i]) for i in free])
-        for i, new in zip(members, news[: len(members)], strict=True):
-            after_leaves[i] = new
-        for i, new in zip(owned, news[len(members) :], strict=True):
-            after_states[i] = new
-        for i, new in zip(free, last, strict=True):
-            after_states[i] = new
-    return treedef.unflatten(after_leaves), state_def.unflatten(after_states)
+        reads = [(read_leaves[i], cuts[i].dim) for i in param_ids] if read_leaves else []
+        writes = [(leaves[i], cuts[i].dim) for i in param_ids]
+        writes += [(states[i], cuts[owners[i]].dim) for i in state_ids]
+        outputs, last_carry = sweep(step_slices, pieces, reads, writes, [to_device(states[i]) for i in shared_ids])
+        for i, output in zip(param_ids, outputs[: len(param_ids)], strict=True):
+            result_leaves[i] = output
+        for i, output in zip(state_ids, outputs[len(param_ids) :], strict=True):
+            result_states[i] = output
+        for i, output in zip(shared_ids, last_carry, strict=True):
+            result_states[i] = output
+    return treedef.unflatten(result_leaves), state_def.unflatten(result_states)
 
 
 def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Array, ""]:
-    """Global norm of gradients in device or host memory; of the latter, one slice at a time is on the device.
+    """Global norm of gradients in device or host memory; those on the host are read slice by slice.
 
     Args:
         gradients: any tree.
-        shardings: tree of `NamedSharding` like it; `None` for one device.
+        shardings: tree of `NamedSharding` like the gradients; `None` for one device.
     """
     leaves, treedef = jax.tree.flatten(gradients)
     if not any(lies_on_host(g) for g in leaves):
         return optax.tree.norm(gradients)
-    places = [None] * len(leaves) if shardings is None else treedef.flatten_up_to(shardings)
+    leaf_shardings = [None] * len(leaves) if shardings is None else treedef.flatten_up_to(shardings)
     total = jnp.zeros((), jnp.float32)
-    for leaf, sharding in zip(leaves, places, strict=True):
-        c = cut(leaf.shape, leaf.dtype.itemsize, sharding)
-        _, total = sweep(_add_squares, c.pieces, [(leaf, c.dim)], [], total)
+    for leaf, sharding in zip(leaves, leaf_shardings, strict=True):
+        slicing = cut(leaf.shape, leaf.dtype.itemsize, sharding)
+        _, total = sweep(_add_squares, slicing.pieces, [(leaf, slicing.dim)], [], total)
     return jnp.sqrt(total)
 
 
@@ -287,14 +288,14 @@ def _where(good: Any, new: Any, old: Any) -> Any:
 
 
 def _clipped(gradient: Array, norm: Array, clip: float | None) -> Array:
-    """As `optax.clip_by_global_norm` has it, to the bit."""
+    """A gradient clipped as by `optax.clip_by_global_norm`, to the bit."""
     if clip is None:
         return gradient
     return jnp.where(norm < clip, gradient, (gradient / norm.astype(gradient.dtype)) * clip)
 
 
 def owners_of(rule: optax.GradientTransformation, state: Any, treedef: Any) -> Any:
-    """For each leaf of a state the number of the parameter it belongs to; -1 for none."""
+    """For each leaf of a state, the number of its parameter; -1 for none."""
     return _of_params(
         rule,
         lambda leaf, number: jax.tree.map(lambda _: number, leaf),
@@ -304,7 +305,7 @@ def owners_of(rule: optax.GradientTransformation, state: Any, treedef: Any) -> A
 
 
 def _of_params(rule: optax.GradientTransformation, function: Callable[..., Any], state: Any, *trees: Any) -> Any:
-    """A function of each part of a state that is of a parameter (an array, a quantized one, an empty node); -1 else."""
+    """Map a function over a state's entries of parameters (arrays, quantized, empty nodes); other leaves give -1."""
     return optax.tree.map_params(
         rule,
         function,
@@ -316,7 +317,7 @@ def _of_params(rule: optax.GradientTransformation, function: Callable[..., Any],
 
 
 def _units(rule: optax.GradientTransformation, params: Params) -> list[tuple[int, ...]]:
-    """Of each parameter, what of each dim a slice must keep together: the blocks of its quantized state."""
+    """For each dim of each parameter, a divisor of slice lengths: the blocks of its quantized state."""
     leaves, treedef = jax.tree.flatten(params)
     units = [[1] * len(leaf.shape) for leaf in leaves]
 
@@ -329,9 +330,9 @@ def _units(rule: optax.GradientTransformation, params: Params) -> list[tuple[int
     return [tuple(unit) for unit in units]
 
 
-def _in_place_of(leaves: list[Array], chosen: list[int], parts: list[Array]) -> list[Array]:
-    """As many leaves, empty but for the chosen ones: no columns, but all rows, which blocks of a state must divide."""
-    found: list[Any] = [jnp.zeros((*leaf.shape[:-1], 0), leaf.dtype) for leaf in leaves]
-    for i, part in zip(chosen, parts, strict=True):
-        found[i] = part
-    return found
+def _only_at(leaves: list[Array], indices: list[int], slices: list[Array]) -> list[Array]:
+    """`slices` at `indices`; empty leaves elsewhere, without columns but with all rows, which blocks must divide."""
+    arrays: list[Any] = [jnp.zeros((*leaf.shape[:-1], 0), leaf.dtype) for leaf in leaves]
+    for i, array in zip(indices, slices, strict=True):
+        arrays[i] = array
+    return arrays

@@ -1,20 +1,20 @@
-r"""1-bit Adam and 1-bit LAMB: momentum in a bit a number between replicas, over a variance that is frozen.
+r"""1-bit Adam and 1-bit LAMB: replicas exchange momentum in one bit a number, over a frozen variance.
 
-Adam's update is no linear map of the gradient, so error feedback does not mend a gradient sent in a bit. Once the
-variance v stands still it is one of the momentum m, and what a message of m leaves out comes with the next (Tang et al.
-2021, arXiv 2102.02888). So both rules run in two phases of n replicas, whose messages a codec averages:
+Adam's update is not linear in the gradient, so error feedback does not repair a gradient sent in one bit. With a frozen
+variance v it is linear in the momentum m, and the error of one message of m is sent with the next (Tang et al. 2021,
+arXiv 2102.02888). So both rules run in two phases of n replicas, whose messages a codec averages:
 
-    warm-up   each sends its gradient g_i, and the exact mean makes m and v, as in Adam
-    frozen    each sends m_i = b1 m + (1 - b1) g_i, and the codec's mean of them is the next m; v stays
+    warm-up   each sends its gradient g_i; the exact mean updates m and v, as in Adam
+    frozen    each sends m_i = b1 m + (1 - b1) g_i; the codec's mean of them is the next m; v is constant
 
-`Messages` is what a replica sends, the rules take the mean of it, and `over_replicas` joins both with a codec. 1-bit
-LAMB (Li et al. 2021, arXiv 2104.06069) also freezes the trust ratio of each layer, at its running mean, and follows how
-far a variance made of the change of m has gone from the frozen one, a tenth a step at most.
+`Messages` computes a replica's message, the rules take the mean of messages, and `over_replicas` joins both with a
+codec. 1-bit LAMB (Li et al. 2021, arXiv 2104.06069) also freezes the trust ratio of each layer, at its running mean,
+and corrects it by the ratio of the frozen variance to one estimated from the change of m, by a tenth a step at most.
 
-As in the papers' program, but: Adam's bias corrections stay, so that the warm-up is Adam or LAMB itself; a number whose
-variance is zero, such as a token that never came, does not move, where signs over eps would throw it far; no factor
-makes the layers' momenta alike before they are sent, for each layer's message has a scale of its own. Left out: 0/1
-Adam, whose variance and steps between messages have schedules of their own.
+Differences from the papers' program: Adam's bias corrections stay, so that the warm-up is Adam or LAMB itself; a number
+whose variance is zero, such as a token that never occurred, does not move, where its sign over eps would be huge; the
+layers' momenta are not brought to one scale before they are sent, for each layer's message has its own. Left out: 0/1
+Adam, which schedules its variance and the steps between messages.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ Rule = optax.GradientTransformation
 
 @runtime_checkable
 class Codec(Protocol):
-    """What averages messages over an axis, such as `compression.OneBit()`."""
+    """Averages messages over an axis, such as `compression.OneBit()`."""
 
     def init(self, shape: Any, key: Any, n: int, *, layers: bool = False) -> Any:
         """The state of one leaf on one of n devices."""
@@ -45,17 +45,17 @@ class Codec(Protocol):
     def reduce(
         self, gradient: Any, state: Any, axis: str, key: Any = None, step: Any = None, *, layers: bool = False
     ) -> tuple[Any, Any]:
-        """The mean of a leaf over the axis, and the state after it."""
+        """The mean of a leaf over the axis, and the new state."""
         ...
 
 
 class OneBitState(NamedTuple):
-    """What 1-bit Adam keeps.
+    """State of 1-bit Adam.
 
     Args:
         count: updates made.
-        mu: the momentum, alike on all replicas.
-        nu: the second moment, which stands still once it is frozen.
+        mu: the momentum, equal on all replicas.
+        nu: the second moment, constant in the frozen phase.
     """
 
     count: Any
@@ -64,15 +64,15 @@ class OneBitState(NamedTuple):
 
 
 class OneBitLambState(NamedTuple):
-    """What 1-bit LAMB keeps.
+    """State of 1-bit LAMB.
 
     Args:
         count: updates made.
-        mu: the momentum, alike on all replicas.
-        nu: the second moment, which stands still once it is frozen.
-        fresh: the second moment as it would be, from the change of the momentum.
-        ratio: running mean of each layer's trust ratio, with its dims of one number.
-        factor: of the frozen trust ratio, in the last update.
+        mu: the momentum, equal on all replicas.
+        nu: the second moment, constant in the frozen phase.
+        fresh: current estimate of the second moment, from the change of the momentum.
+        ratio: running mean of each layer's trust ratio, in dims of size 1.
+        factor: multiplier of the frozen trust ratio in the last update.
     """
 
     count: Any
@@ -84,11 +84,11 @@ class OneBitLambState(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What a replica sends.
+    """A replica's message.
 
     Args:
         message: tree like the gradients.
-        norm: of its own gradient.
+        norm: of the replica's gradient.
         frozen: whether the message is a momentum.
     """
 
@@ -99,13 +99,13 @@ class Sent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Messages:
-    """What replicas send each other.
+    """Computes the messages of replicas.
 
     Args:
         b1: decay of the momentum.
         freeze: updates before the variance is frozen.
-        clip: norm that a replica's own gradient is clipped to before it enters a momentum; `None` never clips. In the
-            warm-up the mean is clipped, by `clipped`.
+        clip: norm to which each replica clips its gradient before it enters a momentum; `None` never clips. In the
+            warm-up `clipped` clips the mean.
 
     Example:
         >>> rule, messages = one_bit_adam(1e-3, 1), Messages(b1=0.9, freeze=1)
@@ -123,28 +123,28 @@ class Messages:
     clip: float | None = None
 
     def count(self, state: Any) -> Int[Array, ""]:
-        """Updates made, of a rule's state or one that it is part of."""
-        return _found(state).count
+        """Updates made, from a rule's state or a state that contains it."""
+        return _rule_state(state).count
 
     def frozen(self, state: Any) -> Bool[Array, ""]:
-        """Whether the variance stands still."""
+        """Whether the variance is frozen."""
         return self.count(state) >= self.freeze
 
     def __call__(self, gradients: Any, state: Any) -> Sent:
         """A replica's message.
 
         Args:
-            gradients: its own.
-            state: the rule's, or one that it is part of; its momentum may be quantized.
+            gradients: of this replica.
+            state: the rule's, or a state that contains it; its momentum may be quantized.
         """
         frozen, norm = self.frozen(state), optax.tree.norm(gradients)
-        share = 1.0 if self.clip is None else jnp.where(norm < self.clip, 1.0, self.clip / norm)
+        scale = 1.0 if self.clip is None else jnp.where(norm < self.clip, 1.0, self.clip / norm)
 
-        def one(g: Array, m: Any) -> Array:
+        def message_of(g: Array, m: Any) -> Array:
             m = decode(m) if is_quantized(m) else m
-            return jnp.where(frozen, self.b1 * m + (1 - self.b1) * (g * share), g)
+            return jnp.where(frozen, self.b1 * m + (1 - self.b1) * (g * scale), g)
 
-        return Sent(jax.tree.map(one, gradients, _found(state).mu), norm, frozen)
+        return Sent(jax.tree.map(message_of, gradients, _rule_state(state).mu), norm, frozen)
 
 
 def one_bit_adam(
@@ -170,7 +170,7 @@ def one_bit_adam(
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Returns:
-        A transformation of the mean of what `Messages` gives: of gradients, and from update F on of momenta.
+        A transformation of the mean of messages from `Messages`: gradients, and from update F on momenta.
 
     Raises:
         UserError: a freeze step below 1: no variance would be known.
@@ -185,14 +185,14 @@ def one_bit_adam(
         >>> round(float(update["w"][0, 0]), 3)
         -0.1
     """
-    _check(freeze)
+    _check_freeze(freeze)
 
     def init(params: Any) -> OneBitState:
         return OneBitState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params), optax.tree.zeros_like(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitState]:
-        after, moved = _moments(updates, state, b1, b2, freeze)
-        return jax.tree.map(lambda m, v: _direction(m, v, eps), *moved), after
+        new_state, corrected = _moments(updates, state, b1, b2, freeze)
+        return jax.tree.map(lambda m, v: _direction(m, v, eps), *corrected), new_state
 
     return optax.chain(
         optax.GradientTransformation(init, update),
@@ -217,14 +217,14 @@ def one_bit_lamb(
 ) -> Rule:
     r"""LAMB whose variance is frozen, so that replicas may send their momentum in a bit a number.
 
-    With u of the frozen variance and decay as in LAMB, c the running mean of the trust ratio |w| / |u| in the warm-up,
-    and v' of the changes of the momentum,
+    With u as in LAMB but over the frozen variance, c the running mean of the trust ratio |w| / |u| in the warm-up,
+    and v' the variance of the changes of the momentum,
 
     .. math:: w \leftarrow w - \eta c f u, \quad
         f = r \max \frac{\sqrt{\hat v} + \epsilon}{\sqrt{\hat v'} + \epsilon} + 1 - r, \quad
         r = \min\Big(1, \frac{|u - \lambda w|}{|u|}\Big)
 
-    for each layer, f within bounds and near the last one.
+    for each layer, f within bounds and near its last value.
 
     Args:
         rate: learning rate, or a schedule.
@@ -236,10 +236,10 @@ def one_bit_lamb(
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
         smooth: decay of the mean of the trust ratio.
         factors: bounds of f.
-        change: by how much of it f may change in an update.
+        change: largest relative change of f in an update.
 
     Returns:
-        A transformation of the mean of what `Messages` gives, that needs the parameters.
+        A transformation of the mean of messages from `Messages`; its update needs the parameters.
 
     Raises:
         UserError: a freeze step below 1: no variance would be known.
@@ -247,63 +247,63 @@ def one_bit_lamb(
     References:
         Li et al. 2021, arXiv 2104.06069.
     """
-    _check(freeze)
+    _check_freeze(freeze)
 
     def init(params: Any) -> OneBitLambState:
-        def ones(value: float) -> Any:
+        def per_tensor(value: float) -> Any:
             if not jax.tree.leaves(params):  # a placeholder, of `optax.tree.map_params`
                 return params
             facts = facts_of(leaves, params)
-            found = [jnp.full(_row(leaf), value, jnp.float32) for leaf in facts]
-            return jax.tree.structure(params).unflatten(found)
+            arrays = [jnp.full(_per_tensor_shape(leaf), value, jnp.float32) for leaf in facts]
+            return jax.tree.structure(params).unflatten(arrays)
 
         mu, nu, fresh = (optax.tree.zeros_like(params) for _ in range(3))
-        return OneBitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh, ones(0.0), ones(1.0))
+        return OneBitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh, per_tensor(0.0), per_tensor(1.0))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitLambState]:
         if params is None:
             raise UserError("one_bit_lamb: update(mean, state, params) needs the parameters, for their norms")
         frozen, treedef = state.count >= freeze, jax.tree.structure(updates)
-        after, (first, second) = _moments(updates, state, b1, b2, freeze)
+        moments, (first_moments, second_moments) = _moments(updates, state, b1, b2, freeze)
 
-        def anew(old: Array, m: Array, before: Array, v: Array) -> Array:
-            gradient = (m - b1 * before) / (1 - b1)
-            return jnp.where(frozen, b2 * old + (1 - b2) * gradient**2, v)
+        def fresh_variance(old_v: Array, m: Array, old_m: Array, v: Array) -> Array:
+            gradient = (m - b1 * old_m) / (1 - b1)
+            return jnp.where(frozen, b2 * old_v + (1 - b2) * gradient**2, v)
 
-        fresh = jax.tree.map(anew, state.fresh, after.mu, state.mu, after.nu)
-        decayed = treedef.flatten_up_to(jax.tree.map(lambda _: True, params) if mask is None else mask)
-        given = (first, second, fresh, params, state.ratio, state.factor)
-        moves, ratios, changed = [], [], []
-        for leaf, on, m, v, new, w, ratio, last in zip(
-            facts_of(leaves, updates), decayed, *map(treedef.flatten_up_to, given), strict=True
+        fresh = jax.tree.map(fresh_variance, state.fresh, moments.mu, state.mu, moments.nu)
+        decay_flags = treedef.flatten_up_to(jax.tree.map(lambda _: True, params) if mask is None else mask)
+        trees = (first_moments, second_moments, fresh, params, state.ratio, state.factor)
+        steps, new_ratios, new_factors = [], [], []
+        for leaf, decayed, m, v, v_fresh, w, ratio, old_f in zip(
+            facts_of(leaves, updates), decay_flags, *map(treedef.flatten_up_to, trees), strict=True
         ):
-            plain = _direction(m, v, eps)
-            u = plain + weight_decay * w if on else plain
-            trust = _trust(w, u, leaf)
+            step = _direction(m, v, eps)
+            u = step + weight_decay * w if decayed else step
+            trust = _trust_ratio(w, u, leaf)
             ratio = jnp.where(frozen, ratio, smooth * ratio + (1 - smooth) * trust)
-            corrected = _corrected(new, b2, after.count)
-            apart = _over((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected) + eps), leaf, jnp.max)
-            share = jnp.minimum(1.0, _norm(plain, leaf) / jnp.maximum(_norm(u, leaf), jnp.finfo(jnp.float32).tiny))
-            factor = jnp.clip(share * apart + 1 - share, *factors)
-            factor = jnp.where(frozen, jnp.clip(factor, (1 - change) * last, (1 + change) * last), last)
-            # the mean of so many ratios, whose running one began with zero
-            mean_ratio = ratio / (1 - smooth ** jnp.minimum(after.count, freeze))
+            corrected = _corrected(v_fresh, b2, moments.count)
+            drift = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected) + eps), leaf, jnp.max)
+            share = jnp.minimum(1.0, _norms(step, leaf) / jnp.maximum(_norms(u, leaf), jnp.finfo(jnp.float32).tiny))
+            factor = jnp.clip(share * drift + 1 - share, *factors)
+            factor = jnp.where(frozen, jnp.clip(factor, (1 - change) * old_f, (1 + change) * old_f), old_f)
+            # bias correction: the running mean of ratios started from zero
+            mean_ratio = ratio / (1 - smooth ** jnp.minimum(moments.count, freeze))
             scale = jnp.where(frozen, mean_ratio * factor, trust) if leaf.kind != "vector" else jnp.ones_like(trust)
-            moves.append(u * scale)
-            ratios.append(ratio)
-            changed.append(factor)
-        kept = OneBitLambState(*after, fresh, treedef.unflatten(ratios), treedef.unflatten(changed))
-        return treedef.unflatten(moves), kept
+            steps.append(u * scale)
+            new_ratios.append(ratio)
+            new_factors.append(factor)
+        new_state = OneBitLambState(*moments, fresh, treedef.unflatten(new_ratios), treedef.unflatten(new_factors))
+        return treedef.unflatten(steps), new_state
 
     return optax.chain(optax.GradientTransformation(init, update), optax.scale_by_learning_rate(rate))
 
 
 def clipped(rule: Rule, messages: Messages) -> Rule:
-    """A rule whose mean gradients are clipped to a global norm, and whose mean momenta are left as they are.
+    """A rule that clips mean gradients to a global norm, and leaves mean momenta unchanged.
 
     Args:
-        rule: of `one_bit_adam` or `one_bit_lamb`, or one that it is part of.
-        messages: with the norm, and the freeze step.
+        rule: `one_bit_adam` or `one_bit_lamb`, or a rule that contains it.
+        messages: with the norm and the freeze step.
 
     Returns:
         A transformation with the state of `optax.chain(optax.clip_by_global_norm(...), rule)`.
@@ -316,21 +316,21 @@ def clipped(rule: Rule, messages: Messages) -> Rule:
         return (clip.init(params), rule.init(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        less, before = clip.update(updates, state[0], params)
+        clipped_updates, clip_state = clip.update(updates, state[0], params)
         frozen = messages.frozen(state)
-        given = jax.tree.map(lambda short, whole: jnp.where(frozen, whole, short), less, updates)
-        moves, after = rule.update(given, state[1], params)
-        return moves, (before, after)
+        mean = jax.tree.map(lambda clipped_leaf, leaf: jnp.where(frozen, leaf, clipped_leaf), clipped_updates, updates)
+        steps, rule_state = rule.update(mean, state[1], params)
+        return steps, (clip_state, rule_state)
 
     return optax.GradientTransformation(init, update)
 
 
 class OverReplicasState(NamedTuple):
-    """What a replica keeps.
+    """State of a replica.
 
     Args:
-        rule: the rule's state, alike on all.
-        owed: the codec's of each parameter, in order; empty where the mean is exact.
+        rule: the rule's state, equal on all replicas.
+        owed: the codec's state of each parameter, in order; empty where the mean is exact.
     """
 
     rule: Any
@@ -340,25 +340,25 @@ class OverReplicasState(NamedTuple):
 def over_replicas(
     rule: Rule, messages: Messages, codec: Codec, axis: str, replicas: int, *, leaves: Any = None, small: int = 256
 ) -> Rule:
-    """A rule that takes a replica's own gradients: to run in a `jax.shard_map` or `jax.vmap` of that axis.
+    """A rule that takes the gradients of one replica, inside a `jax.shard_map` or `jax.vmap` of that axis.
 
-    A train step of ours does the same by `compression.reduce.Stage`, which knows devices within a replica too.
+    Our train step does the same by `compression.reduce.Stage`, which also supports several devices in a replica.
 
     Args:
-        rule: of `one_bit_adam` or `one_bit_lamb`.
+        rule: `one_bit_adam` or `one_bit_lamb`.
         messages: with the same b1 and freeze step.
-        codec: averages momenta; in the warm-up means are exact. None that draws at random.
+        codec: averages momenta, without random draws; in the warm-up means are exact.
         axis: name of the replicas' axis.
-        replicas: how many there are.
-        leaves: tree of `Leaf` like the parameters; a codec takes each of stacked layers by itself.
-        small: numbers of a layer below which its mean is exact, as are gains' and biases'.
+        replicas: number of replicas.
+        leaves: tree of `Leaf` like the parameters; the codec takes stacked layers one by one.
+        small: numbers of a layer below which its mean is exact; the means of gains and biases always are.
 
     Example:
         >>> from jaxscale.compression import OneBit
-        >>> whole = over_replicas(one_bit_adam(0.1, 1), Messages(0.9, 1), OneBit(), "r", 2)
+        >>> rule = over_replicas(one_bit_adam(0.1, 1), Messages(0.9, 1), OneBit(), "r", 2)
         >>> params = {"w": jnp.ones((16, 16))}
         >>> gradients = {"w": jnp.stack([jnp.ones((16, 16)), jnp.zeros((16, 16))])}
-        >>> step = jax.vmap(lambda g: whole.update(g, whole.init(params), params)[0], axis_name="r")
+        >>> step = jax.vmap(lambda g: rule.update(g, rule.init(params), params)[0], axis_name="r")
         >>> print(step(gradients)["w"][:, 0, 0].round(3))
         [-0.1 -0.1]
     """
@@ -370,35 +370,35 @@ def over_replicas(
         return leaf.kind != "vector" and leaf.rows * leaf.columns >= small
 
     def init(params: Any) -> OverReplicasState:
-        parts = zip(jax.tree.leaves(params), facts_of(leaves, params), strict=True)
-        owed = [codec.init(p.shape, None, replicas, layers=stacked(f)) if coded(f) else {} for p, f in parts]
+        pairs = zip(jax.tree.leaves(params), facts_of(leaves, params), strict=True)
+        owed = [codec.init(p.shape, None, replicas, layers=stacked(f)) if coded(f) else {} for p, f in pairs]
         return OverReplicasState(rule.init(params), tuple(owed))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OverReplicasState]:
         message, norm, frozen = messages(updates, state.rule)
-        good = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in what the others owe
-        step, treedef = messages.count(state.rule), jax.tree.structure(updates)
+        good = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
+        count, treedef = messages.count(state.rule), jax.tree.structure(updates)
         means, owed = [], []
-        for leaf, part, before in zip(facts_of(leaves, updates), jax.tree.leaves(message), state.owed, strict=True):
-            exact, after = lax.pmean(part, axis), before
+        for leaf, x, old_owed in zip(facts_of(leaves, updates), jax.tree.leaves(message), state.owed, strict=True):
+            mean, new_owed = lax.pmean(x, axis), old_owed
             if coded(leaf):
-                found, after = codec.reduce(part, before, axis, None, step, layers=stacked(leaf))
-                exact = jnp.where(frozen, found, exact)
-            means.append(jnp.where(good, exact, jnp.nan))
-            owed.append(jax.tree.map(lambda new, old: jnp.where(good & frozen, new, old), after, before))
-        moves, kept = rule.update(treedef.unflatten(means), state.rule, params)
-        return moves, OverReplicasState(kept, tuple(owed))
+                coded_mean, new_owed = codec.reduce(x, old_owed, axis, None, count, layers=stacked(leaf))
+                mean = jnp.where(frozen, coded_mean, mean)
+            means.append(jnp.where(good, mean, jnp.nan))
+            owed.append(jax.tree.map(lambda new, old: jnp.where(good & frozen, new, old), new_owed, old_owed))
+        steps, rule_state = rule.update(treedef.unflatten(means), state.rule, params)
+        return steps, OverReplicasState(rule_state, tuple(owed))
 
     return optax.GradientTransformation(init, update)
 
 
-def _check(freeze: int) -> None:
+def _check_freeze(freeze: int) -> None:
     if freeze < 1:
         raise UserError(f"freeze: got {freeze}, expected 1 or more updates: before them no variance is known")
 
 
-def _found(state: Any) -> Any:
-    """The state of the rule in one that it is part of."""
+def _rule_state(state: Any) -> Any:
+    """The rule's state within a state that contains it."""
 
     def is_ours(node: Any) -> bool:
         return isinstance(node, OneBitState | OneBitLambState)
@@ -407,15 +407,15 @@ def _found(state: Any) -> Any:
 
 
 def _moments(mean: Any, state: Any, b1: float, b2: float, freeze: int) -> tuple[OneBitState, tuple[Any, Any]]:
-    """Moments after a mean of gradients or of momenta, and both without what their start from zero takes off."""
+    """The new moments, given a mean of gradients or momenta, and both with bias correction."""
     frozen, count = state.count >= freeze, jnp.asarray(optax.safe_increment(state.count))
     mu = jax.tree.map(
         lambda x, m, v: jnp.where(frozen, jnp.where(v > 0, x, 0.0), b1 * m + (1 - b1) * x), mean, state.mu, state.nu
     )
     nu = jax.tree.map(lambda x, v: jnp.where(frozen, v, b2 * v + (1 - b2) * x**2), mean, state.nu)
-    first = jax.tree.map(lambda m: _corrected(m, b1, count), mu)
-    second = jax.tree.map(lambda v: _corrected(v, b2, jnp.minimum(count, freeze)), nu)
-    return OneBitState(count, mu, nu), (first, second)
+    corrected_mu = jax.tree.map(lambda m: _corrected(m, b1, count), mu)
+    corrected_nu = jax.tree.map(lambda v: _corrected(v, b2, jnp.minimum(count, freeze)), nu)
+    return OneBitState(count, mu, nu), (corrected_mu, corrected_nu)
 
 
 def _corrected(moment: Array, decay: float, count: Array) -> Array:
@@ -426,21 +426,23 @@ def _direction(m: Array, v: Array, eps: float) -> Array:
     return jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0.0)
 
 
-def _row(leaf: Leaf) -> tuple[int, ...]:
-    """Shape of one number for each tensor of a leaf."""
+def _per_tensor_shape(leaf: Leaf) -> tuple[int, ...]:
+    """Shape of an array with one number for each tensor of a leaf."""
     return (*leaf.shape[: leaf.stack], *(1,) * (len(leaf.shape) - leaf.stack))
 
 
-def _over(x: Array, leaf: Leaf, reduce: Callable[..., Array]) -> Array:
-    """A reduction of each tensor of a leaf, with its dims of one number."""
+def _reduce_tensors(x: Array, leaf: Leaf, reduce: Callable[..., Array]) -> Array:
+    """`reduce` over each tensor of a leaf, keeping its dims."""
     return reduce(x, axis=tuple(range(leaf.stack, x.ndim)), keepdims=True)
 
 
-def _norm(x: Array, leaf: Leaf) -> Array:
-    return jnp.sqrt(_over(jnp.square(x), leaf, jnp.sum))
+def _norms(x: Array, leaf: Leaf) -> Array:
+    return jnp.sqrt(_reduce_tensors(jnp.square(x), leaf, jnp.sum))
 
 
-def _trust(w: Array, u: Array, leaf: Leaf) -> Array:
-    """|w| / |u| of each tensor; 1 where either is zero, as optax has it."""
-    top, bottom = _norm(w, leaf), _norm(u, leaf)
-    return jnp.where((top == 0) | (bottom == 0), 1.0, top / jnp.where(bottom == 0, 1.0, bottom))
+def _trust_ratio(w: Array, u: Array, leaf: Leaf) -> Array:
+    """|w| / |u| of each tensor; 1 where either is zero, as in optax."""
+    weight_norm, update_norm = _norms(w, leaf), _norms(u, leaf)
+    return jnp.where(
+        (weight_norm == 0) | (update_norm == 0), 1.0, weight_norm / jnp.where(update_norm == 0, 1.0, update_norm)
+    )

@@ -1,6 +1,6 @@
-"""Optimizer: an optax optimizer and its schedule as a value that the command line, JSON and tests can name.
+"""Optimizer: an optax optimizer and its schedule as a value for the command line, JSON and tests.
 
-The update rules and the options that each takes stand in `rules.py`. `custom` takes any other optax transformation.
+The update rules and their options are in `rules.py`. `custom` takes any other optax transformation.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from jaxscale.errors import UserError
-from jaxscale.optim.rules import RULES, Given, freeze_step
+from jaxscale.optim.rules import RULES, RuleSettings, freeze_step
 from jaxscale.values import check_types
 
 Name = Literal[
@@ -50,41 +50,41 @@ class Optimizer:
     | soap | Adam in Shampoo's eigenbasis | b1 0.95, b2 0.95, eps 1e-08, every 10, max_dim 10000, decay 0.1 |
     | galore | AdamW in a low-rank subspace | b1 0.9, b2 0.95, eps 1e-08, rank 128, every 200, decay 0.1 |
 
-    On the command line `--optimizer muon` is short for `--optimizer.name muon`. An option that the rule does not take
-    is refused; one that is `None` has the rule's default. Layers that are stacked in one array are each a tensor of
-    their own to lars, lamb, one_bit_lamb, muon, soap and galore, and a kernel is the matrix (everything else, last
-    dim). The last three take projections and kernels; embeddings, head, gains and biases get AdamW, at the same
-    learning rate. one_bit_adam and one_bit_lamb need a replica axis in the mesh, over which momenta go by
-    `compression.OneBit` once the variance is frozen; from then on each replica clips its own gradient. schedule_free
-    trains at a point between its average and its fast iterate, and that point is what is evaluated.
+    On the command line `--optimizer muon` is short for `--optimizer.name muon`. An option that the rule does not have
+    is refused; `None` takes the rule's default. lars, lamb, one_bit_lamb, muon, soap and galore treat each layer of a
+    stacked array as a tensor, and a kernel as the matrix (everything else, last dim). The last three update projections
+    and kernels; embeddings, head, gains and biases get AdamW, at the same learning rate. one_bit_adam and one_bit_lamb
+    need a replica axis in the mesh, over which `compression.OneBit` averages momenta once the variance is frozen; from
+    then on each replica clips its own gradient. schedule_free trains, and is evaluated, at a point between its average
+    and its fast iterate.
 
     Args:
         name: the update rule.
-        learning_rate: its peak.
-        final_learning_rate: at the end; `None` is a tenth of the peak.
+        learning_rate: peak learning rate.
+        final_learning_rate: learning rate at the end; `None` is a tenth of the peak.
         warmup: updates of linear warm-up.
-        schedule: how the rate falls after the warm-up; `None` is cosine, and constant for schedule_free.
+        schedule: of the rate after the warm-up; `None` is cosine, and constant for schedule_free.
         b1: decay of the first moment.
         b2: decay of the second moment.
         b3: decay of the third (adan), of the slow first one (ademamix).
         eps: added to the root of the second moment.
-        momentum: of sgd, where 0 keeps no state, lars and muon.
+        momentum: of sgd (0 has no state), lars and muon.
         alpha: weight of the slow first moment (ademamix).
         trust: ratio of an update's norm to its weight's, at learning rate 1 (lars).
         scale: of an orthogonal update of n rows and m columns: "keller" is sqrt(max(1, m / n)), "moonshot"
-            0.2 sqrt(max(n, m)), which goes with AdamW's learning rates (muon).
-        precision: of the orthogonalisation, and of what it sends between devices: bfloat16 or float32 (muon).
+            0.2 sqrt(max(n, m)), which suits AdamW's learning rates (muon).
+        precision: of the orthogonalisation and its messages between devices: bfloat16 or float32 (muon).
         rank: of the projection (galore).
         every: updates between new bases (soap, galore).
-        max_dim: dims above it keep their own basis (soap).
-        freeze: updates before the variance stands still and momenta are sent in a bit a number, or, below 1, the share
-            of the run that they are (one_bit_adam, one_bit_lamb).
-        weight_decay: decoupled: every update takes this times the learning rate off a weight. lars and lamb count it in
-            their trust ratio.
-        decay: what is decayed: "matrices" spares norms, biases and other vectors; "all" spares nothing.
+        max_dim: larger dims are not rotated (soap).
+        freeze: updates before the variance is frozen and momenta are sent in one bit a number, or, below 1, their share
+            of the run (one_bit_adam, one_bit_lamb).
+        weight_decay: decoupled: every update subtracts this times the learning rate from a weight. lars and lamb
+            include it in their trust ratio.
+        decay: parameters that decay: "matrices" excludes norms, biases and other vectors; "all" excludes none.
         clip: global norm that gradients are clipped to; `None` never clips.
         custom: a function of the schedule (step to learning rate) that returns any optax transformation; replaces
-            `name` and its constants, and is clipped and scheduled as above.
+            `name` and its options, and is clipped and scheduled as above.
 
     Example:
         >>> round(Optimizer(learning_rate=1e-3, warmup=99).learning_rate_at(0, steps=1000), 8)
@@ -134,11 +134,11 @@ class Optimizer:
         if self.freeze is not None and self.freeze >= 1 and self.freeze != int(self.freeze):
             raise UserError(f"optimizer.freeze: got {self.freeze!r}, expected whole updates, or a share below 1")
         if self.custom is not None:
-            idle = [name for name in OPTIONS if getattr(self, name) is not None]
-            if idle:
+            unused = [name for name in OPTIONS if getattr(self, name) is not None]
+            if unused:
                 raise UserError(
-                    f"optimizer.{idle[0]}: got {getattr(self, idle[0])} with custom, whose rule has its own constants: "
-                    "leave it out, or set it in the rule"
+                    f"optimizer.{unused[0]}: got {getattr(self, unused[0])} with custom, whose rule has its own "
+                    "constants: leave it out, or set it in the rule"
                 )
         else:
             self.options()
@@ -149,7 +149,7 @@ class Optimizer:
                 )
 
     def options(self) -> dict[str, Any]:
-        """Every option of the rule by name: the fields that are set, and its own defaults.
+        """Every option of the rule by name: the set fields, and defaults for the others.
 
         Example:
             >>> Optimizer(name="lars", trust=0.01).options()
@@ -158,7 +158,7 @@ class Optimizer:
         return RULES[self.name].options(self.name, {option: getattr(self, option) for option in OPTIONS})
 
     def momentum_after(self) -> tuple[str, float] | None:
-        """The option that has the rule carry a mean gradient on, and its decay; `None` where nothing known does.
+        """The option that sets a running mean of gradients, and its decay; `None` without a known one.
 
         Example:
             >>> Optimizer().momentum_after(), Optimizer(name="sgd").momentum_after()
@@ -175,18 +175,18 @@ class Optimizer:
 
         peak = self.learning_rate
         final = peak / 10 if self.final_learning_rate is None else self.final_learning_rate
-        rest = max(steps - self.warmup, 1)
+        decay_steps = max(steps - self.warmup, 1)
         schedule = self.schedule or ("cosine" if self.custom is not None else RULES[self.name].schedule)
         if schedule == "cosine":
-            after = optax.cosine_decay_schedule(peak, rest, alpha=final / peak)
+            decay = optax.cosine_decay_schedule(peak, decay_steps, alpha=final / peak)
         elif schedule == "linear":
-            after = optax.linear_schedule(peak, final, rest)
+            decay = optax.linear_schedule(peak, final, decay_steps)
         else:
-            after = optax.constant_schedule(peak)
+            decay = optax.constant_schedule(peak)
         if self.warmup == 0:
-            return after
-        start = optax.linear_schedule(peak / (self.warmup + 1), peak, self.warmup)
-        return optax.join_schedules([start, after], [self.warmup])
+            return decay
+        warmup = optax.linear_schedule(peak / (self.warmup + 1), peak, self.warmup)
+        return optax.join_schedules([warmup, decay], [self.warmup])
 
     def learning_rate_at(self, update: int, steps: int) -> float:
         """Learning rate of update number `update`, counted from 0, in a run of `steps`."""
@@ -221,10 +221,10 @@ class Optimizer:
         if self.custom is not None:
             return self.custom(rate)
         mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if self.decay == "matrices" else None
-        return RULES[self.name].make(Given(rate, self.options(), leaves, mask, steps))
+        return RULES[self.name].make(RuleSettings(rate, self.options(), leaves, mask, steps))
 
     def messages(self, steps: int) -> Any:
-        """What each replica sends, `one_bit.Messages`, where the rule takes the mean of that; `None` elsewhere.
+        """The replicas' messages, `one_bit.Messages`, if the rule takes their mean; else `None`.
 
         Args:
             steps: updates of the run.

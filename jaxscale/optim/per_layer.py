@@ -1,9 +1,9 @@
-"""per_layer: an optax rule applied to each layer of stacked parameters, and each kernel as a matrix.
+"""per_layer: an optax rule applied to each layer of stacked parameters, and to each kernel as a matrix.
 
-`optax.lamb` takes one norm over all layers of a stacked array, `optax.contrib.muon` hands it to Adam, and
-`optax.contrib.galore` leaves it whole. Wrapped, a rule sees what it would see if every layer were an array of its own;
-its state stays one array for all layers, of the parameter's shape where it had it, so that sharding, quantization and
-checkpoints treat it as they treat Adam's. `by_kind` gives matrices to one rule and the rest to another.
+`optax.lamb` takes one norm over all layers of a stacked array, `optax.contrib.muon` passes it to Adam, and
+`optax.contrib.galore` does not project it. A wrapped rule sees every layer as a separate array; its state remains one
+array for all layers, in the parameter's shape if the rule's is, so that sharding, quantization and checkpoints treat it
+like Adam's. `by_kind` applies one rule to matrices and another to all else.
 """
 
 import dataclasses
@@ -23,26 +23,26 @@ Rule = optax.GradientTransformation
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Here:
-    """Stands for the tree of parameters in the state of a rule."""
+class _Placeholder:
+    """Placeholder for the tree of parameters in the state of a rule."""
 
 
-_HERE: Any = _Here()
+_PLACEHOLDER: Any = _Placeholder()
 
 
 def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False, whole: bool = False) -> Rule:
     """`rule` applied to each tensor of stacked parameters by itself.
 
     Args:
-        rule: an optax transformation that treats each parameter by itself. What its state holds beside trees like the
-            parameters, such as a count, may not depend on gradients.
-        leaves: tree of `Leaf` like the parameters; `None` judges by shapes, and finds nothing stacked.
-        matrices: hand tensors of kind "matrix" to the rule as matrices (everything else, last dim).
+        rule: an optax transformation that treats each parameter by itself. State that is not like the parameters, such
+            as a count, may not depend on gradients.
+        leaves: tree of `Leaf` like the parameters; `None` judges by shapes, and treats nothing as stacked.
+        matrices: pass tensors of kind "matrix" to the rule as matrices (everything else, last dim).
         whole: gather each tensor first, for a rule that decomposes it; XLA would spread the products over axes that
             replicate it, slow ones too.
 
     Returns:
-        A transformation whose state is the rule's own, with the stacked dims in front.
+        A transformation whose state is the rule's, with the stacked dims in front.
 
     Example:
         >>> from jaxscale.optim.leaves import leaf_of
@@ -56,53 +56,53 @@ def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False, whole: 
     def init(params: Any) -> Any:
         if not jax.tree.leaves(params):  # a placeholder, of `optax.tree.map_params`
             return rule.init(params)
-        form, facts = _form(rule), facts_of(leaves, params)
+        form, facts = _state_form(rule), facts_of(leaves, params)
         columns: list[list[Any]] = []
         for param, leaf in zip(jax.tree.leaves(params), facts, strict=True):
-            one = _as_tensors(param, leaf, matrices)
+            arrays = _as_tensors(param, leaf, matrices)
             stacked = leaf.stack > 0
-            found = jax.vmap(lambda p: form.own(rule.init(p)))(one) if stacked else form.own(rule.init(one))
-            columns.append([jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), own) for own in found])
-        shared, treedef = form.shared(rule.init(_HERE)), jax.tree.structure(params)
-        return form.joined([treedef.unflatten(row) for row in zip(*columns, strict=True)], shared)
+            states = jax.vmap(lambda p: form.trees(rule.init(p)))(arrays) if stacked else form.trees(rule.init(arrays))
+            columns.append([jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), tree) for tree in states])
+        shared, treedef = form.shared(rule.init(_PLACEHOLDER)), jax.tree.structure(params)
+        return form.joined([treedef.unflatten(entries) for entries in zip(*columns, strict=True)], shared)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        form, treedef = _form(rule), jax.tree.structure(updates)
+        form, treedef = _state_form(rule), jax.tree.structure(updates)
         facts = facts_of(leaves, updates)
         shared = form.shared(state)
-        owned = [treedef.flatten_up_to(tree) for tree in form.own(state)]
-        given = [None] * len(facts) if params is None else treedef.flatten_up_to(params)
-        after: list[Any] = []
-        columns: list[list[Any]] = []
-        last: list[Any] = shared
-        for number, (leaf, update, param) in enumerate(zip(facts, jax.tree.leaves(updates), given, strict=True)):
+        param_trees = [treedef.flatten_up_to(tree) for tree in form.trees(state)]
+        param_leaves = [None] * len(facts) if params is None else treedef.flatten_up_to(params)
+        new_updates: list[Any] = []
+        new_states: list[list[Any]] = []
+        new_shared: list[Any] = shared
+        for number, (leaf, update, param) in enumerate(zip(facts, jax.tree.leaves(updates), param_leaves, strict=True)):
 
-            def one(update: Array, own: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
-                new, state = rule.update(update, form.joined(own, shared), param)
-                return new, form.own(state), form.shared(state)
+            def update_tensor(update: Array, state_trees: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
+                new_update, new_state = rule.update(update, form.joined(state_trees, shared), param)
+                return new_update, form.trees(new_state), form.shared(new_state)
 
-            arrays = update, [own[number] for own in owned], param
+            arrays = update, [state_trees[number] for state_trees in param_trees], param
             if whole:
-                arrays = _whole(arrays, leaf)
+                arrays = _gathered(arrays, leaf)
             tensors = jax.tree.map(lambda x, leaf=leaf: _as_tensors(x, leaf, matrices), arrays)
-            mapped = jax.vmap(one, out_axes=(0, 0, None)) if leaf.stack else one
-            new, own, last = mapped(*tensors)
-            results = (
-                new.reshape(update.shape),
-                [jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), part) for part in own],
+            update_tensors = jax.vmap(update_tensor, out_axes=(0, 0, None)) if leaf.stack else update_tensor
+            new_update, state_trees, new_shared = update_tensors(*tensors)
+            outputs = (
+                new_update.reshape(update.shape),
+                [jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), tree) for tree in state_trees],
             )
             if whole:
-                results = _split(_whole(results, leaf), leaf)
-            after.append(results[0])
-            columns.append(results[1])
-        trees = [treedef.unflatten(row) for row in zip(*columns, strict=True)]
-        return treedef.unflatten(after), form.joined(trees, last)
+                outputs = _resharded(_gathered(outputs, leaf), leaf)
+            new_updates.append(outputs[0])
+            new_states.append(outputs[1])
+        trees = [treedef.unflatten(entries) for entries in zip(*new_states, strict=True)]
+        return treedef.unflatten(new_updates), form.joined(trees, new_shared)
 
     return optax.GradientTransformation(init, update)
 
 
 class ByKindState(NamedTuple):
-    """The states of `by_kind`: of each rule, with an array of one number for a parameter that is another's."""
+    """The state of each rule of `by_kind`, with an array of one number for each parameter of another rule."""
 
     states: dict[str, Any]
 
@@ -110,12 +110,12 @@ class ByKindState(NamedTuple):
 def by_kind(rules: Mapping[str, Rule], kind: Callable[[Leaf], str], leaves: Any = None) -> Rule:
     """Each parameter updated by the rule of its kind.
 
-    `optax.partition` keeps no array at all for a parameter that is another rule's, so its states are no trees like the
+    The states of `optax.partition` have no array for a parameter of another rule, so they are not trees like the
     parameters; these are.
 
     Args:
-        rules: by name. Each may treat parameters only one by one.
-        kind: name of the rule of a leaf.
+        rules: by name. Each must treat parameters one by one.
+        kind: returns the name of a leaf's rule.
         leaves: tree of `Leaf` like the parameters; `None` judges by shapes and paths.
 
     Example:
@@ -125,80 +125,84 @@ def by_kind(rules: Mapping[str, Rule], kind: Callable[[Leaf], str], leaves: Any 
         {'b': [-0.10000000149011612], 'w': [[-1.0, -1.0]]}
     """
 
-    def own(tree: Any, name: str) -> Any:
-        parts, treedef = jax.tree.flatten(tree)
-        chosen = [kind(leaf) == name for leaf in facts_of(leaves, tree)]
+    def masked(tree: Any, name: str) -> Any:
+        arrays, treedef = jax.tree.flatten(tree)
+        flags = [kind(leaf) == name for leaf in facts_of(leaves, tree)]
         return treedef.unflatten(
-            [part if here else jnp.zeros((1,), part.dtype) for part, here in zip(parts, chosen, strict=True)]
+            [array if flag else jnp.zeros((1,), array.dtype) for array, flag in zip(arrays, flags, strict=True)]
         )
 
     def init(params: Any) -> ByKindState:
         if not jax.tree.leaves(params):
             return ByKindState({name: rule.init(params) for name, rule in rules.items()})
-        return ByKindState({name: rule.init(own(params, name)) for name, rule in rules.items()})
+        return ByKindState({name: rule.init(masked(params, name)) for name, rule in rules.items()})
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         treedef, facts = jax.tree.structure(updates), facts_of(leaves, updates)
-        found, states = {}, {}
+        updates_by_rule, states = {}, {}
         for name, rule in rules.items():
-            given = None if params is None else own(params, name)
-            new, states[name] = rule.update(own(updates, name), state.states[name], given)
-            found[name] = treedef.flatten_up_to(new)
-        after = [found[kind(leaf)][number] for number, leaf in enumerate(facts)]
-        return treedef.unflatten(after), ByKindState(states)
+            masked_params = None if params is None else masked(params, name)
+            new_updates, states[name] = rule.update(masked(updates, name), state.states[name], masked_params)
+            updates_by_rule[name] = treedef.flatten_up_to(new_updates)
+        merged = [updates_by_rule[kind(leaf)][number] for number, leaf in enumerate(facts)]
+        return treedef.unflatten(merged), ByKindState(states)
 
     return optax.GradientTransformation(init, update)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Form:
-    """Where trees like the parameters lie in the state of a rule.
+class _StateForm:
+    """Positions of trees like the parameters in the state of a rule.
 
     Args:
-        treedef: of the state, such trees being leaves.
-        of_params: of each of its leaves, whether it is one.
+        treedef: of the state, with such trees as leaves.
+        of_params: whether each of these leaves is such a tree.
     """
 
     treedef: Any
     of_params: tuple[bool, ...]
 
-    def own(self, state: Any) -> list[Any]:
+    def trees(self, state: Any) -> list[Any]:
         """The trees like the parameters."""
-        return [part for part, own in zip(self.treedef.flatten_up_to(state), self.of_params, strict=True) if own]
+        return [
+            part for part, is_tree in zip(self.treedef.flatten_up_to(state), self.of_params, strict=True) if is_tree
+        ]
 
     def shared(self, state: Any) -> list[Any]:
-        """What all parameters share."""
-        return [part for part, own in zip(self.treedef.flatten_up_to(state), self.of_params, strict=True) if not own]
+        """The state that all parameters share."""
+        return [
+            part for part, is_tree in zip(self.treedef.flatten_up_to(state), self.of_params, strict=True) if not is_tree
+        ]
 
-    def joined(self, own: list[Any], shared: list[Any]) -> Any:
-        """The inverse of both."""
-        owned, common = iter(own), iter(shared)
-        return self.treedef.unflatten([next(owned if is_own else common) for is_own in self.of_params])
-
-
-def _form(rule: Rule) -> _Form:
-    found, treedef = jax.tree.flatten(rule.init(_HERE), is_leaf=lambda x: isinstance(x, _Here))
-    return _Form(treedef, tuple(isinstance(part, _Here) for part in found))
+    def joined(self, trees: list[Any], shared: list[Any]) -> Any:
+        """The state from `trees` and `shared`."""
+        tree_iter, shared_iter = iter(trees), iter(shared)
+        return self.treedef.unflatten([next(tree_iter if is_tree else shared_iter) for is_tree in self.of_params])
 
 
-def _whole(arrays: Any, leaf: Leaf) -> Any:
-    """Arrays of a leaf's tensors, each of which is whole on a device; layers lie where they are."""
+def _state_form(rule: Rule) -> _StateForm:
+    parts, treedef = jax.tree.flatten(rule.init(_PLACEHOLDER), is_leaf=lambda x: isinstance(x, _Placeholder))
+    return _StateForm(treedef, tuple(isinstance(part, _Placeholder) for part in parts))
+
+
+def _gathered(arrays: Any, leaf: Leaf) -> Any:
+    """Arrays with each tensor of a leaf whole on a device; layers keep their sharding."""
     if leaf.sharding is None:
         return arrays
-    place = _place(leaf, PartitionSpec(*leaf.sharding.spec[: leaf.stack]))
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, place), arrays)
+    sharding = _sharding(leaf, PartitionSpec(*leaf.sharding.spec[: leaf.stack]))
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), arrays)
 
 
-def _split(arrays: Any, leaf: Leaf) -> Any:
-    """Those of the leaf's shape where it lies."""
+def _resharded(arrays: Any, leaf: Leaf) -> Any:
+    """Arrays with those of the leaf's shape in its sharding."""
     if leaf.sharding is None:
         return arrays
-    place = _place(leaf, leaf.sharding.spec)
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, place) if x.shape == leaf.shape else x, arrays)
+    sharding = _sharding(leaf, leaf.sharding.spec)
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding) if x.shape == leaf.shape else x, arrays)
 
 
-def _place(leaf: Leaf, spec: PartitionSpec) -> NamedSharding:
-    """On the leaf's devices, of which a region of one replica has a part."""
+def _sharding(leaf: Leaf, spec: PartitionSpec) -> NamedSharding:
+    """A sharding on the leaf's devices, or on those of the current region of one replica."""
     mesh = jax.sharding.get_abstract_mesh()
     return NamedSharding(leaf.sharding.mesh if mesh.empty else mesh, spec)
 
@@ -208,7 +212,7 @@ def _is_matrix(leaf: Leaf, matrices: bool) -> bool:
 
 
 def _as_tensors(x: Any, leaf: Leaf, matrices: bool) -> Any:
-    """An array of a leaf, its tensors along one dim, or without any where it is one."""
+    """An array of a leaf with its tensors along one dim, which an unstacked leaf lacks."""
     if leaf.stack == 0 and not (_is_matrix(leaf, matrices) and x.shape == leaf.shape):
         return x
     inner = x.shape[leaf.stack :]

@@ -1,14 +1,14 @@
 r"""Arrays in a few bits: a code for each number, and a float32 scale for each block of a column.
 
-A block is `block` numbers below one another, along the second-minor dim. Codes keep the array's shape, so they take its
-sharding; scales have that dim divided by the block. On TPU, whose arrays lie in tiles of (8, 128) over the last two
-dims, this is what XLA fuses without a copy: blocks along the last dim, as everyone else has them, cost 16 bytes of
-temporary memory for each number (Dettmers et al. 2021, arXiv 2110.02861, flatten and take 256 in a row).
+A block is `block` consecutive numbers along the second-minor dim. Codes have the array's shape, and so its sharding;
+scales have that dim divided by the block. On TPU, whose arrays lie in tiles of (8, 128) over the last two dims, XLA
+fuses this without a copy: the usual blocks along the last dim cost 16 bytes of temporary memory for each number
+(Dettmers et al. 2021, arXiv 2110.02861, flatten and take 256 in a row).
 
-    scale = max |x|     of a block; a NaN or infinity in x counts as 0, and becomes 0
+    scale = max |x|     of a block; NaN and infinity count as 0, and become 0
     codes = nearest code to x / scale
 
-Left out: scales in fewer bits, a second level of them, and the rank-1 scales of Li et al. 2023, which are maxima over
+Left out: scales in fewer bits, a second level of scales, and the rank-1 scales of Li et al. 2023, which are maxima over
 sharded dims.
 """
 
@@ -25,7 +25,7 @@ from jaxscale.optim.maps import MAPS, map_of, neighbour
 from jaxscale.typing import Array, Float, Key
 
 LEAST = 2.0**-126
-"""Least scale divided by: what lies below is flushed to zero, and 0 / 0 is NaN."""
+"""Least divisor: smaller scales would be flushed to zero, and 0 / 0 is NaN."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["map", "block"])
@@ -35,8 +35,8 @@ class Quantized:
 
     Args:
         codes: of the array's shape, in the dtype of its map.
-        scale: float32, of that shape but for the second-minor dim, which is divided by the block.
-        map: names what codes stand for, in `maps.MAPS`.
+        scale: float32, of that shape with the second-minor dim divided by the block.
+        map: name of the codes' map, in `maps.MAPS`.
         block: numbers of a column that share a scale.
 
     Example:
@@ -52,27 +52,27 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what it decodes to."""
+        """Shape of the decoded array."""
         return self.codes.shape
 
     @property
     def ndim(self) -> int:
-        """Of what it decodes to."""
+        """Dims of the decoded array."""
         return self.codes.ndim
 
     @property
     def size(self) -> int:
-        """Numbers in what it decodes to."""
+        """Elements of the decoded array."""
         return math.prod(self.codes.shape)
 
     @property
     def dtype(self) -> Any:
-        """Of what it decodes to: float32."""
+        """Dtype of the decoded array: float32."""
         return jnp.dtype(jnp.float32)
 
 
 def is_quantized(x: Any) -> bool:
-    """Whether a node of a tree is a quantized array: `is_leaf` of tree functions."""
+    """Whether a node of a tree is a quantized array; the `is_leaf` of tree functions."""
     return isinstance(x, Quantized)
 
 
@@ -81,10 +81,10 @@ def encode(x: Array, map: str, block: int, key: Key | None = None, *, by_rows: b
 
     Args:
         x: of two dims or more, any floating dtype. NaN and infinities become 0.
-        map: names what codes stand for, in `maps.MAPS`; of x >= 0 where it is unsigned.
+        map: name of the codes' map, in `maps.MAPS`; an unsigned one needs x >= 0.
         block: numbers of a column that share a scale; divides the second-minor dim.
-        key: rounds stochastically, so that the mean over keys is `x`; `None` to the nearest.
-        by_rows: the same by another program, of `scales`.
+        key: rounds stochastically, so that the mean over keys is `x`; `None` rounds to the nearest.
+        by_rows: of `scales`.
 
     Raises:
         UserError: the block does not divide, the array has no columns, or there is no such map.
@@ -104,55 +104,55 @@ def scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> Float[Ar
 
     Args:
         x: of two dims or more.
-        map: names what codes stand for.
+        map: name of the codes' map.
         block: numbers of a column that share a scale.
-        by_rows: the maximum in a loop over a block's rows. XLA for CPU walks down each column by itself otherwise.
+        by_rows: takes the maximum in a loop over a block's rows. XLA for CPU would else read column by column.
     """
     map_of(map)
     check_block(x.shape, block)
-    shape = _blocked(x.shape, block)
+    blocked_shape = _blocked(x.shape, block)
     if by_rows:
-        blocked = _finite(x).reshape(shape)
+        blocked = _finite(x).reshape(blocked_shape)
 
-        def row(i: Any) -> Array:  # without a constant, which would not be in host memory where `x` is
+        def row(i: Any) -> Array:  # without a constant, which would not lie in host memory as `x` may
             return jnp.abs(jax.lax.dynamic_index_in_dim(blocked, i, x.ndim - 1, keepdims=False))
 
-        largest = jax.lax.fori_loop(1, block, lambda i, found: jnp.maximum(found, row(i)), row(0))
+        largest = jax.lax.fori_loop(1, block, lambda i, running: jnp.maximum(running, row(i)), row(0))
     else:
-        largest = jnp.max(jnp.abs(_finite(x)).reshape(shape), -2)
+        largest = jnp.max(jnp.abs(_finite(x)).reshape(blocked_shape), -2)
     return jnp.minimum(largest, 1 / LEAST)  # the inverse of a larger one is flushed to zero
 
 
 def codes(x: Array, scale: Array, map: str, block: int, key: Key | None = None, *, repeated: bool = False) -> Array:
-    """The codes of an array whose scales are known; what lies beyond its scale becomes the last code.
+    """The codes of an array for given scales; numbers beyond their scale get the last code.
 
     Args:
         x: of two dims or more.
         scale: of `scales`.
-        map: names what codes stand for.
+        map: name of the codes' map.
         block: numbers of a column that share a scale.
         key: rounds stochastically.
-        repeated: the same by another program, of `beside`.
+        repeated: of `beside`.
     """
     m = MAPS[map]
     numbers, inverse = beside(_finite(x), 1 / jnp.maximum(scale, LEAST), repeated)
-    y = jnp.clip(numbers * inverse, -1.0 if m.signed else 0.0, 1.0)
-    found = m.encode(y)
+    scaled = jnp.clip(numbers * inverse, -1.0 if m.signed else 0.0, 1.0)
+    nearest = m.encode(scaled)
     if key is not None:
-        near = m.decode(found)
-        other = neighbour(m, found, y > near)
-        gap = m.decode(other) - near
-        chance = (y - near) / jnp.where(gap == 0, 1, gap)
-        found = jnp.where(jax.random.uniform(key, y.shape) < chance, other, found)
-    return found.reshape(x.shape)
+        nearest_value = m.decode(nearest)
+        neighbours = neighbour(m, nearest, scaled > nearest_value)
+        gap = m.decode(neighbours) - nearest_value
+        probability = (scaled - nearest_value) / jnp.where(gap == 0, 1, gap)
+        nearest = jnp.where(jax.random.uniform(key, scaled.shape) < probability, neighbours, nearest)
+    return nearest.reshape(x.shape)
 
 
 def decode(q: Quantized, *, repeated: bool = False) -> Float[Array, "..."]:
-    """The float32 array that a quantized one stands for.
+    """The float32 array that a quantized one encodes.
 
     Args:
         q: codes and scales.
-        repeated: the same by another program, of `beside`.
+        repeated: of `beside`.
 
     Example:
         >>> decode(zeros((2, 2), "linear4_unsigned", 2)).tolist()
@@ -163,13 +163,14 @@ def decode(q: Quantized, *, repeated: bool = False) -> Float[Array, "..."]:
 
 
 def beside(x: Array, scale: Array, repeated: bool = False) -> tuple[Array, Array]:
-    """An array and its scales in shapes whose product pairs each number with its own scale.
+    """An array and its scales in shapes whose product pairs each number with its scale.
 
     Args:
         x: (.., rows, cols).
         scale: (.., blocks, cols).
-        repeated: give scales the shape of the array, not the array (.., blocks, block, cols). XLA for TPU fuses the
-            one and keeps 16 bytes a number for the other where a shard has several blocks; on GPU it is the reverse.
+        repeated: broadcast scales to the shape of the array, instead of reshaping the array to (.., blocks, block,
+            cols). XLA for TPU fuses the former and keeps 16 bytes a number for the latter if a shard has several
+            blocks; on GPU it is the reverse.
 
     Example:
         >>> [a.shape for a in beside(jnp.ones((6, 2)), jnp.ones((3, 2)))]
@@ -184,11 +185,11 @@ def beside(x: Array, scale: Array, repeated: bool = False) -> tuple[Array, Array
 
 
 def zeros(shape: tuple[int, ...], map: str, block: int) -> Quantized:
-    """A quantized array of zeros, made without encoding any: XLA would fold that, for seconds a leaf.
+    """A quantized array of zeros, without encoding: XLA would constant-fold that, for seconds a leaf.
 
     Args:
         shape: of two dims or more.
-        map: names what codes stand for.
+        map: name of the codes' map.
         block: divides the second-minor dim.
     """
     m = map_of(map)
@@ -198,14 +199,14 @@ def zeros(shape: tuple[int, ...], map: str, block: int) -> Quantized:
 
 
 def block_of(rows: int, most: int) -> int:
-    """Numbers of a column that share a scale, for columns of so many on each device.
+    """Numbers of a column that share a scale.
 
-    The largest divisor of `rows` of at most `most`. Where that is less than an eighth of `most`, scales would take more
-    than half a byte for each number in 8 bits: then the whole column, which is coarser and honest about its bytes.
+    The largest divisor of `rows` of at most `most`. If that is less than an eighth of `most`, scales would take more
+    than half a byte for each number in 8 bits: then the whole column, which is coarser but keeps the bytes low.
 
     Args:
         rows: of the second-minor dim on one device.
-        most: numbers that may share a scale.
+        most: largest block.
 
     Example:
         >>> block_of(4096, 256), block_of(688, 256), block_of(8, 256), block_of(2 * 1009, 256)
@@ -219,7 +220,7 @@ def check_block(shape: tuple[int, ...], block: int) -> None:
     """Refuse a block that does not divide the columns of an array.
 
     Raises:
-        UserError: so, or the array has fewer than two dims.
+        UserError: such a block, or an array of fewer than two dims.
     """
     if len(shape) < 2:
         raise UserError(f"an array of shape {shape} can't be quantized: blocks lie along the second-last dim of two")

@@ -1,8 +1,8 @@
-r"""Stochastic rounding to bfloat16: up or down by chance, so that the mean is the number itself.
+r"""Stochastic rounding to bfloat16: up or down at random, so that the mean is the number itself.
 
-Rounded to the nearest, an update below half a unit in the last place of a bfloat16 weight is lost, every time; rounded
-so, it is kept on average (Gupta et al. 2015, arXiv 1502.02551; of weights in bfloat16, Zamirai et al. 2020, arXiv
-2010.06192). The other way to do without a float32 copy of the weights is `split_weights.py`, which loses less.
+Rounding to the nearest always loses an update below half a unit in the last place of a bfloat16 weight; stochastic
+rounding keeps it on average (Gupta et al. 2015, arXiv 1502.02551; of weights in bfloat16, Zamirai et al. 2020, arXiv
+2010.06192). `split_weights.py` also avoids a float32 copy of the weights, and loses less.
 """
 
 import zlib
@@ -17,26 +17,26 @@ from jaxscale.typing import Array, Key
 
 
 def key_of(seed: int, step: Any, path: str) -> Key:
-    """The key of one leaf in one step: the same after a restart, on any mesh, in whatever order leaves come.
+    """The key of one leaf in one step: the same after a restart, on any mesh and for any order of leaves.
 
     Args:
         seed: of the run.
-        step: its number, which may be traced.
+        step: number of the step, which may be traced.
         path: name of the leaf.
 
     Example:
         >>> bool((key_of(0, 3, "mlp/up") == key_of(0, 3, "mlp/up")).all())
         True
     """
-    named = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()) & 0x7FFFFFFF)
-    return jax.random.fold_in(named, step)
+    leaf_key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()) & 0x7FFFFFFF)
+    return jax.random.fold_in(leaf_key, step)
 
 
 def stochastic_bfloat16(x: Array, key: Key) -> Array:
-    """Round float32 numbers to bfloat16, up with the chance that makes the mean right.
+    """Round float32 numbers to bfloat16, up with the probability that makes the mean right.
 
     Args:
-        x: float32, any shape. NaN and infinities stay what they are; a number that bfloat16 holds stays itself.
+        x: float32, any shape. NaN, infinities and numbers of bfloat16 are unchanged.
         key: of the draw.
 
     Example:
@@ -52,22 +52,22 @@ def stochastic_bfloat16(x: Array, key: Key) -> Array:
 
 
 class StochasticState(NamedTuple):
-    """State of `stochastic_weights`: the updates made, and the rule's own state."""
+    """State of `stochastic_weights`: the updates made, and the rule's state."""
 
     count: Any
     inner: Any
 
 
 def stochastic_weights(rule: optax.GradientTransformation, seed: int = 0) -> optax.GradientTransformationExtraArgs:
-    """A rule over bfloat16 weights that are rounded stochastically, with no float32 copy of them.
+    """A rule over stochastically rounded bfloat16 weights, without a float32 copy.
 
     Args:
-        rule: any optax transformation; it sees weights and gradients in float32, and so its state is.
-        seed: of the rounding, with the number of the update and the weight's path.
+        rule: any optax transformation; its weights, gradients and state are in float32.
+        seed: of the rounding, together with the number of the update and the weight's path.
 
     Returns:
-        The transformation, of which `optax.apply_updates` gives the rounded weights. Weights of another dtype than
-        bfloat16 are left to the rule.
+        The transformation, of which `optax.apply_updates` gives the rounded weights. Weights of other dtypes are
+        updated by the rule alone.
 
     Example:
         >>> params = {"w": jnp.ones(4096, jnp.bfloat16)}
@@ -83,17 +83,17 @@ def stochastic_weights(rule: optax.GradientTransformation, seed: int = 0) -> opt
         return StochasticState(jnp.zeros((), jnp.int32), inner.init(in_float32(params)))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, StochasticState]:
-        whole = in_float32(params)
-        steps, after = inner.update(in_float32(updates), state.inner, whole, **extra)
+        weights = in_float32(params)
+        steps, inner_state = inner.update(in_float32(updates), state.inner, weights, **extra)
 
-        def rounded(path: Any, old: Array, whole: Array, step: Array) -> Array:
+        def round_leaf(path: Any, old: Array, weights: Array, step: Array) -> Array:
             if old.dtype != jnp.bfloat16:
                 return step
             key = key_of(seed, state.count, path_name(path))
-            return stochastic_bfloat16(whole + step, key).astype(jnp.float32) - whole
+            return stochastic_bfloat16(weights + step, key).astype(jnp.float32) - weights
 
-        found = jax.tree_util.tree_map_with_path(rounded, params, whole, steps)
-        return found, StochasticState(optax.safe_increment(state.count), after)
+        new_updates = jax.tree_util.tree_map_with_path(round_leaf, params, weights, steps)
+        return new_updates, StochasticState(optax.safe_increment(state.count), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

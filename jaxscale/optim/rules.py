@@ -1,7 +1,7 @@
-"""The update rules that `Optimizer` knows by name, as data: the options that each takes, with defaults, and how the
-optax transformation is made of them. A new rule is a function here and a row of `RULES`.
+"""The update rules that `Optimizer` names, as data: the options of each, with defaults, and a function that builds its
+optax transformation. A new rule is a function here and a row of `RULES`.
 
-optax is imported where a rule is made: an option that is refused is refused before JAX is imported.
+Each function imports optax itself: options are checked before JAX is imported.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ Rate = Callable[[Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
-    """What a rule is made of.
+class RuleSettings:
+    """Inputs of a function that builds a rule.
 
     Args:
         rate: learning rate by the number of updates made.
-        options: value of each option that the rule takes.
+        options: value of each option of the rule.
         leaves: tree of `jaxscale.optim.leaves.Leaf` like the parameters; `None` judges by shapes.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
         steps: updates of the run.
@@ -33,7 +33,7 @@ class Given:
     steps: int
 
     def __call__(self, *names: str) -> dict[str, Any]:
-        """Some of the options."""
+        """The options of these names."""
         return {name: self.options[name] for name in names}
 
 
@@ -42,139 +42,140 @@ class Rule:
     """An update rule by name.
 
     Args:
-        make: its optax transformation.
-        defaults: the options that it takes, fields of `Optimizer`, and what they are if not set.
-        schedule: how the learning rate falls if nothing else is said.
-        schedules: what it may be.
-        over_replicas: it takes the mean of what `one_bit.Messages` has each replica send, and needs several.
+        make: builds its optax transformation.
+        defaults: its options, fields of `Optimizer`, and their default values.
+        schedule: default schedule of the learning rate.
+        schedules: schedules that it accepts.
+        over_replicas: it takes the mean of the replicas' messages, `one_bit.Messages`, and needs several replicas.
     """
 
-    make: Callable[[Given], Any]
+    make: Callable[[RuleSettings], Any]
     defaults: Mapping[str, Any]
     schedule: str = "cosine"
     schedules: tuple[str, ...] = ("cosine", "linear", "constant")
     over_replicas: bool = False
 
-    def options(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Every option of the rule, those that are set in place of the defaults.
+    def options(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Every option of the rule: the set values, and defaults for the others.
 
         Args:
             name: of the rule, for messages.
-            given: values of fields; `None` is not set.
+            settings: values of fields; `None` is not set.
 
         Raises:
-            UserError: one is set that the rule does not take.
+            UserError: a set option that the rule does not have.
 
         Example:
             >>> RULES["sgd"].options("sgd", {"momentum": 0.9, "b1": None})
             {'momentum': 0.9, 'weight_decay': 0.1}
         """
-        for option, value in given.items():
+        for option, value in settings.items():
             if value is not None and option not in self.defaults:
                 raise UserError(
                     f"optimizer.{option}: {name} has none, got {value!r}: leave it out, or none; {name} takes "
                     f"{', '.join(self.defaults)}{near_miss(option, self.defaults)}"
                 )
         return {
-            option: default if given.get(option) is None else given[option] for option, default in self.defaults.items()
+            option: default if settings.get(option) is None else settings[option]
+            for option, default in self.defaults.items()
         }
 
 
-def _adam(given: Given, make: str = "adamw") -> Any:
+def _adam(settings: RuleSettings, make: str = "adamw") -> Any:
     import optax
 
-    options = given("b1", "b2", "eps", "weight_decay")
-    return getattr(optax, make)(given.rate, **options, mask=given.mask)
+    options = settings("b1", "b2", "eps", "weight_decay")
+    return getattr(optax, make)(settings.rate, **options, mask=settings.mask)
 
 
-def _adan(given: Given) -> Any:
+def _adan(settings: RuleSettings) -> Any:
     import optax
 
-    return optax.adan(given.rate, **given("b1", "b2", "b3", "eps", "weight_decay"), mask=given.mask)
+    return optax.adan(settings.rate, **settings("b1", "b2", "b3", "eps", "weight_decay"), mask=settings.mask)
 
 
-def _lion(given: Given) -> Any:
+def _lion(settings: RuleSettings) -> Any:
     import optax
 
-    return optax.lion(given.rate, **given("b1", "b2", "weight_decay"), mask=given.mask)
+    return optax.lion(settings.rate, **settings("b1", "b2", "weight_decay"), mask=settings.mask)
 
 
-def _ademamix(given: Given) -> Any:
+def _ademamix(settings: RuleSettings) -> Any:
     from optax import contrib
 
-    options = given("b1", "b2", "b3", "alpha", "eps", "weight_decay")
-    return contrib.ademamix(given.rate, **options, mask=given.mask)
+    options = settings("b1", "b2", "b3", "alpha", "eps", "weight_decay")
+    return contrib.ademamix(settings.rate, **options, mask=settings.mask)
 
 
-def _adopt(given: Given) -> Any:
-    import optax
-    from optax import contrib
-
-    return optax.chain(contrib.adopt(given.rate, **given("b1", "b2", "eps")), _decay(given))
-
-
-def _sgd(given: Given) -> Any:
-    import optax
-
-    return optax.chain(optax.sgd(given.rate, momentum=given.options["momentum"] or None), _decay(given))
-
-
-def _adafactor(given: Given) -> Any:
-    import optax
-
-    return optax.chain(optax.adafactor(given.rate), _decay(given))
-
-
-def _schedule_free(given: Given) -> Any:
-    """`optax.contrib.schedule_free_adamw` with a mask for decay."""
+def _adopt(settings: RuleSettings) -> Any:
     import optax
     from optax import contrib
 
-    b2, eps = given.options["b2"], given.options["eps"]
+    return optax.chain(contrib.adopt(settings.rate, **settings("b1", "b2", "eps")), _decay(settings))
+
+
+def _sgd(settings: RuleSettings) -> Any:
+    import optax
+
+    return optax.chain(optax.sgd(settings.rate, momentum=settings.options["momentum"] or None), _decay(settings))
+
+
+def _adafactor(settings: RuleSettings) -> Any:
+    import optax
+
+    return optax.chain(optax.adafactor(settings.rate), _decay(settings))
+
+
+def _schedule_free(settings: RuleSettings) -> Any:
+    """`optax.contrib.schedule_free_adamw` with a decay mask."""
+    import optax
+    from optax import contrib
+
+    b2, eps = settings.options["b2"], settings.options["eps"]
     inner = optax.chain(
         optax.scale_by_rms(decay=b2, eps=eps, eps_in_sqrt=False, bias_correction=True),
-        optax.add_decayed_weights(given.options["weight_decay"], mask=given.mask),
-        optax.scale_by_learning_rate(given.rate),
+        optax.add_decayed_weights(settings.options["weight_decay"], mask=settings.mask),
+        optax.scale_by_learning_rate(settings.rate),
     )
-    return contrib.schedule_free(inner, given.rate, b1=given.options["b1"])
+    return contrib.schedule_free(inner, settings.rate, b1=settings.options["b1"])
 
 
-def _large_batch(given: Given, make: str) -> Any:
+def _large_batch(settings: RuleSettings, make: str) -> Any:
     from jaxscale.optim import large_batch
 
-    return getattr(large_batch, make)(given.rate, leaves=given.leaves, mask=given.mask, **given.options)
+    return getattr(large_batch, make)(settings.rate, leaves=settings.leaves, mask=settings.mask, **settings.options)
 
 
-def _one_bit(given: Given, make: str) -> Any:
+def _one_bit(settings: RuleSettings, make: str) -> Any:
     from jaxscale.optim import one_bit
 
-    options = {name: value for name, value in given.options.items() if name != "freeze"}
+    options = {name: value for name, value in settings.options.items() if name != "freeze"}
     if make == "one_bit_lamb":
-        options["leaves"] = given.leaves
-    freeze = freeze_step(given.options["freeze"], given.steps)
-    return getattr(one_bit, make)(given.rate, freeze, **options, mask=given.mask)
+        options["leaves"] = settings.leaves
+    freeze = freeze_step(settings.options["freeze"], settings.steps)
+    return getattr(one_bit, make)(settings.rate, freeze, **options, mask=settings.mask)
 
 
-def _muon(given: Given) -> Any:
+def _muon(settings: RuleSettings) -> Any:
     from jaxscale.optim.muon import muon
 
-    return muon(given.rate, leaves=given.leaves, mask=given.mask, **given.options)
+    return muon(settings.rate, leaves=settings.leaves, mask=settings.mask, **settings.options)
 
 
-def _soap(given: Given) -> Any:
+def _soap(settings: RuleSettings) -> Any:
     from jaxscale.optim.soap import soap
 
-    return soap(given.rate, leaves=given.leaves, mask=given.mask, **given.options)
+    return soap(settings.rate, leaves=settings.leaves, mask=settings.mask, **settings.options)
 
 
-def _galore(given: Given) -> Any:
+def _galore(settings: RuleSettings) -> Any:
     from jaxscale.optim.galore import galore
 
-    return galore(given.rate, leaves=given.leaves, mask=given.mask, **given.options)
+    return galore(settings.rate, leaves=settings.leaves, mask=settings.mask, **settings.options)
 
 
-def _decay(given: Given) -> Any:
-    return decoupled_decay(given.rate, given.options["weight_decay"], given.mask)
+def _decay(settings: RuleSettings) -> Any:
+    return decoupled_decay(settings.rate, settings.options["weight_decay"], settings.mask)
 
 
 _ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -228,7 +229,7 @@ def freeze_step(freeze: float, steps: int) -> int:
     """Updates before a variance is frozen.
 
     Args:
-        freeze: so many, or a share of the run below 1.
+        freeze: number of updates, or below 1 a share of the run.
         steps: updates of the run.
 
     Example:
@@ -239,7 +240,7 @@ def freeze_step(freeze: float, steps: int) -> int:
 
 
 def decoupled_decay(rate: Rate, decay: float, mask: Any) -> Any:
-    """Weight decay behind an update rule: takes `rate * decay` of each weight off its update.
+    """Weight decay after an update rule: subtracts `rate * decay` of each weight from its update.
 
     Args:
         rate: learning rate by the number of updates made.
@@ -258,8 +259,8 @@ def decoupled_decay(rate: Rate, decay: float, mask: Any) -> Any:
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         share = decay * rate(state.count)
-        chosen = jax.tree.map(lambda _: True, params) if mask is None else mask
-        after = jax.tree.map(lambda u, p, on: u - share * p if on else u, updates, params, chosen)
-        return after, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
+        decay_flags = jax.tree.map(lambda _: True, params) if mask is None else mask
+        decayed = jax.tree.map(lambda u, p, decays: u - share * p if decays else u, updates, params, decay_flags)
+        return decayed, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
 
     return optax.GradientTransformation(init, update)

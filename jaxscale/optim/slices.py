@@ -1,8 +1,8 @@
-"""Arrays in host memory, worked on slice by slice by the device, in place.
+"""Arrays in host memory, updated by the device slice by slice, in place.
 
-The loop carries the arrays and writes each slice back where it came from. XLA then keeps one copy of a donated array on
-the host and a slice on the device, where a scan that stacks its results would hold a second copy of all, and moving the
-whole array to the device would save nothing.
+The loop carries the arrays and writes each slice back in place. XLA then keeps one copy of a donated array on the host
+and a slice on the device; a scan that stacks its results would hold a second copy, and moving the whole array to the
+device would save nothing.
 """
 
 import dataclasses
@@ -17,16 +17,16 @@ from jaxscale.sharding.memory_space import on_host, to_device, to_host
 from jaxscale.typing import Array
 
 SLICE_BYTES = 16 * 2**20
-"""Bytes of a slice on each device, at most, where a dim can be cut so small: a millisecond of PCIe."""
+"""Largest slice on each device in bytes, as far as dims allow: a millisecond of PCIe."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How an array is cut.
+    """A cut of an array into equal slices.
 
     Args:
-        dim: along which.
-        pieces: equal parts; 1 leaves it whole.
+        dim: dim to cut.
+        pieces: number of slices; 1 leaves the array whole.
     """
 
     dim: int = 0
@@ -42,15 +42,15 @@ def cut(
 ) -> Cut:
     """The fewest equal parts of at most `slice_bytes` along the first dim that lies whole on each device.
 
-    Where no dim gives parts so small, the one that gives the smallest. A leading dim of layers is never sharded, and
-    its slices lie together in memory.
+    If no dim gives parts so small, the dim with the smallest parts. A leading dim of layers is never sharded, and its
+    slices are contiguous in memory.
 
     Args:
         shape: of the array.
         itemsize: bytes of an element.
         sharding: of the array; `None` for one device.
-        slice_bytes: of a part on each device.
-        units: of each dim, what stays together: a slice is a multiple of it; `None` cuts anywhere.
+        slice_bytes: largest part on each device.
+        units: of each dim, a divisor of the slices' lengths; `None` cuts anywhere.
 
     Example:
         >>> cut((16, 1024, 4096), 4, None)
@@ -60,16 +60,16 @@ def cut(
         >>> cut((4096, 4096), 4, None), cut((4096, 4096), 4, None, units=(2048, 1))
         (Cut(dim=0, pieces=4), Cut(dim=1, pieces=4))
     """
-    local = tuple(shape) if sharding is None else sharding.shard_shape(tuple(shape))
-    size = math.prod(local) * itemsize
+    local_shape = tuple(shape) if sharding is None else sharding.shard_shape(tuple(shape))
+    local_bytes = math.prod(local_shape) * itemsize
     best = Cut()
-    for dim, (whole, part) in enumerate(zip(shape, local, strict=True)):
-        if whole != part:
+    for dim, (global_size, local_size) in enumerate(zip(shape, local_shape, strict=True)):
+        if global_size != local_size:
             continue
-        count = whole if units is None else whole // units[dim]
+        count = global_size if units is None else global_size // units[dim]
         divisors = [n for n in range(1, count + 1) if count % n == 0]
-        pieces = next((n for n in divisors if size <= n * slice_bytes), count)
-        if size <= pieces * slice_bytes:
+        pieces = next((n for n in divisors if local_bytes <= n * slice_bytes), count)
+        if local_bytes <= pieces * slice_bytes:
             return Cut(dim, pieces)
         best = Cut(dim, pieces) if pieces > best.pieces else best
     return best
@@ -81,21 +81,21 @@ Body = Callable[[list[Array], list[Array], Any], tuple[list[Array], Any]]
 def sweep(
     body: Body, pieces: int, read: Sequence[tuple[Array, int]], written: Sequence[tuple[Array, int]], carry: Any
 ) -> tuple[list[Array], Any]:
-    """Run `body` on slice after slice of some arrays.
+    """Run `body` on the slices of some arrays, one after another.
 
     Args:
-        body: from slices of the arrays read, slices of those written (all on the device) and the carry, to new slices
-            of those written, and the carry.
-        pieces: slices of each array; 1 gives `body` the whole arrays, once.
-        read: arrays with the dim along which each is cut.
-        written: likewise; each is given back with its slices replaced, in the memory it lies in.
-        carry: what `body` hands from slice to slice, on the device.
+        body: a function from slices of the arrays read and written, all on the device, and the carry, to new slices of
+            the arrays written and the carry.
+        pieces: slices of each array; 1 passes the whole arrays to `body`, once.
+        read: (array, dim to cut) pairs.
+        written: such pairs; each array is returned with its slices replaced, in its memory.
+        carry: initial carry, on the device.
 
     Returns:
         The arrays written, and the last carry.
     """
 
-    def part(array: Array, dim: int, number: Any) -> Array:
+    def slice_of(array: Array, dim: int, number: Any) -> Array:
         if pieces == 1:
             return to_device(array)
         length = array.shape[dim] // pieces
@@ -109,11 +109,11 @@ def sweep(
 
     dims = [dim for _, dim in written]
 
-    def one(number: Any, state: tuple[list[Array], Any]) -> tuple[list[Array], Any]:
+    def step(number: Any, state: tuple[list[Array], Any]) -> tuple[list[Array], Any]:
         arrays, carry = state
-        parts = [part(array, dim, number) for array, dim in zip(arrays, dims, strict=True)]
-        news, carry = body([part(array, dim, number) for array, dim in read], parts, carry)
-        return [replaced(a, d, number, n) for a, d, n in zip(arrays, dims, news, strict=True)], carry
+        slices = [slice_of(array, dim, number) for array, dim in zip(arrays, dims, strict=True)]
+        new_slices, carry = body([slice_of(array, dim, number) for array, dim in read], slices, carry)
+        return [replaced(a, d, number, n) for a, d, n in zip(arrays, dims, new_slices, strict=True)], carry
 
-    start = ([array for array, _ in written], carry)
-    return one(0, start) if pieces == 1 else jax.lax.fori_loop(0, pieces, one, start)
+    initial = ([array for array, _ in written], carry)
+    return step(0, initial) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, initial)

@@ -3,12 +3,12 @@ r"""SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo
     L <- b2 L + (1 - b2) g g',  R <- b2 R + (1 - b2) g' g;  Q_L, Q_R their eigenvectors, every k updates by one power
     iteration and a QR decomposition;  w <- w - rate * Q_L adam(Q_L' g Q_R) Q_R'
 
-As in the authors' program the first update only finds the bases, the first moment lies in the space of the weights, and
-the second in that of the bases, its rows and columns sorted with them. A side longer than `max_dim` keeps its own
-basis. Embeddings, head, gains and biases get AdamW. Beside Adam's moments a matrix of n rows and m
-columns has 2 n n + 2 m m numbers of state. They are not quantized: small eigenvalues would be lost, and bases would no
-longer be orthogonal. A matrix that is split over devices is gathered, and each of them turns all of it. Left out:
-Shampoo's grafting, and blocks of a large matrix.
+As in the authors' program, the first update only computes the bases; the first moment is in the space of the weights,
+the second in that of the bases, with its rows and columns sorted like theirs. A side longer than `max_dim` is not
+rotated. Embeddings, head, gains and biases get AdamW. Besides Adam's moments, a matrix of n rows and m columns has
+2 n n + 2 m m numbers of state. They are not quantized: small eigenvalues would be lost, and bases would no longer be
+orthogonal. A sharded matrix is gathered, and each device rotates all of it. Left out: Shampoo's grafting, and blocks of
+a large matrix.
 """
 
 from collections.abc import Callable
@@ -35,11 +35,11 @@ def soap(
     leaves: Any = None,
     mask: Any = None,
 ) -> Rule:
-    """SOAP for projections and kernels, AdamW for the rest.
+    """SOAP for projections and kernels, AdamW for all else.
 
     Args:
         rate: learning rate, or a schedule, of both.
-        b1, b2, eps: Adam's; b2 is that of the statistics too.
+        b1, b2, eps: Adam's; b2 also decays the statistics.
         every: updates between new bases.
         max_dim: longest side that has a basis.
         weight_decay: decoupled.
@@ -65,7 +65,7 @@ def soap(
 
 
 class Sides(NamedTuple):
-    """Trees like the parameters of (n, n) and (m, m) arrays; of one number where a side has no basis."""
+    """Trees like the parameters, of (n, n) and (m, m) arrays, or of one number for a side without a basis."""
 
     rows: Params
     columns: Params
@@ -75,11 +75,11 @@ class SoapState(NamedTuple):
     """State of `scale_by_soap`.
 
     Args:
-        step: updates seen, the first of which moved nothing.
+        step: updates made; the first leaves the weights unchanged.
         mu: average of gradients.
         nu: average of squared gradients in the bases.
         GG: averages of g g' and g' g.
-        Q: their eigenvectors, in columns.
+        Q: eigenvectors of GG, in columns.
     """
 
     step: Array
@@ -95,7 +95,7 @@ def scale_by_soap(
     """Adam in the eigenbasis of Shampoo's statistics, of matrices; arrays of other ranks get Adam.
 
     Args:
-        b1, b2, eps: Adam's; b2 is that of the statistics too.
+        b1, b2, eps: Adam's; b2 also decays the statistics.
         every: updates between new bases.
         max_dim: longest side that has a basis.
     """
@@ -114,76 +114,74 @@ def scale_by_soap(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         treedef = jax.tree.structure(updates)
-        columns = zip(
+        leaf_inputs = zip(
             jax.tree.leaves(updates),
             *map(treedef.flatten_up_to, (state.mu, state.nu, *state.GG, *state.Q)),
             strict=True,
         )
-        rows = [_one(state.step, b1, b2, eps, every, *column) for column in columns]
-        found, mu, nu, *sides = (treedef.unflatten(row) for row in zip(*rows, strict=True))
-        return found, SoapState(state.step + 1, mu, nu, Sides(*sides[:2]), Sides(*sides[2:]))
+        leaf_outputs = [_update_array(state.step, b1, b2, eps, every, *inputs) for inputs in leaf_inputs]
+        new_updates, mu, nu, *sides = (treedef.unflatten(outputs) for outputs in zip(*leaf_outputs, strict=True))
+        return new_updates, SoapState(state.step + 1, mu, nu, Sides(*sides[:2]), Sides(*sides[2:]))
 
     return optax.GradientTransformation(init, update)
 
 
-def _one(
-    seen: Array, b1: float, b2: float, eps: float, every: int, g: Array, mu: Array, nu: Array, *sides: Array
+def _update_array(
+    updates_made: Array, b1: float, b2: float, eps: float, every: int, g: Array, mu: Array, nu: Array, *sides: Array
 ) -> tuple[Array, ...]:
-    """Update and state of one array."""
+    """The update of one array, and its new state."""
     statistics, bases = sides[:2], sides[2:]
-    # an array of no basis moves in its first update too
-    late = jnp.int32(any(basis.ndim == 2 for basis in bases))
-    turn = jnp.maximum(seen + 1 - late, 1)
-    first = seen < late
-    moved = _turned(g, bases)
+    # an array without bases also moves in its first update
+    delay = jnp.int32(any(basis.ndim == 2 for basis in bases))
+    number = jnp.maximum(updates_made + 1 - delay, 1)
+    is_first = updates_made < delay
+    rotated = _rotated(g, bases)
     new_mu = b1 * mu + (1 - b1) * g
-    new_nu = b2 * nu + (1 - b2) * jnp.square(moved)
-    hat = _turned(new_mu, bases) / (1 - b1**turn)
-    step = _turned(hat / (jnp.sqrt(new_nu / (1 - b2**turn)) + eps), bases, back=True)
-    mu, nu = jnp.where(first, mu, new_mu), jnp.where(first, nu, new_nu)
+    new_nu = b2 * nu + (1 - b2) * jnp.square(rotated)
+    corrected = _rotated(new_mu, bases) / (1 - b1**number)
+    step = _rotated(corrected / (jnp.sqrt(new_nu / (1 - b2**number)) + eps), bases, back=True)
+    mu, nu = jnp.where(is_first, mu, new_mu), jnp.where(is_first, nu, new_nu)
     products = (lambda: _product(g, g.T), lambda: _product(g.T, g))
     statistics = tuple(
         b2 * GG + (1 - b2) * product() if GG.ndim == 2 else GG for GG, product in zip(statistics, products, strict=True)
     )
 
-    def found() -> tuple[Array, ...]:
+    def first_bases() -> tuple[Array, ...]:
         return nu, *(_eigenvectors(GG)[:, ::-1] if GG.ndim == 2 else GG for GG in statistics)
 
-    def refined() -> tuple[Array, ...]:
-        after, news = nu, []
+    def refined_bases() -> tuple[Array, ...]:
+        sorted_nu, new_bases = nu, []
         for dim, (GG, Q) in enumerate(zip(statistics, bases, strict=True)):
             if GG.ndim == 2:
                 rank = -jnp.sum(Q * _product(GG, Q), axis=0)
-                after = _ordered(after, rank, dim)
-                Q = _orthogonal(_product(GG, _ordered(Q, rank, 1)))
-            news.append(Q)
-        return after, *news
+                sorted_nu = _sorted_along(sorted_nu, rank, dim)
+                Q = _orthogonal(_product(GG, _sorted_along(Q, rank, 1)))
+            new_bases.append(Q)
+        return sorted_nu, *new_bases
 
     if any(basis.ndim == 2 for basis in bases):
-        which = jnp.where(first, 0, jnp.where(turn % every == 0, 1, 2))
-        nu, *bases = jax.lax.switch(which, [found, refined, lambda: (nu, *bases)])
-    return jnp.where(first, jnp.zeros_like(g), step).astype(g.dtype), mu, nu, *statistics, *bases
+        branch = jnp.where(is_first, 0, jnp.where(number % every == 0, 1, 2))
+        nu, *bases = jax.lax.switch(branch, [first_bases, refined_bases, lambda: (nu, *bases)])
+    return jnp.where(is_first, jnp.zeros_like(g), step).astype(g.dtype), mu, nu, *statistics, *bases
 
 
 _eigenvectors = one_by_one(lambda matrix: jnp.linalg.eigh(matrix)[1])
 _orthogonal = one_by_one(lambda matrix: jnp.linalg.qr(matrix)[0])
 
 
-def _ordered(x: Array, rank: Array, dim: int) -> Array:
-    """A matrix whose lines along `dim` stand in the order of `rank`: sorted, for XLA aborts on such a look-up of a
-    matrix over several axes within a region of replicas.
-    """
+def _sorted_along(x: Array, rank: Array, dim: int) -> Array:
+    """A matrix sorted along `dim` by `rank`: XLA aborts on a gather from one over several axes in a replica region."""
     keys = jax.lax.broadcast_in_dim(rank, x.shape, (dim,))
     return jax.lax.sort((keys, x), dimension=dim, num_keys=1)[1]
 
 
-def _turned(x: Array, bases: Any, *, back: bool = False) -> Array:
-    """A matrix in the bases, or from there back."""
-    left, right = bases
-    if left.ndim == 2:
-        x = _product(left if back else left.T, x)
-    if right.ndim == 2:
-        x = _product(x, right.T if back else right)
+def _rotated(x: Array, bases: Any, *, back: bool = False) -> Array:
+    """A matrix rotated into the bases, or back."""
+    left_basis, right_basis = bases
+    if left_basis.ndim == 2:
+        x = _product(left_basis if back else left_basis.T, x)
+    if right_basis.ndim == 2:
+        x = _product(x, right_basis.T if back else right_basis)
     return x
 
 

@@ -1,1 +1,1 @@
-"""Where arrays live: MeshSpec, AxisRules, ZeRO, constrain."""
+"""Placement of arrays: MeshSpec, AxisRules, ZeRO, constrain."""

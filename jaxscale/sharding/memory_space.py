@@ -1,7 +1,7 @@
-"""Which memory an array lies in: the device's, or its host's, from where the device reads it by DMA ("pinned_host").
+"""The memory of an array: the device's, or its host's, which the device reads by DMA ("pinned_host").
 
-The space is part of an array's type: an operation takes operands of one space, so what lies on the host is brought to
-the device explicitly. The gradient of `to_device` lands on the host, for the transpose moves it back.
+The space is part of an array's type: an operation takes operands of one space, so arrays on the host are moved to the
+device explicitly. The gradient of `to_device` lies on the host, for the transpose moves it back.
 
 The CPU backend has the memory kinds without the memories: there a program that offloads is a rehearsal, which computes
 the same values and moves no byte off the "device".
@@ -21,7 +21,7 @@ HOST_KIND = "pinned_host"
 """Memory kind of host memory that the device can read and write."""
 
 COPY = 2
-"""Times what is offloaded to count as host memory: XLA may hold the old and the new copy of a buffer at once."""
+"""Host bytes for each offloaded byte: XLA may hold the old and the new copy of a buffer at once."""
 
 
 def on_host(x: Any) -> bool:
@@ -30,7 +30,7 @@ def on_host(x: Any) -> bool:
 
 
 def to_device(tree: Tree) -> Tree:
-    """The tree with every leaf in device memory; sharding stays as it is. Under `jit`.
+    """The tree with every leaf in device memory, its sharding unchanged. Under `jit`.
 
     Example:
         >>> bool(jax.jit(lambda x: to_device(to_host(x)) + 1)(1) == 2)
@@ -40,12 +40,12 @@ def to_device(tree: Tree) -> Tree:
 
 
 def to_host(tree: Tree) -> Tree:
-    """The tree with every leaf in host memory; sharding stays as it is. Under `jit`."""
+    """The tree with every leaf in host memory, its sharding unchanged. Under `jit`."""
     return jax.tree.map(lambda x: x if on_host(x) else jax.device_put(x, jax.memory.Space.Host), tree)
 
 
 def in_memory_of(other: NamedSharding, sharding: NamedSharding) -> NamedSharding:
-    """The sharding, in host memory if the other one is."""
+    """`sharding`, in host memory if `other` is."""
     return sharding.with_memory_kind(HOST_KIND) if other.memory_kind == HOST_KIND else sharding
 
 
@@ -55,16 +55,16 @@ def rehearses(devices: Iterable[Any]) -> bool:
 
 
 def check_host_memory(devices: Iterable[Any], what: str) -> None:
-    """Refuse to place anything on the host of devices that can't reach host memory.
+    """Refuse devices that can't reach host memory.
 
     Args:
         devices: of the mesh.
-        what: was asked for, as the user wrote it.
+        what: the option that needs host memory, as the user wrote it.
 
     Raises:
         UserError: a device without the memory kind `pinned_host`.
     """
-    # a device of a described kind is not here to be asked; TPUs and GPUs have such a memory
+    # a described device lists no memories; TPUs and GPUs have host memory
     real = [device for device in devices if not isinstance(device, AbstractDevice)]
     kinds = [[memory.kind for memory in device.addressable_memories()] for device in real]
     if real and not any(kinds):
@@ -73,9 +73,9 @@ def check_host_memory(devices: Iterable[Any], what: str) -> None:
             "the step cannot be compiled for it; take fit --verify, which compiles the whole, or keep it on the "
             "device"
         )
-    for device, own in zip(real, kinds, strict=True):
-        if own and HOST_KIND not in own:  # another process's device lists none
+    for device, device_kinds in zip(real, kinds, strict=True):
+        if device_kinds and HOST_KIND not in device_kinds:  # another process's device lists none
             raise UserError(
                 f"{what}: {device.device_kind} ({device.platform}) has no memory of kind {HOST_KIND} "
-                f"(it has {', '.join(own)}), so nothing can be put on the host; keep it on the device"
+                f"(it has {', '.join(device_kinds)}), so nothing can be put on the host; keep it on the device"
             )

@@ -1,5 +1,5 @@
-"""MeshSpec: how many devices lie along each axis of parallelism. A value with a text form; no device is touched here
-until `build`.
+"""MeshSpec: the number of devices along each axis of parallelism. A value with a text form; only `build` touches
+devices.
 """
 
 import collections
@@ -57,26 +57,26 @@ class MeshSpec:
 
     @property
     def devices(self) -> int:
-        """How many devices the mesh takes."""
+        """Number of devices in the mesh."""
         return math.prod(self.sizes.values())
 
     @property
     def batch_shards(self) -> int:
-        """Into how many parts the batch is split."""
+        """Number of shards of the batch."""
         return self.replica * self.data * self.fsdp
 
     @classmethod
     def parse(cls, text: str) -> "MeshSpec":
         """The mesh of a text such as "data:2,fsdp:4"; "1" is a single device."""
         sizes: dict[str, int] = {}
-        for part in filter(None, (piece.strip() for piece in text.split(","))):
-            if part == "1":
+        for entry in filter(None, (piece.strip() for piece in text.split(","))):
+            if entry == "1":
                 continue
-            axis, colon, count = part.partition(":")
+            axis, colon, count = entry.partition(":")
             if axis not in AXES:
                 raise unknown("mesh axis", axis, AXES)
             if not colon or not count.isdigit():
-                raise UserError(f"mesh {text!r}: got {part!r}, expected AXIS:DEVICES such as data:2,fsdp:4")
+                raise UserError(f"mesh {text!r}: got {entry!r}, expected AXIS:DEVICES such as data:2,fsdp:4")
             if axis in sizes:
                 raise UserError(f"mesh {text!r}: axis {axis} is given twice; give it once")
             sizes[axis] = int(count)
@@ -89,11 +89,11 @@ class MeshSpec:
         """The `jax.sharding.Mesh`, axes in Auto mode, devices in the order of their links.
 
         Args:
-            devices: devices to lay out; the first `self.devices` of all by default. Of `jax.sharding.AbstractDevice`s,
-                which are not here, it makes an `AbstractMesh`: what can be traced and placed, and not run.
+            devices: devices to lay out; the first `self.devices` of all by default. `jax.sharding.AbstractDevice`s give
+                an `AbstractMesh`, on which programs can be traced and compiled but not run.
 
         Raises:
-            UserError: fewer devices than the mesh takes, or not as many of each TPU slice.
+            UserError: fewer devices than the mesh takes, or unequal numbers from the TPU slices.
         """
         import jax
         from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -107,8 +107,8 @@ class MeshSpec:
         sizes, types = tuple(self.sizes.values()), (AxisType.Auto,) * len(AXES)
         if isinstance(devices[0], AbstractDevice):
             return AbstractMesh(sizes, AXES, axis_types=types, abstract_device=devices[0])
-        used = devices[: self.devices]
-        counts = collections.Counter(getattr(device, "slice_index", 0) for device in used)
+        mesh_devices = devices[: self.devices]
+        counts = collections.Counter(getattr(device, "slice_index", 0) for device in mesh_devices)
         slices = len(counts)
         if len(set(counts.values())) > 1:
             raise UserError(
@@ -117,30 +117,30 @@ class MeshSpec:
                 f"of {min(counts.values()) * slices} devices, or of one slice"
             )
         if slices == 1:
-            return jax.make_mesh(sizes, AXES, axis_types=types, devices=used)
+            return jax.make_mesh(sizes, AXES, axis_types=types, devices=mesh_devices)
         from jax.experimental.mesh_utils import create_hybrid_device_mesh
 
-        across = self.across(slices)
-        inside = [size // ways for size, ways in zip(sizes, across, strict=True)]
-        return jax.sharding.Mesh(create_hybrid_device_mesh(inside, across, used), AXES, axis_types=types)
+        dcn_shape = self.across(slices)
+        ici_shape = [size // count for size, count in zip(sizes, dcn_shape, strict=True)]
+        return jax.sharding.Mesh(create_hybrid_device_mesh(ici_shape, dcn_shape, mesh_devices), AXES, axis_types=types)
 
     def across(self, slices: int) -> tuple[int, ...]:
-        """Into how many parts each axis is cut by the network between slices: the slowest axes lie across it.
+        """Number of slices that each axis spans: the slowest axes span the network between slices.
 
         Args:
-            slices: TPU slices of as many chips each.
+            slices: number of TPU slices, all of one size.
 
         Raises:
-            UserError: the slices do not divide the axes, from the slowest on.
+            UserError: the number of slices does not divide the axes, from the slowest on.
 
         Example:
             >>> MeshSpec.parse("pipe:4,fsdp:8").across(2)
             (1, 1, 2, 1, 1, 1, 1)
         """
-        found = across(tuple(self.sizes.values()), slices)
-        if found is None:
+        counts = across(tuple(self.sizes.values()), slices)
+        if counts is None:
             raise UserError(
-                f"mesh {self} on {slices} slices: expected axes that {slices} divides, such as replica:{slices}; what "
-                "lies across slices sends its messages over the slow network between them"
+                f"mesh {self} on {slices} slices: expected axes that {slices} divides, such as replica:{slices}; "
+                "axes across slices send their messages over the slow network between them"
             )
-        return found
+        return counts

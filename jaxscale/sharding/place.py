@@ -1,7 +1,7 @@
-"""constrain: where an activation lives, said in logical axes, in one place.
+"""constrain: the placement of an activation, specified in logical axes, in one place.
 
 The train step opens a `layout`; inside it `constrain(x, "batch", "seq", "embed")` is a sharding constraint, and outside
-it is the identity, so that the same model file runs on one device, in a notebook, on a pod.
+it is the identity, so that the same model file runs on one device, in a notebook and on a pod.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from jaxscale.sharding.rules import AxisRules
 from jaxscale.typing import Array
 
 Layout: TypeAlias = tuple[Any, AxisRules]
-"""A mesh of devices, or an abstract one, and the rules by which arrays lie on it; hashable."""
+"""A mesh, abstract or of devices, and the rules that place arrays on it; hashable."""
 
 _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
 
@@ -27,7 +27,7 @@ def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[Non
     """While tracing inside, `constrain` places arrays on `mesh` by `rules`.
 
     Args:
-        mesh: a `jax.sharding.Mesh`; to trace for devices that are not here, an `AbstractMesh` of axes in Auto mode.
+        mesh: a `jax.sharding.Mesh`; to trace for absent devices, an `AbstractMesh` of axes in Auto mode.
         rules: mesh axes of each logical axis.
     """
     return under((mesh, rules))
@@ -35,11 +35,11 @@ def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[Non
 
 @contextlib.contextmanager
 def under(layout: Layout | None) -> Iterator[None]:
-    """As `layout`, of what `current` gave earlier.
+    """As `layout`, for a value that `current` returned earlier.
 
-    The rules of a `custom_vjp` are traced when they are asked for, which may be under another layout than the call was:
-    that of a step around the manual region of a pipeline's stage. Those that place arrays take the layout of the call
-    as a static argument, and trace under it.
+    JAX may trace the rules of a `custom_vjp` later than the call and under another layout: that of a step around the
+    manual region of a pipeline's stage. Rules that place arrays take the layout of the call as a static argument, and
+    trace under it.
     """
     token = _layout.set(layout)
     try:
@@ -49,26 +49,26 @@ def under(layout: Layout | None) -> Iterator[None]:
 
 
 def current() -> Layout | None:
-    """The mesh and rules in force; `None` outside any layout. Kernels that need `shard_map` ask this."""
+    """The mesh and rules in force; `None` outside any layout. Kernels that need `shard_map` read them."""
     return _layout.get()
 
 
 def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any, rules: AxisRules) -> PartitionSpec:
     """PartitionSpec of an array whose dims carry logical `names`.
 
-    A mesh axis is used once, by the first dim that asks for it; a dim that its mesh axes do not divide stays whole (the
-    sizes a plan relies on are checked before anything is traced).
+    A mesh axis is used once, by the first dim whose rule names it; a dim that its mesh axes do not divide stays whole
+    (the sizes that a plan relies on are checked before tracing).
     """
     if len(names) != len(shape):
         raise ValueError(
             f"got {len(names)} logical axes {tuple(names)} for an array of shape {tuple(shape)}: name each dim"
         )
-    used: set[str] = set()
+    used_axes: set[str] = set()
     entries: list[tuple[str, ...] | None] = []
     for size, name in zip(shape, names, strict=True):
-        axes = tuple(axis for axis in rules.axes(name) if mesh.shape[axis] > 1 and axis not in used)
+        axes = tuple(axis for axis in rules.axes(name) if mesh.shape[axis] > 1 and axis not in used_axes)
         if axes and size % math.prod(mesh.shape[axis] for axis in axes) == 0:
-            used.update(axes)
+            used_axes.update(axes)
             entries.append(axes)
         else:
             entries.append(None)
@@ -78,7 +78,7 @@ def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any, rules: Ax
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """`x`, held to the placement of its logical axes under the layout in force.
+    """`x`, constrained to the placement of its logical axes under the layout in force.
 
     Args:
         x: an activation.
@@ -89,41 +89,41 @@ def constrain(x: Array, *names: str | None) -> Array:
         >>> constrain(jnp.ones((2, 3)), "batch", "embed").shape
         (2, 3)
     """
-    found = _layout.get()
-    if found is None or found[0].size == 1:
+    layout = _layout.get()
+    if layout is None or layout[0].size == 1:
         return x
-    mesh, rules = found
+    mesh, rules = layout
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(x.shape, names, mesh, rules)))
 
 
 def move(x: Array, source: tuple[str | None, ...], target: tuple[str | None, ...]) -> Array:
     """`x` moved from one placement to another; its gradient moves back.
 
-    A constraint alone holds the gradient to `target` too: partial sums would be reduced whole, and cut afterwards,
-    where this lets them be scattered as they are summed.
+    A constraint alone would place the gradient by `target` too: partial sums would be all-reduced and then sliced,
+    where this allows a reduce-scatter.
 
     Args:
         x: an activation.
-        source: the logical axis of each dim where `x` comes from.
-        target: the logical axis of each dim where it goes.
+        source: the logical axis of each dim of `x` now.
+        target: the logical axis of each dim of the result.
     """
-    found = _layout.get()
-    if found is None or found[0].size == 1:
+    layout = _layout.get()
+    if layout is None or layout[0].size == 1:
         return x
-    if spec(x.shape, source, *found) == spec(x.shape, target, *found):
+    if spec(x.shape, source, *layout) == spec(x.shape, target, *layout):
         return constrain(x, *target)
-    return _moved(found, source, target, x)
+    return _moved(layout, source, target, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _moved(found: Layout, source: tuple[str | None, ...], target: tuple[str | None, ...], x: Array) -> Array:
-    with under(found):
+def _moved(layout: Layout, source: tuple[str | None, ...], target: tuple[str | None, ...], x: Array) -> Array:
+    with under(layout):
         return constrain(x, *target)
 
 
-def _moved_back(found: Layout, source: Any, target: Any, _: None, gradient: Array) -> tuple[Array]:
-    with under(found):
+def _moved_back(layout: Layout, source: Any, target: Any, _: None, gradient: Array) -> tuple[Array]:
+    with under(layout):
         return (constrain(gradient, *source),)
 
 
-_moved.defvjp(lambda *given: (_moved(*given), None), _moved_back)
+_moved.defvjp(lambda *args: (_moved(*args), None), _moved_back)

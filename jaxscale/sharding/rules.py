@@ -1,9 +1,9 @@
-"""AxisRules: which mesh axes each logical axis lies on.
+"""AxisRules: the mesh axes of each logical axis.
 
-One field per logical axis, so a strategy is a `replace` and a typo is an error.
+One field per logical axis, so that a strategy is a `replace` and a typo is an error.
 
 Parameters and activations share the names. ZeRO's sharding of parameters over "fsdp" is not a rule of an axis:
-`zero.py` finds a dim of each parameter that divides.
+`zero.py` chooses a dim of each parameter that divides.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class AxisRules:
                     raise unknown(f"mesh axis for {field.name}", axis, AXES)
             axes = getattr(self, field.name)
             if len(set(axes)) < len(axes):
-                raise UserError(f"{field.name}: got {', '.join(axes)}: an axis of the mesh lies along a dim once")
+                raise UserError(f"{field.name}: got {', '.join(axes)}: name each mesh axis once")
 
     def axes(self, name: str | None) -> Axes:
         """Mesh axes of the logical axis `name`; a dim without a name is whole."""

@@ -1,15 +1,15 @@
-"""ZeRO as placement rules: which dim of each parameter lies over the fsdp axis, and where each tensor of a step lives.
+"""ZeRO as placement rules: the dim of each parameter that the fsdp axis splits, and the placement of a step's tensors.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054.
 
-| stage | master weights | optimizer state | gradients | weights that compute |
+| stage | master weights | optimizer state | gradients | compute weights |
 |---|---|---|---|---|
 | 0 | whole | whole | whole | whole |
 | 1 | split, if they are copied to bf16 | split | whole | whole |
 | 2 | split, if they are copied to bf16 | split | split | whole |
 | 3 | split | split | split | split, gathered layer by layer |
 
-HSDP is the same rules on a mesh that has a data or replica axis too: split inside, replicated across.
+HSDP applies the same rules to a mesh that also has a data or replica axis: split inside, replicated across.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ ZERO_AXIS = "fsdp"
 def split(
     shape: Sequence[int], names: Sequence[str | None] | None, whole: PartitionSpec, mesh: Any, axis: str = ZERO_AXIS
 ) -> PartitionSpec:
-    """`whole`, with one more dim split over `axis`: the largest per device that divides; `whole` itself if none does.
+    """`whole` with one more dim split over `axis`: the largest per device that divides; `whole` unchanged if none does.
 
     The stacked "layers" dim is never split: a scan over layers would have to gather all of it.
 
@@ -68,25 +68,25 @@ def placed_axes(spec: PartitionSpec) -> set[str]:
 
 
 def without(spec: PartitionSpec, axis: str) -> PartitionSpec:
-    """A PartitionSpec with one mesh axis left out.
+    """A PartitionSpec without one mesh axis.
 
     Example:
         >>> list(without(PartitionSpec("tensor", ("fsdp", "pipe")), "fsdp"))
         ['tensor', 'pipe']
     """
     entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-    left = [tuple(one for one in entry if one != axis) for entry in entries]
-    return PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in left))
+    entries = [tuple(name for name in entry if name != axis) for entry in entries]
+    return PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in entries))
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where the tensors that belong to one parameter live.
+    """Placement of the tensors that belong to one parameter.
 
     Args:
         master: the parameter between steps.
         state: optimizer state of its shape.
-        gradient: what the optimizer is handed.
+        gradient: input of the optimizer.
         compute: the copy that the forward and backward passes read.
     """
 
@@ -109,54 +109,52 @@ def placement(
         mesh: the mesh.
         rules: mesh axes per logical axis.
     """
-    whole = PartitionSpec() if names is None else place.spec(shape, names, mesh, rules)
-    shard = split(shape, names, whole, mesh)
+    unsplit = PartitionSpec() if names is None else place.spec(shape, names, mesh, rules)
+    split_spec = split(shape, names, unsplit, mesh)
     return Placement(
-        master=shard if stage == 3 or (stage > 0 and copied) else whole,
-        state=shard if stage > 0 else whole,
-        gradient=shard if stage > 1 else whole,
-        compute=shard if stage == 3 else whole,
+        master=split_spec if stage == 3 or (stage > 0 and copied) else unsplit,
+        state=split_spec if stage > 0 else unsplit,
+        gradient=split_spec if stage > 1 else unsplit,
+        compute=split_spec if stage == 3 else unsplit,
     )
 
 
-def over(found: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placement:
-    """A placement with all but the copy that computes split over one more axis, where a dim divides.
+def over(old: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placement:
+    """A placement with all but the compute copy split over one more axis, where a dim divides.
 
-    All along the same dim, and before other axes, so that a part of the finest lies within a part of the others: XLA
-    would else exchange parts in every step, with any device that has the same, over a slow axis too.
+    All are split along the same dim, and over this axis first, so that a shard of the finest placement lies within a
+    shard of the others: XLA would else exchange shards in every step, over a slow axis too.
 
     Args:
-        found: the placement without it.
+        old: the placement without the axis.
         axis: mesh axis to split over.
         shape: of the parameter.
         mesh: the mesh.
     """
-    between = ("master", "state", "gradient")
-    finest = [*found.state, *(None,) * (len(shape) - len(found.state))]
-    shard = split(shape, None, found.state, mesh, axis)
-    if shard == found.state:  # of a coarser one a dim may divide
-        return dataclasses.replace(
-            found, **{name: split(shape, None, getattr(found, name), mesh, axis) for name in between}
-        )
-    dim = next(dim for dim, entry in enumerate(shard) if entry != finest[dim])
-    return dataclasses.replace(found, **{name: _split_first(getattr(found, name), dim, axis) for name in between})
+    fields = ("master", "state", "gradient")
+    finest = [*old.state, *(None,) * (len(shape) - len(old.state))]
+    new_state = split(shape, None, old.state, mesh, axis)
+    if new_state == old.state:  # a dim of a coarser placement may divide
+        return dataclasses.replace(old, **{name: split(shape, None, getattr(old, name), mesh, axis) for name in fields})
+    dim = next(dim for dim, entry in enumerate(new_state) if entry != finest[dim])
+    return dataclasses.replace(old, **{name: _split_first(getattr(old, name), dim, axis) for name in fields})
 
 
 def _split_first(spec: PartitionSpec, dim: int, axis: str) -> PartitionSpec:
-    """A PartitionSpec with a dim split over one more axis, before it is split over others."""
+    """A PartitionSpec with a dim split over one more axis, ahead of the axes that split it already."""
     entries = [*spec, *(None,) * (dim + 1 - len(spec))]
     entry = entries[dim]
     entries[dim] = axis if entry is None else (axis, *((entry,) if isinstance(entry, str) else entry))
     return PartitionSpec(*entries)
 
 
-def stacked_over(found: Placement, axis: str) -> Placement:
-    """A placement of copies, one on each device of a mesh axis: the first dim of what is placed.
+def stacked_over(single: Placement, axis: str) -> Placement:
+    """A placement of stacked copies, whose first dim lies over a mesh axis.
 
     Example:
-        >>> one = PartitionSpec("tensor")
-        >>> list(stacked_over(Placement(one, one, one, one), "pipe").master)
+        >>> spec = PartitionSpec("tensor")
+        >>> list(stacked_over(Placement(spec, spec, spec, spec), "pipe").master)
         ['pipe', 'tensor']
     """
     kinds = (field.name for field in dataclasses.fields(Placement))
-    return Placement(**{kind: PartitionSpec(axis, *getattr(found, kind)) for kind in kinds})
+    return Placement(**{kind: PartitionSpec(axis, *getattr(single, kind)) for kind in kinds})

@@ -1,11 +1,11 @@
 """Deep gradient compression: top-k that carries its own momentum (Lin et al., 2018, arXiv:1712.01887).
 
-    u = m u + g,  v = v + u;  the largest of v are sent, and there u and v start again from zero.
+    u = m u + g,  v = v + u;  the largest elements of v are sent, and there u and v are reset to zero.
 
-Momentum is summed before elements are held back, not after (momentum correction), and elements that are sent forget
-theirs (momentum factor masking): give the optimizer no momentum of its own. So 1 % costs SGD nothing in 400 steps
+Momentum is summed before elements are held back, not after (momentum correction), and reset where elements are sent
+(momentum factor masking): give the optimizer no momentum. Then 1 % costs SGD nothing in 400 steps
 (`benchmarks/convergence.py`), and 0.22 nats without the warm-up. The paper clips each replica's gradient by its norm
-over all leaves; here each leaf, as a device has it, is clipped by its own. Left out: Nesterov's momentum.
+over all leaves; here each leaf on a device is clipped by its own norm. Left out: Nesterov's momentum.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ class DGC(TopK):
 
     Args:
         fraction: of the elements that are sent, in (0, 1].
-        momentum: m, in [0, 1): what the optimizer would have had.
-        clip: largest norm of a leaf's mean gradient: each of n replicas clips its own to clip / sqrt(n); `None`: not.
+        momentum: m, in [0, 1), in place of the optimizer's.
+        clip: largest norm of a leaf's mean gradient: each of n replicas clips its own to clip / sqrt(n); `None`: none.
 
     Example:
         >>> DGC(0.001, momentum=0.5).momentum
@@ -42,7 +42,7 @@ class DGC(TopK):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.feedback:
-            raise UserError("feedback: got false, expected true: DGC is what it keeps; topk can do without")
+            raise UserError("feedback: got false, expected true: DGC needs its residual; topk can do without")
         if not 0 <= self.momentum < 1:
             raise UserError(f"momentum: got {self.momentum}, expected a number in [0, 1)")
         if self.clip is not None and self.clip <= 0:
@@ -60,5 +60,5 @@ class DGC(TopK):
         message = self.message(owed.reshape(-1), None)
         ones = message._replace(values=jnp.ones_like(message.values))
         mean = self.mean(message, owed.size, axis).reshape(owed.shape)
-        held = 1.0 - self.decode(ones, owed.size).reshape(owed.shape)
-        return mean, {"residual": owed * held, "momentum": momentum * held}
+        unsent = 1.0 - self.decode(ones, owed.size).reshape(owed.shape)
+        return mean, {"residual": owed * unsent, "momentum": momentum * unsent}

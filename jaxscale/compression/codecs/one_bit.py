@@ -2,7 +2,7 @@
 arXiv:2102.02888).
 
 The scale of a chunk is its root mean square, as in DeepSpeed's code; zero counts as positive. Meant for the momentum of
-1-bit Adam, whose variance is frozen: fed to Adam as gradients it does not train well.
+1-bit Adam, whose variance is frozen: gradients in this form train Adam badly.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ class Signs(NamedTuple):
     """Chunks as signs.
 
     Args:
-        bits: uint8; bit i of byte j is the sign of element i * (elements / 8) + j, so that no lane moves.
+        bits: uint8; bit i of byte j is the sign of element i * (elements / 8) + j, so that no data crosses lanes.
         scale: root mean square of each chunk.
     """
 
@@ -48,14 +48,14 @@ class OneBit(TwoPhase):
     def encode(self, chunks: Array, filled: Array, key: Key | None) -> Signs:
         """Signs, eight to a byte, and scales."""
         scale = jnp.sqrt(jnp.sum(jnp.square(chunks), -1) / jnp.maximum(filled, 1))
-        parts = (chunks >= 0).astype(jnp.uint8).reshape(len(chunks), BYTE, -1)
-        return Signs(jnp.sum(parts << _places(), 1, dtype=jnp.uint8), scale)
+        bits = (chunks >= 0).astype(jnp.uint8).reshape(len(chunks), BYTE, -1)
+        return Signs(jnp.sum(bits << _bit_positions(), 1, dtype=jnp.uint8), scale)
 
     def decode(self, message: Signs, elements: int) -> Array:
         """Plus or minus the scale."""
-        signs = ((message.bits[:, None] >> _places()) & 1).astype(jnp.float32) * 2 - 1
+        signs = ((message.bits[:, None] >> _bit_positions()) & 1).astype(jnp.float32) * 2 - 1
         return signs.reshape(-1, elements) * message.scale[:, None]
 
 
-def _places() -> Array:
+def _bit_positions() -> Array:
     return jnp.arange(BYTE, dtype=jnp.uint8)[None, :, None]

@@ -1,4 +1,4 @@
-"""PowerSGD: one step of power iteration a gradient, from where the last one ended (Vogels et al., 2019,
+"""PowerSGD: one step of power iteration a gradient, starting from the last factor (Vogels et al., 2019,
 arXiv:1905.13727, algorithms 1 and 2).
 
 In 400 steps of a small language model (`benchmarks/convergence.py`) SGD with momentum loses 0.034 nats at rank 4, 0.013
@@ -17,12 +17,12 @@ from jaxscale.compression.low_rank import LowRank, times
 from jaxscale.typing import Array, Float
 
 DEPENDENT = 1e-6
-"""Of a column, what is left of its norm beside the columns before it when it is but rounding."""
+"""Fraction of a column's norm below which its remainder after orthogonalisation is rounding error."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(LowRank):
-    """The best matrix of a low rank, after enough steps.
+    """Converges to the best matrix of a low rank.
 
     Args:
         rank: columns of P and Q, at most the smaller dim of every matrix.
@@ -41,16 +41,16 @@ expected dims of at least the rank 4: lower the rank, or leave the leaf out
     value: ClassVar[str | None] = "rank"
 
     def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
-        """Orthonormal columns that span the mean's."""
+        """Orthonormal columns that span the columns of the mean."""
         return orthonormal(lax.pmean(product, axis))
 
     def right(self, product: Float[Array, "columns rank"], p: Float[Array, "rows rank"], axis: str) -> Array:
-        """The mean as it is."""
+        """The mean, unchanged."""
         return lax.pmean(product, axis)
 
 
 def orthonormal(a: Float[Array, "rows rank"]) -> Float[Array, "rows rank"]:
-    """Gram and Schmidt's columns, each cleared twice of those before it; one that depends on them becomes zero.
+    """Gram-Schmidt: each column is orthogonalised twice against earlier ones; a dependent column becomes zero.
 
     Example:
         >>> orthonormal(jnp.array([[3.0, 3.0], [4.0, 4.0], [0.0, 2.0]])).round(3)
@@ -60,14 +60,14 @@ def orthonormal(a: Float[Array, "rows rank"]) -> Float[Array, "rows rank"]:
     """
 
     def clear(column: int | Array, a: Array) -> Array:
-        done = jnp.where(jnp.arange(a.shape[1]) < column, a, 0.0)
-        given = lax.dynamic_slice_in_dim(a, column, 1, 1)
-        given = given / jnp.maximum(jnp.max(jnp.abs(given)), 2.0**-126)  # squares of small numbers vanish
-        left = given
+        earlier = jnp.where(jnp.arange(a.shape[1]) < column, a, 0.0)
+        original = lax.dynamic_slice_in_dim(a, column, 1, 1)
+        original = original / jnp.maximum(jnp.max(jnp.abs(original)), 2.0**-126)  # squares of small numbers vanish
+        remainder = original
         for _ in range(2):
-            left = left - times(done, times(done.T, left))
-        norm = jnp.linalg.norm(left)
-        left = jnp.where(norm > DEPENDENT * jnp.linalg.norm(given), left / norm, 0.0)
-        return lax.dynamic_update_slice_in_dim(a, left, column, 1)
+            remainder = remainder - times(earlier, times(earlier.T, remainder))
+        norm = jnp.linalg.norm(remainder)
+        remainder = jnp.where(norm > DEPENDENT * jnp.linalg.norm(original), remainder / norm, 0.0)
+        return lax.dynamic_update_slice_in_dim(a, remainder, column, 1)
 
     return lax.fori_loop(0, a.shape[1], clear, a)

@@ -1,8 +1,8 @@
-"""QSGD: whole numbers rounded at random, so that the mean is right on average and nothing has to be kept
+"""QSGD: integers rounded at random, so that the mean is right on average and no residual is needed
 (Alistarh et al., 2017, arXiv:1610.02132).
 
-Scaled by the largest of each block, as the paper's own code does, not by the norm; numbers of fixed width instead of
-Elias' code; both phases round at random.
+Scaled by the largest magnitude of each block, as in the paper's code, not by the norm; codes of fixed width instead of
+Elias coding; both phases round at random.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from jaxscale.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class QSGD(BlockCodes):
-    """Whole numbers rounded at random, a float32 scale for each block.
+    """Integers rounded at random, with a float32 scale for each block.
 
     Args:
-        bits: of each number: 4 or 8.
+        bits: of each code: 4 or 8.
         block: elements that share a scale.
 
     Example:
@@ -40,5 +40,5 @@ class QSGD(BlockCodes):
 
     @property
     def width(self) -> int:
-        """Bits of a number."""
+        """Bits of a code."""
         return self.bits
