@@ -1,4 +1,4 @@
-"""Where two JSON values differ, leaf by leaf."""
+"""Differences between two JSON values, leaf by leaf."""
 
 import enum
 from typing import Any, Final, NamedTuple
