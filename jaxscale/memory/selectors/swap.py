@@ -116,8 +116,8 @@ def moved_to_fit(budget: int, host: Host, order: Sequence[Idle]) -> list[Idle]:
     host_bytes = sum(value.bytes for value in moved)
     if host_bytes > host.budget:
         raise UserError(
-            f"a rule that recomputes nothing puts {bytes_text(host_bytes)} of each block on the host, and there is room "
-            f"for {bytes_text(host.budget)}: take offload:pofo, a larger budget, or a larger host limit"
+            f"a rule that recomputes nothing puts {bytes_text(host_bytes)} of each block on the host, and there is "
+            f"room for {bytes_text(host.budget)}: take offload:pofo, a larger budget, or a larger host limit"
         )
     return moved
 
