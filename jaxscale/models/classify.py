@@ -1,4 +1,4 @@
-"""What image classifiers share: cross-entropy over classes with label smoothing, and how many rows are right.
+"""Loss and accuracy of image classifiers: cross-entropy over classes with label smoothing, and correct rows.
 
 Label smoothing follows Szegedy et al. 2016 (arXiv:1512.00567), section 7: the target is (1 - a) of the label and a / V
 of every class, the label's own included.
