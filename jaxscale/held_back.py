@@ -39,9 +39,9 @@ def held_back(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
         def program(consts: Any, leaves: Any) -> list[Any]:
             return jex.jaxpr_as_fun(jex.ClosedJaxpr(closed.jaxpr, consts))(*leaves)
 
-        held = jax.custom_vjp(program)
-        held.defvjp(lambda *inputs: jax.vjp(program, *inputs), _backward)
-        return jax.tree.unflatten(jax.tree.structure(shapes), held(closed.consts, jax.tree.leaves(args)))
+        with_dependence = jax.custom_vjp(program)
+        with_dependence.defvjp(lambda *inputs: jax.vjp(program, *inputs), _backward)
+        return jax.tree.unflatten(jax.tree.structure(shapes), with_dependence(closed.consts, jax.tree.leaves(args)))
 
     return run
 

@@ -35,7 +35,7 @@ class Recipe:
 
     def documents(self, text: str) -> list[str]:
         """The documents of one file, those without a character left out."""
-        return [text] if self.separator is None else [part for part in text.split(self.separator) if part]
+        return [text] if self.separator is None else [document for document in text.split(self.separator) if document]
 
     def parts(self, document: str) -> Iterator[tuple[str, bool]]:
         """The texts to encode separately, and whether each is learned: a prompt gets the ids that it has alone."""
@@ -46,13 +46,13 @@ class Recipe:
             if self.ending:
                 yield self.ending, True
             return
-        at = document.find(self.prompt_end)
-        answer = len(document) if at < 0 else at + len(self.prompt_end)
+        marker_index = document.find(self.prompt_end)
+        answer_start = len(document) if marker_index < 0 else marker_index + len(self.prompt_end)
         yield from (
             (self.beginning, False),
-            (document[:answer], False),
-            (document[answer:], True),
-            (self.ending, at >= 0),
+            (document[:answer_start], False),
+            (document[answer_start:], True),
+            (self.ending, marker_index >= 0),
         )
 
 

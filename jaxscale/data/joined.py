@@ -65,12 +65,14 @@ def pieces(texts: Iterable[str], marker: Marker | None, characters: int) -> Iter
         yield Piece(marker.text.join(pending), len(pending))
 
 
-def taken_apart(encoded: Sequence[Sequence[int]], given: Sequence[Piece], marker: Marker | None) -> tuple[Any, Any]:
+def taken_apart(
+    encoded: Sequence[Sequence[int]], pieces_encoded: Sequence[Piece], marker: Marker | None
+) -> tuple[Any, Any]:
     """Ids of all texts, one after another, and how many each has.
 
     Args:
         encoded: ids of each piece.
-        given: the pieces.
+        pieces_encoded: the pieces.
         marker: the token between the texts of a piece.
 
     Example:
@@ -80,7 +82,7 @@ def taken_apart(encoded: Sequence[Sequence[int]], given: Sequence[Piece], marker
     """
     ids: list[np.ndarray] = []
     lengths: list[np.ndarray] = []
-    for piece_ids, piece in zip(encoded, given, strict=True):
+    for piece_ids, piece in zip(encoded, pieces_encoded, strict=True):
         array = np.array(piece_ids, np.int32)
         if piece.parts == 1 or marker is None:
             ids.append(array)

@@ -120,7 +120,7 @@ class Mixture:
     evaluated. Grain rounds shares to a hundredth of the smallest.
 
     Args:
-        parts: texts of one context, layout and tokenizer; "char" knows the characters of all.
+        parts: texts of one context, layout and tokenizer; "char" has the characters of all.
         weights: share of each part in the rows of training, relative to their sum.
 
     Raises:

@@ -167,7 +167,7 @@ class Characters:
             missing = sorted({text[i] for i in np.flatnonzero(ids < 0).tolist()})
             raise UserError(
                 f"the text holds {', '.join(map(repr, missing[:5]))}, unknown to this alphabet of {self.size}: "
-                "leave it out, or train with a byte tokenizer, which knows every text"
+                "leave it out, or train with a byte tokenizer, which encodes every text"
             )
         return ids
 
@@ -275,8 +275,10 @@ class Subwords:
             yield number, text[start:]
 
     def _cut_keeps_ids(self, text: str, cut: int) -> bool:
-        left, right = text[max(cut - 256, 0) : cut], text[cut : cut + 256]
-        return np.array_equal(self.encode(left + right), np.concatenate([self.encode(left), self.encode(right)]))
+        text_before, text_after = text[max(cut - 256, 0) : cut], text[cut : cut + 256]
+        return np.array_equal(
+            self.encode(text_before + text_after), np.concatenate([self.encode(text_before), self.encode(text_after)])
+        )
 
     def to_json(self) -> str:
         """Text from which `from_json` makes an equal tokenizer."""

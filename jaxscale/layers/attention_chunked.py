@@ -108,10 +108,10 @@ def _mask(sizes: _Sizes, visibility: Visibility, q_first: Any, j: Any) -> Any:
     """Mask of chunk j of the keys for the queries from `q_first` on: (B or 1, 1, 1, q_chunk, kv_chunk)."""
     q_index = q_first + jnp.arange(sizes.q_chunk)
     kv_index = j * sizes.kv_chunk + jnp.arange(sizes.kv_chunk)
-    seen = visibility.mask(q_index, kv_index)
+    visible = visibility.mask(q_index, kv_index)
     if sizes.keys % sizes.kv_chunk:
-        seen = seen & (kv_index < sizes.keys)[None, None, :]
-    return seen[:, None, None, :, :]
+        visible = visible & (kv_index < sizes.keys)[None, None, :]
+    return visible[:, None, None, :, :]
 
 
 def _reachable(sizes: _Sizes, visibility: Visibility, q_first: Any, j: Any) -> Any:
@@ -161,16 +161,16 @@ def _forward(sizes: _Sizes, starts: Any, q: Any, k: Any, v: Any, visibility: Vis
             j, k_j, v_j = chunk
 
             def add(carry: Any) -> Any:
-                top, total, out = carry
-                seen = _mask(sizes, visibility, first, j)
-                scores = jnp.where(seen, _scores(sizes, q_i, k_j), UNSEEN)
+                top, total, output = carry
+                visible = _mask(sizes, visibility, first, j)
+                scores = jnp.where(visible, _scores(sizes, q_i, k_j), UNSEEN)
                 new_top = jnp.maximum(top, jnp.max(scores, -1))
-                weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
+                weights = jnp.where(visible, jnp.exp(scores - new_top[..., None]), 0.0)
                 decay = jnp.exp(top - new_top)
                 weighted_values = jnp.einsum(
                     "bkgts,bskh->bkgth", weights.astype(v_j.dtype), v_j, preferred_element_type=jnp.float32
                 )
-                return new_top, total * decay + jnp.sum(weights, -1), out * decay[..., None] + weighted_values
+                return new_top, total * decay + jnp.sum(weights, -1), output * decay[..., None] + weighted_values
 
             return _when(_reachable(sizes, visibility, first, j), add, carry), None
 
@@ -179,22 +179,24 @@ def _forward(sizes: _Sizes, starts: Any, q: Any, k: Any, v: Any, visibility: Vis
             jnp.zeros(row_shape, jnp.float32),
             jnp.zeros((*row_shape, v.shape[-1]), jnp.float32),
         )
-        (top, total, out), _ = lax.scan(step, start, (jnp.arange(k.shape[0]), k, v))
+        (top, total, output), _ = lax.scan(step, start, (jnp.arange(k.shape[0]), k, v))
         sees_no_key = total == 0.0
         total = jnp.where(sees_no_key, 1.0, total)
-        out = jnp.einsum("bkgth->btkgh", out / total[..., None]).astype(q.dtype)
-        return None, (out, jnp.einsum("bkgt->btkg", top + jnp.log(total)))
+        output = jnp.einsum("bkgth->btkgh", output / total[..., None]).astype(q.dtype)
+        return None, (output, jnp.einsum("bkgt->btkg", top + jnp.log(total)))
 
     _, chunk_results = lax.scan(query_chunk, None, (_first_queries(sizes, starts), _chunks(q, sizes.q_chunk)))
     return _unchunked(chunk_results[0], sizes.queries), _unchunked(chunk_results[1], sizes.queries)
 
 
 def _when(reachable: Any, function: Any, operand: Any) -> Any:
-    return function(operand) if reachable is True else lax.cond(reachable, function, lambda same: same, operand)
+    return (
+        function(operand) if reachable is True else lax.cond(reachable, function, lambda unchanged: unchanged, operand)
+    )
 
 
 def _backward(
-    sizes: _Sizes, starts: Any, q: Any, d_out: Any, out: Any, row_sums: Any, k: Any, v: Any, visibility: Visibility
+    sizes: _Sizes, starts: Any, q: Any, d_out: Any, output: Any, row_sums: Any, k: Any, v: Any, visibility: Visibility
 ) -> tuple[Any, Any, Any]:
     """Gradients of a shard's queries, and its part (1, B, S, K, H) of the sums for keys and values, float32."""
     starts, q = _depending_on(starts, q)
@@ -211,8 +213,8 @@ def _backward(
             def add(carry: Any) -> Any:
                 dq_i, dk_j, dv_j = carry
                 scores = _scores(sizes, q_i, k_j)
-                seen = _mask(sizes, visibility, first, j)
-                weights = jnp.where(seen, jnp.exp(scores - row_sums_i[..., None]), 0.0)
+                visible = _mask(sizes, visibility, first, j)
+                weights = jnp.where(visible, jnp.exp(scores - row_sums_i[..., None]), 0.0)
                 d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out_i, v_j, preferred_element_type=jnp.float32)
                 d_scores = weights * (d_weights - row_dots[..., None])
                 if sizes.soft_cap is not None:
@@ -233,7 +235,7 @@ def _backward(
         return carry, dq_i.astype(q.dtype)
 
     initial = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
-    rows = (_chunks(x, sizes.q_chunk) for x in (q, d_out, out, row_sums))
+    rows = (_chunks(x, sizes.q_chunk) for x in (q, d_out, output, row_sums))
     (dk, dv), dq = lax.scan(query_chunk, initial, (_first_queries(sizes, starts), *rows))
     return _unchunked(dq, sizes.queries), _unchunked(dk, sizes.keys)[None], _unchunked(dv, sizes.keys)[None]
 

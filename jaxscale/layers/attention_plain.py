@@ -48,10 +48,10 @@ def attend_plain(
     if visibility.trivial:
         probabilities = jax.nn.softmax(scores, -1)
     else:
-        seen = visibility.mask(jnp.arange(queries), jnp.arange(keys))
-        seen = jnp.expand_dims(seen, (1, 2) if grouped else 1)
-        probabilities = jax.nn.softmax(jnp.where(seen, scores, UNSEEN), -1)
+        visible = visibility.mask(jnp.arange(queries), jnp.arange(keys))
+        visible = jnp.expand_dims(visible, (1, 2) if grouped else 1)
+        probabilities = jax.nn.softmax(jnp.where(visible, scores, UNSEEN), -1)
         if visibility.may_be_blind(queries, keys):
-            probabilities = jnp.where(jnp.any(seen, -1, keepdims=True), probabilities, 0.0)
+            probabilities = jnp.where(jnp.any(visible, -1, keepdims=True), probabilities, 0.0)
     out = jnp.einsum(to_values, probabilities.astype(v.dtype), v)
     return checkpoint_name(out.reshape(batch, queries, heads, width), "attention_out")

@@ -43,7 +43,7 @@ def sums(
     settings = {"vocab": vocab, "z_loss": z_loss, "soft_cap": soft_cap, "implementation": "tpu", "interpret": interpret}
 
     layout = current()
-    platform = jax.default_backend() if layout is None else None  # a mesh tells
+    platform = jax.default_backend() if layout is None else None  # else the mesh determines it
 
     def run(hidden: Any, head: Any, targets: Any, weights: Any, vocab_axes: Any = None) -> tuple[Any, Any]:
         arrays = hidden.reshape(-1, hidden.shape[-1]), head, targets.reshape(-1), weights.reshape(-1)

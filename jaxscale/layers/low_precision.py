@@ -176,8 +176,12 @@ def _multiply(a: Any, b: Any, grids: tuple[Grid, Grid], dims: Any, result: Any) 
     y = jax.lax.dot_general(
         first, second, (dims, ((), ())), preferred_element_type=jnp.int32 if is_integer else jnp.float32
     ).astype(jnp.float32)
-    left, right = scales
-    y = y * left.reshape(left.shape + (1,) * right.ndim) * right.reshape((1,) * left.ndim + right.shape)
+    first_scale, second_scale = scales
+    y = (
+        y
+        * first_scale.reshape(first_scale.shape + (1,) * second_scale.ndim)
+        * second_scale.reshape((1,) * first_scale.ndim + second_scale.shape)
+    )
     return y.astype(result)
 
 

@@ -39,15 +39,17 @@ def restack(trees: Sequence[PyTree]) -> PyTree:
 
 def _states(module: nnx.Module) -> tuple[Any, Any, Any]:
     """Structure, parameters and other state of a module, the last two as plain nested dicts of arrays."""
-    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
-    return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+    graphdef, params, other_state = nnx.split(module, nnx.Param, ...)
+    return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(other_state)
 
 
-def _run(graphdef: Any, params: Any, rest: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
+def _run(graphdef: Any, params: Any, other_state: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
     """The result of `call(module)`, and the module's other state after the call."""
-    module = nnx.merge(graphdef, params, rest, copy=True) if rest else nnx.merge(graphdef, params, copy=True)
+    module = (
+        nnx.merge(graphdef, params, other_state, copy=True) if other_state else nnx.merge(graphdef, params, copy=True)
+    )
     result = call(module)
-    return result, nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))) if rest else rest
+    return result, nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))) if other_state else other_state
 
 
 class Stack(nnx.Module):
@@ -85,12 +87,19 @@ class Stack(nnx.Module):
                 return [build(rngs)]
             graphdef, state = nnx.split(rngs)
             return [
-                build(nnx.merge(graphdef, jax.tree.map(lambda leaf, part=part: leaf[part], state)))
-                for part in self._spans()
+                build(
+                    nnx.merge(
+                        graphdef,
+                        jax.tree.map(lambda leaf, layers_of_group=layers_of_group: leaf[layers_of_group], state),
+                    )
+                )
+                for layers_of_group in self._spans()
             ]
 
-        for part, module in zip(self._spans(), nnx.split_rngs(splits=layers)(build_groups)(rngs), strict=True):
-            setattr(self, group_name(part.start), module)
+        for layers_of_group, module in zip(
+            self._spans(), nnx.split_rngs(splits=layers)(build_groups)(rngs), strict=True
+        ):
+            setattr(self, group_name(layers_of_group.start), module)
 
     def _spans(self) -> list[slice]:
         """The layers of each group, as slices."""
@@ -153,17 +162,17 @@ class Stack(nnx.Module):
             )
 
         runs = treatment.runs(self.count)
-        for part in self._spans():
-            module = getattr(self, group_name(part.start))
+        for span in self._spans():
+            module = getattr(self, group_name(span.start))
             graphdef, params, state = _states(module)
 
             for start, stop, wrapper in runs:
-                start, stop = max(start, part.start), min(stop, part.stop)
+                start, stop = max(start, span.start), min(stop, span.stop)
                 if start >= stop:
                     continue
-                rows = slice(start - part.start, stop - part.start)
+                rows = slice(start - span.start, stop - span.start)
                 inputs = (
-                    *_slice((params, state), rows, part.stop - part.start),
+                    *_slice((params, state), rows, span.stop - span.start),
                     jnp.arange(start, stop, dtype=jnp.int32),
                     _slice(per_layer, slice(start, stop), self.count),
                 )
@@ -187,9 +196,9 @@ class Stack(nnx.Module):
             x, results = blocks.run(calls, x)
             states_and_outputs = [restack(results)]
         new_state, output = _concatenated(states_and_outputs)
-        for part in self._spans():
+        for span in self._spans():
             if new_state:
-                nnx.update(getattr(self, group_name(part.start)), _slice(new_state, part, self.count))
+                nnx.update(getattr(self, group_name(span.start)), _slice(new_state, span, self.count))
         return (x, output) if outputs else x
 
     def _stage(self, cut: Cut, cycle: Sequence[Callable[[Any], BlockFunction]]) -> Callable[[Any], Any]:
@@ -278,11 +287,11 @@ def in_one_stack(name: str) -> tuple[str, int]:
     return name[: groups[-1].start(1)] + name[groups[-1].end(1) :], int(groups[-1][2])
 
 
-def _slice(tree: PyTree, part: slice, layers: int) -> PyTree:
+def _slice(tree: PyTree, rows: slice, layers: int) -> PyTree:
     """A slice of the layers of leaves (L, ...)."""
-    if (part.start, part.stop) == (0, layers):
+    if (rows.start, rows.stop) == (0, layers):
         return tree
-    return jax.tree.map(lambda leaf: leaf[part], tree)
+    return jax.tree.map(lambda leaf: leaf[rows], tree)
 
 
 def _concatenated(trees: Sequence[PyTree]) -> PyTree:
@@ -330,13 +339,13 @@ class _LayerGroup:
             results.append(restack(part_results))
         return x, _concatenated(results)
 
-    def _cycles(self, x: Any, inputs: PyTree, layers: int, inside: bool = False) -> tuple[Any, PyTree]:
-        """A scan over whole cycles; `inside`: it is the body of another loop."""
+    def _cycles(self, x: Any, inputs: PyTree, layers: int, in_loop: bool = False) -> tuple[Any, PyTree]:
+        """A scan over whole cycles; `in_loop`: inside the body of another loop."""
         period = len(self.cycle)
         count = layers // period
         unroll = min(count, max(1, self.unroll // period))
         # a loop of one iteration is no loop to XLA
-        rolled = (inside or count > 1) and self.unroll == 1
+        rolled = (in_loop or count > 1) and self.unroll == 1
         wrapped = [self.wrapper(block, rolled) for block in self.cycle]
 
         def step(x: Any, inputs: PyTree) -> tuple[Any, PyTree]:

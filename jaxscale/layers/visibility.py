@@ -47,15 +47,15 @@ class Visibility:
         """Mask of the keys at `kv_index` that the queries at `q_index` see; dim 0 is B, or 1 if rows are alike."""
         q_positions, kv_positions = _at(self.q_positions, q_index), _at(self.kv_positions, kv_index)
         distance = q_positions[:, :, None] - kv_positions[:, None, :]
-        seen = jnp.ones_like(distance, dtype=bool)
+        visible = jnp.ones_like(distance, dtype=bool)
         if self.causal:
-            seen = distance >= 0
+            visible = distance >= 0
         if self.window is not None:
-            seen = seen & (distance < self.window)
+            visible = visible & (distance < self.window)
         if self.q_segments is not None:
             q_segments, kv_segments = _at(self.q_segments, q_index), _at(self.kv_segments, kv_index)
-            seen = seen & (q_segments[:, :, None] == kv_segments[:, None, :]) & (kv_segments != 0)[:, None, :]
-        return seen
+            visible = visible & (q_segments[:, :, None] == kv_segments[:, None, :]) & (kv_segments != 0)[:, None, :]
+        return visible
 
 
 def _at(values: Any, index: Any) -> Any:

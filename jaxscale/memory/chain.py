@@ -151,7 +151,7 @@ def saves(nodes: Nodes) -> Iterator[Save]:
 
 
 def times_run(nodes: Nodes) -> list[int]:
-    """How often each stage runs forward: once, and once more for every segment around it.
+    """Number of forward runs of each stage: one, plus one for every segment around it.
 
     Example:
         >>> times_run((Remat((Save(0), Remat((Save(1),)))), Save(2)))
@@ -243,7 +243,7 @@ class _Walk:
             self.forward(index)
 
     def backward(self, nodes: Nodes, gradient: int) -> None:
-        """Run nodes forward and backward; a gradient of so many bytes waits behind them."""
+        """Run nodes forward and backward, with a gradient of `gradient` bytes for their output."""
         if not nodes:
             return
         node, tail = nodes[0], nodes[1:]

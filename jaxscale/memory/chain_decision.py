@@ -47,8 +47,8 @@ def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: Object
 
     def option(save: SaveSet) -> Option:
         # the output is always kept, as the next block's input
-        kept = graph.needed if save.keep == (EVERYTHING,) else [graph.by_name[name] for name in save.keep]
-        output_bytes_kept = sum(graph.values[index].bytes for index in set(kept) & set(graph.outputs))
+        kept_indices = graph.needed if save.keep == (EVERYTHING,) else [graph.by_name[name] for name in save.keep]
+        output_bytes_kept = sum(graph.values[index].bytes for index in set(kept_indices) & set(graph.outputs))
         kept_bytes = max(0, save.bytes - output_bytes_kept)
         recomputed_bytes = max(0, graph.needed_bytes - needed_output_bytes - kept_bytes)
         # of plans of equal FLOP prefer the one that recomputes fewer values

@@ -37,9 +37,11 @@ class SaveSet:
 
     def __post_init__(self) -> None:
         check_types(self)
-        both = sorted(set(self.keep) & set(self.offload))
-        if both:
-            raise UserError(f"save set of block {self.block}: {', '.join(both)} both kept and offloaded; choose one")
+        duplicates = sorted(set(self.keep) & set(self.offload))
+        if duplicates:
+            raise UserError(
+                f"save set of block {self.block}: {', '.join(duplicates)} both kept and offloaded; choose one"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,14 +74,14 @@ def recompute(graph: BlockGraph, kept: Iterable[int]) -> Recompute:
         graph: of the block.
         kept: indices of values, on the device or on the host.
     """
-    available = set(kept)
+    available_indices = set(kept)
     runs: set[int] = set()
-    missing = [index for index in graph.needed if index not in available]
+    missing = [index for index in graph.needed if index not in available_indices]
     while missing:
         producer = graph.values[missing.pop()].producer
         if producer >= 0 and producer not in runs:
             runs.add(producer)
-            missing += [index for index in graph.equations[producer].inputs if index not in available]
+            missing += [index for index in graph.equations[producer].inputs if index not in available_indices]
     equations = [graph.equations[index] for index in sorted(runs)]
     return Recompute(sum(e.flop for e in equations), sum(e.seconds for e in equations), frozenset(runs))
 
@@ -90,9 +90,9 @@ def exposed_seconds(graph: BlockGraph, host: Host | None, host_bytes: int, recom
     """Seconds of copies to and from the host that the block's own work does not hide."""
     if host is None or not host_bytes:
         return 0.0
-    copy = host_bytes / host.bandwidth
-    out, back = _hidden_seconds(graph, host)
-    return max(0.0, copy - out) + max(0.0, copy - back - recomputed)
+    copy_seconds = host_bytes / host.bandwidth
+    hidden_forward, hidden_backward = _hidden_seconds(graph, host)
+    return max(0.0, copy_seconds - hidden_forward) + max(0.0, copy_seconds - hidden_backward - recomputed)
 
 
 def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = (), host: Host | None = None) -> SaveSet:
@@ -110,11 +110,13 @@ def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = ()
     keep, offload = tuple(keep), tuple(offload)
     if keep == (EVERYTHING,):
         return SaveSet(graph.fingerprint, keep, (), graph.needed_bytes, 0, 0, 0.0)
-    kept, offloaded = ([value_index(graph, name) for name in names] for names in (keep, offload))
-    recomputed = recompute(graph, (*kept, *offloaded))
-    size, host_size = (sum(graph.values[index].bytes for index in indices) for indices in (kept, offloaded))
+    kept_indices, offloaded_indices = ([value_index(graph, name) for name in names] for names in (keep, offload))
+    recomputed = recompute(graph, (*kept_indices, *offloaded_indices))
+    size, host_size = (
+        sum(graph.values[index].bytes for index in indices) for indices in (kept_indices, offloaded_indices)
+    )
     seconds = recomputed.seconds + exposed_seconds(graph, host, host_size, recomputed.seconds)
-    order = {graph.values[index].name: index for index in (*kept, *offloaded)}
+    order = {graph.values[index].name: index for index in (*kept_indices, *offloaded_indices)}
     by_order = [tuple(sorted(names, key=order.__getitem__)) for names in (keep, offload)]
     return SaveSet(graph.fingerprint, by_order[0], by_order[1], size, host_size, recomputed.flop, seconds)
 
@@ -127,12 +129,12 @@ def value_index(graph: BlockGraph, name: str) -> int:
     """
     index = graph.by_name.get(name)
     if index is None or graph.values[index].mark is None:
-        known = [value.name for value in graph.values if value.mark is not None]
+        names = [value.name for value in graph.values if value.mark is not None]
         if index is None:
-            raise unknown(f"value of block {graph.fingerprint}", name, known)
+            raise unknown(f"value of block {graph.fingerprint}", name, names)
         raise UserError(
             f"value {name!r} of block {graph.fingerprint} is inside an operation with its own derivative that does "
-            f"not name it: expected one of {', '.join(known[:8])}, ..."
+            f"not name it: expected one of {', '.join(names[:8])}, ..."
         )
     return index
 

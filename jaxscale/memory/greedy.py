@@ -44,8 +44,8 @@ def greedy(graph: BlockGraph, budget: int, score: Score = "ratio", *, objective:
     if objective == "seconds" and graph.equations and not graph.seconds:
         raise UserError("seconds of a block need a chip whose rates are known: give one, or ask for flop")
 
-    def cost(kept: frozenset[int]) -> float:
-        recomputed = recompute(graph, kept)
+    def cost(kept_indices: frozenset[int]) -> float:
+        recomputed = recompute(graph, kept_indices)
         return recomputed.flop if objective == "flop" else recomputed.seconds
 
     clock, last_read = 0.0, [0.0] * len(graph.values)
@@ -53,35 +53,37 @@ def greedy(graph: BlockGraph, budget: int, score: Score = "ratio", *, objective:
         clock += equation.flop if objective == "flop" else equation.seconds
         for index in equation.inputs:
             last_read[index] = clock
-    kept = _worth_keeping(graph)
-    kept_cost = cost(kept)
-    size = sum(graph.values[index].bytes for index in kept)
+    kept_indices = _worth_keeping(graph)
+    kept_cost = cost(kept_indices)
+    size = sum(graph.values[index].bytes for index in kept_indices)
     while size > budget:
 
-        def badness(index: int, kept: frozenset[int] = kept, kept_cost: float = kept_cost) -> tuple[float, int]:
+        def badness(
+            index: int, kept_indices: frozenset[int] = kept_indices, kept_cost: float = kept_cost
+        ) -> tuple[float, int]:
             # of values of equal cost, the largest is evicted first
             stale = clock - last_read[index] + clock * 1e-6 if score == "dtr_static" else 1.0
-            return (cost(kept - {index}) - kept_cost) / (graph.values[index].bytes * stale or 1.0), -graph.values[
-                index
-            ].bytes
+            return (cost(kept_indices - {index}) - kept_cost) / (
+                graph.values[index].bytes * stale or 1.0
+            ), -graph.values[index].bytes
 
-        evicted = min(sorted(kept), key=badness)
-        kept -= {evicted}
-        kept_cost, size = cost(kept), size - graph.values[evicted].bytes
-    return save_set(graph, (graph.values[index].name for index in kept))
+        evicted = min(sorted(kept_indices), key=badness)
+        kept_indices -= {evicted}
+        kept_cost, size = cost(kept_indices), size - graph.values[evicted].bytes
+    return save_set(graph, (graph.values[index].name for index in kept_indices))
 
 
 def _worth_keeping(graph: BlockGraph) -> frozenset[int]:
     """The initial save set: the values that the backward pass reads, or the last named values before them."""
-    named: set[int] = set()
+    starting_set: set[int] = set()
     pending = list(graph.needed)
-    seen = set(pending)
+    visited = set(pending)
     while pending:
         value = graph.values[index := pending.pop()]
         if value.mark is not None:
-            named.add(index)
+            starting_set.add(index)
         elif value.producer >= 0:
-            new = [i for i in graph.equations[value.producer].inputs if i not in seen]
-            seen.update(new)
+            new = [i for i in graph.equations[value.producer].inputs if i not in visited]
+            visited.update(new)
             pending += new
-    return frozenset(index for index in named if graph.values[index].bytes)
+    return frozenset(index for index in starting_set if graph.values[index].bytes)

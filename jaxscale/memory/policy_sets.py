@@ -35,7 +35,7 @@ def policy_set(graph: BlockGraph, policy: str) -> SaveSet:
     saveable = {index for equation in graph.equations if policy in equation.kept_by for index in equation.outputs}
     recomputed = recompute(graph, saveable)
     needed = {*graph.needed, *(index for number in recomputed.equations for index in graph.equations[number].inputs)}
-    kept = sorted(saveable & needed)
-    names = tuple(graph.values[index].name for index in kept)
-    size = sum(graph.values[index].bytes for index in kept)
+    kept_indices = sorted(saveable & needed)
+    names = tuple(graph.values[index].name for index in kept_indices)
+    size = sum(graph.values[index].bytes for index in kept_indices)
     return SaveSet(graph.fingerprint, names, (), size, 0, recomputed.flop, recomputed.seconds)

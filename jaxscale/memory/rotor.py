@@ -108,15 +108,15 @@ def least_budget(stages: Sequence[Stage], input_bytes: int, bound: Bound = "aliv
 
 def _infeasible(problem: "_Problem", budget: int, least: int) -> UserError:
     needs = [
-        min(problem.save_need(at, option, at) for option in range(len(stage.options)))
-        for at, stage in enumerate(problem.stages)
+        min(problem.save_need(index, option, index) for option in range(len(stage.options)))
+        for index, stage in enumerate(problem.stages)
     ]
     stage_bytes = [need + input_bytes for need, input_bytes in zip(needs, problem.x, strict=False)]
-    at = max(range(problem.count), key=stage_bytes.__getitem__)
+    index = max(range(problem.count), key=stage_bytes.__getitem__)
     meaning = "kept and alive" if problem.bound == "alive" else "kept"
     return UserError(
         f"a budget of {bytes_text(budget)} {meaning} for a chain of {problem.count} stages: the least possible is "
-        f"{bytes_at_least(least)}, of which stage {at} alone takes {bytes_at_least(stage_bytes[at])}; "
+        f"{bytes_at_least(least)}, of which stage {index} alone takes {bytes_at_least(stage_bytes[index])}; "
         "more microbatches, a smaller batch, or a cut of that stage in two would lower it"
     )
 
@@ -139,15 +139,15 @@ class _Problem:
         self.kept: list[list[int]] = []
         self.run_need: list[list[int]] = []
         for start in range(self.count if not self.alike else 1):
-            kept, needs, passed_bytes, run_bytes, output_kept = [], [], math.inf, 0, 0
+            kept_row, needs, passed_bytes, run_bytes, output_kept = [], [], math.inf, 0, 0
             for index in range(start, self.count):
                 stage = stages[index]
                 passed_bytes = min(passed_bytes, stage.passed_bytes)
                 run_bytes = max(run_bytes, output_kept + stage.output_bytes - stage.passed_bytes + stage.working_bytes)
                 output_kept = stage.output_bytes - int(passed_bytes)
-                kept.append(output_kept)
+                kept_row.append(output_kept)
                 needs.append(run_bytes if bound == "alive" else 0)
-            self.kept.append(kept)
+            self.kept.append(kept_row)
             self.run_need.append(needs)
         if self.alike:
             self.kept, self.run_need = self.kept * self.count, self.run_need * self.count
@@ -366,10 +366,10 @@ class _Table:
 
     def _shifted(self, row: Row, size: int) -> Row:
         """C(c, t, m - size) over m."""
-        out = np.full(self.grid.length, np.inf)
+        shifted = np.full(self.grid.length, np.inf)
         if size < self.grid.length:
-            out[size:] = row[: self.grid.length - size]
-        return out
+            shifted[size:] = row[: self.grid.length - size]
+        return shifted
 
     def _fill(self) -> None:
         problem, grid, count = self.problem, self.grid, self.problem.count

@@ -371,8 +371,8 @@ class QueryScale:
     def write(self, model: Any) -> dict[str, Any]:
         """Their key, as a whole number if it is nearly one."""
         scalar = model.head_width if model.attention_scale is None else model.attention_scale**-2
-        whole = round(scalar)
-        return {"query_pre_attn_scalar": whole if math.isclose(scalar, whole, rel_tol=1e-9) else scalar}
+        rounded = round(scalar)
+        return {"query_pre_attn_scalar": rounded if math.isclose(scalar, rounded, rel_tol=1e-9) else scalar}
 
 
 @dataclasses.dataclass(frozen=True)

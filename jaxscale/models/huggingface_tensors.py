@@ -39,10 +39,10 @@ class Stacked:
         self.dtype, self.ndim = layers[0].dtype, len(self.shape)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        first, *rest = index if isinstance(index, tuple) else (index,)
+        first, *inner_index = index if isinstance(index, tuple) else (index,)
         if isinstance(first, slice):
-            return np.stack([layer[tuple(rest)] for layer in self.layers[first]])
-        return self.layers[first][tuple(rest)] if isinstance(first, int) else np.asarray(self)[index]
+            return np.stack([layer[tuple(inner_index)] for layer in self.layers[first]])
+        return self.layers[first][tuple(inner_index)] if isinstance(first, int) else np.asarray(self)[index]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.stack(self.layers).astype(dtype or self.dtype, copy=False)

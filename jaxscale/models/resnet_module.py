@@ -68,8 +68,8 @@ class ResidualBlock(nnx.Module):
             conv_out = width
             branch = [conv(in_channels, width, 3, stride), conv(width, width, 3, gain=0.0)]
         self.branch = nnx.List(branch)
-        same = in_channels == conv_out and stride == 1
-        self.shortcut = None if same else conv(in_channels, conv_out, 1, stride)
+        is_identity = in_channels == conv_out and stride == 1
+        self.shortcut = None if is_identity else conv(in_channels, conv_out, 1, stride)
 
     def __call__(self, x: Float[Array, "B I J C"], *, context: Context = Context()) -> Float[Array, "B P Q O"]:
         """The features after the block."""
@@ -110,7 +110,7 @@ class ResNetModule(nnx.Module):
                 )
                 channels = width * (4 if config.bottleneck else 1)
         self.blocks = Chain(blocks)
-        # zeros: the first loss is log(classes), whatever the features
+        # zeros: the first loss is log(classes), for all features
         zeros = nnx.initializers.zeros_init()
         self.head = Linear(channels, config.classes, axes=("channels", None), bias=True, init=zeros, rngs=rngs)
 

@@ -75,7 +75,7 @@ class ViTModule(nnx.Module):
         self.dropout = Dropout(config.dropout, site="positions")
         self.blocks = Stack(lambda rngs: ViTBlock(config, rngs=rngs), config.layers, rngs=rngs)
         self.norm = LayerNorm(config.embed, eps=config.norm_eps, rngs=rngs)
-        # zeros: the first loss is log(classes), whatever the features
+        # zeros: the first loss is log(classes), for all features
         zeros = nnx.initializers.zeros_init()
         self.head = Linear(config.embed, config.classes, axes=("embed", None), bias=True, init=zeros, rngs=rngs)
 

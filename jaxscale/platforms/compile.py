@@ -171,15 +171,15 @@ def _check_libtpu(destination: Target, timeout: float) -> None:
 def _run(platform: Platform, request: Mapping[str, Any], destination: Target, timeout: float) -> CompileReport | None:
     """The report of a child process on a request; None if the attached devices are not available."""
     with tempfile.TemporaryDirectory(prefix="jaxscale-compile-") as folder:
-        place = pathlib.Path(folder)
-        (place / "request").write_bytes(pickle.dumps({**request, "target": destination}))
-        code = _child(place, destination.environment, timeout)
+        path = pathlib.Path(folder)
+        (path / "request").write_bytes(pickle.dumps({**request, "target": destination}))
+        code = _child(path, destination.environment, timeout)
         if code is None:
             return CompileReport(str(platform), crashed=f"not done in {timeout:g} s: give it a longer timeout")
         try:
-            result = json.loads((place / "result").read_bytes())
+            result = json.loads((path / "result").read_bytes())
         except (FileNotFoundError, json.JSONDecodeError):
-            log = (place / "log").read_text("utf-8", "replace")
+            log = (path / "log").read_text("utf-8", "replace")
             return CompileReport(str(platform), crashed=_death(code, log))
     if "mistake" in result:
         raise UserError(result["mistake"])
@@ -188,12 +188,12 @@ def _run(platform: Platform, request: Mapping[str, Any], destination: Target, ti
     return None if "elsewhere" in result else CompileReport.from_json(result["report"], "the compiler's child process")
 
 
-def _child(place: pathlib.Path, environment: Mapping[str, str], timeout: float) -> int | None:
+def _child(folder: pathlib.Path, environment: Mapping[str, str], timeout: float) -> int | None:
     """Run the child on the request in a folder: its exit code, or None after a time-out."""
     paths = json.dumps([path or os.getcwd() for path in sys.path])
-    with (place / "log").open("wb") as log:
+    with (folder / "log").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-c", _START, paths, str(place)],
+            [sys.executable, "-c", _START, paths, str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -80,9 +80,9 @@ def example(devices: Sequence[Any]) -> Any:
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    rows, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
     x = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=rows)
-    w = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=whole)
+    w = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=replicated)
     return jax.jit(jnp.dot).lower(x, w)
 
 

@@ -141,9 +141,9 @@ def groups_of(sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
     """
     axes = set(axes)
     groups: dict[tuple[int, ...], set[int]] = {}
-    for place, indices in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
+    for device, indices in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
         fixed_indices = tuple(0 if axis in axes else index for axis, index in zip(sizes, indices, strict=True))
-        groups.setdefault(fixed_indices, set()).add(place)
+        groups.setdefault(fixed_indices, set()).add(device)
     return frozenset(map(frozenset, groups.values()))
 
 
@@ -181,11 +181,11 @@ def _mesh_groups(text: str) -> Groups:
     parts = {name: (int(major), int(size)) for name, major, size in re.findall(r"'([^']*)':\((\d+)\)(\d+)", match[3])}
     named_axes = set(re.findall(r"'([^']*)'", match[3]))
     for name, size in sizes.items():
-        major, part = parts.get(name, (1, size))
-        split |= {f"{name}<": major, name: part, f"{name}>": size // (major * part)}
+        major, part_size = parts.get(name, (1, size))
+        split |= {f"{name}<": major, name: part_size, f"{name}>": size // (major * part_size)}
         if name in named_axes:
             chosen.add(name)
-    return frozenset(frozenset(order[place] for place in group) for group in groups_of(split, chosen))
+    return frozenset(frozenset(order[position] for position in group) for group in groups_of(split, chosen))
 
 
 def _iota(text: str) -> list[int]:
@@ -245,10 +245,10 @@ def _message_sizes(computation: Computation, send: Op) -> list[int]:
     op = computation.instructions[send.operands[0]]
     while op.opcode in ("bitcast", "copy", "reshape") or 'custom_call_target="ZeroCrop"' in op.attributes:
         op = computation.instructions[op.operands[0]]
-    parts = [computation.instructions[name].type for name in op.operands] if op.opcode == "concatenate" else []
+    part_types = [computation.instructions[name].type for name in op.operands] if op.opcode == "concatenate" else []
     sums = [0, 0]
-    for part in parts:
-        sums[elements(part) == 1] += array_bytes(ARRAY.findall(part)[0])
+    for part_type in part_types:
+        sums[elements(part_type) == 1] += array_bytes(ARRAY.findall(part_type)[0])
     return [size for size in (*sums, total_bytes - sum(sums)) if size] if all(sums) else [total_bytes]
 
 
@@ -268,8 +268,8 @@ def _parts(program: Program, computation: Computation, op: Op, kind: str, member
         part_kind = kind
         if kind == "all-reduce":
             element = index if result_type.startswith("(") else None
-            named = "all-reduce-scatter" in computation.name
-            if named or _scattered(program, computation, op.name, element, members):
+            is_scatter = "all-reduce-scatter" in computation.name
+            if is_scatter or _scattered(program, computation, op.name, element, members):
                 part_kind = "reduce-scatter"
         parts[part_kind, leaf[0]] = parts.get((part_kind, leaf[0]), 0) + array_bytes(leaf)
     return parts
@@ -302,8 +302,8 @@ def _slices(
     if use.opcode in _MOVES:
         return _scattered(program, computation, use.name, index, members)
     if use.opcode == "dynamic-slice":
-        whole = computation.instructions[use.operands[0]]
-        return position == 0 and elements(whole.type) == members * elements(use.type)
+        operand = computation.instructions[use.operands[0]]
+        return position == 0 and elements(operand.type) == members * elements(use.type)
     if use.opcode in _CALLS:
         inner = program.computations[called(use.attributes)[0]]
         return _scattered(program, inner, inner.parameter(position), index, members)

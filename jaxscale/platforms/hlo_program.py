@@ -85,7 +85,7 @@ class Program:
                     self.callers.setdefault(inner, []).append((computation, op))
 
     def runs(self, name: str) -> tuple[int, bool, bool]:
-        """How often a computation runs, whether inside a loop, and whether every trip count is known."""
+        """Number of runs of a computation, whether inside a loop, and whether every trip count is known."""
         if name not in self._runs:
             if self.computations[name].is_entry:
                 self._runs[name] = (1, False, True)

@@ -29,14 +29,14 @@ class Sources:
         head = text[: text.find("\n%")]
         files = _table(head, "FileNames", r'(\d+) "(.*)"')
         functions = _table(head, "FunctionNames", r'(\d+) "(.*)"')
-        places = _table(head, "FileLocations", r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
+        locations = _table(head, "FileLocations", r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
         frames = _table(head, "StackFrames", r"(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)")
         self._places = {
             number: (files.get(file, ("",))[0], functions.get(function, ("",))[0], line)
-            for number, (file, function, line) in places.items()
+            for number, (file, function, line) in locations.items()
         }
         # the parent is counted from 1: frame 1 has parent 1, none
-        self._frames = {number: (place, str(int(parent) - 1)) for number, (place, parent) in frames.items()}
+        self._frames = {number: (location, str(int(parent) - 1)) for number, (location, parent) in frames.items()}
 
     def chain(self, op: Op) -> tuple[str, ...]:
         """Names of the modules that an instruction belongs to, from the outside; else of its last two functions."""
@@ -67,8 +67,8 @@ class Sources:
         frame_id = re.search(r"stack_frame_id=(\d+)", op.attributes)
         number, stack = frame_id[1] if frame_id else "0", []
         while number in self._frames:
-            place, number = self._frames[number]
-            frame = self._places.get(place, ("", "", ""))
+            location, number = self._frames[number]
+            frame = self._places.get(location, ("", "", ""))
             if _OUTSIDE.search(frame[0]):
                 break
             stack.append(frame)

@@ -79,7 +79,7 @@ def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
     names = Names(Program(text), Sources(text))
     order, values = _values(assignment, ranges, spaces)
     values = [_with_argument_name(value, names.arguments) for value in values]
-    backward = next((at for at, name in enumerate(order) if "transpose(" in names.op_name(name)), len(order))
+    backward = next((index for index, name in enumerate(order) if "transpose(" in names.op_name(name)), len(order))
     last_uses = _last_uses(values)
     kinds = {}
     for value in values:
@@ -194,20 +194,20 @@ def _sweep(
     def change(value: _Value, added: bool) -> None:
         occupants = alive[value.place]
         if occupants:
-            shown = max(occupants, key=_rank)
-            totals[kinds[shown]] -= shown.bytes
+            largest = max(occupants, key=_rank)
+            totals[kinds[largest]] -= largest.bytes
         occupants.append(value) if added else occupants.remove(value)
         if occupants:
-            shown = max(occupants, key=_rank)
-            totals[kinds[shown]] += shown.bytes
+            largest = max(occupants, key=_rank)
+            totals[kinds[largest]] += largest.bytes
 
-    for at in range(len(order) + 1):
-        for value in ends[at]:
+    for index in range(len(order) + 1):
+        for value in ends[index]:
             change(value, False)
-        for value in begins[at]:
+        for value in begins[index]:
             change(value, True)
-        phase = phase_of(names.op_name(order[at])) if at < len(order) else None
-        moments.append(Moment(at, {kind: count for kind, count in totals.items() if count}, phase))
+        phase = phase_of(names.op_name(order[index])) if index < len(order) else None
+        moments.append(Moment(index, {kind: count for kind, count in totals.items() if count}, phase))
         if sum(totals.values()) > peak_bytes:
             peak_bytes, peak = (
                 sum(totals.values()),

@@ -30,24 +30,24 @@ def clean_name(op_name: str) -> str:
         >>> clean_name("jit(step)/transpose(jvp(layers))/while/body/checkpoint/rematted_computation/mlp/jit(silu)/mul")
         'layers/mlp/silu/mul'
     """
-    parts = op_name.split("/")
-    if len(parts) > 1 and re.fullmatch(r"p?jit\(.*\)", parts[0]):
-        parts = parts[1:]
+    scopes = op_name.split("/")
+    if len(scopes) > 1 and re.fullmatch(r"p?jit\(.*\)", scopes[0]):
+        scopes = scopes[1:]
     names = []
-    for part in parts:
-        while wrapped := re.fullmatch(r"(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint)\((.*)\)", part):
-            part = wrapped[1]
-        if part and not _ADDED.fullmatch(part):
-            names.append(part)
+    for scope in scopes:
+        while wrapped := re.fullmatch(r"(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint)\((.*)\)", scope):
+            scope = wrapped[1]
+        if scope and not _ADDED.fullmatch(scope):
+            names.append(scope)
     return "/".join(names)
 
 
 def has_scopes(op_name: str) -> bool:
     """Whether an operation has a scope of the user (`jax.named_scope`), besides those added by JAX."""
-    for part in op_name.split("/")[1:-1]:
-        while wrapped := re.fullmatch(r"(?:transpose|jvp|vmap|remat|checkpoint)\((.*)\)", part):
-            part = wrapped[1]
-        if part and not _ADDED.fullmatch(part) and not re.match(r"p?jit\(|.*(->|,)", part):
+    for scope in op_name.split("/")[1:-1]:
+        while wrapped := re.fullmatch(r"(?:transpose|jvp|vmap|remat|checkpoint)\((.*)\)", scope):
+            scope = wrapped[1]
+        if scope and not _ADDED.fullmatch(scope) and not re.match(r"p?jit\(|.*(->|,)", scope):
             return True
     return False
 
@@ -120,9 +120,9 @@ class Names:
 
     def _source(self, name: str, index: tuple[int, ...], through_stacks: bool) -> str:
         """The instruction that computes a value, behind copies, tuples, loop carries, and stacking if requested."""
-        seen = set()
-        while name in self.ops and (name, index) not in seen:
-            seen.add((name, index))
+        visited = set()
+        while name in self.ops and (name, index) not in visited:
+            visited.add((name, index))
             computation, op = self.ops[name]
             previous = self._step(computation, op, index, through_stacks)
             if previous is None:
@@ -187,8 +187,10 @@ class Names:
     def _root(self, op: Op) -> tuple[str, tuple[int, ...]] | None:
         """The last named instruction of a fusion without a name."""
         inner = self.program.computations[called(op.attributes)[0]].instructions
-        named = [name for name, instruction in inner.items() if self.op_name(name) and instruction.opcode != "constant"]
-        return (named[-1], ()) if named else None
+        named_ops = [
+            name for name, instruction in inner.items() if self.op_name(name) and instruction.opcode != "constant"
+        ]
+        return (named_ops[-1], ()) if named_ops else None
 
     def _stacked(self, op: Op, index: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
         """The source of the slice that an operation writes into a stack, or reads from one."""
@@ -204,7 +206,9 @@ class Names:
             return self._stacked(root, index)
         if root.opcode not in ("dynamic-update-slice", "dynamic-slice"):
             return None
-        part = inner.instructions[root.operands[1 if root.opcode == "dynamic-update-slice" else 0]]
-        while part.opcode in ("bitcast", "copy", "reshape", "convert") and part.operands[0] in inner.instructions:
-            part = inner.instructions[part.operands[0]]
-        return part.name, ()
+        slice_op = inner.instructions[root.operands[1 if root.opcode == "dynamic-update-slice" else 0]]
+        while (
+            slice_op.opcode in ("bitcast", "copy", "reshape", "convert") and slice_op.operands[0] in inner.instructions
+        ):
+            slice_op = inner.instructions[slice_op.operands[0]]
+        return slice_op.name, ()

@@ -232,31 +232,31 @@ def _count(text: str, tail: str) -> int:
 def _parse_gpu(text: str, words: str) -> Platform:
     from jaxscale.platforms.gpu import ALIASES, GPUS
 
-    known = {chip.name: chip for chip in GPUS}
+    gpus = {chip.name: chip for chip in GPUS}
     match = re.fullmatch(r"([\w-]*?)(\s*[x:]\s*[0-9]+|[^\w-].*)?", words, re.DOTALL)
     assert match is not None, "matches any text"
     name, tail = match.groups(default="")
     name = ALIASES.get(name, name)
     if not name:
-        raise UserError(f"platform {text!r} names no gpu: expected one of {', '.join(known)}, such as 'gpu h100 x 8'")
-    if name not in known:
-        whole = re.split(r"[\s:]", words)[0]  # an x in a name is no count
-        raise unknown("gpu", whole, [*known, *ALIASES])
-    return Platform(known[name], _count(text, tail))
+        raise UserError(f"platform {text!r} names no gpu: expected one of {', '.join(gpus)}, such as 'gpu h100 x 8'")
+    if name not in gpus:
+        first_word = re.split(r"[\s:]", words)[0]  # an x in a name is no count
+        raise unknown("gpu", first_word, [*gpus, *ALIASES])
+    return Platform(gpus[name], _count(text, tail))
 
 
 def _parse_tpu(text: str, words: str) -> Platform:
     from jaxscale.platforms.tpu import ALIASES, TPUS, check_topology, topologies
 
-    known = {chip.name: chip for chip in TPUS}
+    tpus = {chip.name: chip for chip in TPUS}
     match = re.fullmatch(r"([^\s:]*)(?:\s*:\s*(\S*))?(.*)", words, re.DOTALL)
     assert match is not None, "matches any text"
     name, shape, tail = match.groups(default="")
     name = ALIASES.get(name, name)
     if not name:
-        raise UserError(f"platform {text!r} names no tpu: expected one of {', '.join(known)}, such as 'tpu v5e:4x4'")
-    if name not in known:
-        raise unknown("tpu", name, [*known, *ALIASES])
+        raise UserError(f"platform {text!r} names no tpu: expected one of {', '.join(tpus)}, such as 'tpu v5e:4x4'")
+    if name not in tpus:
+        raise unknown("tpu", name, [*tpus, *ALIASES])
     if not re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4})+", shape):
         slices = [size for size in topologies(name) if str(math.prod(size)) == shape]
         examples = " or ".join(f"tpu {name}:{_shape_text(size)}" for size in slices or topologies(name)[2:3])
@@ -265,4 +265,4 @@ def _parse_tpu(text: str, words: str) -> Platform:
         )
     topology = tuple(map(int, shape.split("x")))
     check_topology(name, topology)
-    return Platform(known[name], math.prod(topology), topology, _count(text, tail))
+    return Platform(tpus[name], math.prod(topology), topology, _count(text, tail))

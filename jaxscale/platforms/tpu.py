@@ -181,12 +181,12 @@ def check_topology(name: str, topology: tuple[int, ...]) -> None:
     Raises:
         UserError: the topology is not in `topologies(name)`.
     """
-    known = topologies(name)
-    if topology in known:
+    existing = topologies(name)
+    if topology in existing:
         return
     chips = math.prod(topology)
     topology_name = "x".join(map(str, topology))
-    texts = {"x".join(map(str, shape)): shape for shape in known}
+    texts = {"x".join(map(str, shape)): shape for shape in existing}
     counts = {text: math.prod(shape) for text, shape in texts.items()}
     same_count = [text for text, count in counts.items() if count == chips]
     sizes = sorted(set(counts.values()), key=lambda size: abs(size - chips))[:2]

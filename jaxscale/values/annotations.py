@@ -100,13 +100,13 @@ def describe(hint: Any) -> str:
 def wrong(path: str, value: Any, hint: Any, near: str = "") -> UserError:
     """The error for a value that is not of its declared type."""
     if isinstance(value, type):
-        shown = f"the class {value.__qualname__}"
+        value_text = f"the class {value.__qualname__}"
     else:
         text = repr(value)
-        shown = text if len(text) <= 60 else f"{text[:57]}..."
+        value_text = text if len(text) <= 60 else f"{text[:57]}..."
         if not isinstance(value, bool | int | float | str | types.NoneType):
-            shown += f" ({type(value).__name__})"
-    return UserError(f"{path or 'value'}: got {shown}, expected {describe(hint)}{near}")
+            value_text += f" ({type(value).__name__})"
+    return UserError(f"{path or 'value'}: got {value_text}, expected {describe(hint)}{near}")
 
 
 def literal_near(word: Any, hint: Any) -> str:

@@ -63,14 +63,16 @@ def idle_values(graph: BlockGraph) -> tuple[Idle, ...]:
             last_read[index] = end
         read_by_products |= set(equation.inputs) if equation.flop else set()
     groups: dict[str, list[int]] = {}
-    kept = {index for index in graph.needed if graph.values[index].mark is not None}
+    indices_to_keep = {index for index in graph.needed if graph.values[index].mark is not None}
     while True:
-        products = [graph.equations[e] for e in recompute(graph, kept).equations if graph.equations[e].flop]
-        missing = {i for product in products for i in product.outputs if graph.values[i].mark is not None} - kept
-        if not missing:
+        products = [graph.equations[e] for e in recompute(graph, indices_to_keep).equations if graph.equations[e].flop]
+        unkept_products = {
+            i for product in products for i in product.outputs if graph.values[i].mark is not None
+        } - indices_to_keep
+        if not unkept_products:
             break
-        kept |= missing
-    for index in sorted(kept):
+        indices_to_keep |= unkept_products
+    for index in sorted(indices_to_keep):
         groups.setdefault(str(graph.values[index].mark), []).append(index)
     values = []
     for indices in groups.values():
