@@ -45,10 +45,10 @@ def sums(
     layout = current()
     platform = jax.default_backend() if layout is None else None  # else the mesh determines it
 
-    def run(hidden: Any, head: Any, targets: Any, weights: Any, vocab_axes: Any = None) -> tuple[Any, Any]:
+    def run(hidden: Any, head: Any, targets: Any, weights: Any, vocab_axis: Any = None) -> tuple[Any, Any]:
         arrays = hidden.reshape(-1, hidden.shape[-1]), head, targets.reshape(-1), weights.reshape(-1)
         try:
-            return cross_entropy(*arrays, axis=vocab_axes, platform=platform, **settings)
+            return cross_entropy(*arrays, axis=vocab_axis, platform=platform, **settings)
         except (NotImplementedError, ValueError) as error:
             reason = str(error).removesuffix(". Pass implementation=None to take one that can.")
             raise UserError(f"{reason}; or take no kernel, and a chunk") from error
@@ -64,7 +64,7 @@ def sums(
         raise UserError(f"cross_entropy: words are sharded over {', '.join(vocab_axes)}, and the kernel takes one axis")
 
     def local(*arrays: Any) -> tuple[Any, Any]:
-        local_sums = run(*arrays, vocab_axes=vocab_axes[0] if vocab_axes else None)
+        local_sums = run(*arrays, vocab_axis=vocab_axes[0] if vocab_axes else None)
         return jax.lax.psum(local_sums, sum_axes) if sum_axes else local_sums
 
     return jax.shard_map(
