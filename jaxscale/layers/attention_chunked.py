@@ -241,7 +241,7 @@ def _backward(
 
 
 def _on_shards(sizes: _Sizes, function: Any, by_query: Any, unsharded: Any, dims: tuple[int, ...]) -> Any:
-    """`function(sizes, starts, *by_query, *whole)` on every shard of the queries.
+    """`function(sizes, starts, *by_query, *unsharded)` on every shard of the queries.
 
     Args:
         sizes: of the call.

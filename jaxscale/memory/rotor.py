@@ -380,7 +380,7 @@ class _Table:
             for first in range(count)
         ]
         for last in range(count):
-            # behind[c]: C(c, last, m - x(c)), plus the forward seconds from the chain's start to c
+            # after_cut[c]: C(c, last, m - x(c)), plus the forward seconds from the chain's start to c
             after_cut = np.full((last + 1, grid.length), np.inf)
             for first in range(last, -1, -1):
                 best = self._best_option(first, last)

@@ -271,10 +271,10 @@ def _compute_in(dtype: Any, module: nnx.Module, batch: dict[str, Any]) -> dict[s
     }
 
 
-def _update(module: nnx.Module, trained: nnx.Module) -> None:
-    """Copy variables other than parameters and rng state from `after` to `module`, keeping shapes and types."""
+def _update(module: nnx.Module, source: nnx.Module) -> None:
+    """Copy variables other than parameters and rng state from `source` to `module`, keeping shapes and types."""
     filter = nnx.All(nnx.Variable, nnx.Not(nnx.Param), nnx.Not(nnx.RngState))
-    values = dict(nnx.to_flat_state(nnx.state(trained, filter)))
+    values = dict(nnx.to_flat_state(nnx.state(source, filter)))
     new_variables = {}
     for path, old in nnx.to_flat_state(nnx.state(module, filter)):
         if path in values:
