@@ -1,6 +1,6 @@
 """jaxscale: large-scale training on JAX. Your model, your platform, every technique.
 
-Importing this package imports neither JAX nor Flax: each name below loads where it is first used.
+Importing this package imports neither JAX nor Flax: each name loads on first use.
 """
 
 import importlib

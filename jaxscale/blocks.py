@@ -1,8 +1,8 @@
-"""How a model shows its blocks, and what a plan may do to them from outside.
+"""The interface between a model's blocks and the plans that treat them.
 
 A model is *embed, a sequence of blocks, head*. `layers.Stack` and `layers.Chain` call each block through `wrap`, and
-the train step decides, with a `Treatment`, what that means: what of each block is kept, offloaded or computed again, in
-which groups and segments. The model file never names a technique.
+the train step decides, with a `Treatment`, which values of each block are kept, offloaded or recomputed, and in which
+groups and segments. The model file never names a technique.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ from jaxscale.typing import Array, Float, Int, Key, Shaped
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a forward pass is told besides its inputs.
+    """The settings of a forward pass besides its inputs.
 
     Args:
-        key: PRNG key of this step; `None` for a deterministic pass (evaluation, generation).
+        key: PRNG key of the step; `None` for a deterministic pass (evaluation, generation).
         examples: index of every row in the global batch, so that a mask does not depend on mesh or microbatches.
         dtype: type to compute in, as a name ("bfloat16"); `None` computes in the type of the parameters.
-        matmul: how layers multiply, a name in `low_precision.RECIPES` ("int8"); `None` multiplies in `dtype`.
-        attention: which implementation of attention: "auto", "plain", "chunked" or "splash".
+        matmul: precision of matrix products, a name in `low_precision.RECIPES` ("int8"); `None` multiplies in `dtype`.
+        attention: implementation of attention: "auto", "plain", "chunked" or "splash".
         loss_chunk: target positions of one row scored at a time by the loss; `None` scores all at once.
-        loss: which implementation of the loss: "auto", "chunked", "reference" or "tpu".
+        loss: implementation of the loss: "auto", "chunked", "reference" or "tpu".
     """
 
     key: Key | None = None
@@ -45,7 +45,7 @@ class Context:
     loss: str = dataclasses.field(default="auto", metadata={"static": True})
 
     def at_layer(self, layer: int | Int[Array, ""]) -> "Context":
-        """This context inside layer number `layer`, which may be traced (the index of a scan)."""
+        """The context inside layer number `layer`, which may be traced (the index of a scan)."""
         if self.key is None:
             return self
         return dataclasses.replace(self, key=jax.random.fold_in(self.key, layer))
@@ -63,9 +63,9 @@ class Loss(NamedTuple):
     """The loss of some rows of a batch, as sums, so that parts of a batch add up to the whole.
 
     Args:
-        total: sum over targets of weight * nats, float32. What is reported is `total / weight`.
+        total: sum over targets of weight * nats, float32. The reported loss is `total / weight`.
         weight: sum of the weights of the targets, float32: their number where every weight is 0 or 1.
-        penalty: sum of what is trained on but not reported (z-loss, auxiliary losses), in the unit of `total`.
+        penalty: sum of the terms that are trained on but not reported (z-loss, auxiliary losses), in nats.
     """
 
     total: Float[Array, ""]
@@ -96,7 +96,7 @@ Wrapper = Callable[[BlockFunction, bool], BlockFunction]
 
 
 class Call(NamedTuple):
-    """A block about to run, and what it is called with: `block(*before, x, *after)` gives `(x, left)`.
+    """A block and its arguments: `block(*before, x, *after)` returns `(x, result)`.
 
     Args:
         block: a pure function.
@@ -110,7 +110,7 @@ class Call(NamedTuple):
 
 
 Runner = Callable[[Sequence[Call], Any], tuple[Any, list[Any]]]
-"""How blocks run that are not scanned: from them and `x` to `x` after all, and what each of them left."""
+"""Runs blocks outside a scan: from the blocks and `x` to the last `x`, and each block's result."""
 
 
 def one_after_another(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
@@ -121,53 +121,55 @@ def one_after_another(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
         >>> one_after_another([double, double], 3)
         (12, ['left', 'left'])
     """
-    found = []
+    results = []
     for block, before, after in calls:
-        x, left = block(*before, x, *after)
-        found.append(left)
-    return x, found
+        x, result = block(*before, x, *after)
+        results.append(result)
+    return x, results
 
 
 def again(calls: Sequence[Call], x: Any, runner: Runner = one_after_another) -> tuple[Any, list[Any]]:
-    """Blocks in sequence of which the input of the first alone is kept: in the backward pass they run once more.
+    """Run blocks in sequence and keep only the first one's input: the backward pass runs them again.
 
     Args:
         calls: the blocks.
-        x: what enters the first.
-        runner: how they run, both times.
+        x: input of the first.
+        runner: runs them, both times.
     """
 
     def part(arguments: list[tuple[Any, Any]], x: Any) -> tuple[Any, list[Any]]:
-        return runner([Call(call.block, *own) for call, own in zip(calls, arguments, strict=True)], x)
+        return runner(
+            [Call(call.block, *call_arguments) for call, call_arguments in zip(calls, arguments, strict=True)], x
+        )
 
     return run_again(part, rolled=False)([(call.before, call.after) for call in calls], x)
 
 
 def as_it_is(block: BlockFunction, rolled: bool) -> BlockFunction:
-    """The wrapper that leaves a block alone."""
+    """The wrapper that returns the block unchanged."""
     return block
 
 
 def keep_nothing(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Policy of `jax.checkpoint`: nothing inside is kept. Ours, which tells our checkpoints from the user's."""
+    """Policy of `jax.checkpoint` that keeps nothing; it distinguishes our checkpoints from the user's."""
     return False
 
 
 def run_again(function: Callable[..., Any], *, rolled: bool, policy: Any = keep_nothing) -> Callable[..., Any]:
-    """A part of a model of which the inputs alone are kept, and which runs again in the backward pass.
+    """A part of a model that keeps only its inputs and runs again in the backward pass.
 
-    Inside a rolled scan XLA cannot undo the recomputation, and the barriers of `prevent_cse` only cost; elsewhere it
-    would, without them, and on some backends with them (`held_back.py`).
+    Inside a rolled scan XLA cannot undo the recomputation, and the barriers of `prevent_cse` only cost; elsewhere XLA
+    undoes it without them, and on some backends even with them (`held_back.py`).
 
     Args:
         function: of pytrees of arrays.
         rolled: it is the body of a rolled `lax.scan`.
-        policy: of `jax.checkpoint`: what is kept besides the inputs.
+        policy: of `jax.checkpoint`; selects the values kept besides the inputs.
     """
     checkpointed = jax.checkpoint(function, policy=policy, prevent_cse=not rolled)
-    # a pipeline's forward and backward passes of a stage lie in other ticks
-    held = _treatment.get().held and not rolled and cut() is None
-    return held_back(checkpointed) if held else checkpointed
+    # in a pipeline, the forward and backward passes of a stage are in different ticks
+    waits = _treatment.get().held and not rolled and cut() is None
+    return held_back(checkpointed) if waits else checkpointed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,16 +177,17 @@ class Treatment:
     """What a plan does to the blocks of a model while it is traced.
 
     Args:
-        wrapper: every block `f` runs as `wrapper(f, rolled)`; `rolled` says that it is the body of a rolled `lax.scan`.
+        wrapper: every block `f` runs as `wrapper(f, rolled)`; `rolled`: it is the body of a rolled `lax.scan`.
         unroll: layers per iteration of a scan over layers.
-        segment: of a scanned stack only every so many blocks' input is kept: a scan over segments, each of which is a
-            scan over its blocks that runs again in the backward pass; a last, shorter one follows.
-        groups: neighbouring layers of a stack, as their number and their own wrapper, in order; they must add up to the
+        segment: number of blocks of a scanned stack per segment, of which only the first one's input is kept: a scan
+            over segments, each of which is a scan over its blocks that runs again in the backward pass; a last,
+            shorter one follows.
+        groups: neighbouring layers of a stack, as their number and their wrapper, in order; they must add up to the
             layers of the stack. Empty: `wrapper` for all.
-        sequence: how the blocks of a chain run, and those of a stack, which is then not scanned: nested checkpoints.
-        hosted: names (`checkpoint_name`) of values that blocks keep on the device, and that a pipeline has on the host
-            from a stage's forward to its backward.
-        held: what runs again outside loops waits for its gradient, on a backend that would run it early.
+        sequence: runs the blocks of a chain, and those of a stack, which is then not scanned: nested checkpoints.
+        hosted: names (`checkpoint_name`) of values that blocks keep on the device, and that a pipeline keeps on the
+            host from a stage's forward to its backward.
+        held: recomputation outside loops waits for its gradient, on a backend that would run it early.
 
     Example:
         >>> Treatment(unroll=2).segment is None
@@ -207,17 +210,17 @@ class Treatment:
             raise UserError(f"groups of {shown} layers: expected at least one in each")
 
     def runs(self, layers: int) -> list[tuple[int, int, Wrapper]]:
-        """First layer, the one behind the last, and wrapper of each group of a stack of so many layers.
+        """Start, stop and wrapper of each group of a stack with this number of layers.
 
         Raises:
-            UserError: the groups are those of a stack of another depth.
+            UserError: the groups are for a stack of another depth.
         """
         if not self.groups:
             return [(0, layers, self.wrapper)]
         ends = list(itertools.accumulate(count for count, _ in self.groups))
         if ends[-1] != layers:
             shown = " + ".join(str(count) for count, _ in self.groups)
-            raise UserError(f"a plan of {shown} layers for a stack of {layers}: make the plan anew for this model")
+            raise UserError(f"a plan of {shown} layers for a stack of {layers}: make the plan again for this model")
         return [(end - count, end, wrapper) for end, (count, wrapper) in zip(ends, self.groups, strict=True)]
 
 
@@ -227,7 +230,7 @@ _treatment: contextvars.ContextVar[Treatment] = contextvars.ContextVar("blocks",
 
 @contextlib.contextmanager
 def treating(treatment: Treatment) -> Iterator[None]:
-    """While tracing inside, blocks are treated so."""
+    """Blocks traced inside get this treatment."""
     token = _treatment.set(treatment)
     try:
         yield
@@ -238,29 +241,29 @@ def treating(treatment: Treatment) -> Iterator[None]:
 def wrapping(wrapper: Wrapper, *, unroll: int = 1) -> contextlib.AbstractContextManager[None]:
     """While tracing inside, every block `f` runs as `wrapper(f, rolled)` and scans run `unroll` layers per iteration.
 
-    `rolled` says that the block is the body of a rolled `lax.scan`, where `jax.checkpoint` needs no `prevent_cse`.
+    `rolled`: the block is the body of a rolled `lax.scan`, where `jax.checkpoint` needs no `prevent_cse`.
     """
     return treating(Treatment(wrapper, unroll))
 
 
 def treatment() -> Treatment:
-    """What is done to blocks under the plan in force."""
+    """The treatment of blocks under the current plan."""
     return _treatment.get()
 
 
 def wrap(block: BlockFunction, *, rolled: bool) -> BlockFunction:
-    """The block as the plan in force wants it run. `layers.Stack` and `layers.Chain` call this; models need not."""
+    """The block, wrapped by the current plan. `layers.Stack` and `layers.Chain` call this; models need not."""
     treatment = _treatment.get()
     return treatment.wrapper(block, rolled and treatment.unroll == 1)
 
 
 def run(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
-    """Unlike blocks in sequence as the plan in force wants them run: `x` after them, and what each left."""
+    """Run unlike blocks in sequence under the current plan: the last `x`, and each block's result."""
     return (_treatment.get().sequence or one_after_another)(calls, x)
 
 
 def unroll() -> int:
-    """Layers per iteration of a scan over layers, under the plan in force."""
+    """Layers per iteration of a scan over layers, under the current plan."""
     return _treatment.get().unroll
 
 
@@ -271,8 +274,8 @@ _grouping: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("gro
 def grouping(layers: tuple[int, ...]) -> Iterator[None]:
     """While a model is built inside, a stack of `sum(layers)` blocks keeps its parameters as a stack for each group.
 
-    Layers that are treated unlike need their own stack: to cut one in two inside the step takes two copies of it. The
-    parameters are those of one stack, and so is the canonical form of a train state. `()` asks for one stack.
+    Layers with different treatments need separate stacks: to slice a stack inside the step takes a copy of it. The
+    parameters and the canonical form of a train state are those of one stack. `()` builds one stack.
     """
     token = _grouping.set(tuple(layers))
     try:
@@ -282,28 +285,28 @@ def grouping(layers: tuple[int, ...]) -> Iterator[None]:
 
 
 def groups_of(layers: int) -> tuple[int, ...]:
-    """Layers in each group of a stack of so many blocks, as built now: `(layers,)` where no grouping is for it."""
+    """Layers in each group of a stack built now with `layers` blocks: `(layers,)` if no grouping adds up to it."""
     groups = _grouping.get()
     return groups if sum(groups) == layers and all(count > 0 for count in groups) else (layers,)
 
 
 Between = Callable[[Callable[..., Any], Any], Any]
-"""From a function that runs a stage's blocks, and what the model gives to its first block, to what comes after all.
+"""From a function that runs a stage's blocks, and the first block's input, to the last block's output.
 
-A stack gives a function of `x`; a chain one of (start, stop, parameters of each block), which gives it.
+A stack passes a function of `x`; a chain passes one of (start, stop, parameters of each block) that returns it.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A stack of which only some layers are here: a pipeline's stage.
+    """A pipeline stage: the part of a stack whose layers run on one device.
 
     Args:
-        numbers: of the layers that the rows of the stack's parameters are; -1 for a row that is no layer.
-        starts: the first layer of every stage, this one's among them.
-        padded: some stage has rows that are no layer.
-        between: what happens where the blocks would run.
-        gather: makes a block's parameters whole, right before it runs, from the parts that this device has.
+        numbers: layer number of each row of the stack's parameters; -1 for a padding row.
+        starts: the first layer of every stage.
+        padded: some stage has padding rows.
+        between: runs in place of the blocks.
+        gather: gathers a block's parameters, right before it runs, from the device's shards.
     """
 
     numbers: Int[Array, "K"]
@@ -318,7 +321,7 @@ _cut: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default
 
 @contextlib.contextmanager
 def cutting(cut: Cut) -> Iterator[None]:
-    """While tracing inside, the model's stack is cut so."""
+    """The model's stack is cut in this way while tracing inside."""
     token = _cut.set(cut)
     try:
         yield
@@ -327,7 +330,7 @@ def cutting(cut: Cut) -> Iterator[None]:
 
 
 def cut() -> Cut | None:
-    """How the model's stack is cut; `None` where it is whole."""
+    """The cut of the model's stack; `None` if it is whole."""
     return _cut.get()
 
 

@@ -1,4 +1,4 @@
-"""What differs between the JAX versions that jaxscale runs on, and nowhere else: one small function each."""
+"""Differences between the supported JAX versions, and nothing else: one small function each."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ def compute_on_host(function: Callable[..., Any], spaces: Any) -> Callable[..., 
     """`function`, run on the CPU of the device's host when called under `jit`.
 
     Args:
-        function: of arrays that lie in host memory.
-        spaces: `jax.memory.Space` of each result, a tree (or a prefix of one) like them.
+        function: of arrays in host memory.
+        spaces: `jax.memory.Space` of each result, a tree (or a prefix of one) of the results' structure.
 
     References:
         `jax.experimental.compute_on`: `compute_on2` up to JAX 0.10, `compute_on` from 0.11.
@@ -28,7 +28,7 @@ def compute_on_host(function: Callable[..., Any], spaces: Any) -> Callable[..., 
 
 
 def rebind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Run one equation of a jaxpr on values (tracers or arrays), under its own settings and with its own source.
+    """Run one equation of a jaxpr on values (tracers or arrays), with its settings and source information.
 
     Args:
         eqn: of a jaxpr.
@@ -38,18 +38,18 @@ def rebind(eqn: Any, values: Sequence[Any]) -> list[Any]:
         One value per output.
 
     References:
-        `jax.core.eval_jaxpr`; before JAX 0.11 the functions that an equation holds come apart from its params.
+        `jax.core.eval_jaxpr`; before JAX 0.11 an equation's functions are separate from its params.
     """
-    found = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = ((), found) if isinstance(found, dict) else found
+    bind_params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = ((), bind_params) if isinstance(bind_params, dict) else bind_params
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
-        made = eqn.primitive.bind(*functions, *values, **params)
-    return list(made) if eqn.primitive.multiple_results else [made]
+        outputs = eqn.primitive.bind(*functions, *values, **params)
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
 def rebind_checkpoint(eqn: Any, function: Callable[..., Any], values: Sequence[Any]) -> Any:
-    """Run a function under the settings of a differentiated `jax.checkpoint`, in the place of the program it holds.
+    """Run a function under the settings of a differentiated `jax.checkpoint`, in place of its program.
 
     Args:
         eqn: of the checkpoint.
@@ -62,12 +62,12 @@ def rebind_checkpoint(eqn: Any, function: Callable[..., Any], values: Sequence[A
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*values)
     jaxpr: Any = partial_eval.convert_constvars_jaxpr(closed.jaxpr)
     jaxpr = jex.ClosedJaxpr(jaxpr, ()) if hasattr(eqn.params["jaxpr"], "jaxpr") else jaxpr
-    made = rebind(eqn.replace(params={**eqn.params, "jaxpr": jaxpr}), [*closed.consts, *values])
-    return jax.tree.unflatten(jax.tree.structure(shapes), made)
+    outputs = rebind(eqn.replace(params={**eqn.params, "jaxpr": jaxpr}), [*closed.consts, *values])
+    return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
 
 def source_line(eqn: Any) -> str:
-    """Where the user's code made an equation: "file.py:12 (function)"; empty where JAX does not know.
+    """The user's source line of an equation: "file.py:12 (function)"; empty if unknown.
 
     Args:
         eqn: of a jaxpr.
@@ -79,10 +79,10 @@ def source_line(eqn: Any) -> str:
 
 
 def scan_counts(params: Any) -> tuple[int, int]:
-    """How many of a scan's inputs are constants, and how many its first state; what it runs over comes behind them.
+    """The number of a scan's constant inputs and of its initial carries; the scanned inputs follow them.
 
     Args:
-        params: of the equation, which before JAX 0.12 has `num_consts` and `num_carry`, then a tree of them all.
+        params: of the equation; before JAX 0.12 `num_consts` and `num_carry`, then a tree of all inputs.
     """
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
@@ -91,35 +91,35 @@ def scan_counts(params: Any) -> tuple[int, int]:
 
 
 def varying_axes(value: Any) -> frozenset[str]:
-    """The manual mesh axes (`jax.shard_map`) over which a value may differ from device to device.
+    """The manual mesh axes (`jax.shard_map`) over which a value may differ between devices.
 
     Args:
         value: an array, a tracer, or the type of one (`jax.typeof`); JAX up to 0.10 calls the axes `vma`.
     """
-    kind: Any = value if isinstance(value, core.AbstractValue) else jax.typeof(value)
-    found = getattr(kind, "manual_axis_type", None)
-    return frozenset(kind.vma if found is None else found.varying)
+    value_type: Any = value if isinstance(value, core.AbstractValue) else jax.typeof(value)
+    manual_axes = getattr(value_type, "manual_axis_type", None)
+    return frozenset(value_type.vma if manual_axes is None else manual_axes.varying)
 
 
 def all_gather_alike(value: Any, axis: str) -> Any:
-    """The values of all devices of an axis, joined along the first dim, known to be alike on each of them.
+    """The values of all devices of an axis, concatenated along the first dim, with a type that does not vary over it.
 
     Args:
         value: of one device.
-        axis: a manual mesh axis; of a `jax.vmap`, where values have no type over the axis, up to JAX 0.10 the gather
-            that knows fails.
+        axis: a manual mesh axis, or an axis of `jax.vmap`, where values have no varying type and up to JAX 0.10 the
+            invarying gather fails.
     """
     return jax.lax.all_gather(value, axis, tiled=True, to="invarying" if axis in varying_axes(value) else "varying")
 
 
 def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of matrices which, where it is mapped over a batch of them on a CPU, takes them one after the other.
+    """A function of matrices that, mapped over a batch on a CPU, runs on one matrix after the other.
 
-    LAPACK's kernels of jaxlib 0.10 deal a batch out to the pool of threads that run the program, and wait for it on one
-    of those: as many such kernels as threads, and all of them wait for ever. A single matrix is not dealt out.
+    LAPACK's kernels of jaxlib 0.10 distribute a batch over the thread pool that runs the program, and wait for it on
+    one of its threads: with as many kernels as threads they deadlock. A single matrix is not distributed.
 
     Args:
-        function: made of `jnp.linalg`'s decompositions, of arrays without a batch.
+        function: uses decompositions of `jnp.linalg`, on arrays without a batch.
 
     Example:
         >>> import jax.numpy as jnp
@@ -127,23 +127,23 @@ def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
         >>> jax.vmap(one_by_one(jnp.linalg.cholesky))(matrices)[:, 0, 0].tolist()
         [1.4142135381698608, 2.0]
     """
-    alone = jax.custom_batching.sequential_vmap(function)
+    sequential = jax.custom_batching.sequential_vmap(function)
 
     def run(*matrices: Any) -> Any:
-        return jax.lax.platform_dependent(*matrices, cpu=alone, default=function)
+        return jax.lax.platform_dependent(*matrices, cpu=sequential, default=function)
 
     return run
 
 
 def prune(closed: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
-    """A program without what only unused results need, calls and scans within it included.
+    """A program without the equations that only unused results need, in its calls and scans too.
 
     Args:
         closed: a closed jaxpr.
-        used: of each result, whether it is wanted.
+        used: for each result, whether it is used.
 
     Returns:
-        The program of the wanted results from the inputs that are left, and of each input whether it is.
+        The program of the used results, and for each input whether the program still has it.
     """
     jaxpr, inputs = partial_eval.dce_jaxpr(closed.jaxpr, list(used))
     return jex.ClosedJaxpr(jaxpr, closed.consts), inputs
@@ -155,28 +155,28 @@ def runs_recomputation_early() -> bool:
 
 
 def backend_runs() -> bool:
-    """Whether JAX has started its backends, so that their settings stay as they are."""
+    """Whether JAX has started its backends, after which their settings are fixed."""
     return xla_bridge.backends_are_initialized()
 
 
 def filter_compile_cache(keeps: Callable[[str, Any], bool]) -> None:
-    """Ask a function about each program that JAX's persistent compile cache would keep, and each that it has kept.
+    """Filter the programs that JAX's persistent compile cache writes and reads.
 
-    Where the answer is no, the program is not written; one that was read is dropped and compiled. The filter stays for
-    as long as the process runs. A JAX whose cache cannot be filtered keeps nothing.
+    A rejected program is not written; one that was read is discarded and compiled. The filter lasts as long as the
+    process. In a JAX whose cache cannot be filtered, the cache is disabled.
 
     Args:
-        keeps: of the program's name ("" where it was read) and its `jaxlib` LoadedExecutable.
+        keeps: whether to accept a program, from its name ("" when read) and its `jaxlib` LoadedExecutable.
 
     References:
-        `jax._src.compiler.compile_or_get_cached`, which calls both functions that are wrapped here by their names in
+        `jax._src.compiler.compile_or_get_cached`, which calls both wrapped functions by their names in
         `jax._src.compilation_cache`; their parameters differ by version.
     """
     read = getattr(compilation_cache, "get_executable_and_time", None)
     write = getattr(compilation_cache, "put_executable_and_time", None)
     if read is None or write is None or not {"module_name", "executable"} <= set(inspect.signature(write).parameters):
         jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # JAX asks once whether there is one
+        compilation_cache.reset_cache()  # JAX checks only once whether there is a cache
         return
     names = inspect.signature(write)
 

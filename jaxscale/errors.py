@@ -1,7 +1,7 @@
-"""What a user can get wrong, said so that the message alone mends it.
+"""Errors for the user, whose message alone suffices to mend the mistake.
 
-Every message names what was given, what was expected, and what to do. This module knows no JAX: a typo is answered
-before JAX is imported.
+Every message names the given value, the expected one, and what to do. This module does not import JAX, so that a typo
+is reported before JAX is imported.
 """
 
 import difflib
@@ -9,19 +9,19 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """The user's mistake: the command line prints the message alone and exits with 2."""
+    """A mistake of the user: the command line prints the message alone and exits with 2."""
 
 
 class Diverged(RuntimeError):
-    """The loss stopped being finite, or kept spiking: restarting would not help. Exit code 4."""
+    """The loss is no longer finite, or keeps spiking: restarting would not help. Exit code 4."""
 
 
 class Preempted(Exception):
-    """The run was told to stop, and has saved: starting it again continues it. Exit code 75."""
+    """The run received a signal to stop, and has saved: starting it again continues it. Exit code 75."""
 
 
 def near_miss(word: str, known: Iterable[str]) -> str:
-    """The suggestion to append to an error about an unknown word; empty where nothing is near.
+    """The suggestion to append to an error about an unknown word; empty without a near word.
 
     Example:
         >>> near_miss("tarin", ["train", "generate"])
@@ -30,13 +30,13 @@ def near_miss(word: str, known: Iterable[str]) -> str:
         ''
     """
     names = list(known)
-    swapped = [name for name in names if sorted(name) == sorted(word)]  # short words fall below the cutoff
-    found = difflib.get_close_matches(word, names, n=1, cutoff=0.6) or swapped
-    return f"; did you mean {found[0]!r}?" if found else ""
+    anagrams = [name for name in names if sorted(name) == sorted(word)]  # short words fall below the cutoff
+    suggestions = difflib.get_close_matches(word, names, n=1, cutoff=0.6) or anagrams
+    return f"; did you mean {suggestions[0]!r}?" if suggestions else ""
 
 
 def unknown(kind: str, word: str, known: Iterable[str]) -> UserError:
-    """The error for a name that is none of the known ones.
+    """The error for an unknown name.
 
     Example:
         >>> unknown("variant", "tny", ["tiny", "long"])

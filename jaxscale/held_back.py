@@ -1,12 +1,13 @@
-"""Recomputation that waits for the gradient it is for, on a backend that would run it early.
+"""Recomputation that waits for its gradient, on a backend that would run it early.
 
-`jax.checkpoint` ties what runs again to the gradient by an `optimization_barrier`. XLA:CPU up to jaxlib 0.10 drops the
-barrier before it orders a program: outside loops the recomputation then follows the forward pass at once, its results
-are kept, and all that it changes is the FLOP. A true dependence survives: what the recomputation reads is selected, row
-by row of the batch, by a condition on the gradient that never holds, which no compiler knows. Nothing branches, no bit
+`jax.checkpoint` ties recomputation to the gradient by an `optimization_barrier`. XLA:CPU up to jaxlib 0.10 drops the
+barrier before it orders a program: outside loops the recomputation then directly follows the forward pass, its results
+are kept, and it only costs FLOP. A true dependence survives: the inputs of the recomputation are selected, row by row
+of the batch, by a condition on the gradient that never holds, which a compiler cannot prove. There is no branch, no bit
 changes, and rows stay on their devices.
 
-It leaves alone what has no rows (weights, the number of a layer), and loops, where forward and backward pass are two.
+Left out: inputs without rows (weights, the number of a layer), and loops, whose forward and backward passes are
+separate.
 """
 
 from collections.abc import Callable
@@ -21,10 +22,10 @@ from jaxscale.typing import Array, Bool
 
 
 def held_back(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
-    """A function under `jax.checkpoint` that runs again no sooner than the gradient of its result is there.
+    """A function under `jax.checkpoint` that is recomputed only once the gradient of its result is available.
 
     Args:
-        checkpointed: from pytrees of arrays to one. Arrays that it closes over are differentiated too.
+        checkpointed: from pytrees of arrays to a pytree. Arrays that it closes over are differentiated too.
 
     Example:
         >>> square = held_back(jax.checkpoint(lambda x: x * x))
@@ -38,36 +39,36 @@ def held_back(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
         def program(consts: Any, leaves: Any) -> list[Any]:
             return jex.jaxpr_as_fun(jex.ClosedJaxpr(closed.jaxpr, consts))(*leaves)
 
-        held = jax.custom_vjp(program)
-        held.defvjp(lambda *given: jax.vjp(program, *given), _backward)
-        return jax.tree.unflatten(jax.tree.structure(shapes), held(closed.consts, jax.tree.leaves(args)))
+        with_dependence = jax.custom_vjp(program)
+        with_dependence.defvjp(lambda *inputs: jax.vjp(program, *inputs), _backward)
+        return jax.tree.unflatten(jax.tree.structure(shapes), with_dependence(closed.consts, jax.tree.leaves(args)))
 
     return run
 
 
 def _backward(backward: Any, gradients: list[Any]) -> Any:
-    """The gradients of the inputs, from a backward pass that is itself a tree of what it reads."""
-    rows = [g for g in gradients if jnp.issubdtype(g.dtype, jnp.floating) and g.ndim]
-    if rows:
-        never = _never(max(rows, key=lambda gradient: gradient.size))
-        backward = jax.tree.map(lambda leaf: _selected(never, leaf), backward)
+    """The gradients of the inputs, from a backward pass, which is a pytree of its residuals."""
+    batched = [gradient for gradient in gradients if jnp.issubdtype(gradient.dtype, jnp.floating) and gradient.ndim]
+    if batched:
+        never = _never(max(batched, key=lambda gradient: gradient.size))
+        backward = jax.tree.map(lambda leaf: _made_dependent(never, leaf), backward)
     return backward(gradients)
 
 
 def _never(gradient: Array) -> Bool[Array, "B"]:
-    """False for every row of a gradient, by arithmetic on its bits that a compiler does not see through."""
+    """False for every row of a gradient, by arithmetic on its bits that a compiler does not simplify."""
     bits = jax.lax.bitcast_convert_type(gradient, f"uint{8 * gradient.dtype.itemsize}")
     return ((bits & 1) == 2).all(range(1, bits.ndim))
 
 
-def _selected(never: Bool[Array, "B"], leaf: Any) -> Any:
-    """A value of the same rows, from then on depending on `never`; any other as it is."""
-    kind, other = jax.typeof(never), jax.typeof(leaf)
+def _made_dependent(never: Bool[Array, "B"], leaf: Any) -> Any:
+    """A value with the same rows, made to depend on `never`; any other value unchanged."""
+    condition_type, leaf_type = jax.typeof(never), jax.typeof(leaf)
     if (
-        other.shape[:1] != kind.shape
-        or jnp.issubdtype(other.dtype, jax.dtypes.extended)
-        or other.memory_space != kind.memory_space
-        or not varying_axes(kind) <= varying_axes(other)
+        leaf_type.shape[:1] != condition_type.shape
+        or jnp.issubdtype(leaf_type.dtype, jax.dtypes.extended)
+        or leaf_type.memory_space != condition_type.memory_space
+        or not varying_axes(condition_type) <= varying_axes(leaf_type)
     ):
         return leaf
     return jnp.where(never.reshape(never.shape + (1,) * (leaf.ndim - 1)), jnp.zeros_like(leaf), leaf)

@@ -49,7 +49,7 @@ def filled(tree: Any, by_name: Mapping[str, Any]) -> Any:
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Bytes of an array or of its abstract shape, as a device holds it; int4 counts half a byte an element."""
+    """Bytes of an array or of its abstract shape on a device; int4 counts half a byte per element."""
     dtype = jnp.dtype(leaf.dtype) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else None
     if dtype is None:
         return math.prod(leaf.shape) * 8

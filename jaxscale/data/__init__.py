@@ -6,8 +6,8 @@
 | `Mixture` | several texts in given shares |
 | `Images` | labelled images of an .npz file |
 
-`value.open(batch, seed)` checks the files and gives `Opened`: `train()`, `evaluation()`, `tokenizer`, `facts`.
-`tokenizer.from_json` rebuilds a tokenizer from what its `to_json` wrote.
+`value.open(batch, seed)` checks the files and returns `Opened`: `train()`, `evaluation()`, `tokenizer`, `facts`.
+`tokenizer.from_json` rebuilds a tokenizer from the text of its `to_json`.
 """
 
 from jaxscale.data.images import Images

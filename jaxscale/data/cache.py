@@ -1,9 +1,9 @@
-"""Tokens on disk: encoded once, mapped into memory ever after.
+"""Tokens on disk: encoded once, then mapped into memory.
 
-An entry is a folder named by the hash of everything that decides its content: the files' bytes, the tokenizer, and
-the recipe that makes documents of them. It is written beside its final name and renamed, so that a reader sees all of
-it or nothing; a lock makes processes of one machine wait for the first of them instead of encoding the same text
-again. Where locks do not work (some network disks) all encode, and the first to finish is kept.
+An entry is a folder named by the hash of everything that determines its content: the files' bytes, the tokenizer, and
+the recipe of the documents. It is written under a temporary name and renamed, so that a reader sees all of it or
+nothing; a lock makes processes of one machine wait for the first of them instead of encoding the same text again. If
+locks do not work (some network disks), all encode, and the first to finish wins.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Tokens:
 
     Args:
         ids: [tokens] unsigned, mapped into memory.
-        learned: [tokens] bool, False where a target weighs 0; `None` where all count.
+        learned: [tokens] bool, False for a target of weight 0; `None` if all count.
         starts: [documents + 1] int64, where each document begins; the last entry is the number of tokens.
     """
 
@@ -50,8 +50,8 @@ class Corpus:
     """An entry of the cache, open.
 
     Args:
-        train: what is trained on.
-        held_out: what is not.
+        train: the training split.
+        held_out: the evaluation split.
         facts: counts of files, bytes, characters, documents and tokens; the entry's hash and folder.
     """
 
@@ -61,11 +61,10 @@ class Corpus:
 
 
 def open_corpus(files: list[str], vocabulary: Tokenizer, recipe: Recipe) -> Corpus:
-    """The tokens of some files, from the cache or else encoded now, under a progress bar on a terminal.
+    """The tokens of some files, from the cache or encoded now, with a progress bar on a terminal.
 
     Raises:
-        UserError: a file that is empty, binary or not UTF-8, a recipe that leaves nothing to train on, or no folder to
-            write to.
+        UserError: a file that is empty, binary or not UTF-8, a recipe without training text, or no writable folder.
     """
     key = hashlib.sha256(
         json.dumps(
@@ -84,7 +83,7 @@ def open_corpus(files: list[str], vocabulary: Tokenizer, recipe: Recipe) -> Corp
     failures = []
     for folder in folders:
         try:
-            with _alone(folder, key):
+            with _exclusive(folder, key):
                 if (corpus := _load(folder / key)) is None:
                     _write(folder, key, files, vocabulary, recipe)
                     corpus = _load(folder / key)
@@ -98,7 +97,7 @@ def open_corpus(files: list[str], vocabulary: Tokenizer, recipe: Recipe) -> Corp
 
 
 def _folders() -> list[pathlib.Path]:
-    """Where entries may lie, best first."""
+    """The folders for entries, the preferred one first."""
     home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path("~/.cache").expanduser())
     best = pathlib.Path(os.environ.get("JAXSCALE_CACHE") or home / "jaxscale")
     last = pathlib.Path(tempfile.gettempdir()) / f"jaxscale-{os.getuid()}"
@@ -106,13 +105,13 @@ def _folders() -> list[pathlib.Path]:
 
 
 @contextlib.contextmanager
-def _alone(folder: pathlib.Path, key: str) -> Iterator[None]:
-    """While inside, no other process of this machine writes this entry, where the disk has locks."""
+def _exclusive(folder: pathlib.Path, key: str) -> Iterator[None]:
+    """A lock against other processes of this machine that write this entry, if the disk has locks."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(folder / f"{key}.lock", "w") as lock:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
-        for draft in folder.glob(f".{key}.*"):  # left by a killed process; a day is longer than any other still writes
+        for draft in folder.glob(f".{key}.*"):  # left by a killed process; no write takes a day
             if time.time() - draft.stat().st_mtime > 86_400:
                 shutil.rmtree(draft, ignore_errors=True)
         yield
@@ -123,7 +122,7 @@ def _write(folder: pathlib.Path, key: str, files: list[str], vocabulary: Tokeniz
     try:
         facts = _encode(draft, files, vocabulary, recipe)
         (draft / "facts.json").write_text(json.dumps({**facts, "hash": key}))
-        if (folder / key).exists():  # unreadable, or `_load` would have taken it
+        if (folder / key).exists():  # unreadable, or `_load` would have returned it
             shutil.rmtree(folder / key, ignore_errors=True)
         with contextlib.suppress(FileExistsError):  # another process was first, with the same content
             try:
@@ -142,7 +141,7 @@ def _encode(draft: pathlib.Path, files: list[str], vocabulary: Tokenizer, recipe
     dtype = np.dtype(np.uint8 if vocabulary.size <= 2**8 else np.uint16 if vocabulary.size <= 2**16 else np.uint32)
     with contextlib.ExitStack() as stack:
         splits = [stack.enter_context(_Split(draft, name, dtype, recipe.prompt_end is not None)) for name in SPLITS]
-        advance = stack.enter_context(_progress("encoding " + _called(files), facts["characters"]))
+        advance = stack.enter_context(_progress("encoding " + _file_names(files), facts["characters"]))
         labels: list[tuple[int, bool, bool]] = []
 
         def labelled() -> Iterator[str]:
@@ -150,15 +149,15 @@ def _encode(draft: pathlib.Path, files: list[str], vocabulary: Tokenizer, recipe
                 labels.append((split, begins, learned))
                 yield text
 
-        last = -1
+        last_text = -1
         for encoded in vocabulary.encode_all(labelled()):
             split, begins, learned = np.array(labels[encoded.texts[0] : encoded.texts[-1] + 1])[
                 encoded.texts - encoded.texts[0]
             ].T
-            continued = np.diff(encoded.texts, prepend=last) == 0  # a later part of the same text
+            continued = np.diff(encoded.texts, prepend=last_text) == 0  # a later part of the same text
             for number, target in enumerate(splits):
                 target.add(encoded, split == number, learned, begins * ~continued)
-            last = encoded.texts[-1]
+            last_text = encoded.texts[-1]
             advance(encoded.characters)
     facts.update(dtype=dtype.name, masked=recipe.prompt_end is not None, vocabulary=vocabulary.size)
     for name, split in zip(SPLITS, splits, strict=True):
@@ -167,7 +166,7 @@ def _encode(draft: pathlib.Path, files: list[str], vocabulary: Tokenizer, recipe
 
 
 class _Split:
-    """The files of one split, while they are written."""
+    """The open files of one split."""
 
     def __init__(self, draft: pathlib.Path, name: str, dtype: np.dtype, masked: bool) -> None:
         self.tokens = 0
@@ -177,14 +176,14 @@ class _Split:
         self._ids = (draft / f"{name}.ids").open("wb")
         self._learned = (draft / f"{name}.learned").open("wb") if masked else None
 
-    def add(self, encoded: Encoded, mine: np.ndarray, learned: np.ndarray, begins: np.ndarray) -> None:
-        """Append those parts that are mine."""
-        lengths = encoded.lengths[mine]
-        self._ids.write(encoded.ids[np.repeat(mine, encoded.lengths)].astype(self._dtype).tobytes())
+    def add(self, encoded: Encoded, selected: np.ndarray, learned: np.ndarray, begins: np.ndarray) -> None:
+        """Append the selected parts."""
+        lengths = encoded.lengths[selected]
+        self._ids.write(encoded.ids[np.repeat(selected, encoded.lengths)].astype(self._dtype).tobytes())
         if self._learned is not None:
-            self._learned.write(np.repeat(learned[mine].astype(np.bool_), lengths).tobytes())
-        before = self.tokens + np.cumsum(lengths) - lengths
-        self.starts += before[begins[mine].astype(np.bool_)].tolist()
+            self._learned.write(np.repeat(learned[selected].astype(np.bool_), lengths).tobytes())
+        first_ids = self.tokens + np.cumsum(lengths) - lengths
+        self.starts += first_ids[begins[selected].astype(np.bool_)].tolist()
         self.tokens += int(lengths.sum())
 
     def __enter__(self) -> "_Split":
@@ -198,7 +197,7 @@ class _Split:
 
 
 def _load(folder: pathlib.Path) -> Corpus | None:
-    """The entry in a folder; `None` where there is none, or its files are not of the length they were written with."""
+    """The entry in a folder; `None` if there is none, or a file has another length than when written."""
     try:
         facts = json.loads((folder / "facts.json").read_text())
         dtype = np.dtype(facts["dtype"])
@@ -223,13 +222,13 @@ def _mapped(path: pathlib.Path, dtype: np.dtype, length: int) -> np.ndarray:
     return np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))
 
 
-def _called(files: Iterable[str]) -> str:
-    first, *others = [os.path.basename(file) for file in files]
-    return first + (f" and {len(others)} more" if others else "")
+def _file_names(files: Iterable[str]) -> str:
+    first, *rest = [os.path.basename(file) for file in files]
+    return first + (f" and {len(rest)} more" if rest else "")
 
 
 @contextlib.contextmanager
-def _progress(what: str, total: int) -> Iterator[Any]:
+def _progress(description: str, total: int) -> Iterator[Any]:
     """A progress bar on the terminal's error stream; yields the function that moves it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -242,5 +241,5 @@ def _progress(what: str, total: int) -> Iterator[Any]:
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
+        task = progress.add_task(description, total=total)
         yield lambda amount: progress.update(task, advance=amount)

@@ -1,8 +1,8 @@
-"""What the documents of some files are, and where the held-out part begins.
+"""The documents of some files, and the start of the held-out part.
 
 With whole documents held out, the cut falls between two of them; else it falls on a character of their concatenation,
-and a document may lie on both sides. A prompt and its answer are encoded apart, so that the prompt's ids are those it
-will have when a model is asked to go on from it.
+and a document may lie on both sides. A prompt and its answer are encoded separately, so that the prompt's ids are those
+it will have when a model continues it.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ class Recipe:
     """How files become two sequences of documents.
 
     Args:
-        separator: what stands between documents, and is dropped; `None` makes each file one document.
+        separator: text between documents, which is dropped; `None` makes each file one document.
         beginning: text put before every document.
         ending: text put after every document.
-        prompt_end: marker up to whose end the tokens of a document weigh 0, as does a document without one.
-        held_out: the last part of the text that is not trained on, from 0 to 1.
+        prompt_end: marker up to whose end the tokens of a document have weight 0, as does a document without one.
+        held_out: share of the text, at its end, that is not trained on, from 0 to 1.
         whole: hold out whole documents; else the cut falls on a character, as in nanoGPT.
     """
 
@@ -35,10 +35,10 @@ class Recipe:
 
     def documents(self, text: str) -> list[str]:
         """The documents of one file, those without a character left out."""
-        return [text] if self.separator is None else [part for part in text.split(self.separator) if part]
+        return [text] if self.separator is None else [document for document in text.split(self.separator) if document]
 
     def parts(self, document: str) -> Iterator[tuple[str, bool]]:
-        """What is encoded by itself, and whether it is learned: a prompt gets the ids it has when it stands alone."""
+        """The texts to encode separately, and whether each is learned: a prompt gets the ids that it has alone."""
         if self.prompt_end is None:
             if self.beginning:
                 yield self.beginning, True
@@ -46,55 +46,65 @@ class Recipe:
             if self.ending:
                 yield self.ending, True
             return
-        at = document.find(self.prompt_end)
-        answer = len(document) if at < 0 else at + len(self.prompt_end)
+        marker_index = document.find(self.prompt_end)
+        answer_start = len(document) if marker_index < 0 else marker_index + len(self.prompt_end)
         yield from (
             (self.beginning, False),
-            (document[:answer], False),
-            (document[answer:], True),
-            (self.ending, at >= 0),
+            (document[:answer_start], False),
+            (document[answer_start:], True),
+            (self.ending, marker_index >= 0),
         )
 
 
 def survey(files: list[str], recipe: Recipe) -> dict[str, Any]:
-    """Counts that decide where the held-out part begins; every file is checked before any is encoded."""
-    documents = characters = size = marked = 0
-    around = len(recipe.beginning) + len(recipe.ending)
+    """Counts that determine the start of the held-out part; every file is checked before any is encoded."""
+    documents = characters = size = with_prompt_end = 0
+    added_characters = len(recipe.beginning) + len(recipe.ending)
     for file in files:
         content = source.read(file)
-        found = recipe.documents(source.decode(content, file))
+        file_documents = recipe.documents(source.decode(content, file))
         size += len(content)
-        documents += len(found)
-        characters += sum(map(len, found)) + around * len(found)
-        marked += sum(recipe.prompt_end in document for document in found) if recipe.prompt_end else len(found)
-    if not marked:
+        documents += len(file_documents)
+        characters += sum(map(len, file_documents)) + added_characters * len(file_documents)
+        with_prompt_end += (
+            sum(recipe.prompt_end in document for document in file_documents)
+            if recipe.prompt_end
+            else len(file_documents)
+        )
+    if not with_prompt_end:
         raise UserError(
             f"prompt_end {recipe.prompt_end!r} occurs in none of the {documents} documents: expected it in each; "
             "check its spelling and the separator"
             if documents
             else f"separator {recipe.separator!r} leaves no document: expected text between separators"
         )
-    return {"files": len(files), "bytes": size, "characters": characters, "documents": documents, "marked": marked}
+    return {
+        "files": len(files),
+        "bytes": size,
+        "characters": characters,
+        "documents": documents,
+        "marked": with_prompt_end,
+    }
 
 
 def texts(files: list[str], recipe: Recipe, cut: int) -> Iterator[tuple[int, bool, bool, str]]:
     """Every text to encode: its split, whether a document begins with it, whether it is learned; and the text."""
-    at = 0
+    position = 0
     for file in files:
         for document in recipe.documents(source.decode(source.read(file), file)):
             if recipe.whole:
-                split, begins = int(at >= cut), True
+                split, begins = int(position >= cut), True
                 for text, learned in recipe.parts(document):
                     if text:
                         yield split, begins, learned, text
                         begins = False
-                at += 1
+                position += 1
                 continue
-            begun = [False, False]
+            split_begun = [False, False]
             for text, learned in recipe.parts(document):
-                here = min(max(cut - at, 0), len(text))
-                for split, part in enumerate((text[:here], text[here:])):
+                cut_in_text = min(max(cut - position, 0), len(text))
+                for split, part in enumerate((text[:cut_in_text], text[cut_in_text:])):
                     if part:
-                        yield split, not begun[split], learned, part
-                        begun[split] = True
-                at += len(text)
+                        yield split, not split_begun[split], learned, part
+                        split_begun[split] = True
+                position += len(text)

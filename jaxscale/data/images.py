@@ -22,13 +22,13 @@ class Images:
 
     Args:
         path: an .npz file; gs:// and s3:// too.
-        held_out: share of the images to evaluate on and not train on: which ones depends on their number alone.
+        held_out: share of the images for evaluation instead of training; their choice depends on their number alone.
         scale: value that becomes 1.0.
         images: name of the array of images, [N, height, width] or [N, height, width, C], any numbers.
         labels: name of the array of classes, [N], whole numbers from 0.
 
     Raises:
-        UserError: a value out of range; on `open`, a file that is missing or does not hold such arrays.
+        UserError: a value out of range; on `open`, a file that is missing or lacks such arrays.
 
     Example:
         >>> Images("digits.npz", scale=16.0).held_out
@@ -62,7 +62,7 @@ class Images:
             Opened data without a tokenizer; `facts["classes"]` is one more than the largest label.
 
         Raises:
-            UserError: a file or sizes that cannot be trained on.
+            UserError: a file or sizes unfit for training.
         """
         check_share(batch, process, processes)
         (name,) = source.find((str(self.path),))
@@ -151,6 +151,6 @@ class Labelled:
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Rows by their number in the endless sequence of epochs."""
-        inside = rows % len(self)
-        images = self.pixels[inside].astype(np.float32) / np.float32(self.scale)
-        return {"images": images, "labels": self.labels[inside].astype(np.int32)}
+        epoch_rows = rows % len(self)
+        images = self.pixels[epoch_rows].astype(np.float32) / np.float32(self.scale)
+        return {"images": images, "labels": self.labels[epoch_rows].astype(np.int32)}

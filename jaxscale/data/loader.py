@@ -2,9 +2,9 @@
 batches at a time.
 
 Grain handles row numbers only (about 10 microseconds a row), numpy reads the rows. Batch k is a function of the seed
-and k alone, so the state of an iterator is k, whatever thread has read ahead, and is valid for every number of
-processes: each reads its own contiguous rows of the global batch. Grain takes seconds to import and is imported by
-the first iterator.
+and k alone, so the state of an iterator is k, however far a thread has read ahead, and is valid for every number of
+processes: each reads a contiguous part of the rows of the global batch. Grain takes seconds to import and is imported
+by the first iterator.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ Arrays = dict[str, np.ndarray]
 _AHEAD = 4
 """Batches read ahead of the training step."""
 _ENDLESS = 2**52
-"""Rows of "endless" data: a length that floats hold exactly, for Grain computes with it in floats."""
+"""Rows of "endless" data: a length that floats represent exactly, because Grain computes with it in floats."""
 
 
 class Rows(Protocol):
-    """What an epoch consists of, read by number."""
+    """The rows of an epoch, read by number."""
 
     def __len__(self) -> int:
         """Rows of one epoch."""
@@ -45,18 +45,18 @@ class Rows(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """Data ready to be read.
+    """Opened data.
 
     Args:
-        parts: what is trained on.
-        weights: shares of the parts in the rows of training.
-        held_out: what is evaluated on, one after another.
+        parts: the training data.
+        weights: shares of the parts in the training rows.
+        held_out: the evaluation data, read in order.
         batch: rows of the global batch.
         seed: of the order.
         process: index of this process.
         processes: how many share the batch.
         tokenizer: of texts; `None` for images.
-        facts: what the report shows, JSON-able; `facts["hash"]` names the content.
+        facts: facts for the report, as JSON values; `facts["hash"]` identifies the content.
     """
 
     parts: tuple[Any, ...]
@@ -70,11 +70,11 @@ class Opened:
     facts: dict[str, Any]
 
     def train(self, start: dict[str, Any] | None = None) -> "Batches":
-        """The endless batches of training, from the first or from a state that `Batches.get_state` gave."""
+        """The endless training batches, from the first or from a state of `Batches.get_state`."""
         return Batches(self._batches, self.facts["hash"], start)
 
     def evaluation(self) -> "Evaluation":
-        """The batches of the held-out part, in order: iterable again and again; empty where nothing is held out."""
+        """The batches of the held-out part, in order: iterable repeatedly; empty if nothing is held out."""
         return Evaluation(self.held_out, self.batch, self.process, self.processes)
 
     def _batches(self) -> Any:
@@ -85,24 +85,24 @@ class Opened:
         for number, part in enumerate(self.parts):
             length = len(part)
             order = grain.MapDataset.range(length).seed(derive(self.seed, "order", number)).shuffle()
-            # the part of a row, and its epoch, travel inside its number
+            # a row's number encodes its part and epoch
             order = order.repeat(_ENDLESS // length).map_with_index(_numbered(number, len(self.parts), length))
             orders.append(order)
         rows = orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, self.weights)
-        own = rows.batch(self.batch // self.processes)[self.process :: self.processes]
-        return own.map(self._read)
+        local_batches = rows.batch(self.batch // self.processes)[self.process :: self.processes]
+        return local_batches.map(self._read)
 
     def _read(self, numbers: np.ndarray) -> Arrays:
         rows, part = np.divmod(numbers, len(self.parts))
         if len(self.parts) == 1:
             return self.parts[0].read(rows)
         batch: Arrays = {}
-        for number, source in enumerate(self.parts):
-            here = np.flatnonzero(part == number)
-            if not len(here):
+        for index, source in enumerate(self.parts):
+            positions = np.flatnonzero(part == index)
+            if not len(positions):
                 continue
-            for name, values in _weighted(source.read(rows[here]), self._masked).items():
-                batch.setdefault(name, np.empty((len(numbers), *values.shape[1:]), values.dtype))[here] = values
+            for name, values in _weighted(source.read(rows[positions]), self._masked).items():
+                batch.setdefault(name, np.empty((len(numbers), *values.shape[1:]), values.dtype))[positions] = values
         return batch
 
     @functools.cached_property
@@ -115,20 +115,20 @@ def _numbered(part: int, parts: int, length: int) -> Callable[[int, int], int]:
 
 
 def _weighted(batch: Arrays, masked: bool) -> Arrays:
-    """The batch, with weights of 1 where it has none and others have some."""
+    """The batch, with weights of 1 if it has none and other parts have weights."""
     if not masked or "weights" in batch:
         return batch
-    per = batch["targets"].shape if "targets" in batch else batch["labels"].shape
-    return {**batch, "weights": np.ones(per, np.float32)}
+    shape = batch["targets"].shape if "targets" in batch else batch["labels"].shape
+    return {**batch, "weights": np.ones(shape, np.float32)}
 
 
 class Batches(Iterator[Arrays]):
     """Endless batches, read ahead by one thread. Close it, or use it in a `with`, to end the thread.
 
     Args:
-        dataset: makes Grain's dataset of batches.
-        content: hash of what is read, kept in the state.
-        start: state to begin at; `None` is the first batch.
+        dataset: builds Grain's dataset of batches.
+        content: hash of the data, stored in the state.
+        start: initial state; `None` for the first batch.
     """
 
     def __init__(self, dataset: Callable[[], Any], content: str, start: dict[str, Any] | None = None) -> None:
@@ -144,11 +144,11 @@ class Batches(Iterator[Arrays]):
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """What `set_state` needs to go on after the last batch handed out; JSON-able, equal on every process."""
+        """The state after the last batch returned, for `set_state`; JSON values, equal on every process."""
         return {"next": self._iterator.get_state()["next_index"], "content": self._content}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on where `get_state` was asked.
+        """Continue after the batch at which `get_state` was called.
 
         Raises:
             UserError: the state is of other data.
@@ -173,12 +173,12 @@ class Batches(Iterator[Arrays]):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The held-out rows, each once, in batches of one shape: the last is filled up with rows that weigh 0.
+    """The held-out rows, each once, in batches of one shape: the last is padded with rows of weight 0.
 
-    The rows come in a fixed order in which the first N batches, for every N, are spread evenly over all rows: packed
-    rows lie in the order of their packing, the longest documents first, and parts one after another, so that the first
-    rows as they lie would be no fair sample. Place k holds the row whose rank is that of frac(k phi) among all places,
-    phi the golden section.
+    The rows come in a fixed order in which the first N batches, for every N, are spread evenly over all rows. In their
+    stored order, the first rows would be a biased sample: packed rows are sorted by the length of their documents, and
+    parts follow one another. Place k has the row whose rank is that of frac(k phi) among all places, phi the golden
+    section.
 
     Args:
         parts: the held-out rows.
@@ -200,28 +200,28 @@ class Evaluation:
         return -(-sum(map(len, self.parts)) // self.batch)
 
     def __iter__(self) -> Iterator[Arrays]:
-        own = self.batch // self.processes
+        local_rows = self.batch // self.processes
         for number in range(len(self)):
-            start = number * self.batch + self.process * own
-            yield self._read(np.arange(start, start + own))
+            start = number * self.batch + self.process * local_rows
+            yield self._read(np.arange(start, start + local_rows))
 
     def _read(self, places: np.ndarray) -> Arrays:
         count = len(self._order)
         rows = np.where(places < count, self._order[np.minimum(places, count - 1)], count)
         batch: Arrays = {}
-        before = 0
+        first_row = 0
         for part in self.parts:
-            here = np.flatnonzero((rows >= before) & (rows < before + len(part)))
-            inside = rows[here] - before
-            # a part without a row here is read too, for the names and shapes of a batch without any
-            for name, values in _weighted(part.read(inside), True).items():
-                batch.setdefault(name, np.zeros((len(rows), *values.shape[1:]), values.dtype))[here] = values
-            before += len(part)
+            positions = np.flatnonzero((rows >= first_row) & (rows < first_row + len(part)))
+            part_rows = rows[positions] - first_row
+            # a part without rows in the batch is read too, for the names and shapes of a batch without any rows
+            for name, values in _weighted(part.read(part_rows), True).items():
+                batch.setdefault(name, np.zeros((len(rows), *values.shape[1:]), values.dtype))[positions] = values
+            first_row += len(part)
         return batch
 
 
 def spread(count: int) -> np.ndarray:
-    """An order of the numbers below `count` in which the first few, however many, lie evenly among all.
+    """An order of the numbers below `count` whose first N, for every N, are spread evenly over all.
 
     Args:
         count: whole number.

@@ -1,14 +1,14 @@
 """Documents packed into rows with little padding, none of them seeing another.
 
-A document of m tokens has m - 1 targets: its first token is never one, its last is never an input. Every other token
-is a target exactly once per epoch. What exceeds `context` targets is split, and each piece is a segment of its own
-whose positions restart at 0. Rows are filled by best fit on the histogram of lengths, longest first (Krell et al.
-2021, "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027): the work grows with the kinds of
+A document of m tokens has m - 1 targets: its first token is never a target, its last never an input. Every other token
+is a target exactly once per epoch. A document of more than `context` targets is split, and each piece is a separate
+segment whose positions restart at 0. Rows are filled by best fit on the histogram of lengths, longest first (Krell et
+al. 2021, "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027): the work grows with the kinds of
 rows, not with the documents.
 
-The packing is made once, from the lengths alone, so that row i is the same whoever asks for it; what changes with the
-epoch is the order of the rows. (Grain's packers fill rows from a stream: their state holds half-filled rows, and
-another number of processes packs otherwise.) A piece whose targets all weigh 0 is left out.
+The packing is computed once, from the lengths alone, so that row i is the same for every reader; only the order of the
+rows changes with the epoch. (Grain's packers fill rows from a stream: their state contains half-filled rows, and the
+packing depends on the number of processes.) A piece whose targets all have weight 0 is left out.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxscale.data.cache import Tokens
 
 
 class Packing(NamedTuple):
-    """Which pieces lie in which row.
+    """The pieces of each row.
 
     Args:
         pieces: [pieces] int64, indices of the pieces, row by row.
@@ -33,14 +33,14 @@ class Packing(NamedTuple):
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
-    """Pieces in rows of `capacity`: each, longest first, goes to the fullest row that has room for it.
+    """Pack pieces in rows of `capacity`: each, longest first, goes to the fullest row with room for it.
 
     Args:
         lengths: [pieces] whole numbers from 1 to `capacity`.
         capacity: of a row.
 
     Returns:
-        The packing; every piece lies in exactly one row.
+        The packing; every piece is in exactly one row.
 
     Example:
         >>> best_fit(np.array([3, 1, 4, 1]), 5)
@@ -69,21 +69,21 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
 
 
 def _kinds(counts: list[int], capacity: int) -> list[tuple[int, tuple[int, ...]]]:
-    """How many rows hold which lengths, given how many pieces there are of each length."""
+    """Kinds of rows, as their number and their lengths, from the number of pieces of each length."""
     open_rows: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(capacity + 1)]  # by room left
     for length in range(capacity, 0, -1):
-        left = counts[length]
-        while left:
+        pieces_left = counts[length]
+        while pieces_left:
             room = next((room for room in range(length, capacity) if open_rows[room]), capacity)
-            each = room // length  # a row that took one piece is the fullest, so it takes the next as well
-            count, kind = open_rows[room].pop() if room < capacity else (-(-left // each), ())
-            full = min(count, left // each)
-            count, left = count - full, left - full * each
-            if full:
-                open_rows[room - each * length].append((full, kind + (length,) * each))
-            if count and left:  # what is left is less than a row takes
-                open_rows[room - left * length].append((1, kind + (length,) * left))
-                count, left = count - 1, 0
+            per_row = room // length  # after the first piece the row is the fullest, so it gets the next as well
+            count, kind = open_rows[room].pop() if room < capacity else (-(-pieces_left // per_row), ())
+            full_rows = min(count, pieces_left // per_row)
+            count, pieces_left = count - full_rows, pieces_left - full_rows * per_row
+            if full_rows:
+                open_rows[room - per_row * length].append((full_rows, kind + (length,) * per_row))
+            if count and pieces_left:  # the pieces left do not fill a row
+                open_rows[room - pieces_left * length].append((1, kind + (length,) * pieces_left))
+                count, pieces_left = count - 1, 0
             if count:
                 open_rows[room].append((count, kind))
     return [row for rows in open_rows for row in rows]
@@ -102,8 +102,8 @@ def split(starts: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
     targets = np.maximum(np.diff(starts) - 1, 0)
     pieces = -(-targets // context)
     document = np.repeat(np.arange(len(targets)), pieces)
-    before = (np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * context
-    return starts[:-1][document] + before, np.minimum(targets[document] - before, context)
+    offset = (np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * context
+    return starts[:-1][document] + offset, np.minimum(targets[document] - offset, context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +124,8 @@ class Packed:
         first, length = split(self.tokens.starts, self.context)
         if self.tokens.learned is not None:
             learned = np.concatenate([[0], np.cumsum(self.tokens.learned, dtype=np.int64)])
-            kept = learned[first + length + 1] > learned[first + 1]
-            first, length = first[kept], length[kept]
+            has_targets = learned[first + length + 1] > learned[first + 1]
+            first, length = first[has_targets], length[has_targets]
         packing = best_fit(length, self.context)
         return first[packing.pieces], length[packing.pieces], packing.rows
 
@@ -149,31 +149,31 @@ class Packed:
             [B, context]; `weights`, float32, 0 at padding and where prompts weigh 0.
         """
         first, length, begins = self._layout
-        inside = rows % len(self)
-        pieces = begins[inside + 1] - begins[inside]  # of each row
-        which = _ranges(begins[inside], pieces)
+        epoch_rows = rows % len(self)
+        pieces = begins[epoch_rows + 1] - begins[epoch_rows]  # of each row
+        piece_index = _ranges(begins[epoch_rows], pieces)
         segment = _ranges(np.zeros_like(pieces), pieces)
-        size = length[which]
+        size = length[piece_index]
         position = _ranges(np.zeros_like(size), size)
-        at = np.repeat(first[which], size) + position
-        # a target's place in the batch: its row, then after all targets of the row before it
+        token_index = np.repeat(first[piece_index], size) + position
+        # place of a target in the flat batch: the start of its row plus the number of earlier targets in the row
         row = np.repeat(np.arange(len(rows)), pieces)
         per_row = np.bincount(row, weights=size, minlength=len(rows)).astype(np.int64)
-        place = _ranges(np.arange(len(rows)) * self.context, per_row)
+        target_place = _ranges(np.arange(len(rows)) * self.context, per_row)
 
         ids = self.tokens.ids
-        weights = 1 if self.tokens.learned is None else self.tokens.learned[at + 1]
-        filled = {
-            "tokens": (ids[at], np.int32),
-            "targets": (ids[at + 1], np.int32),
+        weights = 1 if self.tokens.learned is None else self.tokens.learned[token_index + 1]
+        columns = {
+            "tokens": (ids[token_index], np.int32),
+            "targets": (ids[token_index + 1], np.int32),
             "segments": (np.repeat(segment + 1, size), np.int32),
             "positions": (position, np.int32),
             "weights": (weights, np.float32),
         }
         batch = {}
-        for name, (values, dtype) in filled.items():
+        for name, (values, dtype) in columns.items():
             flat = np.zeros(len(rows) * self.context, dtype)
-            flat[place] = values
+            flat[target_place] = values
             batch[name] = flat.reshape(len(rows), self.context)
         return batch
 

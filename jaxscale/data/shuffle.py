@@ -1,4 +1,4 @@
-"""Seeds from seeds: every random choice of the data is a function of the experiment's seed and what it is for."""
+"""Seeds from seeds: every random choice of the data is a function of the experiment's seed and its purpose."""
 
 import hashlib
 

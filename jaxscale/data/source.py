@@ -1,8 +1,7 @@
-"""Which files a path means, and their text, checked.
+"""The files of a path, and their text, checked.
 
-A path is a file, a glob, or either of them behind a scheme (`gs://`, `s3://`), which goes through etils.epath. One
-file at a time is held in memory whole. Bytes are taken as they are: no newline is translated, no byte order mark is
-dropped.
+A path is a file, a glob, or either of them with a scheme (`gs://`, `s3://`), which is opened by etils.epath. One file
+at a time is in memory whole. Bytes are unchanged: no newline is translated, no byte order mark is dropped.
 """
 
 import glob
@@ -17,7 +16,7 @@ _WILD = "*?["
 
 
 def locate(path: str) -> Any:
-    """The path as an object with `read_bytes`, `exists` and `glob`: pathlib's, or etils.epath's behind a scheme."""
+    """The path as an object with `read_bytes`, `exists` and `glob`: pathlib's, or etils.epath's for a scheme."""
     if "://" not in path:
         return pathlib.Path(path)
     from etils import epath
@@ -26,7 +25,7 @@ def locate(path: str) -> Any:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """The path as text that means the same from every working directory.
+    """The path as text that does not depend on the working directory.
 
     Example:
         >>> absolute("gs://bucket/a.txt")
@@ -37,43 +36,43 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def find(paths: tuple[str, ...]) -> list[str]:
-    """The files that paths and globs mean: in the order given, those of one glob sorted by name.
+    """The files of paths and globs, in their order, those of one glob sorted by name.
 
     Raises:
-        UserError: no such file (a similar name beside it is suggested), a folder, or a glob that matches nothing.
+        UserError: no such file (a similar name in its folder is suggested), a folder, or a glob without a match.
     """
     return [name for path in paths for name in _expand(path)]
 
 
 def _expand(path: str) -> list[str]:
-    where = locate(path)
-    if _remote(path, where.is_file):
+    location = locate(path)
+    if _remote(path, location.is_file):
         return [path]
-    if _remote(path, where.is_dir):
+    if _remote(path, location.is_dir):
         raise UserError(f"{path} is a folder, expected text files: give a glob such as {path}/*.txt")
     if any(sign in path for sign in _WILD):
-        found = sorted(name for name in _glob(path) if locate(name).is_file())
-        if not found:
+        names = sorted(name for name in _glob(path) if locate(name).is_file())
+        if not names:
             raise UserError(f"no file matches {path}: expected at least one; check the folder and the ending")
-        return found
-    folder = where.parent
+        return names
+    folder = location.parent
     siblings = [entry.name for entry in folder.iterdir()] if _remote(path, folder.is_dir) else []
-    inside = "" if siblings else f" (its folder {folder} is missing or empty)"
-    raise UserError(f"no such file: {path}{inside}{near_miss(where.name, siblings)}")
+    folder_note = "" if siblings else f" (its folder {folder} is missing or empty)"
+    raise UserError(f"no such file: {path}{folder_note}{near_miss(location.name, siblings)}")
 
 
 def _glob(path: str) -> list[str]:
     if "://" not in path:
         return glob.glob(path, recursive=True)
-    scheme, _, rest = path.partition("://")
-    parts = rest.split("/")
+    scheme, _, pattern = path.partition("://")
+    parts = pattern.split("/")
     first = next(i for i, part in enumerate(parts) if any(sign in part for sign in _WILD))
     root = locate(f"{scheme}://{'/'.join(parts[:first])}")
-    return [os.fspath(found) for found in root.glob("/".join(parts[first:]))]
+    return [os.fspath(name) for name in root.glob("/".join(parts[first:]))]
 
 
 def _remote(path: str, action: Any) -> Any:
-    """`action()`, with what a missing client of a remote file system raises turned into what to install."""
+    """`action()`; a missing client of a remote file system raises an error that says what to install."""
     try:
         return action()
     except ImportError as error:
@@ -109,12 +108,12 @@ def decode(content: bytes, path: str) -> str:
     """
     if not content or content.isspace():
         raise UserError(f"{path} is empty: expected text")
-    if (at := content.find(b"\0")) >= 0:
-        raise UserError(f"{path} is binary: NUL byte at offset {at}; expected UTF-8 text")
+    if (offset := content.find(b"\0")) >= 0:
+        raise UserError(f"{path} is binary: NUL byte at offset {offset}; expected UTF-8 text")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        bad = content[error.start]
+        byte = content[error.start]
         raise UserError(
-            f"{path} is not UTF-8: byte 0x{bad:02x} at offset {error.start}; convert it, e.g. with iconv -t utf-8"
+            f"{path} is not UTF-8: byte 0x{byte:02x} at offset {error.start}; convert it, e.g. with iconv -t utf-8"
         ) from error

@@ -1,4 +1,4 @@
-"""Text as data: which files, which tokens, which layout. Values only; the work is in the modules beside this one."""
+"""Text as data: files, tokenizer and layout, as values; the other modules of this folder do the work."""
 
 import dataclasses
 import functools
@@ -29,10 +29,10 @@ class Text:
         path: a file, a glob, or several of them; gs:// and s3:// too.
         tokenizer: "byte", "char" (the alphabet of these files), or the path of a Hugging Face tokenizer.json.
         context: targets per row.
-        layout: "windows" cuts the documents, one after another, into rows; "packed" puts whole documents into rows,
-            where none sees another (`segments`, `positions`).
-        held_out: share of the text to evaluate on and not train on: its last characters (documents, if packed).
-        separator: what stands between two documents; none makes each file one document.
+        layout: "windows" cuts the concatenated documents into rows; "packed" puts whole documents into rows, where none
+            sees another (`segments`, `positions`).
+        held_out: share of the text for evaluation instead of training: its last characters (documents, if packed).
+        separator: text between two documents; none makes each file one document.
         beginning: text put before every document, such as "<|bos|>".
         ending: text put after every document, such as "<|eos|>": without it a packed model never learns to stop.
         prompt_end: marker up to whose end the targets of a document weigh 0 (fine-tuning on answers alone); a document
@@ -66,7 +66,7 @@ class Text:
             object.__setattr__(self, "path", tuple(source.absolute(path) for path in self.path))
         if not self.path:
             raise UserError("path: got no path, expected at least one text file or glob")
-        object.__setattr__(self, "tokenizer", _named(os.fspath(self.tokenizer)))
+        object.__setattr__(self, "tokenizer", _stored_tokenizer(os.fspath(self.tokenizer)))
         if self.context < 1:
             raise UserError(f"context: got {self.context!r}, expected a whole number of tokens >= 1")
         if not 0 <= self.held_out < 1:
@@ -81,7 +81,7 @@ class Text:
         return tuple(map(str, self.path if isinstance(self.path, tuple) else (self.path,)))
 
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
-        """The batches, from the token cache where these files were encoded before.
+        """The batches, from the token cache if these files were encoded before.
 
         Args:
             batch: rows of the global batch.
@@ -93,12 +93,12 @@ class Text:
             Opened data: `train()`, `evaluation()`, `tokenizer`, `facts`.
 
         Raises:
-            UserError: files or sizes that cannot be trained on.
+            UserError: files or sizes unfit for training.
         """
         return _open((self,), (1.0,), batch, seed, process, processes)
 
     def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and type of each array of a batch, without a look at the files.
+        """Shape and type of each array of a batch, without reading the files.
 
         Example:
             >>> Text("a.txt", context=64).shapes(8)["tokens"]
@@ -116,15 +116,15 @@ class Text:
 class Mixture:
     """Several texts in one batch, in given shares.
 
-    Every part is repeated as often as its share needs, each in an order of its own. All of their held-out parts are
+    Every part is repeated as often as its share needs, each in a separate order. All of their held-out parts are
     evaluated. Grain rounds shares to a hundredth of the smallest.
 
     Args:
-        parts: texts of one context, layout and tokenizer; "char" knows the characters of all.
+        parts: texts of one context, layout and tokenizer; "char" has the characters of all.
         weights: share of each part in the rows of training, relative to their sum.
 
     Raises:
-        UserError: parts that differ in what they must share, or a weight that is not positive.
+        UserError: parts that differ in context, layout or tokenizer, or a weight that is not positive.
 
     Example:
         >>> Mixture((Text("a.txt"), Text("b.txt")), (3.0, 1.0)).context
@@ -144,9 +144,9 @@ class Mixture:
             if not 0 < weight < float("inf"):
                 raise UserError(f"weights: got {weight!r}, expected a positive number; leave out a part of no weight")
         for name in ("context", "layout", "tokenizer"):
-            found = sorted({str(getattr(part, name)) for part in self.parts})
-            if len(found) > 1:
-                raise UserError(f"the parts of a mixture have {name} {' and '.join(found)}: expected the same in all")
+            values = sorted({str(getattr(part, name)) for part in self.parts})
+            if len(values) > 1:
+                raise UserError(f"the parts of a mixture have {name} {' and '.join(values)}: expected the same in all")
 
     @property
     def context(self) -> int:
@@ -159,10 +159,10 @@ class Mixture:
 
     def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and type of each array of a batch: see `Text.shapes`."""
-        return {name: found for part in self.parts for name, found in part.shapes(batch).items()}
+        return {name: shape for part in self.parts for name, shape in part.shapes(batch).items()}
 
 
-def _named(name: str) -> str:
+def _stored_tokenizer(name: str) -> str:
     """The tokenizer as stored: its kind, or the absolute path of its file."""
     if name in tokenizer.KINDS:
         return name
@@ -175,7 +175,7 @@ def _named(name: str) -> str:
 
 
 def check_share(batch: int, process: int, processes: int) -> None:
-    """Raises UserError unless a batch divides over the processes."""
+    """Raise UserError unless a batch divides over the processes."""
     if batch < 1 or processes < 1 or batch % processes:
         raise UserError(
             f"a batch of {batch} rows does not divide over {processes} processes: give a multiple of {processes}"
@@ -190,27 +190,29 @@ def _open(
     check_share(batch, process, processes)
     files = [source.find(part.paths) for part in parts]
     vocabulary = _vocabulary(parts, files)
-    corpora = [open_corpus(found, vocabulary, _recipe(part)) for part, found in zip(parts, files, strict=True)]
+    corpora = [
+        open_corpus(part_files, vocabulary, _recipe(part)) for part, part_files in zip(parts, files, strict=True)
+    ]
     training, held_out = [], []
-    for number, (part, corpus) in enumerate(zip(parts, corpora, strict=True)):
+    for index, (part, corpus) in enumerate(zip(parts, corpora, strict=True)):
         if part.layout == "packed":
-            train, held = Packed(corpus.train, part.context), Packed(corpus.held_out, part.context)
+            train_rows, held_rows = Packed(corpus.train, part.context), Packed(corpus.held_out, part.context)
         else:
-            train = Windows(corpus.train, part.context, derive(seed, "windows", number))
-            held = Windows(corpus.held_out, part.context, None)
-        if not len(train):
+            train_rows = Windows(corpus.train, part.context, derive(seed, "windows", index))
+            held_rows = Windows(corpus.held_out, part.context, None)
+        if not len(train_rows):
             raise _too_short("training", part, corpus.facts["train"])
-        if part.held_out and not len(held):
+        if part.held_out and not len(held_rows):
             raise _too_short("held-out", part, corpus.facts["held_out"])
-        training.append(train)
-        held_out.append(held)
+        training.append(train_rows)
+        held_out.append(held_rows)
     facts = _facts(parts, corpora, training, held_out, vocabulary)
     return Opened(tuple(training), weights, tuple(held_out), batch, seed, process, processes, vocabulary, facts)
 
 
 def _recipe(part: Text) -> Recipe:
-    whole = part.layout == "packed"
-    return Recipe(part.separator, part.beginning, part.ending, part.prompt_end, part.held_out, whole)
+    packed = part.layout == "packed"
+    return Recipe(part.separator, part.beginning, part.ending, part.prompt_end, part.held_out, packed)
 
 
 def _vocabulary(parts: tuple[Text, ...], files: list[list[str]]) -> Tokenizer:
@@ -218,7 +220,7 @@ def _vocabulary(parts: tuple[Text, ...], files: list[list[str]]) -> Tokenizer:
     if kind == "byte":
         return Bytes()
     if kind == "char":
-        texts = (source.decode(source.read(file), file) for found in files for file in found)
+        texts = (source.decode(source.read(file), file) for part_files in files for file in part_files)
         return Characters.of([*(part.beginning + part.ending for part in parts), *map(_alphabet, texts)])
     return tokenizer.load(kind)
 
@@ -227,15 +229,15 @@ def _alphabet(text: str) -> str:
     return "".join(set(text))
 
 
-def _too_short(which: str, part: Text, facts: dict[str, Any]) -> UserError:
-    found = f"the {which} part of {part.paths[0]} has {facts['tokens']} tokens in {facts['documents']} documents"
+def _too_short(split: str, part: Text, facts: dict[str, Any]) -> UserError:
+    sizes = f"the {split} part of {part.paths[0]} has {facts['tokens']} tokens in {facts['documents']} documents"
     if part.layout == "packed":
         return UserError(
-            f"{found}, and no target to learn: expected documents of two tokens or more. Whole documents are held out "
+            f"{sizes}, and no target to learn: expected documents of two tokens or more. Whole documents are held out "
             f"(held_out {part.held_out:g}): give more of them, or the separator that stands between them"
         )
     return UserError(
-        f"{found}, too few for a row of {part.context} targets, which needs {part.context + 1}: give a context of at "
+        f"{sizes}, too few for a row of {part.context} targets, which needs {part.context + 1}: give a context of at "
         f"most {max(facts['tokens'] - 1, 0)}, more text, or another held_out (now {part.held_out:g})"
     )
 

@@ -1,8 +1,8 @@
 """Text to token ids and back: bytes, characters, or any Hugging Face `tokenizers` JSON file (BPE, WordPiece,
 Unigram).
 
-A tokenizer is a value: `to_json` and `from_json` carry it to wherever a run is continued or sampled from. Nothing is
-ever added, cut or padded by a tokenizer here: a file's own truncation, padding and template are switched off.
+A tokenizer is a value: `to_json` and `from_json` store it with a run, to continue or sample from it. A tokenizer never
+adds, cuts or pads tokens: a file's truncation, padding and template are switched off.
 """
 
 import concurrent.futures
@@ -25,13 +25,13 @@ KINDS = ("byte", "char")
 """The tokenizers that need no file."""
 
 _CHUNK = 1024
-"""Characters that one call of a subword tokenizer gets of a long text; longer ones cost more per character."""
+"""Characters of a long text per call of a subword tokenizer; longer ones cost more per character."""
 _GROUP = 2_000_000
-"""Characters encoded between two movements of the progress bar."""
+"""Characters encoded between two updates of the progress bar."""
 _CUT = re.compile(r"\S\n(?=\S)")
-"""Where a long text is cut: after a newline alone between two other characters, where usual pre-tokenizers cut too."""
+"""A long text is cut after a single newline between two other characters, where usual pre-tokenizers cut too."""
 _PROVED = 16
-"""Cuts that are proved to leave the ids as they are before all others are trusted."""
+"""Number of cuts checked to leave the ids unchanged before all others are trusted."""
 
 
 class Encoded(NamedTuple):
@@ -40,7 +40,7 @@ class Encoded(NamedTuple):
     Args:
         ids: int32, of all parts, one after another.
         lengths: [parts] int64, ids of each part.
-        texts: [parts] int64, the number of the text each is of.
+        texts: [parts] int64, the number of the text of each part.
         characters: in all parts.
     """
 
@@ -52,10 +52,10 @@ class Encoded(NamedTuple):
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the data and the trainer ask of a tokenizer."""
+    """The interface of a tokenizer to the data and the trainer."""
 
     kind: ClassVar[str]
-    """Which of the classes below: "byte", "char" or "subword"."""
+    """The name of its class: "byte", "char" or "subword"."""
 
     @property
     def size(self) -> int:
@@ -71,7 +71,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
-        """Ids of many texts, in order, on all cores where that pays."""
+        """Ids of many texts, in order, on all cores if that is faster."""
         ...
 
     def to_json(self) -> str:
@@ -80,13 +80,13 @@ class Tokenizer(Protocol):
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """SHA-256 of everything that decides the ids."""
+    """SHA-256 of everything that determines the ids."""
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """UTF-8 bytes as ids 0 to 255: knows every text, needs no file.
+    """UTF-8 bytes as ids 0 to 255: encodes every text, needs no file.
 
     Example:
         >>> Bytes().encode("Où").tolist()
@@ -112,7 +112,7 @@ class Bytes:
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
         """Ids of many texts, in order."""
-        return _one_by_one(self, texts)
+        return _encode_each(self, texts)
 
     def to_json(self) -> str:
         """Text from which `from_json` makes an equal tokenizer."""
@@ -121,7 +121,7 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Characters:
-    """One id per character, in the order of their code points, as nanoGPT does.
+    """One id per character, in the order of their code points, as in nanoGPT.
 
     Args:
         alphabet: the known characters, sorted, each once.
@@ -140,18 +140,18 @@ class Characters:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> "Characters":
-        """The tokenizer that knows exactly the characters of some texts."""
+        """The tokenizer whose alphabet is the characters of some texts."""
         return cls("".join(sorted(set().union(*texts))))
 
     @property
     def size(self) -> int:
-        """How many characters are known."""
+        """Number of characters of the alphabet."""
         return len(self.alphabet)
 
     @functools.cached_property
     def _ids(self) -> np.ndarray:
         points = np.frombuffer(self.alphabet.encode("utf-32-le"), np.uint32)
-        ids = np.full(int(points[-1]) + 2, -1, np.int32)  # the last entry stands for everything beyond
+        ids = np.full(int(points[-1]) + 2, -1, np.int32)  # the last entry is for all larger code points
         ids[points] = np.arange(len(points), dtype=np.int32)
         return ids
 
@@ -167,7 +167,7 @@ class Characters:
             missing = sorted({text[i] for i in np.flatnonzero(ids < 0).tolist()})
             raise UserError(
                 f"the text holds {', '.join(map(repr, missing[:5]))}, unknown to this alphabet of {self.size}: "
-                "leave it out, or train with a byte tokenizer, which knows every text"
+                "leave it out, or train with a byte tokenizer, which encodes every text"
             )
         return ids
 
@@ -177,7 +177,7 @@ class Characters:
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
         """Ids of many texts, in order."""
-        return _one_by_one(self, texts)
+        return _encode_each(self, texts)
 
     def to_json(self) -> str:
         """Text from which `from_json` makes an equal tokenizer."""
@@ -227,54 +227,58 @@ class Subwords:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
-        """Ids of many texts, in order, by every core: long texts are cut where it does not change their ids."""
-        # the next group is encoded while this one's ids are taken out, which only one core can do
-        tried, marker = False, None
-        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="encode") as ahead:
-            waiting: list[tuple[list[tuple[int, str]], list[Piece], concurrent.futures.Future[Any]]] = []
+        """Ids of many texts, in order, on all cores: long texts are cut if that does not change their ids."""
+        # the next group is encoded while the ids of this one are extracted, which only one core can do
+        marker_checked, marker = False, None
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="encode") as executor:
+            pending: list[tuple[list[tuple[int, str]], list[Piece], concurrent.futures.Future[Any]]] = []
             for group in itertools.chain(_grouped(self._parts(texts)), [None]):
                 if group:
                     _, parts = zip(*group, strict=True)
-                    if not tried:
-                        tried, marker = True, self._marker(parts[:_PROVED])
+                    if not marker_checked:
+                        marker_checked, marker = True, self._marker(parts[:_PROVED])
                     joined = list(pieces(parts, marker, _CHUNK))
-                    # the fast one leaves out where in the text each token lies, which nothing here asks
+                    # the fast variant omits the offsets of tokens in the text, which are not needed
                     encode = self._model.encode_batch_fast
-                    encoding = ahead.submit(encode, [piece.text for piece in joined], add_special_tokens=False)
-                    waiting.append((group, joined, encoding))
-                if waiting and (len(waiting) == 2 or not group):
-                    done, joined, encoding = waiting.pop(0)
-                    yield _encoded(done, *taken_apart([piece.ids for piece in encoding.result()], joined, marker))
+                    encoding = executor.submit(encode, [piece.text for piece in joined], add_special_tokens=False)
+                    pending.append((group, joined, encoding))
+                if pending and (len(pending) == 2 or not group):
+                    finished_group, joined, encoding = pending.pop(0)
+                    yield _encoded(
+                        finished_group, *taken_apart([piece.ids for piece in encoding.result()], joined, marker)
+                    )
 
     def _marker(self, texts: Sequence[str]) -> Marker | None:
-        """A special token between which texts get the ids that they have by themselves, as is seen of the first."""
+        """A special token that separates texts without changing their ids, checked on these texts."""
         marker = marker_of(self._model)
         if marker is None or any(marker.text in text for text in texts):
             return None
         joined = self.encode(marker.text.join(texts))
-        alone = [ids for text in texts for ids in (self.encode(text), [marker.id])]
-        return marker if np.array_equal(joined, np.concatenate(alone)[:-1]) else None
+        separate = [ids for text in texts for ids in (self.encode(text), [marker.id])]
+        return marker if np.array_equal(joined, np.concatenate(separate)[:-1]) else None
 
     def _parts(self, texts: Iterable[str]) -> Iterator[tuple[int, str]]:
-        """The texts, long ones cut, unless one of the first cuts is seen to change the ids."""
-        unproved: float = _PROVED
+        """The texts, long ones cut, unless one of the first cuts changes the ids."""
+        unchecked_cuts: float = _PROVED
         for number, text in enumerate(texts):
             if len(text) <= 2 * _CHUNK:
                 yield number, text
                 continue
             start = 0
             while len(text) - start > 2 * _CHUNK and (cut := _CUT.search(text, start + _CHUNK)):
-                if unproved > 0:
-                    unproved = unproved - 1 if self._indifferent(text, cut.end()) else float("-inf")
-                if unproved < 0:
+                if unchecked_cuts > 0:
+                    unchecked_cuts = unchecked_cuts - 1 if self._cut_keeps_ids(text, cut.end()) else float("-inf")
+                if unchecked_cuts < 0:
                     break
                 yield number, text[start : cut.end()]
                 start = cut.end()
             yield number, text[start:]
 
-    def _indifferent(self, text: str, cut: int) -> bool:
-        left, right = text[max(cut - 256, 0) : cut], text[cut : cut + 256]
-        return np.array_equal(self.encode(left + right), np.concatenate([self.encode(left), self.encode(right)]))
+    def _cut_keeps_ids(self, text: str, cut: int) -> bool:
+        text_before, text_after = text[max(cut - 256, 0) : cut], text[cut : cut + 256]
+        return np.array_equal(
+            self.encode(text_before + text_after), np.concatenate([self.encode(text_before), self.encode(text_after)])
+        )
 
     def to_json(self) -> str:
         """Text from which `from_json` makes an equal tokenizer."""
@@ -286,7 +290,7 @@ def _encoded(group: list[tuple[int, str]], ids: np.ndarray, lengths: np.ndarray)
     return Encoded(ids, lengths, np.array(numbers, np.int64), sum(map(len, parts)))
 
 
-def _one_by_one(tokenizer: "Bytes | Characters", texts: Iterable[str]) -> Iterator[Encoded]:
+def _encode_each(tokenizer: "Bytes | Characters", texts: Iterable[str]) -> Iterator[Encoded]:
     for group in _grouped(enumerate(texts)):
         ids = [tokenizer.encode(text) for _, text in group]
         lengths = np.array([len(part) for part in ids], np.int64)
@@ -296,19 +300,19 @@ def _one_by_one(tokenizer: "Bytes | Characters", texts: Iterable[str]) -> Iterat
 
 def _grouped(parts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
     group: list[tuple[int, str]] = []
-    held = 0
+    characters = 0
     for part in parts:
         group.append(part)
-        held += len(part[1])
-        if held >= _GROUP:
+        characters += len(part[1])
+        if characters >= _GROUP:
             yield group
-            group, held = [], 0
+            group, characters = [], 0
     if group:
         yield group
 
 
 def from_json(text: str) -> Tokenizer:
-    """The tokenizer that `to_json` wrote.
+    """The tokenizer from text of `to_json`.
 
     Example:
         >>> from_json(Characters("abc").to_json())

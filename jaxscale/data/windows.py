@@ -1,12 +1,12 @@
 """Documents one after another, cut into windows of equal length: nanoGPT's and most pretraining's layout.
 
 Each epoch reads every window once. The windows do not overlap, and their common offset changes with the epoch, so
-that a token sees other neighbours in each. (nanoGPT draws random crops instead: an epoch's worth of them misses a
-token with probability 1/e.) A window may hold parts of several documents, which attend to each other.
+that a token has other neighbours in each. (nanoGPT draws random crops instead: an epoch's worth of them misses a
+token with probability 1/e.) A window may contain parts of several documents, which attend to each other.
 
-What is held out is cut from its first token on, and a last window that is not full is filled up with targets that weigh
-0: every target is scored once. (nanoGPT-like evaluations over rows leave out what does not fill one: up to context - 1
-targets at the end. The other windows are the same.)
+The held-out part is cut from its first token on, and a last, incomplete window is padded with targets of weight 0:
+every target is scored once. (nanoGPT-like evaluations over rows drop an incomplete window: up to context - 1 targets at
+the end. The other windows are the same.)
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Windows:
     """Rows of `context` targets cut from a sequence of tokens.
 
     Args:
-        tokens: what is cut.
+        tokens: the sequence.
         context: targets per row.
         seed: of the offset of each epoch; `None` begins at the first token and reads every target.
     """
@@ -36,14 +36,14 @@ class Windows:
         targets = len(self.tokens.ids) - 1
         if self.seed is None:
             return -(-targets // self.context) if targets >= self.context else 0
-        # one window is given up so that an epoch has the same number of them whatever its offset
+        # one window less, so that an epoch has the same number of windows at every offset
         return max((targets + 1) // self.context - 1, int(targets >= self.context), 0)
 
     @property
     def targets(self) -> int:
         """Targets of one epoch."""
-        whole = len(self) * self.context
-        return whole if self.seed is not None else min(whole, max(len(self.tokens.ids) - 1, 0))
+        full_targets = len(self) * self.context
+        return full_targets if self.seed is not None else min(full_targets, max(len(self.tokens.ids) - 1, 0))
 
     def offset(self, epoch: int) -> int:
         """Where the first window of an epoch begins."""
@@ -61,16 +61,16 @@ class Windows:
         Returns:
             `tokens` and `targets`, int32 [B, context]; `weights`, float32, where prompts weigh 0 or a row is not full.
         """
-        epochs, inside = np.divmod(rows, len(self))
-        seen, which = np.unique(epochs, return_inverse=True)
-        offsets = np.array([self.offset(int(epoch)) for epoch in seen], np.int64)[which]
-        at = (offsets + inside * self.context)[:, None] + np.arange(self.context + 1)[None, :]
-        there = at < len(self.tokens.ids)
-        at = np.where(there, at, 0)
-        ids = np.where(there, self.tokens.ids[at], 0).astype(np.int32)
+        epochs, window = np.divmod(rows, len(self))
+        distinct_epochs, epoch_index = np.unique(epochs, return_inverse=True)
+        offsets = np.array([self.offset(int(epoch)) for epoch in distinct_epochs], np.int64)[epoch_index]
+        token_index = (offsets + window * self.context)[:, None] + np.arange(self.context + 1)[None, :]
+        in_range = token_index < len(self.tokens.ids)
+        token_index = np.where(in_range, token_index, 0)
+        ids = np.where(in_range, self.tokens.ids[token_index], 0).astype(np.int32)
         batch: dict[str, np.ndarray] = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
         if self.tokens.learned is not None:
-            batch["weights"] = (there & self.tokens.learned[at])[:, 1:].astype(np.float32)
+            batch["weights"] = (in_range & self.tokens.learned[token_index])[:, 1:].astype(np.float32)
         elif self.seed is None:
-            batch["weights"] = there[:, 1:].astype(np.float32)
+            batch["weights"] = in_range[:, 1:].astype(np.float32)
         return batch

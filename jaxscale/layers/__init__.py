@@ -1,4 +1,4 @@
-"""What models are made of.
+"""The layers of models.
 
 | file | defines |
 |---|---|
@@ -14,7 +14,7 @@
 | stack | `Stack` of alike blocks, `Chain` of unlike ones |
 | loss | `cross_entropy`, `logits` |
 
-Parameters are `nnx.Param`s with logical axis names, made in float32, on no mesh: the train step places them.
+Parameters are `nnx.Param`s with logical axis names, created in float32, on no mesh: the train step places them.
 """
 
 from flax import nnx

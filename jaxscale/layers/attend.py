@@ -1,12 +1,12 @@
-"""attend: attention by any of its implementations, and the choice among them.
+"""attend: attention by one of several implementations, and their selection.
 
-| implementation | file | holds | for |
+| implementation | file | stores | for |
 |---|---|---|---|
 | plain | attention_plain | T x S scores per head | short sequences, decoding; the definition |
 | chunked | attention_chunked | chunk x chunk scores per head | long sequences anywhere |
-| tpu, gpu | attention_kernel | nothing of the kind | TPU; GPUs of compute capability 9.0 |
-| splash | attention_splash | nothing of the kind | TPU, where our kernel cannot |
-| cudnn | attention_kernel | nothing of the kind | NVIDIA GPUs, by name alone |
+| tpu, gpu | attention_kernel | no scores | TPU; GPUs of compute capability 9.0 |
+| splash | attention_splash | no scores | TPU, for calls that our kernel does not support |
+| cudnn | attention_kernel | no scores | NVIDIA GPUs, by name alone |
 """
 
 import math
@@ -24,7 +24,7 @@ from jaxscale.typing import Array, Float, Int
 Implementation = Literal["auto", "plain", "chunked", "tpu", "gpu", "cudnn", "splash"]
 
 PLAIN_SCORES = 512 * 512
-"""Scores per head up to which "auto" takes plain. On a CPU chunks of 256 are as fast there and faster beyond."""
+"""Scores per head up to which "auto" selects plain. On a CPU chunks of 256 are as fast there and faster beyond."""
 
 
 def attend(
@@ -48,24 +48,24 @@ def attend(
     Query head n reads key head n // (N / K). A query that sees no key gives zeros, and zero gradients.
 
     Args:
-        q, k, v: queries, keys, values. Scores and softmax are float32 whatever their type.
+        q, k, v: queries, keys, values. Scores and softmax are float32 for all types.
         causal: a query sees no key of a later position.
         q_positions, kv_positions: the index in the row by default.
-        q_segments, kv_segments: a query sees keys of its own segment; segment 0 is padding, which sees and is seen by
+        q_segments, kv_segments: a query sees keys of the same segment; segment 0 is padding, which sees and is seen by
             none.
         window: a query sees keys with 0 <= q_position - kv_position < window.
         soft_cap: the scores' bound c.
         scale: of the scores; 1 / sqrt(H) by default.
-        implementation: "plain", "chunked"; "tpu", "gpu", "cudnn", "splash" where such a device is; or "auto": our
-            kernel of the platform where it can, else splash on a TPU where it can, else plain up to 512 * 512 scores
-            per head, else chunked.
+        implementation: "plain", "chunked"; "tpu", "gpu", "cudnn", "splash" on such a device; or "auto": our kernel of
+            the platform if it supports the call, else splash on a TPU if it does, else plain up to 512 * 512 scores per
+            head, else chunked.
         chunk: queries and keys per chunk of "chunked".
 
     Returns:
         In the type of `q`.
 
     Raises:
-        UserError: an unknown implementation; sizes that do not fit; what the named implementation cannot do.
+        UserError: an unknown implementation; incompatible sizes; a call that the named implementation does not support.
 
     Example:
         >>> import jax.numpy as jnp
@@ -88,13 +88,13 @@ def attend(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     visibility = Visibility(q_positions, kv_positions, q_segments, kv_segments, window, causal)
     settings: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
-    chosen, why = _choose(implementation, q, k, v, visibility, settings)
-    if chosen in KERNELS:
-        return attend_kernel(q, k, v, visibility, implementation=chosen, **settings)
-    took("attention", chosen, why)
-    if chosen == "plain":
+    selected, reason = _choose(implementation, q, k, v, visibility, settings)
+    if selected in KERNELS:
+        return attend_kernel(q, k, v, visibility, implementation=selected, **settings)
+    took("attention", selected, reason)
+    if selected == "plain":
         return attend_plain(q, k, v, visibility, **settings)
-    if chosen == "chunked":
+    if selected == "chunked":
         return attend_chunked(q, k, v, visibility, chunk=chunk, **settings)
     if place()[0] != "tpu":
         raise UserError(f"attention 'splash' is a TPU kernel, and this runs on {place()[0]}: take 'chunked' or 'auto'")
@@ -104,18 +104,18 @@ def attend(
 def _choose(
     implementation: str, q: Any, k: Any, v: Any, visibility: Visibility, settings: dict[str, Any]
 ) -> tuple[str, str]:
-    """What runs, and why it is not the platform's kernel, where it is not."""
+    """The selected implementation, and why it is not the platform's kernel."""
     if implementation not in get_args(Implementation):
         raise unknown("implementation of attention", implementation, get_args(Implementation))
     if implementation != "auto":
         return implementation, f"{implementation} is named"
     platform, (queries, keys) = place()[0], (q.shape[1], k.shape[1])
-    why = "kernels are for TPU and GPU"
+    reason = "kernels are for TPU and GPU"
     if platform in ("tpu", "gpu"):
-        refused = why_not_kernel(platform, q, k, v, visibility, **settings)
-        if refused is None:
+        refusal = why_not_kernel(platform, q, k, v, visibility, **settings)
+        if refusal is None:
             return platform, ""
-        why = refused.removeprefix(f"attention: implementation '{platform}' cannot run: ").removesuffix(".")
+        reason = refusal.removeprefix(f"attention: implementation '{platform}' cannot run: ").removesuffix(".")
     if platform == "tpu" and why_not_splash(queries, keys, visibility) is None:
-        return "splash", why
-    return "plain" if queries * keys <= PLAIN_SCORES else "chunked", why
+        return "splash", reason
+    return "plain" if queries * keys <= PLAIN_SCORES else "chunked", reason

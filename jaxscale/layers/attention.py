@@ -36,7 +36,7 @@ class Attention(nnx.Module):
         heads: query heads, a multiple of `kv_heads`.
         kv_heads: key and value heads.
         head_dim: width of a head.
-        rotary: turns queries and keys by their positions; `None` leaves them.
+        rotary: turns queries and keys by their positions; `None` leaves them unchanged.
         bias: whether `q`, `k` and `v` have biases.
         out_bias: whether `out` has one.
         qk_norm: eps of an RMSNorm over each head of queries and keys, before they are turned; `None` has none.
@@ -78,10 +78,10 @@ class Attention(nnx.Module):
             raise UserError(f"attention: got rotary positions for heads {rotary.head_dim} wide, expected {head_dim}")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.rotary, self.soft_cap, self.window, self.scale = rotary, soft_cap, window, scale
-        inward: dict[str, Any] = {"bias": bias, "init": init, "rngs": rngs}
-        self.q = Linear(embed, heads * head_dim, axes=("embed", "heads"), **inward)
-        self.k = Linear(embed, kv_heads * head_dim, axes=("embed", "kv_heads"), **inward)
-        self.v = Linear(embed, kv_heads * head_dim, axes=("embed", "kv_heads"), **inward)
+        projection_settings: dict[str, Any] = {"bias": bias, "init": init, "rngs": rngs}
+        self.q = Linear(embed, heads * head_dim, axes=("embed", "heads"), **projection_settings)
+        self.k = Linear(embed, kv_heads * head_dim, axes=("embed", "kv_heads"), **projection_settings)
+        self.v = Linear(embed, kv_heads * head_dim, axes=("embed", "kv_heads"), **projection_settings)
         self.out = Linear(heads * head_dim, embed, axes=("heads", "embed"), bias=out_bias, init=out_init, rngs=rngs)
         self.q_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm)
         self.k_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm)
@@ -104,19 +104,19 @@ class Attention(nnx.Module):
             x: input.
             positions: of the tokens, for the rotary angles; the index in the row by default. Tokens of a segment must
                 lie in the order of their positions.
-            segments: tokens see their own segment only; 0 is padding.
-            context: of the forward pass; its `attention` names the implementation.
+            segments: tokens see only tokens of the same segment; 0 is padding.
+            context: of the forward pass; its `attention` selects the implementation.
             causal: tokens see no later ones.
-            cache: what was seen before; these tokens, a prompt or the next one, are appended. Segments then only tell
-                padding (0) from tokens, and positions are the cache's next ones by default.
-            window: in place of the layer's own, `None` for no window; "own" keeps it.
+            cache: keys and values of earlier tokens; these tokens, a prompt or the next one, are appended. Segments
+                then only mark padding (0), and positions are the cache's next ones by default.
+            window: replaces the layer's window, `None` for no window; "own" keeps it.
         """
         batch, length, _ = x.shape
         if isinstance(window, str):
             if window != "own":
                 raise UserError(f"attention: got window {window!r}, expected a whole number, None, or 'own'")
             window = self.window
-        # one gather of a sequence-sharded stream for the three projections, one scatter of what they give back
+        # one gather of a sequence-sharded stream for the three projections, one scatter of their gradients
         x = move(x, ("batch", "seq", "embed"), ("batch", "inner_seq", "embed"))
         q = checkpoint_name(self.q(x, context), "attention_q").reshape(batch, length, self.heads, self.head_dim)
         k = checkpoint_name(self.k(x, context), "attention_k").reshape(batch, length, self.kv_heads, self.head_dim)
@@ -145,7 +145,7 @@ class Attention(nnx.Module):
             settings |= {"q_positions": positions, "kv_positions": cache.positions}
             settings |= {"q_segments": valid.astype(jnp.int32), "kv_segments": cache.valid.astype(jnp.int32)}
             if context.attention not in ("plain", "chunked"):
-                settings["implementation"] = "auto"  # kernels know no cache, and a plan that names one still samples
+                settings["implementation"] = "auto"  # kernels support no cache, and a plan that names one still samples
         # under a sharded sequence, one gather of keys and values, and one scatter of their gradients
         k, v = (move(x, _KEYS_ALONG_QUERIES, _KEYS) for x in (k, v))
         y = attend(q, k, v, **settings)

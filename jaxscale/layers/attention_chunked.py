@@ -1,13 +1,13 @@
-"""Attention that never holds T x S, in plain JAX: an online softmax over chunks of keys (Rabe and Staats 2021), and
+"""Attention without T x S scores, in plain JAX: an online softmax over chunks of keys (Rabe and Staats 2021), and
 FlashAttention's backward pass (Dao et al. 2022), which recomputes the scores chunk by chunk from the row's log-sum-exp.
 
 Memory grows with T + S. Chunks that no query may see by the order of indices (causal, window) are skipped at run time;
 segments do not skip chunks, since a skip must be the same for all rows of a sharded batch.
 
-Under a layout that shards the sequence every device loops over its own queries and all keys, which are gathered once;
-their gradient is reduced and scattered once, in float32. The loops are manual over those mesh axes alone, so a device
-skips what its own queries cannot see; other axes (batch, heads) stay the compiler's. Left out: an order of positions
-that evens causal work out (the device of the last positions sees most keys), and rings of keys.
+Under a layout that shards the sequence every device loops over its queries and all keys, which are gathered once; their
+gradient is reduced and scattered once, in float32. The loops are manual over those mesh axes alone, so a device skips
+the chunks that its queries cannot see; the compiler partitions other axes (batch, heads). Left out: an order of
+positions that balances causal work (the device of the last positions sees most keys), and rings of keys.
 """
 
 import functools
@@ -27,7 +27,7 @@ from jaxscale.typing import Array, Float
 
 
 class _Sizes(NamedTuple):
-    """Chunk widths, true lengths and placement: what is static in a call."""
+    """The static parameters of a call: chunk widths, unpadded lengths and placement."""
 
     q_chunk: int
     kv_chunk: int
@@ -50,7 +50,7 @@ def attend_chunked(
     soft_cap: float | None,
     chunk: int,
 ) -> Float[Array, "B T N H"]:
-    """As `attend_plain`, with at most (B, N, chunk, chunk) scores at a time.
+    """`attend_plain` with at most (B, N, chunk, chunk) scores at a time.
 
     Args:
         q, k, v: queries, keys, values.
@@ -62,22 +62,32 @@ def attend_chunked(
     batch, queries, heads, width = q.shape
     keys, groups = k.shape[1:3]
     axes, shards = _query_axes(batch, queries)
-    q, left = scale_exactly(q, scale)
-    own = queries // shards
-    sizes = _Sizes(min(chunk, own), min(chunk, keys), own, keys, left, soft_cap, current(), axes, shards)
+    q, remaining_scale = scale_exactly(q, scale)
+    shard_queries = queries // shards
+    sizes = _Sizes(
+        min(chunk, shard_queries),
+        min(chunk, keys),
+        shard_queries,
+        keys,
+        remaining_scale,
+        soft_cap,
+        current(),
+        axes,
+        shards,
+    )
     q = q.reshape(batch, queries, groups, heads // groups, width)
     out: Any = _attend(sizes, q, k, v, visibility)
     return out.reshape(batch, queries, heads, width)
 
 
 def _query_axes(batch: int, queries: int) -> tuple[tuple[str, ...], int]:
-    """The mesh axes that shard query positions, and into how many parts."""
-    found = current()
-    partition = () if found is None else spec((batch, queries), ("batch", "inner_seq"), *found)
-    if found is None or len(partition) < 2:
+    """The mesh axes that shard query positions, and the number of shards."""
+    layout = current()
+    partition = () if layout is None else spec((batch, queries), ("batch", "inner_seq"), *layout)
+    if layout is None or len(partition) < 2:
         return (), 1
     axes = (partition[1],) if isinstance(partition[1], str) else tuple(partition[1])
-    return axes, math.prod(found[0].shape[axis] for axis in axes)
+    return axes, math.prod(layout[0].shape[axis] for axis in axes)
 
 
 def _chunks(x: Any, width: int) -> Any:
@@ -88,24 +98,24 @@ def _chunks(x: Any, width: int) -> Any:
     return jnp.moveaxis(x.reshape(x.shape[0], count, width, *x.shape[2:]), 1, 0)
 
 
-def _whole(chunks: Any, length: int) -> Any:
+def _unchunked(chunks: Any, length: int) -> Any:
     """The inverse of `_chunks`."""
     x = jnp.moveaxis(chunks, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
 def _mask(sizes: _Sizes, visibility: Visibility, q_first: Any, j: Any) -> Any:
-    """What the queries from index `q_first` on see of chunk j of the keys: (B or 1, 1, 1, q_chunk, kv_chunk)."""
+    """Mask of chunk j of the keys for the queries from `q_first` on: (B or 1, 1, 1, q_chunk, kv_chunk)."""
     q_index = q_first + jnp.arange(sizes.q_chunk)
     kv_index = j * sizes.kv_chunk + jnp.arange(sizes.kv_chunk)
-    seen = visibility.mask(q_index, kv_index)
+    visible = visibility.mask(q_index, kv_index)
     if sizes.keys % sizes.kv_chunk:
-        seen = seen & (kv_index < sizes.keys)[None, None, :]
-    return seen[:, None, None, :, :]
+        visible = visible & (kv_index < sizes.keys)[None, None, :]
+    return visible[:, None, None, :, :]
 
 
 def _reachable(sizes: _Sizes, visibility: Visibility, q_first: Any, j: Any) -> Any:
-    """Whether indices alone let the queries see anything of chunk j; `True` where they cannot tell."""
+    """Whether, by their indices, the queries may see keys of chunk j; `True` if indices do not decide it."""
     if not visibility.ordered_by_index:
         return True
     reachable = True
@@ -124,76 +134,78 @@ def _scores(sizes: _Sizes, q: Any, k: Any) -> Any:
     return scores if sizes.soft_cap is None else sizes.soft_cap * jnp.tanh(scores / sizes.soft_cap)
 
 
-def _firsts(sizes: _Sizes, starts: Any) -> Any:
+def _first_queries(sizes: _Sizes, starts: Any) -> Any:
     """Index of the first query of every chunk of the shard whose queries start at `starts`, (1,)."""
     return starts + jnp.arange(-(-sizes.queries // sizes.q_chunk)) * sizes.q_chunk
 
 
-def _tied(starts: Any, q: Any) -> Any:
-    """Both, such that the masks seem to depend on the queries.
+def _depending_on(starts: Any, q: Any) -> Any:
+    """Both arguments, with a barrier that makes the masks depend on the queries.
 
-    In a scan over layers JAX would move all that is alike in every layer out of the loop: the masks of all chunks, for
-    every row and head, which are as many numbers as the scores that chunks are to spare.
+    In a scan over layers JAX would hoist the masks of all chunks, which are equal in every layer, out of the loop. For
+    every row and head they take as many numbers as the scores that chunks avoid.
     """
     return lax.optimization_barrier((starts, q))
 
 
 def _forward(sizes: _Sizes, starts: Any, q: Any, k: Any, v: Any, visibility: Visibility) -> tuple[Any, Any]:
     """Outputs of a shard's queries, and the log-sum-exp of their scores (B, T, K, G)."""
-    starts, q = _tied(starts, q)
+    starts, q = _depending_on(starts, q)
     k, v = _chunks(k, sizes.kv_chunk), _chunks(v, sizes.kv_chunk)
 
-    def one(_: Any, chunk: Any) -> tuple[Any, Any]:
+    def query_chunk(_: Any, chunk: Any) -> tuple[Any, Any]:
         first, q_i = chunk
-        row = (q_i.shape[0], *q_i.shape[2:4], q_i.shape[1])
+        row_shape = (q_i.shape[0], *q_i.shape[2:4], q_i.shape[1])
 
         def step(carry: Any, chunk: Any) -> tuple[Any, Any]:
             j, k_j, v_j = chunk
 
             def add(carry: Any) -> Any:
-                top, total, out = carry
-                seen = _mask(sizes, visibility, first, j)
-                scores = jnp.where(seen, _scores(sizes, q_i, k_j), UNSEEN)
+                top, total, output = carry
+                visible = _mask(sizes, visibility, first, j)
+                scores = jnp.where(visible, _scores(sizes, q_i, k_j), UNSEEN)
                 new_top = jnp.maximum(top, jnp.max(scores, -1))
-                weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
-                fade = jnp.exp(top - new_top)
-                added = jnp.einsum(
+                weights = jnp.where(visible, jnp.exp(scores - new_top[..., None]), 0.0)
+                decay = jnp.exp(top - new_top)
+                weighted_values = jnp.einsum(
                     "bkgts,bskh->bkgth", weights.astype(v_j.dtype), v_j, preferred_element_type=jnp.float32
                 )
-                return new_top, total * fade + jnp.sum(weights, -1), out * fade[..., None] + added
+                return new_top, total * decay + jnp.sum(weights, -1), output * decay[..., None] + weighted_values
 
             return _when(_reachable(sizes, visibility, first, j), add, carry), None
 
         start = (
-            jnp.full(row, UNSEEN, jnp.float32),
-            jnp.zeros(row, jnp.float32),
-            jnp.zeros((*row, v.shape[-1]), jnp.float32),
+            jnp.full(row_shape, UNSEEN, jnp.float32),
+            jnp.zeros(row_shape, jnp.float32),
+            jnp.zeros((*row_shape, v.shape[-1]), jnp.float32),
         )
-        (top, total, out), _ = lax.scan(step, start, (jnp.arange(k.shape[0]), k, v))
-        blind = total == 0.0
-        total = jnp.where(blind, 1.0, total)
-        out = jnp.einsum("bkgth->btkgh", out / total[..., None]).astype(q.dtype)
-        return None, (out, jnp.einsum("bkgt->btkg", top + jnp.log(total)))
+        (top, total, output), _ = lax.scan(step, start, (jnp.arange(k.shape[0]), k, v))
+        sees_no_key = total == 0.0
+        total = jnp.where(sees_no_key, 1.0, total)
+        output = jnp.einsum("bkgth->btkgh", output / total[..., None]).astype(q.dtype)
+        return None, (output, jnp.einsum("bkgt->btkg", top + jnp.log(total)))
 
-    _, found = lax.scan(one, None, (_firsts(sizes, starts), _chunks(q, sizes.q_chunk)))
-    return _whole(found[0], sizes.queries), _whole(found[1], sizes.queries)
+    _, chunk_results = lax.scan(query_chunk, None, (_first_queries(sizes, starts), _chunks(q, sizes.q_chunk)))
+    return _unchunked(chunk_results[0], sizes.queries), _unchunked(chunk_results[1], sizes.queries)
 
 
 def _when(reachable: Any, function: Any, operand: Any) -> Any:
-    return function(operand) if reachable is True else lax.cond(reachable, function, lambda same: same, operand)
+    return (
+        function(operand) if reachable is True else lax.cond(reachable, function, lambda unchanged: unchanged, operand)
+    )
 
 
 def _backward(
-    sizes: _Sizes, starts: Any, q: Any, d_out: Any, out: Any, row_sums: Any, k: Any, v: Any, visibility: Visibility
+    sizes: _Sizes, starts: Any, q: Any, d_out: Any, output: Any, row_sums: Any, k: Any, v: Any, visibility: Visibility
 ) -> tuple[Any, Any, Any]:
     """Gradients of a shard's queries, and its part (1, B, S, K, H) of the sums for keys and values, float32."""
-    starts, q = _tied(starts, q)
+    starts, q = _depending_on(starts, q)
     k, v = _chunks(k, sizes.kv_chunk), _chunks(v, sizes.kv_chunk)
 
-    def one(carry: Any, chunk: Any) -> tuple[Any, Any]:
+    def query_chunk(carry: Any, chunk: Any) -> tuple[Any, Any]:
         first, q_i, d_out_i, out_i, row_sums_i = chunk
         row_sums_i = jnp.einsum("btkg->bkgt", row_sums_i)
-        inner = jnp.einsum("btkgh,btkgh->bkgt", d_out_i, out_i, preferred_element_type=jnp.float32)
+        row_dots = jnp.einsum("btkgh,btkgh->bkgt", d_out_i, out_i, preferred_element_type=jnp.float32)
 
         def step(dq_i: Any, chunk: Any) -> tuple[Any, Any]:
             j, k_j, v_j, dk_j, dv_j = chunk
@@ -201,57 +213,57 @@ def _backward(
             def add(carry: Any) -> Any:
                 dq_i, dk_j, dv_j = carry
                 scores = _scores(sizes, q_i, k_j)
-                seen = _mask(sizes, visibility, first, j)
-                weights = jnp.where(seen, jnp.exp(scores - row_sums_i[..., None]), 0.0)
+                visible = _mask(sizes, visibility, first, j)
+                weights = jnp.where(visible, jnp.exp(scores - row_sums_i[..., None]), 0.0)
                 d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out_i, v_j, preferred_element_type=jnp.float32)
-                d_scores = weights * (d_weights - inner[..., None])
+                d_scores = weights * (d_weights - row_dots[..., None])
                 if sizes.soft_cap is not None:
                     d_scores = d_scores * (1 - jnp.square(scores / sizes.soft_cap))
                 d_scores = (d_scores * sizes.scale).astype(q_i.dtype)
-                narrow = weights.astype(d_out_i.dtype)
+                narrow_weights = weights.astype(d_out_i.dtype)
                 return (
                     dq_i + jnp.einsum("bkgts,bskh->btkgh", d_scores, k_j, preferred_element_type=jnp.float32),
                     dk_j + jnp.einsum("bkgts,btkgh->bskh", d_scores, q_i, preferred_element_type=jnp.float32),
-                    dv_j + jnp.einsum("bkgts,btkgh->bskh", narrow, d_out_i, preferred_element_type=jnp.float32),
+                    dv_j + jnp.einsum("bkgts,btkgh->bskh", narrow_weights, d_out_i, preferred_element_type=jnp.float32),
                 )
 
             dq_i, dk_j, dv_j = _when(_reachable(sizes, visibility, first, j), add, (dq_i, dk_j, dv_j))
             return dq_i, (dk_j, dv_j)
 
-        start = jnp.zeros(q_i.shape, jnp.float32)
-        dq_i, carry = lax.scan(step, start, (jnp.arange(k.shape[0]), k, v, *carry))
+        initial = jnp.zeros(q_i.shape, jnp.float32)
+        dq_i, carry = lax.scan(step, initial, (jnp.arange(k.shape[0]), k, v, *carry))
         return carry, dq_i.astype(q.dtype)
 
-    start = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
-    rows = (_chunks(x, sizes.q_chunk) for x in (q, d_out, out, row_sums))
-    (dk, dv), dq = lax.scan(one, start, (_firsts(sizes, starts), *rows))
-    return _whole(dq, sizes.queries), _whole(dk, sizes.keys)[None], _whole(dv, sizes.keys)[None]
+    initial = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+    rows = (_chunks(x, sizes.q_chunk) for x in (q, d_out, output, row_sums))
+    (dk, dv), dq = lax.scan(query_chunk, initial, (_first_queries(sizes, starts), *rows))
+    return _unchunked(dq, sizes.queries), _unchunked(dk, sizes.keys)[None], _unchunked(dv, sizes.keys)[None]
 
 
-def _on_shards(sizes: _Sizes, function: Any, by_query: Any, whole: Any, dims: tuple[int, ...]) -> Any:
-    """`function(sizes, starts, *by_query, *whole)` on every shard of the queries.
+def _on_shards(sizes: _Sizes, function: Any, by_query: Any, unsharded: Any, dims: tuple[int, ...]) -> Any:
+    """`function(sizes, starts, *by_query, *unsharded)` on every shard of the queries.
 
     Args:
         sizes: of the call.
         function: `_forward` or `_backward`.
-        by_query: arrays (B, T, ...), of which a shard gets its own queries.
-        whole: what every shard gets whole.
-        dims: of every result, the dim along which the shards lie.
+        by_query: arrays (B, T, ...), sharded along the queries.
+        unsharded: arrays that every shard gets whole.
+        dims: the dim of every result along which it is sharded.
     """
     function = functools.partial(function, sizes)
     starts = jnp.arange(sizes.shards) * sizes.queries
     if sizes.layout is None or not sizes.axes:
-        return function(starts, *by_query, *whole)
+        return function(starts, *by_query, *unsharded)
     by_dim = PartitionSpec(sizes.axes), PartitionSpec(None, sizes.axes)
     sharded = jax.shard_map(
         function,
         mesh=sizes.layout[0],
         axis_names=frozenset(sizes.axes),
-        in_specs=(by_dim[0], *(by_dim[1],) * len(by_query), *(PartitionSpec(),) * len(whole)),
+        in_specs=(by_dim[0], *(by_dim[1],) * len(by_query), *(PartitionSpec(),) * len(unsharded)),
         out_specs=tuple(by_dim[dim] for dim in dims),
         check_vma=False,
     )
-    return sharded(starts, *by_query, *whole)
+    return sharded(starts, *by_query, *unsharded)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -267,14 +279,14 @@ def _attend_forward(sizes: _Sizes, q: Any, k: Any, v: Any, visibility: Visibilit
 
 def _attend_backward(sizes: _Sizes, residuals: Any, d_out: Any) -> Any:
     q, k, v, visibility, out, row_sums = residuals
-    by_query, whole = (q, d_out, out, row_sums), (k, v, visibility)
-    dq, dk, dv = _on_shards(sizes, _backward, by_query, whole, (1, 0, 0))
+    by_query, unsharded = (q, d_out, out, row_sums), (k, v, visibility)
+    dq, dk, dv = _on_shards(sizes, _backward, by_query, unsharded, (1, 0, 0))
     with under(sizes.layout):
-        return dq, _summed(dk, k.dtype), _summed(dv, v.dtype), None
+        return dq, _sum_of_shards(dk, k.dtype), _sum_of_shards(dv, v.dtype), None
 
 
-def _summed(parts: Any, dtype: Any) -> Any:
-    """The sum of the shards' parts (shards, B, S, K, H), each position where its queries are: a reduce-scatter."""
+def _sum_of_shards(parts: Any, dtype: Any) -> Any:
+    """The sum of the shards' parts (shards, B, S, K, H), sharded like the queries: a reduce-scatter."""
     return constrain(jnp.sum(parts, 0), "batch", "inner_seq", "kv_heads", "head_dim").astype(dtype)
 
 

@@ -1,9 +1,9 @@
-"""Attention by our own kernels, `pallas_kernels.attention`: on TPU, and on GPUs of compute capability 9.0.
+"""Attention by the kernels of `pallas_kernels.attention`: on TPU, and on GPUs of compute capability 9.0.
 
-A kernel is code of one device, so under a layout it runs in a `shard_map`: batch, heads and query positions as the
-rules shard them, keys and values whole along the sequence. Each device tells the kernel where its queries start; the
-gradients of keys and values are summed over the devices of a sequence in their own type. Queries and keys must be in
-the order of their indices. Left out: an order of positions that evens causal work out. The device of the last positions
+A kernel is code of one device, so under a layout it runs in a `shard_map`: batch, heads and query positions sharded by
+the rules, keys and values whole along the sequence. Each device passes the index of its first query to the kernel; the
+gradients of keys and values are summed over the devices of a sequence in their type. Queries and keys must be in the
+order of their indices. Left out: an order of positions that balances causal work. The device of the last positions
 sees most keys: of n devices it works 2 - 1 / n times as long as the mean, and the others wait.
 """
 
@@ -26,22 +26,20 @@ KERNELS = ("tpu", "gpu", "cudnn")
 
 
 def place() -> tuple[str, str]:
-    """Platform ("cpu", "gpu", "tpu") and kind of the device that what is traced will run on: the layout's, or the
-    default one.
-    """
-    found = current()
-    if found is None:
+    """Platform ("cpu", "gpu", "tpu") and kind of the device being traced for: the layout's, or the default one."""
+    layout = current()
+    if layout is None:
         device: Any = jax.devices()[0]
     else:
-        described = getattr(found[0], "abstract_device", None)  # of a mesh without devices
-        device = found[0].devices.flat[0] if described is None else described
+        abstract = getattr(layout[0], "abstract_device", None)  # of a mesh without devices
+        device = layout[0].devices.flat[0] if abstract is None else abstract
     return device.platform, device.device_kind
 
 
 def why_not_kernel(
     name: str, q: Any, k: Any, v: Any, visibility: Visibility, *, scale: float, soft_cap: float | None
 ) -> str | None:
-    """Why a kernel cannot do this here, and what to do about it; `None` where it can.
+    """Why a kernel does not support this call, and what to do about it; `None` if it does.
 
     Args:
         name: one of KERNELS.
@@ -55,8 +53,8 @@ def why_not_kernel(
         return "got a traced window, expected a whole number: give windows by Stack's cycle"
     from pallas_kernels.attention.api import explain
 
-    found = current()
-    shards = 1 if found is None else _parts(found[0], _partition(q, *found)[1])
+    layout = current()
+    shards = 1 if layout is None else _parts(layout[0], _partition(q, *layout)[1])
     q = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // shards, *q.shape[2:]), q.dtype)
     ids = None if visibility.q_segments is None else (_shape_of(q), _shape_of(k))
     settings = _settings(visibility, scale, soft_cap)
@@ -87,7 +85,7 @@ def _partition(q: Any, mesh: Any, rules: Any) -> tuple[Any, Any, Any]:
 
 
 def _parts(mesh: Any, axes: Any) -> int:
-    """Into how many parts mesh axes cut a dim."""
+    """The number of shards of a dim over these mesh axes."""
     return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
@@ -102,7 +100,7 @@ def attend_kernel(
     implementation: str,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """As `attend_plain`, by a kernel.
+    """`attend_plain`, by a kernel.
 
     Args:
         q, k, v: queries, keys, values.
@@ -113,7 +111,7 @@ def attend_kernel(
         interpret: run the kernel step by step in plain JAX, for tests.
 
     Raises:
-        UserError: what the kernel cannot do.
+        UserError: the kernel does not support the call.
     """
     why_not = functools.partial(why_not_kernel, scale=scale, soft_cap=soft_cap)
     reason = None if interpret else why_not(implementation, q, k, v, visibility)
@@ -124,11 +122,13 @@ def attend_kernel(
     ids = None
     if visibility.q_segments is not None:
         rows = q.shape[0]
-        # ids that no other side has: padding, segment 0, sees none and is seen by none
-        sides = ((visibility.q_segments, -1), (visibility.kv_segments, -2))
+        # padding, segment 0, gets ids that differ between queries and keys, so it sees none and is seen by none
+        segments_and_padding = ((visibility.q_segments, -1), (visibility.kv_segments, -2))
         ids = tuple(
-            jnp.broadcast_to(jnp.where(side == 0, none, side).astype(jnp.int32), (rows, side.shape[1]))
-            for side, none in sides
+            jnp.broadcast_to(
+                jnp.where(segments == 0, padding_id, segments).astype(jnp.int32), (rows, segments.shape[1])
+            )
+            for segments, padding_id in segments_and_padding
         )
     settings = _settings(visibility, scale, soft_cap)
     settings |= {"implementation": implementation, "platform": " ".join(place()), "interpret": interpret}
@@ -140,30 +140,32 @@ def attend_kernel(
 
 
 def _on_devices(run: Any, q: Any, k: Any, v: Any, ids: Any) -> Any:
-    """`run` on every device of the layout in force, which holds rows, query positions and heads of its own."""
-    found = current()
-    if found is None:
+    """`run` on every device of the current layout, on its shard of rows, query positions and heads."""
+    layout = current()
+    if layout is None:
         return run(None, q, k, v, ids)
-    mesh, rules = found
+    mesh, rules = layout
     rows, positions, heads = _partition(q, mesh, rules)
-    shards, groups, pieces = _parts(mesh, heads), k.shape[2], _parts(mesh, positions)
-    if groups % shards:
-        # a device's query heads must find their own key heads beside them
-        copies = shards // groups if shards % groups == 0 else q.shape[2] // groups
+    shards, key_heads, position_shards = _parts(mesh, heads), k.shape[2], _parts(mesh, positions)
+    if key_heads % shards:
+        # the key heads of a device's query heads must be on the same device
+        copies = shards // key_heads if shards % key_heads == 0 else q.shape[2] // key_heads
         k, v = jnp.repeat(k, copies, 2), jnp.repeat(v, copies, 2)
-    starts = None if pieces == 1 else jnp.arange(pieces, dtype=jnp.int32) * (q.shape[1] // pieces)
-    own, whole = PartitionSpec(rows, positions, heads), PartitionSpec(rows, None, heads)
+    starts = (
+        None if position_shards == 1 else jnp.arange(position_shards, dtype=jnp.int32) * (q.shape[1] // position_shards)
+    )
+    query_spec, key_spec = PartitionSpec(rows, positions, heads), PartitionSpec(rows, None, heads)
     return jax.shard_map(
         run,
         mesh=mesh,
         in_specs=(
             None if starts is None else PartitionSpec(positions),
-            own,
-            whole,
-            whole,
+            query_spec,
+            key_spec,
+            key_spec,
             None if ids is None else (PartitionSpec(rows, positions), PartitionSpec(rows)),
         ),
-        out_specs=own,
+        out_specs=query_spec,
         # within a region that is manual over some axes (a pipeline's), the kernel becomes manual over the others
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         check_vma=False,

@@ -1,8 +1,8 @@
 """Attention by JAX's splash kernel, on TPU: `jax.experimental.pallas.ops.tpu.splash_attention`.
 
-Mosaic kernels are not partitioned by the compiler, so under a layout the kernel runs in a `shard_map`: batch, heads and
-query positions as the rules shard them, keys and values whole along the sequence. Queries and keys must be as many, and
-be ordered by their index. A width of heads that is no multiple of 128 is padded with zeros.
+The compiler does not partition Mosaic kernels, so under a layout the kernel runs in a `shard_map`: batch, heads and
+query positions sharded by the rules, keys and values whole along the sequence. There must be as many queries as keys,
+ordered by their index. A width of heads that is no multiple of 128 is padded with zeros.
 """
 
 import functools
@@ -26,7 +26,7 @@ TILES = (512, 256, 128)
 
 
 def why_not_splash(queries: int, keys: int, visibility: Visibility) -> str | None:
-    """Why the kernel cannot do this, and what to do about it; `None` where it can."""
+    """Why the kernel does not support this call, and what to do about it; `None` if it does."""
     if not visibility.ordered_by_index:
         return "got positions, expected queries and keys in the order of their index (no cache)"
     if visibility.window is not None and not isinstance(visibility.window, int | np.integer):
@@ -40,15 +40,15 @@ def why_not_splash(queries: int, keys: int, visibility: Visibility) -> str | Non
 
 def _query_shards(queries: int) -> int:
     """Devices along the query positions."""
-    found = current()
-    if found is None:
+    layout = current()
+    if layout is None:
         return 1
-    mesh, rules = found
+    mesh, rules = layout
     return _parts(mesh, spec((queries,), ("inner_seq",), mesh, rules), 0)
 
 
 def _parts(mesh: Any, partition: PartitionSpec, dim: int) -> int:
-    """Into how many parts a dim is split."""
+    """The number of shards of a dim."""
     axes = partition[dim] if dim < len(partition) else None
     axes = (axes,) if isinstance(axes, str) else axes or ()
     return math.prod(mesh.shape[axis] for axis in axes)
@@ -64,7 +64,7 @@ def attend_splash(
     soft_cap: float | None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """As `attend_plain`, by the TPU kernel.
+    """`attend_plain`, by the TPU kernel.
 
     Args:
         q, k, v: queries, keys, values.
@@ -74,7 +74,7 @@ def attend_splash(
         interpret: run the kernel step by step in plain JAX, for tests.
 
     Raises:
-        UserError: what the kernel cannot do.
+        UserError: the kernel does not support the call.
     """
     reason = why_not_splash(q.shape[1], k.shape[1], visibility)
     if reason:
@@ -86,7 +86,7 @@ def attend_splash(
     run = functools.partial(_on_devices, visibility=visibility, soft_cap=soft_cap, interpret=interpret)
     out = jnp.swapaxes(run(q, k, v, segments), 1, 2)[..., :width]
     if visibility.q_segments is not None:
-        # the kernel knows no padding: its segment 0 is one more document
+        # the kernel has no padding: its segment 0 is one more document
         out = jnp.where((visibility.q_segments != 0)[:, :, None, None], out, jnp.zeros((), out.dtype))
     return out
 
@@ -105,7 +105,7 @@ def _kernel(
     soft_cap: float | None,
     interpret: bool,
 ) -> Any:
-    """The kernel for these masks; built while tracing, from static facts."""
+    """The kernel for these masks; built while tracing, from static values."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (queries, queries)
@@ -149,34 +149,34 @@ def _rows(kernel: Any, q: Any, k: Any, v: Any, segments: Any) -> Any:
 def _on_devices(
     q: Any, k: Any, v: Any, segments: Any, *, visibility: Visibility, soft_cap: float | None, interpret: bool
 ) -> Any:
-    """(B, N, T, H) by the kernel, on every device of the layout in force."""
+    """(B, N, T, H) by the kernel, on every device of the current layout."""
     heads, queries = q.shape[1:3]
-    found = current()
-    if found is None or found[0].size == 1:
+    layout = current()
+    if layout is None or layout[0].size == 1:
         return _rows(_kernel(visibility, heads, queries, 1, 1, soft_cap, interpret), q, k, v, segments)
-    mesh, rules = found
+    mesh, rules = layout
     q_spec = spec(q.shape, ("batch", "heads", "inner_seq", "head_dim"), mesh, rules)
     q_spec = PartitionSpec(*q_spec, *(None,) * (4 - len(q_spec)))
     head_shards, q_shards = _parts(mesh, q_spec, 1), _parts(mesh, q_spec, 2)
-    groups = k.shape[1]
-    if groups % head_shards:
-        # a device's query heads must find their own key heads beside them
-        copies = head_shards // groups if head_shards % groups == 0 else heads // groups
+    key_heads = k.shape[1]
+    if key_heads % head_shards:
+        # the key heads of a device's query heads must be on the same device
+        copies = head_shards // key_heads if head_shards % key_heads == 0 else heads // key_heads
         k, v = jnp.repeat(k, copies, 1), jnp.repeat(v, copies, 1)
     kv_spec = PartitionSpec(q_spec[0], q_spec[1], None, None)
     kernel = _kernel(visibility, heads, queries, head_shards, q_shards, soft_cap, interpret)
     # within a region that is manual over some axes (a pipeline's), the kernel becomes manual over the others
-    left = set(mesh.axis_names) - set(mesh.manual_axes)
+    axis_names = set(mesh.axis_names) - set(mesh.manual_axes)
     auto = (AxisType.Auto,) * len(mesh.axis_names)
-    everywhere = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto) if mesh.manual_axes else mesh
-    kernel_spec = kernel.manual_sharding_spec(NamedSharding(everywhere, PartitionSpec(q_spec[1], q_spec[2])))
+    auto_mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto) if mesh.manual_axes else mesh
+    kernel_spec = kernel.manual_sharding_spec(NamedSharding(auto_mesh, PartitionSpec(q_spec[1], q_spec[2])))
     segments_spec = None if segments is None else (PartitionSpec(q_spec[0], q_spec[2]), PartitionSpec(q_spec[0], None))
     sharded = jax.shard_map(
         _rows,
         mesh=mesh,
         in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, segments_spec),
         out_specs=q_spec,
-        axis_names=left,
+        axis_names=axis_names,
         check_vma=False,
     )
     return sharded(kernel, q, k, v, segments)

@@ -1,4 +1,4 @@
-"""KVCache: keys and values of the positions a model has seen, for generation. Fixed length, filled from the front."""
+"""KVCache: keys and values of earlier positions, for generation. Fixed length, filled from the front."""
 
 import dataclasses
 from typing import Any
@@ -13,9 +13,8 @@ from jax import lax
 class KVCache:
     """The slots of one attention layer, B rows of S. A `Stack`'s caches are one cache whose leaves have a leading L.
 
-    Rows may differ in position: prompts of unequal lengths, padded left or right, take as many slots each, and padded
-    ones are not `valid`. Appending beyond S overwrites the last slots without a word: whoever generates makes room
-    first.
+    Rows may differ in position: prompts of unequal lengths, padded left or right, take equally many slots, and padded
+    ones are not `valid`. Appending beyond S silently overwrites the last slots: the caller must ensure room.
 
     Args:
         k, v: float (B, S, K, H).
@@ -41,7 +40,7 @@ class KVCache:
         *,
         layers: int | None = None,
     ) -> "KVCache":
-        """A cache with nothing in it; for all layers of a `Stack` at once where `layers` is given.
+        """An empty cache; for all layers of a `Stack` at once if `layers` is given.
 
         Example:
             >>> KVCache.empty(2, 16, 4, 8, layers=3).k.shape
@@ -57,7 +56,7 @@ class KVCache:
         )
 
     def append(self, k: Any, v: Any, positions: Any, valid: Any) -> "KVCache":
-        """With T more slots filled.
+        """The cache with T more slots filled.
 
         Args:
             k, v: float (B, T, K, H).
@@ -65,9 +64,9 @@ class KVCache:
             valid: bool (B, T) or (1, T).
         """
 
-        def write(slots: Any, new: Any) -> Any:
-            new = jnp.broadcast_to(new.astype(slots.dtype), (slots.shape[0], *new.shape[1:]))
-            return lax.dynamic_update_slice_in_dim(slots, new, self.length, 1)
+        def write(slots: Any, entries: Any) -> Any:
+            entries = jnp.broadcast_to(entries.astype(slots.dtype), (slots.shape[0], *entries.shape[1:]))
+            return lax.dynamic_update_slice_in_dim(slots, entries, self.length, 1)
 
         return KVCache(
             k=write(self.k, k),

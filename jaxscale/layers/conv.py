@@ -149,7 +149,7 @@ class BatchNorm(nnx.Module):
 
     Args:
         size: channels.
-        momentum: what stays of the running statistics.
+        momentum: decay of the running statistics.
         eps: added to the variance.
         gain: initial `w`. Zeros in the last norm of a residual branch start the block as the identity (Goyal et al.
             2017, arXiv:1706.02677).
@@ -204,7 +204,7 @@ def max_pool(
         [[5.0, 7.0], [13.0, 15.0]]
     """
     pads = _pads(padding, x.shape[1:3], (window, window), (stride, stride))
-    # no array of JAX: under jit that is traced, and reduce_window knows its derivative for a known number alone
+    # a NumPy number: under jit a JAX array is traced, and reduce_window has a derivative only for a constant
     least = np.asarray(-np.inf, x.dtype)
     return jax.lax.reduce_window(
         x, least, jax.lax.max, (1, window, window, 1), (1, stride, stride, 1), ((0, 0), *pads, (0, 0))

@@ -11,7 +11,7 @@ from jaxscale.typing import Array, Float
 
 
 class Dropout(nnx.Module):
-    """Zeroes a share of the values and scales the others up, in training; the identity where the context has no key.
+    """Zeroes a share of the values and scales the others up, in training; the identity if the context has no key.
 
     Args:
         rate: share of the values zeroed, in [0, 1).
@@ -32,7 +32,7 @@ class Dropout(nnx.Module):
         self.rate, self.site = rate, site
 
     def __call__(self, x: Float[Array, "B *_"], context: Context) -> Float[Array, "B *_"]:
-        """`x` with its share zeroed."""
+        """`x` with a share of its values zeroed."""
         if self.rate == 0 or context.key is None:
             return x
         keep = 1 - self.rate

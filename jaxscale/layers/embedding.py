@@ -16,23 +16,23 @@ from jaxscale.typing import Array, Float, Int
 
 
 def _rows(table: Any, index: Any) -> Any:
-    """Rows of a table; their gradients add up in float32, whatever the type of the table.
+    """Rows of a table, whose gradients are summed in float32 for every type of the table.
 
-    A frequent token's row adds up thousands of gradients: in bfloat16 the sum of ones stops at 256. Where some axes of
-    the mesh are manual, those that the index lies on become so too: XLA aborts on a look-up in a table that lies on one
-    axis by an index that lies on another (JAX 0.10 and 0.12).
+    A frequent token's row sums thousands of gradients: in bfloat16 a sum of ones stops at 256. If some axes of the mesh
+    are manual, those of the index become manual too: XLA aborts on a look-up in a table sharded over one axis by an
+    index sharded over another (JAX 0.10 and 0.12).
     """
-    found = place.current()
-    mesh, rules = found or (None, None)
+    layout = place.current()
+    mesh, rules = layout or (None, None)
     if rules is None or not getattr(mesh, "manual_axes", ()):
         return _looked_up(table, index)
     spec = place.spec(index.shape, ("batch", "seq", *(None,) * index.ndim)[: index.ndim], mesh, rules)
     axes = placed_axes(spec)
     if not axes:
         return _looked_up(table, index)
-    whole = PartitionSpec()
+    replicated = PartitionSpec()
     return jax.shard_map(
-        _looked_up, mesh=mesh, in_specs=(whole, spec), out_specs=spec, axis_names=axes, check_vma=False
+        _looked_up, mesh=mesh, in_specs=(replicated, spec), out_specs=spec, axis_names=axes, check_vma=False
     )(table, index)
 
 
@@ -83,7 +83,7 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(jnp.pad(rows, ((0, -vocab % vocab_multiple), (0, 0))), out_sharding=("vocab", "embed"))
 
     def lookup(self, tokens: Int[Array, "*B"], dtype: Any = None) -> Float[Array, "*B D"]:
-        """The rows of `tokens`, in `dtype` (the parameters' own by default); gradients add up in float32."""
+        """The rows of `tokens`, in `dtype` (by default the parameters'); gradients are summed in float32."""
         rows = _rows(self.weight[...], tokens)
         return rows if dtype is None else rows.astype(dtype)
 
@@ -107,6 +107,6 @@ class PositionTable(nnx.Module):
         self.weight = nnx.Param(init(rngs.params(), (length, size), jnp.float32), out_sharding=("position", "embed"))
 
     def lookup(self, positions: Int[Array, "*B"], dtype: Any = None) -> Float[Array, "*B D"]:
-        """The rows of `positions`, in `dtype` (the parameters' own by default)."""
+        """The rows of `positions`, in `dtype` (by default the parameters')."""
         rows = _rows(self.weight[...], positions)
         return rows if dtype is None else rows.astype(dtype)

@@ -1,16 +1,15 @@
-"""Linear, and the matrix product under it, which has a backward pass of its own, for two reasons.
+"""Linear, and its matrix product, which has a custom backward pass, for two reasons.
 
-Mixed precision needs no setting here: `matmul` computes in the type of `x` and hands the gradient of `w` back in the
-type of `w`. With float32 parameters and bfloat16 activations the gradient leaves the product's float32 accumulator
-unrounded, so what is reduced across devices is float32; with bfloat16 parameters it is bfloat16.
+Mixed precision needs no setting: `matmul` computes in the type of `x` and returns the gradient of `w` in the type of
+`w`. With float32 parameters and bfloat16 activations the gradient leaves the product's float32 accumulator unrounded,
+and is reduced across devices in float32; with bfloat16 parameters it is bfloat16.
 
-The gradient of `w` is the product of two activations, of which one has to be transposed. Autodiff always takes that of
-the output; here it is the narrower one. XLA:CPU computes the elementwise work that leads to a transposed operand once
-more, element by element against the grain of memory: with the wide one, an MLP's, that was a quarter of a step of
-`experiments/shakespeare.py` (`experiments/benchmarks/peer.py`).
+The gradient of `w` is the product of two activations, one of which must be transposed. Autodiff always transposes that
+of the output; here it is the narrower one. XLA:CPU recomputes the elementwise work that leads to a transposed operand,
+with strided memory access: with the wide one, an MLP's, that took a quarter of a step of `experiments/shakespeare.py`
+(`experiments/benchmarks/peer.py`).
 
-Left out: forward-mode differentiation (`jax.jvp`, `jax.linearize`), which a function with a backward pass of its own
-does not have.
+Left out: forward-mode differentiation (`jax.jvp`, `jax.linearize`), which functions with a custom backward pass lack.
 """
 
 import functools
@@ -71,7 +70,7 @@ def matmul(
     Args:
         x: activations (*B, I).
         w: parameters (I, O), in any float type.
-        transposed: `w` is given as (O, I), and the product is `x @ w.T` without a transposed copy.
+        transposed: `w` is (O, I), and the product is `x @ w.T` without a transposed copy.
         result: type of the product, which is its accumulator's when float32; the type of `x` by default.
 
     Returns:
@@ -139,7 +138,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_size,), jnp.float32), out_sharding=(axes[1],)) if bias else None
 
     def __call__(self, x: Float[Array, "*B I"], context: Context = Context()) -> Float[Array, "*B O"]:
-        """`x` projected, in the type of `x`; a context that names a recipe has the product rounded by it."""
+        """`x` projected, in the type of `x`; the product is rounded by the context's recipe, if any."""
         w = self.weight[...]
         y = matmul(x, w) if context.matmul is None else product(x, w, context.matmul)
         return y if self.bias is None else add_bias(y, self.bias[...])

@@ -1,9 +1,9 @@
-"""Cross-entropy of a vocabulary, which need not hold all logits.
+"""Cross-entropy over a vocabulary, without all logits in memory at once.
 
-With `chunk` the loss is scored some positions at a time, and their part of the gradients is computed there and then, so
-that logits are neither kept nor computed twice (as in Liger's fused linear cross-entropy, Hsu et al. 2024). Under a
-layout every shard of the batch and of the sequence adds up its own gradient of the head, which crosses devices once, at
-the end.
+With `chunk` the loss is scored some positions at a time, and their part of the gradients is computed at once, so that
+logits are neither kept nor computed twice (as in Liger's fused linear cross-entropy, Hsu et al. 2024). Under a layout
+every shard of the batch and of the sequence sums its gradient of the head, which is reduced over devices once, at the
+end.
 """
 
 import functools
@@ -23,11 +23,11 @@ from jaxscale.typing import Array, Float, Int
 
 Implementation = Literal["auto", "tpu", "chunked", "reference"]
 CHUNK = 256
-"""Positions of "chunked" where none are given."""
+"""Default positions of "chunked"."""
 
 
 class _Terms(NamedTuple):
-    """What shapes the loss of a target, and where it is computed."""
+    """The parameters of the loss of a target, and its layout."""
 
     vocab: int
     z_loss: float
@@ -56,9 +56,9 @@ def logits(
 
     Args:
         hidden: last hidden states.
-        head: a row per token, as an `Embedding` has them; rows from `vocab` on are padding.
+        head: a row per token, as in an `Embedding`; rows from `vocab` on are padding.
         vocab: number of tokens.
-        soft_cap: c of `c tanh(logits / c)`; `None` leaves them.
+        soft_cap: c of `c tanh(logits / c)`; `None` leaves them unchanged.
 
     Example:
         >>> logits(jnp.ones((1, 2)), jnp.ones((4, 2)), vocab=3).tolist()
@@ -72,7 +72,7 @@ def _score(terms: _Terms, scores: Any, targets: Any, sharded: bool) -> tuple[Any
     scores = _shaped(scores, terms.vocab, terms.soft_cap)
     norms = jax.nn.logsumexp(scores, -1)
     if sharded:
-        # a gather along a sharded dim would bring the logits together
+        # a gather along a sharded dim would gather the logits
         columns = lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1)
         chosen = jnp.sum(jnp.where(columns == targets[..., None], scores, 0.0), -1)
     else:
@@ -100,20 +100,20 @@ def cross_entropy(
 
     Args:
         hidden: last hidden states.
-        head: a row per token; rows from `vocab` on pad the vocabulary and take no part.
+        head: a row per token; rows from `vocab` on pad the vocabulary and are ignored.
         targets: tokens to predict.
         weights: of the targets; all ones by default.
         vocab: number of tokens.
-        chunk: positions of a row scored at a time (on every device, where the sequence is sharded); `None` scores all
-            at once. It need not divide the sequence.
+        chunk: positions of a row scored at a time (on every device, if the sequence is sharded); `None` scores all at
+            once. It need not divide the sequence.
         z_loss: factor of the penalty.
         soft_cap: bound of the logits.
-        implementation: "auto": by chunks where one is given; "chunked": so too where it is as long as a row, and of 256
-            positions where none is; "reference": all at once; "tpu": a kernel that never holds logits and computes them
-            three times. The last two take no chunk.
+        implementation: "auto": by chunks if `chunk` is given and shorter than a row; "chunked": always by chunks, of
+            256 positions by default; "reference": all at once; "tpu": a kernel that never stores logits and computes
+            them three times. The last two ignore `chunk`.
 
     Returns:
-        Sums in float32. The gradient of the head is added up in float32, and has the type of the head.
+        Sums in float32. The gradient of the head is summed in float32, and has the type of the head.
 
     Example:
         >>> loss = cross_entropy(jnp.zeros((1, 2, 3)), jnp.ones((4, 3)), jnp.zeros((1, 2), int), vocab=4)
@@ -130,9 +130,9 @@ def cross_entropy(
         chunk = None
     elif implementation == "chunked":
         chunk = min(chunk or CHUNK, hidden.shape[1])
-    found = current()
-    sharded = found is not None and any(spec(head.shape, ("vocab", None), *found))
-    terms = _Terms(vocab, z_loss, soft_cap, found)
+    layout = current()
+    sharded = layout is not None and any(spec(head.shape, ("vocab", None), *layout))
+    terms = _Terms(vocab, z_loss, soft_cap, layout)
     weights = None if weights is None else weights.astype(jnp.float32)
     weight = jnp.float32(targets.size) if weights is None else jnp.sum(weights)
     hidden = constrain(hidden, "batch", "inner_seq", "embed")
@@ -157,25 +157,25 @@ def cross_entropy(
 
 
 class _Shards(NamedTuple):
-    """Into how many parts the layout in force splits rows and positions."""
+    """The number of shards of rows and positions under the current layout."""
 
     rows: int
     positions: int
 
 
 def _shards(hidden: Any) -> _Shards:
-    found = current()
-    if found is None:
+    layout = current()
+    if layout is None:
         return _Shards(1, 1)
-    mesh, rules = found
+    mesh, rules = layout
     partition = spec(hidden.shape[:2], ("batch", "inner_seq"), mesh, rules)
     entries = [(entry,) if isinstance(entry, str) else entry or () for entry in (*partition, None, None)[:2]]
-    # by hand: a sharding on a mesh with manual axes, inside a pipeline, does not tell its shards
+    # by hand: a sharding on a mesh with manual axes, inside a pipeline, does not report its shards
     return _Shards(*(math.prod(mesh.shape[axis] for axis in axes) for axes in entries))
 
 
 def _split(x: Any, shards: _Shards, chunk: int) -> Any:
-    """(B, T, ...) to (chunks, row shards, rows, position shards, chunk, ...): every shard keeps its own."""
+    """(B, T, ...) to (chunks, row shards, rows, position shards, chunk, ...), without moving data between shards."""
     batch, length = x.shape[:2]
     x = x.reshape(shards.rows, batch // shards.rows, shards.positions, length // shards.positions, *x.shape[2:])
     pad = -x.shape[3] % chunk
@@ -201,11 +201,11 @@ def _chunked(
 ) -> tuple[Any, Any]:
     """Total plus penalty, and penalty, a chunk at a time."""
     shards = _shards(hidden)
-    narrow = head.astype(hidden.dtype)
+    narrow_head = head.astype(hidden.dtype)
 
     def step(sums: Any, chunk: Any) -> tuple[Any, None]:
         hidden, targets, weights = chunk
-        losses, penalties = _score(terms, _constrain_scores(_product(hidden, narrow)), targets, sharded)
+        losses, penalties = _score(terms, _constrain_scores(_product(hidden, narrow_head)), targets, sharded)
         penalty = jnp.sum(penalties * weights)
         return (sums[0] + jnp.sum(losses * weights) + penalty, sums[1] + penalty), None
 
@@ -213,17 +213,17 @@ def _chunked(
     return lax.scan(step, start, tuple(_split(x, shards, chunk) for x in (hidden, targets, weights)))[0]
 
 
-def _chunked_forward(terms: _Terms, *given: Any) -> tuple[tuple[Any, Any], Any]:
+def _chunked_forward(terms: _Terms, *arguments: Any) -> tuple[tuple[Any, Any], Any]:
     with under(terms.layout):
-        return _sums_and_gradients(terms, *given)
+        return _sums_and_gradients(terms, *arguments)
 
 
 def _sums_and_gradients(
     terms: _Terms, chunk: int, sharded: bool, hidden: Any, head: Any, targets: Any, weights: Any
 ) -> tuple[tuple[Any, Any], Any]:
-    """The sums, and their gradients, which every shard adds up for itself."""
+    """The sums, and their gradients, which every shard sums separately."""
     shards = _shards(hidden)
-    narrow = head.astype(hidden.dtype)
+    narrow_head = head.astype(hidden.dtype)
 
     def step(carry: Any, chunk: Any) -> tuple[Any, Any]:
         trained, penalized, d_head = carry
@@ -234,18 +234,18 @@ def _sums_and_gradients(
             penalty = jnp.sum(penalties * weights)
             return jnp.sum(losses * weights) + penalty, (penalty, losses + penalties)
 
-        scores = _constrain_scores(_product(hidden, narrow))
-        (added, (penalty, d_weights)), d_scores = jax.value_and_grad(sums, has_aux=True)(scores)
+        scores = _constrain_scores(_product(hidden, narrow_head))
+        (chunk_total, (penalty, d_weights)), d_scores = jax.value_and_grad(sums, has_aux=True)(scores)
         d_scores = d_scores.astype(hidden.dtype)
         d_head = d_head + jnp.einsum("rbptv,rbptd->rpvd", d_scores, hidden, preferred_element_type=jnp.float32)
         d_head = constrain(d_head, "batch", "inner_seq", "vocab", None)
-        return (trained + added, penalized + penalty, d_head), (matmul(d_scores, narrow), d_weights)
+        return (trained + chunk_total, penalized + penalty, d_head), (matmul(d_scores, narrow_head), d_weights)
 
     chunks = tuple(_split(x, shards, chunk) for x in (hidden, targets, weights))
     d_head = constrain(jnp.zeros((*shards, *head.shape), jnp.float32), "batch", "inner_seq", "vocab", None)
-    (trained, penalty, d_head), by_chunk = lax.scan(step, (jnp.zeros(()), jnp.zeros(()), d_head), chunks)
+    (trained, penalty, d_head), chunk_gradients = lax.scan(step, (jnp.zeros(()), jnp.zeros(()), d_head), chunks)
     batch, length = targets.shape
-    d_hidden, d_weights = (_join(x, batch, length, shards) for x in by_chunk)
+    d_hidden, d_weights = (_join(x, batch, length, shards) for x in chunk_gradients)
     return (trained, penalty), (d_hidden, jnp.sum(d_head, (0, 1)).astype(head.dtype), d_weights)
 
 

@@ -6,27 +6,27 @@ A layer has three products, and each operand of each is rounded to a grid before
     dx = Q'(dy) Q(w)^T        over the outputs
     dw = Q(x)^T Q''(dy)       over the tokens
 
-A `Recipe` names the grids; one engine computes every recipe. Scales are made anew from the largest magnitude, of the
-whole operand or of each of its channels, the lines along which a product sums, so that a sum has one. Rounding is
-straight through: no gradient is taken of it. Codes are what is multiplied, in their own type; where a chip has no such
-product, XLA widens the operands, and the result is the same.
+A `Recipe` names the grids; one engine computes every recipe. Scales are recomputed from the largest magnitude, of the
+whole operand or of each of its channels, the lines along which a product sums, so that a sum has one scale. Rounding is
+straight through: it is not differentiated. Codes are multiplied in their type; if a chip has no such product, XLA
+widens the operands, and the result is the same.
 
     fp8    e4m3 forward, e5m2 gradients (Micikevicius et al. 2022), a scale for each operand
     int8   all three products, a scale for each channel
     int4   INT4 with a scale for each channel; gradients of a sign and three bits of exponent in radix 4, 0 and +-4^k,
-           a scale for each layer, two-phase rounding: to 4^k where the gradient goes on, to 4^k / 2 where the weight's
-           is made, so that the errors of the one are not those of the other (Sun et al. 2020)
+           a scale for each layer, two-phase rounding: to 4^k for the gradient of the input, to 4^k / 2 for that of the
+           weight, so that their errors differ (Sun et al. 2020)
 
 No chip multiplies int4's operands: INT4 codes are multiplied in int8, or in e4m3 with gradients, which are powers of
-two and exact in e5m2. What stays as it is computed: embeddings, heads, norms, attention's scores and values; parameters
-keep their type, and so do their gradients. Left out: scales that are learned or remembered (PACT, SAWB, delayed
-scaling; Sun et al. adjust each layer's gradient scale from step to step, here its maximum tells it), stochastic
-rounding, convolutions.
+two and exact in e5m2. Unchanged are embeddings, heads, norms, attention's scores and values; parameters and their
+gradients keep their type. Left out: scales that are learned or remembered (PACT, SAWB, delayed scaling; Sun et al.
+adjust each layer's gradient scale from step to step, here it follows from the maximum), stochastic rounding,
+convolutions.
 
 Why not qwix (0.1.8, tried on JAX 0.10.2 and 0.12): it replaces `jax.lax.dot_general` while a module is called, and the
-backward pass of `linear.matmul` is traced later. Of the 63 products of a decoder's layers the 21 forward ones alone
-became int8, and with them attention's and the head's. It hands no type of the accumulator on, so that gradients of
-float32 parameters would be bfloat16 ones, and it has no radix 4 and no two phases.
+backward pass of `linear.matmul` is traced later. Of the 63 products of a decoder's layers only the 21 forward ones
+became int8, and also attention's and the head's. It does not pass on the accumulator's type, so that gradients of
+float32 parameters would be bfloat16, and it has no radix 4 and no two phases.
 
 References:
     Sun et al. 2020, "Ultra-Low Precision 4-bit Training of Deep Neural Networks", NeurIPS.
@@ -44,17 +44,17 @@ import jax.numpy as jnp
 from jaxscale.typing import Array, Float
 
 SMALLEST = 2.0**-100
-"""The least magnitude that a scale tells from zero; much less, and a scale would be a denormal, which XLA flushes."""
+"""The least magnitude that a scale represents; with a much smaller one it would be a denormal, which XLA flushes."""
 STEPS = 7
-"""Magnitudes of a radix-4 number beside zero: what three bits of exponent tell."""
+"""Magnitudes of a radix-4 number besides zero, encoded in three bits of exponent."""
 
 
-def _whole(x: Any, top: float) -> Any:
-    return jnp.clip(jnp.round(x), -top, top)
+def _rounded(x: Any, limit: float) -> Any:
+    return jnp.clip(jnp.round(x), -limit, limit)
 
 
 def _cast(x: Any, top: float) -> Any:
-    return jnp.clip(x, -top, top)  # rounding is the cast's to do
+    return jnp.clip(x, -top, top)  # the cast rounds
 
 
 def radix_4(x: Float[Array, "*B"], top: float) -> Float[Array, "*B"]:
@@ -66,11 +66,11 @@ def radix_4(x: Float[Array, "*B"], top: float) -> Float[Array, "*B"]:
         >>> radix_4(jnp.array([0.6, 2.4, 2.5, -100.0, 0.001]), 64.0).tolist()
         [0.25, 1.0, 4.0, -64.0, 0.0]
     """
-    magnitude, rounded, below = jnp.abs(x), jnp.zeros_like(x), 0.0
+    magnitude, rounded, next_smaller = jnp.abs(x), jnp.zeros_like(x), 0.0
     for k in reversed(range(STEPS)):
         value = top / 4.0**k
-        rounded += jnp.where(magnitude >= (below + value) / 2, value - below, 0.0)
-        below = value
+        rounded += jnp.where(magnitude >= (next_smaller + value) / 2, value - next_smaller, 0.0)
+        next_smaller = value
     return jnp.where(x < 0, -rounded, rounded)
 
 
@@ -79,7 +79,7 @@ class Grid:
     """The values that an operand is rounded to, up to a scale.
 
     Args:
-        dtype: type of the codes, which are what is multiplied.
+        dtype: type of the codes, which are multiplied.
         top: the greatest code.
         rounding: from float32 numbers and `top` to the nearest codes.
         channels: each channel has a scale, a line along the dims that the product sums over; else the operand has one.
@@ -108,8 +108,8 @@ class Grid:
         return self.rounding(x / scale, self.top).astype(self.dtype), scale
 
 
-INT8 = Grid("int8", 127.0, _whole, channels=True)
-INT4 = Grid("int8", 7.0, _whole, channels=True)  # XLA:CPU multiplies no 4-bit arguments (jaxlib 0.10.2)
+INT8 = Grid("int8", 127.0, _rounded, channels=True)
+INT4 = Grid("int8", 7.0, _rounded, channels=True)  # XLA:CPU multiplies no 4-bit arguments (jaxlib 0.10.2)
 E4M3 = Grid("float8_e4m3fn", 448.0, _cast)
 E5M2 = Grid("float8_e5m2", 57344.0, _cast)
 FP4_EVEN = Grid("float8_e5m2", 4.0**3, radix_4, reach=4.0**3)
@@ -121,18 +121,18 @@ ROLES = {
     "onward": "the gradients of their inputs",
     "inward": "the gradients of their weights",
 }
-"""What a layer's three products give."""
+"""The results of a layer's three products."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How the three products of a layer are computed.
+    """The grids of the three products of a layer.
 
     Args:
-        operands: what activations and weights are rounded to.
-        onward: what the gradient is rounded to where it goes on to the layers before.
-        inward: what it is rounded to where that of the weights is made.
-        emulated: no chip has these products: they are computed in wider ones, to the same result.
+        operands: grid of activations and weights.
+        onward: grid of the gradient in the product for the input's gradient.
+        inward: grid of the gradient in the product for the weight's gradient.
+        emulated: no chip has these products: they are computed in wider types, with the same result.
     """
 
     operands: Grid
@@ -141,9 +141,9 @@ class Recipe:
     emulated: bool = False
 
     def types(self, role: str) -> frozenset[str]:
-        """The types that are multiplied in the product of a role."""
-        second = {"forward": self.operands, "onward": self.onward, "inward": self.inward}[role]
-        return frozenset(_carried((self.operands.dtype, second.dtype)))
+        """The types of the operands in the product of a role."""
+        gradient_grid = {"forward": self.operands, "onward": self.onward, "inward": self.inward}[role]
+        return frozenset(_multiplied_types((self.operands.dtype, gradient_grid.dtype)))
 
 
 RECIPES = {
@@ -151,11 +151,11 @@ RECIPES = {
     "int8": Recipe(INT8, INT8, INT8),
     "int4": Recipe(INT4, FP4_EVEN, FP4_ODD, emulated=True),
 }
-"""By the name that a plan's `matmul` has."""
+"""Recipes by the name in a plan's `matmul`."""
 
 
-def _carried(dtypes: tuple[str, str]) -> tuple[str, str]:
-    """The types in which codes of two types are multiplied: whole numbers meet floats in e4m3, exact to 16."""
+def _multiplied_types(dtypes: tuple[str, str]) -> tuple[str, str]:
+    """The types in which codes of two types are multiplied: integers are cast to e4m3, exact to 16, beside floats."""
     if len({jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes}) == 1:
         return dtypes
     first, second = ("float8_e4m3fn" if jnp.issubdtype(dtype, jnp.integer) else dtype for dtype in dtypes)
@@ -169,13 +169,19 @@ def _multiply(a: Any, b: Any, grids: tuple[Grid, Grid], dims: Any, result: Any) 
         code, scale = grid.encode(x, summed)
         codes.append(code)
         scales.append(jnp.squeeze(scale, summed))
-    first, second = (code.astype(t) for code, t in zip(codes, _carried((grids[0].dtype, grids[1].dtype)), strict=True))
-    whole = jnp.issubdtype(first.dtype, jnp.integer)
+    first, second = (
+        code.astype(t) for code, t in zip(codes, _multiplied_types((grids[0].dtype, grids[1].dtype)), strict=True)
+    )
+    is_integer = jnp.issubdtype(first.dtype, jnp.integer)
     y = jax.lax.dot_general(
-        first, second, (dims, ((), ())), preferred_element_type=jnp.int32 if whole else jnp.float32
+        first, second, (dims, ((), ())), preferred_element_type=jnp.int32 if is_integer else jnp.float32
     ).astype(jnp.float32)
-    left, right = scales
-    y = y * left.reshape(left.shape + (1,) * right.ndim) * right.reshape((1,) * left.ndim + right.shape)
+    first_scale, second_scale = scales
+    y = (
+        y
+        * first_scale.reshape(first_scale.shape + (1,) * second_scale.ndim)
+        * second_scale.reshape((1,) * first_scale.ndim + second_scale.shape)
+    )
     return y.astype(result)
 
 
@@ -201,7 +207,7 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def product(x: Float[Array, "*B I"], w: Float[Array, "I O"], recipe: str) -> Float[Array, "*B O"]:
-    """`x @ w` by a recipe, and its gradients, each in the type of what it is of.
+    """`x @ w` by a recipe; each gradient has the type of its operand.
 
     Args:
         x: activations (*B, I).

@@ -50,8 +50,8 @@ assert set(_FORMS) == set(get_args(Kind))
 class MLP(nnx.Module):
     """`down(act(up(x)))`, or `down(act(gate(x)) * up(x))` for the gated kinds.
 
-    Products are named for remat before the nonlinearity ("mlp_gate", "mlp_up"): named after it, saving them would not
-    spare recomputing them.
+    Products are named for remat before the nonlinearity ("mlp_gate", "mlp_up"): values named after it would not save
+    recomputing the products.
 
     Args:
         embed: width of input and output.

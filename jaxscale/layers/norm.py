@@ -15,7 +15,7 @@ def _over_rows(gain: jax.Array, x: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x^2) + eps) * w`, or `* (1 + w)` as Gemma has it.
+    """`x / sqrt(mean(x^2) + eps) * w`, or `* (1 + w)` as in Gemma.
 
     Args:
         size: width normalised over.
@@ -36,7 +36,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """`x` normalised over its last dim, in the type of `x`."""
         wide = x.astype(jnp.float32)
-        # not jnp.square, whose derivative keeps 2 * wide beside wide
+        # not jnp.square, whose derivative keeps 2 * wide besides wide
         y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
         gain = _over_rows(self.weight[...], x)
         return (y * (1 + gain if self.plus_one else gain)).astype(x.dtype)

@@ -20,8 +20,8 @@ class Rotary:
     Args:
         head_dim: width of a head, even.
         base: wavelengths run from 2 pi to 2 pi * base.
-        scaling: from frequencies, float64 (head_dim / 2,) in radians per position, to those in their place; `None`
-            leaves them.
+        scaling: from frequencies, float64 (head_dim / 2,) in radians per position, to scaled ones; `None` leaves them
+            unchanged.
 
     Example:
         >>> x = jnp.ones((1, 2, 1, 4))

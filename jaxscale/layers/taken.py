@@ -1,4 +1,4 @@
-"""What a layer takes where no dispatch of `pallas_kernels` has chosen it, for those who ask what a program runs."""
+"""Record implementations that layers select without the dispatch of `pallas_kernels`, for reports on a program."""
 
 from jaxscale.layers.attention_kernel import place
 from pallas_kernels.dispatch import Explanation, listening, note
@@ -6,12 +6,12 @@ from pallas_kernels.target import target
 
 
 def took(kernel: str, chosen: str, why: str | None = None) -> None:
-    """Note an implementation that is about to run here.
+    """Record the implementation that is about to run.
 
     Args:
         kernel: "attention", "cross_entropy".
         chosen: its name.
-        why: why it is no kernel of the platform, in few words; `None` where nothing is better.
+        why: why it is no kernel of the platform, in few words; `None` if nothing is better.
     """
     if not listening():
         return

@@ -1,4 +1,4 @@
-"""Visibility: which keys a query sees. The one definition that every implementation of attention obeys."""
+"""Visibility: which keys a query sees, the definition for every implementation of attention."""
 
 import dataclasses
 from typing import Any
@@ -12,11 +12,11 @@ from jaxscale.typing import Array, Bool, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Visibility:
-    """A key is visible to a query if all of these hold, each where it is given.
+    """A key is visible to a query if all specified conditions hold.
 
     Args:
         q_positions, kv_positions: int (B, T) and (B, S); the index in the row by default.
-        q_segments, kv_segments: int (B, T) and (B, S): both are the same, and not 0, which is padding.
+        q_segments, kv_segments: int (B, T) and (B, S): both are equal, and not 0, which is padding.
         window: 0 <= q_position - kv_position < window; a whole number, or a traced one.
         causal: 0 <= q_position - kv_position.
     """
@@ -44,22 +44,22 @@ class Visibility:
         return not self.trivial and not (indexed and (queries <= keys or self.window is None))
 
     def mask(self, q_index: Int[Array, "T"], kv_index: Int[Array, "S"]) -> Bool[Array, "_ T S"]:
-        """Which keys, at these indices of their rows, the queries at theirs see; dim 0 is B, or 1 if rows are alike."""
+        """Mask of the keys at `kv_index` that the queries at `q_index` see; dim 0 is B, or 1 if rows are alike."""
         q_positions, kv_positions = _at(self.q_positions, q_index), _at(self.kv_positions, kv_index)
         distance = q_positions[:, :, None] - kv_positions[:, None, :]
-        seen = jnp.ones_like(distance, dtype=bool)
+        visible = jnp.ones_like(distance, dtype=bool)
         if self.causal:
-            seen = distance >= 0
+            visible = distance >= 0
         if self.window is not None:
-            seen = seen & (distance < self.window)
+            visible = visible & (distance < self.window)
         if self.q_segments is not None:
             q_segments, kv_segments = _at(self.q_segments, q_index), _at(self.kv_segments, kv_index)
-            seen = seen & (q_segments[:, :, None] == kv_segments[:, None, :]) & (kv_segments != 0)[:, None, :]
-        return seen
+            visible = visible & (q_segments[:, :, None] == kv_segments[:, None, :]) & (kv_segments != 0)[:, None, :]
+        return visible
 
 
 def _at(values: Any, index: Any) -> Any:
-    """`values[:, index]`; the index itself where there are none. An index as long as the row is the whole row."""
+    """`values[:, index]`, or the index if there are no values. An index as long as the row is the whole row."""
     if values is None:
         return index[None, :]
     return jnp.asarray(values) if values.shape[1] == index.shape[0] else jnp.take(values, index, axis=1, mode="clip")

@@ -1,4 +1,4 @@
-"""A MemoryPlan applied to blocks: `jax.checkpoint` around each, from outside the model."""
+"""Apply a MemoryPlan to blocks: `jax.checkpoint` around each, from outside the model."""
 
 import dataclasses
 from typing import Any
@@ -14,18 +14,18 @@ def keep_dots(primitive: Any, *inputs: Any, **params: Any) -> Any:
     return jax.checkpoint_policies.dots_saveable(primitive, *inputs, **params)
 
 
-# functions of our own, so that a traced program tells blocks that a plan wrapped from a checkpoint of the user's
+# separate functions, to distinguish blocks that a plan wrapped from the user's checkpoints in a traced program
 POLICIES: dict[str, Any] = {"dots": keep_dots, "full": keep_nothing}
 
 
 @dataclasses.dataclass(frozen=True)
 class KeepBy:
-    """One of JAX's own policies, by its name in `jax.checkpoint_policies`."""
+    """One of JAX's policies, by its name in `jax.checkpoint_policies`."""
 
     name: str
 
     def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> Any:
-        """What `jax.checkpoint` asks of every operation."""
+        """Whether an operation's outputs are kept, for `jax.checkpoint`."""
         return getattr(jax.checkpoint_policies, self.name)(primitive, *inputs, **params)
 
 
@@ -42,7 +42,7 @@ def policy_of(plan: MemoryPlan) -> Any:
 
 
 def wrapper(plan: MemoryPlan) -> Wrapper:
-    """What `blocks.wrapping` needs to run every block under the plan: one of those that are policies, or "none"."""
+    """The wrapper for `blocks.wrapping` that runs every block under a plan by a policy, or "none"."""
     if plan.rule == "none":
         return as_it_is
     policy = policy_of(plan)

@@ -1,13 +1,13 @@
-"""Chains: stages in sequence, plans of what to keep and what to run again, and what a plan costs.
+"""Chains: stages in sequence, plans of what to keep and what to recompute, and the cost of a plan.
 
-A plan is data, a tuple of nodes: `Save(i, option)` runs stage i and keeps what that option says until its backward
-pass; `Remat(nodes)` runs its stages keeping only what enters the first, and once more, under its own nodes, when their
-backward pass comes. `simulate` walks a plan and tells seconds, bytes and how often a stage runs forward: the definition
-that the solvers are tested against. Here are the plans that need no costs: `revolve`, optimal for alike
-stages and a number of slots (Griewank and Walther 2000, Algorithm 799), and `periodic` (Chen et al. 2016,
+A plan is data, a tuple of nodes: `Save(i, option)` runs stage i and keeps the values of that option until its backward
+pass; `Remat(nodes)` runs its stages keeping only the input of the first, and runs them again, under its nodes, for
+their backward pass. `simulate` walks a plan and returns seconds, bytes and the forward runs of each stage: the
+definition that the solvers are tested against. This module has the plans that need no costs: `revolve`, optimal for
+alike stages and a number of slots (Griewank and Walther 2000, Algorithm 799), and `periodic` (Chen et al. 2016,
 arXiv:1604.06174). The plan for unlike stages and a budget in bytes is in `memory/rotor.py`.
 
-Left out: plans that keep a value beyond the segment it was made in (non-persistent schedules), which nested
+Left out: plans that keep a value beyond the segment that computes it (non-persistent schedules), which nested
 `jax.checkpoint` cannot express.
 """
 
@@ -31,10 +31,10 @@ class Option:
     """One way to keep a stage from its forward pass to its backward pass.
 
     Args:
-        kept_bytes: kept, beside the stage's input and its output, which are there in any case.
-        extra_seconds: of what the backward pass recomputes because it was not kept.
+        kept_bytes: kept besides the stage's input and output, which are always kept.
+        extra_seconds: of recomputing, in the backward pass, the values that were not kept.
         working_bytes: further bytes while the backward pass of the stage runs.
-        name: for people.
+        name: shown in messages and reports.
     """
 
     kept_bytes: int = 0
@@ -49,17 +49,16 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What one stage of a chain costs, per device and microbatch.
+    """The cost of one stage of a chain, per device and microbatch.
 
     Args:
         forward_seconds: of its forward pass.
-        backward_seconds: of its backward pass when everything was kept.
+        backward_seconds: of its backward pass if all values were kept.
         output_bytes: of its output, `passed_bytes` included. A gradient has the bytes of its value.
         options: ways to keep it.
         working_bytes: further bytes while the forward pass of the stage runs.
-        passed_bytes: of its input, those arrays that its output holds unchanged (the skips of a U-Net): they take
-            memory once. They are thought of as a stack: what a stage passes on is what the stages before it passed on
-            longest.
+        passed_bytes: of the input arrays that its output contains unchanged (the skips of a U-Net): they take memory
+            once. They form a stack: a stage passes on the arrays that earlier stages passed on longest.
 
     Example:
         >>> Stage(1.0, 2.0, 8, (Option(40, name="all"), Option(8, 0.5, name="matrix products"))).options[1].name
@@ -86,11 +85,11 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """Run a stage and keep what it needs for its backward pass.
+    """Run a stage and keep the values that its backward pass needs.
 
     Args:
-        stage: which, from 0.
-        option: how, an index into its options.
+        stage: its index, from 0.
+        option: how to keep it, an index into its options.
     """
 
     stage: int
@@ -103,7 +102,7 @@ class Save:
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """Run neighbouring stages keeping only what enters the first; run them again, by `nodes`, for their backward pass.
+    """Run neighbouring stages keeping only the first one's input; run them again, by `nodes`, for their backward pass.
 
     Args:
         nodes: plan of these stages.
@@ -123,15 +122,15 @@ Nodes = tuple[Save | Remat, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ChainCost:
-    """What a plan of a chain costs.
+    """The cost of a plan of a chain.
 
     Args:
         seconds: of the forward and the backward pass.
-        peak_bytes: most bytes at any time, the chain's input included.
-        kept_bytes: most bytes that wait for a backward pass at any time, the chain's input included: inputs of stages,
-            and what stages keep. Not among them are gradients, what the stage at work needs beside what it keeps, and
-            what leaves the last stage of a list, which its own backward pass reads at once.
-        forwards: how often a stage runs forward; L when nothing is run again.
+        peak_bytes: most live bytes at any time, the chain's input included.
+        kept_bytes: most bytes kept for a backward pass at any time, the chain's input included: inputs of stages, and
+            the values that stages keep. Excluded are gradients, the working memory of the running stage, and the
+            output of the last stage of a list, which its backward pass reads at once.
+        forwards: number of forward runs of stages; L without recomputation.
         peak_stage: the stage that runs at the peak.
     """
 
@@ -152,7 +151,7 @@ def saves(nodes: Nodes) -> Iterator[Save]:
 
 
 def times_run(nodes: Nodes) -> list[int]:
-    """How often each stage runs forward: once, and once more for every segment around it.
+    """Number of forward runs of each stage: one, plus one for every segment around it.
 
     Example:
         >>> times_run((Remat((Save(0), Remat((Save(1),)))), Save(2)))
@@ -161,22 +160,22 @@ def times_run(nodes: Nodes) -> list[int]:
     return [
         runs
         for node in nodes
-        for runs in ([1] if isinstance(node, Save) else [1 + inside for inside in times_run(node.nodes)])
+        for runs in ([1] if isinstance(node, Save) else [1 + inner_runs for inner_runs in times_run(node.nodes)])
     ]
 
 
 def check_nodes(nodes: Nodes, stages: int) -> None:
-    """Refuse a plan that does not hold each of a chain's stages once, in order.
+    """Raise unless a plan has each stage of a chain once, in order.
 
     Raises:
-        UserError: it is a plan of another chain.
+        UserError: the plan is for another chain.
     """
-    found = [save.stage for save in saves(nodes)]
-    if found != list(range(stages)):
-        shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
+    numbers = [save.stage for save in saves(nodes)]
+    if numbers != list(range(stages)):
+        shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
         raise UserError(
-            f"a plan of {len(found)} stages ({shown}) for a chain of {stages}: expected each of them once, in order; "
-            "make the plan anew for this model"
+            f"a plan of {len(numbers)} stages ({shown}) for a chain of {stages}: expected each of them once, in order; "
+            "make the plan again for this model"
         )
 
 
@@ -186,10 +185,10 @@ def simulate(nodes: Nodes, stages: Sequence[Stage], input_bytes: int) -> ChainCo
     Args:
         nodes: the plan.
         stages: of the chain.
-        input_bytes: of what enters the first stage.
+        input_bytes: of the first stage's input.
 
     Raises:
-        UserError: the plan is of another chain, or names an option that a stage does not have.
+        UserError: the plan is for another chain, or refers to an option that a stage does not have.
 
     Example:
         >>> alike = [Stage(1.0, 2.0, 1)] * 4
@@ -201,7 +200,7 @@ def simulate(nodes: Nodes, stages: Sequence[Stage], input_bytes: int) -> ChainCo
         if save.option >= len(stages[save.stage].options):
             raise UserError(
                 f"option {save.option} of stage {save.stage}, which has {len(stages[save.stage].options)}: "
-                "make the plan anew for these stages"
+                "make the plan again for these stages"
             )
     walk = _Walk(tuple(stages), input_bytes)
     walk.backward(nodes, stages[-1].output_bytes)
@@ -209,7 +208,7 @@ def simulate(nodes: Nodes, stages: Sequence[Stage], input_bytes: int) -> ChainCo
 
 
 class _Walk:
-    """What lives while a plan runs. The input of a list of nodes is alive, and counted, while the list runs."""
+    """Live and kept bytes while a plan runs. The input of a list of nodes counts as live while the list runs."""
 
     def __init__(self, stages: tuple[Stage, ...], input_bytes: int) -> None:
         self.stages = stages
@@ -218,17 +217,17 @@ class _Walk:
         self.seconds, self.peak, self.forwards, self.peak_stage = 0.0, 0, 0, 0
 
     def reach(self, more: int, stage: int) -> None:
-        """`more` bytes beside what is alive, while a stage runs."""
+        """Record a peak of `more` bytes besides the live ones, while a stage runs."""
         if self.live + more > self.peak:
             self.peak, self.peak_stage = self.live + more, stage
 
     def hold(self, more: int) -> None:
-        """`more` bytes wait for a backward pass; negative ones do no longer."""
+        """Add `more` bytes to those kept for a backward pass; a negative number releases them."""
         self.held += more
         self.most = max(self.most, self.held)
 
     def new(self, start: int, stop: int) -> int:
-        """Bytes of what enters stage `stop` that what enters stage `start` does not hold."""
+        """Bytes of the input of stage `stop` that are not part of the input of stage `start`."""
         return self.bytes[stop] - min(stage.passed_bytes for stage in self.stages[start:stop])
 
     def forward(self, stage: int) -> None:
@@ -239,58 +238,58 @@ class _Walk:
     def forward_only(self, start: int, stop: int) -> None:
         """Run stages keeping nothing but the input of the first and the output of the last."""
         for index in range(start, stop):
-            before = self.new(start, index) if index > start else 0
-            self.reach(before + self.new(index, index + 1) + self.stages[index].working_bytes, index)
+            input_bytes = self.new(start, index) if index > start else 0
+            self.reach(input_bytes + self.new(index, index + 1) + self.stages[index].working_bytes, index)
             self.forward(index)
 
     def backward(self, nodes: Nodes, gradient: int) -> None:
-        """Run nodes forward and backward; a gradient of so many bytes waits behind them."""
+        """Run nodes forward and backward, with a gradient of `gradient` bytes for their output."""
         if not nodes:
             return
-        node, rest = nodes[0], nodes[1:]
+        node, tail = nodes[0], nodes[1:]
         if isinstance(node, Save):
             stage = self.stages[node.stage]
             option = stage.options[node.option]
-            kept = option.kept_bytes + self.new(node.stage, node.stage + 1)
-            self.reach(gradient + kept + stage.working_bytes, node.stage)
+            kept_bytes = option.kept_bytes + self.new(node.stage, node.stage + 1)
+            self.reach(gradient + kept_bytes + stage.working_bytes, node.stage)
             self.forward(node.stage)
-            held = kept if rest else option.kept_bytes
-            self.live += kept
-            self.hold(held)
-            self.backward(rest, gradient)
-            self.hold(-held)
+            held_bytes = kept_bytes if tail else option.kept_bytes
+            self.live += kept_bytes
+            self.hold(held_bytes)
+            self.backward(tail, gradient)
+            self.hold(-held_bytes)
             gradients = self.bytes[node.stage + 1] + self.bytes[node.stage] - stage.passed_bytes
             self.reach(gradients + option.working_bytes, node.stage)
-            self.live -= kept
+            self.live -= kept_bytes
             self.seconds += stage.backward_seconds + option.extra_seconds
             return
-        inside = [save.stage for save in saves(node.nodes)]
-        start, stop = inside[0], inside[-1] + 1
+        inner_stages = [save.stage for save in saves(node.nodes)]
+        start, stop = inner_stages[0], inner_stages[-1] + 1
         self.live += gradient
         self.forward_only(start, stop)
         self.live -= gradient
-        if rest:
+        if tail:
             boundary = self.new(start, stop)
             self.live += boundary
             self.hold(boundary)
-            self.backward(rest, gradient)
+            self.backward(tail, gradient)
             self.hold(-boundary)
             self.live -= boundary
         self.backward(node.nodes, self.bytes[stop])
 
 
 def keep_all(stages: int) -> Nodes:
-    """The plan that keeps every stage by its first option and runs nothing again."""
+    """The plan that keeps every stage by its first option and recomputes nothing."""
     return tuple(Save(stage) for stage in range(stages))
 
 
 def keep_inputs(stages: int) -> Nodes:
-    """The plan that keeps what enters each stage, and runs each a second time."""
+    """The plan that keeps the input of each stage, and runs each a second time."""
     return tuple(Remat((Save(stage),)) for stage in range(stages))
 
 
 def square_root(stages: int) -> int:
-    """The K that makes ceil(L / K) + K least: what `sqrt` means for L stages.
+    """The K that minimizes ceil(L / K) + K: the period of the rule `sqrt` for L stages.
 
     Example:
         >>> square_root(16), square_root(32)
@@ -300,7 +299,7 @@ def square_root(stages: int) -> int:
 
 
 def periodic(stages: int, every: int) -> Nodes:
-    """The plan that keeps what enters every K-th stage, and all of the last segment, which nothing comes after.
+    """The plan that keeps the input of every K-th stage, and all of the last segment, whose backward pass comes first.
 
     Args:
         stages: L.
@@ -317,7 +316,7 @@ def periodic(stages: int, every: int) -> Nodes:
 
 
 def revolve_cost(stages: int, slots: int) -> int:
-    """Forward passes of a stage beyond the first of each, at least: r L - C(s + r, r - 1), C(s + r, r) >= L.
+    """Least number of repeated forward passes of stages: r L - C(s + r, r - 1), C(s + r, r) >= L.
 
     Args:
         stages: L, alike.
@@ -363,7 +362,7 @@ def _revolve(first: int, count: int, slots: int) -> Nodes:
 
 @functools.lru_cache(maxsize=4096)
 def _head(count: int, slots: int) -> int:
-    """How many stages to run before the next state is kept."""
+    """Number of stages to run before the next state is kept."""
     return min(range(1, count), key=lambda k: k + revolve_cost(k, slots) + revolve_cost(count - k, slots - 1))
 
 

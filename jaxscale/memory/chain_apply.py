@@ -1,8 +1,8 @@
-"""A plan of a chain put to work: nested `jax.checkpoint`, from outside the model.
+"""Apply a plan of a chain: nested `jax.checkpoint`, from outside the model.
 
-`Remat(nodes)` becomes a checkpoint that keeps its inputs alone, `Save(i, option)` the block as that option's wrapper
-wants it. The barriers of `prevent_cse` stay on: blocks that are not scanned are there twice in one program, and XLA
-would merge the second run with the first, and keep what the plan gave up.
+`Remat(nodes)` becomes a checkpoint that keeps its inputs alone, `Save(i, option)` the block in that option's wrapper.
+The barriers of `prevent_cse` stay on: blocks that are not scanned occur twice in one program, and XLA would merge the
+second run with the first, and keep the values that the plan recomputes.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.rotor import rotor
 
 CHAIN_RULES = ("none", "full", "sqrt", "periodic", "revolve", "chain")
-"""Rules of a `MemoryPlan` that say what a chain keeps."""
+"""Rules of a `MemoryPlan` for chains."""
 
 
 def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> Nodes:
-    """What a request comes to for a chain.
+    """Resolve a memory plan for a chain.
 
     Args:
         plan: by a rule of `CHAIN_RULES`.
-        stages: what each block costs; only `chain` reads more than their number.
-        input_bytes: of what enters the first block.
+        stages: cost of each block; only `chain` reads more than their number.
+        input_bytes: of the first block's input.
 
     Raises:
         UserError: the budget is below the least possible.
@@ -63,11 +63,11 @@ def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> 
 
 
 def chain_treatment(nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None = None) -> Treatment:
-    """How a plan of a chain treats the blocks of a model.
+    """The treatment of a model's blocks under a plan of a chain.
 
     Args:
         nodes: the plan.
-        options: of each stage the wrapper of each way to keep it; by default one, which keeps everything.
+        options: for each stage a wrapper per option; by default one, which keeps everything.
 
     Example:
         >>> from jaxscale.blocks import one_after_another
@@ -88,20 +88,20 @@ def _run(
     nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None, calls: Sequence[Call], x: Any
 ) -> tuple[Any, list[Any]]:
     """Run the calls of these nodes, in order."""
-    found, done = [], 0
+    results, position = [], 0
     for node in nodes:
         if isinstance(node, Save):
-            call = calls[done]
+            call = calls[position]
             wrapper = blocks.as_it_is if options is None else options[node.stage][node.option]
-            x, left = wrapper(call.block, False)(*call.before, x, *call.after)
-            found.append(left)
-            done += 1
+            x, result = wrapper(call.block, False)(*call.before, x, *call.after)
+            results.append(result)
+            position += 1
         else:
             count = sum(1 for _ in saves(node.nodes))
             inner = node.nodes
-            x, left = blocks.again(
-                calls[done : done + count], x, lambda calls, x, inner=inner: _run(inner, options, calls, x)
+            x, result = blocks.again(
+                calls[position : position + count], x, lambda calls, x, inner=inner: _run(inner, options, calls, x)
             )
-            found += left
-            done += count
-    return x, found
+            results += result
+            position += count
+    return x, results

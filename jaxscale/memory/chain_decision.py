@@ -1,8 +1,8 @@
-"""A memory plan decided for a chain of blocks: from traced blocks to stages with a menu each, to nodes, to a treatment.
+"""Decide a memory plan for a chain of blocks: from traced blocks to stages with options, to nodes, to a treatment.
 
 Each block's menu is the lower convex hull of its optimal save sets (`graph.menu`), from keeping all to keeping nothing.
-Bytes of a budget are those kept for a backward pass to come, as everywhere: inputs of blocks, and what blocks keep.
-What the block at work needs beside, and gradients, come on top (`chain.simulate` tells both).
+A budget bounds the bytes kept for a later backward pass, as everywhere: inputs of blocks, and their kept values. The
+working memory of the running block and gradients are not included (`chain.simulate` returns both).
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ from jaxscale.platforms.platform import Chip
 POINTS = 8
 """Save sets solved for each of several kinds of block."""
 ALIKE_POINTS = 23
-"""The same where all blocks are of one kind, of which Rotor's table is small."""
+"""Save sets solved if all blocks are of one kind, for which Rotor's table is small."""
 _TIE = 1e-6
-"""FLOP of a byte that is computed again without any."""
+"""FLOP charged per recomputed byte of values that cost none."""
 
 
 def block_options(graph: BlockGraph, objective: Objective, points: int = POINTS) -> tuple[SaveSet, ...]:
@@ -37,35 +37,35 @@ def block_options(graph: BlockGraph, objective: Objective, points: int = POINTS)
 
 
 def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: Objective) -> Stage:
-    """What a block costs as a stage of a chain; where no chip is known, its seconds are FLOP.
+    """The cost of a block as a stage of a chain; without a chip, its seconds are FLOP.
 
-    A backward pass takes twice the forward pass, and while it runs holds every value that it reads.
+    A backward pass takes twice the forward pass, and while it runs needs every value that it reads.
     """
     seconds = graph.seconds if objective == "seconds" else float(graph.flop)
-    needed, given = set(graph.needed), set(graph.inputs)
-    ends = sum(graph.values[index].bytes for index in needed & set(graph.outputs))
+    needed, inputs = set(graph.needed), set(graph.inputs)
+    needed_output_bytes = sum(graph.values[index].bytes for index in needed & set(graph.outputs))
 
     def option(save: SaveSet) -> Option:
-        # the output is there in any case, as the next block's input
-        kept = graph.needed if save.keep == (EVERYTHING,) else [graph.by_name[name] for name in save.keep]
-        twice = sum(graph.values[index].bytes for index in set(kept) & set(graph.outputs))
-        own = max(0, save.bytes - twice)
-        again = max(0, graph.needed_bytes - ends - own)
-        # of plans of equal FLOP the one that computes fewer values again
-        extra = save.seconds if objective == "seconds" else save.flop + _TIE * again
-        return Option(own, extra, again, _name(save))
+        # the output is always kept, as the next block's input
+        kept_indices = graph.needed if save.keep == (EVERYTHING,) else [graph.by_name[name] for name in save.keep]
+        output_bytes_kept = sum(graph.values[index].bytes for index in set(kept_indices) & set(graph.outputs))
+        kept_bytes = max(0, save.bytes - output_bytes_kept)
+        recomputed_bytes = max(0, graph.needed_bytes - needed_output_bytes - kept_bytes)
+        # of plans of equal FLOP prefer the one that recomputes fewer values
+        extra_seconds = save.seconds if objective == "seconds" else save.flop + _TIE * recomputed_bytes
+        return Option(kept_bytes, extra_seconds, recomputed_bytes, _name(save))
 
-    passed = sum(graph.values[index].bytes for index in given & set(graph.outputs) & set(graph.carried))
-    return Stage(seconds, 2 * seconds, graph.output_bytes, tuple(map(option, options)), passed_bytes=passed)
+    passed_bytes = sum(graph.values[index].bytes for index in inputs & set(graph.outputs) & set(graph.carried))
+    return Stage(seconds, 2 * seconds, graph.output_bytes, tuple(map(option, options)), passed_bytes=passed_bytes)
 
 
 def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = None) -> Decision:
-    """What a memory plan comes to for a model whose blocks are one chain, or one stack, which is then not scanned.
+    """Decide a memory plan for a model whose blocks are one chain, or one stack, which is then not scanned.
 
     Args:
         plan: by a rule of `chain_apply.CHAIN_RULES`.
         calls: the model's blocks (`costs.collect`), per device and microbatch, with seconds where `chip` is given.
-        chip: whose seconds to make least; else recomputed FLOP.
+        chip: its seconds are minimized; without one, recomputed FLOP.
 
     Raises:
         UserError: a budget below the least possible; blocks that are no chain.
@@ -102,7 +102,7 @@ def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None
 
 
 def treatment_of_chain(decision: ChainDecision) -> Treatment:
-    """How blocks run under a decision for a chain."""
+    """The treatment of blocks under a decision for a chain."""
     return chain_treatment(decision.nodes, [[_wrapper(save) for save in menu] for menu in decision.options])
 
 

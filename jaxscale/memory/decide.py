@@ -1,7 +1,7 @@
-"""From a memory plan and a model's blocks to a decision, and from a decision to how blocks run.
+"""Resolve a memory plan for a model's blocks to a decision, and a decision to a treatment of blocks.
 
 Rules of this module: none, dots, full, jax, sqrt and periodic (of a scanned stack), save, greedy, dtr_static, file.
-Chains of blocks and offload have their own (`chain_decision.py`, `selectors`).
+Rules for chains of blocks and for offload are in `chain_decision.py` and `selectors`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,17 +38,17 @@ RULES = (
     "offload",
     "file",
 )
-"""Rules that `decide` knows."""
+"""Rules that `decide` supports."""
 _POLICIES = {"dots": "dots_saveable", "full": "nothing_saveable"}
 
 
 def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = None) -> Decision:
-    """What a memory plan comes to for a model.
+    """Resolve a memory plan for a model.
 
     Args:
         plan: one of `RULES`.
         calls: the model's blocks (`costs.collect`), per device and microbatch, with seconds where `chip` is given.
-        chip: whose seconds to make least, where the plan does not say what to make least.
+        chip: its seconds are minimized if the plan specifies no objective.
 
     Raises:
         UserError: a budget below the least possible; segments of a model that is no scanned stack; no blocks.
@@ -74,22 +74,22 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
         case "sqrt" | "periodic" | "revolve" | "chain":
             return decide_chain(plan, calls, chip)
         case "save" if _scanned(calls):
-            return _of_stack(plan, calls, objective, None)
+            return _stack_optimum(plan, calls, objective, None)
         case "save":
             return _uniform(plan, calls, share(calls, budget, objective=objective))
         case "greedy" | "dtr_static":
             inputs = sum(call.count * call.input_bytes for call in calls)
             if budget < inputs:
                 raise too_small(budget, inputs, "save:BYTES for a scanned stack, chain:BYTES, ")
-            whole = sum(call.count * call.graph.needed_bytes for call in calls)
-            part = min(1.0, (budget - inputs) / whole) if whole else 1.0
+            full_bytes = sum(call.count * call.graph.needed_bytes for call in calls)
+            share_kept = min(1.0, (budget - inputs) / full_bytes) if full_bytes else 1.0
             score = "ratio" if plan.rule == "greedy" else "dtr_static"
-            rooms = {kind: int(graph.needed_bytes * part) for kind, graph in kinds.items()}
+            rooms = {kind: int(graph.needed_bytes * share_kept) for kind, graph in kinds.items()}
             return _uniform(
                 plan, calls, [greedy(graph, rooms[kind], score, objective=objective) for kind, graph in kinds.items()]
             )
         case "offload" if plan.selector == "pofo" and _scanned(calls):
-            return _of_stack(plan, calls, "seconds", Host(2**62, host_bandwidth(chip)))
+            return _stack_optimum(plan, calls, "seconds", Host(2**62, host_bandwidth(chip)))
         case "offload" if plan.selector is not None:
             return _uniform(plan, calls, _offloaded(plan, calls, kinds, Host(2**62, host_bandwidth(chip))))
         case _:
@@ -97,17 +97,17 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
 
 
 def kinds_of(calls: Sequence[BlockCall]) -> dict[str, BlockGraph]:
-    """A model's kinds of blocks by fingerprint, in the order in which they come first."""
+    """A model's kinds of blocks by fingerprint, in order of first appearance."""
     return {call.fingerprint: call.graph for call in calls}
 
 
 def default_objective(chip: Chip | None) -> Objective:
-    """Seconds on a chip whose rates are known, else FLOP."""
+    """Seconds on a chip with known rates, else FLOP."""
     return "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
 
 
 def host_bandwidth(chip: Chip | None) -> float:
-    """Bytes/s between a chip and its host, each way; that of the slowest link of the tables where it is unknown.
+    """Bytes/s between a chip and its host, each way; if unknown, that of the slowest link of the tables.
 
     Example:
         >>> from jaxscale.platforms.platform import chips
@@ -123,18 +123,18 @@ def host_bandwidth(chip: Chip | None) -> float:
 def _offloaded(
     plan: MemoryPlan, calls: Sequence[BlockCall], kinds: Mapping[str, BlockGraph], host: Host
 ) -> list[SaveSet]:
-    """A selector's choice for each kind of block; budgets are shared out by what a block keeps without a plan."""
+    """A selector's choice for each kind of block; its budget is proportional to the bytes kept without a plan."""
     budget, inputs = plan.budget or 0, sum(call.count * call.input_bytes for call in calls)
     if budget < inputs:
         raise too_small(budget, inputs)
-    whole = sum(call.count * call.graph.needed_bytes for call in calls)
-    part = min(1.0, (budget - inputs) / whole) if whole else 1.0
+    full_bytes = sum(call.count * call.graph.needed_bytes for call in calls)
+    share_kept = min(1.0, (budget - inputs) / full_bytes) if full_bytes else 1.0
     selector = SELECTORS[str(plan.selector)]
-    return [selector(graph, int(graph.needed_bytes * part), host) for graph in kinds.values()]
+    return [selector(graph, int(graph.needed_bytes * share_kept), host) for graph in kinds.values()]
 
 
 def treatment_for(decision: Decision, *, unroll: int = 1) -> Treatment:
-    """How blocks run under a decision, for `blocks.treating`.
+    """The treatment of blocks under a decision, for `blocks.treating`.
 
     Args:
         decision: of `decide`, or read from a file.
@@ -158,7 +158,7 @@ def _scanned(calls: Sequence[BlockCall]) -> bool:
     return len(calls) == 1 and calls[0].rolled and calls[0].count > 1
 
 
-def _of_stack(plan: MemoryPlan, calls: Sequence[BlockCall], objective: Objective, host: Host | None) -> Decision:
+def _stack_optimum(plan: MemoryPlan, calls: Sequence[BlockCall], objective: Objective, host: Host | None) -> Decision:
     """The optimum of a scanned stack: one save set for all its layers, two groups, or two levels."""
     [call] = calls
     stack = plan_stack(call.graph, call.count, plan.budget or 0, objective=objective, host=host)
@@ -168,32 +168,32 @@ def _of_stack(plan: MemoryPlan, calls: Sequence[BlockCall], objective: Objective
 
 
 def _uniform(plan: MemoryPlan, calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Decision:
-    found = totals(calls, saves)
+    sums = totals(calls, saves)
     return Decision(
         plan,
         tuple(saves),
         None,
         blocks=tuple(kinds_of(calls)),
-        layers=found.layers,
-        bytes=found.bytes,
-        host_bytes=found.host_bytes,
-        flop=found.flop,
-        seconds=found.seconds,
+        layers=sums.layers,
+        bytes=sums.bytes,
+        host_bytes=sums.host_bytes,
+        flop=sums.flop,
+        seconds=sums.seconds,
     )
 
 
 def _stacked(plan: MemoryPlan, call: BlockCall, stack: StackDecision) -> Decision:
-    found = stack_totals(call.graph, stack)
+    sums = stack_totals(call.graph, stack)
     return Decision(
         plan,
         (),
         stack,
         blocks=(call.fingerprint,),
-        layers=found.layers,
-        bytes=found.bytes,
-        host_bytes=found.host_bytes,
-        flop=found.flop,
-        seconds=found.seconds,
+        layers=sums.layers,
+        bytes=sums.bytes,
+        host_bytes=sums.host_bytes,
+        flop=sums.flop,
+        seconds=sums.seconds,
     )
 
 

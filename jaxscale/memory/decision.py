@@ -1,4 +1,4 @@
-"""Decision: what a MemoryPlan comes to for one model, block by block: names, not rules. Frozen, and JSON both ways."""
+"""Decision: a MemoryPlan resolved for one model, block by block, to names of values. Frozen, to and from JSON."""
 
 import dataclasses
 import json
@@ -13,9 +13,9 @@ from jaxscale.values import check_types, from_json, read_json, to_json
 
 @dataclasses.dataclass(frozen=True)
 class SaveSet:
-    """What of one block's forward pass is there when its backward pass runs; the rest is recomputed.
+    """The values of a block that are kept from its forward to its backward pass; the others are recomputed.
 
-    The inputs of the block are there in any case. Bytes, FLOP and seconds are of one block, per device and microbatch.
+    The block's inputs are always kept. Bytes, FLOP and seconds are of one block, per device and microbatch.
 
     Args:
         block: fingerprint of the block (`costs.block.BlockGraph`).
@@ -24,7 +24,7 @@ class SaveSet:
         bytes: of the values kept on the device.
         host_bytes: of the values in host memory.
         flop: recomputed in the backward pass, of matrix products and convolutions.
-        seconds: modelled, of recomputation and of copies that nothing hides; 0 where no chip is known.
+        seconds: modelled, of recomputation and of copies that are not hidden; 0 without a chip.
     """
 
     block: str
@@ -37,18 +37,20 @@ class SaveSet:
 
     def __post_init__(self) -> None:
         check_types(self)
-        both = sorted(set(self.keep) & set(self.offload))
-        if both:
-            raise UserError(f"save set of block {self.block}: {', '.join(both)} both kept and offloaded; choose one")
+        duplicates = sorted(set(self.keep) & set(self.offload))
+        if duplicates:
+            raise UserError(
+                f"save set of block {self.block}: {', '.join(duplicates)} both kept and offloaded; choose one"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Neighbouring layers of a stack that keep the same.
+    """Neighbouring layers of a stack with the same save set.
 
     Args:
-        layers: how many.
-        save: what each of them keeps; `None` keeps everything, unwrapped.
+        layers: their number.
+        save: the save set of each; `None` keeps everything, unwrapped.
     """
 
     layers: int
@@ -57,12 +59,12 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class StackDecision:
-    """What the layers of a stack of alike blocks keep.
+    """The save sets of the layers of a stack of alike blocks.
 
     Args:
         groups: neighbouring layers with one save set each; at most two, from the first layer on.
-        segment: k: only every k-th block's input is kept, and what `groups` says only while its segment is recomputed;
-            `None` for one level.
+        segment: k: only every k-th block's input is kept, and the values of `groups` only while their segment is
+            recomputed; `None` for one level.
     """
 
     groups: tuple[Group, ...]
@@ -83,7 +85,7 @@ class StackDecision:
 
 @dataclasses.dataclass(frozen=True)
 class ChainDecision:
-    """What the blocks of a chain keep, and which segments run again.
+    """The save sets of the blocks of a chain, and the segments that run again.
 
     Args:
         nodes: the plan.
@@ -100,20 +102,20 @@ class ChainDecision:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What a memory plan comes to for one model, per device and microbatch.
+    """A memory plan resolved for one model, per device and microbatch.
 
     Args:
-        plan: what was asked for.
-        saves: one save set for each kind of block; none where a policy of JAX's says what is kept.
-        stack: how the layers of the model's one scanned stack differ; `None`: all as `saves` says.
-        chain: what the blocks of the model's one chain keep, and which of them run again; `None`: no chain's plan.
-        blocks: fingerprints of the model's kinds of blocks, in the order in which they come first.
+        plan: the memory plan.
+        saves: one save set for each kind of block; empty if a policy of JAX selects the kept values.
+        stack: the groups and segments of the model's one scanned stack; `None`: all layers use `saves`.
+        chain: the save sets and segments of the model's one chain; `None` for other plans.
+        blocks: fingerprints of the model's kinds of blocks, in order of first appearance.
         layers: blocks of the model.
-        bytes: kept on the device, of the whole model: inputs of blocks, and what save sets keep; where segments run
+        bytes: kept on the device, of the whole model: inputs of blocks, and values of save sets; if segments run
             again, the most that is kept at any one time.
         host_bytes: in host memory, of the whole model.
         flop: recomputed in one backward pass, of the whole model.
-        seconds: modelled, for the same; 0 where no chip is known.
+        seconds: modelled seconds of recomputation and copies, of the whole model; 0 without a chip.
 
     Example:
         >>> save = SaveSet("block", ("up",), bytes=64)
@@ -141,16 +143,16 @@ class Decision:
 
     @property
     def bytes_of_a_block(self) -> float:
-        """Kept on the device, of one block on average."""
+        """Bytes kept on the device per block, on average."""
         return self.bytes / max(self.layers, 1)
 
     def write(self, path: Any) -> None:
-        """To a JSON file that `read_decision`, and the memory plan `file:PATH`, read."""
+        """Write a JSON file for `read_decision` and the memory plan `file:PATH`."""
         Path(path).write_text(json.dumps(to_json(self), indent=1) + "\n")
 
 
 def read_decision(path: Any) -> Decision:
-    """The decision of a file that `Decision.write` wrote.
+    """The decision in a file of `Decision.write`.
 
     Raises:
         UserError: no such file, not JSON, or not a decision.

@@ -1,4 +1,4 @@
-"""The optimal save set of a block: what to keep, put on the host or recompute, at least cost under a byte budget.
+"""The optimal save set of a block: values to keep, offload or recompute, at least cost within a byte budget.
 
 Checkmate's question (Jain et al. 2020, arXiv:1910.02653) for one block whose backward pass follows its whole forward
 pass, which leaves a small integer program. With k, o in {0, 1} per value (kept, on the host) and r per equation (run
@@ -9,11 +9,11 @@ again in the backward pass):
              k_u + o_u + r_producer(u) >= r_e    for every value u that equation e reads
              sum_v bytes_v k_v <= budget,  sum_v bytes_v o_v <= host budget
 
-and of the sets that cost the least, the smallest. With a host budget the program is POFO's choice (Beaumont et al.
-2021) for one block.
+and of the sets of least cost, the smallest. With a host budget the program is POFO's choice (Beaumont et al. 2021) for
+one block.
 
-Left out: when within the backward pass a value is made again (Checkmate's schedule): JAX recomputes a block as a whole,
-so what a block's own recomputation takes at once is the same for all save sets but what they keep.
+Left out: when within the backward pass a value is recomputed (Checkmate's schedule). JAX recomputes a block as a whole,
+so the memory of the recomputation differs between save sets only by the bytes they keep.
 
 The solver is HiGHS, through scipy.
 """
@@ -30,7 +30,7 @@ from jaxscale.memory.decision import SaveSet
 
 Objective = Literal["flop", "seconds"]
 EVERYTHING = "*"
-"""In place of names: every residual, as without a plan."""
+"""In place of names: every residual is kept, as without a plan."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Host:
     Args:
         budget: bytes there, per device and microbatch of one block.
         bandwidth: bytes/s between host and device, each way.
-        hidden_forward: seconds of the forward pass that copies to the host may run beside; by default the block's own.
-        hidden_backward: same of the backward pass, for copies from the host; by default twice the forward pass.
-        names: of the values that may go there; `None` for any.
+        hidden_forward: seconds of the forward pass that hide copies to the host; by default the block's own.
+        hidden_backward: seconds of the backward pass that hide copies back; by default twice the forward pass.
+        names: of the values that may be offloaded; `None` for any.
     """
 
     budget: int
@@ -54,11 +54,11 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
-    """What the backward pass of a block runs again.
+    """The equations of a block that the backward pass recomputes.
 
     Args:
         flop: of matrix products, convolutions and kernels.
-        seconds: by roofline; 0 where no chip is known.
+        seconds: by roofline; 0 without a chip.
         equations: their indices.
     """
 
@@ -68,20 +68,20 @@ class Recompute:
 
 
 def recompute(graph: BlockGraph, kept: Iterable[int]) -> Recompute:
-    """What has to run again when the values of these indices are there: every equation that leads to a needed one.
+    """The equations to recompute when these values are kept: every equation that leads to a needed value.
 
     Args:
         graph: of the block.
         kept: indices of values, on the device or on the host.
     """
-    there = set(kept)
+    available_indices = set(kept)
     runs: set[int] = set()
-    wanted = [index for index in graph.needed if index not in there]
-    while wanted:
-        producer = graph.values[wanted.pop()].producer
+    missing = [index for index in graph.needed if index not in available_indices]
+    while missing:
+        producer = graph.values[missing.pop()].producer
         if producer >= 0 and producer not in runs:
             runs.add(producer)
-            wanted += [index for index in graph.equations[producer].inputs if index not in there]
+            missing += [index for index in graph.equations[producer].inputs if index not in available_indices]
     equations = [graph.equations[index] for index in sorted(runs)]
     return Recompute(sum(e.flop for e in equations), sum(e.seconds for e in equations), frozenset(runs))
 
@@ -90,49 +90,51 @@ def exposed_seconds(graph: BlockGraph, host: Host | None, host_bytes: int, recom
     """Seconds of copies to and from the host that the block's own work does not hide."""
     if host is None or not host_bytes:
         return 0.0
-    copy = host_bytes / host.bandwidth
-    out, back = _hidden(graph, host)
-    return max(0.0, copy - out) + max(0.0, copy - back - recomputed)
+    copy_seconds = host_bytes / host.bandwidth
+    hidden_forward, hidden_backward = _hidden_seconds(graph, host)
+    return max(0.0, copy_seconds - hidden_forward) + max(0.0, copy_seconds - hidden_backward - recomputed)
 
 
 def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = (), host: Host | None = None) -> SaveSet:
-    """A save set of these names, with what it takes and costs.
+    """A save set of these names, with its bytes and its cost.
 
     Args:
         graph: of the block.
         keep: names of values kept on the device.
         offload: names of values in host memory.
-        host: for the seconds of copies.
+        host: sets the seconds of copies.
 
     Raises:
-        UserError: a name that the block has not, or a value that cannot be kept by name.
+        UserError: the block has no such name, or the value cannot be kept by name.
     """
     keep, offload = tuple(keep), tuple(offload)
     if keep == (EVERYTHING,):
         return SaveSet(graph.fingerprint, keep, (), graph.needed_bytes, 0, 0, 0.0)
-    kept, moved = ([value_index(graph, name) for name in names] for names in (keep, offload))
-    again = recompute(graph, (*kept, *moved))
-    size, host_size = (sum(graph.values[index].bytes for index in indices) for indices in (kept, moved))
-    seconds = again.seconds + exposed_seconds(graph, host, host_size, again.seconds)
-    order = {graph.values[index].name: index for index in (*kept, *moved)}
+    kept_indices, offloaded_indices = ([value_index(graph, name) for name in names] for names in (keep, offload))
+    recomputed = recompute(graph, (*kept_indices, *offloaded_indices))
+    size, host_size = (
+        sum(graph.values[index].bytes for index in indices) for indices in (kept_indices, offloaded_indices)
+    )
+    seconds = recomputed.seconds + exposed_seconds(graph, host, host_size, recomputed.seconds)
+    order = {graph.values[index].name: index for index in (*kept_indices, *offloaded_indices)}
     by_order = [tuple(sorted(names, key=order.__getitem__)) for names in (keep, offload)]
-    return SaveSet(graph.fingerprint, by_order[0], by_order[1], size, host_size, again.flop, seconds)
+    return SaveSet(graph.fingerprint, by_order[0], by_order[1], size, host_size, recomputed.flop, seconds)
 
 
 def value_index(graph: BlockGraph, name: str) -> int:
-    """Index of the value that can be kept under a name.
+    """Index of the value with this name, which can be kept by name.
 
     Raises:
-        UserError: there is none; the message names a near one.
+        UserError: there is none; the message suggests a near name.
     """
     index = graph.by_name.get(name)
     if index is None or graph.values[index].mark is None:
-        known = [value.name for value in graph.values if value.mark is not None]
+        names = [value.name for value in graph.values if value.mark is not None]
         if index is None:
-            raise unknown(f"value of block {graph.fingerprint}", name, known)
+            raise unknown(f"value of block {graph.fingerprint}", name, names)
         raise UserError(
-            f"value {name!r} of block {graph.fingerprint} is within an operation with its own derivative, which does "
-            f"not name it: expected one of {', '.join(known[:8])}, ..."
+            f"value {name!r} of block {graph.fingerprint} is inside an operation with its own derivative that does "
+            f"not name it: expected one of {', '.join(names[:8])}, ..."
         )
     return index
 
@@ -145,17 +147,17 @@ def solve(
     host: Host | None = None,
     names: Iterable[str] | None = None,
 ) -> SaveSet:
-    """The save set of a block that costs the least within a budget, and of those the smallest.
+    """The save set of least cost within a budget, and of several such sets the smallest.
 
     Args:
         graph: of the block, with seconds (a chip) where `objective` is "seconds" or there is a `host`.
-        budget: bytes kept on the device, beside the block's inputs.
-        objective: what to make least: recomputed FLOP of matrix products, or modelled seconds.
-        host: a second place for values; asks for the objective "seconds".
+        budget: bytes kept on the device, besides the block's inputs.
+        objective: the cost to minimize: recomputed FLOP of matrix products, or modelled seconds.
+        host: host memory for offloaded values; requires the objective "seconds".
         names: of the values that may be kept on the device; any by default.
 
     Raises:
-        UserError: a negative budget; seconds of a graph without a chip.
+        UserError: a negative budget; the objective "seconds" for a graph without a chip.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -169,12 +171,12 @@ def solve(
 
 
 def smallest(graph: BlockGraph, most: float, *, objective: Objective = "flop") -> SaveSet:
-    """The smallest save set of a block that costs no more than so much.
+    """The smallest save set of a block whose cost is at most `most`.
 
     Args:
         graph: of the block, with seconds where `objective` is "seconds".
         most: recomputed FLOP of matrix products, or modelled seconds.
-        objective: which of them.
+        objective: which of the two `most` is.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -190,33 +192,33 @@ def smallest(graph: BlockGraph, most: float, *, objective: Objective = "flop") -
 def menu(
     graph: BlockGraph, points: int | Sequence[int] = 23, *, objective: Objective = "flop", host: Host | None = None
 ) -> tuple[SaveSet, ...]:
-    """The curve of cost against memory: optimal save sets from keeping nothing on.
+    """The curve of cost against memory: optimal save sets, the first of which keeps nothing.
 
     Args:
         graph: of the block.
-        points: how many budgets to solve for, always next in the middle of the gap that is widest in bytes and cost; or
-            the budgets, in bytes.
+        points: number of budgets to solve for, each in the middle of the gap that is widest in bytes and cost; or the
+            budgets, in bytes.
         objective: as in `solve`.
         host: as in `solve`.
 
     Returns:
-        By rising bytes and falling cost. Budgets with one and the same optimum give one save set.
+        Save sets by rising bytes and falling cost, without duplicates.
     """
     if isinstance(points, int):
         return _menu(graph, points, objective, host)
     program = _Program(graph, objective, host, None)
-    found = {size.bytes: size for size in map(program.at, points)}
-    return tuple(found[size] for size in sorted(found))
+    save_by_bytes = {size.bytes: size for size in map(program.at, points)}
+    return tuple(save_by_bytes[size] for size in sorted(save_by_bytes))
 
 
 @functools.lru_cache(maxsize=64)
 def _menu(graph: BlockGraph, points: int, objective: Objective, host: Host | None) -> tuple[SaveSet, ...]:
-    """Several budgets of one model, and several rules, ask for the same curve."""
+    """Cached, because several budgets of one model, and several rules, need the same curve."""
     program = _Program(graph, objective, host, None)
-    found = [program.at(0), program.at(graph.needed_bytes)]
-    found = found[:1] if found[0].bytes == found[1].bytes else found
-    # between neighbours, from the lowest budget to the one behind the highest that was not tried yet
-    gaps = [(found[0], found[1], found[0].bytes + 1, found[1].bytes)] if len(found) > 1 else []
+    saves = [program.at(0), program.at(graph.needed_bytes)]
+    saves = saves[:1] if saves[0].bytes == saves[1].bytes else saves
+    # (lower save set, higher save set, start and stop of the budgets between them that were not tried yet)
+    gaps = [(saves[0], saves[1], saves[0].bytes + 1, saves[1].bytes)] if len(saves) > 1 else []
     for _ in range(points - 2):
         gaps = [gap for gap in gaps if gap[2] < gap[3]]
         if not gaps:
@@ -224,16 +226,16 @@ def _menu(graph: BlockGraph, points: int, objective: Objective, host: Host | Non
         low, high, start, stop = gap = max(gaps, key=lambda gap: (gap[3] - gap[2]) * program.saved(gap[0], gap[1]))
         gaps.remove(gap)
         budget = (start + stop) // 2
-        between = program.at(budget)
-        if between.bytes > low.bytes:
-            found.append(between)
-            gaps += [(low, between, start, between.bytes), (between, high, budget + 1, stop)]
+        middle = program.at(budget)
+        if middle.bytes > low.bytes:
+            saves.append(middle)
+            gaps += [(low, middle, start, middle.bytes), (middle, high, budget + 1, stop)]
         else:
             gaps.append((low, high, budget + 1, stop))
-    return tuple(sorted(found, key=lambda save: save.bytes))
+    return tuple(sorted(saves, key=lambda save: save.bytes))
 
 
-def _hidden(graph: BlockGraph, host: Host) -> tuple[float, float]:
+def _hidden_seconds(graph: BlockGraph, host: Host) -> tuple[float, float]:
     forward = graph.seconds if host.hidden_forward is None else host.hidden_forward
     return forward, 2 * graph.seconds if host.hidden_backward is None else host.hidden_backward
 
@@ -263,14 +265,14 @@ class _Program:
         self._build()
 
     def _cost(self, equation: int) -> float:
-        found = self.graph.equations[equation]
-        return found.flop if self.objective == "flop" else found.seconds
+        step = self.graph.equations[equation]
+        return step.flop if self.objective == "flop" else step.seconds
 
     def _candidates(self) -> list[int]:
-        """Values worth keeping: not those that a smaller value, or the block's inputs alone, give at no cost."""
+        """Values worth keeping: not those that follow at no cost from a smaller value or the block's inputs."""
         graph = self.graph
         free = {index for index, value in enumerate(graph.values) if value.producer < 0}
-        found = []
+        candidates = []
         for equation in self.equations:
             step = graph.equations[equation]
             costless = self._cost(equation) == 0
@@ -280,10 +282,10 @@ class _Program:
             for index in step.outputs:
                 value = graph.values[index]
                 source = graph.values[step.inputs[0]] if len(step.inputs) == 1 else None
-                beaten = costless and source is not None and source.mark is not None and source.bytes <= value.bytes
-                if value.mark is not None and not beaten:
-                    found.append(index)
-        return found
+                redundant = costless and source is not None and source.mark is not None and source.bytes <= value.bytes
+                if value.mark is not None and not redundant:
+                    candidates.append(index)
+        return candidates
 
     def _build(self) -> None:
         import numpy as np
@@ -292,12 +294,12 @@ class _Program:
         marks, graph, host = self.marks, self.graph, self.host
         column: dict[tuple[str, Any], int] = {("keep", mark): i for i, mark in enumerate(marks)}
         if host is not None:
-            wanted = [
+            host_marks = [
                 mark
                 for mark in marks
                 if host.names is None or any(graph.values[i].name in host.names for i in self.groups[mark])
             ]
-            column |= {("host", mark): len(column) + i for i, mark in enumerate(wanted)}
+            column |= {("host", mark): len(column) + i for i, mark in enumerate(host_marks)}
         self.whole = len(column)
         column |= {("run", equation): len(column) + i for i, equation in enumerate(self.equations)}
         if host is not None:
@@ -312,39 +314,39 @@ class _Program:
         least: list[float] = []
         mark_of = {index: mark for mark, indices in self.groups.items() for index in indices}
 
-        def there(index: int) -> dict[int, float]:
-            found = {column["run", graph.values[index].producer]: 1.0}
+        def availability(index: int) -> dict[int, float]:
+            terms = {column["run", graph.values[index].producer]: 1.0}
             if index in mark_of:
-                places = [column.get((place, mark_of[index])) for place in ("keep", "host")]
-                found |= {place: 1.0 for place in places if place is not None}
-            return found
+                columns = [column.get((kind, mark_of[index])) for kind in ("keep", "host")]
+                terms |= {number: 1.0 for number in columns if number is not None}
+            return terms
 
         for index in graph.needed:
-            rows.append(there(index))
+            rows.append(availability(index))
             least.append(1.0)
         for equation in self.equations:
             for index in graph.equations[equation].inputs:
                 if graph.values[index].producer >= 0:
-                    rows.append({**there(index), column["run", equation]: -1.0})
+                    rows.append({**availability(index), column["run", equation]: -1.0})
                     least.append(0.0)
         if host is not None:
             copies = {column["host", mark]: self.size[mark] for kind, mark in column if kind == "host"}
-            out, back = _hidden(graph, host)
+            hidden_forward, hidden_backward = _hidden_seconds(graph, host)
             cost[column["out", ""]] = cost[column["back", ""]] = 1.0
-            seconds = {place: -size / host.bandwidth / scale for place, size in copies.items()}
-            rows.append({**seconds, column["out", ""]: 1.0})
-            least.append(-out / scale)
-            again = {column["run", equation]: self._cost(equation) / scale for equation in self.equations}
-            rows.append({**seconds, **again, column["back", ""]: 1.0})
-            least.append(-back / scale)
-            rows.append({place: -size / self.unit for place, size in copies.items()})
+            copy_seconds = {number: -size / host.bandwidth / scale for number, size in copies.items()}
+            rows.append({**copy_seconds, column["out", ""]: 1.0})
+            least.append(-hidden_forward / scale)
+            rerun_seconds = {column["run", equation]: self._cost(equation) / scale for equation in self.equations}
+            rows.append({**copy_seconds, **rerun_seconds, column["back", ""]: 1.0})
+            least.append(-hidden_backward / scale)
+            rows.append({number: -size / self.unit for number, size in copies.items()})
             least.append(-host.budget / self.unit)
-            for place, mark in ((place, mark) for (kind, mark), place in column.items() if kind == "host"):
-                rows.append({place: -1.0, column["keep", mark]: -1.0})
+            for number, mark in ((number, mark) for (kind, mark), number in column.items() if kind == "host"):
+                rows.append({number: -1.0, column["keep", mark]: -1.0})
                 least.append(-1.0)
-        entries = [(row, place, value) for row, found in enumerate(rows) for place, value in found.items()]
-        data, where = [value for _, _, value in entries], ([r for r, _, _ in entries], [p for _, p, _ in entries])
-        self.matrix = csr_array((data, where), shape=(len(rows), len(column)))
+        entries = [(row, number, factor) for row, terms in enumerate(rows) for number, factor in terms.items()]
+        factors, indices = [f for _, _, f in entries], ([r for r, _, _ in entries], [n for _, n, _ in entries])
+        self.matrix = csr_array((factors, indices), shape=(len(rows), len(column)))
         self.least = np.array(least)
         self.cost, self.scale = cost, scale
         self.bytes = np.zeros(len(column))
@@ -359,65 +361,67 @@ class _Program:
         if best is None:
             raise RuntimeError(f"the integer program of block {self.graph.fingerprint} has no answer")
         spent = float(self.cost @ best)
-        # of the sets that cost as little, the smallest, if the solver's tolerance lets it find one
+        # the smallest set of this cost, if the solver's tolerance lets it find one
         small = self._solve(self.bytes, budget, spent * (1 + 1e-9) + 1e-9)
-        found = min((self._set(answer) for answer in (best, small) if answer is not None), key=self._price)
-        everything = budget >= self.graph.needed_bytes and self._price(found)[0] > 0
-        return save_set(self.graph, (EVERYTHING,)) if everything else found
+        save = min((self._set(solution) for solution in (best, small) if solution is not None), key=self._price)
+        everything = budget >= self.graph.needed_bytes and self._price(save)[0] > 0
+        return save_set(self.graph, (EVERYTHING,)) if everything else save
 
     def within(self, most: float) -> SaveSet:
-        """The smallest set that costs no more than so much."""
+        """The smallest set whose cost is at most `most`."""
         everything = save_set(self.graph, (EVERYTHING,))
         if self._price(self.at(self.graph.needed_bytes))[0] > most:
             return everything
         room = most / self.scale
-        answer = self._solve(self.bytes, self.graph.needed_bytes, room * (1 + 1e-9) + 1e-9)
-        if answer is None:
+        solution = self._solve(self.bytes, self.graph.needed_bytes, room * (1 + 1e-9) + 1e-9)
+        if solution is None:
             return everything
-        found = self._set(answer)
-        return found if self._price(found)[0] <= most * (1 + 1e-9) else everything
+        save = self._set(solution)
+        return save if self._price(save)[0] <= most * (1 + 1e-9) else everything
 
-    def _price(self, found: SaveSet) -> tuple[float, int]:
-        return (found.flop if self.objective == "flop" else found.seconds), found.bytes
+    def _price(self, save: SaveSet) -> tuple[float, int]:
+        return (save.flop if self.objective == "flop" else save.seconds), save.bytes
 
     def saved(self, small: SaveSet, large: SaveSet) -> float:
-        """Cost that the larger of two sets spares."""
+        """Cost that the larger of two sets saves over the smaller."""
         return self._price(small)[0] - self._price(large)[0]
 
     def _set(self, solution: Any) -> SaveSet:
         chosen = {kind: [] for kind in ("keep", "host")}
-        for (kind, mark), place in self.column.items():
-            if kind in chosen and solution[place] > 0.5:
+        for (kind, mark), number in self.column.items():
+            if kind in chosen and solution[number] > 0.5:
                 chosen[kind] += [self.graph.values[index].name for index in self.groups[str(mark)]]
         return save_set(self.graph, chosen["keep"], chosen["host"], self.host)
 
     def _solve(self, objective: Any, budget: int, spent: float = math.inf) -> Any:
-        """The choices that make an objective least within bytes and cost; `None` where the solver finds none."""
+        """The choices that minimize an objective within bytes and cost; `None` if there are none."""
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         count = len(self.column)
         if not self.whole or not count:
-            return np.ones(count)  # nothing to choose: all is run
+            return np.ones(count)  # nothing to choose: every equation runs
         upper = np.ones(count)
         for key in (("out", ""), ("back", "")):
             if key in self.column:
                 upper[self.column[key]] = np.inf
         integral = np.zeros(count)
-        # runs are whole where the choices are; said so, HiGHS is faster, and silent about solutions it mends
+        # runs are integral if the choices are; declaring it makes HiGHS faster, and it prints no repaired solutions
         integral[: self.whole + len(self.equations)] = 1
         lower: Any = np.zeros(count)
         bounds = Bounds(lower, cast(Any, upper))
-        room = float(budget)
+        limit = float(budget)
         while True:
-            rules = [LinearConstraint(self.matrix, cast(Any, self.least), np.inf)]
-            rules.append(LinearConstraint(self.bytes[None, :], -np.inf, room / self.unit))
+            constraints = [LinearConstraint(self.matrix, cast(Any, self.least), np.inf)]
+            constraints.append(LinearConstraint(self.bytes[None, :], -np.inf, limit / self.unit))
             if math.isfinite(spent):
-                rules.append(LinearConstraint(self.cost[None, :], -np.inf, spent))
-            found = milp(objective, integrality=integral, bounds=bounds, constraints=rules, options={"mip_rel_gap": 0})
-            if found.x is None:
+                constraints.append(LinearConstraint(self.cost[None, :], -np.inf, spent))
+            optimum = milp(
+                objective, integrality=integral, bounds=bounds, constraints=constraints, options={"mip_rel_gap": 0}
+            )
+            if optimum.x is None:
                 return None
-            kept = sum(self.size[mark] for mark in self.marks if found.x[self.column["keep", mark]] > 0.5)
-            if kept <= budget:
-                return found.x
-            room -= kept - budget  # the solver's tolerance let a little too much through
+            kept_bytes = sum(self.size[mark] for mark in self.marks if optimum.x[self.column["keep", mark]] > 0.5)
+            if kept_bytes <= budget:
+                return optimum.x
+            limit -= kept_bytes - budget  # the solver's tolerance let a little too much through

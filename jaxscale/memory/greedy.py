@@ -1,12 +1,12 @@
-"""Heuristics for the save set of a block: evict one value after the other until the budget holds.
+"""Heuristics for the save set of a block: evict one value after the other until the rest fits the budget.
 
-* `ratio`: evicts what costs the least to make again per byte that it frees.
+* `ratio`: evicts the value of least recomputation cost per freed byte.
 * `dtr_static`: the score of Dynamic Tensor Rematerialization (Kirisame et al. 2021, arXiv:2006.09616), cost / (bytes *
-  staleness), where a value is the staler the earlier it was last read in the forward pass.
+  staleness), where the staleness of a value is the time since its last read in the forward pass.
 
-DTR evicts while a program runs; here its score chooses a save set once, before: a heuristic for comparison, not DTR.
-Left out of it: what it decides at run time, the union-find of evicted neighbourhoods, and values made again and evicted
-anew.
+DTR evicts while a program runs; here its score chooses a save set in advance: a heuristic for comparison, not DTR.
+Left out of it: decisions at run time, the union-find of evicted neighbourhoods, and repeated eviction of recomputed
+values.
 """
 
 from typing import Literal
@@ -24,8 +24,8 @@ def greedy(graph: BlockGraph, budget: int, score: Score = "ratio", *, objective:
 
     Args:
         graph: of the block.
-        budget: bytes kept on the device, beside the block's inputs.
-        score: what is evicted first.
+        budget: bytes kept on the device, besides the block's inputs.
+        score: the value of least score is evicted first.
         objective: the cost in the score: FLOP of matrix products, or modelled seconds.
 
     Raises:
@@ -44,44 +44,46 @@ def greedy(graph: BlockGraph, budget: int, score: Score = "ratio", *, objective:
     if objective == "seconds" and graph.equations and not graph.seconds:
         raise UserError("seconds of a block need a chip whose rates are known: give one, or ask for flop")
 
-    def cost(kept: frozenset[int]) -> float:
-        again = recompute(graph, kept)
-        return again.flop if objective == "flop" else again.seconds
+    def cost(kept_indices: frozenset[int]) -> float:
+        recomputed = recompute(graph, kept_indices)
+        return recomputed.flop if objective == "flop" else recomputed.seconds
 
-    clock, last = 0.0, [0.0] * len(graph.values)
+    clock, last_read = 0.0, [0.0] * len(graph.values)
     for equation in graph.equations:
         clock += equation.flop if objective == "flop" else equation.seconds
         for index in equation.inputs:
-            last[index] = clock
-    kept = _worth_keeping(graph)
-    spent = cost(kept)
-    size = sum(graph.values[index].bytes for index in kept)
+            last_read[index] = clock
+    kept_indices = _worth_keeping(graph)
+    kept_cost = cost(kept_indices)
+    size = sum(graph.values[index].bytes for index in kept_indices)
     while size > budget:
 
-        def badness(index: int, kept: frozenset[int] = kept, spent: float = spent) -> tuple[float, int]:
-            # of values that cost alike, the largest goes first
-            stale = clock - last[index] + clock * 1e-6 if score == "dtr_static" else 1.0
-            return (cost(kept - {index}) - spent) / (graph.values[index].bytes * stale or 1.0), -graph.values[
-                index
-            ].bytes
+        def badness(
+            index: int, kept_indices: frozenset[int] = kept_indices, kept_cost: float = kept_cost
+        ) -> tuple[float, int]:
+            # of values of equal cost, the largest is evicted first
+            stale = clock - last_read[index] + clock * 1e-6 if score == "dtr_static" else 1.0
+            return (cost(kept_indices - {index}) - kept_cost) / (
+                graph.values[index].bytes * stale or 1.0
+            ), -graph.values[index].bytes
 
-        out = min(sorted(kept), key=badness)
-        kept -= {out}
-        spent, size = cost(kept), size - graph.values[out].bytes
-    return save_set(graph, (graph.values[index].name for index in kept))
+        evicted = min(sorted(kept_indices), key=badness)
+        kept_indices -= {evicted}
+        kept_cost, size = cost(kept_indices), size - graph.values[evicted].bytes
+    return save_set(graph, (graph.values[index].name for index in kept_indices))
 
 
 def _worth_keeping(graph: BlockGraph) -> frozenset[int]:
-    """Where eviction starts: what the backward pass reads, or the last value before it that can be kept by name."""
-    found: set[int] = set()
-    wanted = list(graph.needed)
-    seen = set(wanted)
-    while wanted:
-        value = graph.values[index := wanted.pop()]
+    """The initial save set: the values that the backward pass reads, or the last named values before them."""
+    starting_set: set[int] = set()
+    pending = list(graph.needed)
+    visited = set(pending)
+    while pending:
+        value = graph.values[index := pending.pop()]
         if value.mark is not None:
-            found.add(index)
+            starting_set.add(index)
         elif value.producer >= 0:
-            new = [i for i in graph.equations[value.producer].inputs if i not in seen]
-            seen.update(new)
-            wanted += new
-    return frozenset(index for index in found if graph.values[index].bytes)
+            new = [i for i in graph.equations[value.producer].inputs if i not in visited]
+            visited.update(new)
+            pending += new
+    return frozenset(index for index in starting_set if graph.values[index].bytes)

@@ -1,11 +1,11 @@
-"""Save sets made real: a block's program run again with a name on each chosen value, under `jax.checkpoint` with a
-policy of names.
+"""Apply save sets: name each chosen value in a block's traced program, and run it under `jax.checkpoint` with a policy
+of names.
 
-A policy of JAX sees operations, not values, so a name is the one robust way to say which values are meant. The names
-are inserted in the traced program, and the user names nothing. A save set holds for one program: applied to another
-(another model, another version of it, other shapes) it is refused.
+A policy of JAX sees operations, not values, so a name is the one robust way to select a value. The names are inserted
+in the traced program, and the user names nothing. A save set is valid for one program: applied to another (another
+model, another version of it, other shapes) it raises an error.
 
-It leaves out what it cannot do: to keep a value that an operation's own derivative makes inside and does not name.
+Left out: values inside an operation with its own derivative that does not name them.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ _LATER = f"{MARK}offloaded later:"
 
 
 class StaleGraph(UserError):
-    """A save set of one block was given to another."""
+    """A save set was applied to a block that it was not made for."""
 
 
 def keep_everything(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Policy of a save set of everything: ours, which tells our checkpoints from the user's."""
+    """Policy of a save set of everything; it distinguishes our checkpoints from the user's."""
     return True
 
 
@@ -61,20 +61,20 @@ class KeepNamed:
         )
 
     def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> Any:
-        """What `jax.checkpoint` asks of every operation."""
+        """Whether an operation's outputs are kept, for `jax.checkpoint`."""
         return self._policy(primitive, *inputs, **params)
 
 
 @dataclasses.dataclass(frozen=True)
 class Keeping:
-    """A wrapper of blocks that keeps of each what its save set says.
+    """A wrapper of blocks that keeps the values of each block's save set.
 
     Args:
-        saves: by the fingerprint of the block that each was made for.
-        prepare: what happens to a block's arguments in front of it, in the forward pass and once more in the backward
-            pass; `None` leaves them. Save sets know the block alone.
+        saves: save sets by the fingerprint of their block.
+        prepare: applied to a block's arguments, in the forward pass and again in the backward pass; `None` leaves them
+            unchanged. Save sets do not cover it.
         everything: policy of a save set of everything.
-        later: what sets offload stays on the device, for whoever moves all of a stage at once: see `hosted`.
+        later: offloaded values stay on the device, until all values of a stage move at once: see `hosted`.
     """
 
     saves: Mapping[str, SaveSet]
@@ -84,44 +84,44 @@ class Keeping:
 
     @property
     def hosted(self) -> frozenset[str]:
-        """Names that values have which are to be offloaded later."""
+        """Names of the values that are offloaded later."""
         names = {name for save in self.saves.values() for name in save.offload}
-        return frozenset({_LATER + name for name in names} | {_given(name) for name in names})
+        return frozenset({_LATER + name for name in names} | {_residual_name(name) for name in names})
 
     def __call__(self, block: BlockFunction, rolled: bool) -> BlockFunction:
         """The block as it runs."""
 
-        def kept(*args: Any) -> Any:
+        def keeping_block(*args: Any) -> Any:
             prepare = self.prepare
-            ready = args if prepare is None else jax.eval_shape(prepare, args)
-            closed, shapes = jax.make_jaxpr(block, return_shape=True)(*ready)
+            prepared = args if prepare is None else jax.eval_shape(prepare, args)
+            closed, shapes = jax.make_jaxpr(block, return_shape=True)(*prepared)
             program = inline(closed)
-            save = _of(program, self.saves)
+            save = _matching_save(program, self.saves)
             tags = _tags(program, save, self.later)
-            policy = self.everything if save.keep == (EVERYTHING,) else _policy(closed, ready, program, save)
+            policy = self.everything if save.keep == (EVERYTHING,) else _policy(closed, prepared, program, save)
             if self.later and isinstance(policy, KeepNamed):
                 policy = KeepNamed(policy.keep | self.hosted)
 
             def run(consts: Any, args: Any) -> list[Any]:
                 leaves = jax.tree.leaves(args if prepare is None else prepare(args))
-                given = (*consts, *leaves)
-                return program.run(given, lambda n, value: checkpoint_name(value, tags[n]) if n in tags else value)
+                inputs = (*consts, *leaves)
+                return program.run(inputs, lambda n, value: checkpoint_name(value, tags[n]) if n in tags else value)
 
-            again = run_again(run, rolled=rolled, policy=policy)
-            return jax.tree.unflatten(jax.tree.structure(shapes), again(closed.consts, args))
+            recomputed = run_again(run, rolled=rolled, policy=policy)
+            return jax.tree.unflatten(jax.tree.structure(shapes), recomputed(closed.consts, args))
 
-        return kept
+        return keeping_block
 
 
 def keeping(saves: Sequence[SaveSet]) -> Keeping:
-    """What a `blocks.Treatment` needs to run every block under the save set made for it.
+    """The wrapper of a `blocks.Treatment` that runs every block under its save set.
 
     Args:
-        saves: one for each kind of block, told apart by fingerprint.
+        saves: one for each kind of block, identified by fingerprint.
 
     Raises:
         StaleGraph: while tracing: a block that none of the sets was made for.
-        UserError: two unlike sets for one block; while tracing: a name that the block has not.
+        UserError: two different sets for one block; while tracing: a name that the block does not have.
     """
     by_block: dict[str, SaveSet] = {}
     for save in saves:
@@ -131,43 +131,43 @@ def keeping(saves: Sequence[SaveSet]) -> Keeping:
     return Keeping(by_block)
 
 
-def _of(program: Program, by_block: Mapping[str, SaveSet]) -> SaveSet:
-    found = program.fingerprint()
-    if found not in by_block:
-        made_for = ", ".join(sorted(by_block)) or "(none)"
+def _matching_save(program: Program, by_block: Mapping[str, SaveSet]) -> SaveSet:
+    fingerprint = program.fingerprint()
+    if fingerprint not in by_block:
+        expected = ", ".join(sorted(by_block)) or "(none)"
         raise StaleGraph(
-            f"the memory plan was made for block {made_for}, and this model has block {found}: another model, another "
-            "version of it, or other shapes; make the plan anew"
+            f"the memory plan was made for block {expected}, and this model has block {fingerprint}: another model, "
+            "another version of it, or other shapes; make the plan again"
         )
-    return by_block[found]
+    return by_block[fingerprint]
 
 
 def _tags(program: Program, save: SaveSet, later: bool) -> dict[int, str]:
-    """The name to give each value that the set keeps and the block itself makes, by number."""
+    """The name to insert for each kept value that the block itself computes, by number."""
     marks = {**dict.fromkeys(save.keep, MARK), **dict.fromkeys(save.offload, _LATER if later else MARK)}
     return {number: marks[name] + name for number, name in program.names().items() if name in marks}
 
 
 def _policy(closed: Any, args: Sequence[Any], program: Program, save: SaveSet) -> KeepNamed:
-    own = set(program.names().values())
-    others = [name for name in (*save.keep, *save.offload) if name not in own]
-    if others:
-        # residuals of operations with their own derivative carry the names that these gave
+    block_names = set(program.names().values())
+    residuals = [name for name in (*save.keep, *save.offload) if name not in block_names]
+    if residuals:
+        # residuals of operations with their own derivative have the names given by those operations
         graph = graph_of(closed, args)
-        for name in others:
+        for name in residuals:
             value_index(graph, name)
 
     def marks(names: Sequence[str]) -> frozenset[str]:
-        return frozenset(MARK + name if name in own else _given(name) for name in names)
+        return frozenset(MARK + name if name in block_names else _residual_name(name) for name in names)
 
     return KeepNamed(marks(save.keep), marks(save.offload))
 
 
-def _given(name: str) -> str:
-    """The name that an operation gave a residual of its own."""
+def _residual_name(name: str) -> str:
+    """The name that an operation gives to its residual."""
     return re.sub(r" \(\d+\)$", "", name)
 
 
 def keeping_or_not(save: SaveSet | None) -> Wrapper:
-    """The wrapper of one set; of `None` the one that leaves blocks alone."""
+    """The wrapper of one save set; for `None`, the one that returns blocks unchanged."""
     return as_it_is if save is None else keeping([save])

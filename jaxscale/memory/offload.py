@@ -3,7 +3,7 @@
 L2L (Pudipeddi et al. 2020, "Training Large Neural Networks with Constant Memory using a New Execution Algorithm", arXiv
 2002.05645) and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857): a block's weights come to the device when the
 block runs, in the forward pass and again in the backward pass, and are dropped behind it. A scan over layers reads the
-layer's slice of the stacked weights, and a `Chain` the block's own. Left out: NVMe, and prefetching a block ahead,
+layer's slice of the stacked weights, and a `Chain` those of the block. Left out: NVMe, and prefetching a block ahead,
 which XLA's scheduler undoes.
 
 Activations are offloaded by name (`keep_named`), in a pipeline with the slot that a stage keeps them in.
@@ -41,13 +41,13 @@ def of_a_block(name: str) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Streamed:
-    """A weight in host memory, in a module's place for an array, until its block runs.
+    """A weight in host memory, which takes the place of an array in a module until its block runs.
 
     Args:
         weight: float32, on the host; stacked or of one layer.
-        tie: zeros like it on the device, which its gradient goes to; `None` leaves the gradient on the host.
-        dtype: type that the block is given, as a name; `None` leaves it as it is.
-        keep_type: the weight is rounded to `dtype` and given in its own type, so that its gradient is summed in that.
+        tie: zeros like it on the device, which get its gradient; `None` leaves the gradient on the host.
+        dtype: type of the fetched weight, as a name; `None` leaves it unchanged.
+        keep_type: the weight is rounded to `dtype` but keeps its type, so that its gradient is summed in that type.
     """
 
     weight: Array
@@ -77,24 +77,24 @@ _tied.defvjp(lambda weight, tie: (weight, None), lambda _, gradient: (None, grad
 
 
 def keep_all_but_weights(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Policy of a block that nothing else treats: every residual is kept but weights, which are fetched once more."""
-    fetched = primitive.name == "name" and params["name"] == FETCHED
-    # what is still on the host would be copied there, layer by layer, which the TPU's compiler gives up on
-    there = any(getattr(leaf, "memory_space", None) == jax.memory.Space.Host for leaf in inputs)
-    # a cast of a weight is a weight, and a cast of anything else costs nothing; a pipeline gathers what it fetched
-    return not fetched and not there and primitive.name not in ("device_put", "convert_element_type", "all_gather")
+    """Policy of an otherwise untreated block: every residual is kept but weights, which are fetched again."""
+    is_fetched = primitive.name == "name" and params["name"] == FETCHED
+    # a residual on the host would be copied there, layer by layer, at which the TPU's compiler fails
+    on_host = any(getattr(leaf, "memory_space", None) == jax.memory.Space.Host for leaf in inputs)
+    # a cast of a weight is a weight, and any other cast is cheap; a pipeline gathers fetched weights
+    return not is_fetched and not on_host and primitive.name not in ("device_put", "convert_element_type", "all_gather")
 
 
 def streaming(treatment: Treatment) -> Treatment:
-    """The treatment of blocks, with every `Streamed` weight that a block is given fetched where the block runs.
+    """The treatment of blocks, with every `Streamed` weight fetched when its block runs.
 
     Args:
-        treatment: what else is done to blocks; fetching is part of what it recomputes. It runs no segments of several
-            blocks: they would be cut out of the stacked weights first.
+        treatment: the other treatment of blocks, which recomputes fetching too. It must have no segments of several
+            blocks, for which the stacked weights would be sliced first.
     """
 
     def fetching(wrapper: Wrapper) -> Wrapper:
-        if isinstance(wrapper, Keeping):  # whose save sets were made for the block alone
+        if isinstance(wrapper, Keeping):  # its save sets are for the block without fetching
             return dataclasses.replace(wrapper, prepare=fetched, everything=keep_all_but_weights)
 
         def wrapped(block: BlockFunction, rolled: bool) -> BlockFunction:
@@ -117,31 +117,31 @@ def streaming(treatment: Treatment) -> Treatment:
 def offloading_later(treatment: Treatment) -> Treatment:
     """The treatment of a pipeline's blocks, whose stages keep their residuals in slots.
 
-    What is offloaded goes to the host with the slot, when the stage's forward is done, and comes back as its backward
-    begins. On the way from host to host, out of a block's own offloading, it would need a program of the host's.
+    Offloaded values go to the host with the slot, after the stage's forward, and return at the start of its backward.
+    Offloaded by the block, they would move from host to host, which needs a program on the host.
     """
     wrappers = (treatment.wrapper, *(wrapper for _, wrapper in treatment.groups))
     keeping = [wrapper for wrapper in wrappers if isinstance(wrapper, Keeping)]
 
-    def later(wrapper: Wrapper) -> Wrapper:
+    def delayed(wrapper: Wrapper) -> Wrapper:
         return dataclasses.replace(wrapper, later=True) if isinstance(wrapper, Keeping) else wrapper
 
     return dataclasses.replace(
         treatment,
-        wrapper=later(treatment.wrapper),
-        groups=tuple((layers, later(wrapper)) for layers, wrapper in treatment.groups),
+        wrapper=delayed(treatment.wrapper),
+        groups=tuple((layers, delayed(wrapper)) for layers, wrapper in treatment.groups),
         hosted=frozenset().union(*(wrapper.hosted for wrapper in keeping)),
     )
 
 
 def fetched(args: Any) -> Any:
     """The arguments of a block, with every `Streamed` weight on the device."""
-    return jax.tree.map(_fetched, args, is_leaf=_is_streamed)
+    return jax.tree.map(_fetch_leaf, args, is_leaf=_is_streamed)
 
 
 def _is_streamed(leaf: Any) -> bool:
     return isinstance(leaf, Streamed)
 
 
-def _fetched(leaf: Any) -> Any:
+def _fetch_leaf(leaf: Any) -> Any:
     return leaf.fetch() if _is_streamed(leaf) else leaf

@@ -1,7 +1,7 @@
-"""MemoryPlan: what the backward pass keeps of the forward pass, as a request with a short text form.
+"""MemoryPlan: how to choose the values kept for the backward pass, as a request with a short text form.
 
-A request says how to choose ("the optimal save set of 136 MiB"); what it comes to for one model, block by block, is a
-`Decision` (`memory/decision.py`).
+A request specifies how to choose ("the optimal save set of 136 MiB"); its resolution for one model, block by block, is
+a `Decision` (`memory/decision.py`).
 """
 
 import dataclasses
@@ -52,31 +52,31 @@ _COUNTED = ("periodic", "revolve")
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """How to choose what the backward pass keeps, by its text form.
+    """How to choose the values kept for the backward pass, by its text form.
 
     | text form | keeps |
     |---|---|
     | `none` | every residual |
-    | `dots` | results of matrix products; what lies between is recomputed |
+    | `dots` | results of matrix products; the values between them are recomputed |
     | `full` | each block's input |
-    | `jax:POLICY` | what a policy of `jax.checkpoint_policies` says, by name |
+    | `jax:POLICY` | the values selected by a policy of `jax.checkpoint_policies`, by name |
     | `sqrt`, `periodic:K` | the input of every K-th block (K = sqrt of their number) |
     | `revolve:SLOTS` | at most SLOTS block inputs: Griewank and Walther's optimum for alike blocks |
-    | `chain:BYTES` | Rotor's optimum for a chain of unlike blocks: which segments run again, what each block keeps |
-    | `save:BYTES[:flop\\|seconds]` | the save set of each block that costs the least, by integer program |
+    | `chain:BYTES` | Rotor's optimum for a chain of unlike blocks: segments that run again, and a save set per block |
+    | `save:BYTES[:flop\\|seconds]` | the save set of least cost for each block, by integer program |
     | `greedy:BYTES`, `dtr_static:BYTES` | heuristics for the same |
-    | `offload:SELECTOR:BYTES` | BYTES on the device; what the selector says goes to host memory |
+    | `offload:SELECTOR:BYTES` | BYTES on the device; the selector chooses values for host memory |
     | `fit` | the cheapest of these that fits the device |
     | `file:PATH` | a decision recorded earlier (memory.json of a run) |
 
     Args:
         rule: how to choose.
         budget: bytes of kept activations on the device, per device and microbatch, of the whole model: inputs of
-            blocks, and what blocks keep for their backward pass. What the block at work needs beside comes on top.
+            blocks, and their kept values. The working memory of the running block is not included.
         count: K of periodic, SLOTS of revolve.
         selector: rule of offload.
-        objective: what `save` makes least: recomputed FLOP, or modelled seconds; `None` takes seconds on a chip whose
-            rates are known, else FLOP.
+        objective: the cost that `save` minimizes: recomputed FLOP, or modelled seconds; `None`: seconds on a chip with
+            known rates, else FLOP.
         name: POLICY of jax, PATH of file.
 
     Example:
@@ -96,13 +96,13 @@ class MemoryPlan:
         if self.rule not in get_args(Rule):
             raise unknown("memory plan", str(self.rule), get_args(Rule))
         check_types(self)
-        wanted = {
+        requirements = {
             "budget": self.rule in _BUDGETED,
             "count": self.rule in _COUNTED,
             "selector": self.rule == "offload",
             "name": self.rule in ("jax", "file"),
         }
-        for field, needed in wanted.items():
+        for field, needed in requirements.items():
             if (getattr(self, field) is not None) != needed:
                 verb = "needs" if needed else "takes no"
                 raise UserError(f"memory plan {self.rule} {verb} {field}: write {FORMS[self.rule]}")
@@ -122,33 +122,33 @@ class MemoryPlan:
         Raises:
             UserError: an unknown rule, selector, policy or unit, with the near miss; an argument missing or too many.
         """
-        head, *rest = text.strip().split(":")
+        head, *words = text.strip().split(":")
         if head not in FORMS:
             raise unknown("memory plan", head, get_args(Rule))
         rule = cast(Rule, head)
         if rule == "file":
-            return cls(rule, name=":".join(rest) or None)
+            return cls(rule, name=":".join(words) or None)
         fields = FORMS[rule].replace("[", "").replace("]", "").split(":")[1:]
         optional = FORMS[rule].count("[")
-        if not len(fields) - optional <= len(rest) <= len(fields):
+        if not len(fields) - optional <= len(words) <= len(fields):
             raise UserError(f"memory plan {text!r}: expected {FORMS[rule]}")
-        given = dict(zip(fields, rest, strict=False))
-        what = f"memory plan {rule}:"
-        count = given.get("K") or given.get("SLOTS")
+        arguments = dict(zip(fields, words, strict=False))
+        subject = f"memory plan {rule}:"
+        count = arguments.get("K") or arguments.get("SLOTS")
         if count is not None and not count.isdecimal():
             raise UserError(f"memory plan {text!r}: got {count!r}, expected a whole number: {FORMS[rule]}")
-        selector, objective = given.get("SELECTOR"), given.get("flop|seconds")
+        selector, objective = arguments.get("SELECTOR"), arguments.get("flop|seconds")
         if selector is not None and selector not in get_args(Selector):
             raise unknown("selector", selector, get_args(Selector))
         if objective is not None and objective not in get_args(Objective):
             raise unknown("objective", objective, get_args(Objective))
         return cls(
             rule,
-            budget=parse_bytes(given["BYTES"], what) if "BYTES" in given else None,
+            budget=parse_bytes(arguments["BYTES"], subject) if "BYTES" in arguments else None,
             count=int(count) if count is not None else None,
             selector=cast(Selector | None, selector),
             objective=cast(Objective | None, objective),
-            name=given.get("POLICY"),
+            name=arguments.get("POLICY"),
         )
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
-"""What JAX's own policies keep of a block, and what they run again, in the terms of save sets: for comparison.
+"""JAX's policies as save sets, for comparison.
 
-A policy says yes or no to kinds of operations; what it says yes to and the backward pass reads is kept.
+A policy accepts or rejects kinds of operations; accepted results that the backward pass reads are kept.
 """
 
 from jaxscale.costs.block import BlockGraph
@@ -11,7 +11,7 @@ from jaxscale.memory.plan import POLICIES
 
 
 def policy_set(graph: BlockGraph, policy: str) -> SaveSet:
-    """What a policy of `jax.checkpoint_policies` comes to for a block.
+    """The save set of a block under a policy of `jax.checkpoint_policies`.
 
     Args:
         graph: of the block.
@@ -32,10 +32,10 @@ def policy_set(graph: BlockGraph, policy: str) -> SaveSet:
         raise unknown("policy of jax.checkpoint_policies", policy, POLICIES)
     if policy == "everything_saveable":
         return save_set(graph, (EVERYTHING,))
-    offered = {index for equation in graph.equations if policy in equation.kept_by for index in equation.outputs}
-    again = recompute(graph, offered)
-    read = {*graph.needed, *(index for number in again.equations for index in graph.equations[number].inputs)}
-    kept = sorted(offered & read)
-    names = tuple(graph.values[index].name for index in kept)
-    size = sum(graph.values[index].bytes for index in kept)
-    return SaveSet(graph.fingerprint, names, (), size, 0, again.flop, again.seconds)
+    saveable = {index for equation in graph.equations if policy in equation.kept_by for index in equation.outputs}
+    recomputed = recompute(graph, saveable)
+    needed = {*graph.needed, *(index for number in recomputed.equations for index in graph.equations[number].inputs)}
+    kept_indices = sorted(saveable & needed)
+    names = tuple(graph.values[index].name for index in kept_indices)
+    size = sum(graph.values[index].bytes for index in kept_indices)
+    return SaveSet(graph.fingerprint, names, (), size, 0, recomputed.flop, recomputed.seconds)

@@ -1,20 +1,19 @@
-"""Rotor: the plan of a chain of unlike stages that takes the least time within a budget of bytes.
+"""Rotor: the fastest plan of a chain of unlike stages within a budget of bytes.
 
 Dynamic programming over (first stage, last stage, free bytes) after Beaumont et al. 2019 (arXiv:1911.13214), with a
 menu of ways to keep each stage as in Rockmate (Zhao et al. 2023, arXiv:2307.01236):
 
-    C(s, t, m) = least seconds to run stages s..t forward and backward when what enters s is kept and m bytes are free
+    C(s, t, m) = least seconds to run stages s..t forward and backward when the input of s is kept and m bytes are free
                = min over options o of s   time(o) + C(s + 1, t, m - kept(o))
                      and segments s..c-1   forward(s..c-1) + C(c, t, m - x(c)) + C(s, c-1, m)
 
-A budget bounds either what is kept for a backward pass to come (`kept`, the meaning that budgets have everywhere else),
-or, as in the papers, all that is alive at any time (`alive`): then gradients and what the stage at work needs take room
-too.
+A budget bounds either the bytes kept for a later backward pass (`kept`, as budgets do everywhere else) or, as in the
+papers, all bytes alive at any time (`alive`), which include gradients and the working memory of the running stage.
 
-Free bytes lie on a grid. Where all that is kept comes in multiples of one unit, and the budget has few enough of them,
-the grid is exact. Else what is kept is rounded to the nearest slot, plans are read from the table from the top down,
-and the first whose true bytes (`chain.simulate`) are within the budget is taken: errors cancel, where rounding up would
-add them. Alike stages need one table by length instead of one by (first, last).
+Free bytes lie on a grid. It is exact if all kept sizes are multiples of one unit and the budget has few enough units.
+Else kept sizes are rounded to the nearest slot, plans are read from the table from the top down, and the first whose
+true bytes (`chain.simulate`) are within the budget is taken: rounding errors cancel, where rounding up would add them.
+Alike stages need one table by length instead of one by (first, last).
 
 Left out: plans that keep a value beyond its segment (non-persistent), and offload, which `memory/selectors.py` has.
 """
@@ -32,20 +31,20 @@ from jaxscale.values.byte_sizes import bytes_at_least, bytes_text
 
 Row = np.ndarray
 Bound = Literal["alive", "kept"]
-"""What a budget bounds: all bytes at any time, or those that wait for a backward pass."""
+"""What a budget bounds: all live bytes at any time, or the bytes kept for a backward pass."""
 _EXTRA = 0.01  # of the grid lies beyond the budget: sizes that were rounded up can make a plan look too large
 
 
 @dataclasses.dataclass(frozen=True)
 class ChainPlan:
-    """What `rotor` found.
+    """A plan of a chain, and its cost.
 
     Args:
         nodes: the plan.
-        seconds: of the forward and the backward pass, as the table says; `chain.simulate` says the same.
-        peak_bytes: most bytes at any time, the chain's input included.
-        kept_bytes: most bytes that wait for a backward pass at any time, likewise.
-        exact: whether no plan is faster within the budget; else sizes were rounded to the grid.
+        seconds: of the forward and the backward pass, from the table; `chain.simulate` gives the same.
+        peak_bytes: most live bytes at any time, the chain's input included.
+        kept_bytes: most bytes kept for a backward pass at any time, the chain's input included.
+        exact: no plan is faster within the budget; else sizes were rounded to the grid.
     """
 
     nodes: Nodes
@@ -58,22 +57,22 @@ class ChainPlan:
 def rotor(
     stages: Sequence[Stage], input_bytes: int, budget: int, *, slots: int = 2000, bound: Bound = "alive"
 ) -> ChainPlan:
-    """The plan of least time within a budget.
+    """The fastest plan within a budget.
 
     Args:
         stages: of the chain.
-        input_bytes: of what enters the first stage.
+        input_bytes: of the first stage's input.
         budget: bytes, `input_bytes` included.
         slots: fineness of the grid, where sizes have no common unit.
         bound: what the budget bounds.
 
     Raises:
-        UserError: no plan fits; the message tells the least budget that does, and what would lower it.
+        UserError: no plan fits; the message gives the least budget that does, and what would lower it.
 
     Example:
         >>> alike = [Stage(1.0, 2.0, 1)] * 4
-        >>> found = rotor(alike, 1, 6)
-        >>> found.seconds, found.peak_bytes, found.exact
+        >>> plan = rotor(alike, 1, 6)
+        >>> plan.seconds, plan.peak_bytes, plan.exact
         (14.0, 6, True)
         >>> rotor(alike, 1, 3, bound="kept").seconds
         14.0
@@ -89,14 +88,14 @@ def rotor(
         if problem.bounded(cost) <= budget:
             seconds = float(table.row(0, problem.count - 1)[slot])
             return ChainPlan(nodes, seconds, cost.peak_bytes, cost.kept_bytes, table.exact)
-    # so near the least that rounding to nearest finds nothing
+    # the budget is so near the least that rounding leaves no plan within it
     nodes = problem.least_nodes(0, problem.count - 1)
     cost = simulate(nodes, stages, input_bytes)
     return ChainPlan(nodes, cost.seconds, cost.peak_bytes, cost.kept_bytes, False)
 
 
 def least_budget(stages: Sequence[Stage], input_bytes: int, bound: Bound = "alive") -> int:
-    """The least bytes within which a chain can be run forward and backward, exactly.
+    """The least budget within which a chain can run forward and backward, exactly.
 
     Example:
         >>> least_budget([Stage(1.0, 2.0, 1)] * 4, 1)
@@ -108,19 +107,22 @@ def least_budget(stages: Sequence[Stage], input_bytes: int, bound: Bound = "aliv
 
 
 def _infeasible(problem: "_Problem", budget: int, least: int) -> UserError:
-    needs = [min(problem.save_need(at, o, at) for o in range(len(s.options))) for at, s in enumerate(problem.stages)]
-    alone = [need + given for need, given in zip(needs, problem.x, strict=False)]
-    at = max(range(problem.count), key=alone.__getitem__)
-    said = "kept and alive" if problem.bound == "alive" else "kept"
+    needs = [
+        min(problem.save_need(index, option, index) for option in range(len(stage.options)))
+        for index, stage in enumerate(problem.stages)
+    ]
+    stage_bytes = [need + input_bytes for need, input_bytes in zip(needs, problem.x, strict=False)]
+    index = max(range(problem.count), key=stage_bytes.__getitem__)
+    meaning = "kept and alive" if problem.bound == "alive" else "kept"
     return UserError(
-        f"a budget of {bytes_text(budget)} {said} for a chain of {problem.count} stages: the least possible is "
-        f"{bytes_at_least(least)}, of which stage {at} alone takes {bytes_at_least(alone[at])}; "
+        f"a budget of {bytes_text(budget)} {meaning} for a chain of {problem.count} stages: the least possible is "
+        f"{bytes_at_least(least)}, of which stage {index} alone takes {bytes_at_least(stage_bytes[index])}; "
         "more microbatches, a smaller batch, or a cut of that stage in two would lower it"
     )
 
 
 class _Problem:
-    """A chain's costs as arrays: x[i] is what enters stage i, x[L] what leaves the last."""
+    """A chain's costs as arrays: x[i] are the bytes of stage i's input, x[L] of the last one's output."""
 
     def __init__(self, stages: tuple[Stage, ...], input_bytes: int, bound: Bound) -> None:
         if not stages:
@@ -133,61 +135,61 @@ class _Problem:
         # bytes of the gradient of x[i]
         self.gradients = self.x if bound == "alive" else [0] * len(self.x)
         # kept[s][c - s - 1]: bytes of x[c] that x[s] does not hold
-        # run_need[s][c - s - 1]: beside x[s] and a gradient, to run s..c-1 keeping x[c] alone
+        # run_need[s][c - s - 1]: bytes besides x[s] and a gradient to run s..c-1 keeping x[c] alone
         self.kept: list[list[int]] = []
         self.run_need: list[list[int]] = []
         for start in range(self.count if not self.alike else 1):
-            kept, needs, shared, need, before = [], [], math.inf, 0, 0
+            kept_row, needs, passed_bytes, run_bytes, output_kept = [], [], math.inf, 0, 0
             for index in range(start, self.count):
                 stage = stages[index]
-                shared = min(shared, stage.passed_bytes)
-                need = max(need, before + stage.output_bytes - stage.passed_bytes + stage.working_bytes)
-                before = stage.output_bytes - int(shared)
-                kept.append(before)
-                needs.append(need if bound == "alive" else 0)
-            self.kept.append(kept)
+                passed_bytes = min(passed_bytes, stage.passed_bytes)
+                run_bytes = max(run_bytes, output_kept + stage.output_bytes - stage.passed_bytes + stage.working_bytes)
+                output_kept = stage.output_bytes - int(passed_bytes)
+                kept_row.append(output_kept)
+                needs.append(run_bytes if bound == "alive" else 0)
+            self.kept.append(kept_row)
             self.run_need.append(needs)
         if self.alike:
             self.kept, self.run_need = self.kept * self.count, self.run_need * self.count
 
     def bounded(self, cost: ChainCost) -> int:
-        """Of what a plan costs the bytes that the budget bounds."""
+        """The bytes of a plan that the budget bounds."""
         return cost.peak_bytes if self.bound == "alive" else cost.kept_bytes
 
     def saved(self, stage: int, option: int) -> int:
-        """Bytes beside its input while a stage waits for its backward pass."""
+        """Bytes besides its input that a stage keeps until its backward pass."""
         return self.stages[stage].options[option].kept_bytes + self.kept[stage][0]
 
-    def save_need(self, stage: int, option: int, last: int) -> int:
-        """Bytes beside its input that a stage takes forward and backward when stages up to `last` follow."""
-        one = self.stages[stage]
+    def save_need(self, index: int, option: int, last: int) -> int:
+        """Bytes besides its input that a stage takes forward and backward when stages up to `last` follow."""
+        stage = self.stages[index]
         if self.bound == "kept":
-            return self.saved(stage, option) if stage < last else one.options[option].kept_bytes
-        forward = self.x[last + 1] + one.working_bytes
-        backward = self.x[stage] + one.output_bytes - one.passed_bytes + one.options[option].working_bytes
-        return self.saved(stage, option) + max(forward, backward)
+            return self.saved(index, option) if index < last else stage.options[option].kept_bytes
+        forward = self.x[last + 1] + stage.working_bytes
+        backward = self.x[index] + stage.output_bytes - stage.passed_bytes + stage.options[option].working_bytes
+        return self.saved(index, option) + max(forward, backward)
 
-    def save_seconds(self, stage: int, option: int) -> float:
+    def save_seconds(self, index: int, option: int) -> float:
         """Seconds of a stage forward and backward."""
-        one = self.stages[stage]
-        return one.forward_seconds + one.backward_seconds + one.options[option].extra_seconds
+        stage = self.stages[index]
+        return stage.forward_seconds + stage.backward_seconds + stage.options[option].extra_seconds
 
     # -- the least memory ----------------------------------------------------------------------------------------------
 
     def least(self) -> int:
-        """Least bytes at the peak of any plan."""
+        """Bytes of the plan that needs the least."""
         if not hasattr(self, "_least"):
             self._least: dict[tuple[int, int], tuple[int, int]] = {}
             for first, last in self._spans():
                 choices = [
                     (
                         max(
-                            self.save_need(first, o, last),
-                            self.saved(first, o) + self._least_of(first + 1, last) if first < last else 0,
+                            self.save_need(first, option, last),
+                            self.saved(first, option) + self._least_of(first + 1, last) if first < last else 0,
                         ),
-                        -1 - o,
+                        -1 - option,
                     )
-                    for o in range(len(self.stages[first].options))
+                    for option in range(len(self.stages[first].options))
                 ]
                 choices += [
                     (
@@ -204,7 +206,7 @@ class _Problem:
         return self.input_bytes + self._least_of(0, self.count - 1)
 
     def least_nodes(self, first: int, last: int) -> Nodes:
-        """A plan of the least memory."""
+        """The plan that needs the least memory."""
         self.least()
         if first > last:
             return ()
@@ -228,63 +230,67 @@ class _Problem:
     # -- the least time ------------------------------------------------------------------------------------------------
 
     def table(self, free: int, slots: int) -> "_Table":
-        """The solved table for so many free bytes beside the chain's input."""
+        """The solved table for `free` bytes besides the chain's input."""
         grid = self._grid(free, slots)
         return _Table(self, grid)
 
     def _grid(self, free: int, slots: int) -> "_Grid":
-        carried = np.array(
+        kept_sizes = np.array(
             sorted(
-                {self.saved(s, o) for s, stage in enumerate(self.stages) for o in range(len(stage.options))}
-                | {bytes_ for row in self.kept for bytes_ in row}
+                {
+                    self.saved(index, option)
+                    for index, stage in enumerate(self.stages)
+                    for option in range(len(stage.options))
+                }
+                | {size for row in self.kept for size in row}
             ),
             dtype=np.float64,
         )
-        unit = math.gcd(*(int(size) for size in carried)) or 1
+        unit = math.gcd(*(int(size) for size in kept_sizes)) or 1
         slots = 4 * slots if self.alike else slots
         if free // unit <= slots:
             count = free // unit
             return _Grid(float(unit), count, float(free - count * unit), count + 1, True)
-        # of several finenesses the one whose rounding is least wrong for what this chain keeps
+        # of several grids the one that rounds this chain's kept sizes most accurately
         counts = np.arange(slots, slots + slots // 5 + 1)
-        in_slots = carried[None, :] * (counts[:, None] / free)
-        wrong = (np.abs(np.rint(in_slots) - in_slots) / counts[:, None]).sum(1)
-        count = int(counts[np.argmin(wrong)])
+        slot_sizes = kept_sizes[None, :] * (counts[:, None] / free)
+        rounding_errors = (np.abs(np.rint(slot_sizes) - slot_sizes) / counts[:, None]).sum(1)
+        count = int(counts[np.argmin(rounding_errors)])
         return _Grid(free / count, count, 0.0, count + 1 + math.ceil(_EXTRA * count), False)
 
 
 class _Grid(NamedTuple):
-    """Free bytes by slot: rest + unit * slot.
+    """Free bytes by slot: remainder + unit * slot.
 
     Args:
         unit: bytes of a slot.
         budget: slot of the whole budget.
-        rest: bytes that fill no slot.
+        remainder: bytes that fill no slot.
         length: slots of the table, from 0.
-        exact: whether what is kept comes in whole slots.
+        exact: all kept sizes are whole slots.
     """
 
     unit: float
     budget: int
-    rest: float
+    remainder: float
     length: int
     exact: bool
 
     def size(self, count: int) -> int:
-        """Bytes that are kept, in slots."""
+        """A number of bytes in slots."""
         return round(count / self.unit)
 
     def first(self, need: float) -> int:
-        """The first slot that has so many free bytes."""
-        return max(0, math.ceil((need - self.rest) / self.unit - 1e-9))
+        """The first slot with at least `need` free bytes."""
+        return max(0, math.ceil((need - self.remainder) / self.unit - 1e-9))
 
 
 class _Table:
-    """C(s, t, m) for all stages s <= t and slots m; infinite where nothing fits."""
+    """C(s, t, m) for all stages s <= t and slots m; infinite if no plan fits."""
 
     def __init__(self, problem: _Problem, grid: _Grid) -> None:
         self.problem, self.grid, self.exact = problem, grid, grid.exact
-        self.sizes = [[grid.size(kept) for kept in row] for row in problem.kept[: 1 if problem.alike else None]]
+        self.sizes = [[grid.size(size) for size in row] for row in problem.kept[: 1 if problem.alike else None]]
         if problem.alike:
             self._fill_alike()
         else:
@@ -295,35 +301,37 @@ class _Table:
         return self._rows[0][last - first] if self.problem.alike else self._rows[first][last - first]
 
     def slots(self) -> Iterator[int]:
-        """Slots from which to read a plan, the cheapest plan first; one for each cost."""
+        """Slots of the plans to try, the cheapest plan first; one slot for each cost."""
         row = self.row(0, self.problem.count - 1)
-        before = -1.0
+        seconds = -1.0
         for slot in range(len(row) - 1, -1, -1):
             if not np.isfinite(row[slot]):
                 return
-            if row[slot] != before:
-                before = float(row[slot])
+            if row[slot] != seconds:
+                seconds = float(row[slot])
                 # the least slot of this cost takes the least memory
-                yield int(np.argmax(row <= before))
+                yield int(np.argmax(row <= seconds))
 
     def nodes(self, first: int, last: int, slot: int) -> Nodes:
         """The plan that C(first, last, slot) is the cost of."""
         problem, nodes = self.problem, []
         while first <= last:
-            stage, cost = problem.stages[first], []
+            stage, choices = problem.stages[first], []
             for option in range(len(stage.options)):
-                after = slot - self.grid.size(problem.saved(first, option))
+                slot_after = slot - self.grid.size(problem.saved(first, option))
                 fits = slot >= self.grid.first(problem.save_need(first, option, last))
-                fits = fits and (after >= 0 or first == last)
-                behind = 0.0 if first == last else float(self.row(first + 1, last)[after]) if fits else math.inf
-                cost.append((problem.save_seconds(first, option) + behind if fits else math.inf, -1 - option))
+                fits = fits and (slot_after >= 0 or first == last)
+                seconds_after = (
+                    0.0 if first == last else float(self.row(first + 1, last)[slot_after]) if fits else math.inf
+                )
+                choices.append((problem.save_seconds(first, option) + seconds_after if fits else math.inf, -1 - option))
             for cut in range(first + 1, last + 1):
-                after = slot - self._size(first, cut)
-                if after < 0 or slot < self._run_first(first, cut, last):
+                slot_after = slot - self._size(first, cut)
+                if slot_after < 0 or slot < self._run_first(first, cut, last):
                     continue
                 forward = problem.elapsed[cut] - problem.elapsed[first]
-                cost.append((forward + self.row(cut, last)[after] + self.row(first, cut - 1)[slot], cut))
-            choice = min(cost, key=lambda c: c[0])[1]
+                choices.append((forward + self.row(cut, last)[slot_after] + self.row(first, cut - 1)[slot], cut))
+            choice = min(choices, key=lambda c: c[0])[1]
             if choice < 0:
                 nodes.append(Save(first, -1 - choice))
                 slot -= self.grid.size(problem.saved(first, -1 - choice))
@@ -341,25 +349,27 @@ class _Table:
         problem = self.problem
         return self.grid.first(problem.gradients[last + 1] + problem.run_need[first][cut - first - 1])
 
-    def _kept(self, first: int, last: int) -> Row:
+    def _best_option(self, first: int, last: int) -> Row:
         """The best over the options of the first stage."""
         problem, grid = self.problem, self.grid
         best = np.full(grid.length, np.inf)
         for option in range(len(problem.stages[first].options)):
             size, seconds = grid.size(problem.saved(first, option)), problem.save_seconds(first, option)
-            low = grid.first(problem.save_need(first, option, last))
-            low = low if first == last else max(low, size)
-            if low < grid.length:
-                behind = 0.0 if first == last else self.row(first + 1, last)[low - size : grid.length - size]
-                np.minimum(best[low:], behind + seconds, out=best[low:])
+            first_slot = grid.first(problem.save_need(first, option, last))
+            first_slot = first_slot if first == last else max(first_slot, size)
+            if first_slot < grid.length:
+                seconds_after = (
+                    0.0 if first == last else self.row(first + 1, last)[first_slot - size : grid.length - size]
+                )
+                np.minimum(best[first_slot:], seconds_after + seconds, out=best[first_slot:])
         return best
 
     def _shifted(self, row: Row, size: int) -> Row:
         """C(c, t, m - size) over m."""
-        out = np.full(self.grid.length, np.inf)
+        shifted = np.full(self.grid.length, np.inf)
         if size < self.grid.length:
-            out[size:] = row[: self.grid.length - size]
-        return out
+            shifted[size:] = row[: self.grid.length - size]
+        return shifted
 
     def _fill(self) -> None:
         problem, grid, count = self.problem, self.grid, self.problem.count
@@ -370,42 +380,43 @@ class _Table:
             for first in range(count)
         ]
         for last in range(count):
-            # behind[c]: C(c, last, m - x(c)) and the seconds to come to c from the chain's start
-            behind = np.full((last + 1, grid.length), np.inf)
+            # after_cut[c]: C(c, last, m - x(c)), plus the forward seconds from the chain's start to c
+            after_cut = np.full((last + 1, grid.length), np.inf)
             for first in range(last, -1, -1):
-                best = self._kept(first, last)
+                best = self._best_option(first, last)
                 if last > first:
-                    some = work[: last - first]
+                    candidates = work[: last - first]
                     if problem.passes:
                         for cut in range(first + 1, last + 1):
-                            behind[cut] = self._shifted(self.row(cut, last), self._size(first, cut))
-                            behind[cut] += problem.elapsed[cut]
-                    np.add(self._rows[first][: last - first], behind[first + 1 :], out=some)
-                    needed = np.ceil((problem.gradients[last + 1] + needs[first][last] - grid.rest) / grid.unit - 1e-9)
-                    for index, low in enumerate(needed.astype(int).tolist()):
-                        some[index, : max(low, 0)] = np.inf
-                    np.minimum(best, some.min(0) - problem.elapsed[first], out=best)
+                            after_cut[cut] = self._shifted(self.row(cut, last), self._size(first, cut))
+                            after_cut[cut] += problem.elapsed[cut]
+                    np.add(self._rows[first][: last - first], after_cut[first + 1 :], out=candidates)
+                    low_bytes = problem.gradients[last + 1] + needs[first][last] - grid.remainder
+                    first_slots = np.ceil(low_bytes / grid.unit - 1e-9)
+                    for index, first_slot in enumerate(first_slots.astype(int).tolist()):
+                        candidates[index, : max(first_slot, 0)] = np.inf
+                    np.minimum(best, candidates.min(0) - problem.elapsed[first], out=best)
                 self._rows[first][last - first] = best
                 if not problem.passes and first:
-                    behind[first] = self._shifted(best, self._size(first - 1, first)) + problem.elapsed[first]
+                    after_cut[first] = self._shifted(best, self._size(first - 1, first)) + problem.elapsed[first]
 
     def _fill_alike(self) -> None:
         problem, grid, count = self.problem, self.grid, self.problem.count
         self._rows = [np.empty((count, grid.length))]
         rows = self._rows[0]
-        behind = np.empty((count, grid.length))
+        after_cut = np.empty((count, grid.length))
         work = np.empty((count, grid.length))
         size, seconds = self.sizes[0][0], problem.stages[0].forward_seconds
-        ahead = seconds * np.arange(1, count + 1)[:, None]
+        forward_seconds = seconds * np.arange(1, count + 1)[:, None]
         for last in range(count):
-            best = self._kept(0, last)
+            best = self._best_option(0, last)
             if last:
-                some = work[:last]
-                # segments of 1, 2, .. stages, and what is behind each
-                np.add(rows[:last], behind[last - 1 :: -1] if last else behind[:0], out=some)
-                some += ahead[:last]
+                candidates = work[:last]
+                # segments of 1, 2, .. stages, and the stages after each
+                np.add(rows[:last], after_cut[last - 1 :: -1] if last else after_cut[:0], out=candidates)
+                candidates += forward_seconds[:last]
                 for index in range(last):
-                    some[index, : self._run_first(0, index + 1, last)] = np.inf
-                np.minimum(best, some.min(0), out=best)
+                    candidates[index, : self._run_first(0, index + 1, last)] = np.inf
+                np.minimum(best, candidates.min(0), out=best)
             rows[last] = best
-            behind[last] = self._shifted(best, size)
+            after_cut[last] = self._shifted(best, size)

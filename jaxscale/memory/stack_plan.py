@@ -1,9 +1,9 @@
 """One budget for a model's blocks: a save set for each kind, and for a scanned stack two groups or two levels.
 
 * One save set for all layers is exact by `graph.solve`, at the budget's share of a layer.
-* L alike layers mix at best two *neighbouring* points of the lower convex hull of the curve of cost against bytes; two
-  groups of layers are taken where they cost less by `GROUPS_GAIN` of a step.
-* Where not even the blocks' inputs fit, a scan over segments keeps every k-th block's input, at the price of one more
+* L alike layers mix at most two *neighbouring* points of the lower convex hull of the curve of cost against bytes; two
+  groups of layers are used if they cost less by `GROUPS_GAIN` of a step.
+  * If not even the blocks' inputs fit, a scan over segments keeps every k-th block's input, at the cost of one more
   forward pass: ceil(L / k) + k inputs.
 * Blocks of several kinds share a budget by an integer program over the points of their curves.
 
@@ -22,7 +22,7 @@ from jaxscale.memory.graph import Host, Objective, menu, solve
 from jaxscale.values.byte_sizes import bytes_at_least, bytes_text
 
 GROUPS_GAIN = 0.005
-"""Share of the cost of a step (three forward passes) that a second group must spare: it is compiled by itself."""
+"""Share of the cost of a step (three forward passes) that a second group must save: it is compiled separately."""
 
 
 def cost_of(save: SaveSet, objective: Objective) -> float:
@@ -38,17 +38,17 @@ def work_of(graph: BlockGraph, objective: Objective) -> float:
 def plan_stack(
     graph: BlockGraph, layers: int, budget: int, *, objective: Objective = "flop", host: Host | None = None
 ) -> StackDecision:
-    """What the layers of a scanned stack keep within a budget.
+    """The save sets of the layers of a scanned stack within a budget.
 
     Args:
         graph: of a block.
         layers: L.
         budget: bytes of the whole stack, inputs of blocks counted.
         objective: what to make least.
-        host: a second place for values, which asks for seconds; then there is no second level.
+        host: host memory for offloaded values; requires seconds, and excludes a second level.
 
     Raises:
-        UserError: a budget that not even two levels hold.
+        UserError: the budget is too small even for two levels.
     """
     inputs = layers * graph.carried_bytes
     if budget < inputs and host is not None:
@@ -65,7 +65,7 @@ def plan_stack(
 
 
 def least_bytes(graph: BlockGraph, layers: int) -> int:
-    """Bytes that a scanned stack keeps at the least: min over k of (ceil(L / k) + k) inputs.
+    """The fewest bytes that a scanned stack can keep: min over k of (ceil(L / k) + k) inputs.
 
     Example:
         >>> from jaxscale.costs.block import BlockGraph, Value
@@ -83,17 +83,17 @@ def _two_level_inputs(layers: int, segment: int) -> int:
 
 def _two_levels(graph: BlockGraph, layers: int, budget: int, objective: Objective) -> StackDecision:
     carried = graph.carried_bytes
-    least = least_bytes(graph, layers)
-    if budget < least:
-        raise too_small(budget, least)
+    least_budget = least_bytes(graph, layers)
+    if budget < least_budget:
+        raise too_small(budget, least_budget)
     curve = menu(graph, objective=objective)
     best: tuple[float, int, int] | None = None
     for segment in range(2, layers + 1):
         room = budget - _two_level_inputs(layers, segment) * carried
         if room >= 0:
             point = max((save for save in curve if save.bytes <= room // segment), key=lambda save: save.bytes)
-            found = (cost_of(point, objective), _two_level_inputs(layers, segment), segment)
-            best = found if best is None else min(best, found)
+            candidate = (cost_of(point, objective), _two_level_inputs(layers, segment), segment)
+            best = candidate if best is None else min(best, candidate)
     assert best is not None, "the least number of inputs fits"
     segment = best[2]
     room = budget - _two_level_inputs(layers, segment) * carried
@@ -111,21 +111,21 @@ def too_small(budget: int, least: int, fewer: str = "") -> UserError:
 
 def hull(points: Sequence[SaveSet], objective: Objective) -> tuple[SaveSet, ...]:
     """The points of a curve that lie on its lower convex hull, by rising bytes."""
-    found: list[SaveSet] = []
+    hull_points: list[SaveSet] = []
     for point in sorted(points, key=lambda save: (save.bytes, cost_of(save, objective))):
-        if found and cost_of(point, objective) >= cost_of(found[-1], objective):
+        if hull_points and cost_of(point, objective) >= cost_of(hull_points[-1], objective):
             continue
-        while len(found) > 1 and _above(found[-2], found[-1], point, objective):
-            found.pop()
-        found.append(point)
-    return tuple(found)
+        while len(hull_points) > 1 and _above(hull_points[-2], hull_points[-1], point, objective):
+            hull_points.pop()
+        hull_points.append(point)
+    return tuple(hull_points)
 
 
 def _above(first: SaveSet, middle: SaveSet, last: SaveSet, objective: Objective) -> bool:
-    """Whether the middle one lies on or above the line between the others."""
-    one = (cost_of(middle, objective) - cost_of(first, objective)) * (last.bytes - first.bytes)
-    other = (cost_of(last, objective) - cost_of(first, objective)) * (middle.bytes - first.bytes)
-    return one >= other
+    """Whether the middle point lies on or above the line between the first and the last."""
+    middle_rise = (cost_of(middle, objective) - cost_of(first, objective)) * (last.bytes - first.bytes)
+    line_rise = (cost_of(last, objective) - cost_of(first, objective)) * (middle.bytes - first.bytes)
+    return middle_rise >= line_rise
 
 
 def _mixture(curve: Sequence[SaveSet], layers: int, room: int, objective: Objective) -> tuple[Group, ...]:
@@ -135,9 +135,9 @@ def _mixture(curve: Sequence[SaveSet], layers: int, room: int, objective: Object
     for low, high in zip(points, (*points[1:], points[-1]), strict=True):
         if low.bytes * layers > room:
             break
-        more = high.bytes - low.bytes
-        many = layers if not more else min(layers, (room - low.bytes * layers) // more)
-        groups = tuple(Group(count, save) for count, save in ((layers - many, low), (many, high)) if count)
+        extra_bytes = high.bytes - low.bytes
+        count_high = layers if not extra_bytes else min(layers, (room - low.bytes * layers) // extra_bytes)
+        groups = tuple(Group(count, save) for count, save in ((layers - count_high, low), (count_high, high)) if count)
         cost = sum(group.layers * cost_of(group.save, objective) for group in groups if group.save is not None)
         if best is None or cost < best[0]:
             best = (cost, groups)
@@ -146,7 +146,7 @@ def _mixture(curve: Sequence[SaveSet], layers: int, room: int, objective: Object
 
 
 def share(calls: Sequence[BlockCall], budget: int, *, objective: Objective = "flop") -> tuple[SaveSet, ...]:
-    """One save set for each kind of block, of all choices on their curves the cheapest within a budget.
+    """The cheapest choice within a budget of one save set per kind of block, from their curves.
 
     Args:
         calls: of the model.
@@ -170,15 +170,15 @@ def share(calls: Sequence[BlockCall], budget: int, *, objective: Objective = "fl
     menus = {kind: menu(graph, objective=objective) for kind, graph in graphs.items()}
     chosen = _choose([(counts[kind], menus[kind]) for kind in graphs], room, objective)
     spare = room - sum(counts[save.block] * save.bytes for save in chosen)
-    # the curves have gaps: what is left over goes to one kind after the other
-    result = []
+    # the curves have gaps: each kind in turn gets the spare bytes
+    saves = []
     for save in chosen:
         count = counts[save.block]
         better = solve(graphs[save.block], save.bytes + spare // count, objective=objective)
         better = better if cost_of(better, objective) < cost_of(save, objective) else save
         spare -= count * (better.bytes - save.bytes)
-        result.append(better)
-    return tuple(result)
+        saves.append(better)
+    return tuple(saves)
 
 
 def _choose(kinds: Sequence[tuple[int, Sequence[SaveSet]]], room: int, objective: Objective) -> list[SaveSet]:
@@ -189,22 +189,25 @@ def _choose(kinds: Sequence[tuple[int, Sequence[SaveSet]]], room: int, objective
     flat = [(row, count, save) for row, (count, curve) in enumerate(kinds) for save in curve]
     cost = np.array([count * cost_of(save, objective) for _, count, save in flat], float)
     size = np.array([count * save.bytes for _, count, save in flat], float)
-    one = np.array([[float(row == kind) for row, _, _ in flat] for kind in range(len(kinds))])
+    one_per_kind = np.array([[float(row == kind) for row, _, _ in flat] for kind in range(len(kinds))])
     unit = float(size.max()) or 1.0
-    found = milp(
+    solution = milp(
         cost / (cost.max() or 1.0),
         integrality=np.ones(len(flat)),
         bounds=Bounds(0, 1),
-        constraints=[LinearConstraint(one, 1, 1), LinearConstraint(size[None, :] / unit, -np.inf, room / unit)],
+        constraints=[
+            LinearConstraint(one_per_kind, 1, 1),
+            LinearConstraint(size[None, :] / unit, -np.inf, room / unit),
+        ],
         options={"mip_rel_gap": 0},
     )
-    assert found.x is not None, "keeping nothing of any block takes no room"
-    return [save for (_, _, save), taken in zip(flat, found.x, strict=True) if taken > 0.5]
+    assert solution.x is not None, "keeping nothing of any block takes no room"
+    return [save for (_, _, save), amount in zip(flat, solution.x, strict=True) if amount > 0.5]
 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """What a model's blocks keep and run again, of all of them."""
+    """Bytes that all blocks of a model keep, and the cost of their recomputation."""
 
     layers: int
     bytes: int
@@ -215,8 +218,8 @@ class Totals:
 
 def totals(calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Totals:
     """Sums over all blocks of a model, one level."""
-    of = {save.block: save for save in saves}
-    pairs = [(call, of[call.fingerprint]) for call in calls]
+    save_by_block = {save.block: save for save in saves}
+    pairs = [(call, save_by_block[call.fingerprint]) for call in calls]
     return Totals(
         sum(call.count for call in calls),
         sum(call.count * (call.input_bytes + save.bytes) for call, save in pairs),
@@ -227,16 +230,16 @@ def totals(calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Totals:
 
 
 def stack_totals(graph: BlockGraph, stack: StackDecision) -> Totals:
-    """The same of a scanned stack with groups or segments; a group without a save set keeps everything."""
+    """The totals of a scanned stack with groups or segments; a group without a save set keeps everything."""
     layers, carried = stack.layers, graph.carried_bytes
     everything = SaveSet(graph.fingerprint, bytes=graph.needed_bytes)
     groups = [(group.layers, group.save or everything) for group in stack.groups]
     flop = sum(count * save.flop for count, save in groups)
     seconds = sum(count * save.seconds for count, save in groups)
-    host = sum(count * save.host_bytes for count, save in groups)
+    host_bytes = sum(count * save.host_bytes for count, save in groups)
     if stack.segment is None:
-        kept = layers * carried + sum(count * save.bytes for count, save in groups)
-        return Totals(layers, kept, host, flop, seconds)
+        kept_bytes = layers * carried + sum(count * save.bytes for count, save in groups)
+        return Totals(layers, kept_bytes, host_bytes, flop, seconds)
     segment = min(stack.segment, layers)
-    kept = _two_level_inputs(layers, segment) * carried + segment * max(save.bytes for _, save in groups)
-    return Totals(layers, kept, host, flop + layers * graph.flop, seconds + layers * graph.seconds)
+    kept_bytes = _two_level_inputs(layers, segment) * carried + segment * max(save.bytes for _, save in groups)
+    return Totals(layers, kept_bytes, host_bytes, flop + layers * graph.flop, seconds + layers * graph.seconds)

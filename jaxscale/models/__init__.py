@@ -1,16 +1,16 @@
-"""Models as values: what to build, how to score a batch, what to name the sizes that a mesh divides.
+"""Models as values, which build the module, score a batch, and name the sizes that a mesh divides.
 
 | file | defines |
 |---|---|
 | decoder, decoder_module | `Decoder`: Llama, GPT-2, Qwen3, Gemma-2 by its fields |
 | vit, vit_module | `ViT` |
 | resnet, resnet_module | `ResNet` |
-| classify | what image classifiers share: cross-entropy, accuracy |
+| classify | cross-entropy and accuracy of image classifiers |
 | huggingface | `load`, `save`, `Pretrained`: folders of transformers |
-| huggingface_config, huggingface_families, huggingface_tensors, safetensors_folder | what `huggingface` is made of |
-| foreign, foreign_blocks | `ForeignModel`, `linen_model`: models that are not ours, plain Flax NNX or Linen |
+| huggingface_config, huggingface_families, huggingface_tensors, safetensors_folder | the parts of `huggingface` |
+| foreign, foreign_blocks | `ForeignModel`, `linen_model`: foreign models, plain Flax NNX or Linen |
 
-Names below load where they are first used; a value imports neither JAX nor Flax.
+The names of this module load on first use; a value imports neither JAX nor Flax.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What image classifiers share: cross-entropy over classes with label smoothing, and how many rows are right.
+"""Loss and accuracy of image classifiers: cross-entropy over classes with label smoothing, and correct rows.
 
 Label smoothing follows Szegedy et al. 2016 (arXiv:1512.00567), section 7: the target is (1 - a) of the label and a / V
 of every class, the label's own included.
@@ -59,7 +59,7 @@ def weighted_sum(losses: Float[Array, "B ..."], batch: Batch) -> Loss:
             f"expected one weight per row {losses.shape[:1]} or one per loss {losses.shape}"
         )
     weights = jnp.broadcast_to(weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim)), losses.shape)
-    # a row that does not count must not spoil the sum, whatever its loss
+    # a row of weight 0 must not change the sum, even with an infinite or NaN loss
     return Loss(jnp.where(weights == 0, 0.0, losses * weights).sum(), weights.sum())
 
 

@@ -1,9 +1,9 @@
-"""Decoder: a decoder-only transformer as a value, able to be a Llama, a GPT-2, a Qwen3 or a Gemma-2 by its fields.
+"""Decoder: a decoder-only transformer as a value; its fields make it a Llama, a GPT-2, a Qwen3 or a Gemma-2.
 
 Each field is one independent choice; the papers that made it: Llama (arXiv:2302.13971, 2407.21783), GPT-2 (Radford et
 al., 2019), Qwen3 (arXiv:2505.09388), Gemma 2 (arXiv:2408.00118). Left out: experts, cross-attention, attention that
 shares or compresses keys beyond groups of heads, dropout of attention's weights. The module that a Decoder builds is in
-`decoder_module.py`; this file imports neither JAX nor Flax, so that a mistyped field is answered at once.
+`decoder_module.py`; this file imports neither JAX nor Flax, so that a mistyped field is reported at once.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ class Llama3Scaling:
     """Llama 3.1's change of the rotary frequencies for a longer context: slow ones are divided, fast ones kept.
 
     Args:
-        factor: by how much the context grew.
+        factor: growth of the context.
         low_freq_factor: wavelengths above original_context / low_freq_factor are divided.
         high_freq_factor: wavelengths below original_context / high_freq_factor are kept; between the two, a blend.
-        original_context: positions the model was first trained with.
+        original_context: context of the first training.
 
     References:
         "The Llama 3 Herd of Models", arXiv:2407.21783; transformers, modeling_rope_utils.py,
@@ -59,11 +59,11 @@ class Llama3Scaling:
             )
 
     def __call__(self, frequencies: "np.ndarray") -> "np.ndarray":
-        """The frequencies in place of these, in radians per position."""
+        """The scaled frequencies, in radians per position."""
         turns = self.original_context * frequencies / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = kept.clip(0.0, 1.0)
-        return kept * frequencies + (1 - kept) * frequencies / self.factor
+        unscaled_share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        unscaled_share = unscaled_share.clip(0.0, 1.0)
+        return unscaled_share * frequencies + (1 - unscaled_share) * frequencies / self.factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Decoder:
         head_dim: width of a head; `None` is embed / heads.
         mlp: hidden width of the feed-forward layers; `None` is 4 * embed.
         norm: "rms", "layer", or "layer_no_bias" (a LayerNorm with a gain alone).
-        norm_plus_one: gains are stored less one, as Gemma does.
+        norm_plus_one: gains are stored minus one, as in Gemma.
         norm_eps: added to the variance.
         post_norms: a norm after attention and after mlp too, before each joins the residual stream (Gemma-2).
         mlp_kind: "swiglu", "geglu", "geglu_tanh" and "reglu" are f(x W_gate) * (x W_up) with f the SiLU, the GELU, its
@@ -92,19 +92,19 @@ class Decoder:
         attention_bias: biases in the projections of attention.
         mlp_bias: biases in the feed-forward layers.
         qk_norm: RMSNorm on each head of queries and keys (Qwen3).
-        attention_soft_cap: attention scores s become cap * tanh(s / cap); `None` leaves them.
+        attention_soft_cap: attention scores s become cap * tanh(s / cap); `None` leaves them unchanged.
         final_soft_cap: the same for the logits.
         windows: most recent positions that attention sees, repeated over the layers; `None` sees all: (4096, None)
             alternates.
         embedding_scale: embeddings are multiplied by sqrt(embed) (Gemma).
         attention_scale: of the scores; `None` is 1 / sqrt(head_dim).
         dropout: rate, after the embedding and where attention and mlp join the residual stream.
-        z_loss: weight of the square of log Z, added to what is trained on and not to what is reported.
+        z_loss: weight of the square of log Z, added to the trained loss and not to the reported one.
         init_std: standard deviation of the initial weights.
         scaled_init: projections into the residual stream start smaller, by 1 / sqrt(2 * layers) (GPT-2).
 
     Raises:
-        UserError: a field out of range, or two that do not go together.
+        UserError: a field out of range, or two incompatible fields.
 
     Example:
         >>> small = Decoder(vocab=256, context=64, layers=2, embed=64, heads=4, kv_heads=2)
@@ -234,7 +234,7 @@ class Decoder:
         """Sums of the cross-entropy of a batch's targets, chunked over positions by `context.loss_chunk`.
 
         Args:
-            module: what `build` gave, or a copy with other parameters.
+            module: the result of `build`, or a copy with other parameters.
             batch: int32 `tokens` and `targets` [B, T]; where there are any, `positions`, `segments` and float32
                 `weights`.
             context: key, compute dtype, implementations.
@@ -244,7 +244,7 @@ class Decoder:
         return decoder_loss(module, batch, context)
 
     def init_cache(self, batch: int, length: int, dtype: Any) -> Any:
-        """An empty KV cache of `length` positions for `batch` rows: what `module(tokens, cache=...)` fills."""
+        """An empty KV cache of `length` positions for `batch` rows, which `module(tokens, cache=...)` fills."""
         from jaxscale.models.decoder_module import init_cache
 
         return init_cache(self, batch, length, dtype)

@@ -56,7 +56,7 @@ def make_attention(config: Decoder, inits: dict[str, Any], rngs: nnx.Rngs) -> At
 
 
 class Block(nnx.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`; Gemma-2 norms what is added, too."""
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`; Gemma-2 also norms the two added terms."""
 
     def __init__(self, config: Decoder, rngs: nnx.Rngs):
         out_std = config.init_std / math.sqrt(2 * config.layers) if config.scaled_init else config.init_std
@@ -87,8 +87,8 @@ class Block(nnx.Module):
         context: Context = Context(),
     ) -> Any:
         """The residual stream after this block; with a cache, `(stream, cache)`."""
-        told = {"positions": positions, "segments": segments, "window": window, "context": context}
-        y = self.attention(self.attention_norm(x), cache=cache, **told)
+        settings = {"positions": positions, "segments": segments, "window": window, "context": context}
+        y = self.attention(self.attention_norm(x), cache=cache, **settings)
         y, cache = (y, None) if cache is None else y
         y = y if self.attention_post_norm is None else self.attention_post_norm(y)
         x = constrain(x + y, "batch", "seq", "embed")
@@ -102,7 +102,7 @@ class DecoderModule(nnx.Module):
     """Tokens to logits of the next token.
 
     Args:
-        config: what to build.
+        config: the model value.
         vocab_multiple: rows of the embedding and the head are padded to a multiple of this.
 
     Example:
@@ -137,7 +137,7 @@ class DecoderModule(nnx.Module):
         cache: KVCache | None = None,
         context: Context = Context(),
     ) -> Float[Array, "B T D"]:
-        """What enters the first block."""
+        """The input of the first block."""
         x = self.embedding.lookup(tokens, context.dtype)
         if self.config.embedding_scale:
             x = x * jnp.asarray(math.sqrt(self.config.embed), x.dtype)
@@ -169,11 +169,11 @@ class DecoderModule(nnx.Module):
     ) -> Any:
         """The normed residual stream after the last block, (B, T, D); with a cache, `(stream, cache)`."""
         x = self.embed(tokens, positions=positions, cache=cache, context=context)
-        told = {"positions": positions, "segments": segments, "context": context}
-        told["cycle"] = [{"window": window} for window in self.config.windows]
+        settings = {"positions": positions, "segments": segments, "context": context}
+        settings["cycle"] = [{"window": window} for window in self.config.windows]
         if cache is None:
-            return self.norm(self.blocks(x, **told))
-        x, cache = self.blocks(x, per_layer={"cache": cache}, outputs=True, **told)
+            return self.norm(self.blocks(x, **settings))
+        x, cache = self.blocks(x, per_layer={"cache": cache}, outputs=True, **settings)
         return self.norm(x), cache
 
     @property
@@ -199,23 +199,23 @@ class DecoderModule(nnx.Module):
 
         Args:
             tokens: their numbers.
-            positions: in their documents; the index in the row by default, or the cache's next ones.
-            segments: which document of the row each belongs to, from 1; 0 is padding.
-            cache: what came before (`Decoder.init_cache`).
+            positions: in their documents; the index in the row by default, or the next positions of the cache.
+            segments: document of each token in its row, from 1; 0 is padding.
+            cache: keys and values of earlier tokens (`Decoder.init_cache`).
             context: key, compute dtype, implementations.
         """
-        told = {"positions": positions, "segments": segments, "cache": cache, "context": context}
+        settings = {"positions": positions, "segments": segments, "cache": cache, "context": context}
         if cache is None:
-            return self.logits(self.hidden(tokens, **told))
-        hidden, cache = self.hidden(tokens, **told)
+            return self.logits(self.hidden(tokens, **settings))
+        hidden, cache = self.hidden(tokens, **settings)
         return self.logits(hidden), cache
 
 
 def decoder_loss(module: DecoderModule, batch: Batch, context: Context) -> Loss:
     """Sums of the cross-entropy of a batch: see `Decoder.loss`."""
-    told = {"positions": batch.get("positions"), "segments": batch.get("segments"), "context": context}
+    settings = {"positions": batch.get("positions"), "segments": batch.get("segments"), "context": context}
     return cross_entropy(
-        module.hidden(batch["tokens"], **told),
+        module.hidden(batch["tokens"], **settings),
         module.table,
         batch["targets"],
         batch.get("weights"),

@@ -1,8 +1,8 @@
-"""Bring your own model: an unmodified Flax NNX module, or a Linen one, as a model value that trains under any plan.
+"""Foreign models: an unmodified Flax NNX or Linen module as a model value that trains under any plan.
 
-The module keeps its class, its layers, its batch statistics and its dropout. What is added from outside: training and
+The module keeps its class, its layers, its batch statistics and its dropout. Added from outside are training and
 evaluation mode, dropout keys that follow from seed and step, computation in the plan's type, and rematerialization of
-the submodules that repeat (`foreign_blocks.py`). Left out: packing (a foreign module knows no segment ids), padding of
+the submodules that repeat (`foreign_blocks.py`). Left out: packing (a foreign module takes no segment ids), padding of
 the vocabulary, generation.
 """
 
@@ -30,13 +30,13 @@ TRAINING_ARGUMENTS: Mapping[str, bool] = {
     "deterministic": False,
     "use_running_average": False,
 }
-"""Arguments that tell a module's `__call__` its mode, with their value in training; evaluation gives the opposite."""
+"""Arguments that set the mode of a module's `__call__`, with their value in training; evaluation negates it."""
 
 
 Score = Callable[[Callable[..., Any], Batch], Any]
-"""`score(module, batch)` gives one loss per row ([B]) or per target ([B, S]), in nats, neither summed nor averaged.
+"""`score(module, batch)` returns one loss per row ([B]) or per target ([B, S]), in nats, neither summed nor averaged.
 
-It calls the module as any function (`module(batch["images"])`); the mode is set already.
+It calls the module like any function (`module(batch["images"])`), with the mode already set.
 """
 
 
@@ -71,10 +71,10 @@ class CrossEntropy:
                     "name the arrays as the data does: CrossEntropy(inputs=..., labels=...)"
                 )
         logits, labels = module(batch[self.inputs]), jnp.asarray(batch[self.labels])
-        given = getattr(logits, "shape", type(logits).__name__)
-        if given[:-1] != labels.shape:
+        shape = getattr(logits, "shape", type(logits).__name__)
+        if shape[:-1] != labels.shape:
             raise UserError(
-                f"the module returned {given} for labels of shape {labels.shape}; expected logits of shape "
+                f"the module returned {shape} for labels of shape {labels.shape}; expected logits of shape "
                 f"{(*labels.shape, 'classes')}: return logits, or give ForeignModel a score of your own"
             )
         return logits, labels
@@ -92,7 +92,7 @@ def language_model(inputs: str = "tokens", targets: str = "targets") -> CrossEnt
 
 @dataclasses.dataclass(frozen=True)
 class ForeignModel:
-    """An NNX module as a model value, with nothing of ours inside.
+    """An unmodified NNX module as a model value.
 
     Training switches the module as `module.train()` does, and passes True for a `train` argument of its `__call__` (see
     `TRAINING_ARGUMENTS`); evaluation does the opposite. Batch statistics are those of the microbatch, over all devices,
@@ -119,10 +119,10 @@ class ForeignModel:
     blocks: tuple[str, ...] | None = None
 
     foreign: ClassVar[bool] = True
-    """Its layers are not ours: what a plan asks of layers alone is refused by name."""
+    """Options of a plan that need jaxscale's layers are rejected by name."""
 
     def build(self, rngs: nnx.Rngs, *, vocab_multiple: int = 1) -> nnx.Module:
-        """The user's module. Its vocabulary stays as it is: a dim that a mesh axis does not divide stays whole."""
+        """The user's module, without padding of the vocabulary: a dim that a mesh axis does not divide stays whole."""
         module = self.make(rngs)
         if not isinstance(module, nnx.Module):
             raise UserError(
@@ -141,31 +141,31 @@ class ForeignModel:
         losses = self._run(self.score, module, batch, context)
         rows = len(jax.tree.leaves(dict(batch))[0])
         if not getattr(losses, "shape", ()) or losses.shape[0] != rows:
-            given = getattr(losses, "shape", type(losses).__name__)
+            shape = getattr(losses, "shape", type(losses).__name__)
             raise UserError(
-                f"score returned {given} for a batch of {rows} rows; expected "
+                f"score returned {shape} for a batch of {rows} rows; expected "
                 "one loss per row or per target, shape (rows, ...): do not take the mean, weights and means are ours"
             )
         return weighted_sum(losses, batch)
 
     @property
     def accuracy(self) -> Callable[[nnx.Module, Batch, Context], tuple[Array, Array]] | None:
-        """`accuracy(module, batch, context)` gives (correct targets, all targets); `None` if the score cannot tell."""
-        judge = getattr(self.score, "correct", None)
-        return None if judge is None else functools.partial(self._accuracy, judge)
+        """`accuracy(module, batch, context)` returns (correct targets, all targets); `None` if the score has none."""
+        correct_score = getattr(self.score, "correct", None)
+        return None if correct_score is None else functools.partial(self._accuracy, correct_score)
 
     def logical_sizes(self) -> dict[str, int]:
-        """Nothing is known of a foreign module's axes."""
+        """Empty, because the axes of a foreign module are unknown."""
         return {}
 
     def _accuracy(
-        self, judge: Score, module: nnx.Module, batch: Batch, context: Context
+        self, correct_score: Score, module: nnx.Module, batch: Batch, context: Context
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        right = weighted_sum(self._run(judge, module, batch, context), batch)
-        return right.total, right.weight
+        correct_sum = weighted_sum(self._run(correct_score, module, batch, context), batch)
+        return correct_sum.total, correct_sum.weight
 
     def _run(self, score: Score, module: nnx.Module, batch: Batch, context: Context) -> Any:
-        # on a copy: the caller's module keeps its mode, types and rng state, and gains no variables that a pass sows
+        # on a copy: the caller's module keeps its mode, types and rng state, and gets no variables from `sow`
         copy = nnx.clone(module)
         training = context.key is not None
         copy.train() if training else copy.eval()
@@ -207,14 +207,14 @@ class FromLinen:
 
 
 def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
-    """A Flax Linen module as a model value; the whole forward pass is one block, for the bridge shows no submodules.
+    """A Flax Linen module as a model value, one block as a whole, because the bridge exposes no submodules.
 
     Collections that the module has after initialisation ("batch_stats", ...) are updated in training.
 
     Args:
         module: the Linen module. Its `__call__` may take a `train` argument (`TRAINING_ARGUMENTS`).
-        inputs: shapes and types of the arrays that one call takes, as `jax.ShapeDtypeStruct`; NumPy arrays will do,
-            while JAX's in an experiment file would start the backend before the plan says how many devices it has.
+        inputs: shapes and types of the arrays of one call, as `jax.ShapeDtypeStruct` or NumPy arrays; JAX arrays in an
+            experiment file would start the backend before the plan sets the number of devices.
         score: as in `ForeignModel`.
 
     Example:
@@ -229,7 +229,7 @@ def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
 
 
 def _in_mode(module: nnx.Module, training: bool) -> Callable[..., Any]:
-    """The module with the arguments bound that tell its `__call__` the mode."""
+    """The module with the mode arguments of its `__call__` bound."""
     if isinstance(module, nnx.bridge.ToNNX):
         arguments: dict[str, Any] = dict(_mode_arguments(module.to_nnx__module, training))
         kinds = {type(variable) for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))}
@@ -246,20 +246,20 @@ def _mode_arguments(module: Any, training: bool) -> dict[str, bool]:
 
 
 def _reseed(module: nnx.Module, context: Context) -> None:
-    """Give every generator of the module a key of this step and microbatch, its own by its path."""
+    """Set the key of every generator of the module from the step, the microbatch and its path."""
     assert context.key is not None
     key = context.key if context.examples is None else jax.random.fold_in(context.key, context.examples[0])
     for path, stream in nnx.iter_graph(module):
         if isinstance(stream, nnx.RngStream):
             name = "/".join(map(str, path))
-            own = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+            stream_key = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
             shape = stream.key.shape
-            stream.key[...] = jax.random.split(own, shape) if shape else own
+            stream.key[...] = jax.random.split(stream_key, shape) if shape else stream_key
             stream.count[...] = jnp.zeros(stream.count.shape, stream.count.dtype)
 
 
 def _compute_in(dtype: Any, module: nnx.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Make the module compute in `dtype` where its author named no type, and give the batch in it."""
+    """Set `dtype` in layers without one, and cast parameters and the batch to it."""
     for _, node in nnx.iter_graph(module):
         if type(node).__module__.startswith("flax.") and getattr(node, "dtype", dtype) is None:
             setattr(node, "dtype", dtype)  # noqa: B010 - Flax's layers have it, nnx.Module in general has not
@@ -271,12 +271,12 @@ def _compute_in(dtype: Any, module: nnx.Module, batch: dict[str, Any]) -> dict[s
     }
 
 
-def _update(module: nnx.Module, after: nnx.Module) -> None:
-    """Carry the variables of `after` to `module`: parameters and rng state stay, and so do shapes and types."""
-    wanted = nnx.All(nnx.Variable, nnx.Not(nnx.Param), nnx.Not(nnx.RngState))
-    values = dict(nnx.to_flat_state(nnx.state(after, wanted)))
-    carried = {}
-    for path, old in nnx.to_flat_state(nnx.state(module, wanted)):
+def _update(module: nnx.Module, source: nnx.Module) -> None:
+    """Copy variables other than parameters and rng state from `source` to `module`, keeping shapes and types."""
+    filter = nnx.All(nnx.Variable, nnx.Not(nnx.Param), nnx.Not(nnx.RngState))
+    values = dict(nnx.to_flat_state(nnx.state(source, filter)))
+    new_variables = {}
+    for path, old in nnx.to_flat_state(nnx.state(module, filter)):
         if path in values:
             new = values[path]
             if new.shape != old.shape:
@@ -284,5 +284,5 @@ def _update(module: nnx.Module, after: nnx.Module) -> None:
                     f"variable {'/'.join(map(str, path))}: the forward pass turned shape {old.shape} into {new.shape}; "
                     "what is carried from step to step must keep its shape"
                 )
-            carried[path] = old.replace(new[...].astype(old.dtype))
-    nnx.update(module, nnx.from_flat_state(carried))
+            new_variables[path] = old.replace(new[...].astype(old.dtype))
+    nnx.update(module, nnx.from_flat_state(new_variables))

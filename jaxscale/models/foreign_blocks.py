@@ -1,12 +1,12 @@
-"""The blocks of a module that knows nothing of blocks: found by repetition, run through `blocks.wrap` from outside.
+"""The blocks of a foreign module: its repeated submodules, run through `blocks.wrap` from outside.
 
 A block is one of several like submodules: members of one list (`nnx.List`, `nnx.Sequential`) or attributes with one
 stem and a number (`block0`, `block1`). While a loss is traced, the `__call__` of exactly these instances goes through
-`blocks.wrap` as a pure function of (parameters, other variables, arguments), so that `jax.checkpoint` sees everything
-that goes in, and batch statistics and dropout counts still come out. The user's class is as before when the trace ends.
+`blocks.wrap` as a pure function of (parameters, other variables, arguments), so that `jax.checkpoint` sees every input,
+and batch statistics and dropout counts are returned. The user's class is restored when the trace ends.
 
-Left out: blocks inside the user's own `nnx.scan` or `nnx.vmap` (one submodule with stacked parameters), blocks run by
-another method than `__call__`, and one block called several times under several names (tied layers): name them with
+Left out: blocks inside the user's `nnx.scan` or `nnx.vmap` (one submodule with stacked parameters), blocks run by a
+method other than `__call__`, and one block called several times under several names (tied layers): name them with
 `ForeignModel(blocks=...)`, or the whole forward pass is one block.
 """
 
@@ -29,7 +29,7 @@ _patching = threading.RLock()
 
 
 def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
-    """Paths of the submodules that repeat, outermost first found: "layers/0", "layers/1", ...
+    """Paths of the outermost submodules that repeat: "layers/0", "layers/1", ...
 
     Two submodules repeat when they lie in one list (or have one stem and a number), are of one class, and have
     parameters of the same names, shapes and types; their unlike neighbours of the same class and list are blocks too.
@@ -47,17 +47,17 @@ def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
         >>> repeated_blocks(Net(nnx.Rngs(0)))
         ('layers/0', 'layers/1', 'layers/2')
     """
-    found = _submodules(module)
+    submodules = _submodules(module)
     families: dict[tuple[Path, str, type], list[Path]] = defaultdict(list)
-    for path, node in found.items():
+    for path, node in submodules.items():
         stem = _stem(path[-1]) if path else None
         if stem is not None and _may_be_block(node):
             families[(path[:-1], stem, type(node))].append(path)
     chosen: list[Path] = []
-    for parent, stem, kind in sorted(families, key=lambda family: len(family[0])):
-        family = families[(parent, stem, kind)]
-        inside = any(parent[: len(block)] == block for block in chosen)
-        if not inside and len({_signature(found[path]) for path in family}) < len(family):
+    for parent, stem, cls in sorted(families, key=lambda family: len(family[0])):
+        family = families[(parent, stem, cls)]
+        nested = any(parent[: len(block)] == block for block in chosen)
+        if not nested and len({_signature(submodules[path]) for path in family}) < len(family):
             chosen += sorted(family, key=lambda path: int(re.findall(r"\d+", str(path[-1]))[-1]))
     return tuple("/".join(map(str, path)) for path in chosen)
 
@@ -67,7 +67,7 @@ def blocks_wrapped(module: nnx.Module, paths: Sequence[str]) -> Iterator[None]:
     """While tracing inside, calls of the submodules at `paths` go through `blocks.wrap`.
 
     Raises:
-        UserError: there is no such submodule, or a plan asked for something and no block was called.
+        UserError: there is no such submodule, or a plan treats blocks and no block was called.
     """
     if not paths or _untreated():
         yield
@@ -76,14 +76,14 @@ def blocks_wrapped(module: nnx.Module, paths: Sequence[str]) -> Iterator[None]:
     for path in paths:
         if path not in by_name:
             raise unknown("block", path, [name for name in by_name if name])
-    targets = {id(by_name[path]) for path in paths}
-    called: set[int] = set()
+    block_ids = {id(by_name[path]) for path in paths}
+    called_ids: set[int] = set()
     # the lock is held while tracing: a patch of another thread must not be restored out of order
     with _patching, contextlib.ExitStack() as patches:
-        for kind in {type(by_name[path]) for path in paths}:
-            patches.enter_context(_patched(kind, targets, called))
+        for cls in {type(by_name[path]) for path in paths}:
+            patches.enter_context(_patched(cls, block_ids, called_ids))
         yield
-    if not called:
+    if not called_ids:
         raise UserError(
             f"blocks {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''} were found, but the forward pass calls "
             "none of them (another method than __call__?), so the plan's treatment of blocks would have no effect; "
@@ -99,51 +99,51 @@ def as_one_block(function: Callable[..., Any], *args: Any) -> Any:
     """
     if _untreated():
         return function(*args)
-    graphdef, params, rest, arrays = nnx.split(args, nnx.Param, nnx.Variable, ...)
+    graphdef, params, state, arrays = nnx.split(args, nnx.Param, nnx.Variable, ...)
 
-    def block(params: Any, rest: Any, arrays: Any) -> Any:
-        inner = nnx.merge(graphdef, params, rest, arrays, copy=True)
-        out = function(*inner)
-        return out, nnx.split(inner, nnx.Param, nnx.Variable, ...)[2]
+    def block(params: Any, state: Any, arrays: Any) -> Any:
+        inner = nnx.merge(graphdef, params, state, arrays, copy=True)
+        result = function(*inner)
+        return result, nnx.split(inner, nnx.Param, nnx.Variable, ...)[2]
 
-    out, after = blocks.wrap(block, rolled=False)(params, rest, arrays)
-    before = dict(nnx.to_flat_state(rest))
-    kept, created = {}, {}
-    for path, variable in nnx.to_flat_state(after):
-        (kept if path in before else created)[path] = variable
-    nnx.update(args, nnx.from_flat_state(kept))
+    result, new_state = blocks.wrap(block, rolled=False)(params, state, arrays)
+    old_variables = dict(nnx.to_flat_state(state))
+    updated, created = {}, {}
+    for path, variable in nnx.to_flat_state(new_state):
+        (updated if path in old_variables else created)[path] = variable
+    nnx.update(args, nnx.from_flat_state(updated))
     for path, variable in created.items():
         parent: Any = args
         for part in path[:-1]:
             parent = parent[part] if isinstance(part, int) or isinstance(parent, dict) else getattr(parent, part)
         setattr(parent, path[-1], variable)
-    return out
+    return result
 
 
 def _untreated() -> bool:
-    """Whether no plan asks anything of blocks: then a call is left as it is."""
+    """Whether no plan treats blocks: then calls are left unchanged."""
     return blocks.wrap(_untreated, rolled=False) is _untreated
 
 
 @contextlib.contextmanager
-def _patched(kind: type, targets: set[int], called: set[int]) -> Iterator[None]:
-    original: Any = kind.__call__
-    own = "__call__" in vars(kind)
+def _patched(cls: type, block_ids: set[int], called_ids: set[int]) -> Iterator[None]:
+    original: Any = cls.__call__
+    overridden = "__call__" in vars(cls)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(self) not in targets:  # inside the block the module is a copy, so it comes by here
+        if id(self) not in block_ids:  # inside the block the module is a copy with another id
             return original(self, *args, **kwargs)
-        called.add(id(self))
+        called_ids.add(id(self))
         return as_one_block(lambda self, args, kwargs: original(self, *args, **kwargs), self, args, kwargs)
 
-    setattr(kind, "__call__", call)  # noqa: B010 - a method of a class that is not ours
+    setattr(cls, "__call__", call)  # noqa: B010 - a method of a foreign class
     try:
         yield
     finally:
-        if own:
-            setattr(kind, "__call__", original)  # noqa: B010
+        if overridden:
+            setattr(cls, "__call__", original)  # noqa: B010
         else:
-            del kind.__call__
+            del cls.__call__
 
 
 def _submodules(module: nnx.Module) -> dict[Path, nnx.Module]:
@@ -151,7 +151,7 @@ def _submodules(module: nnx.Module) -> dict[Path, nnx.Module]:
 
 
 def _stem(name: Any) -> str | None:
-    """What like neighbours share: "" for members of a list, "block" for block0; `None` for a name without a number."""
+    """The common part of numbered names: "" for members of a list, "block" for block0; `None` without a number."""
     if isinstance(name, int):
         return ""
     match = _NUMBERED.fullmatch(str(name))
@@ -159,8 +159,8 @@ def _stem(name: Any) -> str | None:
 
 
 def _may_be_block(node: nnx.Module) -> bool:
-    own = not type(node).__module__.startswith("flax.") or isinstance(node, nnx.Sequential)
-    return own and callable(node) and bool(jax.tree.leaves(nnx.state(node, nnx.Param)))
+    foreign = not type(node).__module__.startswith("flax.") or isinstance(node, nnx.Sequential)
+    return foreign and callable(node) and bool(jax.tree.leaves(nnx.state(node, nnx.Param)))
 
 
 def _signature(node: nnx.Module) -> Any:

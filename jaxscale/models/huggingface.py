@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's transformers: read, written, and continued from.
+"""Read, write and train on from model folders of Hugging Face's transformers.
 
 `huggingface_config.py` reads config.json, `safetensors_folder.py` the weights, `huggingface_tensors.py` matches the two
 by the tables of `huggingface_families.py`. Left out: pickled weights, quantized weights, architectures without a table.
@@ -28,49 +28,49 @@ if TYPE_CHECKING:
     from jaxscale.typing import Batch
 
 TRAINING_ONLY = ("dropout", "z_loss", "init_std", "scaled_init", "smoothing")
-"""Fields that do not change what a model computes once it is trained: a file may say otherwise about them."""
+"""Fields that do not affect a trained model's outputs: their values in a file may differ."""
 WRITTEN = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
 """Types that `save` writes."""
 SHARD_BYTES = 5_000_000_000
 """Most bytes of one file that `save` writes, as transformers does by default."""
 
 
-def read_config(folder: str | Path, **said: Any) -> tuple[Family, Any]:
-    """The family of a folder's model, and the model as a value of ours.
+def read_config(folder: str | Path, **settings: Any) -> tuple[Family, Any]:
+    """The family of a folder's model, and the model as one of jaxscale's values.
 
     Args:
-        folder: holds config.json, of transformers 4 or 5.
-        said: fields that the caller decides (dropout, z_loss); one that the architecture lacks must be 0.
+        folder: contains config.json, of transformers 4 or 5.
+        settings: fields set by the caller (dropout, z_loss); one that the architecture lacks must be 0.
 
     Raises:
         UserError: no file; an unknown architecture; a value that is wrong, or not supported, or not understood.
     """
     file = ConfigFile.open(Path(folder))
-    named = file.values.get("architectures") or []
-    of_type = [family for family in FAMILIES.values() if family.model_type == file.values.get("model_type")]
-    families = [FAMILIES[name] for name in named if name in FAMILIES] or ([] if named else of_type)
+    names = file.values.get("architectures") or []
+    matching = [family for family in FAMILIES.values() if family.model_type == file.values.get("model_type")]
+    families = [FAMILIES[name] for name in names if name in FAMILIES] or ([] if names else matching)
     if not families:
-        given = str((list(named) or [file.values.get("model_type", "(none)")])[0])
-        raise UserError(f"{file.path}: {unknown('architecture', given, FAMILIES)}")
+        name = str((list(names) or [file.values.get("model_type", "(none)")])[0])
+        raise UserError(f"{file.path}: {unknown('architecture', name, FAMILIES)}")
     family = families[0]
     if file.values.get("quantization_config"):
         raise UserError(f"{file.path}: quantization_config: quantized weights are not supported; save them dequantized")
     try:
-        return family, _from_file(family, file, said)
+        return family, _from_file(family, file, settings)
     except UserError as error:
         if str(file.path) in str(error):
             raise
         raise UserError(f"{file.path}: {error}") from error
 
 
-def _from_file(family: Family, file: ConfigFile, said: Mapping[str, Any]) -> Any:
+def _from_file(family: Family, file: ConfigFile, settings: Mapping[str, Any]) -> Any:
     fields: dict[str, Any] = dict(family.settles)
     for piece in family.pieces:
         fields |= piece.read(file)
     file.refuse_unseen()
-    known = {field.name for field in dataclasses.fields(family.value)}
-    for name, value in said.items():
-        if name in known:
+    field_names = {field.name for field in dataclasses.fields(family.value)}
+    for name, value in settings.items():
+        if name in field_names:
             fields[name] = value
         elif value:
             raise UserError(f"{name}: got {value!r}, and {family.architecture} has none; leave it out")
@@ -81,13 +81,13 @@ def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
     """The model of a folder of transformers, and its parameters.
 
     Args:
-        folder: holds config.json and safetensors, in one file or sharded, in any floating-point type.
+        folder: contains config.json and safetensors, in one file or sharded, in any floating-point type.
 
     Returns:
-        A value of ours (`Decoder`), and a nested dict of numpy arrays in the file's type, as its module names them.
+        The model (`Decoder`), and a nested dict of numpy arrays in the file's type, by the names of its module.
 
     Raises:
-        UserError: what is wrong with the folder, by the name of the file, field or tensor.
+        UserError: an invalid folder; the message names the file, field or tensor.
     """
     family, model = read_config(folder)
     params = dict(flat(open_params(folder, family, model)))
@@ -95,7 +95,7 @@ def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
 
 
 def _comparable(model: Any) -> dict[str, Any]:
-    """Fields of a model that decide what it computes, with what `None` implies put in."""
+    """Fields of a model that determine its outputs, with implied values in place of `None`."""
     fields = {
         field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in TRAINING_ONLY
     }
@@ -110,10 +110,10 @@ def _comparable(model: Any) -> dict[str, Any]:
 
 
 def describe(model: Any) -> tuple[Family, dict[str, Any], Any]:
-    """The family that expresses a model of ours, its config.json, and the model that this config.json describes.
+    """The family of a model, its config.json, and the model that this config.json describes.
 
     Raises:
-        UserError: none does; names the nearest one and what it lacks.
+        UserError: there is none; the message names the nearest family and the fields it lacks.
     """
     differences: dict[str, list[str]] = {}
     for family in FAMILIES.values():
@@ -123,26 +123,26 @@ def describe(model: Any) -> tuple[Family, dict[str, Any], Any]:
         config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else transformers puts its own
         for piece in family.pieces:
             config |= piece.write(model)
-        wanted = _comparable(model)
+        fields = _comparable(model)
         try:
-            back = _from_file(family, ConfigFile(Path("config.json"), config), {})
+            described = _from_file(family, ConfigFile(Path("config.json"), config), {})
         except UserError:
             continue
-        found = _comparable(back)
+        described_fields = _comparable(described)
         differences[family.architecture] = [
             name
-            for name in wanted
-            if found[name] != wanted[name] and found[name] != family.zeros.get(name, wanted[name])
+            for name in fields
+            if described_fields[name] != fields[name] and described_fields[name] != family.zeros.get(name, fields[name])
         ]
         if not differences[family.architecture]:
-            return family, config, back
+            return family, config, described
     if not differences:
         raise UserError(
             f"no architecture of transformers is known for {type(model).__name__}: {', '.join(FAMILIES)} are"
         )
     nearest = min(differences, key=lambda name: len(differences[name]))
-    lacking = ", ".join(f"{name}={getattr(model, name)!r}" for name in differences[nearest])
-    raise UserError(f"no known architecture of transformers has this model; the nearest, {nearest}, has no {lacking}")
+    missing = ", ".join(f"{name}={getattr(model, name)!r}" for name in differences[nearest])
+    raise UserError(f"no known architecture of transformers has this model; the nearest, {nearest}, has no {missing}")
 
 
 def save(
@@ -154,19 +154,19 @@ def save(
     tokenizer: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes a folder that transformers reads: config.json, safetensors, and the tokenizer if there is one.
+    """Write a folder for transformers: config.json, safetensors, and the tokenizer if there is one.
 
     Args:
-        folder: made if need be; must not hold a model yet.
-        model: a value of ours, such as a `Decoder`.
-        params: its parameters as `load` gives them, or flat by path with one array a layer
+        folder: created if needed; must not contain a model.
+        model: a model value, such as a `Decoder`.
+        params: its parameters as `load` returns them, or flat by path with one array per layer
             ("blocks.layers.0.mlp.up.weight"); the vocabulary may be padded.
         dtype: type to write: "float32", "bfloat16" or "float16".
-        tokenizer: a tokenizer.json to put beside the weights.
+        tokenizer: a tokenizer.json to copy into the folder.
         shard_bytes: most bytes of one file.
 
     Raises:
-        UserError: a model that no known architecture expresses; a folder that holds one already.
+        UserError: a model that no known architecture expresses; a folder that already contains a model.
     """
     if dtype not in WRITTEN:
         raise unknown("dtype", dtype, WRITTEN)
@@ -188,18 +188,18 @@ def save(
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """The model of a folder of transformers, to be trained on from its weights.
+    """The model of a folder of transformers, to be trained further.
 
-    Training starts from `initial_params` instead of random ones; everything else is the wrapped `model`'s: its fields
-    and what it can do (`vocab`, `init_cache`, `accuracy`) are attributes here where it has them.
+    Training starts from `initial_params` instead of random ones. All other attributes (`vocab`, `init_cache`,
+    `accuracy`) are those of the wrapped `model`.
 
     Args:
-        folder: holds config.json and safetensors; kept as an absolute path.
-        dropout: rate to train with, as in `Decoder` and `ViT`; the file's rates are not taken.
+        folder: contains config.json and safetensors; stored as an absolute path.
+        dropout: rate to train with, as in `Decoder` and `ViT`; the file's rates are ignored.
         z_loss: as in `Decoder`.
 
     Raises:
-        UserError: what is wrong with config.json. The weights are checked by `initial_params`.
+        UserError: an invalid config.json. The weights are checked by `initial_params`.
     """
 
     folder: str = dataclasses.field(metadata={"place": "name"})
@@ -217,30 +217,30 @@ class Pretrained:
 
     @property
     def model(self) -> Any:
-        """The folder's model as a value of ours."""
+        """The folder's model value."""
         return self._read[1]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in self.__dataclass_fields__:  # of an instance that is not filled yet
+        if name.startswith("_") or name in self.__dataclass_fields__:  # the instance has no fields yet
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(self.model, name)
 
     def initial_params(self) -> dict[str, Any]:
         """Nested dict of memory-mapped array-likes in the file's type, the vocabulary not padded.
 
-        A leaf has `shape`, `dtype` and `[index]`, which reads that part alone: made for `jax.make_array_from_callback`.
+        A leaf has `shape`, `dtype` and `[index]`, which reads that part alone: for `jax.make_array_from_callback`.
         """
         family, model = self._read
         return open_params(self.folder, family, model)
 
     def logical_sizes(self) -> dict[str, int]:
-        """As the wrapped model's."""
+        """The logical sizes of the wrapped model."""
         return self.model.logical_sizes()
 
     def build(self, rngs: Any, *, vocab_multiple: int = 1) -> Any:
-        """The module, with random weights: the train step puts `initial_params` in their place."""
+        """The module, with random weights, which the train step replaces by `initial_params`."""
         return self.model.build(rngs, vocab_multiple=vocab_multiple)
 
     def loss(self, module: Any, batch: "Batch", context: "Context") -> "Loss":
-        """As the wrapped model's."""
+        """The loss of the wrapped model."""
         return self.model.loss(module, batch, context)

@@ -1,7 +1,7 @@
 """config.json of transformers 4 and 5 in the fields of our models: pieces that read some keys and write them.
 
-A family (`huggingface_families.py`) is a list of such pieces. What a file says and no piece understands is refused by
-name, unless it is empty or stands in `HARMLESS`: a key that nobody looked at may change the mathematics.
+A family (`huggingface_families.py`) is a list of such pieces. A key that no piece reads is rejected by name, unless its
+value is empty or it is in `HARMLESS`: an unread key may change the mathematics.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxscale.errors import UserError, unknown
 from jaxscale.models.decoder import Llama3Scaling
 
 REQUIRED: Any = object()
-"""Default of a key that has to be there."""
+"""Default of a required key."""
 
 HARMLESS = frozenset(
     {
@@ -75,7 +75,7 @@ HARMLESS = frozenset(
         "pooler_output_size",
     }
 )
-"""Keys that change nothing about the network as trained here: bookkeeping, generation, runtimes."""
+"""Keys without effect on the trained network: bookkeeping, generation, runtimes."""
 
 ROPE_KEYS = {
     "factor": "factor",
@@ -93,7 +93,7 @@ ACTIVATIONS = {
     "gelu": ("gelu", "geglu"),
     "relu": ("relu", "reglu"),
 }
-"""Their names of activations, and ours of the feed-forward layers with them: plain, gated."""
+"""Names of activations in transformers, and of our feed-forward layers with them: plain, gated."""
 
 
 _KINDS: dict[type, tuple[type | tuple[type, ...], str]] = {
@@ -106,7 +106,7 @@ _KINDS: dict[type, tuple[type | tuple[type, ...], str]] = {
 
 
 class ConfigFile:
-    """A config.json that knows which of its keys were looked at."""
+    """A config.json that records which of its keys were read."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]):
         self.path, self.values = path, values
@@ -135,11 +135,11 @@ class ConfigFile:
         return cls(path, values)
 
     def error(self, key: str, expected: str) -> UserError:
-        """The refusal of a key's value."""
+        """The error for a key's value."""
         return UserError(f"{self.path}: {key}: got {self.values.get(key)!r}, expected {expected}")
 
     def get(self, key: str, default: Any = REQUIRED, kind: type | None = None) -> Any:
-        """The value of `key`, of type `kind` where one is given; null and absent give the default."""
+        """The value of `key`, checked to be of type `kind` if given; null and absent keys give the default."""
         self.seen.add(key)
         value = self.values.get(key)
         if value is not None:
@@ -149,14 +149,14 @@ class ConfigFile:
         return default
 
     def checked(self, key: str, value: Any, kind: type) -> Any:
-        """`value`, found under `key`, as a `kind`."""
+        """The value of `key`, converted to `kind`."""
         types, expected = _KINDS[kind]
         if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
             raise self.error(key, expected)
         return kind(value)
 
     def refuse_unseen(self) -> None:
-        """Refuses what no piece has looked at, unless it is empty or harmless."""
+        """Raise for a key that no piece has read, unless it is empty or harmless."""
         for key, value in self.values.items():
             if key not in self.seen | HARMLESS and value not in (None, False, 0, "", [], {}):
                 raise UserError(
@@ -167,14 +167,14 @@ class ConfigFile:
 
 @runtime_checkable
 class Piece(Protocol):
-    """Some keys of a config.json, and the fields of ours that say the same."""
+    """Some keys of a config.json, and the equivalent fields of our models."""
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         """Our fields."""
         ...
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Their keys; what they cannot express shows when the result is read back."""
+        """Their keys; a model that they cannot express differs when the result is read back."""
         ...
 
 
@@ -184,11 +184,11 @@ class Key:
 
     Args:
         theirs: the key.
-        ours: the field; `resolved` is the property that holds its value where the field may be `None`.
+        ours: the field.
         kind: its type.
-        default: where the key is absent or null; transformers' own default.
-        resolved: see `ours`.
-        null: whether null is a value, `None`, and not the default.
+        default: used if the key is absent or null; transformers' default.
+        resolved: property with the field's value if the field may be `None`.
+        null: null is the value `None` instead of the default.
     """
 
     theirs: str
@@ -210,13 +210,13 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Only:
-    """A key of which only some values are supported; the first is the default, and is what is written."""
+    """A key of which only some values are supported; the first is the default, and is written."""
 
     theirs: str
     values: tuple[Any, ...]
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """Nothing, or a refusal."""
+        """No fields, or an error."""
         if file.get(self.theirs, self.values[0]) not in self.values:
             raise file.error(self.theirs, f"{' or '.join(map(repr, self.values))}: nothing else is supported")
         return {}
@@ -233,7 +233,7 @@ class Activation:
     Args:
         theirs: the key.
         gated: whether this architecture gates them.
-        prefer: which of their names to write where several mean the same.
+        prefer: name to write if several names mean the same.
         older: the key in files older than `theirs`.
     """
 
@@ -244,8 +244,8 @@ class Activation:
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         """Our field `mlp_kind`."""
-        older = file.get(self.older, None) if self.older else None
-        name = file.get(self.theirs, REQUIRED if older is None else older)
+        older_name = file.get(self.older, None) if self.older else None
+        name = file.get(self.theirs, REQUIRED if older_name is None else older_name)
         if name not in ACTIVATIONS:
             raise UserError(f"{file.path}: {self.theirs}: {unknown('activation', str(name), ACTIVATIONS)}")
         return {"mlp_kind": ACTIVATIONS[name][self.gated]}
@@ -262,10 +262,10 @@ class Rope:
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         """Our `rotary_base` and `rotary_scaling`."""
-        newer, scaling = (file.get(key, None, dict) for key in ("rope_parameters", "rope_scaling"))
+        rope_parameters, rope_scaling = (file.get(key, None, dict) for key in ("rope_parameters", "rope_scaling"))
         theta = file.get("rope_theta", 10_000.0, float)
-        key = "rope_parameters" if newer else "rope_scaling"
-        rope = dict(newer or scaling or {})
+        key = "rope_parameters" if rope_parameters else "rope_scaling"
+        rope = dict(rope_parameters or rope_scaling or {})
         base = rope.pop("rope_theta", theta)
         kind = rope.pop("rope_type", rope.pop("type", "default"))
         rope.pop("type", None)
@@ -285,26 +285,28 @@ class Rope:
             raise file.error(
                 key, f"the keys {', '.join(sorted(expected)) or '(none)'} for rope_type {kind}, got {sorted(rope)}"
             )
-        stretch = Llama3Scaling(**{ROPE_KEYS[name]: value for name, value in rope.items()}) if rope else None
-        return {"rotary_base": float(base), "rotary_scaling": stretch}
+        llama3_scaling = Llama3Scaling(**{ROPE_KEYS[name]: value for name, value in rope.items()}) if rope else None
+        return {"rotary_base": float(base), "rotary_scaling": llama3_scaling}
 
     def write(self, model: Any) -> dict[str, Any]:
         """Both forms, so that either version reads them."""
-        stretch = model.rotary_scaling
+        llama3_scaling = model.rotary_scaling
         scaling = None
-        if stretch is not None:
-            scaling = {"rope_type": "llama3"} | {theirs: getattr(stretch, ours) for theirs, ours in ROPE_KEYS.items()}
+        if llama3_scaling is not None:
+            scaling = {"rope_type": "llama3"} | {
+                theirs: getattr(llama3_scaling, ours) for theirs, ours in ROPE_KEYS.items()
+            }
         base = {"rope_theta": model.rotary_base}
         return {"rope_parameters": (scaling or {"rope_type": "default"}) | base, "rope_scaling": scaling} | base
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Which layers see a sliding window: `layer_types`, or the rule of files older than it.
+    """The layers with a sliding window: `layer_types`, or the rule of older files.
 
     Args:
         alternating: older files mean a window in every other layer, the first one included (Gemma-2).
-        default: window where an older file names none.
+        default: window if an older file has none.
     """
 
     alternating: bool = False
@@ -313,12 +315,18 @@ class Windows:
     def read(self, file: ConfigFile) -> dict[str, Any]:
         """Our field `windows`, as its shortest pattern."""
         layers, window = file.get("num_hidden_layers", kind=int), file.get("sliding_window", self.default, int)
-        used, first = file.get("use_sliding_window", self.alternating, bool), file.get("max_window_layers", 0, int)
+        has_windows, first_window_layer = (
+            file.get("use_sliding_window", self.alternating, bool),
+            file.get("max_window_layers", 0, int),
+        )
         if self.alternating:
-            older = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+            older_kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
         else:
-            older = ["sliding_attention" if used and layer >= first else "full_attention" for layer in range(layers)]
-        kinds = file.get("layer_types", older, list)
+            older_kinds = [
+                "sliding_attention" if has_windows and layer >= first_window_layer else "full_attention"
+                for layer in range(layers)
+            ]
+        kinds = file.get("layer_types", older_kinds, list)
         if len(kinds) != layers or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
             raise file.error("layer_types", f"full_attention or sliding_attention for each of {layers} layers")
         if "sliding_attention" in kinds and not isinstance(window, int):
@@ -326,14 +334,14 @@ class Windows:
         return {"windows": shortest_pattern(tuple(window if kind == "sliding_attention" else None for kind in kinds))}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """`layer_types`, and the window of those that slide."""
+        """`layer_types`, and the size of the sliding window."""
         windows = [model.windows[layer % len(model.windows)] for layer in range(model.layers)]
         sliding = next((window for window in windows if window is not None), None)
         kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
-        found = {"layer_types": kinds, "sliding_window": sliding}
+        keys = {"layer_types": kinds, "sliding_window": sliding}
         if not self.alternating:
-            found |= {"use_sliding_window": sliding is not None, "max_window_layers": model.layers}
-        return found
+            keys |= {"use_sliding_window": sliding is not None, "max_window_layers": model.layers}
+        return keys
 
 
 def shortest_pattern(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -361,26 +369,26 @@ class QueryScale:
         return {"attention_scale": scalar**-0.5}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Their key, whole where it is meant to be."""
+        """Their key, as a whole number if it is nearly one."""
         scalar = model.head_width if model.attention_scale is None else model.attention_scale**-2
-        whole = round(scalar)
-        return {"query_pre_attn_scalar": whole if math.isclose(scalar, whole, rel_tol=1e-9) else scalar}
+        rounded = round(scalar)
+        return {"query_pre_attn_scalar": rounded if math.isclose(scalar, rounded, rel_tol=1e-9) else scalar}
 
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """Rates of dropout: a choice of whoever trains, so the file's are not taken; `Pretrained.dropout` says the rate.
+    """Rates of dropout, which are read from `Pretrained.dropout` instead of the file.
 
     Args:
         attention: keys of the rate of attention's weights, which our models do not drop.
-        residual: keys of the rates after the embedding and the layers, as ours.
+        residual: keys of the rates after the embedding and the layers, as in our models.
     """
 
     attention: tuple[str, ...]
     residual: tuple[str, ...] = ()
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """Nothing."""
+        """No fields."""
         file.seen.update(self.attention, self.residual)
         return {}
 

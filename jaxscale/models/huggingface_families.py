@@ -1,8 +1,8 @@
-"""What Hugging Face's architectures are in our terms: one table per family, of config keys and of tensor names.
+"""Hugging Face's architectures as tables of config keys and of tensor names, one per family.
 
 Sources: the files that transformers 4.57.6 and 5.23.0 write, and their `configuration_*.py` for the defaults of absent
-keys. A new family is a new entry of `FAMILIES`: which of our fields it settles, which keys say the rest, which tensor
-is which parameter. `huggingface_tensors.py` runs the tables in both directions.
+keys. A new family is a new entry of `FAMILIES`: the fields that it fixes, the keys of the other fields, and the tensor
+of each parameter. `huggingface_tensors.py` reads and writes by the tables.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ from jaxscale.models.vit import ViT
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One of their tensors, and the parameters of ours that it holds.
+    """One of their tensors, and our parameters in it.
 
     Args:
-        theirs: the tensor's name, `{layer}` where there is one per layer.
+        theirs: the tensor's name, with `{layer}` if there is one per layer.
         ours: paths of parameters; several are joined along the last dim, once dims are in our order.
-        order: their dims in our order: (1, 0) for torch's (out, in) matrices; `None` as they are.
-        shape: their shape in our order where ours is another of the same size; a word is a field of the model, -1 what
-            is left.
+        order: their dims in our order: (1, 0) for torch's (out, in) matrices; `None`: unchanged.
+        shape: their shape in our order, if ours differs with the same size; a word is a field of the model, -1 the
+            remaining size.
     """
 
     theirs: str
@@ -38,14 +38,14 @@ class Family:
     Args:
         architecture: its class, as in `architectures` of config.json.
         model_type: as in config.json.
-        value: the dataclass of ours that expresses it.
-        pieces: keys of config.json and what they mean.
-        settles: our fields that this architecture fixes, where they are not the defaults.
-        rules: their tensors. A rule whose parameters a configuration lacks (a bias, a head) is not in force.
+        value: our dataclass for it.
+        pieces: keys of config.json and their meaning.
+        settles: our fields that this architecture fixes to other values than the defaults.
+        rules: their tensors. A rule whose parameters a configuration lacks (a bias, a head) does not apply.
         prefix: start of most names, absent in files that were saved from the model without its head.
-        ignored: endings of tensors that hold no parameters.
+        ignored: endings of names of tensors without parameters.
         copies: tensors that may repeat another one (a head tied to the embedding).
-        zeros: our fields that may be widened on writing, for what they add is zero: no biases are biases of zero.
+        zeros: our fields that writing may enable, because they then add only zeros, such as biases of zero.
     """
 
     architecture: str
@@ -66,7 +66,7 @@ def _linear(theirs: str, ours: str) -> tuple[Rule, ...]:
 
 
 def _conv1d(theirs: str, *ours: str) -> tuple[Rule, ...]:
-    """GPT-2's Conv1D: weight (in, out), perhaps holding several projections side by side."""
+    """GPT-2's Conv1D: weight (in, out), perhaps of several concatenated projections."""
     return (
         Rule(f"{theirs}.weight", tuple(f"{path}.weight" for path in ours)),
         Rule(f"{theirs}.bias", tuple(f"{path}.bias" for path in ours)),

@@ -1,8 +1,8 @@
-"""One engine that runs the tables of tensor names in both directions.
+"""Read and write tensors by the tables of their names.
 
-What is expected of a folder follows from its config.json: the module that it describes is traced abstractly, and each
-of its parameters is looked for under the names of its family. Files are mapped into memory; a parameter whose layers
-lie apart on disk is put together when, and as far as, it is read, so that each process reads its own shards alone.
+The expected tensors of a folder follow from its config.json: its module is traced abstractly, and each of its
+parameters is looked up under the names of its family. Files are mapped into memory; a parameter whose layers are
+separate on disk is stacked on reading, only the part that is read, so that each process reads its shards alone.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Stacked:
-    """Layers that lie apart in a file, seen as one array (layers, ...), of which no more is read than is asked for.
+    """Separate arrays of layers as one lazily read array (layers, ...).
 
     Example:
         >>> both = Stacked([np.zeros((2, 3), np.float32), np.ones((2, 3), np.float32)])
@@ -39,10 +39,10 @@ class Stacked:
         self.dtype, self.ndim = layers[0].dtype, len(self.shape)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        first, *rest = index if isinstance(index, tuple) else (index,)
+        first, *inner_index = index if isinstance(index, tuple) else (index,)
         if isinstance(first, slice):
-            return np.stack([layer[tuple(rest)] for layer in self.layers[first]])
-        return self.layers[first][tuple(rest)] if isinstance(first, int) else np.asarray(self)[index]
+            return np.stack([layer[tuple(inner_index)] for layer in self.layers[first]])
+        return self.layers[first][tuple(inner_index)] if isinstance(first, int) else np.asarray(self)[index]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.stack(self.layers).astype(dtype or self.dtype, copy=False)
@@ -50,16 +50,16 @@ class Stacked:
 
 @dataclasses.dataclass(frozen=True)
 class Deferred:
-    """An array that is put together when it is written."""
+    """An array that is computed when it is written."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     make: Callable[[], np.ndarray]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        made = self.make()
-        assert made.shape == self.shape, (made.shape, self.shape)
-        return made.astype(dtype or self.dtype, copy=False)
+        array = self.make()
+        assert array.shape == self.shape, (array.shape, self.shape)
+        return array.astype(dtype or self.dtype, copy=False)
 
 
 def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
@@ -83,25 +83,25 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `flat`."""
     tree: dict[str, Any] = {}
     for path, value in leaves.items():
-        *above, last = path.split(".")
-        functools.reduce(lambda node, name: node.setdefault(name, {}), above, tree)[last] = value
+        *parents, leaf_name = path.split(".")
+        functools.reduce(lambda node, name: node.setdefault(name, {}), parents, tree)[leaf_name] = value
     return tree
 
 
 def _rules(family: Family, shapes: Shapes) -> list[Rule]:
-    """The rules in force for a module of these parameters: together they name each parameter once."""
+    """The rules that apply to these parameters; together they name each parameter once."""
     rules = [rule for rule in family.rules if all(path in shapes for path in rule.ours)]
-    named = sorted(path for rule in rules for path in rule.ours)
-    assert named == sorted(shapes), f"{family.architecture}: no rule, or two, for {set(named) ^ set(shapes)}"
+    covered = sorted(path for rule in rules for path in rule.ours)
+    assert covered == sorted(shapes), f"{family.architecture}: no rule, or two, for {set(covered) ^ set(shapes)}"
     return rules
 
 
 def _layers(rule: Rule, shapes: Shapes) -> int | None:
-    """How many tensors a rule names; `None` where it names one, not in layers."""
+    """The number of tensors that a rule names, one per layer; `None` if it names one, not in layers."""
     return shapes[rule.ours[0]][0] if "{layer}" in rule.theirs else None
 
 
-def _one(rule: Rule, shapes: Shapes) -> list[tuple[int, ...]]:
+def _layer_shapes(rule: Rule, shapes: Shapes) -> list[tuple[int, ...]]:
     """Shapes of a rule's parameters, of one layer."""
     return [shapes[path] if _layers(rule, shapes) is None else shapes[path][1:] for path in rule.ours]
 
@@ -110,9 +110,9 @@ def _ordered_shape(rule: Rule, shapes: Shapes, model: Any) -> tuple[int, ...]:
     """Shape of a rule's tensor, its dims in our order."""
     if rule.shape is not None:
         sizes = [getattr(model, size) if isinstance(size, str) else size for size in rule.shape]
-        known = math.prod(size for size in sizes if size != -1)
-        return tuple(math.prod(_one(rule, shapes)[0]) // known if size == -1 else size for size in sizes)
-    parts = _one(rule, shapes)
+        known_size = math.prod(size for size in sizes if size != -1)
+        return tuple(math.prod(_layer_shapes(rule, shapes)[0]) // known_size if size == -1 else size for size in sizes)
+    parts = _layer_shapes(rule, shapes)
     return (*parts[0][:-1], sum(part[-1] for part in parts))
 
 
@@ -122,7 +122,7 @@ def _their_shape(rule: Rule, shapes: Shapes, model: Any) -> tuple[int, ...]:
 
 
 def _expected(rules: list[Rule], shapes: Shapes, model: Any) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the family's form of a model."""
+    """Name and shape of every tensor of a model in the family's format."""
     return {
         rule.theirs.replace("{layer}", str(layer)): _their_shape(rule, shapes, model)
         for rule in rules
@@ -134,7 +134,7 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
     """Parameters of a folder as a nested dict of memory-mapped array-likes: numpy arrays, or `Stacked` ones.
 
     Raises:
-        UserError: a tensor that is missing, too many, misshapen, or cut short, by its name.
+        UserError: a missing, surplus, misshapen or truncated tensor; the message names it.
     """
     folder = Path(folder)
     tensors = dict(safetensors_folder.read(folder))
@@ -142,8 +142,8 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
     rules = _rules(family, shapes)
     expected = _expected(rules, shapes, model)
     if family.prefix and not any(name.startswith(family.prefix) for name in tensors):
-        bare = {name.removeprefix(family.prefix): name for name in expected}
-        tensors = {bare.get(name, name): tensor for name, tensor in tensors.items()}
+        full_names = {name.removeprefix(family.prefix): name for name in expected}
+        tensors = {full_names.get(name, name): tensor for name, tensor in tensors.items()}
     _check_names(folder, family, expected, tensors)
     for name, shape in expected.items():
         if tensors[name].shape != shape:
@@ -156,7 +156,7 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
     for rule in rules:
         layers = _layers(rule, shapes)
         parts = [
-            _split(tensors[rule.theirs.replace("{layer}", str(layer))], rule, _one(rule, shapes))
+            _split(tensors[rule.theirs.replace("{layer}", str(layer))], rule, _layer_shapes(rule, shapes))
             for layer in range(layers or 1)
         ]
         for path, arrays in zip(rule.ours, zip(*parts, strict=True), strict=True):
@@ -192,7 +192,7 @@ def _and_more(names: list[str]) -> str:
 
 
 def _split(tensor: np.ndarray, rule: Rule, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
-    """One of their tensors as parameters of ours: views wherever numpy can."""
+    """One of their tensors as our parameters, as views if numpy can."""
     ordered = tensor if rule.order is None else tensor.transpose(rule.order)
     if rule.shape is not None:
         return [ordered.reshape(shapes[0])]
@@ -208,21 +208,21 @@ def _join(arrays: list[np.ndarray], rule: Rule, ordered_shape: tuple[int, ...]) 
 
 
 def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: np.dtype) -> dict[str, Deferred]:
-    """Parameters of `model` under their names, each put together when it is asked for.
+    """Parameters of `model` under their names, each computed on access.
 
     Args:
-        family: whose names.
-        model: a value of ours that the family expresses.
-        params: nested or flat; see `save`. Biases that are not there are zeros.
-        dtype: type of what is put together.
+        family: the family of the names.
+        model: a model value that the family expresses.
+        params: nested or flat; see `save`. Missing biases are zeros.
+        dtype: type of the tensors.
     """
     shapes = _shapes(model)
     leaves = dict(flat(params))
 
     def parameter(path: str, layer: int | None, shape: tuple[int, ...]) -> np.ndarray:
-        one = path if layer is None else path.replace(STACKED, f"{STACKED}{layer}.", 1)
-        if one in leaves:
-            leaf = np.asarray(leaves[one])
+        layer_path = path if layer is None else path.replace(STACKED, f"{STACKED}{layer}.", 1)
+        if layer_path in leaves:
+            leaf = np.asarray(leaves[layer_path])
         elif path in leaves:
             leaf = np.asarray(leaves[path][layer])
         else:
@@ -234,7 +234,10 @@ def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: 
 
     def tensor(rule: Rule, layer: int | None) -> Deferred:
         def make() -> np.ndarray:
-            parts = [parameter(path, layer, shape) for path, shape in zip(rule.ours, _one(rule, shapes), strict=True)]
+            parts = [
+                parameter(path, layer, shape)
+                for path, shape in zip(rule.ours, _layer_shapes(rule, shapes), strict=True)
+            ]
             return _join(parts, rule, _ordered_shape(rule, shapes, model))
 
         return Deferred(_their_shape(rule, shapes, model), dtype, make)

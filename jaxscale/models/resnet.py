@@ -1,6 +1,6 @@
 """ResNet: a residual convolutional network as a value (He et al. 2016, arXiv:1512.03385), for small images or large.
 
-Strides lie in the 3x3 convolution of a bottleneck (torchvision's "v1.5"), and the last norm of each block starts at
+Strides are in the 3x3 convolution of a bottleneck (torchvision's "v1.5"), and the last norm of each block starts at
 zero (Goyal et al. 2017, arXiv:1706.02677). Left out: wide and grouped variants, squeeze and excitation, stochastic
 depth. The module that a ResNet builds is in `resnet_module.py`; this file imports neither JAX nor Flax.
 """
@@ -23,16 +23,16 @@ Stem = Literal["small", "imagenet"]
 
 @dataclasses.dataclass(frozen=True)
 class ResNet:
-    """A residual network that tells classes of images: ResNet-18 by default, ResNet-50 by (3, 4, 6, 3) and bottlenecks.
+    """A residual network that classifies images: ResNet-18 by default, ResNet-50 by (3, 4, 6, 3) and bottlenecks.
 
     Args:
         classes: number of classes.
         channels: of an image.
         stages: blocks per stage; each stage after the first halves height and width, and doubles the width.
-        width: channels of the first stage, inside a bottleneck; the stage gives out 4 times as many with bottlenecks.
+        width: channels of the first stage, inside a bottleneck; the stage outputs 4 times as many with bottlenecks.
         bottleneck: blocks of three convolutions (1x1, 3x3, 1x1), else of two (3x3).
         stem: "small" is one 3x3 convolution; "imagenet" a 7x7 of stride 2 and a max pooling of stride 2.
-        momentum: what stays of the running statistics of batch norms, per microbatch.
+        momentum: decay of the running statistics of batch norms, per microbatch.
         smoothing: share of the target spread over all classes (label smoothing).
 
     Raises:
@@ -83,10 +83,10 @@ class ResNet:
         return ResNetModule(self, rngs=rngs)
 
     def loss(self, module: "ResNetModule", batch: "Batch", context: "Context") -> "Loss":
-        """Sums of the cross-entropy of a batch; in training, the running statistics of `module` move.
+        """Sums of the cross-entropy of a batch; training updates the running statistics of `module`.
 
         Args:
-            module: what `build` gave, or a copy with other parameters.
+            module: the result of `build`, or a copy with other parameters.
             batch: float `images` [B, height, width, channels], int `labels` [B]; float `weights` [B] where rows differ.
             context: key, compute dtype.
         """
@@ -95,7 +95,7 @@ class ResNet:
         return image_loss(module, batch, context, self.smoothing)
 
     def accuracy(self, module: "ResNetModule", batch: "Batch", context: "Context") -> tuple[Any, Any]:
-        """Sum of the weights of the rows that are told right, and of all rows."""
+        """Sum of the weights of the correctly classified rows, and of all rows."""
         from jaxscale.models.classify import image_accuracy
 
         return image_accuracy(module, batch, context)

@@ -50,7 +50,7 @@ class ResidualBlock(nnx.Module):
 
     Args:
         in_channels: channels of the input.
-        width: channels inside; a bottleneck gives out 4 times as many.
+        width: channels inside; a bottleneck outputs 4 times as many.
         stride: of the block.
         bottleneck: three convolutions in the branch, else two.
         momentum: of the batch norms.
@@ -58,18 +58,18 @@ class ResidualBlock(nnx.Module):
     """
 
     def __init__(self, in_channels: int, width: int, *, stride: int, bottleneck: bool, momentum: float, rngs: nnx.Rngs):
-        def conv(inward: int, outward: int, window: int, stride: int = 1, gain: float = 1.0) -> ConvNorm:
-            return ConvNorm(inward, outward, window=window, stride=stride, momentum=momentum, gain=gain, rngs=rngs)
+        def conv(conv_in: int, conv_out: int, window: int, stride: int = 1, gain: float = 1.0) -> ConvNorm:
+            return ConvNorm(conv_in, conv_out, window=window, stride=stride, momentum=momentum, gain=gain, rngs=rngs)
 
         if bottleneck:
-            outward = 4 * width
-            branch = [conv(in_channels, width, 1), conv(width, width, 3, stride), conv(width, outward, 1, gain=0.0)]
+            conv_out = 4 * width
+            branch = [conv(in_channels, width, 1), conv(width, width, 3, stride), conv(width, conv_out, 1, gain=0.0)]
         else:
-            outward = width
+            conv_out = width
             branch = [conv(in_channels, width, 3, stride), conv(width, width, 3, gain=0.0)]
         self.branch = nnx.List(branch)
-        same = in_channels == outward and stride == 1
-        self.shortcut = None if same else conv(in_channels, outward, 1, stride)
+        is_identity = in_channels == conv_out and stride == 1
+        self.shortcut = None if is_identity else conv(in_channels, conv_out, 1, stride)
 
     def __call__(self, x: Float[Array, "B I J C"], *, context: Context = Context()) -> Float[Array, "B P Q O"]:
         """The features after the block."""
@@ -110,7 +110,7 @@ class ResNetModule(nnx.Module):
                 )
                 channels = width * (4 if config.bottleneck else 1)
         self.blocks = Chain(blocks)
-        # zeros: the first loss is log(classes), whatever the features
+        # zeros: the first loss is log(classes), for all features
         zeros = nnx.initializers.zeros_init()
         self.head = Linear(channels, config.classes, axes=("channels", None), bias=True, init=zeros, rngs=rngs)
 
@@ -118,7 +118,7 @@ class ResNetModule(nnx.Module):
         """Logits of the classes.
 
         Args:
-            images: pixels, scaled as the model is used to.
+            images: pixels, scaled as in training.
             context: of the forward pass.
         """
         if images.shape[-1] != self.config.channels:

@@ -1,9 +1,9 @@
 """A folder of safetensors files as named, memory-mapped arrays: one file, or shards under an index.
 
-The format (https://huggingface.co/docs/safetensors, "Format"): eight bytes that hold the length of a JSON header, the
-header (name -> dtype, shape, byte range), then the bytes. Reading maps the file, so that nothing is copied until it is
-used, and checks every range first, so that a file cut short is found by name before anything is traced. This module
-knows names and bytes; what the names mean is said in `huggingface_families.py`. It imports no JAX.
+The format (https://huggingface.co/docs/safetensors, "Format"): eight bytes with the length of a JSON header, the header
+(name -> dtype, shape, byte range), then the bytes. Reading maps the file, so that bytes are copied only on use, and
+checks every range first, so that a truncated file is reported by name before tracing. This module handles names and
+bytes; `huggingface_families.py` defines the names. It imports no JAX.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 @runtime_checkable
 class ArrayLike(Protocol):
-    """What can be written: its shape is known at once, its bytes are asked for one array at a time."""
+    """An array to write: its shape is known in advance, its bytes are computed on request."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,11 +59,11 @@ def read(folder: Path) -> dict[str, np.ndarray]:
     """Every tensor of the folder by name, memory-mapped and read-only.
 
     Args:
-        folder: holds `model.safetensors`, or `model.safetensors.index.json` and the shards it names.
+        folder: contains `model.safetensors`, or `model.safetensors.index.json` and its shards.
 
     Raises:
-        UserError: nothing to read; an index or header that is no JSON; an absent shard; a tensor that its shard lacks,
-            that the index lacks, whose bytes are not those of its shape, or that ends beyond its file.
+        UserError: no files; an index or header that is no JSON; a missing shard; a tensor that is missing in its shard
+            or in the index, has the wrong number of bytes, or ends beyond its file.
     """
     if (folder / SINGLE).is_file():
         return _read_file(folder / SINGLE)
@@ -76,7 +76,7 @@ def read(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _shard_of_each(index: Path) -> dict[str, str]:
-    """Which file holds each tensor, by the index."""
+    """The file of each tensor, from the index."""
     try:
         shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
@@ -114,9 +114,9 @@ def _read_shards(folder: Path, shards: Mapping[str, str]) -> dict[str, np.ndarra
 def _read_file(path: Path) -> dict[str, np.ndarray]:
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(8)
-        header_bytes = int.from_bytes(start, "little")
-        if len(start) < 8 or header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
+        length_bytes = file.read(8)
+        header_bytes = int.from_bytes(length_bytes, "little")
+        if len(length_bytes) < 8 or header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
             raise UserError(
                 f"{path}: its header should take {header_bytes:,} bytes, and the file has {file_bytes:,}: it is cut "
                 "short, or no safetensors file (a Git LFS pointer, perhaps); copy it again"
@@ -162,14 +162,14 @@ def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
 
 
 def write(folder: Path, tensors: Mapping[str, ArrayLike], *, shard_bytes: int) -> None:
-    """Writes the tensors as one file, or as shards under an index where they take more than `shard_bytes`.
+    """Write the tensors as one file, or as shards under an index if they take more than `shard_bytes`.
 
-    Arrays are asked for their bytes one at a time. Each file appears under its name when it is whole.
+    The bytes of arrays are computed one array at a time. Each file gets its final name when it is complete.
 
     Args:
-        folder: exists, and holds no safetensors yet.
-        tensors: what to write, by name; its order decides which shard holds what.
-        shard_bytes: most bytes of one file; a larger tensor gets a file of its own.
+        folder: exists, and contains no safetensors.
+        tensors: arrays by name; their order determines their shards.
+        shard_bytes: most bytes of one file; a larger tensor gets a separate file.
     """
     shards: list[list[str]] = [[]]
     used = 0
@@ -194,7 +194,7 @@ def write(folder: Path, tensors: Mapping[str, ArrayLike], *, shard_bytes: int) -
 
 
 def _write_file(path: Path, tensors: Mapping[str, ArrayLike]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what transformers asks of a file it reads
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     offset = 0
     for name, tensor in tensors.items():
         dtype = np.dtype(tensor.dtype)
@@ -211,7 +211,7 @@ def _write_file(path: Path, tensors: Mapping[str, ArrayLike]) -> None:
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yields a path to write to, which becomes `path` once it is whole."""
+    """Yields a path to write to, which is renamed to `path` once complete."""
     partial = path.with_name(path.name + ".partial")
     try:
         yield partial

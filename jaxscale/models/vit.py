@@ -1,5 +1,5 @@
-"""ViT: a vision transformer as a value (Dosovitskiy et al. 2021, arXiv:2010.11929), able to be a Hugging Face
-`ViTForImageClassification` by its fields.
+"""ViT: a vision transformer as a value (Dosovitskiy et al. 2021, arXiv:2010.11929); its fields cover Hugging Face's
+`ViTForImageClassification`.
 
 Pre-norm blocks over patches of an image and learned positions. Left out: distillation tokens, relative positions,
 images of another size than the model's. The module that a ViT builds is in `vit_module.py`; this file imports neither
@@ -26,7 +26,7 @@ Pooling = Literal["token", "mean"]
 
 @dataclasses.dataclass(frozen=True)
 class ViT:
-    """A vision transformer that tells classes of images.
+    """A vision transformer that classifies images.
 
     Args:
         classes: number of classes.
@@ -38,7 +38,7 @@ class ViT:
         heads: attention heads.
         mlp: hidden width of the feed-forward layers; `None` is 4 * embed.
         mlp_kind: their activation: "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
-        pooling: what the classifier reads: "token", a learned token before the patches, or "mean" of the patches.
+        pooling: input of the classifier: "token", a learned token before the patches, or "mean" of the patches.
         attention_bias: biases of queries, keys and values; all other projections have biases.
         norm_eps: added to the variance by LayerNorms.
         dropout: rate, after the positions and where attention and mlp join the residual stream.
@@ -46,7 +46,7 @@ class ViT:
         init_std: standard deviation of the initial weights.
 
     Raises:
-        UserError: a field out of range, or two that do not go together.
+        UserError: a field out of range, or two incompatible fields.
 
     Example:
         >>> ViT(classes=10, image=28, patch=7, channels=1, layers=2, embed=64, heads=4).patches
@@ -116,7 +116,7 @@ class ViT:
         """Sums of the cross-entropy of a batch.
 
         Args:
-            module: what `build` gave, or a copy with other parameters.
+            module: the result of `build`, or a copy with other parameters.
             batch: float `images` [B, image, image, channels], int `labels` [B]; float `weights` [B] where rows differ.
             context: key, compute dtype, implementation of attention.
         """
@@ -125,7 +125,7 @@ class ViT:
         return image_loss(module, batch, context, self.smoothing)
 
     def accuracy(self, module: "ViTModule", batch: "Batch", context: "Context") -> tuple[Any, Any]:
-        """Sum of the weights of the rows that are told right, and of all rows."""
+        """Sum of the weights of the correctly classified rows, and of all rows."""
         from jaxscale.models.classify import image_accuracy
 
         return image_accuracy(module, batch, context)

@@ -75,22 +75,22 @@ class ViTModule(nnx.Module):
         self.dropout = Dropout(config.dropout, site="positions")
         self.blocks = Stack(lambda rngs: ViTBlock(config, rngs=rngs), config.layers, rngs=rngs)
         self.norm = LayerNorm(config.embed, eps=config.norm_eps, rngs=rngs)
-        # zeros: the first loss is log(classes), whatever the features
+        # zeros: the first loss is log(classes), for all features
         zeros = nnx.initializers.zeros_init()
         self.head = Linear(config.embed, config.classes, axes=("embed", None), bias=True, init=zeros, rngs=rngs)
 
     def embed(self, images: Float[Array, "B I I C"], *, context: Context = Context()) -> Float[Array, "B T D"]:
-        """The patches of images, row by row, projected, behind the token if there is one, with positions added."""
-        side, patch = self.config.image, self.config.patch
-        if images.shape[1:] != (side, side, self.config.channels):
+        """The projected patches of images, row by row, after the token if there is one, with positions added."""
+        image_size, patch = self.config.image, self.config.patch
+        if images.shape[1:] != (image_size, image_size, self.config.channels):
             raise UserError(
-                f"images: got shape {images.shape}, expected (B, {side}, {side}, {self.config.channels}): "
+                f"images: got shape {images.shape}, expected (B, {image_size}, {image_size}, {self.config.channels}): "
                 "set image and channels of the ViT to the data's"
             )
         dtype = self.patches.weight[...].dtype if context.dtype is None else context.dtype
-        batch, across = images.shape[0], side // patch
-        x = images.astype(dtype).reshape(batch, across, patch, across, patch, self.config.channels)
-        x = x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, across * across, -1)
+        batch, patches_per_side = images.shape[0], image_size // patch
+        x = images.astype(dtype).reshape(batch, patches_per_side, patch, patches_per_side, patch, self.config.channels)
+        x = x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, patches_per_side * patches_per_side, -1)
         x = self.patches(x)
         if self.token is not None:
             token = jnp.broadcast_to(self.token[...].astype(x.dtype).reshape(1, 1, -1), (batch, 1, x.shape[-1]))
@@ -102,7 +102,7 @@ class ViTModule(nnx.Module):
         """Logits of the classes.
 
         Args:
-            images: pixels, scaled as the model is used to.
+            images: pixels, scaled as in training.
             context: of the forward pass.
         """
         x = self.blocks(self.embed(images, context=context), context=context)

@@ -1,13 +1,13 @@
-"""The judge: the platform's own compiler, asked about a program for a machine that need not be here.
+"""Compile a program with the platform's own compiler, for a machine that need not be attached, and report on it.
 
 libtpu compiles for TPU v4, v5e, v5p, v6e and 7x, the CUDA plugin for A100, H100, H200 and B200, on any Linux machine
-without the device. Every compilation runs in a child process, for libtpu dies by a signal on some programs: a crash, a
-time-out or a machine out of memory becomes a report that says so, and the caller goes on. A program reaches the child
-as a *recipe*, a function that both processes can import. Reports are kept on disk, so that a question asked twice
-costs its tracing alone.
+without the device. Every compilation runs in a child process, because libtpu dies by a signal on some programs: a
+crash, a time-out or a machine out of memory becomes a report of it, and the caller goes on. A program reaches the child
+as a *recipe*, a function that both processes can import. Reports are cached on disk, so that a repeated request costs
+only its tracing.
 
-Where the platform's devices are attached, they compile; else they are described. What a TPU's compiler says of memory
-is trusted from libtpu 0.0.51 on: 0.0.42 and 0.0.50, which `jax[tpu]` brings, report up to half too much.
+Attached devices of the platform are compiled for directly; else they are described. The bytes that libtpu reports are
+trusted from 0.0.51 on: 0.0.42 and 0.0.50, which `jax[tpu]` installs, report up to half too much.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from jaxscale.platforms.report import CompileReport
 from jaxscale.platforms.target import Target, target
 
 TIMEOUT = 3600.0
-"""Seconds that a compilation may take, unless the caller says otherwise."""
+"""Seconds that a compilation may take by default."""
 
 _START = (
     "import json,sys; sys.path[:] = json.loads(sys.argv[1]); from jaxscale.platforms.compile_child import main; main()"
@@ -41,13 +41,13 @@ _START = (
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A program to compile, as what another process can make: a function by its name, and arguments.
+    """A program to compile, as a function's name and arguments, so that another process can build it.
 
-    The function takes the platform's devices (as many as `Platform.devices`), then `args`, and returns what it wants
-    compiled: a `jax.stages.Lowered` or `jax.stages.Traced` whose arguments have shardings over these devices.
+    The function takes the platform's devices (as many as `Platform.devices`), then `args`, and returns the program to
+    compile: a `jax.stages.Lowered` or `jax.stages.Traced` whose arguments have shardings over these devices.
 
     Args:
-        function: "module:name" of it.
+        function: its "module:name".
         args: further arguments; they must pickle.
     """
 
@@ -60,23 +60,23 @@ class Recipe:
             raise UserError(f"recipe {self.function!r}: expected MODULE:FUNCTION, such as 'package.module:step'")
 
     def __call__(self, devices: Sequence[Any]) -> Any:
-        """What is to be compiled, for these devices.
+        """The program to compile, for these devices.
 
         Raises:
             UserError: the module or the function does not exist.
         """
         module, _, name = self.function.partition(":")
         try:
-            found: Any = importlib.import_module(module)
+            target: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
             raise UserError(f"recipe {self.function!r}: there is no module {error.name!r} to import") from None
         for part in name.split("."):
-            if not hasattr(found, part):
-                raise UserError(f"recipe {self.function!r}: {module} has no {name!r}{near_miss(name, vars(found))}")
-            found = getattr(found, part)
-        return found(devices, *self.args)
+            if not hasattr(target, part):
+                raise UserError(f"recipe {self.function!r}: {module} has no {name!r}{near_miss(name, vars(target))}")
+            target = getattr(target, part)
+        return target(devices, *self.args)
 
 
 class RecipeFailed(RuntimeError):
@@ -92,24 +92,23 @@ def compile_report(
     cache: bool = True,
     timeout: float = TIMEOUT,
 ) -> CompileReport:
-    """What the compiler of `platform` says about the program that a recipe makes.
+    """The report of the compiler of `platform` on a recipe's program.
 
     Args:
         recipe: a `Recipe`, or a function of the devices that pickles (one of a module, or a `functools.partial` of
             one). It runs in another process, before which JAX has seen no device.
         platform: a `Platform` or its text; "local" and "cpu x N" compile for N virtual CPU devices.
         options: compiler options, `compile(compiler_options=...)`.
-        explain: also list who is alive at the peak, and the timeline.
-        cache: look the report up, and keep it, in `$JAXSCALE_CACHE/reports` (else `~/.cache/jaxscale/reports`).
+        explain: also list the buffers alive at the peak, and the timeline.
+        cache: read and store the report in `$JAXSCALE_CACHE/reports` (else `~/.cache/jaxscale/reports`).
         timeout: seconds after which the child is stopped.
 
     Returns:
         The report. A program that does not fit, a compiler that dies and a time-out are reports too.
 
     Raises:
-        UserError: the platform cannot be compiled for (its compiler is missing or not to be trusted, its insides are
-            unknown), the recipe cannot be sent to another process or makes no program for these devices, or the
-            compiler does not know an option.
+        UserError: the platform cannot be compiled for (its compiler is missing or untrusted, its hardware is unknown),
+            the recipe cannot be pickled or builds no program for these devices, or the compiler has no such option.
         RecipeFailed: the recipe raised an error.
 
     Example:
@@ -119,7 +118,7 @@ def compile_report(
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     pickled = _pickled(recipe)
-    reached = target(platform, accelerators())
+    destination = target(platform, accelerators())
     request: dict[str, Any] = {
         "recipe": pickled,
         "main": _main_file(pickled),
@@ -128,60 +127,60 @@ def compile_report(
         "explain": explain,
         "cache": str(folder) if cache and (folder := _cache_folder()) is not None else None,
     }
-    _check_libtpu(reached, timeout)
-    report = _run(platform, request, reached, timeout)
-    if report is None:  # another process has the devices, or they are others than asked for
-        reached = target(platform, frozenset())
-        report = _run(platform, request, reached, timeout)
-    assert report is not None, "a described device is always there"
+    _check_libtpu(destination, timeout)
+    report = _run(platform, request, destination, timeout)
+    if report is None:  # another process holds the devices, or they are not those of the platform
+        destination = target(platform, frozenset())
+        report = _run(platform, request, destination, timeout)
+    assert report is not None, "a described device is always available"
     return report
 
 
-def _check_libtpu(reached: Target, timeout: float) -> None:
-    """Refuse a libtpu that reports wrong bytes; another than the trusted one is asked once, and remembered.
+def _check_libtpu(destination: Target, timeout: float) -> None:
+    """Raise for a libtpu that reports wrong bytes; an untested version is tested once, and the verdict stored.
 
     Raises:
-        UserError: its bytes for a known program are wrong, or it gives none.
+        UserError: its bytes for a known program are wrong or missing.
     """
-    identity = reached.compiler.get("libtpu", trust.TRUSTED)
+    identity = destination.compiler.get("libtpu", trust.TRUSTED)
     if identity == trust.TRUSTED:
         return
     folder = _cache_folder()
     file = None if folder is None else trust.verdict_file(folder, identity)
-    said = None if file is None else trust.read_verdict(file)
-    if said is None:
+    device_bytes = None if file is None else trust.read_verdict(file)
+    if device_bytes is None:
         described = Platform.parse("tpu v5e:2x2")
         request: dict[str, Any] = {"recipe": pickle.dumps(trust.program), "main": None, "platform": described}
         request |= {"options": {}, "explain": False, "cache": None}
         report = _run(described, request, target(described, frozenset()), timeout)
-        said = None if report is None else report.device_bytes
-        if said is None:
+        device_bytes = None if report is None else report.device_bytes
+        if device_bytes is None:
             raise UserError(
                 f"libtpu {identity} cannot judge: {report}; install libtpu=={trust.TRUSTED} (jaxscale[aot-tpu])"
             )
         if file is not None:
             with contextlib.suppress(OSError):
-                file.write_text(json.dumps({"libtpu": identity, "device_bytes": said}))
-    if not trust.agrees(said):
+                file.write_text(json.dumps({"libtpu": identity, "device_bytes": device_bytes}))
+    if not trust.agrees(device_bytes):
         raise UserError(
-            f"libtpu {identity} cannot judge: it says {said / trust.MIB:.0f} MiB of a program that takes "
+            f"libtpu {identity} cannot judge: it says {device_bytes / trust.MIB:.0f} MiB of a program that takes "
             f"{trust.KNOWN_BYTES / trust.MIB:.0f}; install libtpu=={trust.TRUSTED} (jaxscale[aot-tpu])"
         )
 
 
-def _run(platform: Platform, request: Mapping[str, Any], reached: Target, timeout: float) -> CompileReport | None:
-    """A request's answer from a child process; None where the attached devices are not to be had."""
+def _run(platform: Platform, request: Mapping[str, Any], destination: Target, timeout: float) -> CompileReport | None:
+    """The report of a child process on a request; None if the attached devices are not available."""
     with tempfile.TemporaryDirectory(prefix="jaxscale-compile-") as folder:
-        place = pathlib.Path(folder)
-        (place / "request").write_bytes(pickle.dumps({**request, "target": reached}))
-        code = _child(place, reached.environment, timeout)
+        path = pathlib.Path(folder)
+        (path / "request").write_bytes(pickle.dumps({**request, "target": destination}))
+        code = _child(path, destination.environment, timeout)
         if code is None:
             return CompileReport(str(platform), crashed=f"not done in {timeout:g} s: give it a longer timeout")
         try:
-            result = json.loads((place / "result").read_bytes())
+            result = json.loads((path / "result").read_bytes())
         except (FileNotFoundError, json.JSONDecodeError):
-            said = (place / "log").read_text("utf-8", "replace")
-            return CompileReport(str(platform), crashed=_death(code, said))
+            log = (path / "log").read_text("utf-8", "replace")
+            return CompileReport(str(platform), crashed=_death(code, log))
     if "mistake" in result:
         raise UserError(result["mistake"])
     if "failed" in result:
@@ -189,12 +188,12 @@ def _run(platform: Platform, request: Mapping[str, Any], reached: Target, timeou
     return None if "elsewhere" in result else CompileReport.from_json(result["report"], "the compiler's child process")
 
 
-def _child(place: pathlib.Path, environment: Mapping[str, str], timeout: float) -> int | None:
-    """Run the child on the request in a folder: the code it ended with, None where it took too long."""
+def _child(folder: pathlib.Path, environment: Mapping[str, str], timeout: float) -> int | None:
+    """Run the child on the request in a folder: its exit code, or None after a time-out."""
     paths = json.dumps([path or os.getcwd() for path in sys.path])
-    with (place / "log").open("wb") as log:
+    with (folder / "log").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-c", _START, paths, str(place)],
+            [sys.executable, "-c", _START, paths, str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -213,21 +212,21 @@ def _child(place: pathlib.Path, environment: Mapping[str, str], timeout: float) 
             return None
 
 
-def _death(code: int, said: str) -> str:
+def _death(code: int, log: str) -> str:
     """Why a child ended without a result."""
-    lines = [line for line in said.splitlines() if line.strip()]
+    lines = [line for line in log.splitlines() if line.strip()]
     tail = "\n".join(lines[-8:])
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        why = "; this machine ran out of memory, most likely" if -code == signal.SIGKILL else ""
-        return f"the compiler died by {name}{why}" + (f"; its last words:\n{tail}" if tail else "")
+        cause = "; this machine ran out of memory, most likely" if -code == signal.SIGKILL else ""
+        return f"the compiler died by {name}{cause}" + (f"; its last words:\n{tail}" if tail else "")
     return f"the compiler's process ended with {code}" + (f"; its last words:\n{tail}" if tail else "")
 
 
 def _pickled(recipe: Any) -> bytes:
     try:
         return pickle.dumps(recipe)
-    except Exception as error:  # what a value raises that does not pickle is its own affair
+    except Exception as error:  # a value that does not pickle may raise anything
         raise UserError(
             f"recipe {recipe!r} cannot be sent to another process: {error}; expected a function of a module, a "
             "functools.partial of one, or a Recipe, with arguments that pickle"
@@ -235,7 +234,7 @@ def _pickled(recipe: Any) -> bytes:
 
 
 def _main_file(pickled: bytes) -> str | None:
-    """File of the script that runs, where the recipe holds something of it: the child runs it again, as a module."""
+    """File of the running script, if the recipe refers to it: the child runs it again, as a module."""
     if b"__main__" not in pickled:
         return None
     path = getattr(sys.modules["__main__"], "__file__", None)
@@ -245,7 +244,7 @@ def _main_file(pickled: bytes) -> str | None:
 
 
 def _cache_folder() -> pathlib.Path | None:
-    """Folder of reports; None where it cannot be written to."""
+    """Folder of reports; None if it is not writable."""
     base = os.environ.get("JAXSCALE_CACHE")
     try:
         folder = (pathlib.Path(base) if base else pathlib.Path.home() / ".cache" / "jaxscale") / "reports"

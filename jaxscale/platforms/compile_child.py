@@ -1,7 +1,7 @@
-"""What runs in the compiler's own process: a recipe becomes a program, the program a report.
+"""The compiler's process: builds a recipe's program, compiles it and writes a report.
 
 The parent (`platforms/compile.py`) has set the environment that JAX must find when it is first imported, and reads one
-file back: a report, a user's mistake, or the recipe's error. Without that file the process died.
+file: a report, a user's mistake, or the recipe's error. If the file is missing, the process died.
 """
 
 import importlib.metadata
@@ -38,15 +38,15 @@ def main() -> None:
         result = {"mistake": str(error)}
     except _Elsewhere:
         result = {"elsewhere": True}
-    except Exception:  # the recipe is anybody's code
+    except Exception:  # the recipe may raise anything
         result = {"failed": traceback.format_exc()}
-    written = folder / "result.part"
-    written.write_text(json.dumps(result))
-    written.rename(folder / "result")
+    partial_file = folder / "result.part"
+    partial_file.write_text(json.dumps(result))
+    partial_file.rename(folder / "result")
 
 
 def answer(request: Mapping[str, Any]) -> CompileReport:
-    """The report that a request asks for, from the cache or from the compiler."""
+    """The report on a request, from the cache or from the compiler."""
     platform: Platform = request["platform"]
     if request["main"] is not None:
         _import_main(request["main"])
@@ -63,9 +63,9 @@ def answer(request: Mapping[str, Any]) -> CompileReport:
     versions |= target.compiler
     key = report_cache.key(lowered, platform, versions, request["options"], request["explain"], target.attached)
     if request["cache"] is not None:
-        found = report_cache.find(pathlib.Path(request["cache"]), key)
-        if found is not None:
-            return found
+        cached_report = report_cache.find(pathlib.Path(request["cache"]), key)
+        if cached_report is not None:
+            return cached_report
     facts = {"platform": str(platform), "versions": versions, "attached": target.attached, "key": key}
     report = _compile(lowered, devices, facts, request["options"], request["explain"])
     if request["cache"] is not None and report.crashed is None:
@@ -80,14 +80,14 @@ def example(devices: Sequence[Any]) -> Any:
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    rows, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
     x = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=rows)
-    w = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=whole)
+    w = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=replicated)
     return jax.jit(jnp.dot).lower(x, w)
 
 
 def _import_main(path: str) -> None:
-    """Run the parent's script as a module, where pickles look for its functions."""
+    """Run the parent's script as the module in which pickles look up its functions."""
     spec = importlib.util.spec_from_file_location("__mp_main__", path)
     assert spec is not None, f"the parent ran {path}"
     assert spec.loader is not None
@@ -97,30 +97,30 @@ def _import_main(path: str) -> None:
 
 
 class _Elsewhere(Exception):
-    """The attached devices are not to be had: another process holds them, or they are others than asked for."""
+    """The attached devices are not available: another process holds them, or they are not those of the platform."""
 
 
 def _devices(platform: Platform, target: Target) -> list[Any]:
     """The platform's devices, attached or described.
 
     Raises:
-        _Elsewhere: they were said to be attached, and are not to be had.
+        _Elsewhere: the target is attached, and its devices are not available.
     """
     import jax
 
     config: Any = jax.config
-    config.update("jax_enable_compilation_cache", False)  # cannot be read for devices that are not there
+    config.update("jax_enable_compilation_cache", False)  # cannot be read for described devices
     if target.backend == "cpu":
         config.update("jax_num_cpu_devices", platform.devices)
         return jax.devices("cpu")
     if target.attached:
         try:
-            found = jax.devices(target.backend)
+            devices = jax.devices(target.backend)
         except RuntimeError:
             raise _Elsewhere from None
-        if found[0].device_kind not in platform.chip.device_kinds or len(found) < platform.devices:
+        if devices[0].device_kind not in platform.chip.device_kinds or len(devices) < platform.devices:
             raise _Elsewhere
-        return found[: platform.devices]
+        return devices[: platform.devices]
     from jax.experimental import topologies
 
     return list(topologies.get_topology_desc(platform=target.backend, **target.arguments).devices)
@@ -131,16 +131,16 @@ def _compile(
 ) -> CompileReport:
     import jax
 
-    with tempfile.TemporaryDirectory(prefix="jaxscale-dump-") as dump:
-        dumped = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True} if explain else {}
+    with tempfile.TemporaryDirectory(prefix="jaxscale-dump-") as dump_folder:
+        dump_options = {"xla_dump_to": dump_folder, "xla_dump_hlo_as_text": True} if explain else {}
         start = time.perf_counter()
         try:
-            compiled = lowered.compile(compiler_options={**options, **dumped} or None)
+            compiled = lowered.compile(compiler_options={**options, **dump_options} or None)
         except jax.errors.JaxRuntimeError as error:
             facts["seconds"] = time.perf_counter() - start
-            return _refused(str(error), facts, options, _live(dump, devices) if explain else None)
+            return _failure_report(str(error), facts, options, _live(dump_folder, devices) if explain else None)
         facts["seconds"] = time.perf_counter() - start
-        live = _live(dump, devices) if explain else None
+        live = _live(dump_folder, devices) if explain else None
     memory = compiled.memory_analysis()
     names = ("argument", "output", "alias", "temp")
     return CompileReport(
@@ -153,21 +153,21 @@ def _compile(
 
 
 def _read(compiled: Any, mesh: Any) -> dict[str, Any]:
-    """What a program's text says of its work and of what it sends."""
+    """FLOP and collectives, read from a program's text."""
     import jax
 
     try:
         text = compiled.as_text()
         flop = program_flop(Program(text))
-        sent = tuple(collectives(text, mesh))
+        collective_list = tuple(collectives(text, mesh))
     except (AssertionError, LookupError, ValueError, jax.errors.JaxRuntimeError) as error:
-        # a spelling that nobody has met, or that XLA itself fails to print, must not cost the report
+        # text in a new spelling, or that XLA fails to print, must not prevent the report
         return {"unread": f"the program's text could not be read: {error!r}"}
     return {
         "flop": flop.total,
         "unknown_loops": flop.unknown_loops,
         "silent_kernels": flop.silent_kernels,
-        "collectives": sent,
+        "collectives": collective_list,
     }
 
 
@@ -182,7 +182,9 @@ def _live(dump: str, devices: Sequence[Any]) -> Live | None:
         return None
 
 
-def _refused(message: str, facts: dict[str, Any], options: Mapping[str, Any], live: Live | None) -> CompileReport:
+def _failure_report(
+    message: str, facts: dict[str, Any], options: Mapping[str, Any], live: Live | None
+) -> CompileReport:
     """The report of a program that was not compiled."""
     if unknown := re.search(r"No such compile option: '([^']*)'", message):
         raise UserError(f"the compiler of {facts['platform']} knows no option {unknown[1]!r}; leave it out")
@@ -199,19 +201,19 @@ def _refused(message: str, facts: dict[str, Any], options: Mapping[str, Any], li
 
 
 def _mesh(compiled: Any, devices: Sequence[Any]) -> Any:
-    """The mesh that a program's arguments and results are laid out on.
+    """The mesh over which a program's arguments and results are sharded.
 
     Raises:
-        UserError: the program is for other devices than the recipe was given.
+        UserError: the program is for other devices than those passed to the recipe.
     """
     import jax
     from jax.sharding import NamedSharding
 
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    given = set(devices)
+    allowed = set(devices)
     used = {device for sharding in shardings for device in sharding.device_set}
-    if shardings and not used <= given:
-        kinds = ", ".join(sorted({device.device_kind for device in used - given}))
+    if shardings and not used <= allowed:
+        kinds = ", ".join(sorted({device.device_kind for device in used - allowed}))
         raise UserError(
             f"the recipe made a program for other devices ({kinds}) than it was given ({devices[0].device_kind}): "
             "give its arguments shardings over a mesh of the devices that it is called with"

@@ -1,12 +1,12 @@
-"""Threads of XLA:CPU: enough that devices which wait for one another leave some that work.
+"""Threads of XLA:CPU: enough that some work while devices wait for one another.
 
-A collective blocks its thread until every device has come, and XLA starts those that follow a loop of the program while
-the loop still runs in other threads. So a device may wait in two collectives at once, or three where loops nest, and
-its partner in others. There are as many threads as cores or devices, whichever are more: on 2 cores all 8 threads of 8
-devices were seen to wait, and XLA ended the process after 40 seconds.
+A collective blocks its thread until every device has reached it, and XLA starts the collectives after a loop while the
+loop still runs in other threads. So a device may wait in two collectives at once, or three with nested loops, and its
+partner in others. There are as many threads as cores or devices, whichever are more: on 2 cores all 8 threads of 8
+devices waited, and XLA ended the process after 40 seconds.
 
 References:
-    XLA, xla/backends/cpu/runtime/thunk_executor.cc: `ProcessScheduledOutEdges` lets the next collective go while a
+    XLA, xla/backends/cpu/runtime/thunk_executor.cc: `ProcessScheduledOutEdges` starts the next collective while a
     loop's execution is not complete; xla/pjrt/utils.cc: `DefaultThreadPoolSize` reads `NPROC`. Seen in jaxlib 0.10.2.
 """
 
@@ -19,23 +19,23 @@ import jax
 from jaxscale.compat import backend_runs
 
 EACH = 3
-"""Threads of a device: for the device itself, for a collective behind a loop, for one behind a loop in that loop."""
+"""Threads of a device: for the device itself, for a collective after a loop, for one after a loop in that loop."""
 VARIABLE = "NPROC"
 
 
 def provide_threads() -> str:
-    """Have the CPU backend start with three threads a device, where there are several devices and fewer cores.
+    """Make the CPU backend start with three threads per device, if there are several devices and fewer cores.
 
-    What the environment has for `NPROC` stays, and so does a backend that runs.
+    `NPROC` in the environment takes precedence, and a running backend is not changed.
 
     Returns:
-        A remark where the backend runs with fewer threads already, else nothing.
+        A note if the backend already runs with fewer threads, else "".
     """
     runs = backend_runs()
     if os.environ.get(VARIABLE) or (runs and jax.default_backend() != "cpu"):
         return ""
-    devices = len(jax.local_devices()) if runs else _devices_asked()
-    # as XLA counts them, which asks for no container's quota
+    devices = len(jax.local_devices()) if runs else _configured_devices()
+    # as XLA counts them, without a container's quota
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if devices == 1 or EACH * devices <= cores:  # one device waits for none
         return ""
@@ -48,7 +48,7 @@ def provide_threads() -> str:
     )
 
 
-def _devices_asked() -> int:
+def _configured_devices() -> int:
     """CPU devices that the backend will have, as far as flags and settings specify."""
     config: Any = jax.config
     if config.jax_num_cpu_devices != -1:

@@ -1,8 +1,8 @@
 """Programs for devices whose description lacks their memories: GPUs that the CUDA plugin only describes.
 
-JAX drops the memory kind of a sharding over such devices without a word, and the program would keep on the device what
-was meant for the host. The compiler itself knows both memories. So the program is traced and lowered over an abstract
-mesh, whose shardings keep their memory kinds, and the devices are named when it is compiled.
+JAX silently drops the memory kind of a sharding over such devices, and the program would keep values for the host on
+the device. The compiler supports both memories. So the program is traced and lowered over an abstract mesh, whose
+shardings keep their memory kinds, and the devices are specified when it is compiled.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class LoweredFor:
 
 
 def without_memories(devices: Sequence[Any]) -> bool:
-    """Whether JAX knows no memory of these devices.
+    """Whether JAX has no memories for these devices.
 
     Example:
         >>> import jax
@@ -43,7 +43,7 @@ def without_memories(devices: Sequence[Any]) -> bool:
 
 
 def abstract(device: Any) -> Any:
-    """A device as `jax.sharding.AbstractMesh` takes it."""
+    """A device in the form for `jax.sharding.AbstractMesh`."""
     from jax.sharding import AbstractDevice
 
     return AbstractDevice(device.device_kind, None, device.platform)
@@ -68,5 +68,5 @@ def lower_for(devices: Sequence[Any], traced: Any) -> LoweredFor:
     import jax
 
     platform = {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform)
-    with jax.default_device(devices[0]):  # whose client compiles
+    with jax.default_device(devices[0]):  # its client compiles
         return LoweredFor(traced.lower(lowering_platforms=(platform,)), tuple(devices))

@@ -1,4 +1,4 @@
-"""The Platform this process runs on, from what JAX says about its devices.
+"""The Platform that this process runs on, from JAX's devices.
 
 An unknown chip is no error: it becomes a Chip without a peak, so a run on it trains and reports no `mfu`.
 """
@@ -24,7 +24,7 @@ def detect(devices: Sequence[Any] | None = None) -> Platform:
         devices: JAX devices; all of this run (every process) by default.
 
     Returns:
-        The chip as in the tables, with the memory that the backend grants, or one with unknown facts for a chip that is
+        The chip of the tables, with the memory that the backend grants, or one with unknown facts for a chip that is
         in no table. A TPU slice's topology comes from the chips' coordinates.
     """
     import jax
@@ -34,19 +34,23 @@ def detect(devices: Sequence[Any] | None = None) -> Platform:
     chip = dataclasses.replace(chip, **_measured(chip, devices))
     if chip.kind != "tpu":
         return Platform(chip, len(devices))
-    places = {(getattr(device, "slice_index", 0) or 0, *device.coords) for device in devices}
-    slices = len({place[0] for place in places})
-    corners = [place[1:] for place in places if place[0] == min(place[0] for place in places)]
+    coordinates = {(getattr(device, "slice_index", 0) or 0, *device.coords) for device in devices}
+    slices = len({coordinate[0] for coordinate in coordinates})
+    corners = [
+        coordinate[1:]
+        for coordinate in coordinates
+        if coordinate[0] == min(coordinate[0] for coordinate in coordinates)
+    ]
     sides = tuple(max(axis) - min(axis) + 1 for axis in zip(*corners, strict=True))
-    flat = sides[:2] if sides[2:] == (1,) and chip.name in ("v5e", "v6e") else sides
-    # a process may be given a part of a slice that is no box
-    topology = flat if math.prod(flat) == len(corners) else None
-    chip = dataclasses.replace(chip, devices=max(1, len(devices) // len(places)))
+    plane_sides = sides[:2] if sides[2:] == (1,) and chip.name in ("v5e", "v6e") else sides
+    # the chips of a process may form a part of a slice that is no box
+    topology = plane_sides if math.prod(plane_sides) == len(corners) else None
+    chip = dataclasses.replace(chip, devices=max(1, len(devices) // len(coordinates)))
     return Platform(chip, len(corners), topology, slices)
 
 
 def chip_of(device_kind: str, platform: str) -> Chip:
-    """The chip of a device kind as JAX prints it; one without facts where no table has it.
+    """The chip of a device kind as printed by JAX; one without facts if it is in no table.
 
     Args:
         device_kind: `jax.Device.device_kind`.
@@ -66,27 +70,29 @@ def chip_of(device_kind: str, platform: str) -> Chip:
 
 
 def accelerators(devices: pathlib.Path = pathlib.Path("/dev")) -> frozenset[str]:
-    """The kinds of accelerators ("tpu", "gpu") that show themselves to the system; no backend is started for it."""
+    """The kinds of accelerators ("tpu", "gpu") with device files in the system; no backend is started."""
     return frozenset(
-        kind for kind, patterns in DEVICE_FILES.items() if any(next(devices.glob(one), None) for one in patterns)
+        kind
+        for kind, patterns in DEVICE_FILES.items()
+        if any(next(devices.glob(pattern), None) for pattern in patterns)
     )
 
 
 def hush_absent_gpus() -> None:
-    """Where no GPU is, keep to itself what JAX says of the CUDA plugin, which is there to compile ahead of time.
+    """Without a GPU, silence JAX's log of the CUDA plugin, which is installed to compile ahead of time.
 
-    JAX starts every plugin it finds, and logs a traceback of the drivers that this one does not find.
+    JAX starts every installed plugin, and logs a traceback because this one finds no drivers.
     """
     if "gpu" not in accelerators():
-        logging.getLogger("jax._src.xla_bridge").addFilter(_of_no_cuda_plugin)
+        logging.getLogger("jax._src.xla_bridge").addFilter(_not_about_cuda_plugin)
 
 
-def _of_no_cuda_plugin(record: logging.LogRecord) -> bool:
+def _not_about_cuda_plugin(record: logging.LogRecord) -> bool:
     return not ("plugin configuration error" in record.getMessage() and "xla_cuda" in record.getMessage())
 
 
 def host_memory() -> int | None:
-    """Bytes of main memory, or the limit of the control group; None where the system does not say."""
+    """Bytes of main memory, or the limit of the control group; None if the system does not report it."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
@@ -100,14 +106,16 @@ def host_memory() -> int | None:
 
 
 def _measured(chip: Chip, devices: Sequence[Any]) -> dict[str, Any]:
-    """What this machine itself tells: memory of the device, of the host, and chips of one host."""
+    """Values measured on this machine: memory of the device, of the host, and chips of one host."""
     local = [device for device in devices if device.process_index == devices[0].process_index]
     facts: dict[str, Any] = {"host_memory": host_memory()}
     if chip.kind == "cpu":
         return facts | {"memory": host_memory(), "chips_per_host": len(local)}
     try:
         limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    except Exception:  # devices of another process, and described ones, have no statistics: each backend raises its own
+    except (
+        Exception
+    ):  # devices of another process, and described ones, have no statistics; the error depends on the backend
         limit = None
     if limit:
         facts["usable_memory"] = limit * chip.devices

@@ -1,8 +1,8 @@
-"""What XLA has to know of a GPU to compile for one that is not there: its target configuration, as text.
+"""XLA's target configuration of a GPU, as text, to compile for a GPU that is not attached.
 
 The rows are what the driver reports of each card, as recorded in XLA's own specifications (openxla/xla,
-xla/backends/gpu/target_config/specs). Bandwidth is the chip table's. It leaves out autotuning, which needs the card:
-XLA takes its defaults instead, so times of such a program are not those of a tuned one; its memory is.
+xla/backends/gpu/target_config/specs). Bandwidth is the chip table's. Left out: autotuning, which needs the card. XLA
+uses its defaults instead, so that such a program has the memory, but not the times, of a tuned one.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ _SPECS = "openxla/xla, xla/backends/gpu/target_config/specs"
 
 @dataclasses.dataclass(frozen=True)
 class GpuTarget:
-    """Facts that XLA's GPU compiler asks for.
+    """Values that XLA's GPU compiler needs.
 
     Args:
         capability: CUDA compute capability (major, minor).
@@ -25,7 +25,7 @@ class GpuTarget:
         cache: bytes of L2.
         shared: bytes of shared memory of one multiprocessor; a block may ask for 1 KiB less.
         memory: bytes of device memory as the driver reports them.
-        source: where the numbers come from.
+        source: source of the numbers.
     """
 
     capability: tuple[int, int]
@@ -55,7 +55,7 @@ def target_config(chip: Chip) -> str:
     """XLA's target configuration for a GPU, in the text form that `jax.experimental.topologies` takes.
 
     Raises:
-        UserError: nothing is known about this GPU's insides.
+        UserError: the GPU is not in `TARGETS`.
 
     Example:
         >>> from jaxscale.platforms.gpu import H100
@@ -97,16 +97,16 @@ def target_config(chip: Chip) -> str:
 
 
 def topology_text(platform: Platform) -> str:
-    """SLICES x HOSTS x GPUS of each host, as the CUDA plugin wants it: "1x2x8" for 16 GPUs in hosts of 8.
+    """SLICES x HOSTS x GPUS of each host, in the CUDA plugin's format: "1x2x8" for 16 GPUs in hosts of 8.
 
     Raises:
         UserError: GPUs that do not fill their hosts.
     """
     per_host = platform.chip.chips_per_host or platform.chips
-    hosts, rest = divmod(platform.chips, per_host)
+    hosts, remainder = divmod(platform.chips, per_host)
     if hosts == 0:
         return f"1x1x{platform.chips}"
-    if rest:
+    if remainder:
         raise UserError(
             f"{platform}: {platform.chips} GPUs do not fill hosts of {per_host}: "
             f"expected at most {per_host}, or a multiple of it"

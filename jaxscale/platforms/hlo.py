@@ -1,15 +1,15 @@
-"""What a compiled program sends between devices: its collectives, by kind, mesh axes and bytes.
+"""The collectives of a compiled program, by kind, mesh axes and bytes.
 
-Reads the text of `compiled.as_text()`, the only description that CPU, GPU and TPU share. Devices are numbered there by
-their place in the mesh (row-major), not by their id, and replica groups are spelled in three ways:
+Read from `compiled.as_text()`, the only description that CPU, GPU and TPU share. It numbers devices by their place in
+the mesh (row-major), not by their id, and spells replica groups in three ways:
 
     {{0,1},{2,3}}      [2,2]<=[4]  (iota; [2,2]<=[2,2]T(1,0) transposed)      mesh['data'=2,'fsdp'=2] {'fsdp'}
 
 XLA:CPU never forms a reduce-scatter, and a TPU prints one as a fusion: an all-reduce of n devices whose every use takes
-1/n of it (copies, converts and tuples aside) is listed as the reduce-scatter that it is. A collective that a TPU runs
-beside its products is printed in every fusion beside which it runs, all under one channel: listed where it starts.
-Between TPU slices a program sends by way of the hosts (`megascale.py`): listed with what a device hands over. It leaves
-out what a kernel sends by itself (remote copies of Pallas), and other host transfers.
+1/n of it (copies, converts and tuples aside) is listed as a reduce-scatter. A collective that a TPU overlaps with
+products is printed in every fusion it overlaps, all under one channel, and is listed where it starts. Between TPU
+slices a program sends through the hosts (`megascale.py`): listed with the bytes that leave a device. Left out:
+transfers inside a kernel (remote copies of Pallas), and other host transfers.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ _KINDS = {
     "ragged-all-to-all": "all-to-all",
     "collective-permute": "collective-permute",
 }
-# ops through which a value passes unsliced: they move or convert it, and add nothing
+# ops that move or convert a whole value, and compute nothing
 _MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "optimization-barrier", "pad"}
 _MOVES |= {"reshape", "transpose", "all-reduce-done", "async-done"}
 _CALLS = {"call", "fusion"}
@@ -55,16 +55,15 @@ class Collective:
     """One collective of a compiled program.
 
     Args:
-        kind: what it does; a reduce-scatter may be printed as an all-reduce whose result is sliced.
-        axes: the mesh axes whose devices talk to one another, in mesh order; None where no set of axes gives its
-            groups.
-        bytes: bytes per device and execution of the whole array: what an all-reduce sums, an all-gather gives, a
-            reduce-scatter takes, an all-to-all or a permute sends.
+        kind: its operation; a reduce-scatter may be printed as an all-reduce whose result is sliced.
+        axes: the mesh axes along which devices communicate, in mesh order; None if no set of axes matches its groups.
+        bytes: bytes per device and execution of the whole array: an all-reduce's sum, an all-gather's result, a
+            reduce-scatter's operand, the data sent by an all-to-all or a permute.
         count: executions in one run of the program, loops counted.
         dtype: type of the elements, as XLA spells it ("f32", "bf16").
         computation: the computation it is in.
         in_loop: it is inside a while loop.
-        trips_known: every loop around it has a known number of trips; else `count` takes one trip of the others.
+        trips_known: every loop around it has a known trip count; else `count` assumes one trip for the others.
     """
 
     kind: Kind
@@ -103,20 +102,20 @@ def collectives(text: str, mesh: Any) -> list[Collective]:
     devices = math.prod(sizes.values())
     axes_of = {groups_of(sizes, axes): axes for axes in _subsets(sizes)}
     program = Program(text)
-    goes_on = _go_on(program)
-    found = []
+    continuations = _continuations(program)
+    results = []
     for computation in program.computations.values():
-        runs, in_loop, known = program.runs(computation.name)
+        runs, in_loop, trips_known = program.runs(computation.name)
         for op in computation.instructions.values():
             kind = _KINDS.get(op.opcode.removesuffix("-start"))
-            sent = megascale.kind_of(op.attributes) if op.opcode == "send" else None
-            if sent is not None and runs:
+            transfer = megascale.kind_of(op.attributes) if op.opcode == "send" else None
+            if transfer is not None and runs:
                 dtype = ARRAY.findall(op.type)[0][0]
-                found += [
-                    Collective(sent, crossing, size, runs, dtype, computation.name, in_loop, known)
-                    for size in _handed_over(computation, op)
+                results += [
+                    Collective(transfer, crossing, size, runs, dtype, computation.name, in_loop, trips_known)
+                    for size in _message_sizes(computation, op)
                 ]
-            if kind is None or not runs or (computation.name, op.name) in goes_on:
+            if kind is None or not runs or (computation.name, op.name) in continuations:
                 continue
             if kind == "collective-permute":
                 pairs = _pairs(op.attributes)
@@ -128,13 +127,13 @@ def collectives(text: str, mesh: Any) -> list[Collective]:
                 members = max(map(len, groups))
             if members < 2:
                 continue
-            for (kind_, dtype), size in _parts(program, computation, op, kind, members).items():
-                found.append(Collective(kind_, axes, size, runs, dtype, computation.name, in_loop, known))
-    return found
+            for (part_kind, dtype), size in _parts(program, computation, op, kind, members).items():
+                results.append(Collective(part_kind, axes, size, runs, dtype, computation.name, in_loop, trips_known))
+    return results
 
 
 def groups_of(sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
-    """Which devices talk to one another along `axes` of a mesh, by their place in it.
+    """The groups of devices that communicate along `axes` of a mesh, by their place in it.
 
     Example:
         >>> sorted(map(sorted, groups_of({"data": 2, "fsdp": 2}, ["data"])))
@@ -142,14 +141,14 @@ def groups_of(sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
     """
     axes = set(axes)
     groups: dict[tuple[int, ...], set[int]] = {}
-    for place, at in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
-        rest = tuple(0 if axis in axes else index for axis, index in zip(sizes, at, strict=True))
-        groups.setdefault(rest, set()).add(place)
+    for device, indices in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
+        fixed_indices = tuple(0 if axis in axes else index for axis, index in zip(sizes, indices, strict=True))
+        groups.setdefault(fixed_indices, set()).add(device)
     return frozenset(map(frozenset, groups.values()))
 
 
 def parse_groups(attributes: str, devices: int) -> Groups:
-    """The replica groups in an instruction's attributes, in any spelling; all devices where none is given.
+    """The replica groups in an instruction's attributes, in any spelling; all devices by default.
 
     Example:
         >>> sorted(map(sorted, parse_groups("replica_groups=mesh['a'=2,'b'=2] {'b'}, dimensions={0}", 4)))
@@ -161,7 +160,7 @@ def parse_groups(attributes: str, devices: int) -> Groups:
         return _mesh_groups(text)
     if text.startswith("["):
         iota = re.match(r"\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)", text)
-        assert iota is not None, f"replica groups in a spelling that is not known: {text[:80]}"
+        assert iota is not None, f"replica groups in an unknown spelling: {text[:80]}"
         width = integers(iota[1])[-1]
         order = _iota(iota[2][2:])
         return frozenset(frozenset(order[i : i + width]) for i in range(0, len(order), width))
@@ -173,20 +172,20 @@ def parse_groups(attributes: str, devices: int) -> Groups:
 def _mesh_groups(text: str) -> Groups:
     """Groups of `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}`; an axis may be a part, `'a':(2)2`."""
     match = re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^()]*\))*)\))? \{([^}]*)\}", text)
-    assert match is not None, f"replica groups in a spelling that is not known: {text[:80]}"
+    assert match is not None, f"replica groups in an unknown spelling: {text[:80]}"
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match[1])}
     order = _iota(match[2]) if match[2] else range(math.prod(sizes.values()))
-    # an axis of which only a part is named is split in three: what comes before, the part, what comes after
+    # an axis of which only a part is named is split in three: the dims before the part, the part, the dims after it
     split: dict[str, int] = {}
     chosen = set()
-    parts = {name: (int(before), int(size)) for name, before, size in re.findall(r"'([^']*)':\((\d+)\)(\d+)", match[3])}
-    named = set(re.findall(r"'([^']*)'", match[3]))
+    parts = {name: (int(major), int(size)) for name, major, size in re.findall(r"'([^']*)':\((\d+)\)(\d+)", match[3])}
+    named_axes = set(re.findall(r"'([^']*)'", match[3]))
     for name, size in sizes.items():
-        before, part = parts.get(name, (1, size))
-        split |= {f"{name}<": before, name: part, f"{name}>": size // (before * part)}
-        if name in named:
+        major, part_size = parts.get(name, (1, size))
+        split |= {f"{name}<": major, name: part_size, f"{name}>": size // (major * part_size)}
+        if name in named_axes:
             chosen.add(name)
-    return frozenset(frozenset(order[place] for place in group) for group in groups_of(split, chosen))
+    return frozenset(frozenset(order[position] for position in group) for group in groups_of(split, chosen))
 
 
 def _iota(text: str) -> list[int]:
@@ -197,7 +196,8 @@ def _iota(text: str) -> list[int]:
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     ranges = (range(shape[axis]) for axis in permutation)
     return [
-        sum(i * strides[axis] for i, axis in zip(at, permutation, strict=True)) for at in itertools.product(*ranges)
+        sum(i * strides[axis] for i, axis in zip(indices, permutation, strict=True))
+        for indices in itertools.product(*ranges)
     ]
 
 
@@ -213,16 +213,16 @@ def _pairs(attributes: str) -> list[tuple[int, int]]:
 
 def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes along which a source and its target differ."""
-    moved = set()
+    differing = set()
     for source, target in pairs:
         for axis, size in reversed(list(sizes.items())):
             (source, a), (target, b) = divmod(source, size), divmod(target, size)
             if a != b:
-                moved.add(axis)
-    return tuple(axis for axis in sizes if axis in moved)
+                differing.add(axis)
+    return tuple(axis for axis in sizes if axis in differing)
 
 
-def _go_on(program: Program) -> set[tuple[str, str]]:
+def _continuations(program: Program) -> set[tuple[str, str]]:
     """Collectives, as (computation, name), that another fusion has started: they are of the same channel."""
     places: dict[str, list[tuple[str, str]]] = {}
     started: dict[str, list[tuple[str, str]]] = {}
@@ -237,41 +237,41 @@ def _go_on(program: Program) -> set[tuple[str, str]]:
     return {place for channel in started for place in places.get(channel, [])}
 
 
-def _handed_over(computation: Computation, send: Op) -> list[int]:
+def _message_sizes(computation: Computation, send: Op) -> list[int]:
     """Bytes of a message between slices: of its arrays; and apart, of single numbers that XLA has packed with them, and
     of what fills up the tile of 4096 that a TPU sends for these.
     """
-    whole = array_bytes(ARRAY.findall(send.type)[0])
+    total_bytes = array_bytes(ARRAY.findall(send.type)[0])
     op = computation.instructions[send.operands[0]]
     while op.opcode in ("bitcast", "copy", "reshape") or 'custom_call_target="ZeroCrop"' in op.attributes:
         op = computation.instructions[op.operands[0]]
-    parts = [computation.instructions[name].type for name in op.operands] if op.opcode == "concatenate" else []
+    part_types = [computation.instructions[name].type for name in op.operands] if op.opcode == "concatenate" else []
     sums = [0, 0]
-    for part in parts:
-        sums[elements(part) == 1] += array_bytes(ARRAY.findall(part)[0])
-    return [size for size in (*sums, whole - sum(sums)) if size] if all(sums) else [whole]
+    for part_type in part_types:
+        sums[elements(part_type) == 1] += array_bytes(ARRAY.findall(part_type)[0])
+    return [size for size in (*sums, total_bytes - sum(sums)) if size] if all(sums) else [total_bytes]
 
 
 def _parts(program: Program, computation: Computation, op: Op, kind: str, members: int) -> dict[tuple[Any, str], int]:
     """Bytes of each (kind, type) of a collective: one entry, unless a tuple mixes types or is sliced in part."""
-    leaves, given = ARRAY.findall(op.type), op.type
+    leaves, result_type = ARRAY.findall(op.type), op.type
     if op.opcode.endswith("-start") and (kind != "all-reduce" or op.type.startswith("((")):
-        # the tuple of a start holds operands, results, and contexts of no interest; that of an all-reduce may not
+        # the tuple of a start holds operands, results and irrelevant contexts; that of an all-reduce may not
         operands, results = [*split(op.type[1:-1]), ""][:2]
         larger = max(operands, results, key=lambda part: sum(map(array_bytes, ARRAY.findall(part))))
-        given = results if kind == "all-reduce" else larger
-        leaves = ARRAY.findall(given)
+        result_type = results if kind == "all-reduce" else larger
+        leaves = ARRAY.findall(result_type)
     elif kind == "reduce-scatter":
         leaves = [(dtype, f"{shape},{members}" if shape else str(members)) for dtype, shape in leaves]
     parts: dict[tuple[Any, str], int] = {}
     for index, leaf in enumerate(leaves):
-        kind_ = kind
+        part_kind = kind
         if kind == "all-reduce":
-            element = index if given.startswith("(") else None
-            named = "all-reduce-scatter" in computation.name
-            if named or _scattered(program, computation, op.name, element, members):
-                kind_ = "reduce-scatter"
-        parts[kind_, leaf[0]] = parts.get((kind_, leaf[0]), 0) + array_bytes(leaf)
+            element = index if result_type.startswith("(") else None
+            is_scatter = "all-reduce-scatter" in computation.name
+            if is_scatter or _scattered(program, computation, op.name, element, members):
+                part_kind = "reduce-scatter"
+        parts[part_kind, leaf[0]] = parts.get((part_kind, leaf[0]), 0) + array_bytes(leaf)
     return parts
 
 
@@ -294,16 +294,16 @@ def _slices(
     program: Program, computation: Computation, use: Op, position: int, index: int | None, members: int
 ) -> bool:
     if use.opcode == "get-tuple-element":
-        mine = re.search(r"index=(\d+)", use.attributes)
-        other = mine is not None and index is not None and int(mine[1]) != index
-        return other or _scattered(program, computation, use.name, None, members)
+        element = re.search(r"index=(\d+)", use.attributes)
+        unused = element is not None and index is not None and int(element[1]) != index
+        return unused or _scattered(program, computation, use.name, None, members)
     if use.opcode == "tuple":
         return _scattered(program, computation, use.name, position, members)
     if use.opcode in _MOVES:
         return _scattered(program, computation, use.name, index, members)
     if use.opcode == "dynamic-slice":
-        whole = computation.instructions[use.operands[0]]
-        return position == 0 and elements(whole.type) == members * elements(use.type)
+        operand = computation.instructions[use.operands[0]]
+        return position == 0 and elements(operand.type) == members * elements(use.type)
     if use.opcode in _CALLS:
         inner = program.computations[called(use.attributes)[0]]
         return _scattered(program, inner, inner.parameter(position), index, members)

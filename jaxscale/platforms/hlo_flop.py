@@ -1,10 +1,10 @@
-"""FLOP of a compiled program, read from its text: what the device really computes, recomputation and loops included.
+"""FLOP of a compiled program, read from its text, with recomputation and loops.
 
-XLA's own `cost_analysis()` counts the body of a loop once and is None on a GPU. Here a loop counts as often as it runs.
-Counted are matrix products, convolutions (a TPU spells both as convolutions), the library calls that stand for them on
-a GPU, and kernels that say their cost (`pl.CostEstimate`); 2 per multiply and add. The program is one device's share.
+XLA's `cost_analysis()` counts the body of a loop once and is None on a GPU. Here a loop counts as often as it runs.
+Counted are matrix products, convolutions (a TPU spells both as convolutions), their library calls on a GPU, and kernels
+that declare their cost (`pl.CostEstimate`); 2 per multiply and add. The program is one device's share.
 
-It leaves out elementwise work, and kernels that say nothing.
+Left out: elementwise work, and kernels that declare no cost.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class ProgramFlop:
 
     Args:
         total: matrix products, convolutions and kernels with a known cost; loops counted.
-        unknown_loops: loops around any of them whose number of trips the text does not tell: their bodies count once.
+        unknown_loops: loops around any of them with an unknown trip count: their bodies count once.
         silent_kernels: custom kernels without a cost; they add nothing to `total`.
     """
 
@@ -49,26 +49,26 @@ def program_flop(program: Program) -> ProgramFlop:
         >>> program_flop(Program(text)).total
         256
     """
-    entry = next((one.name for one in program.computations.values() if one.is_entry), None)
+    entry = next((computation.name for computation in program.computations.values() if computation.is_entry), None)
     return ProgramFlop() if entry is None else _computation(program, entry, {})
 
 
-def _computation(program: Program, name: str, known: dict[str, ProgramFlop]) -> ProgramFlop:
-    """FLOP of one run of a computation; `known` has those that were met before."""
-    if name not in known:
+def _computation(program: Program, name: str, flop_by_name: dict[str, ProgramFlop]) -> ProgramFlop:
+    """FLOP of one run of a computation; `flop_by_name` caches them."""
+    if name not in flop_by_name:
         computation = program.computations[name]
         ops = computation.instructions.values()
-        known[name] = sum((_op(program, computation, op, known) for op in ops), ProgramFlop())
-    return known[name]
+        flop_by_name[name] = sum((_op(program, computation, op, flop_by_name) for op in ops), ProgramFlop())
+    return flop_by_name[name]
 
 
-def _op(program: Program, computation: Computation, op: Op, known: dict[str, ProgramFlop]) -> ProgramFlop:
-    # what a start has begun counts there, not once more where it is awaited
+def _op(program: Program, computation: Computation, op: Op, flop_by_name: dict[str, ProgramFlop]) -> ProgramFlop:
+    # an asynchronous op counts at its start, not again at its end
     names = [] if op.opcode.endswith(("-done", "-update")) else called(op.attributes)
-    inner = [_computation(program, name, known) for name in names]
+    inner = [_computation(program, name, flop_by_name) for name in names]
     if op.opcode == "conditional":
         return max(inner, key=lambda branch: branch.total, default=ProgramFlop())
-    total = sum(inner, _own(computation, op))
+    total = sum(inner, _op_flop(computation, op))
     if op.opcode != "while":
         return total
     trips = program.trips(op)
@@ -76,7 +76,7 @@ def _op(program: Program, computation: Computation, op: Op, known: dict[str, Pro
     return ProgramFlop(total.total * (trips or 1), unknown, total.silent_kernels)
 
 
-def _own(computation: Computation, op: Op) -> ProgramFlop:
+def _op_flop(computation: Computation, op: Op) -> ProgramFlop:
     if op.opcode == "dot":
         return ProgramFlop(_dot(computation, op, _dims(op.attributes, "lhs_contracting_dims")))
     if op.opcode == "ragged-dot":
@@ -107,9 +107,9 @@ def _custom_call(computation: Computation, op: Op) -> ProgramFlop:
         elif "BackwardFilter" in target:
             second, result = result, second
         return ProgramFlop(_convolution(op, first, second, result))
-    said = re.search(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)', op.attributes)
-    if said:
-        return ProgramFlop(int(said[1]))
+    declared = re.search(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)', op.attributes)
+    if declared:
+        return ProgramFlop(int(declared[1]))
     kernel = target in ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2")
     return ProgramFlop(silent_kernels=int(kernel))
 
@@ -120,9 +120,9 @@ def _dot(computation: Computation, op: Op, contracted: list[int]) -> int:
 
 
 def _convolution(op: Op, lhs: list[int], rhs: list[int], out: list[int]) -> int:
-    """Taps that meet an element of the input: neither padding nor the holes of a dilated input count, as in XLA."""
+    """Counts only taps on elements of the input, as XLA does: neither padding nor the holes of a dilated input."""
     match = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
-    assert match is not None, f"a convolution in a spelling that is not known: {op.attributes[:80]}"
+    assert match is not None, f"a convolution in an unknown spelling: {op.attributes[:80]}"
     labels = match.groups()
     window = re.search(r"window=\{([^}]*)\}", op.attributes)
     text = window[1] if window else ""
@@ -134,18 +134,18 @@ def _convolution(op: Op, lhs: list[int], rhs: list[int], out: list[int]) -> int:
     pads = _window(text, "pad", "0_0", len(spatial))
     taps = 1
     for i, label in enumerate(spatial):
-        size, reach = lhs[labels[0].index(label)], int(holes[i])
-        low = int(pads[i].split("_")[0])
-        places = (
-            o * int(strides[i]) + k * int(dilations[i]) - low
+        size, hole = lhs[labels[0].index(label)], int(holes[i])
+        low_pad = int(pads[i].split("_")[0])
+        positions = (
+            o * int(strides[i]) + k * int(dilations[i]) - low_pad
             for o in range(out[labels[2].index(label)])
             for k in range(int(sizes[i]))
         )
-        taps *= sum(0 <= place <= (size - 1) * reach and place % reach == 0 for place in places)
+        taps *= sum(0 <= position <= (size - 1) * hole and position % hole == 0 for position in positions)
     inputs = rhs[labels[1].index("i")]  # channels of one feature group
     groups = re.search(r"batch_group_count=(\d+)", op.attributes)
     batch = out[labels[2].index("b")]
-    # with batch groups an output feature meets one group's part of the batch, which is the output's whole batch
+    # with batch groups an output feature uses one group's part of the batch, which is the output's whole batch
     assert groups is None or lhs[labels[0].index("b")] == batch * int(groups[1])
     return 2 * batch * out[labels[2].index("f")] * inputs * taps
 
@@ -166,6 +166,6 @@ def _shape(computation: Computation, name: str) -> list[int]:
 
 
 def _result(op: Op) -> list[int]:
-    """Shape of the result; of a library call's tuple (result, workspace) the first."""
+    """Shape of the result; for a library call's tuple (result, workspace), of the first."""
     match = ARRAY.search(op.type)
     return integers(match[2]) if match else []

@@ -1,8 +1,8 @@
 """A compiled program as data: its computations and instructions, read from the text that XLA prints.
 
-CPU, GPU and TPU share this text (`compiled.as_text()`). It is read line by line, with only as much grammar as others
-here ask for: names, types, operands, what an instruction calls, and how often a computation runs. It leaves out layouts
-and the values of constants.
+CPU, GPU and TPU share this text (`compiled.as_text()`). It is read line by line, with only the grammar that other
+modules need: names, types, operands, calls of an instruction, and runs of a computation. Left out: layouts and the
+values of constants.
 """
 
 import dataclasses
@@ -39,14 +39,14 @@ class Computation:
     instructions: dict[str, Op]
 
     def uses(self, name: str) -> list[tuple[Op, int]]:
-        """Instructions that take a value, each with its place among their operands."""
+        """Instructions that use a value, each with its operand index."""
         return [
             (op, i) for op in self.instructions.values() for i, operand in enumerate(op.operands) if operand == name
         ]
 
     @property
     def root(self) -> Op | None:
-        """The instruction whose result is the computation's; `None` where the text does not show it."""
+        """The instruction whose result is the computation's; `None` if the text does not show it."""
         return next((op for op in self.instructions.values() if op.is_root), None)
 
     def parameter(self, number: int) -> str:
@@ -85,31 +85,35 @@ class Program:
                     self.callers.setdefault(inner, []).append((computation, op))
 
     def runs(self, name: str) -> tuple[int, bool, bool]:
-        """How often a computation runs, whether inside a loop, and whether every trip count is known."""
+        """Number of runs of a computation, whether inside a loop, and whether every trip count is known."""
         if name not in self._runs:
             if self.computations[name].is_entry:
                 self._runs[name] = (1, False, True)
                 return self._runs[name]
-            total, looped, known = 0, False, True
+            total, any_in_loop, all_trips_known = 0, False, True
             for caller, op in self.callers.get(name, []):
-                count, in_loop, sure = self.runs(caller.name)
+                count, in_loop, trips_known = self.runs(caller.name)
                 if op.opcode == "while":
                     trips = self.trips(op)
-                    count, in_loop, sure = count * (trips or 1), True, sure and trips is not None
-                total, looped, known = total + count, looped or in_loop, known and sure
-            self._runs[name] = (total, looped, known)
+                    count, in_loop, trips_known = count * (trips or 1), True, trips_known and trips is not None
+                total, any_in_loop, all_trips_known = (
+                    total + count,
+                    any_in_loop or in_loop,
+                    all_trips_known and trips_known,
+                )
+            self._runs[name] = (total, any_in_loop, all_trips_known)
         return self._runs[name]
 
     def trips(self, loop: Op) -> int | None:
-        """Trips of a while loop: what the compiler noted, else the one bound that its condition compares with."""
-        noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
-        if noted:
-            return int(noted[1])
+        """Trips of a while loop: the compiler's trip count, else the one bound that its condition compares with."""
+        trip_count = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+        if trip_count:
+            return int(trip_count[1])
         condition = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
-        reached, bounds, directions = [condition[1]] if condition else [], set(), set()
-        for name in reached:
+        computations, bounds, directions = [condition[1]] if condition else [], set(), set()
+        for name in computations:
             for op in self.computations[name].instructions.values():
-                reached += [inner for inner in called(op.attributes) if inner not in reached]
+                computations += [inner for inner in called(op.attributes) if inner not in computations]
                 if op.opcode == "constant" and re.match(r"[su]\d+\[\]", op.type):
                     bounds.add(int(op.operands[0]))
                 if op.opcode == "compare":
@@ -118,48 +122,48 @@ class Program:
 
 
 def _whole_lines(text: str) -> Iterator[str]:
-    """Lines of a module, an instruction's put together: a kernel's attributes may hold line breaks."""
-    held: list[str] = []
+    """Lines of a module, those of one instruction joined: a kernel's attributes may contain line breaks."""
+    pending: list[str] = []
     for line in text.splitlines():
-        if held and not (_INSTRUCTION.match(line) or _END.match(line)):
-            held.append(line)
+        if pending and not (_INSTRUCTION.match(line) or _END.match(line)):
+            pending.append(line)
             continue
-        if held:
-            yield "\n".join(held)
-        held = [line] if _INSTRUCTION.match(line) else []
-        if not held:
+        if pending:
+            yield "\n".join(pending)
+        pending = [line] if _INSTRUCTION.match(line) else []
+        if not pending:
             yield line
-    if held:
-        yield "\n".join(held)
+    if pending:
+        yield "\n".join(pending)
 
 
 def _name_elements(computation: Computation) -> None:
-    """Give each operand `tuple#2`, short for an element that no instruction takes out, an instruction."""
+    """Add an instruction for each operand `tuple#2`, short for an element of a tuple without one."""
     operands = [name for op in computation.instructions.values() for name in op.operands if "#" in name]
     for name in dict.fromkeys(operands):
-        whole, *path = name.split("#")
+        tuple_name, *path = name.split("#")
         for index in path:
-            type_ = split(computation.instructions[whole].type[1:-1])[int(index)].strip()
-            element = f"{whole}#{index}"
-            op = Op(element, type_, "get-tuple-element", [whole], f", index={index}", False)
+            type_ = split(computation.instructions[tuple_name].type[1:-1])[int(index)].strip()
+            element = f"{tuple_name}#{index}"
+            op = Op(element, type_, "get-tuple-element", [tuple_name], f", index={index}", False)
             computation.instructions.setdefault(element, op)
-            whole = element
+            tuple_name = element
 
 
-def _instruction(name: str, rest: str, is_root: bool) -> Op:
-    """An instruction from what stands right of its "="."""
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    head = re.match(r"\s*([\w\-]+)\(", rest[end:])
-    assert head is not None, f"an instruction in a spelling that is not known: {rest[:80]}"
+def _instruction(name: str, text: str, is_root: bool) -> Op:
+    """An instruction from the text after its "="."""
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    head = re.match(r"\s*([\w\-]+)\(", text[end:])
+    assert head is not None, f"an instruction in an unknown spelling: {text[:80]}"
     opening = end + head.end() - 1
-    closing = _closing(rest, opening)
-    inside = re.sub(r"/\*index=\d+\*/", "", rest[opening + 1 : closing])
-    operands = [part.split()[-1].lstrip("%") for part in split(inside) if part.strip()]
-    return Op(name, rest[:end], head[1], operands, rest[closing + 1 :], is_root)
+    closing = _closing(text, opening)
+    arguments = re.sub(r"/\*index=\d+\*/", "", text[opening + 1 : closing])
+    operands = [part.split()[-1].lstrip("%") for part in split(arguments) if part.strip()]
+    return Op(name, text[:end], head[1], operands, text[closing + 1 :], is_root)
 
 
 def _closing(text: str, opening: int) -> int:
-    """Where the bracket at `opening` closes."""
+    """Index of the bracket that closes the one at `opening`."""
     depth = 0
     for i in range(opening, len(text)):
         depth += (text[i] in "([{") - (text[i] in ")]}")

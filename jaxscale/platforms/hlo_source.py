@@ -1,8 +1,8 @@
-"""Where in the user's code a compiled program's instructions come from: the stack frames that XLA keeps of them.
+"""Source lines of a compiled program's instructions, from the stack frames that XLA records.
 
-The head of a program's text lists files, functions, places and frames; an instruction names its innermost frame. A
-model of modules (classes that are called) is told by the chain of their names, from the outside to the inside; a
-program of functions by the last two. It leaves out functions inside functions, and what begins with an underscore.
+The head of a program's text lists files, functions, places and frames; an instruction names its innermost frame. An
+operation of modules (classes that are called) is described by the chain of their names, from the outside to the inside;
+one of functions by the last two. Left out: functions inside functions, and names that begin with an underscore.
 """
 
 import re
@@ -10,9 +10,9 @@ import re
 from jaxscale.platforms.hlo_program import Op
 
 SHOWN = 4
-"""Modules of a chain that are named: the innermost ones."""
+"""Number of modules shown of a chain: the innermost ones."""
 
-# what calls a program is no part of it
+# frames of the caller of a program
 _OUTSIDE = re.compile(
     r"/(pluggy|_pytest|IPython|ipykernel|absl)/|/jaxscale/platforms/compile(_child)?\.py$|/runpy\.py$"
 )
@@ -29,14 +29,14 @@ class Sources:
         head = text[: text.find("\n%")]
         files = _table(head, "FileNames", r'(\d+) "(.*)"')
         functions = _table(head, "FunctionNames", r'(\d+) "(.*)"')
-        places = _table(head, "FileLocations", r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
+        locations = _table(head, "FileLocations", r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
         frames = _table(head, "StackFrames", r"(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)")
         self._places = {
             number: (files.get(file, ("",))[0], functions.get(function, ("",))[0], line)
-            for number, (file, function, line) in places.items()
+            for number, (file, function, line) in locations.items()
         }
         # the parent is counted from 1: frame 1 has parent 1, none
-        self._frames = {number: (place, str(int(parent) - 1)) for number, (place, parent) in frames.items()}
+        self._frames = {number: (location, str(int(parent) - 1)) for number, (location, parent) in frames.items()}
 
     def chain(self, op: Op) -> tuple[str, ...]:
         """Names of the modules that an instruction belongs to, from the outside; else of its last two functions."""
@@ -50,13 +50,13 @@ class Sources:
         return tuple(reversed(modules[:SHOWN] or functions[:2]))
 
     def place(self, op: Op) -> str | None:
-        """File and line where the innermost module is called; where there is none, where the instruction is made."""
+        """File and line where the innermost module is called; without a module, of the instruction itself."""
         stack = self._stack(op)
         inner = next((n for n, (_, function, _) in enumerate(stack) if function.endswith(".__call__")), None)
         if not stack:
             return None
         outer = 0 if inner is None else min(inner + 1, len(stack) - 1)
-        # a module called from no other's __call__: its own line says more than the machinery around it
+        # if no other module calls it, its line is more useful than that of its caller
         if inner is not None and not stack[outer][1].endswith(".__call__"):
             outer = inner
         file, _, line = stack[outer]
@@ -64,11 +64,11 @@ class Sources:
 
     def _stack(self, op: Op) -> list[tuple[str, str, str]]:
         """(file, function, line) of each frame, from the innermost."""
-        found = re.search(r"stack_frame_id=(\d+)", op.attributes)
-        number, stack = found[1] if found else "0", []
+        frame_id = re.search(r"stack_frame_id=(\d+)", op.attributes)
+        number, stack = frame_id[1] if frame_id else "0", []
         while number in self._frames:
-            place, number = self._frames[number]
-            frame = self._places.get(place, ("", "", ""))
+            location, number = self._frames[number]
+            frame = self._places.get(location, ("", "", ""))
             if _OUTSIDE.search(frame[0]):
                 break
             stack.append(frame)
@@ -79,5 +79,5 @@ def _table(head: str, name: str, row: str) -> dict[str, tuple[str, ...]]:
     """Rows of one table by their number."""
     start = head.find(f"\n{name}\n")
     lines = head[start + len(name) + 2 :].split("\n\n")[0].splitlines() if start >= 0 else []
-    found = (re.match(row, line) for line in lines)
-    return {match[1]: match.groups()[1:] for match in found if match}
+    matches = (re.match(row, line) for line in lines)
+    return {match[1]: match.groups()[1:] for match in matches if match}

@@ -1,16 +1,16 @@
-"""Which programs JAX's persistent compile cache may keep: on a CPU none with collectives in a loop or a branch.
+"""Filter JAX's persistent compile cache: on a CPU it keeps no program with collectives in a loop or a branch.
 
-XLA:CPU starts an instruction as soon as its operands are there, and lets a collective block a thread until every device
-has come. Collectives must therefore run in one order on all devices. In a program that was compiled, all of them, and
-every loop that holds one, use one resource, which has them start in that order (a loop need not have ended:
-`cpu_threads.py`). A program that is loaded has one resource for each sequence of instructions: nothing orders a loop's
-collectives with those outside it any more. They hold the threads that each other's partners need, and the program
-hangs; and where both have one channel, as all collectives of `jax.shard_map` have, a device meets the wrong collective,
-which ends in a crash. Collectives of the entry computation alone share one sequence, and stay in order.
+XLA:CPU starts an instruction as soon as its operands are available, and a collective blocks a thread until every device
+has reached it. Collectives must therefore run in one order on all devices. In a compiled program, all of them, and
+every loop that contains one, use one resource, which makes them start in that order (a loop need not have ended:
+`cpu_threads.py`). A loaded program has one resource for each sequence of instructions, so that a loop's collectives are
+not ordered with those outside it. They block the threads that each other's partners need, and the program hangs; and if
+both have one channel, as all collectives of `jax.shard_map` have, devices join different collectives, and the program
+crashes. Collectives of the entry computation alone share one sequence, and stay in order.
 
 References:
-    XLA, xla/backends/cpu/runtime/thunk_proto_serdes.cc: `ThunkSequenceSerDesProtobuf::FromProto` makes the resources
-    anew for each nested sequence; thunk_executor.cc: what runs when. Seen in jaxlib 0.10.2 and 0.12.0.
+    XLA, xla/backends/cpu/runtime/thunk_proto_serdes.cc: `ThunkSequenceSerDesProtobuf::FromProto` creates new resources
+    for each nested sequence; thunk_executor.cc: the order of execution. Observed in jaxlib 0.10.2 and 0.12.0.
 """
 
 import re
@@ -49,10 +49,10 @@ def stays_ordered(text: str) -> bool:
 
 
 def keep_ordered_programs() -> None:
-    """Have JAX's persistent compile cache neither keep nor load a program that would lose its collectives' order.
+    """Make JAX's persistent compile cache neither write nor load a program that would lose its collectives' order.
 
-    It holds for all that the process compiles from now on, whoever chose the cache's folder; calls after the first do
-    nothing. Programs of one device, and those of TPUs and GPUs, are kept as before.
+    It applies to all later compilations of the process, in any cache folder; calls after the first have no effect.
+    Programs of one device, and those of TPUs and GPUs, are kept as before.
     """
     global _filtered
     if not _filtered:
@@ -61,12 +61,12 @@ def keep_ordered_programs() -> None:
 
 
 def left_out() -> int:
-    """How many programs have been compiled so far that the cache would have kept, and did not."""
+    """Number of programs compiled so far that were excluded from the cache."""
     return len(_left_out)
 
 
 def _may_be_kept(name: str, executable: Any) -> bool:
-    """Whether a program can be loaded; those that were just compiled and cannot are counted."""
+    """Whether a program may be cached; a newly compiled one that may not is counted."""
     if executable.client.platform != "cpu" or (jax.process_count() == 1 and len(executable.local_devices()) == 1):
         return True
     if all(stays_ordered(module.to_string()) for module in executable.hlo_modules()):

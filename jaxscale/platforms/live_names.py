@@ -1,8 +1,8 @@
-"""What the values of a compiled program are called, in the terms of whoever wrote it.
+"""Names for the values of a compiled program, in the user's terms.
 
-An argument is called by its path, a result by its scopes (`jax.named_scope`), or where it has none by the modules that
-it belongs to. A value carried by a loop is named after what the loop's body puts there; what a scan stacks up, and the
-slice that is taken out again, after what was stacked.
+An argument is named by its path, a result by its scopes (`jax.named_scope`), or without scopes by the modules that it
+belongs to. A value carried by a loop is named after the value that the loop's body writes there; a scan's stacked
+outputs, and slices of them, after the value that was stacked.
 """
 
 import re
@@ -14,9 +14,9 @@ from jaxscale.platforms.hlo_source import Sources
 Phase = Literal["forward", "backward", "recompute"]
 
 ARGUMENT = "argument "
-"""With its number it stands for an argument; no instruction is called so."""
+"""Prefix of an argument's number; no instruction has such a name."""
 
-# what JAX adds to an operation's scopes
+# scopes that JAX adds to an operation
 _ADDED = re.compile(
     r"while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|rematted_computation|remat\d?|pjit|core_call"
     r"|custom_vjp_call(_jaxpr)?|custom_jvp_call|shard_map|named_call|cond_branch"
@@ -30,24 +30,24 @@ def clean_name(op_name: str) -> str:
         >>> clean_name("jit(step)/transpose(jvp(layers))/while/body/checkpoint/rematted_computation/mlp/jit(silu)/mul")
         'layers/mlp/silu/mul'
     """
-    parts = op_name.split("/")
-    if len(parts) > 1 and re.fullmatch(r"p?jit\(.*\)", parts[0]):
-        parts = parts[1:]
-    kept = []
-    for part in parts:
-        while wrapped := re.fullmatch(r"(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint)\((.*)\)", part):
-            part = wrapped[1]
-        if part and not _ADDED.fullmatch(part):
-            kept.append(part)
-    return "/".join(kept)
+    scopes = op_name.split("/")
+    if len(scopes) > 1 and re.fullmatch(r"p?jit\(.*\)", scopes[0]):
+        scopes = scopes[1:]
+    names = []
+    for scope in scopes:
+        while wrapped := re.fullmatch(r"(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint)\((.*)\)", scope):
+            scope = wrapped[1]
+        if scope and not _ADDED.fullmatch(scope):
+            names.append(scope)
+    return "/".join(names)
 
 
 def has_scopes(op_name: str) -> bool:
-    """Whether the user gave an operation a scope (`jax.named_scope`), beyond what JAX and its own functions add."""
-    for part in op_name.split("/")[1:-1]:
-        while wrapped := re.fullmatch(r"(?:transpose|jvp|vmap|remat|checkpoint)\((.*)\)", part):
-            part = wrapped[1]
-        if part and not _ADDED.fullmatch(part) and not re.match(r"p?jit\(|.*(->|,)", part):
+    """Whether an operation has a scope of the user (`jax.named_scope`), besides those added by JAX."""
+    for scope in op_name.split("/")[1:-1]:
+        while wrapped := re.fullmatch(r"(?:transpose|jvp|vmap|remat|checkpoint)\((.*)\)", scope):
+            scope = wrapped[1]
+        if scope and not _ADDED.fullmatch(scope) and not re.match(r"p?jit\(|.*(->|,)", scope):
             return True
     return False
 
@@ -63,12 +63,12 @@ def phase_of(op_name: str) -> Phase | None:
 
 def _bytes(computation: Computation, name: str) -> int:
     op = computation.instructions.get(name)
-    found = ARRAY.search(op.type) if op is not None else None
-    return array_bytes((found[1], found[2])) if found else 0
+    array = ARRAY.search(op.type) if op is not None else None
+    return array_bytes((array[1], array[2])) if array else 0
 
 
 class Names:
-    """What the values of a program are called, in the user's terms."""
+    """Names for the values of a program, in the user's terms."""
 
     def __init__(self, program: Program, sources: Sources) -> None:
         self.program = program
@@ -87,73 +87,73 @@ class Names:
         }
 
     def op_name(self, name: str) -> str:
-        """An instruction's scopes, as JAX noted them; empty where it did not."""
+        """An instruction's scopes, as JAX recorded them; empty if there are none."""
         if name not in self.ops:
             return ""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.ops[name][1].attributes)
-        return found[1].replace("\\'", "'").replace('\\"', '"') if found else ""
+        metadata = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.ops[name][1].attributes)
+        return metadata[1].replace("\\'", "'").replace('\\"', '"') if metadata else ""
 
     def in_loop(self, name: str) -> bool:
         """Whether an instruction is inside a loop."""
         return name in self.ops and self.program.runs(self.ops[name][0].name)[1]
 
     def own(self, name: str, index: tuple[int, ...]) -> str:
-        """Scopes of the operation that writes a value, with those of the loop where it is a loop's carry."""
-        written = self._source(name, index, through_stacks=False)
-        return self.op_name(written) or self.op_name(name)
+        """Scopes of the operation that writes a value, or those of the loop for a loop's carry."""
+        writer = self._source(name, index, through_stacks=False)
+        return self.op_name(writer) or self.op_name(name)
 
     def called(self, name: str, index: tuple[int, ...]) -> str:
-        """A value's name for the user."""
+        """The name of a value, for the user."""
         source = self._source(name, index, through_stacks=True)
-        named = source if self.op_name(source) else name
-        cleaned = clean_name(self.op_name(named))
+        op = source if self.op_name(source) else name
+        cleaned = clean_name(self.op_name(op))
         if not cleaned:
             return source
-        if self.ops[named][1].opcode == "parameter" or has_scopes(self.op_name(named)):
+        if self.ops[op][1].opcode == "parameter" or has_scopes(self.op_name(op)):
             return cleaned
-        return "/".join((*self.sources.chain(self.ops[named][1]), cleaned))
+        return "/".join((*self.sources.chain(self.ops[op][1]), cleaned))
 
     def place(self, name: str, index: tuple[int, ...]) -> str | None:
-        """File and line that a value comes from."""
+        """Source file and line of a value."""
         source = self._source(name, index, through_stacks=True)
         return self.sources.place(self.ops[source][1]) if source in self.ops else None
 
     def _source(self, name: str, index: tuple[int, ...], through_stacks: bool) -> str:
-        """The instruction that makes a value: past copies, tuples, loops' carries, and stacking where asked for."""
-        seen = set()
-        while name in self.ops and (name, index) not in seen:
-            seen.add((name, index))
+        """The instruction that computes a value, behind copies, tuples, loop carries, and stacking if requested."""
+        visited = set()
+        while name in self.ops and (name, index) not in visited:
+            visited.add((name, index))
             computation, op = self.ops[name]
-            step = self._step(computation, op, index, through_stacks)
-            if step is None:
+            previous = self._step(computation, op, index, through_stacks)
+            if previous is None:
                 break
-            name, index = step
+            name, index = previous
         return name
 
     def _step(
         self, computation: Computation, op: Op, index: tuple[int, ...], through_stacks: bool
     ) -> tuple[str, tuple[int, ...]] | None:
-        """Where a value comes from, one step back; None where it is made here."""
+        """The value that an instruction passes on; None if the instruction computes it."""
         if op.opcode == "get-tuple-element":
             element = re.search(r"index=(\d+)", op.attributes)
-            assert element is not None, "it says which element"
+            assert element is not None, "the attributes specify the element"
             return op.operands[0], (int(element[1]), *index)
         if op.opcode == "tuple" and index:
             return op.operands[index[0]], index[1:]
         if op.opcode == "while" and index:
             body = re.search(r"body=%?([\w.\-]+)", op.attributes)
-            assert body is not None, "a loop has one"
+            assert body is not None, "a loop has a body"
             root = self.program.computations[body[1]].root
             if root is None:
                 return None
-            handed_on = root.opcode == "tuple" and self._is_element(root.operands[index[0]], index[0])
-            # what a loop only hands on comes from before it
-            return (op.operands[0], index) if handed_on else (root.name, index)
+            unchanged = root.opcode == "tuple" and self._is_element(root.operands[index[0]], index[0])
+            # a carry that the loop leaves unchanged comes from the loop's input
+            return (op.operands[0], index) if unchanged else (root.name, index)
         if op.opcode == "parameter" and not computation.is_entry:
             return self._argument(computation, op, index)
-        plain = ("bitcast", "copy", "copy-start", "copy-done", "optimization-barrier", "opt-barrier", "reshape")
+        passing = ("bitcast", "copy", "copy-start", "copy-done", "optimization-barrier", "opt-barrier", "reshape")
         unnamed = bool(op.operands) and not self.op_name(op.name)
-        if op.opcode in plain or (unnamed and op.opcode.endswith(("-start", "-done", "convert"))):
+        if op.opcode in passing or (unnamed and op.opcode.endswith(("-start", "-done", "convert"))):
             return op.operands[0], ()
         if unnamed and op.opcode == "fusion":
             widest = max(op.operands, key=lambda name: _bytes(computation, name))
@@ -167,7 +167,7 @@ class Names:
         return self._stacked(op, index) if op.opcode in ("fusion", "async-start", "call") else None
 
     def _is_element(self, name: str, index: int) -> bool:
-        """Whether a value is an element of its computation's one parameter, taken out unchanged."""
+        """Whether a value is an unchanged element of its computation's one parameter."""
         if name not in self.ops:
             return False
         computation, op = self.ops[name]
@@ -178,20 +178,22 @@ class Names:
         return computation.instructions[op.operands[0]].opcode == "parameter"
 
     def _argument(self, computation: Computation, op: Op, index: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
-        """What a computation's caller gives for a parameter; of a loop, what the iteration before leaves."""
+        """The caller's operand of a parameter; for a loop, the result of the previous iteration."""
         call = next((call for _, call in self.program.callers.get(computation.name, [])), None)
         if call is None or call.opcode not in ("while", "fusion", "call", "async-start"):
             return None
         return (call.name if call.opcode == "while" else call.operands[int(op.operands[0])]), index
 
     def _root(self, op: Op) -> tuple[str, tuple[int, ...]] | None:
-        """Of a fusion without a name, its last instruction that has one."""
+        """The last named instruction of a fusion without a name."""
         inner = self.program.computations[called(op.attributes)[0]].instructions
-        named = [name for name, one in inner.items() if self.op_name(name) and one.opcode != "constant"]
-        return (named[-1], ()) if named else None
+        named_ops = [
+            name for name, instruction in inner.items() if self.op_name(name) and instruction.opcode != "constant"
+        ]
+        return (named_ops[-1], ()) if named_ops else None
 
     def _stacked(self, op: Op, index: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
-        """Of an operation that writes a slice into a stack, or takes one out, where the slice comes from."""
+        """The source of the slice that an operation writes into a stack, or reads from one."""
         inner = self.program.computations[called(op.attributes)[0]]
         root = inner.root
         if root is None:
@@ -204,7 +206,9 @@ class Names:
             return self._stacked(root, index)
         if root.opcode not in ("dynamic-update-slice", "dynamic-slice"):
             return None
-        part = inner.instructions[root.operands[1 if root.opcode == "dynamic-update-slice" else 0]]
-        while part.opcode in ("bitcast", "copy", "reshape", "convert") and part.operands[0] in inner.instructions:
-            part = inner.instructions[part.operands[0]]
-        return part.name, ()
+        slice_op = inner.instructions[root.operands[1 if root.opcode == "dynamic-update-slice" else 0]]
+        while (
+            slice_op.opcode in ("bitcast", "copy", "reshape", "convert") and slice_op.operands[0] in inner.instructions
+        ):
+            slice_op = inner.instructions[slice_op.operands[0]]
+        return slice_op.name, ()

@@ -1,8 +1,8 @@
-"""What a TPU program sends over the network between slices.
+"""Collectives of a TPU program over the network between slices.
 
-libtpu compiles one program per slice: collectives inside a slice number that slice's devices from 0, and what crosses
-becomes a host transfer (`send`) that the megascale runtime carries out, with the kind in an attribute that no document
-describes. Which mesh axes lie across slices follows from the order of axes (`jaxscale/slices.py`).
+libtpu compiles one program per slice: collectives inside a slice number that slice's devices from 0, and one across
+slices becomes a host transfer (`send`) by the megascale runtime, with the kind in an undocumented attribute. The mesh
+axes across slices follow from the order of axes (`jaxscale/slices.py`).
 """
 
 import re
@@ -22,7 +22,7 @@ HANDLER = "xla_megascale_runtime"
 
 
 def slices_of(text: str) -> int:
-    """How many slices a compiled program says that it sends between; 1 where it sends over no such network.
+    """The number of slices between which a compiled program communicates; 1 if it does not.
 
     Example:
         >>> slices_of('_xla_megascale_target="{1,2}x{0:3}"'), slices_of("_xla_megascale_target={{100000->200000}}")
@@ -30,21 +30,21 @@ def slices_of(text: str) -> int:
         >>> slices_of("nothing")
         1
     """
-    found: set[int] = set()
-    for slices in re.findall(r'_xla_megascale_target="?\{([\d,:]+)\}x', text):
-        for part in slices.split(","):
-            first, _, last = part.partition(":")
-            found |= set(range(int(first), int(last or first) + 1))
+    slice_ids: set[int] = set()
+    for id_ranges in re.findall(r'_xla_megascale_target="?\{([\d,:]+)\}x', text):
+        for id_range in id_ranges.split(","):
+            first, _, last = id_range.partition(":")
+            slice_ids |= set(range(int(first), int(last or first) + 1))
     for targets in re.findall(r"_xla_megascale_target=\{\{(.*?)\}\}", text):
-        found |= {int(device) // 100_000 for device in re.findall(r"\d+", targets)}
-    return max(len(found), 1)
+        slice_ids |= {int(device) // 100_000 for device in re.findall(r"\d+", targets)}
+    return max(len(slice_ids), 1)
 
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 
 
 def kind_of(attributes: str) -> Kind | None:
-    """The collective that a `send` is part of; `None` where it crosses no slices.
+    """The collective that a `send` is part of; `None` if it does not cross slices.
 
     Example:
         >>> handler = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
@@ -53,8 +53,8 @@ def kind_of(attributes: str) -> Kind | None:
     """
     if HANDLER not in attributes or "_xla_megascale_target" not in attributes:
         return None
-    given = re.search(r'_xla_megascale_transfer_type="(\w+)"', attributes)
-    return KINDS.get(given[1], "collective-permute") if given else "collective-permute"
+    transfer_type = re.search(r'_xla_megascale_transfer_type="(\w+)"', attributes)
+    return KINDS.get(transfer_type[1], "collective-permute") if transfer_type else "collective-permute"
 
 
 def split(sizes: Mapping[str, int], slices: int) -> tuple[dict[str, int], tuple[str, ...]]:
@@ -64,8 +64,8 @@ def split(sizes: Mapping[str, int], slices: int) -> tuple[dict[str, int], tuple[
         >>> split({"pipe": 2, "fsdp": 4}, 2)
         ({'pipe': 1, 'fsdp': 4}, ('pipe',))
     """
-    cut = across(tuple(sizes.values()), slices)
-    if cut is None:
+    slices_by_axis = across(tuple(sizes.values()), slices)
+    if slices_by_axis is None:
         return dict(sizes), ()
-    inside = {axis: size // ways for (axis, size), ways in zip(sizes.items(), cut, strict=True)}
-    return inside, tuple(axis for axis, ways in zip(sizes, cut, strict=True) if ways > 1)
+    sizes_in_slice = {axis: size // count for (axis, size), count in zip(sizes.items(), slices_by_axis, strict=True)}
+    return sizes_in_slice, tuple(axis for axis, count in zip(sizes, slices_by_axis, strict=True) if count > 1)

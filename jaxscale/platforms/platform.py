@@ -1,8 +1,8 @@
-"""Chip, Link, Platform: what a machine can do, as frozen facts that need no JAX.
+"""Chip, Link, Platform: the rates and sizes of a machine, as frozen values that need no JAX.
 
-The numbers come from the tables of `tpu.py`, `gpu.py` and `cpu.py`, where every row names its source; a field that no
-source gives is None. A platform has a text form, such as `"tpu v5p:4x4x4"` or `"gpu h100 x 64"`, and `"local"` is the
-machine this process runs on. Peaks are of dense matrix products: sparsity is never counted.
+The numbers come from the tables of `tpu.py`, `gpu.py` and `cpu.py`, where every row names its source; a field without
+a source is None. A platform has a text form, such as `"tpu v5p:4x4x4"` or `"gpu h100 x 64"`, and `"local"` is the
+machine that this process runs on. Peaks are of dense matrix products, without sparsity.
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ GiB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A wire between parts of a platform.
+    """A link between parts of a platform.
 
     Args:
         name: "ici", "nvlink", "pcie" or "dcn".
-        connects: what lies at its ends.
+        connects: the parts at its ends.
         bandwidth: bytes/s in one direction, of one link where `per` is "link", else of all links of that chip or host.
-        per: what has this bandwidth.
-        links: how many such links leave a chip (or a host).
-        latency: seconds of one hop; None where no source gives it.
-        source: where the numbers come from.
+        per: the unit with this bandwidth.
+        links: number of such links per chip (or host).
+        latency: seconds of one hop; None if unknown.
+        source: source of the numbers.
     """
 
     name: str
@@ -43,21 +43,21 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One accelerator (or one CPU), and the host that carries it.
+    """One accelerator (or one CPU), and its host.
 
     Args:
         name: the word used in a platform's text, such as "v5p" or "h100".
         kind: "tpu", "gpu" or "cpu".
         device_kinds: `jax.Device.device_kind` of its devices.
-        source: where the numbers come from, one entry per source.
+        source: sources of the numbers, one per entry.
         bfloat16, float16, tf32, float32, float8, int8: dense matrix products at that type, in FLOP/s (or OP/s).
         memory: bytes of device memory.
-        usable_memory: bytes of it that a program may take; None where it was not measured.
+        usable_memory: bytes of it that a program may use; None if not measured.
         memory_bandwidth: bytes/s between the memory and the chip.
         devices: JAX devices of one chip when a program runs.
         chips_per_host: chips of one host machine.
         host_memory: bytes of main memory of that host.
-        links: its wires.
+        links: its links.
     """
 
     name: str
@@ -81,8 +81,8 @@ class Chip:
     def peak(self, dtype: str) -> float | None:
         """FLOP/s of a matrix product of `dtype` operands at JAX's default precision; None if unknown.
 
-        A float32 product runs in bfloat16 passes on a TPU and in TF32 on a GPU that has it, unless a higher precision
-        is asked for; its peak is theirs.
+        A float32 product runs in bfloat16 passes on a TPU and in TF32 on a GPU that supports it, unless a higher
+        precision is requested; the peak of that type is returned.
 
         Args:
             dtype: name of the operands' type, such as "bfloat16", "float32" or "float8_e4m3fn".
@@ -106,7 +106,7 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """Chips and how they lie together: what a run has, or is planned for.
+    """The chips of a run and their topology.
 
     Args:
         chip: the chip; all are alike.
@@ -142,24 +142,24 @@ class Platform:
 
     @property
     def hosts(self) -> int | None:
-        """Host machines; None where nothing says how many chips a host carries."""
+        """Host machines; None if the number of chips per host is unknown."""
         if self.chip.chips_per_host is None:
             return None
         return self.slices * math.ceil(self.chips / self.chip.chips_per_host)
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The wires, from the fastest to the slowest."""
+        """The links, from the fastest to the slowest."""
         return self.chip.links
 
     def peak(self, dtype: str) -> float | None:
-        """FLOP/s of all chips together for products of `dtype` (see `Chip.peak`): what `mfu` is a fraction of."""
+        """FLOP/s of all chips together for products of `dtype` (see `Chip.peak`), the denominator of `mfu`."""
         peak = self.chip.peak(dtype)
         return None if peak is None else peak * self.chips * self.slices
 
     @property
     def device_memory(self) -> int | None:
-        """Bytes that a program may use on one JAX device; the chip's whole memory where the usable part is unknown."""
+        """Bytes that a program may use on one JAX device; the whole memory if the usable part is unknown."""
         memory = self.chip.memory if self.chip.usable_memory is None else self.chip.usable_memory
         return None if memory is None else memory // self.chip.devices
 
@@ -168,22 +168,22 @@ class Platform:
         """The platform of a text: "tpu CHIP:TOPOLOGY [x SLICES]", "gpu CHIP [x COUNT]", "cpu [x COUNT]" or "local".
 
         Raises:
-            UserError: a word that is none of the known ones, or a topology that does not exist.
+            UserError: an unknown word, or a topology that does not exist.
         """
         match = re.fullmatch(r"\s*(local|tpu|gpu|cpu)\b\s*(.*?)\s*", text.lower(), re.DOTALL)
         if match is None:
             raise _unknown_platform(text)
-        kind, rest = match.groups()
+        kind, tail = match.groups()
         if kind == "tpu":
-            return _parse_tpu(text, rest)
+            return _parse_tpu(text, tail)
         if kind == "gpu":
-            return _parse_gpu(text, rest)
+            return _parse_gpu(text, tail)
         if kind == "cpu":
             from jaxscale.platforms.cpu import CPU
 
-            return cls(CPU, _count(text, rest))
-        if rest:
-            raise UserError(f"platform {text!r}: got {rest!r} after 'local', expected nothing")
+            return cls(CPU, _count(text, tail))
+        if tail:
+            raise UserError(f"platform {text!r}: got {tail!r} after 'local', expected nothing")
         from jaxscale.platforms.detect import detect
 
         return detect()
@@ -213,54 +213,56 @@ def _shape_text(topology: tuple[int, ...]) -> str:
 def _unknown_platform(text: str) -> UserError:
     word = re.split(r"[\s:]", text.strip().lower())[0]
     chip = chips().get(word.split("x")[0])
-    meant = near_miss(word, ("cpu", "gpu", "local", "tpu"))
+    suggestion = near_miss(word, ("cpu", "gpu", "local", "tpu"))
     if chip is not None and chip.kind != "cpu":
-        meant = f"; did you mean {f'{chip.kind} {text.strip()}'!r}?"
+        suggestion = f"; did you mean {f'{chip.kind} {text.strip()}'!r}?"
     return UserError(
-        f"unknown platform {text!r}: expected 'local', 'cpu x 8', 'gpu h100 x 64' or 'tpu v5p:4x4x4'{meant}"
+        f"unknown platform {text!r}: expected 'local', 'cpu x 8', 'gpu h100 x 64' or 'tpu v5p:4x4x4'{suggestion}"
     )
 
 
 def _count(text: str, tail: str) -> int:
-    """The number behind "x" or ":", 1 where there is none."""
+    """The number after "x" or ":", by default 1."""
     match = re.fullmatch(r"\s*[x:]\s*([1-9][0-9]{0,6})", tail)
     if tail and match is None:
         raise UserError(f"platform {text!r}: got {tail.strip()!r}, expected a count such as 'x 8'")
     return int(match[1]) if match else 1
 
 
-def _parse_gpu(text: str, rest: str) -> Platform:
+def _parse_gpu(text: str, words: str) -> Platform:
     from jaxscale.platforms.gpu import ALIASES, GPUS
 
-    known = {chip.name: chip for chip in GPUS}
-    match = re.fullmatch(r"([\w-]*?)(\s*[x:]\s*[0-9]+|[^\w-].*)?", rest, re.DOTALL)
+    gpus = {chip.name: chip for chip in GPUS}
+    match = re.fullmatch(r"([\w-]*?)(\s*[x:]\s*[0-9]+|[^\w-].*)?", words, re.DOTALL)
     assert match is not None, "matches any text"
     name, tail = match.groups(default="")
     name = ALIASES.get(name, name)
     if not name:
-        raise UserError(f"platform {text!r} names no gpu: expected one of {', '.join(known)}, such as 'gpu h100 x 8'")
-    if name not in known:
-        whole = re.split(r"[\s:]", rest)[0]  # an x in a name is no count
-        raise unknown("gpu", whole, [*known, *ALIASES])
-    return Platform(known[name], _count(text, tail))
+        raise UserError(f"platform {text!r} names no gpu: expected one of {', '.join(gpus)}, such as 'gpu h100 x 8'")
+    if name not in gpus:
+        first_word = re.split(r"[\s:]", words)[0]  # an x in a name is no count
+        raise unknown("gpu", first_word, [*gpus, *ALIASES])
+    return Platform(gpus[name], _count(text, tail))
 
 
-def _parse_tpu(text: str, rest: str) -> Platform:
+def _parse_tpu(text: str, words: str) -> Platform:
     from jaxscale.platforms.tpu import ALIASES, TPUS, check_topology, topologies
 
-    known = {chip.name: chip for chip in TPUS}
-    match = re.fullmatch(r"([^\s:]*)(?:\s*:\s*(\S*))?(.*)", rest, re.DOTALL)
+    tpus = {chip.name: chip for chip in TPUS}
+    match = re.fullmatch(r"([^\s:]*)(?:\s*:\s*(\S*))?(.*)", words, re.DOTALL)
     assert match is not None, "matches any text"
     name, shape, tail = match.groups(default="")
     name = ALIASES.get(name, name)
     if not name:
-        raise UserError(f"platform {text!r} names no tpu: expected one of {', '.join(known)}, such as 'tpu v5e:4x4'")
-    if name not in known:
-        raise unknown("tpu", name, [*known, *ALIASES])
+        raise UserError(f"platform {text!r} names no tpu: expected one of {', '.join(tpus)}, such as 'tpu v5e:4x4'")
+    if name not in tpus:
+        raise unknown("tpu", name, [*tpus, *ALIASES])
     if not re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4})+", shape):
         slices = [size for size in topologies(name) if str(math.prod(size)) == shape]
-        meant = " or ".join(f"tpu {name}:{_shape_text(size)}" for size in slices or topologies(name)[2:3])
-        raise UserError(f"platform {text!r}: got {shape!r} for the topology, expected chips along each axis: {meant}")
+        examples = " or ".join(f"tpu {name}:{_shape_text(size)}" for size in slices or topologies(name)[2:3])
+        raise UserError(
+            f"platform {text!r}: got {shape!r} for the topology, expected chips along each axis: {examples}"
+        )
     topology = tuple(map(int, shape.split("x")))
     check_topology(name, topology)
-    return Platform(known[name], math.prod(topology), topology, _count(text, tail))
+    return Platform(tpus[name], math.prod(topology), topology, _count(text, tail))

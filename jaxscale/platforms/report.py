@@ -1,6 +1,6 @@
-"""CompileReport: what a compiler says about a program (bytes, FLOP, collectives, who is alive), with JSON both ways.
+"""CompileReport: a compiler's report on a program (bytes, FLOP, collectives, live tensors), to and from JSON.
 
-Bytes are per device. Two numbers that a compiler offers are left out, for they are wrong: `peak_memory_in_bytes` (on a
+Bytes are per device. Two numbers of compilers are left out because they are wrong: `peak_memory_in_bytes` (on a
 TPU it adds on-chip and host memory) and the FLOP of `cost_analysis()` (a loop's body counts once).
 """
 
@@ -30,14 +30,14 @@ _OUT_OF_MEMORY: tuple[tuple[Literal["device", "on-chip"], str], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class OutOfMemory:
-    """A compiler's refusal: the program does not fit.
+    """A compiler's out-of-memory error.
 
     Args:
         required: bytes that the whole program needs, arguments included; of a kernel's buffers where `memory` is
             "on-chip".
-        available: bytes that there are.
+        available: bytes of that memory.
         memory: "device" (HBM), or "on-chip" (a kernel asks for more VMEM than a core has).
-        message: the compiler's words.
+        message: the compiler's message.
     """
 
     required: int
@@ -47,11 +47,11 @@ class OutOfMemory:
 
     def __str__(self) -> str:
         where = "device memory" if self.memory == "device" else "on-chip memory (a kernel's blocks are too large)"
-        return f"out of {where}: needs {_size(self.required)}, there are {_size(self.available)}"
+        return f"out of {where}: needs {_bytes_text(self.required)}, there are {_bytes_text(self.available)}"
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:
-    """The two numbers of a compiler's out-of-memory message; None where the message is about something else.
+    """The two numbers of a compiler's out-of-memory message; None for any other message.
 
     Example:
         >>> out_of_memory("RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
@@ -59,30 +59,33 @@ def out_of_memory(message: str) -> OutOfMemory | None:
         18124761989
     """
     for memory, pattern in _OUT_OF_MEMORY:
-        if found := re.search(pattern, message):
-            required, unit, available, other = found.groups()
+        if match := re.search(pattern, message):
+            required, required_unit, available, available_unit = match.groups()
             return OutOfMemory(
-                int(float(required) * _UNITS[unit]), int(float(available) * _UNITS[other]), memory, message.strip()
+                int(float(required) * _UNITS[required_unit]),
+                int(float(available) * _UNITS[available_unit]),
+                memory,
+                message.strip(),
             )
     return None
 
 
 @dataclasses.dataclass(frozen=True)
 class LiveTensor:
-    """One buffer that is alive when device memory is fullest.
+    """One buffer that is alive at the peak of device memory.
 
     Args:
         name: in the user's terms: an argument's path ("params['layers']['up']"), else the scopes of the operation that
-            made it, without what JAX adds ("layers/mlp/dot_general"), or where it has none the modules it belongs to
-            ("Stack/Block/MLP/Linear/dot_general").
+            computes it, without those that JAX adds ("layers/mlp/dot_general"), or if it has none the modules it
+            belongs to ("Stack/Block/MLP/Linear/dot_general").
         bytes: on the device, with the padding of its layout.
-        kind: "argument"; "output" that is no donated argument; "kept", made in the forward pass and read in the
-            backward pass; "constant"; "transient", all else.
+        kind: "argument"; "output" that is no donated argument; "kept", computed in the forward pass and read in the
+            backward pass; "constant"; "transient", any other.
         shape: type and shape as XLA prints them, "bf16[8,16384,1024]".
-        phase: the pass that makes it: "forward", "backward", "recompute" (of the forward pass, in the backward pass);
-            None for arguments, and in a program without gradients.
+        phase: the pass that computes it: "forward", "backward", or "recompute" (of the forward pass, in the backward
+            pass); None for arguments, and in a program without gradients.
         in_loop: it belongs to one iteration of a loop.
-        source: file and line that it comes from: where the innermost module is called, "layers/mlp.py:96".
+        source: file and line where the innermost module is called, "layers/mlp.py:96".
     """
 
     name: str
@@ -99,9 +102,9 @@ class Moment:
     """Live bytes at one place of the compiled schedule.
 
     Args:
-        at: place in the schedule, in instructions from its start; a loop's body stands there once.
+        at: place in the schedule, in instructions from its start; a loop's body counts once.
         bytes: live bytes per kind (`KINDS`).
-        phase: pass of the instruction there.
+        phase: pass of that instruction.
     """
 
     at: int
@@ -116,30 +119,30 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport:
-    """What the compiler of a platform says about one program. Bytes and FLOP are of one device.
+    """A compiler's report on one program. Bytes and FLOP are of one device.
 
-    A program that does not fit has `oom`; one that its compiler did not survive has `crashed`. Then the bytes are None,
-    except where the compiler said them before it gave up.
+    `oom` is set if the program does not fit, `crashed` if the compiler died. Then the bytes are None, unless the
+    compiler reported them before it stopped.
 
     Args:
         platform: text of the `Platform` it was compiled for.
-        argument_bytes, output_bytes, alias_bytes, temp_bytes: device memory; aliased are outputs that take the place
+        argument_bytes, output_bytes, alias_bytes, temp_bytes: device memory; aliased outputs reuse the buffers
             of donated arguments.
         host_argument_bytes, host_output_bytes, host_alias_bytes, host_temp_bytes: memory of the host. Always 0 on a
             CPU, which has no other memory.
-        flop: FLOP of matrix products, convolutions and kernels, loops counted; None where there is no program.
-        unknown_loops: loops whose number of trips the program does not say; `flop` has their bodies once.
-        silent_kernels: custom kernels that do not say their cost; they are missing from `flop`.
-        collectives: what is sent between devices, by kind, mesh axes and bytes.
-        unread: why `flop` and `collectives` are missing of a program that was compiled.
-        oom: the compiler's refusal.
-        crashed: why there is no program though memory is not the reason: a signal, a time-out, an internal error.
-        live: who is alive at the peak, largest first; None unless asked for (`explain`).
-        timeline: live bytes along the schedule, at most some hundreds of moments, the peak among them; None likewise.
+        flop: FLOP of matrix products, convolutions and kernels, loops counted; None without a program.
+        unknown_loops: loops whose trip count the program does not specify; `flop` counts their bodies once.
+        silent_kernels: custom kernels that do not declare their cost; they are missing from `flop`.
+        collectives: transfers between devices, by kind, mesh axes and bytes.
+        unread: why `flop` and `collectives` of a compiled program are missing.
+        oom: the compiler's out-of-memory error.
+        crashed: why there is no program, other than memory: a signal, a time-out, an internal error.
+        live: buffers alive at the peak, largest first; None without `explain`.
+        timeline: live bytes along the schedule, a few hundred moments at most, with the peak; None without `explain`.
         seconds: seconds that the compiler took.
         versions: of jax, jaxlib and the compiler.
-        attached: it was compiled for a device that is there, not for a described one.
-        key: of program, platform, versions and options: what the cache knows it by.
+        attached: it was compiled for an attached device, not for a described one.
+        key: hash of program, platform, versions and options, the key of the cache.
         cached: it comes from the cache.
     """
 
@@ -171,12 +174,12 @@ class CompileReport:
     def device_bytes(self) -> int | None:
         """Bytes of device memory that a run takes: temp + argument + output - alias.
 
-        Of a program that does not fit, what the compiler says it would need; None where nothing says it.
+        For a program that does not fit, the bytes that the compiler reports as needed; None if unknown.
         """
-        found = _sum(self.temp_bytes, self.argument_bytes, self.output_bytes, self.alias_bytes)
-        if found is None and self.oom is not None and self.oom.memory == "device":
+        total = _sum(self.temp_bytes, self.argument_bytes, self.output_bytes, self.alias_bytes)
+        if total is None and self.oom is not None and self.oom.memory == "device":
             return self.oom.required
-        return found
+        return total
 
     @property
     def host_bytes(self) -> int | None:
@@ -192,17 +195,18 @@ class CompileReport:
         """Bytes of the arrays of all collectives in one run, loops counted.
 
         Args:
-            axis: of those alone whose groups span this mesh axis.
-            kind: of those alone of this kind.
+            axis: count only collectives whose groups span this mesh axis.
+            kind: count only collectives of this kind.
         """
         return sum(
-            one.bytes * one.count
-            for one in self.collectives
-            if (kind is None or one.kind == kind) and (axis is None or one.axes is None or axis in one.axes)
+            collective.bytes * collective.count
+            for collective in self.collectives
+            if (kind is None or collective.kind == kind)
+            and (axis is None or collective.axes is None or axis in collective.axes)
         )
 
     def json(self) -> Any:
-        """What `json.dumps` takes, and `CompileReport.from_json` reads back."""
+        """The report as JSON values, which `CompileReport.from_json` reads."""
         return to_json(self)
 
     @classmethod
@@ -227,17 +231,17 @@ class CompileReport:
                 "  temporaries": self.temp_bytes,
                 "host": self.host_bytes,
             }
-            lines += [f"  {name:22}{_size(count):>12}" for name, count in rows.items() if count is not None]
+            lines += [f"  {name:22}{_bytes_text(count):>12}" for name, count in rows.items() if count is not None]
         if self.flop is not None:
             lines.append(f"  {'FLOP per device':22}{self.flop:>12.4g}")
         sums: dict[tuple[str, str], int] = {}
-        for one in self.collectives:
-            axes = "+".join(one.axes) if one.axes is not None else "other groups"
-            sums[one.kind, axes] = sums.get((one.kind, axes), 0) + one.bytes * one.count
-        lines += [f"  {f'{kind} {axes}':38}{_size(count):>12}" for (kind, axes), count in sums.items()]
+        for collective in self.collectives:
+            axes = "+".join(collective.axes) if collective.axes is not None else "other groups"
+            sums[collective.kind, axes] = sums.get((collective.kind, axes), 0) + collective.bytes * collective.count
+        lines += [f"  {f'{kind} {axes}':38}{_bytes_text(count):>12}" for (kind, axes), count in sums.items()]
         if self.live:
             lines.append("  alive at the peak:")
-            lines += [f"    {_size(one.bytes):>10}  {one.kind:9}  {one.name}  {one.shape}" for one in self.live[:12]]
+            lines += [f"    {_bytes_text(t.bytes):>10}  {t.kind:9}  {t.name}  {t.shape}" for t in self.live[:12]]
         return "\n".join(lines)
 
 
@@ -247,8 +251,8 @@ def _sum(temp: int | None, argument: int | None, output: int | None, alias: int 
     return temp + argument + output - alias
 
 
-def _size(count: int) -> str:
-    """A number of bytes to read, not to parse: "15.75 GiB"."""
+def _bytes_text(count: int) -> str:
+    """A number of bytes for people: "15.75 GiB"."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= scale:
             return f"{count / scale:.2f} {unit}"

@@ -1,7 +1,7 @@
-"""Reports on disk, known by everything that decides them: program, platform, versions and options.
+"""Reports on disk, by a hash of everything that determines them: program, platform, versions and options.
 
-JAX's own compilation cache writes programs for absent devices but cannot read them back, so the reports are kept, not
-the programs. Several processes may use one folder: a report appears whole or not at all.
+JAX's compilation cache writes programs for absent devices but cannot read them, so the reports are stored, not the
+programs. Several processes may use one folder: a report is written completely or not at all.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.report import CompileReport
 
 FORMAT = 5
-"""Counts up when reports of the same program mean something else than before."""
+"""Increased when the meaning of reports changes."""
 
 
 def key(
@@ -29,15 +29,15 @@ def key(
     explain: bool,
     attached: bool,
 ) -> str:
-    """The name of a report: the SHA-256 of all that decides it.
+    """The name of a report: the SHA-256 of everything that determines it.
 
     Args:
-        lowered: the program, `jax.stages.Lowered`; with `explain` also by the names in it.
-        platform: what it is compiled for.
+        lowered: the program, `jax.stages.Lowered`; with `explain`, the names in it count too.
+        platform: the target.
         versions: of the compiler and of JAX.
         options: the compiler's.
-        explain: the report lists who is alive.
-        attached: the devices are there.
+        explain: the report lists live buffers.
+        attached: the devices are attached.
     """
     facts = {
         "format": FORMAT,
@@ -48,23 +48,23 @@ def key(
         "explain": explain,
         "attached": attached,
     }
-    hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    hashed.update(lowered.as_text(debug_info=explain).encode())
-    return hashed.hexdigest()
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    digest.update(lowered.as_text(debug_info=explain).encode())
+    return digest.hexdigest()
 
 
 def find(folder: pathlib.Path, name: str) -> CompileReport | None:
-    """The report kept under a key; None where there is none that can be read."""
+    """The report stored under a key; None if there is none, or it is unreadable."""
     try:
         data = json.loads((folder / f"{name}.json").read_bytes())
         report = CompileReport.from_json(data, str(folder))
-    except (OSError, ValueError, UserError):  # none, cut short, or of another version of ours
+    except (OSError, ValueError, UserError):  # missing, truncated, or of another version of jaxscale
         return None
     return dataclasses.replace(report, cached=True) if report.key == name else None
 
 
 def keep(folder: pathlib.Path, report: CompileReport) -> None:
-    """Keep a report under its key. A disk that is full or cannot be written keeps nothing: a cache is no duty."""
+    """Store a report under its key, unless the disk is full or not writable."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
             draft = pathlib.Path(file.name)

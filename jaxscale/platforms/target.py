@@ -1,7 +1,7 @@
-"""How another process gets a platform's devices: which backend, with which arguments, under which environment.
+"""How another process gets a platform's devices: the backend, its arguments and the environment.
 
-An attached device is asked for by its backend's name; one that is not here is described to libtpu by the name of its
-topology, to the CUDA plugin by a configuration of the card.
+An attached device is requested by its backend's name; any other is described to libtpu by the name of its topology, to
+the CUDA plugin by a configuration of the card.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Target:
         environment: the child's whole environment, which JAX must find when it is first imported.
         attached: the devices are on this machine; else `arguments` describe them.
         arguments: of `jax.experimental.topologies.get_topology_desc`, after `platform`.
-        compiler: versions of what compiles, by package.
+        compiler: versions of the compiler, by package.
     """
 
     backend: Literal["tpu", "cuda", "cpu"]
@@ -47,35 +47,35 @@ def target(platform: Platform, attached: Collection[str]) -> Target:
         attached: kinds of accelerators that this machine has ("tpu", "gpu").
 
     Raises:
-        UserError: the platform's compiler is missing, of another version than jaxlib, or cannot be told about the card.
+        UserError: the platform's compiler is missing, of another version than jaxlib, or cannot describe the card.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     kind = platform.chip.kind
     flags = environment.get("XLA_FLAGS", "").split()
-    # a compiler dies of a flag that another one knows
-    others = tuple(f"--xla_{other}_" for other in ("cpu", "gpu", "tpu") if other != kind)
-    dropped = ("--xla_force_host_platform_device_count", *others)
-    environment["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(dropped))
+    # a compiler dies of a flag of another compiler
+    foreign_prefixes = tuple(f"--xla_{backend}_" for backend in ("cpu", "gpu", "tpu") if backend != kind)
+    dropped_prefixes = ("--xla_force_host_platform_device_count", *foreign_prefixes)
+    environment["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(dropped_prefixes))
     if kind == "cpu":
         return Target("cpu", environment | {"JAX_PLATFORMS": "cpu"}, attached=True)
-    here = kind in attached
-    return _tpu(platform, environment, here) if kind == "tpu" else _gpu(platform, environment, here)
+    is_attached = kind in attached
+    return _tpu(platform, environment, is_attached) if kind == "tpu" else _gpu(platform, environment, is_attached)
 
 
-def _tpu(platform: Platform, environment: dict[str, str], here: bool) -> Target:
+def _tpu(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
     compiler = trust.libtpu(environment)
     if compiler is None:
         raise UserError(
             f"{platform}: its compiler is missing here; install jaxscale[aot-tpu] (libtpu, 600 MB unpacked)"
         )
-    if here:
+    if is_attached:
         return Target("tpu", environment | {"JAX_PLATFORMS": "tpu,cpu"}, True, compiler={"libtpu": compiler})
     if platform.topology is None:
         raise UserError(f"{platform}: its chips form no box, so it cannot be described to the compiler; name a slice")
     environment |= {
         "JAX_PLATFORMS": "cpu",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # several processes may load libtpu: there is no chip to quarrel over
-        "TPU_SKIP_MDS_QUERY": "1",  # nobody would answer
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # several processes may load libtpu: none uses a chip
+        "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     }
@@ -85,13 +85,13 @@ def _tpu(platform: Platform, environment: dict[str, str], here: bool) -> Target:
     if platform.slices > 1:
         arguments["num_slices"] = platform.slices
     if chip == "v4":
-        arguments["chip_config_name"] = "megacore"  # else two devices a chip
+        arguments["chip_config_name"] = "megacore"  # else two devices per chip
     return Target("tpu", environment, False, arguments, {"libtpu": compiler})
 
 
-def _gpu(platform: Platform, environment: dict[str, str], here: bool) -> Target:
+def _gpu(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
     plugin = next((version for name in _PLUGINS if (version := _installed(name))), None)
-    if here:
+    if is_attached:
         # a run may hold the card's memory already
         environment |= {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         return Target("cuda", environment, True, compiler={"cuda plugin": plugin or "of the system"})

@@ -1,8 +1,8 @@
 """Facts about TPUs, and the slice topologies that exist.
 
 A compiler accepts slices that nobody sells (libtpu takes v5e:2x8 and 16x20) and may die on others (v5e:0x4 ends in
-SIGFPE), so topologies are checked against this table first. Where sources differ the lower rate is kept. Usable memory
-is what libtpu's own out-of-memory message calls "available HBM" when it compiles ahead of time.
+SIGFPE), so topologies are checked against this table first. If sources differ, the table has the lower rate. Usable
+memory is the "available HBM" of libtpu's out-of-memory message when it compiles ahead of time.
 """
 
 import difflib
@@ -176,26 +176,26 @@ def topologies(name: str) -> tuple[tuple[int, ...], ...]:
 
 
 def check_topology(name: str, topology: tuple[int, ...]) -> None:
-    """Refuse a slice of TPU `name` that does not exist, and say which near ones do.
+    """Raise for a slice of TPU `name` that does not exist; the message suggests near ones.
 
     Raises:
         UserError: the topology is not in `topologies(name)`.
     """
-    known = topologies(name)
-    if topology in known:
+    existing = topologies(name)
+    if topology in existing:
         return
     chips = math.prod(topology)
-    written = "x".join(map(str, topology))
-    texts = {"x".join(map(str, shape)): shape for shape in known}
+    topology_name = "x".join(map(str, topology))
+    texts = {"x".join(map(str, shape)): shape for shape in existing}
     counts = {text: math.prod(shape) for text, shape in texts.items()}
-    same = [text for text, count in counts.items() if count == chips]
+    same_count = [text for text, count in counts.items() if count == chips]
     sizes = sorted(set(counts.values()), key=lambda size: abs(size - chips))[:2]
-    alike = difflib.get_close_matches(
-        written, [text for text, count in counts.items() if chips <= 2 * count <= 4 * chips]
+    similar = difflib.get_close_matches(
+        topology_name, [text for text, count in counts.items() if chips <= 2 * count <= 4 * chips]
     )
-    near = same or alike[:2] or [text for text, count in counts.items() if count in sizes]
+    suggestions = same_count or similar[:2] or [text for text, count in counts.items() if count in sizes]
     rule = "2x2x1, 2x2x2, 2x2x4, 2x4x4, or multiples of 4 in rising order" if name in _LARGEST else ", ".join(texts)
     raise UserError(
-        f"tpu {name} has no slice {written} ({chips} chips): expected {rule}; did you mean "
-        f"{' or '.join(f'tpu {name}:{text}' for text in near[:3])}?"
+        f"tpu {name} has no slice {topology_name} ({chips} chips): expected {rule}; did you mean "
+        f"{' or '.join(f'tpu {name}:{text}' for text in suggestions[:3])}?"
     )

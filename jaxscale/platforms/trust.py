@@ -1,8 +1,9 @@
-"""Which libtpu may judge: 0.0.51, and any other that gives the right bytes for one program of known bytes.
+"""Trusted versions of libtpu: 0.0.51, and any other that reports the right bytes for one program of known bytes.
 
-libtpu's version decides what `temp` means: 0.0.42 and 0.0.50 (what `jax[tpu]` pins for JAX 0.10 and 0.12) count up to
-half too much, so that a program which fits is said not to. The program here keeps the inputs of eight layers of 128 MiB
-each: with four more such arrays for the pass itself it takes 1696 MiB in 0.0.51, and 2080 MiB in the two others.
+The meaning of `temp` depends on libtpu's version: 0.0.42 and 0.0.50 (pinned by `jax[tpu]` for JAX 0.10 and 0.12) count
+up to half too much, so that a program that fits is rejected. The program of this module keeps the inputs of eight
+layers of 128 MiB each: with four more such arrays for the pass itself it takes 1696 MiB in 0.0.51, and 2080 MiB in the
+two others.
 """
 
 import hashlib
@@ -23,10 +24,10 @@ KNOWN_BYTES = 1696 * MIB
 
 
 def libtpu(environment: Mapping[str, str]) -> str | None:
-    """The libtpu that a process under this environment loads: its version, or its file where the user names one.
+    """The libtpu that a process in this environment loads: its version, or its file if the user specifies one.
 
     Raises:
-        UserError: the user names a file that is not there.
+        UserError: the user specifies a missing file.
     """
     spec = importlib.util.find_spec("libtpu")
     folder = pathlib.Path(spec.origin).parent if spec is not None and spec.origin is not None else None
@@ -53,25 +54,25 @@ def program(devices: Sequence[Any]) -> Any:
 
         return jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, w)[0].sum()
 
-    here = SingleDeviceSharding(devices[0])
-    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=here) for shape in [(65536, 1024), (8, 1024, 1024)])
+    sharding = SingleDeviceSharding(devices[0])
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in [(65536, 1024), (8, 1024, 1024)])
     return jax.jit(jax.value_and_grad(loss, 1)).lower(x, w)
 
 
 def agrees(device_bytes: int | None) -> bool:
-    """Whether what a libtpu says of `program` is within 2 % of what is known."""
+    """Whether the bytes that a libtpu reports for `program` are within 2 % of the known bytes."""
     return device_bytes is not None and abs(device_bytes - KNOWN_BYTES) <= 0.02 * KNOWN_BYTES
 
 
 def verdict_file(folder: pathlib.Path, identity: str) -> pathlib.Path:
-    """Where the verdict on a libtpu is kept."""
+    """The file with the verdict on a libtpu."""
     return folder / f"libtpu-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
 
 def read_verdict(file: pathlib.Path) -> int | None:
-    """The bytes that a libtpu said before; None where it was not asked."""
+    """The stored bytes of a libtpu; None if it was not tested."""
     try:
-        said = json.loads(file.read_bytes())["device_bytes"]
+        device_bytes = json.loads(file.read_bytes())["device_bytes"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return said if isinstance(said, int) else None
+    return device_bytes if isinstance(device_bytes, int) else None

@@ -1,4 +1,4 @@
-"""The bytes of memory that a program may take, per device: the limit to plan for where the user names none."""
+"""The bytes of memory that a program may use, per device: the default limit of a plan."""
 
 import os
 
@@ -7,15 +7,15 @@ from jaxscale.platforms.gpu_target import TARGETS
 from jaxscale.platforms.platform import Platform
 
 POOL = 0.75
-"""Share of a GPU's memory that JAX takes for arrays (JAX documentation, GPU memory allocation)."""
+"""Share of a GPU's memory that JAX allocates for arrays (JAX documentation, GPU memory allocation)."""
 
 
 def usable_bytes(platform: Platform) -> int | None:
-    """Bytes of device memory that a program may take on one device of a platform.
+    """Bytes of device memory that a program may use on one device of a platform.
 
-    On a TPU what libtpu calls "available HBM"; on a GPU JAX's pool, 75 % of the memory unless
-    `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise; on a CPU an equal share of main memory. Where the devices are here
-    (`detect`) it is what their allocator grants.
+    On a TPU libtpu's "available HBM"; on a GPU JAX's pool, by default 75 % of the memory
+    (`XLA_PYTHON_CLIENT_MEM_FRACTION`); on a CPU an equal share of main memory. For attached devices (`detect`) the
+    limit of their allocator.
 
     Raises:
         UserError: `XLA_PYTHON_CLIENT_MEM_FRACTION` is no number above 0.
@@ -31,14 +31,14 @@ def usable_bytes(platform: Platform) -> int | None:
         memory = chip.memory or host_memory()
         return None if memory is None else memory // platform.chips
     if chip.kind == "gpu" and chip.usable_memory is None and chip.memory is not None:
-        # what the driver reports, a few per cent more than the datasheet says
+        # the driver reports a few per cent more than the datasheet
         memory = TARGETS[chip.name].memory if chip.name in TARGETS else chip.memory
         return int(memory * _fraction())
     return platform.device_memory
 
 
 def host_share(platform: Platform) -> int | None:
-    """Bytes of host memory for each device of a platform; `None` where the chip's table does not tell.
+    """Bytes of host memory for each device of a platform; `None` if the chip's table lacks it.
 
     Example:
         >>> host_share(Platform.parse("tpu v5e:4x4")) / 2**30

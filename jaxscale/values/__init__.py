@@ -1,12 +1,12 @@
 """Frozen dataclasses as text: to and from JSON, from a command line's `--model.embed 256`, and the check that every
 field holds its declared type.
 
-One reading of type annotations (`annotations.py`) serves experiment.json, plan.json, the command line and error
-messages. Understood are bool, int, float, str, paths, `Literal`, `X | None` and other unions, tuples, lists, dicts,
+One interpretation of type annotations (`annotations.py`) serves experiment.json, plan.json, the command line and error
+messages. Supported are bool, int, float, str, paths, `Literal`, `X | None` and other unions, tuples, lists, dicts,
 dataclasses, and classes with a text form: a `parse` classmethod and a `__str__` that invert each other (`MeshSpec`,
-`MemoryPlan`). Where a field is declared as a protocol, `Any` or a union of dataclasses, its JSON names the class under
-"type". Functions and classes go to JSON one way: code is rebuilt from its file, not from its name. Left out: enums and
-generic dataclasses.
+`MemoryPlan`). If a field is declared as a protocol, `Any` or a union of dataclasses, its JSON names the class under
+"type". Functions and classes are written to JSON but not read: code is rebuilt from its file, not from its name. Left
+out: enums and generic dataclasses.
 """
 
 from jaxscale.values.annotations import describe, field_types, is_record

@@ -1,4 +1,4 @@
-"""What a field's declared type means, and how a message says it."""
+"""The meaning of a field's declared type, and its description in messages."""
 
 import dataclasses
 import functools
@@ -25,17 +25,17 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def is_record(value: Any) -> bool:
-    """Whether it is a dataclass that goes to JSON field by field."""
+    """Whether the value is a dataclass that is written to JSON field by field."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type) and not has_text_form(type(value))
 
 
 def has_text_form(cls: Any) -> bool:
-    """Whether it is a class with a `parse` that inverts its `__str__`."""
+    """Whether `cls` is a class with a `parse` that inverts its `__str__`."""
     return isinstance(cls, type) and callable(getattr(cls, "parse", None)) and cls.__str__ is not object.__str__
 
 
 def members(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; anything else is its own only alternative."""
+    """The alternatives of a union; any other type is its only alternative."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
@@ -45,12 +45,12 @@ def accepts_none(hint: Any) -> bool:
 
 
 def _is_open(hint: Any) -> bool:
-    """Whether the annotation alone does not say which class to build."""
+    """Whether the annotation alone does not determine the class to build."""
     return hint is Any or hint is object or isinstance(hint, TypeVar) or getattr(hint, "_is_protocol", False)
 
 
 def names_its_class(hint: Any) -> bool:
-    """Whether a dataclass in such a field names its class."""
+    """Whether the JSON of a dataclass in such a field names its class."""
     records = [member for member in members(hint) if dataclasses.is_dataclass(member)]
     return _is_open(hint) or any(map(_is_open, members(hint))) or len(records) > 1
 
@@ -76,7 +76,7 @@ _WORDS: dict[Any, str] = {
 
 
 def describe(hint: Any) -> str:
-    """The type as a message says it."""
+    """The type, described for a message."""
     if hint in _WORDS:
         return _WORDS[hint]
     if get_origin(hint) is Literal:
@@ -97,16 +97,16 @@ def describe(hint: Any) -> str:
     return f"a {name}" + (" (text such as its str())" if has_text_form(origin) else "")
 
 
-def wrong(path: str, given: Any, hint: Any, near: str = "") -> UserError:
+def wrong(path: str, value: Any, hint: Any, near: str = "") -> UserError:
     """The error for a value that is not of its declared type."""
-    if isinstance(given, type):
-        shown = f"the class {given.__qualname__}"
+    if isinstance(value, type):
+        value_text = f"the class {value.__qualname__}"
     else:
-        text = repr(given)
-        shown = text if len(text) <= 60 else f"{text[:57]}..."
-        if not isinstance(given, bool | int | float | str | types.NoneType):
-            shown += f" ({type(given).__name__})"
-    return UserError(f"{path or 'value'}: got {shown}, expected {describe(hint)}{near}")
+        text = repr(value)
+        value_text = text if len(text) <= 60 else f"{text[:57]}..."
+        if not isinstance(value, bool | int | float | str | types.NoneType):
+            value_text += f" ({type(value).__name__})"
+    return UserError(f"{path or 'value'}: got {value_text}, expected {describe(hint)}{near}")
 
 
 def literal_near(word: Any, hint: Any) -> str:
@@ -120,6 +120,6 @@ def located(error: UserError, path: str, names: Sequence[str]) -> UserError:
     text = str(error)
     if not path:
         return error
-    text = text.removeprefix(f"{path.rpartition('.')[2]}.")  # some say it themselves
+    text = text.removeprefix(f"{path.rpartition('.')[2]}.")  # some errors already have the name
     first = text.split(":")[0].split(" ")[0]
     return UserError(f"{path}.{text}" if first in names else f"{path}: {text}")

@@ -1,4 +1,4 @@
-"""Values to JSON and back: what experiment.json and plan.json hold."""
+"""Values to and from JSON, the content of experiment.json and plan.json."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ _ONE_WAY = ("callable", "object")
 
 
 def to_json(value: Any) -> Any:
-    """The value as what `json.dumps` takes: dicts, lists, text, numbers.
+    """The value as JSON values: dicts, lists, text, numbers.
 
     Example:
         >>> import dataclasses
@@ -53,15 +53,15 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(cls: type[T], data: Any, where: str = "the JSON") -> T:
-    """The value of class `cls` that `to_json` wrote; fields that are missing take their defaults.
+    """The value of class `cls` from JSON of `to_json`; missing fields get their defaults.
 
     Args:
-        cls: a dataclass, or any other annotation that this module understands.
-        data: what `json.loads` gave.
+        cls: a dataclass, or any other supported annotation.
+        data: the result of `json.loads`.
         where: name of the file, for messages.
 
     Raises:
-        UserError: an unknown field, a wrong type, or a value that the class refuses, named by file and dotted path.
+        UserError: an unknown field, a wrong type, or an invalid value; the message has the file and dotted path.
     """
     try:
         return load(data, cls, "")
@@ -70,14 +70,14 @@ def from_json(cls: type[T], data: Any, where: str = "the JSON") -> T:
 
 
 def has_code(data: Any) -> bool:
-    """Whether JSON of `to_json` holds a function, class or other object that only its file can give back."""
+    """Whether JSON of `to_json` contains a function, class or other object that JSON cannot restore."""
     if isinstance(data, dict):
         return any(key in data for key in _ONE_WAY) or any(map(has_code, data.values()))
     return isinstance(data, list) and any(map(has_code, data))
 
 
 def read_json(path: Any) -> Any:
-    """What the JSON file at `path` (local, or in a bucket) holds.
+    """The content of the JSON file at `path` (local, or in a bucket).
 
     Raises:
         UserError: there is no such file, or it is not JSON (cut short, binary).
@@ -119,7 +119,7 @@ def _dump(value: Any, hint: Any) -> Any:
 
 
 def _code_name(code: Any) -> str:
-    """Module and name of a function, class or object: the same whenever its file is run again.
+    """Module and name of a function, class or object, which do not change between runs.
 
     Example:
         >>> _code_name(functools.partial(json.dumps, default=len, indent=2))
@@ -133,12 +133,12 @@ def _code_name(code: Any) -> str:
     return f"{getattr(code, '__module__', None) or type(code).__module__}:{name}"
 
 
-def _arguments(some: Iterable[Any], named: Mapping[str, Any]) -> list[str]:
-    return [*map(_argument, some), *(f"{name}={_argument(value)}" for name, value in named.items())]
+def _arguments(positional: Iterable[Any], named: Mapping[str, Any]) -> list[str]:
+    return [*map(_argument, positional), *(f"{name}={_argument(value)}" for name, value in named.items())]
 
 
 def _argument(value: Any) -> str:
-    """An argument as a text without addresses in memory."""
+    """An argument as text, without memory addresses."""
     if isinstance(value, type | functools.partial) or (callable(value) and not is_record(value)):
         return _code_name(value)
     if is_record(value):
@@ -155,7 +155,7 @@ def _argument(value: Any) -> str:
 
 
 def load(data: Any, hint: Any, path: str) -> Any:
-    """The value of a declared type that JSON data stands for; `path` names it in messages."""
+    """The value of a declared type from JSON data; `path` names it in messages."""
     if isinstance(data, dict) and any(key in data for key in _ONE_WAY):
         name = next(data[key] for key in _ONE_WAY if key in data)
         raise UserError(
@@ -188,13 +188,13 @@ def load(data: Any, hint: Any, path: str) -> Any:
     if hint is Any:
         return tuple(load(item, Any, path) for item in data) if isinstance(data, list) else data
     check(data, hint, path)
-    plain: Any = data
-    return float(plain) if hint is float else plain
+    scalar: Any = data
+    return float(scalar) if hint is float else scalar
 
 
 def _load_record(data: Any, cls: type, path: str) -> Any:
     hints = field_types(cls)
-    upgraded = getattr(cls, "upgraded_json", None)  # of a class whose earlier versions had other fields
+    upgraded = getattr(cls, "upgraded_json", None)  # for classes whose earlier versions had other fields
     data = data if upgraded is None else upgraded(data)
     if not isinstance(data, dict):
         raise wrong(path, data, cls)
@@ -203,13 +203,13 @@ def _load_record(data: Any, cls: type, path: str) -> Any:
             dotted = f"{path}.{name}" if path else name
             raise UserError(f"unknown field {dotted!r}: {cls.__name__} has {', '.join(hints)}{near_miss(name, hints)}")
     values = {name: load(item, hints[name], f"{path}.{name}" if path else name) for name, item in data.items()}
-    needed = {
+    required = {
         field.name
         for field in dataclasses.fields(cls)
         if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     }
     for name in hints:
-        if name in needed - set(values):
+        if name in required - set(values):
             raise UserError(f"{path}.{name}".lstrip(".") + " is missing, and has no default")
     try:
         return cls(**values)
@@ -218,45 +218,45 @@ def _load_record(data: Any, cls: type, path: str) -> Any:
 
 
 def _class(name: Any, path: str) -> type:
-    """The dataclass that "type" names."""
+    """The dataclass with the name under "type"."""
     module, colon, qualname = str(name).partition(":")
     try:
-        found: Any = importlib.import_module(module) if colon else None
+        cls: Any = importlib.import_module(module) if colon else None
         for part in qualname.split("."):
-            found = getattr(found, part)
+            cls = getattr(cls, part)
     except (ImportError, AttributeError, ValueError):
-        found = None
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        cls = None
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise UserError(f"{path}.type: got {name!r}, expected MODULE:CLASS of a dataclass that can be imported here")
-    return found
+    return cls
 
 
-def first_that_accepts(read: Callable[[Any], Any], hint: Any, path: str, given: Any) -> Any:
-    """What the first alternative that accepts gives; where only one is not `None`, its error is the error."""
-    some = [member for member in members(hint) if member is not types.NoneType]
-    some.sort(key=lambda member: member is str)  # text would swallow every other alternative
+def first_that_accepts(read: Callable[[Any], Any], hint: Any, path: str, data: Any) -> Any:
+    """The result of the first alternative that accepts; if only one is not `None`, its error is raised."""
+    alternatives = [member for member in members(hint) if member is not types.NoneType]
+    alternatives.sort(key=lambda member: member is str)  # text would swallow every other alternative
     if accepts_none(hint):
-        if given is None or (isinstance(given, str) and given.strip().lower() == "none"):
+        if data is None or (isinstance(data, str) and data.strip().lower() == "none"):
             return None
-        if len(some) == 1:
+        if len(alternatives) == 1:
             try:
-                return read(some[0])
+                return read(alternatives[0])
             except UserError as error:
                 text = str(error)
-                start, middle, end = text.partition(f", expected {describe(some[0])}")
+                start, middle, end = text.partition(f", expected {describe(alternatives[0])}")
                 raise UserError(f"{start}{middle}, or none{end}" if middle else text) from None
-    refused: UserError | None = None
-    for member in some:
+    form_error: UserError | None = None
+    for member in alternatives:
         try:
             return read(member)
         except UserError as error:
-            # a class with a text form knows best what is wrong with a text of more than a word
-            if has_text_form(member) and isinstance(given, str) and not given.strip().isalnum():
-                refused = error
-    near = literal_near(given, hint)
-    if refused is not None and not near:
-        raise refused
-    raise wrong(path, given, hint, near)
+            # the error of a class with a text form is the most specific for a text of more than a word
+            if has_text_form(member) and isinstance(data, str) and not data.strip().isalnum():
+                form_error = error
+    near = literal_near(data, hint)
+    if form_error is not None and not near:
+        raise form_error
+    raise wrong(path, data, hint, near)
 
 
 def parse_form(text: str, cls: Any, path: str) -> Any:

@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 
 def override(value: T, changes: Mapping[str, str]) -> T:
-    """The value with some fields replaced, each given by dotted path and text.
+    """The value with some fields replaced, specified by dotted path and text.
 
-    Each dataclass on the way is replaced once, with all its changes together: checks across fields see the result.
+    Each dataclass on a path is replaced once, with all its changes together, so that checks across fields see all.
 
     Args:
         value: a frozen dataclass.
@@ -47,16 +47,16 @@ def override(value: T, changes: Mapping[str, str]) -> T:
         jaxscale.errors.UserError: unknown field 'zeor'; did you mean 'zero'?
     """
     nested: dict[str, Any] = {}
-    for given, text in changes.items():
-        path = given.replace("-", "_")
-        _find(value, path, given)
+    for key, text in changes.items():
+        path = key.replace("-", "_")
+        _find(value, path, key)
         level = nested
         *parents, leaf = path.split(".")
         for index, parent in enumerate(parents):
             level = level.setdefault(parent, {})
             if isinstance(level, str):
-                whole = ".".join(parents[: index + 1])
-                raise UserError(f"{whole} and {path} are both given: give the whole or the part")
+                parent_path = ".".join(parents[: index + 1])
+                raise UserError(f"{parent_path} and {path} are both given: give the whole or the part")
         if leaf in level:
             raise UserError(f"{path} and a field of it are both given, or it is given twice: give one")
         level[leaf] = text
@@ -75,7 +75,7 @@ def paths(value: Any, prefix: str = "") -> Iterator[str]:
 
 
 def parse(text: str, hint: Any, path: str) -> Any:
-    """The value of type `hint` that `text` spells; `path` names it in messages.
+    """The value of type `hint` with the text form `text`; `path` names it in messages.
 
     Example:
         >>> parse("1e4", int, "steps"), parse("none", int | None, "loss_chunk"), parse("a, b", tuple[str, ...], "axes")
@@ -138,55 +138,57 @@ def _number(text: str, hint: type, path: str) -> int | float:
     return number
 
 
-def _find(value: Any, path: str, given: str) -> None:
+def _find(value: Any, path: str, key: str) -> None:
     """Check that the dotted path leads to a field that text can set."""
-    inner, hint = value, Any
+    record, hint = value, Any
     parts = path.split(".")
     for index, part in enumerate(parts):
-        known = field_types(type(inner)) if is_record(inner) else {}
-        if part not in known or (part in getattr(type(inner), "moved", {}) and index == len(parts) - 1):
-            moved = getattr(type(inner), "moved", {}).get(part)
-            if moved is not None:
-                raise UserError(f"{given} has moved: set {'.'.join([*parts[:index], ''])}{moved}")
-            if index and inner is None:
-                raise UserError(f"{given}: {'.'.join(parts[:index])} is none here, so nothing inside it can be set")
-            raise UserError(f"unknown field {given!r}{_near_path(path, list(paths(value)))}")
-        hint, inner = known[part], getattr(inner, part)
-    if is_record(inner) and not accepts_none(hint):
-        raise UserError(f"{given} has fields of its own: set one of {', '.join(paths(inner, path + '.'))}")
+        types = field_types(type(record)) if is_record(record) else {}
+        if part not in types or (part in getattr(type(record), "moved", {}) and index == len(parts) - 1):
+            new_path = getattr(type(record), "moved", {}).get(part)
+            if new_path is not None:
+                raise UserError(f"{key} has moved: set {'.'.join([*parts[:index], ''])}{new_path}")
+            if index and record is None:
+                raise UserError(f"{key}: {'.'.join(parts[:index])} is none here, so nothing inside it can be set")
+            raise UserError(f"unknown field {key!r}{_near_path(path, list(paths(value)))}")
+        hint, record = types[part], getattr(record, part)
+    if is_record(record) and not accepts_none(hint):
+        raise UserError(f"{key} has fields of its own: set one of {', '.join(paths(record, path + '.'))}")
 
 
 def _near_path(path: str, known: Sequence[str]) -> str:
-    """The nearest dotted path: the nearest as a whole, or one whose last part is the word given."""
+    """A suggestion of a path: the nearest as a whole, or one with the same last part."""
     last = path.rpartition(".")[2]
-    tails = [other for other in known if other.rpartition(".")[2] == last]
+    same_tail = [candidate for candidate in known if candidate.rpartition(".")[2] == last]
     nearest = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
-    if nearest and tails and path not in known:
+    if nearest and same_tail and path not in known:
         ratio = difflib.SequenceMatcher(None, path, nearest[0]).ratio()
-        nearest = nearest if ratio >= 0.8 else tails
-    found = nearest or tails or difflib.get_close_matches(last, [*known], n=1, cutoff=0.6)
-    if not found:
-        near_tails = difflib.get_close_matches(last, [other.rpartition(".")[2] for other in known], n=1, cutoff=0.75)
-        found = [other for other in known if near_tails and other.rpartition(".")[2] == near_tails[0]]
-    return f"; did you mean {found[0]!r}?" if found else f"; known are {', '.join(known)}"
+        nearest = nearest if ratio >= 0.8 else same_tail
+    suggestions = nearest or same_tail or difflib.get_close_matches(last, [*known], n=1, cutoff=0.6)
+    if not suggestions:
+        near_tails = difflib.get_close_matches(
+            last, [candidate.rpartition(".")[2] for candidate in known], n=1, cutoff=0.75
+        )
+        suggestions = [candidate for candidate in known if near_tails and candidate.rpartition(".")[2] == near_tails[0]]
+    return f"; did you mean {suggestions[0]!r}?" if suggestions else f"; known are {', '.join(known)}"
 
 
 def _narrowed(hint: Any, value: Any) -> Any:
-    """The declared type, or where it says nothing that of a present plain value."""
+    """The declared type, or for `Any` the type of a plain value."""
     return type(value) if hint is Any and isinstance(value, bool | int | float | PurePath) else hint
 
 
 def _replace(value: Any, changes: Mapping[str, Any], path: str) -> Any:
     hints = field_types(type(value))
-    new = {}
+    values = {}
     for name, change in changes.items():
-        inner = f"{path}.{name}" if path else name
-        new[name] = (
-            parse(change, _narrowed(hints[name], getattr(value, name)), inner)
+        inner_path = f"{path}.{name}" if path else name
+        values[name] = (
+            parse(change, _narrowed(hints[name], getattr(value, name)), inner_path)
             if isinstance(change, str)
-            else _replace(getattr(value, name), change, inner)
+            else _replace(getattr(value, name), change, inner_path)
         )
     try:
-        return dataclasses.replace(value, **new)
+        return dataclasses.replace(value, **values)
     except UserError as error:
         raise located(error, path, list(hints)) from None

@@ -14,14 +14,14 @@ UNITS = {
 
 
 def parse_bytes(text: str, what: str = "bytes") -> int:
-    """The number of bytes that a text such as "1.5GiB" says.
+    """The number of bytes of a text such as "1.5GiB".
 
     Args:
         text: a number and a unit; "0" alone needs no unit.
-        what: what it is for, to open the message of an error.
+        what: name of the quantity, at the start of error messages.
 
     Raises:
-        UserError: no number, a unit that makes no sense, a negative number, or a fraction of a byte.
+        UserError: no number, an unknown unit, a negative number, or a fraction of a byte.
 
     Example:
         >>> parse_bytes("1.5GiB"), parse_bytes("200 MB"), parse_bytes("0")
@@ -63,7 +63,7 @@ def bytes_text(count: int) -> str:
 
 
 def bytes_at_least(count: int) -> str:
-    """A readable text of a few more bytes than these, at most 1 % more: what to ask for if these are needed.
+    """A readable text of at least `count` bytes, at most 1 % more: a budget that suffices.
 
     Example:
         >>> bytes_at_least(5_308_186_624), bytes_at_least(27136), bytes_at_least(12)
@@ -75,7 +75,7 @@ def bytes_at_least(count: int) -> str:
 
 
 def short_budget(count: int) -> int:
-    """So many bytes or a few more, at most 0.8 % more, of which `bytes_text` is short.
+    """At least `count` bytes, at most 0.8 % more, with a short `bytes_text`.
 
     Example:
         >>> bytes_text(1_215_968_048), bytes_text(short_budget(1_215_968_048)), short_budget(96)

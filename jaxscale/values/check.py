@@ -1,4 +1,4 @@
-"""The run-time check of field types: a value of the wrong type cannot be made."""
+"""The run-time check of field types: a value of the wrong type cannot be created."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ def check_types(value: Any) -> None:
     cannot be checked pass.
 
     Raises:
-        UserError: naming the field, what it was given and what is expected.
+        UserError: the message has the field, its value and the expected type.
 
     Example:
         >>> import dataclasses
@@ -29,16 +29,16 @@ def check_types(value: Any) -> None:
         jaxscale.errors.UserError: width: got 'wide', expected a whole number
     """
     for name, hint in field_types(type(value)).items():
-        given = getattr(value, name)
-        check(given, hint, name)
-        if type(given) is int and float in members(hint) and int not in members(hint):
-            object.__setattr__(value, name, float(given))
+        field_value = getattr(value, name)
+        check(field_value, hint, name)
+        if type(field_value) is int and float in members(hint) and int not in members(hint):
+            object.__setattr__(value, name, float(field_value))
 
 
 def check(value: Any, hint: Any, path: str) -> None:
-    """Check a value, and what it holds, against a declared type."""
+    """Check a value, and the values inside it, against a declared type."""
     if len(members(hint)) > 1:
-        # What plainly does not fit needs no message of why.
+        # skip members that clearly do not match, without building an error
         for member in members(hint):
             if isinstance(member, type) and not isinstance(value, (member, int) if member is float else member):
                 continue
@@ -50,34 +50,36 @@ def check(value: Any, hint: Any, path: str) -> None:
                 continue
         raise wrong(path, value, hint, literal_near(value, hint))
     origin = get_origin(hint) or hint
-    right = True
+    is_valid = True
     if hint is Any or isinstance(hint, TypeVar):
         pass
     elif origin is Literal:
-        right = any(value == option and type(value) is type(option) for option in get_args(hint))
+        is_valid = any(value == option and type(value) is type(option) for option in get_args(hint))
     elif hint is int:
-        right = isinstance(value, int) and not isinstance(value, bool)
+        is_valid = isinstance(value, int) and not isinstance(value, bool)
     elif hint is float:
-        right = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+        is_valid = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     elif origin in (tuple, list):
-        right = isinstance(value, origin) and len(item_hints(hint, len(value))) == len(value)
-        for index, (item, inner) in enumerate(zip(value, item_hints(hint, len(value)), strict=False) if right else ()):
+        is_valid = isinstance(value, origin) and len(item_hints(hint, len(value))) == len(value)
+        for index, (item, inner) in enumerate(
+            zip(value, item_hints(hint, len(value)), strict=False) if is_valid else ()
+        ):
             check(item, inner, f"{path}[{index}]")
     elif origin in (dict, Mapping):
-        right = isinstance(value, Mapping)
+        is_valid = isinstance(value, Mapping)
         key_hint, item_hint = get_args(hint) or (Any, Any)
-        for key, item in value.items() if right else ():
+        for key, item in value.items() if is_valid else ():
             check(key, key_hint, f"{path} key")
             check(item, item_hint, f"{path}.{key}")
     elif getattr(hint, "_is_protocol", False):
-        right = not isinstance(value, type) and (
+        is_valid = not isinstance(value, type) and (
             not getattr(hint, "_is_runtime_protocol", False) or isinstance(value, hint)
         )
     elif isinstance(origin, type):
-        right = isinstance(value, origin)
-        if right and is_record(value):
+        is_valid = isinstance(value, origin)
+        if is_valid and is_record(value):
             for name, inner in field_types(type(value)).items():
                 check(getattr(value, name), inner, f"{path}.{name}")
-    if not right:
+    if not is_valid:
         raise wrong(path, value, hint, literal_near(value, hint))
     return None

@@ -1,4 +1,4 @@
-"""Where two JSON values differ, leaf by leaf."""
+"""Differences between two JSON values, leaf by leaf."""
 
 import enum
 from typing import Any, Final, NamedTuple
@@ -31,14 +31,14 @@ def difference(here: Any, there: Any, path: str = "") -> list[Difference]:
     """Where two JSON values differ, leaf by leaf.
 
     Example:
-        >>> [str(found) for found in difference({"model": {"embed": 256}}, {"model": {"embed": 128}})]
+        >>> [str(change) for change in difference({"model": {"embed": 256}}, {"model": {"embed": 128}})]
         ['model.embed (256 here, 128 there)']
     """
     if isinstance(here, dict) and isinstance(there, dict):
-        found = []
+        differences = []
         for name in [*here, *(name for name in there if name not in here)]:
-            inner = f"{path}.{name}" if path else str(name)
-            found += difference(here.get(name, ABSENT), there.get(name, ABSENT), inner)
-        return found
-    same = here == there and isinstance(here, bool) == isinstance(there, bool)
-    return [] if same else [Difference(path, here, there)]
+            inner_path = f"{path}.{name}" if path else str(name)
+            differences += difference(here.get(name, ABSENT), there.get(name, ABSENT), inner_path)
+        return differences
+    is_equal = here == there and isinstance(here, bool) == isinstance(there, bool)
+    return [] if is_equal else [Difference(path, here, there)]

@@ -1,8 +1,8 @@
-"""Where a value differs from the JSON that an earlier program wrote of one like it: what resuming a run has to know.
+"""Differences between a value and the JSON that an earlier program wrote of such a value, for resuming a run.
 
-What need not be told apart is made equal first. A field that the earlier JSON lacks, because its class had none, has
-the default. Of a field whose metadata say `{"place": "content"}`, where files lie is left out, for something else holds
-a hash of their content; of one that says `{"place": "name"}`, the folder is left out and the last name counts.
+Irrelevant differences are removed first. A field that the earlier JSON lacks, because its class had none, gets the
+default. Paths in a field with the metadata `{"place": "content"}` are ignored, because another field holds a hash of
+the content; in a field with `{"place": "name"}` only the last name of a path counts.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from jaxscale.values.difference import Difference, difference
 
 
 def changes(value: Any, earlier: Any) -> list[Difference]:
-    """Where the JSON of a value differs from earlier JSON, leaf by leaf, but for new fields and for places.
+    """Differences between the JSON of a value and earlier JSON, leaf by leaf, ignoring new fields and places.
 
     Args:
         value: a frozen dataclass.
-        earlier: what `json.loads` gave.
+        earlier: the result of `json.loads`.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
@@ -29,31 +29,33 @@ def changes(value: Any, earlier: Any) -> list[Difference]:
         ...     file: str = dataclasses.field(metadata={"place": "content"})
         ...     rows: int = 8
         ...     shuffled: bool = False
-        >>> [str(found) for found in changes(Corpus("/new/a.txt", rows=9), {"file": "/old/a.txt", "rows": 8})]
+        >>> [str(change) for change in changes(Corpus("/new/a.txt", rows=9), {"file": "/old/a.txt", "rows": 8})]
         ['rows (9 here, 8 there)']
     """
     return difference(*_aligned(value, json.loads(json.dumps(to_json(value))), earlier))
 
 
-def _aligned(value: Any, here: Any, there: Any) -> tuple[Any, Any]:
-    """The JSON of a value and the earlier one, with what need not be told apart made equal."""
-    if isinstance(here, dict) and isinstance(there, dict):
-        here, there = dict(here), dict(there)
+def _aligned(value: Any, new_json: Any, old_json: Any) -> tuple[Any, Any]:
+    """The JSON of a value and the earlier JSON, without irrelevant differences."""
+    if isinstance(new_json, dict) and isinstance(old_json, dict):
+        new_json, old_json = dict(new_json), dict(old_json)
         upgraded = getattr(type(value), "upgraded_json", None)
-        there = there if upgraded is None else dict(upgraded(there))
-        if is_record(value) and here.get("type") == there.get("type"):
-            there |= _defaults(value, there)
+        old_json = old_json if upgraded is None else dict(upgraded(old_json))
+        if is_record(value) and new_json.get("type") == old_json.get("type"):
+            old_json |= _defaults(value, old_json)
             for field in dataclasses.fields(value):
                 name, place = field.name, field.metadata.get("place")
-                if place is not None and _is_place(here.get(name)) and _is_place(there.get(name)):
-                    here[name], there[name] = (_without_place(data[name], place) for data in (here, there))
+                if place is not None and _is_place(new_json.get(name)) and _is_place(old_json.get(name)):
+                    new_json[name], old_json[name] = (
+                        _without_place(record[name], place) for record in (new_json, old_json)
+                    )
         for name, inner in _items(value).items():
-            if name in here and name in there:
-                here[name], there[name] = _aligned(inner, here[name], there[name])
-    elif isinstance(value, tuple | list) and isinstance(there, list) and len(value) == len(there):
-        pairs = [_aligned(*items) for items in zip(value, here, there, strict=True)]
-        here, there = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    return here, there
+            if name in new_json and name in old_json:
+                new_json[name], old_json[name] = _aligned(inner, new_json[name], old_json[name])
+    elif isinstance(value, tuple | list) and isinstance(old_json, list) and len(value) == len(old_json):
+        pairs = [_aligned(*items) for items in zip(value, new_json, old_json, strict=True)]
+        new_json, old_json = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    return new_json, old_json
 
 
 def _items(value: Any) -> dict[str, Any]:
@@ -62,28 +64,28 @@ def _items(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in field_types(type(value))} if is_record(value) else {}
 
 
-def _defaults(value: Any, there: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON of the fields that the earlier record lacks; empty where they have no defaults that go with the others."""
+def _defaults(value: Any, old_json: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON defaults of the fields that the earlier record lacks; empty if the class refuses them."""
     names = field_types(type(value))
-    lacking = [name for name in names if name not in there]
-    if not lacking:
+    missing = [name for name in names if name not in old_json]
+    if not missing:
         return {}
     try:
-        plain = type(value)(**{name: getattr(value, name) for name in names if name in there})
-    except Exception:  # whatever the class says of it; the fields then show as different
+        default_value = type(value)(**{name: getattr(value, name) for name in names if name in old_json})
+    except Exception:  # any error of the class; the fields then count as different
         return {}
-    data = json.loads(json.dumps(to_json(plain)))
-    return {name: data[name] for name in lacking}
+    record = json.loads(json.dumps(to_json(default_value)))
+    return {name: record[name] for name in missing}
 
 
-def _is_place(data: Any) -> bool:
-    """Whether JSON is a path with a folder, or several; a plain word in such a field ("byte") is a choice."""
-    if isinstance(data, list):
-        return bool(data) and all(map(_is_place, data))
-    return isinstance(data, str) and ("/" in data or "\\" in data)
+def _is_place(value: Any) -> bool:
+    """Whether a JSON value is one or several paths with a folder; a plain word ("byte") is a choice."""
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_place, value))
+    return isinstance(value, str) and ("/" in value or "\\" in value)
 
 
-def _without_place(data: Any, place: str) -> Any:
+def _without_place(paths: Any, place: str) -> Any:
     if place == "content":
         return "a place"
-    return [_without_place(item, place) for item in data] if isinstance(data, list) else PurePath(data).name
+    return [_without_place(item, place) for item in paths] if isinstance(paths, list) else PurePath(paths).name

@@ -1,4 +1,4 @@
-"""Numbers for people: counts, bytes, durations, with the few digits that matter. Nothing here is read back."""
+"""Numbers for people: counts, bytes, durations, with few digits. No program parses them."""
 
 import math
 
@@ -101,9 +101,13 @@ def duration(seconds: float) -> str:
         return "unknown"
     if seconds < 60:
         return f"{_three(seconds * 1e3)} ms" if seconds < 0.1 else f"{_three(seconds)} s"
-    for whole, part, names in ((86400, 3600, ("d", "h")), (3600, 60, ("h", "min")), (60, 1, ("min", "s"))):
-        if seconds >= whole:
-            return f"{int(seconds // whole)} {names[0]} {int(seconds % whole // part)} {names[1]}"
+    for unit_seconds, part_seconds, names in (
+        (86400, 3600, ("d", "h")),
+        (3600, 60, ("h", "min")),
+        (60, 1, ("min", "s")),
+    ):
+        if seconds >= unit_seconds:
+            return f"{int(seconds // unit_seconds)} {names[0]} {int(seconds % unit_seconds // part_seconds)} {names[1]}"
     raise AssertionError(seconds)
 
 

@@ -211,5 +211,5 @@ def test_a_plan_of_another_model_is_refused():
     calls = unet_calls()
     decision = decide_chain(MemoryPlan("chain", budget=budget_between(calls, 0.0)), calls)
     loss, params = pure(unet(), images(rows=4))
-    with pytest.raises(UserError, match="make the plan anew"), blocks.treating(treatment_for(decision)):
+    with pytest.raises(UserError, match="make the plan again"), blocks.treating(treatment_for(decision)):
         jax.eval_shape(jax.grad(loss), params)

@@ -1,16 +1,16 @@
-"""Rules that choose what of a block goes to host memory: each from a block's graph, a budget and a host to a SaveSet.
+"""Rules that select a block's values for host memory: each from a block's graph, a budget and a host to a SaveSet.
 
 | rule | chooses | module |
 |---|---|---|
 | pofo | keep, recompute or offload, together, at the least cost | `pofo` |
-| capuchin | what a copy hides, then the cheaper of copying and recomputing | `capuchin` |
+| capuchin | values whose copies are hidden, then the cheaper of copying and recomputing | `capuchin` |
 | vdnn | inputs of the matrix products | `vdnn` |
-| tflms | what lies idle the longest | `tflms` |
-| autoswap | what lies idle the longest times its bytes | `autoswap` |
+| tflms | the values that are idle the longest | `tflms` |
+| autoswap | the largest product of bytes and idle time | `autoswap` |
 | swapadvisor | by genetic search | `swapadvisor` |
 
-The last four recompute nothing. They were made from 2016 to 2020 for GPUs of some 12 TFLOP/s on links of 12 GB/s; a v5p
-computes 40 times as fast on much the same link, which hides a tenth of what they move: they are here to compare with.
+The last four recompute nothing. They were designed from 2016 to 2020 for GPUs of 12 TFLOP/s on links of 12 GB/s; a v5p
+computes 40 times as fast on a similar link, which hides a tenth of their copies: they are here for comparison.
 `experiments/benchmarks/offload.py` shows all of them on one block.
 """
 
@@ -27,7 +27,7 @@ from jaxscale.memory.selectors.tflms import tflms
 from jaxscale.memory.selectors.vdnn import vdnn
 
 Selector = Callable[[BlockGraph, int, Host], SaveSet]
-"""From a block with seconds, bytes that it may keep on the device, and the host, to what it keeps and where."""
+"""From a block with seconds, its budget of bytes on the device, and the host, to its save set."""
 
 SELECTORS: Mapping[str, Selector] = {
     "pofo": pofo,

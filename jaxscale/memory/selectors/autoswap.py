@@ -1,6 +1,6 @@
 """AutoSwap (Zhang et al. 2019, "Efficient Memory Management for GPU-based Deep Learning Systems", arXiv 1903.06631).
 
-What has the largest product of bytes and idle time, its "area of absence", goes to the host first.
+The value with the largest product of bytes and idle time, its "area of absence", goes to the host first.
 
 Left out: its weighting of this score with three others by Bayesian optimization, and its memory pool, which is XLA's.
 """
@@ -12,11 +12,11 @@ from jaxscale.memory.selectors.swap import idle_values, swap
 
 
 def autoswap(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
-    """What AutoSwap moves of a block.
+    """The save set of a block by AutoSwap.
 
     Args:
         graph: of the block, with seconds.
-        budget: bytes kept on the device beside the block's inputs.
-        host: where the rest goes.
+        budget: bytes kept on the device besides the block's inputs.
+        host: gets the other values.
     """
     return swap(graph, budget, host, sorted(idle_values(graph), key=lambda value: -value.seconds * value.bytes))

@@ -1,10 +1,10 @@
 """Capuchin (Peng et al. 2020, "Capuchin: Tensor-based GPU Memory Management for Deep Learning", ASPLOS 2020).
 
-First what a copy hides goes to the host, the longest idle first; then each next value goes the cheaper way per byte, to
-the host or recomputed.
+Values whose copies are hidden go to the host first, the longest idle first; then each next value is copied or
+recomputed, whichever is cheaper per byte.
 
-Left out: that it watches a first, slow step for the times it needs, where a roofline gives them here; that it manages
-tensors while the program runs; and its feedback when a copy comes late.
+Left out: the slow first step that measures times, which a roofline gives here; management of tensors while the program
+runs; and feedback when a copy comes late.
 """
 
 from jaxscale.costs.block import BlockGraph
@@ -14,41 +14,41 @@ from jaxscale.memory.selectors.swap import Idle, everything, idle_values
 
 
 def capuchin(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
-    """What Capuchin keeps, moves and recomputes of a block.
+    """The save set of a block by Capuchin.
 
     Args:
         graph: of the block, with seconds.
-        budget: bytes kept on the device beside the block's inputs.
-        host: where what is not recomputed goes.
+        budget: bytes kept on the device besides the block's inputs.
+        host: gets the values that are neither kept nor recomputed.
     """
     values = idle_values(graph)
-    kept, moved = list(values), []
+    kept, offloaded = list(values), []
 
-    def choice(kept: list[Idle], moved: list[Idle]) -> SaveSet:
-        names = [[name for value in group for name in value.names] for group in (kept, moved)]
+    def choice(kept: list[Idle], offloaded: list[Idle]) -> SaveSet:
+        names = [[name for value in group for name in value.names] for group in (kept, offloaded)]
         return save_set(graph, names[0], names[1], host)
 
     def without(value: Idle) -> list[Idle]:
-        return [other for other in kept if other is not value]
+        return [candidate for candidate in kept if candidate is not value]
 
-    if whole := everything(graph, budget):
-        return whole
-    found = choice(kept, moved)
+    if full_set := everything(graph, budget):
+        return full_set
+    save = choice(kept, offloaded)
     for value in sorted(values, key=lambda value: -value.seconds):
-        if found.bytes <= budget:
-            return found
-        trial = choice(without(value), [*moved, value])
-        hidden = value.seconds >= 2 * value.bytes / host.bandwidth and trial.seconds <= found.seconds
-        if hidden and trial.host_bytes <= host.budget:
-            kept, moved, found = without(value), [*moved, value], trial
-    while found.bytes > budget and kept:
-        trials = []
+        if save.bytes <= budget:
+            return save
+        option = choice(without(value), [*offloaded, value])
+        hidden = value.seconds >= 2 * value.bytes / host.bandwidth and option.seconds <= save.seconds
+        if hidden and option.host_bytes <= host.budget:
+            kept, offloaded, save = without(value), [*offloaded, value], option
+    while save.bytes > budget and kept:
+        options = []
         for value in kept:
-            gone = choice(without(value), moved)
-            trials.append(((gone.seconds - found.seconds) / max(value.bytes, 1), value, False, gone))
-            away = choice(without(value), [*moved, value])
-            if away.host_bytes <= host.budget:
-                trials.append(((away.seconds - found.seconds) / max(value.bytes, 1), value, True, away))
-        _, value, to_host, found = min(trials, key=lambda trial: trial[0])
-        kept, moved = without(value), [*moved, value] if to_host else moved
-    return found
+            recomputed = choice(without(value), offloaded)
+            options.append(((recomputed.seconds - save.seconds) / max(value.bytes, 1), value, False, recomputed))
+            copied = choice(without(value), [*offloaded, value])
+            if copied.host_bytes <= host.budget:
+                options.append(((copied.seconds - save.seconds) / max(value.bytes, 1), value, True, copied))
+        _, value, to_host, save = min(options, key=lambda option: option[0])
+        kept, offloaded = without(value), [*offloaded, value] if to_host else offloaded
+    return save

@@ -17,8 +17,8 @@ def pofo(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
 
     Args:
         graph: of the block, with seconds.
-        budget: bytes kept on the device beside the block's inputs.
-        host: where values may go, and its budget.
+        budget: bytes kept on the device besides the block's inputs.
+        host: gets the offloaded values, within its budget.
 
     Example:
         >>> import jax, jax.numpy as jnp

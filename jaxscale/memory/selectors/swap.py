@@ -1,4 +1,4 @@
-"""What the rules that swap have in common: which values they move, when these lie idle, what is infeasible.
+"""The common part of the rules that swap: the values to move, their idle times, infeasible budgets.
 
 Times are of the block alone, by roofline: the forward pass runs its equations in order, the backward pass in reverse,
 twice as long.
@@ -14,7 +14,7 @@ from jaxscale.memory.graph import EVERYTHING, Host, recompute, save_set
 from jaxscale.values.byte_sizes import bytes_text
 
 SMALL = 256 * 1024
-"""Bytes below which a rule leaves a value on the device while it can: a copy's latency costs more than it frees."""
+"""Bytes below which a value stays on the device if possible: the latency of its copy costs more than it frees."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Idle:
     """A value between the forward and the backward pass.
 
     Args:
-        names: of what is kept together under one mark.
+        names: of the values kept together under one mark.
         bytes: of them, per device.
-        start: seconds at which the forward pass has read it last, from the start of the block.
-        stop: seconds at which the backward pass reads it first.
+        start: seconds of its last read in the forward pass, from the start of the block.
+        stop: seconds of its first read in the backward pass.
         read_by_products: whether a matrix product or convolution reads it.
     """
 
@@ -37,15 +37,15 @@ class Idle:
 
     @property
     def seconds(self) -> float:
-        """How long it lies idle."""
+        """Seconds for which the value is idle."""
         return self.stop - self.start
 
 
 def idle_values(graph: BlockGraph) -> tuple[Idle, ...]:
-    """The values to keep or move for the backward pass to run no product again, in the order they are made.
+    """The values to keep or move so that the backward pass recomputes no product, in order of computation.
 
-    They are those that it reads, by their names; what it reads of the inside of an operation has none, and is made
-    again from the result of a product before it.
+    They are the named values that it reads; a value inside an operation has no name, and is recomputed from the result
+    of a product before it.
 
     Raises:
         UserError: the graph has no seconds.
@@ -56,78 +56,80 @@ def idle_values(graph: BlockGraph) -> tuple[Idle, ...]:
     for equation in graph.equations:
         clock += equation.seconds
         ends.append(clock)
-    last: dict[int, float] = {}
-    heavy: set[int] = set()
+    last_read: dict[int, float] = {}
+    read_by_products: set[int] = set()
     for equation, end in zip(graph.equations, ends, strict=True):
         for index in (*equation.inputs, *equation.outputs):
-            last[index] = end
-        heavy |= set(equation.inputs) if equation.flop else set()
+            last_read[index] = end
+        read_by_products |= set(equation.inputs) if equation.flop else set()
     groups: dict[str, list[int]] = {}
-    wanted = {index for index in graph.needed if graph.values[index].mark is not None}
+    indices_to_keep = {index for index in graph.needed if graph.values[index].mark is not None}
     while True:
-        products = [graph.equations[e] for e in recompute(graph, wanted).equations if graph.equations[e].flop]
-        more = {i for product in products for i in product.outputs if graph.values[i].mark is not None} - wanted
-        if not more:
+        products = [graph.equations[e] for e in recompute(graph, indices_to_keep).equations if graph.equations[e].flop]
+        unkept_products = {
+            i for product in products for i in product.outputs if graph.values[i].mark is not None
+        } - indices_to_keep
+        if not unkept_products:
             break
-        wanted |= more
-    for index in sorted(wanted):
+        indices_to_keep |= unkept_products
+    for index in sorted(indices_to_keep):
         groups.setdefault(str(graph.values[index].mark), []).append(index)
-    found = []
+    values = []
     for indices in groups.values():
-        start = max(last[index] for index in indices)
-        found.append(
+        start = max(last_read[index] for index in indices)
+        values.append(
             Idle(
                 tuple(graph.values[index].name for index in indices),
                 sum(graph.values[index].bytes for index in indices),
                 start,
                 clock + 2 * (clock - start),
-                bool(heavy & set(indices)),
+                bool(read_by_products & set(indices)),
             )
         )
-    return tuple(found)
+    return tuple(values)
 
 
 def everything(graph: BlockGraph, budget: int) -> SaveSet | None:
-    """The save set that leaves the block as it is, where that fits."""
+    """The save set that keeps every residual, if it fits."""
     return save_set(graph, (EVERYTHING,)) if graph.needed_bytes <= budget else None
 
 
 def swap(graph: BlockGraph, budget: int, host: Host, order: Sequence[Idle]) -> SaveSet:
-    """Everything is kept, but for what goes to the host in this order until the rest fits; small values go last.
+    """The save set that moves values to the host, in this order, until the others fit; small values go last.
 
     Raises:
-        UserError: the host's budget does not hold what has to go.
+        UserError: the host's budget is too small.
     """
     return everything(graph, budget) or chosen(graph, host, order, moved_to_fit(budget, host, order))
 
 
 def moved_to_fit(budget: int, host: Host, order: Sequence[Idle]) -> list[Idle]:
-    """The first of the values, in this order, without which the others fit the budget.
+    """The first values, in this order, whose move makes the others fit the budget.
 
     Raises:
-        UserError: the host's budget does not hold them.
+        UserError: the host's budget is too small.
     """
-    left, moved = sum(value.bytes for value in order), []
+    kept_bytes, moved = sum(value.bytes for value in order), []
     for value in sorted(order, key=lambda value: value.bytes <= SMALL):
-        if left <= budget:
+        if kept_bytes <= budget:
             break
-        left -= value.bytes
+        kept_bytes -= value.bytes
         moved.append(value)
-    there = sum(value.bytes for value in moved)
-    if there > host.budget:
+    host_bytes = sum(value.bytes for value in moved)
+    if host_bytes > host.budget:
         raise UserError(
-            f"a rule that recomputes nothing puts {bytes_text(there)} of each block on the host, and there is room for "
-            f"{bytes_text(host.budget)}: take offload:pofo, a larger budget, or a larger host limit"
+            f"a rule that recomputes nothing puts {bytes_text(host_bytes)} of each block on the host, and there is "
+            f"room for {bytes_text(host.budget)}: take offload:pofo, a larger budget, or a larger host limit"
         )
     return moved
 
 
 def chosen(graph: BlockGraph, host: Host, values: Iterable[Idle], moved: Iterable[Idle]) -> SaveSet:
-    """The save set that keeps all values but those moved."""
-    away = set(moved)
+    """The save set that keeps all values but the moved ones."""
+    moved_set = set(moved)
     return save_set(
         graph,
-        [name for value in values if value not in away for name in value.names],
-        [name for value in values if value in away for name in value.names],
+        [name for value in values if value not in moved_set for name in value.names],
+        [name for value in values if value in moved_set for name in value.names],
         host,
     )

@@ -1,7 +1,7 @@
 """SwapAdvisor (Huang et al. 2020, "SwapAdvisor: Pushing Deep Learning Beyond the GPU Memory Limit via Smart Swapping",
-ASPLOS 2020): a genetic search over what goes to the host, judged by a simulated step.
+ASPLOS 2020): a genetic search over the values that go to the host, scored by a simulated step.
 
-The judge is this project's model of a block's seconds. Left out: its search over the schedule of operations and over
+The score is this project's model of a block's seconds. Left out: its search over the schedule of operations and over
 memory pools, both of which are XLA's. The search is seeded: the same block gives the same set.
 """
 
@@ -16,40 +16,40 @@ POPULATION, GENERATIONS, MUTATION = 32, 40, 0.05
 
 
 def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
-    """What SwapAdvisor moves of a block.
+    """The save set of a block by SwapAdvisor.
 
     Args:
         graph: of the block, with seconds.
-        budget: bytes kept on the device beside the block's inputs.
-        host: where the rest goes.
+        budget: bytes kept on the device besides the block's inputs.
+        host: gets the other values.
     """
     values = idle_values(graph)
-    moved = moved_to_fit(budget, host, values)  # a first answer, and the check that there is one
+    moved = moved_to_fit(budget, host, values)  # a first solution, which raises if there is none
     if not moved:
         return everything(graph, budget) or chosen(graph, host, values, ())
-    draw = random.Random(0)
+    rng = random.Random(0)
     Genes = tuple[bool, ...]  # whether each value moves
 
-    def judged(genes: Genes) -> tuple[float, SaveSet]:
-        save = chosen(graph, host, values, [v for v, away in zip(values, genes, strict=True) if away])
-        over = max(0, save.bytes - budget) + max(0, save.host_bytes - host.budget)
-        return save.seconds + (graph.seconds * (1 + over / max(budget, 1)) * 1e3 if over else 0.0), save
+    def evaluate(genes: Genes) -> tuple[float, SaveSet]:
+        save = chosen(graph, host, values, [v for v, moves in zip(values, genes, strict=True) if moves])
+        excess_bytes = max(0, save.bytes - budget) + max(0, save.host_bytes - host.budget)
+        return save.seconds + (graph.seconds * (1 + excess_bytes / max(budget, 1)) * 1e3 if excess_bytes else 0.0), save
 
-    seen: dict[Genes, tuple[float, SaveSet]] = {}
+    evaluations: dict[Genes, tuple[float, SaveSet]] = {}
 
     def score(genes: Genes) -> tuple[float, int]:
-        if genes not in seen:
-            seen[genes] = judged(genes)
-        return seen[genes][0], seen[genes][1].host_bytes
+        if genes not in evaluations:
+            evaluations[genes] = evaluate(genes)
+        return evaluations[genes][0], evaluations[genes][1].host_bytes
 
     def child(mother: Genes, father: Genes) -> Genes:
-        mixed = (draw.choice(pair) for pair in zip(mother, father, strict=True))
-        return tuple(gene ^ (draw.random() < MUTATION) for gene in mixed)
+        mixed = (rng.choice(pair) for pair in zip(mother, father, strict=True))
+        return tuple(gene ^ (rng.random() < MUTATION) for gene in mixed)
 
     first: Genes = tuple(value in moved for value in values)
-    population = [first] + [tuple(draw.random() < 0.5 for _ in values) for _ in range(POPULATION - 1)]
+    population = [first] + [tuple(rng.random() < 0.5 for _ in values) for _ in range(POPULATION - 1)]
     for _ in range(GENERATIONS):
         parents = sorted(population, key=score)[: POPULATION // 4]
-        children = [child(*draw.choices(parents, k=2)) for _ in range(POPULATION - len(parents))]
+        children = [child(*rng.choices(parents, k=2)) for _ in range(POPULATION - len(parents))]
         population = parents + children
-    return seen[min(population, key=score)][1]
+    return evaluations[min(population, key=score)][1]

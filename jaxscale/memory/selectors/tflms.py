@@ -1,5 +1,5 @@
-"""TFLMS (Le et al. 2018, "TFLMS: Large Model Support in TensorFlow by Graph Rewriting", arXiv 1807.02037): what is read
-again after the longest distance goes to the host first.
+"""TFLMS (Le et al. 2018, "TFLMS: Large Model Support in TensorFlow by Graph Rewriting", arXiv 1807.02037): the value
+with the longest distance to its next read goes to the host first.
 
 Distance is in seconds here, where the paper counts operations. Left out: its control edges that time the copy back,
 which is XLA's, and its fusing of swaps.
@@ -12,11 +12,11 @@ from jaxscale.memory.selectors.swap import idle_values, swap
 
 
 def tflms(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
-    """What TFLMS moves of a block.
+    """The save set of a block by TFLMS.
 
     Args:
         graph: of the block, with seconds.
-        budget: bytes kept on the device beside the block's inputs.
-        host: where the rest goes.
+        budget: bytes kept on the device besides the block's inputs.
+        host: gets the other values.
     """
     return swap(graph, budget, host, sorted(idle_values(graph), key=lambda value: -value.seconds))
