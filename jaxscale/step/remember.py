@@ -103,8 +103,9 @@ def _check_made_for(plan: MemoryPlan, decision: Decision, calls: Sequence[BlockC
 
 def _whole_stack(plan: MemoryPlan) -> UserError:
     return UserError(
-        f"memory {plan} with offload.weights host: segments of several blocks are cut out of the stacked weights, which "
-        "would bring all of them to the device at once; take save:BYTES of at least the blocks' inputs, none, dots or full"
+        f"memory {plan} with offload.weights host: segments of several blocks are cut out of the stacked weights, and "
+        "all of them would come to the device at once; take save:BYTES of at least the blocks' inputs, none, dots or "
+        "full"
     )
 
 
