@@ -270,7 +270,7 @@ def test_a_file_of_schedules_is_found_by_itself(tmp_path, monkeypatch):
     assert len(METHODS) == len([path for path in folder.glob("*.py") if path.name != "__init__.py"])
     (tmp_path / "mine_alone.py").write_text(NEW)
     monkeypatch.setattr(schedules, "__path__", [*schedules.__path__, str(tmp_path)])
-    assert set(schedules._found()) == {*METHODS, "mine"}
+    assert set(schedules._methods()) == {*METHODS, "mine"}
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
