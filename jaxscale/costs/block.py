@@ -263,7 +263,7 @@ class _Builder:
         self.program, self.spread, self.mesh, self.chip = program, spread, mesh, chip
         self.values: list[Value] = []
         self.equations: list[Equation] = []
-        self.index: dict[int, int] = {}
+        self.index_of: dict[int, int] = {}
         self.name_counts: Counter[str] = Counter()
 
     def build(self, fingerprint: str, names: Sequence[str], carried: Sequence[int], result_count: int) -> BlockGraph:
@@ -271,18 +271,18 @@ class _Builder:
         readers = Counter(atom for step in program.steps for atom in step.inputs if isinstance(atom, int))
         readers.update(atom for atom in program.outputs if isinstance(atom, int))
         for number, name in zip(program.inputs, names, strict=True):
-            self._add(number, name, -1)
+            self._add_value(number, name, -1)
         # a value whose only reader names it is the same as the named value
         namers = {_operand(s): s for s in program.steps if s.primitive == "name" and readers[_operand(s)] == 1}
         for step in program.steps:
-            if step.primitive == "name" and namers.get(_operand(step)) is step and _operand(step) in self.index:
+            if step.primitive == "name" and namers.get(_operand(step)) is step and _operand(step) in self.index_of:
                 if step.outputs[0] is not None:
-                    self.index[step.outputs[0]] = self.index[_operand(step)]
+                    self.index_of[step.outputs[0]] = self.index_of[_operand(step)]
                 continue
-            self._equation(step, namers)
+            self._add_equation(step, namers)
         inputs = tuple(range(len(program.inputs)))
-        outputs = [self.index[atom] for atom in program.outputs[:result_count] if isinstance(atom, int)]
-        residuals = [self.index[atom] for atom in program.outputs[result_count:] if isinstance(atom, int)]
+        outputs = [self.index_of[atom] for atom in program.outputs[:result_count] if isinstance(atom, int)]
+        residuals = [self.index_of[atom] for atom in program.outputs[result_count:] if isinstance(atom, int)]
         needed = sorted({index for index in residuals if index >= len(inputs)})
         return BlockGraph(
             fingerprint,
@@ -294,20 +294,20 @@ class _Builder:
             tuple(needed),
         )
 
-    def _add(self, number: int, name: str, producer: int, mark: str | None = None, source: str = "") -> int:
+    def _add_value(self, number: int, name: str, producer: int, mark: str | None = None, source: str = "") -> int:
         aval = self.program.avals[number]
         self.name_counts[name] += 1
         name = name if self.name_counts[name] == 1 else f"{name} ({self.name_counts[name]})"
         size = local_bytes(aval, self.spread[number], self.mesh)
         self.values.append(Value(name, tuple(aval.shape), str(aval.dtype), size, producer, mark, source))
-        self.index[number] = len(self.values) - 1
-        return self.index[number]
+        self.index_of[number] = len(self.values) - 1
+        return self.index_of[number]
 
-    def _equation(self, step: Step, namers: Mapping[int, Step]) -> None:
+    def _add_equation(self, step: Step, namers: Mapping[int, Step]) -> None:
         from jaxscale.compat import source_line
 
         position = len(self.equations)
-        inputs = tuple(dict.fromkeys(self.index[atom] for atom in step.inputs if isinstance(atom, int)))
+        inputs = tuple(dict.fromkeys(self.index_of[atom] for atom in step.inputs if isinstance(atom, int)))
         source = source_line(step.eqn)
         outputs = []
         for number in step.outputs:
@@ -318,10 +318,12 @@ class _Builder:
                 steps = self.program.steps
                 follower = next((s for s in steps if s.primitive == "name" and s.inputs[0] == number), None)
                 name = _assigned_name(follower) if follower else step.primitive
-                outputs.append(self._add(number, f"{name} (unnamed)", position, None, source))
+                outputs.append(self._add_value(number, f"{name} (unnamed)", position, None, source))
             else:
                 source = self.values[inputs[0]].source if namer is step and inputs else source
-                outputs.append(self._add(number, _assigned_name(namer), position, namer.eqn.params["name"], source))
+                outputs.append(
+                    self._add_value(number, _assigned_name(namer), position, namer.eqn.params["name"], source)
+                )
         flop = equation_flop(step.eqn)
         flop = -(-flop // self._shards(step)) if flop else 0
         moved_bytes = self._moved_bytes(step, flop)
@@ -348,7 +350,7 @@ class _Builder:
         return sum(result_bytes) + sum(self._bytes(atom) for atom in step.inputs if isinstance(atom, int))
 
     def _bytes(self, number: int) -> int:
-        return self.values[self.index[number]].bytes
+        return self.values[self.index_of[number]].bytes
 
     def _shards(self, step: Step) -> int:
         """Number of devices that share an operation's FLOP: along the axes of its results and summed dims."""

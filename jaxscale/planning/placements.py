@@ -169,10 +169,12 @@ def _backward_product(program: Program, operation: Operation, placements: Placem
 
 
 def _shards(placements: Placements, dims: Dims) -> int:
+    """Number of shards of a value."""
     return math.prod(placements.ways(axes) for axes in dims)
 
 
 def _forward(program: Program, operation: Operation, index: int, placements: Placements) -> None:
+    """Propagate placements from an operation's operands to its results."""
     shapes = [None if value is None else program.shapes[value] for value in operation.inputs]
     dims = [() if value is None else placements.dims[value] for value in operation.inputs]
     kind = operation.kind
@@ -235,6 +237,7 @@ def _elementwise(output: Any, shapes: Sequence[Any], dims: Sequence[Dims]) -> Di
 
 
 def _loop(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
+    """Dims of a loop's results, with a state whose dims are the same before and after the body."""
     body = operation.loop
     assert body is not None
     if operation.kind == "scan":
@@ -252,12 +255,12 @@ def _loop(operation: Operation, index: int, dims: list[Dims], placements: Placem
             _unsharded(body.shapes[argument]) if value is None else nested.dims[value]
             for value, argument in zip(body.outputs[:carries], body.inputs[consts:], strict=False)
         ]
-        union = [
+        most_sharded = [
             a if _shards(placements, a) > _shards(placements, b) else b for a, b in zip(next_state, state, strict=True)
         ]
-        if union == state:
+        if most_sharded == state:
             break
-        state = union
+        state = most_sharded
         nested = place(body, [*dims[:consts], *state, *xs], sizes, tiled=placements.tiled)
     placements.loops[index] = nested
     stacked_dims = [((), *(nested.dims[value] if value is not None else ())) for value in body.outputs[carries:]]

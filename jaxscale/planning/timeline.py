@@ -358,9 +358,7 @@ class _Sweep:
         if operation.kind in (*PRODUCTS, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call"):
             return []
         if operation.branches:
-            pairs = [
-                (new, old) for new, operand in regions.unchanged_results(operation) for old in self.sources[operand]
-            ]
+            pairs = [(new, old) for new, value in regions.unchanged_results(operation) for old in self.sources[value]]
             return [old for new, old in pairs if old in dying and live[old].bytes == self.arrays.get(new)]
         if operation.kind.startswith("reduce_") or (self.compiler.fuses == "no" and operation.loop is None):
             return []
