@@ -5,7 +5,7 @@ averages them, encodes the mean and sends it to all (all-gather): bytes do not g
 owner keeps the error of this second encoding as the *server's* residual (1-bit Adam: Tang et al., 2021,
 arXiv:2102.02888), so that
 
-    sum of residuals + n * (server's residuals) + n * mean = sum of gradients and old residuals.
+    sum of residuals + n * (server's residuals) + n * mean = sum of gradients + both residual terms before.
 """
 
 import abc

@@ -90,7 +90,7 @@ class MeshSpec:
 
         Args:
             devices: devices to lay out; the first `self.devices` of all by default. `jax.sharding.AbstractDevice`s give
-                an `AbstractMesh`, on which programs can be traced and compiled but not run.
+                an `AbstractMesh`, on which arrays can be traced and placed, and programs not run.
 
         Raises:
             UserError: fewer devices than the mesh takes, or unequal numbers from the TPU slices.
