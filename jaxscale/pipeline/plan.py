@@ -133,19 +133,22 @@ class PipelinePlan:
         if name not in FORMS:
             raise unknown("pipeline schedule", name, FORMS)
         size, *words = arguments.split(",")
+        if name == "file":  # whose path may have commas
+            while words and words[0].partition("=")[0].strip() not in OPTIONS:
+                size += f",{words.pop(0)}"
         options: dict[str, Any] = {}
-        while words and (name != "file" or words[-1].partition("=")[0].strip() in OPTIONS):
-            key, _, value = (part.strip() for part in words.pop().partition("="))
+        for word in words:
+            key, _, value = (part.strip() for part in word.partition("="))
             if key in options or key not in OPTIONS:
-                hint = near_miss(key, OPTIONS)
+                hint = "" if key in options else near_miss(key, OPTIONS)
                 raise UserError(
-                    f"pipeline {text!r}: got {f'{key}={value}' if value else key!r}, expected {FORMS[name]}, with "
-                    f"{', '.join(OPTIONS[1:])} as options, each once{hint}"
+                    f"pipeline {text!r}: got {word.strip()!r}, expected {FORMS[name]}, with {', '.join(OPTIONS[1:])} as "
+                    f"options, each once{hint}"
                 )
             options[key] = _option(text, key, value)
         chunks = options.pop("v", None)
         if name == "file":
-            return cls(name, path=",".join([size, *words]) or None, chunks=chunks, **options)
+            return cls(name, path=size or None, chunks=chunks, **options)
         sizes = _SIZE.fullmatch(size.strip().lower())
         if not sizes:
             reason = f"got {size!r}" if colon else "got no numbers"

@@ -20,6 +20,7 @@ GOOD = {
     "2bw:4x8": ("2bw", 4, 8, None, None),
     "auto:4": ("auto", 4, None, None, None),
     "file:some/where:else.csv": ("file", None, None, None, "some/where:else.csv"),
+    "file:some,where.csv,stash=input": ("file", None, None, None, "some,where.csv"),
 }
 
 
@@ -61,7 +62,7 @@ BAD = {
     "interleaved:4x8,v=0": "got 0 stages a device",
     "interleaved:4x8,v=two": "v: got 'two', expected a whole number",
     "interleaved:4x8,w=2": "got 'w=2', expected interleaved",
-    "interleaved:4x8,v=2,v=3": r"got 'v=2', expected interleaved:PxM\[,v=V\], with stages, .* each once",
+    "interleaved:4x8,v=2,v=3": r"got 'v=3', expected interleaved:PxM\[,v=V\], with stages, .* each once$",
     "pipedream:4x8": "pipedream takes no microbatches: write pipedream:P; each microbatch is an update, 2bw takes more",
     "2bw:4": "2bw needs microbatches: write 2bw:PxM",
     "2bw:4x3": "got 3 microbatches per update, expected at least the 4 devices",
