@@ -142,8 +142,8 @@ class PipelinePlan:
             if key in options or key not in OPTIONS:
                 hint = "" if key in options else near_miss(key, OPTIONS)
                 raise UserError(
-                    f"pipeline {text!r}: got {word.strip()!r}, expected {FORMS[name]}, with {', '.join(OPTIONS[1:])} as "
-                    f"options, each once{hint}"
+                    f"pipeline {text!r}: got {word.strip()!r}, expected {FORMS[name]}, with "
+                    f"{', '.join(OPTIONS[1:])} as options, each once{hint}"
                 )
             options[key] = _option(text, key, value)
         chunks = options.pop("v", None)
