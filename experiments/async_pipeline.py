@@ -233,7 +233,7 @@ def check(given: argparse.Namespace) -> None:
         # what entered last is still under way: each stage has made its own number of updates
         made = [int(count) for count in np.asarray(state.extra["in_flight"]["watch"].good).reshape(STAGES, -1)[:, 0]]
         newest = StaleWeights(plain, Rule((0,) * STAGES)).begin(
-            dataclasses.replace(plain.init(), params=jax.device_get(step.functional.in_layers(state.params)))
+            dataclasses.replace(plain.init(), params=jax.device_get(step.pure_model.in_layers(state.params)))
         )
         apart, beside = (
             max(_apart(newest[s].versions[0], of[count][s]) for s, count in enumerate(made))

@@ -113,7 +113,7 @@ class StaleWeights:
         """The newest parameters of the model."""
 
         def join(path: Any, *leaves: Array) -> Array:
-            if self.plain.functional.stacked(path_name(path)):
+            if self.plain.pure_model.stacked(path_name(path)):
                 return jnp.concatenate(leaves)
             return leaves[self._home(path_name(path))]
 
@@ -124,7 +124,7 @@ class StaleWeights:
         return self.count - 1 if name.split("/")[0] in BEHIND else 0
 
     def _own(self, s: int, leaf: Array, name: str) -> Array:
-        if self.plain.functional.stacked(name):
+        if self.plain.pure_model.stacked(name):
             return leaf[s : s + 1]
         return leaf if self._home(name) == s else jnp.zeros_like(leaf)
 
@@ -145,7 +145,7 @@ class StaleWeights:
             cut = blocks.Cut(jnp.array([s]), tuple(range(self.count)), padded=False, between=between)
             try:
                 with blocks.cutting(cut):
-                    loss = plain.experiment.model.loss(plain.functional.module(weights, {}), batch, context)
+                    loss = plain.experiment.model.loss(plain.pure_model.module(weights, {}), batch, context)
             except _Reached as reached:
                 return reached.found, jnp.zeros(()), jnp.zeros(())
             return (), (loss.total + loss.penalty) / loss.weight, loss.total / loss.weight

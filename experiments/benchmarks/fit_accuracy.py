@@ -61,8 +61,8 @@ from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.compile import compile_report
 from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.usable import usable_bytes
+from jaxscale.step.batches import batch_shapes
 from jaxscale.step.plan import Plan
-from jaxscale.step.rows import batch_shapes
 from jaxscale.training.source import load
 
 MODELS = Path(__file__).with_name("fit_models.py")

@@ -34,10 +34,10 @@ from jaxscale.planning.program import compiled_bytes
 from jaxscale.platforms.detect import detect
 from jaxscale.platforms.hlo_flop import program_flop
 from jaxscale.platforms.hlo_program import Program
+from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
-from jaxscale.step.rows import batch_shapes
 from jaxscale.training.source import load
 
 FILE = Path(__file__).parents[1] / "tight_memory.py"

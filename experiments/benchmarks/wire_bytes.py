@@ -75,11 +75,11 @@ from jaxscale.platforms.described import abstract, lower_for, without_memories
 from jaxscale.platforms.hlo import Collective
 from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.gradients import LossAndGradients
 from jaxscale.step.plan import Plan
-from jaxscale.step.rows import batch_shapes
 from jaxscale.step.state import TrainState
 from jaxscale.step.train_step import TrainStep
 from jaxscale.step.wire_checks import NoEffect, check_codec, slow_bytes

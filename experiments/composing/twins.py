@@ -25,10 +25,10 @@ from jaxscale.planning.program import described_step
 from jaxscale.planning.settle import settled
 from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
-from jaxscale.step.rows import batch_shapes
 from jaxscale.step.state import TrainState
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import override

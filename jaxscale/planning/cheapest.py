@@ -23,9 +23,9 @@ from jaxscale.planning.prices import Prices
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.usable import host_share, usable_bytes
+from jaxscale.step.batches import batch_shapes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
-from jaxscale.step.rows import batch_shapes
 from jaxscale.values.byte_sizes import bytes_text
 from jaxscale.values.units import size
 

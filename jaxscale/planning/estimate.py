@@ -26,10 +26,10 @@ from jaxscale.planning.traced import TracedStep, traced_step
 from jaxscale.planning.wire import Wire, wire_of
 from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.memory_space import COPY
+from jaxscale.step.batches import batch_shapes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.kernels import Taken
 from jaxscale.step.plan import Plan
-from jaxscale.step.rows import batch_shapes
 from jaxscale.step.train_step import TrainStep
 from jaxscale.trees import tree_bytes
 from jaxscale.values.units import size

@@ -25,8 +25,8 @@ from jaxscale.planning.pictures import Point, framed, lines, page, write_picture
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Chip, Platform
 from jaxscale.step.experiment import Experiment
+from jaxscale.step.memory_resolve import traced_blocks
 from jaxscale.step.plan import Plan
-from jaxscale.step.remember import traced_blocks
 from jaxscale.values.byte_sizes import bytes_text, short_budget
 from jaxscale.values.units import size
 

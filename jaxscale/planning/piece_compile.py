@@ -18,10 +18,10 @@ from jaxscale.planning.timeline import arrays_of, carries
 from jaxscale.planning.traced import traced_step
 from jaxscale.platforms.compile import compile_report
 from jaxscale.platforms.platform import Platform
+from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
-from jaxscale.step.rows import batch_shapes
 
 
 def piece_bytes(make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece) -> int:

@@ -16,8 +16,8 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.experiment import Experiment
+from jaxscale.step.memory_resolve import traced_blocks
 from jaxscale.step.plan import Plan
-from jaxscale.step.remember import traced_blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,11 +28,11 @@ from jaxscale.pipeline.price import Price
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.simulate import Simulation, simulate
 from jaxscale.platforms.platform import Platform
+from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
+from jaxscale.step.memory_resolve import traced_blocks
 from jaxscale.step.plan import Plan
-from jaxscale.step.remember import traced_blocks
-from jaxscale.step.rows import batch_shapes
 from jaxscale.step.stages import Stages
 from jaxscale.step.train_step import TrainStep
 
@@ -219,10 +219,10 @@ def _head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform)
     }
     row_count = next(iter(batch.values())).shape[0]
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
-    functional = step.functional
+    pure_model = step.pure_model
     with objective.planned.tracing(plainly=True):
         loss_jaxpr = jax.make_jaxpr(lambda *args: objective.loss_of_masters(*args))(
-            functional.whole, functional.rest, batch, key, examples
+            pure_model.whole, pure_model.rest, batch, key, examples
         )
     block_flop = sum(call.count * call.graph.flop for call in calls)
     head_flop = max(0.0, jaxpr_flop(loss_jaxpr).total / plan.mesh.devices - block_flop)

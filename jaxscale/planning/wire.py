@@ -65,7 +65,7 @@ def wire_of(step: TrainStep, platform: Platform) -> Wire | None:
         sent_bytes = math.ceil(sum(map(diloco.wire_bytes, fragments)) / every)
         exact_bytes, by = sum(map(diloco.exact_bytes, fragments)), f"diloco every {every} steps"
     else:
-        leaves = leaves_of_gradients(plan, step.functional, step.layout)
+        leaves = leaves_of_gradients(plan, step.pure_model, step.layout)
         elements = sum(math.prod(leaf.shape) // _shards(step, leaf.axes) for leaf in leaves.values())
         by = plan.reduce or plan.precision
         exact_bytes = wire.all_reduce(wire.FLOAT32 * elements, replicas)

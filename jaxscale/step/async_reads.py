@@ -29,7 +29,7 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
     """
     planned, stages = pipeline.planned, pipeline.stages
     asked = f"pipeline {planned.plan.pipeline}"
-    stacked, shared = pipeline.split(planned.functional.params)
+    stacked, shared = pipeline.split(planned.pure_model.params)
     depth = stages.depth
     stacked = {name: jax.ShapeDtypeStruct((depth, *leaf.shape[1:]), leaf.dtype) for name, leaf in stacked.items()}
     rows = planned.experiment.batch // stages.schedule.microbatches
@@ -78,11 +78,11 @@ def weight_program(planned: PlannedModel, batch: Batch) -> Callable[[Batch], Flo
     asked = f"pipeline {planned.plan.pipeline}"
 
     def weight(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
-        loss = planned.loss(planned.functional.module(params, rest), batch, planned.context(None))
+        loss = planned.loss(planned.pure_model.module(params, rest), batch, planned.context(None))
         return jnp.asarray(loss.weight, jnp.float32)
 
     with planned.tracing(plainly=True):
-        program = jax.make_jaxpr(weight)(planned.functional.whole, planned.functional.rest, dict(batch))
+        program = jax.make_jaxpr(weight)(planned.pure_model.whole, planned.pure_model.rest, dict(batch))
     pruned, used = prune(program, [True])
     of_model = len(used) - len(batch)
     if any(used[:of_model]):

@@ -17,16 +17,16 @@ from jaxscale.sharding.memory_space import check_host_memory
 from jaxscale.step.combinations import check
 from jaxscale.step.exchange import CodecResiduals, Exchanged, by_codec, by_compiler, none_yet, stage_of
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.functional import Functional
 from jaxscale.step.gradients import Objective, Whole
 from jaxscale.step.gradients_pipelined import Pipelined
 from jaxscale.step.host import advance_of, check_host_size
 from jaxscale.step.layout import Layout, vocab_multiple
+from jaxscale.step.memory_resolve import decide_memory, describe_decision, layers_of_groups, treatment_of
 from jaxscale.step.pipeline_async import AsyncPipeline, InFlight
 from jaxscale.step.plan import Plan
 from jaxscale.step.planned_model import PlannedModel
 from jaxscale.step.products import describe_products
-from jaxscale.step.remember import decide_memory, describe_decision, layers_of_groups, treatment_of
+from jaxscale.step.pure_model import PureModel
 from jaxscale.step.replicas import Replicas
 from jaxscale.step.requests import Facts
 from jaxscale.step.resolve import ResolvedPlan, needs_decision, resolve
@@ -72,13 +72,13 @@ class Assembly:
 
     Args:
         resolved: the plan, settled.
-        functional: the model as pure functions.
+        pure_model: the model as pure functions.
         update: the optimizer.
         layout: where their arrays lie.
     """
 
     resolved: ResolvedPlan
-    functional: Functional
+    pure_model: PureModel
     update: Update
     layout: Layout
 
@@ -93,9 +93,9 @@ class Assembly:
         """
         experiment, plan, stages = resolved.experiment, resolved.plan, resolved.stages
         rows = () if stages is None else stages.rows
-        functional = Functional.of(experiment.model, experiment.seed, vocab_multiple(plan), groups, rows)
-        update = Update.of(experiment, plan, functional, mesh)
-        return cls(resolved, functional, update, Layout.of(functional, update.whole, plan, mesh))
+        pure_model = PureModel.of(experiment.model, experiment.seed, vocab_multiple(plan), groups, rows)
+        update = Update.of(experiment, plan, pure_model, mesh)
+        return cls(resolved, pure_model, update, Layout.of(pure_model, update.whole, plan, mesh))
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class Assembly:
         """
         plan, stages, update = self.resolved.plan, self.resolved.stages, self.update
         in_parts = plan.asynchronous or (plan.offload.any and plan.offload.optimizer_state != "host")
-        mixing = first_mixing(update.plain, self.functional.params) if in_parts else None
+        mixing = first_mixing(update.plain, self.pure_model.params) if in_parts else None
         leaves = jax.tree.leaves(self.layout.abstract.optimizer)
         owners = self.layout.owners(update.whole)
         reshaped = mixing is not None and any(
@@ -117,7 +117,7 @@ class Assembly:
         facts = Facts(
             plan,
             self.resolved.experiment,
-            state=tuple(named_leaves(self.functional.rest)),
+            state=tuple(named_leaves(self.pure_model.rest)),
             unlike=stages is not None and stages.chain is not None,
             copied=stages is not None and bool(stages.copies),
             mixing=None if by_layer else mixing,
@@ -151,12 +151,12 @@ class Assembly:
         """The model under its plan, with its blocks treated by a decision."""
         plan, experiment = self.resolved.plan, self.resolved.experiment
         treatment = treatment_of(plan, decision, self.layout.platform)
-        return PlannedModel(experiment, plan, self.functional, self.layout, treatment)
+        return PlannedModel(experiment, plan, self.pure_model, self.layout, treatment)
 
     def objective(self) -> Objective:
         """The loss of the model under a plan whose memory rule is undecided."""
         plan, experiment = self.resolved.plan, self.resolved.experiment
-        return _objective(PlannedModel(experiment, plan, self.functional, self.layout), self.resolved)
+        return _objective(PlannedModel(experiment, plan, self.pure_model, self.layout), self.resolved)
 
     def parts(self, decision: Decision | None, devices: Sequence[Any]) -> StepParts:
         """The parts of the train step.
@@ -171,7 +171,7 @@ class Assembly:
         if decision is not None:
             lines.append(describe_decision(decision, devices[0].platform))
         lines += describe_products(plan, devices)
-        lines += describe_state(plan, self.layout.abstract.optimizer, self.functional.parameters)
+        lines += describe_state(plan, self.layout.abstract.optimizer, self.pure_model.parameters)
         common: dict[str, Any] = {
             "optimizer": update,
             "stages": self.resolved.stages,
@@ -194,10 +194,10 @@ class Assembly:
                 **common,
             )
         objective, layout = _objective(planned, self.resolved), self.layout
-        stage = stage_of(plan, self.functional, layout)
+        stage = stage_of(plan, self.pure_model, layout)
         residuals = () if stage is None else (CodecResiduals(stage, experiment.optimizer, plan.diloco is None),)
         if plan.diloco is not None:
-            replicas = Replicas.of(plan, self.functional, layout, update.whole, stage)
+            replicas = Replicas.of(plan, self.pure_model, layout, update.whole, stage)
             advance = (
                 plainly(update.whole) if plan.offload.optimizer_state == "device" else advance_of(plan, update, layout)
             )

@@ -194,7 +194,7 @@ def _saved(step: "TrainStep") -> TrainState:
 
 def _parts(step: "TrainStep", abstract: TrainState) -> TrainState:
     """A tree like the train state whose leaves are `Part`s."""
-    naming = Naming(step.functional, step.update.split)
+    naming = Naming(step.pure_model, step.update.split)
     owners = jax.tree.unflatten(jax.tree.structure(abstract.optimizer), step.plain_layout.owners(step.optimizer))
     by_path = jax.tree_util.tree_map_with_path
     return TrainState(

@@ -23,10 +23,10 @@ from jaxscale.optim.one_bit import Messages
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.zero import split
 from jaxscale.step.extra import Program, lacks
-from jaxscale.step.functional import Functional
 from jaxscale.step.layout import PIPE_AXIS, REPLICA_AXIS, Layout
 from jaxscale.step.naming import Naming, Part, plain
 from jaxscale.step.plan import Plan
+from jaxscale.step.pure_model import PureModel
 from jaxscale.step.state import TrainState
 from jaxscale.step.wire_checks import check_codec, slow_bytes
 from jaxscale.trees import named_leaves, path_name
@@ -38,7 +38,7 @@ REDUCE = "reduce"
 ONE, ALL = "one", "all"
 
 
-def stage_of(plan: Plan, functional: Functional, layout: Layout) -> Stage | None:
+def stage_of(plan: Plan, pure_model: PureModel, layout: Layout) -> Stage | None:
     """A plan's codec at work on the gradients of its model; `None` where XLA reduces.
 
     Raises:
@@ -46,18 +46,18 @@ def stage_of(plan: Plan, functional: Functional, layout: Layout) -> Stage | None
     """
     if not isinstance(plan.reduce, Codec):
         return None
-    leaves = leaves_of_gradients(plan, functional, layout)
-    return Stage(plan.reduce, layout.mesh, leaves, REPLICA_AXIS, functional.seed)
+    leaves = leaves_of_gradients(plan, pure_model, layout)
+    return Stage(plan.reduce, layout.mesh, leaves, REPLICA_AXIS, pure_model.seed)
 
 
-def leaves_of_gradients(plan: Plan, functional: Functional, layout: Layout) -> dict[str, Leaf]:
+def leaves_of_gradients(plan: Plan, pure_model: PureModel, layout: Layout) -> dict[str, Leaf]:
     """Gradients as they cross the replica axis: split over all devices of a replica as far as they divide."""
     leaves = {}
-    for name, leaf in named_leaves(functional.params).items():
-        spec, names = layout.placements[name].gradient, functional.names.get(name)
+    for name, leaf in named_leaves(pure_model.params).items():
+        spec, names = layout.placements[name].gradient, pure_model.names.get(name)
         for axis in ("fsdp", "data", *((PIPE_AXIS,) if plan.pipeline is not None else ())):
             spec = split(leaf.shape, names, spec, layout.mesh, axis)
-        stacked = functional.stacked(name)
+        stacked = pure_model.stacked(name)
         stack, first = in_one_stack(name) if stacked else (None, 0)
         leaves[name] = Leaf(tuple(leaf.shape), spec, stacked, stack, first)
     return leaves

@@ -5,25 +5,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxscale.step.functional import Functional, in_groups
 from jaxscale.step.layout import Layout
+from jaxscale.step.pure_model import PureModel, in_groups
 from jaxscale.typing import Array, Params
 
 
-def first_weights(model: Any, functional: Functional, layout: Layout) -> tuple[Params, Params]:
+def first_weights(model: Any, pure_model: PureModel, layout: Layout) -> tuple[Params, Params]:
     """Parameters, and the rest of the model's state. Every leaf is created already sharded, never whole on one device.
 
     Args:
         model: whose `initial_params`, where it has it, are taken instead of random ones.
-        functional: the model as pure functions.
+        pure_model: the model as pure functions.
         layout: where its arrays live.
     """
-    params, rest = jax.jit(functional.create, out_shardings=(layout.masters, layout.state.rest))()
+    params, rest = jax.jit(pure_model.create, out_shardings=(layout.masters, layout.state.rest))()
     load = getattr(model, "initial_params", None)
     if load is not None:
-        loaded = functional.in_rows(in_groups(load(), functional.groups))
+        loaded = pure_model.in_rows(in_groups(load(), pure_model.groups))
         places = jax.tree.map(
-            lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), functional.params, layout.masters
+            lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), pure_model.params, layout.masters
         )
         params = jax.tree.map(_placed, loaded, places)
     return params, rest

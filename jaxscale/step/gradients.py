@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec
 from jaxscale.blocks import Context, Loss
 from jaxscale.compression.named import NamedCodec
 from jaxscale.sharding.memory_space import to_device
+from jaxscale.step.batches import microbatches
 from jaxscale.step.layout import REPLICA_AXIS
 from jaxscale.step.planned_model import FromWeights, PlannedModel, positive, unchanged
-from jaxscale.step.rows import microbatches
 from jaxscale.step.state import TrainState
 from jaxscale.typing import Array, Batch, Float, Key, Params
 
@@ -172,7 +172,7 @@ class Whole:
             loss, gradients, rest = of_part(carry[2], *part)
             return (*jax.tree.map(jnp.add, (carry[0], carry[1]), (loss, gradients)), rest), None
 
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), planned.functional.params)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), planned.pure_model.params)
         start = (Loss(jnp.zeros(()), jnp.zeros(())), planned.placed(zeros, apart=apart), rest)
         parts = (jax.tree.map(split, dict(batch)), split(examples))
         (loss, gradients, rest), _ = jax.lax.scan(add, start, parts)
@@ -183,12 +183,12 @@ class Whole:
         self, params: Params, rest: Params, batch: Batch, context: Context, replicas: int = 1
     ) -> tuple[Array, tuple[Loss, Params]]:
         """The mean of a batch, or the sum of a microbatch, whose mean waits for the others."""
-        module = self.planned.functional.module(params, rest)
+        module = self.planned.pure_model.module(params, rest)
         loss = self.planned.loss(module, batch, context)
         objective = loss.total + loss.penalty
         if self.planned.plan.microbatches == 1:
             objective = objective / _divisor(jax.lax.stop_gradient(loss.weight), replicas)
-        return objective, (Loss(loss.total, loss.weight), self.planned.functional.rest_of(module))
+        return objective, (Loss(loss.total, loss.weight), self.planned.pure_model.rest_of(module))
 
     def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
         """As of `Objective`; one replica's where a step takes the gradients of each apart."""
@@ -220,7 +220,7 @@ class Whole:
             params = params_of(weights)
 
             def part(batch: Batch) -> Sums:
-                return score(planned.functional.module(params, state.rest), batch)
+                return score(planned.pure_model.module(params, state.rest), batch)
 
             if planned.plan.microbatches == 1:
                 return part(batch)

@@ -30,11 +30,11 @@ from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.tables import Tables, tabulate
 from jaxscale.sharding.memory_space import to_device
 from jaxscale.sharding.zero import placed_axes
+from jaxscale.step.batches import microbatches
 from jaxscale.step.gradients import LossAndGradients, Sums, Whole
 from jaxscale.step.host import streamed_weight
 from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS
 from jaxscale.step.planned_model import PlannedModel, positive
-from jaxscale.step.rows import microbatches
 from jaxscale.step.stage_forms import ChainForm, Named, Scored, StackForm, StageForm, read_spec
 from jaxscale.step.stages import Stages
 from jaxscale.step.state import TrainState
@@ -115,7 +115,7 @@ class Pipelined:
 
     def joined(self, staged: Named, shared: Named) -> Params:
         """The inverse of `split`."""
-        return filled(self.planned.functional.params, {**staged, **shared})
+        return filled(self.planned.pure_model.params, {**staged, **shared})
 
     def stage(self, score: Scored, objective: Callable[[Any], Array]) -> Callable[..., Any]:
         """One stage, as `pipeline.execute` calls it.
@@ -235,7 +235,7 @@ class Pipelined:
         """As of `Objective`: on one stage, as a device sees it; of a chain, on all of them."""
         if self.form.depth is None:
             return Whole(self.planned).loss_of_masters(params, rest, batch, key, examples)
-        staged, shared = self.split(self._copies(self.planned.functional.in_rows(params)))
+        staged, shared = self.split(self._copies(self.planned.pure_model.in_rows(params)))
         parts, specs, rows = self.form.parts(self.loss), self._specs("compute"), PartitionSpec(BATCH_AXES)
 
         def body(staged: Any, shared: Any, batch: Any, examples: Any, key: Any) -> Any:
@@ -339,7 +339,7 @@ class Pipelined:
         if planned.plan.reduce == "bfloat16":
             gradient = gradient.astype(jnp.bfloat16)
         done = {PIPE_AXIS, *({"fsdp"} & placed_axes(read_spec(planned, name)))}
-        over = [axis for axis in MANUAL if axis not in kept and not (planned.functional.stacked(name) and axis in done)]
+        over = [axis for axis in MANUAL if axis not in kept and not (planned.pure_model.stacked(name) and axis in done)]
         for dim, entry in enumerate(spec):
             for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
                 if axis in over:

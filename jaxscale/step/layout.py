@@ -16,8 +16,8 @@ from jaxscale.optim.quantize import is_quantized
 from jaxscale.sharding.memory_space import HOST_KIND
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.zero import Placement, over, placed_axes, placement, stacked_over
-from jaxscale.step.functional import Functional
 from jaxscale.step.plan import Plan
+from jaxscale.step.pure_model import PureModel
 from jaxscale.step.state import TrainState, Watch
 from jaxscale.trees import leaf_bytes, named_leaves, path_name
 from jaxscale.typing import Params
@@ -96,14 +96,14 @@ def kept(plan: Plan, params: Params) -> Params:
     )
 
 
-def placements_of(functional: Functional, plan: Plan, mesh: Any) -> dict[str, Placement]:
+def placements_of(pure_model: PureModel, plan: Plan, mesh: Any) -> dict[str, Placement]:
     """Where the tensors of each parameter live, by its name."""
     rules, copied = effective_rules(plan), plan.precision != "float32"
-    params = named_leaves(functional.params)
+    params = named_leaves(pure_model.params)
     placements = {
         name: placement(
-            leaf.shape[1:] if name in functional.copies else leaf.shape,
-            functional.names.get(name),
+            leaf.shape[1:] if name in pure_model.copies else leaf.shape,
+            pure_model.names.get(name),
             plan.zero,
             copied,
             mesh,
@@ -111,17 +111,17 @@ def placements_of(functional: Functional, plan: Plan, mesh: Any) -> dict[str, Pl
         )
         for name, leaf in params.items()
     }
-    if functional.copies:
+    if pure_model.copies:
         # a stage's copy of what all share stays on its device
         return {
-            name: stacked_over(place, PIPE_AXIS) if name in functional.copies else place
+            name: stacked_over(place, PIPE_AXIS) if name in pure_model.copies else place
             for name, place in placements.items()
         }
     if plan.pipeline is None:
         return placements
     # what all stages share is gathered to be read, and split over them between steps
     return {
-        name: place if functional.stacked(name) else over(place, PIPE_AXIS, params[name].shape, mesh)
+        name: place if pure_model.stacked(name) else over(place, PIPE_AXIS, params[name].shape, mesh)
         for name, place in placements.items()
     }
 
@@ -151,9 +151,9 @@ class Layout:
     abstract: TrainState
 
     @classmethod
-    def of(cls, functional: Functional, optimizer: optax.GradientTransformation, plan: Plan, mesh: Any) -> "Layout":
+    def of(cls, pure_model: PureModel, optimizer: optax.GradientTransformation, plan: Plan, mesh: Any) -> "Layout":
         """Place every leaf; nothing is allocated."""
-        rules, placements = effective_rules(plan), placements_of(functional, plan, mesh)
+        rules, placements = effective_rules(plan), placements_of(pure_model, plan, mesh)
 
         def tree(kind: str, hosted: Callable[[str], bool] = lambda name: False) -> Any:
             def of(path: Any, _: Any) -> NamedSharding:
@@ -161,12 +161,12 @@ class Layout:
                 sharding = NamedSharding(mesh, getattr(placements[name], kind))
                 return sharding.with_memory_kind(HOST_KIND) if hosted(name) else sharding
 
-            return jax.tree_util.tree_map_with_path(of, functional.params)
+            return jax.tree_util.tree_map_with_path(of, pure_model.params)
 
         masters = tree("master", lambda _: plan.offload.masters)
 
         whole = NamedSharding(mesh, PartitionSpec())
-        params = kept(plan, functional.params)
+        params = kept(plan, pure_model.params)
         opt = jax.eval_shape(optimizer.init, params)
         opt_shardings = optax.tree.map_params(
             optimizer,
@@ -181,12 +181,12 @@ class Layout:
         )
         watch = jax.eval_shape(Watch.start)
         step = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
-        abstract = TrainState(step, params, opt, functional.rest, watch)
+        abstract = TrainState(step, params, opt, pure_model.rest, watch)
         shardings = TrainState(
             step=jax.tree.map(lambda _: whole, step),
             params=masters,
             optimizer=opt_shardings,
-            rest=jax.tree.map(lambda _: whole, functional.rest),
+            rest=jax.tree.map(lambda _: whole, pure_model.rest),
             watch=jax.tree.map(lambda _: whole, watch),
         )
         placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)

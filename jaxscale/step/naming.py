@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxscale.layers.stack import in_one_stack
 from jaxscale.optim.quantize import is_quantized
-from jaxscale.step.functional import Functional
+from jaxscale.step.pure_model import PureModel
 from jaxscale.trees import named_leaves, path_name
 
 CODES, SCALE = "codes.", "scale"
@@ -53,21 +53,21 @@ class Naming:
     """Names and parts of the leaves of a train state that are shaped as parameters.
 
     Args:
-        functional: the model as pure functions.
+        pure_model: the model as pure functions.
         split: weights are kept split, so that the optimizer's state is inside another one.
     """
 
-    functional: Functional
+    pure_model: PureModel
     split: bool
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the parameters without padding, by name."""
-        functional = self.functional
-        if functional.vocab_multiple > 1:
-            unpadded = Functional.of(functional.model, functional.seed, 1, functional.groups, functional.rows)
-            functional = unpadded.copied(functional.copies)
-        return {name: tuple(leaf.shape) for name, leaf in named_leaves(functional.params).items()}
+        pure_model = self.pure_model
+        if pure_model.vocab_multiple > 1:
+            unpadded = PureModel.of(pure_model.model, pure_model.seed, 1, pure_model.groups, pure_model.rows)
+            pure_model = unpadded.copied(pure_model.copies)
+        return {name: tuple(leaf.shape) for name, leaf in named_leaves(pure_model.params).items()}
 
     def of_param(self, prefix: str, path: Any, name: str | None, leaf: Any, role: str = "") -> Part:
         """The part of a leaf that is treated as a parameter is.
@@ -79,7 +79,7 @@ class Naming:
             leaf: shape and dtype.
             role: of an array of a quantized one, as `roles` gives it.
         """
-        functional = self.functional
+        pure_model = self.pure_model
         if role:
             path = path[:-1]
         if self.split:  # a rule's state has the names that it has without
@@ -91,12 +91,12 @@ class Naming:
         if role == SCALE:  # blocks along the last dim but one, which is never padded
             shape = (*shape[:-2], leaf.shape[-2], shape[-1])
         dtype = WIDE.get(str(leaf.dtype)) if role else None
-        if name in functional.copies:  # the others are zeros
-            return Part((full + end,), 0, shape, order=(functional.copies[name].index(0),), dtype=dtype)
-        axes = functional.names.get(name) or ()
+        if name in pure_model.copies:  # the others are zeros
+            return Part((full + end,), 0, shape, order=(pure_model.copies[name].index(0),), dtype=dtype)
+        axes = pure_model.names.get(name) or ()
         if "layers" not in axes:
             return Part((full + end,), None, shape, dtype=dtype)
-        dim, order = axes.index("layers"), functional.rows
+        dim, order = axes.index("layers"), pure_model.rows
         if order:
             alive = tuple(row for row, layer in enumerate(order) if layer >= 0)
             names = tuple(layer_name(full, order[row]) + end for row in alive)

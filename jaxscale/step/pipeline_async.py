@@ -43,6 +43,7 @@ from jaxscale.pipeline.pipemare import Remedies
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.pipeline.stream import stream
 from jaxscale.step.async_reads import shared_copies, weight_program
+from jaxscale.step.batches import batch_shapes
 from jaxscale.step.exchange import describe_codec
 from jaxscale.step.extra import Program, lacks
 from jaxscale.step.gradients_pipelined import MANUAL, Pipelined
@@ -50,7 +51,6 @@ from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS, Layout
 from jaxscale.step.naming import Naming, plain
 from jaxscale.step.plan import version_1
 from jaxscale.step.planned_model import PlannedModel, positive
-from jaxscale.step.rows import batch_shapes
 from jaxscale.step.stages import Stages
 from jaxscale.step.state import TrainState, Watch
 from jaxscale.trees import path_name
@@ -92,7 +92,7 @@ class AsyncPipeline:
         self.remedies = self._remedies()
         self.advance = plainly(optimizer)
         self.batch = batch_shapes(planned.experiment)
-        self.held = planned.functional.copied(shared_copies(self.synchronous, self.batch))
+        self.held = planned.pure_model.copied(shared_copies(self.synchronous, self.batch))
         self.layout = Layout.of(self.held, optimizer, planned.plan, planned.layout.mesh)
         self.codec = self._codec_stage()
         self._owners = self.layout.owners(optimizer)
@@ -130,13 +130,13 @@ class AsyncPipeline:
         planned = self.planned
         if not isinstance(planned.plan.reduce, Codec):
             return None
-        stacked, shared = self.synchronous.split(planned.functional.params)
+        stacked, shared = self.synchronous.split(planned.pure_model.params)
         leaves = {
             name: Leaf((self.stages.depth, *leaf.shape[1:]), PartitionSpec(), layers=True)
             for name, leaf in stacked.items()
         }
         leaves |= {name: Leaf(leaf.shape, PartitionSpec()) for name, leaf in shared.items()}
-        return Stage(planned.plan.reduce, self.layout.mesh, leaves, REPLICA_AXIS, planned.functional.seed)
+        return Stage(planned.plan.reduce, self.layout.mesh, leaves, REPLICA_AXIS, planned.pure_model.seed)
 
     # -- one stage -----------------------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class AsyncPipeline:
     def _waiting(self, state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, Array]]:
         """A synchronous step, after which the pipe is empty."""
         loss, gradients, _ = self.synchronous.gradients(self.newest(state), batch)
-        gradients = self.held.in_rows(self.planned.functional.in_layers(gradients))
+        gradients = self.held.in_rows(self.planned.pure_model.in_layers(gradients))
         gradients = jax.lax.with_sharding_constraint(gradients, self.layout.masters)
         mean, norm = loss.total / positive(loss.weight), optax.tree.norm(gradients)
         good, watch = state.watch.judge(mean, norm, self.planned.experiment.guard)
@@ -294,7 +294,7 @@ class AsyncPipeline:
 
     def _streamed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, Array]]:
         owned, _ = self._divided(jax.tree.leaves(state.optimizer))
-        stacked = {i: not owner or self.planned.functional.stacked(owner) for i, owner in enumerate(self._owners)}
+        stacked = {i: not owner or self.planned.pure_model.stacked(owner) for i, owner in enumerate(self._owners)}
         each, same, rows = PartitionSpec(PIPE_AXIS), PartitionSpec(), PartitionSpec(None, BATCH_AXES)
 
         def body(weights: Any, shared: Any, owned: Any, flight: Any, batch: Any, key: Any) -> Any:

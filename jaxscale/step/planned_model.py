@@ -20,10 +20,10 @@ from jaxscale.sharding import place
 from jaxscale.sharding.memory_space import on_host, to_device
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.functional import Functional
 from jaxscale.step.host import streamed_weights
 from jaxscale.step.layout import Layout
 from jaxscale.step.plan import Plan
+from jaxscale.step.pure_model import PureModel
 from jaxscale.step.state import TrainState
 from jaxscale.typing import Array, Batch, Float, Key, Params
 
@@ -38,14 +38,14 @@ class PlannedModel:
     Args:
         experiment: what is trained.
         plan: how, with the mesh settled.
-        functional: the model as pure functions.
+        pure_model: the model as pure functions.
         layout: the mesh and every placement.
         treatment: how blocks run where gradients are taken; `None` leaves them unchanged.
     """
 
     experiment: Experiment
     plan: Plan
-    functional: Functional
+    pure_model: PureModel
     layout: Layout
     treatment: blocks.Treatment | None = None
 

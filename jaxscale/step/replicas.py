@@ -29,11 +29,11 @@ from jaxscale.optim.quantize import is_quantized
 from jaxscale.sharding.memory_space import in_memory_of
 from jaxscale.step.exchange import REDUCE, Exchanged, leaves_of_gradients
 from jaxscale.step.extra import Program, lacks
-from jaxscale.step.functional import Functional
 from jaxscale.step.gradients import LossAndGradients, Objective
 from jaxscale.step.layout import REPLICA_AXIS, Layout
 from jaxscale.step.naming import Naming, Part, roles
 from jaxscale.step.plan import Plan
+from jaxscale.step.pure_model import PureModel
 from jaxscale.step.state import TrainState
 from jaxscale.step.wire_checks import bytes_over, check_alone, check_meeting
 from jaxscale.trees import filled, named_leaves, path_name
@@ -67,14 +67,14 @@ class Replicas:
     label: str = dataclasses.field(default="outer state", init=False)
 
     @classmethod
-    def of(cls, plan: Plan, functional: Functional, plain: Layout, optimizer: Any, stage: Stage | None) -> "Replicas":
+    def of(cls, plan: Plan, pure_model: PureModel, plain: Layout, optimizer: Any, stage: Stage | None) -> "Replicas":
         """DiLoCo of a plan that has it.
 
         Raises:
             UserError: more parts than tensors, or the codec is for nothing of a part.
         """
         assert plan.diloco is not None
-        replicas = cls(plan.diloco, plain, optimizer, leaves_of_gradients(plan, functional, plain), stage)
+        replicas = cls(plan.diloco, plain, optimizer, leaves_of_gradients(plan, pure_model, plain), stage)
         assert all(replicas.stages)
         return replicas
 

@@ -95,7 +95,7 @@ class StageForm(Protocol):
 def read_spec(planned: PlannedModel, name: str) -> PartitionSpec:
     """The placement that a step's loop reads a parameter in: what stages share is whole."""
     place = planned.layout.placements[name]
-    if not planned.functional.stacked(name):
+    if not planned.pure_model.stacked(name):
         return without(place.compute, "fsdp")
     return place.master if planned.plan.offload.weights == "host" else place.compute
 
@@ -141,7 +141,7 @@ class StackForm:
 
     def is_staged(self, name: str) -> bool:
         """As of `StageForm`."""
-        return self.planned.functional.stacked(name)
+        return self.planned.pure_model.stacked(name)
 
     def parts(self, score: Scored) -> Parts:
         """As of `StageForm`."""
@@ -151,7 +151,7 @@ class StackForm:
 
         def traced(between: blocks.Between, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
             batch, examples = microbatch
-            module = planned.functional.module(filled(planned.functional.params, {**stacked, **shared}), {})
+            module = planned.pure_model.module(filled(planned.pure_model.params, {**stacked, **shared}), {})
             cut = Cut(numbers[stage], self.stages.starts, self.stages.padded, between, gather)
             try:
                 with blocks.cutting(cut):
@@ -308,7 +308,7 @@ class ChainForm:
     def places(self) -> dict[str, Row]:
         """Where each parameter of a block lies among those of its stage."""
         starts, places, sizes = self.stages.starts, {}, [0] * len(self.stages.layers)
-        for name, leaf in named_leaves(self.planned.functional.params).items():
+        for name, leaf in named_leaves(self.planned.pure_model.params).items():
             if self.is_staged(name):
                 block = int(name.removeprefix(self._prefix).split("/")[0])
                 stage = sum(start <= block for start in starts) - 1
@@ -355,7 +355,7 @@ class ChainForm:
 
     def _block_params(self, flat: Array, stage: int) -> list[Params]:
         """The parameters of a stage's blocks, as each block has them."""
-        layers: Any = self.planned.functional.params
+        layers: Any = self.planned.pure_model.params
         for part in self._prefix.strip("/").split("/"):
             layers = layers[part]
         first, count = self.stages.starts[stage], self.stages.layers[stage]
@@ -373,14 +373,14 @@ class ChainForm:
 
     def parts(self, score: Scored) -> Parts:
         """As of `StageForm`; what crosses a boundary is packed."""
-        planned, functional = self.planned, self.planned.functional
+        planned, pure_model = self.planned, self.planned.pure_model
         ends = [0, *itertools.accumulate(self.stages.layers)]
 
         def traced(between: Any, shared: Any, microbatch: Any, key: Any) -> Any:
             batch, examples = microbatch
             # the blocks get theirs from the stage's array, and these are never read
             absent = {name: jnp.zeros(place.shape, planned.plan.precision) for name, place in self.places.items()}
-            module = functional.module(filled(functional.params, {**absent, **shared}), {})
+            module = pure_model.module(filled(pure_model.params, {**absent, **shared}), {})
             cut = Cut(jnp.zeros((0,), jnp.int32), self.stages.starts, False, between)
             try:
                 with blocks.cutting(cut):

@@ -20,8 +20,8 @@ from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.tables import tabulate
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.functional import Functional
 from jaxscale.step.plan import Plan
+from jaxscale.step.pure_model import PureModel
 from jaxscale.trees import named_leaves
 
 
@@ -157,9 +157,9 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     """
     pipeline = plan.pipeline
     assert pipeline is not None
-    functional = Functional.of(experiment.model, experiment.seed)
-    layers = [leaf.shape[0] for name, leaf in named_leaves(functional.params).items() if functional.stacked(name)]
-    chains = chains_of(functional)
+    pure_model = PureModel.of(experiment.model, experiment.seed)
+    layers = [leaf.shape[0] for name, leaf in named_leaves(pure_model.params).items() if pure_model.stacked(name)]
+    chains = chains_of(pure_model)
     if not layers and not chains:
         raise UserError(
             f"pipeline {pipeline}: this model has no blocks to cut into stages; build it of layers.Stack or "
@@ -172,7 +172,7 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
             f"pipeline {pipeline}: this model has {' and '.join(stacks)}, and one is cut into stages; make it one "
             "stack, or one chain"
         )
-    statistics = list(named_leaves(functional.rest))
+    statistics = list(named_leaves(pure_model.rest))
     if statistics:
         raise UserError(
             f"pipeline {pipeline}: this model holds running statistics ({statistics[0]}), which microbatches would "
@@ -197,15 +197,15 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     return _checked(stages, pipeline)
 
 
-def chains_of(functional: Functional) -> dict[str, int]:
+def chains_of(pure_model: PureModel) -> dict[str, int]:
     """The chains of unlike blocks of a model, by where they are, and how many blocks each has.
 
     Example:
         >>> from jaxscale.models import ResNet
-        >>> chains_of(Functional.of(ResNet(stages=(2, 1), width=8), 0))
+        >>> chains_of(PureModel.of(ResNet(stages=(2, 1), width=8), 0))
         {'blocks': 3}
     """
-    module = nnx.merge(functional.graphdef, functional.whole, functional.rest)
+    module = nnx.merge(pure_model.graphdef, pure_model.whole, pure_model.rest)
     return {"/".join(map(str, path)): len(one.layers) for path, one in nnx.iter_graph(module) if isinstance(one, Chain)}
 
 

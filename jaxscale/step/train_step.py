@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.blocks import Loss
 from jaxscale.compression.reduce import Stage
 from jaxscale.memory.decision import Decision
-from jaxscale.step import rows
+from jaxscale.step import batches
 from jaxscale.step.canonical import Canonical
 from jaxscale.step.compiled import Compiled
 from jaxscale.step.exchange import Exchange, Exchanged
@@ -91,7 +91,7 @@ class TrainStep:
         planned = parts.objective.planned
         self.parts = parts
         self.experiment, self.plan = planned.experiment, planned.plan
-        self.functional = planned.functional if parts.stream is None else parts.stream.held
+        self.pure_model = planned.pure_model if parts.stream is None else parts.stream.held
         self.objective, self.update = parts.objective, parts.optimizer
         self.optimizer = parts.optimizer.whole
         self.stages, self.decision, self.extras = parts.stages, parts.decision, parts.extras
@@ -139,7 +139,7 @@ class TrainStep:
     @property
     def parameters(self) -> int:
         """How many numbers are trained."""
-        return self.functional.parameters
+        return self.pure_model.parameters
 
     @property
     def kernels(self) -> tuple[Taken, ...]:
@@ -191,11 +191,11 @@ class TrainStep:
         context = dataclasses.replace(context, attention="plain", loss_chunk=None, loss="reference")
 
         def objective(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
-            module = self.functional.module(params, rest)
+            module = self.pure_model.module(params, rest)
             loss = self.experiment.model.loss(module, batch, context)
             return loss.total
 
-        return model_flop(jax.grad(objective), self.functional.whole, self.functional.rest, rows.shapes(batch))
+        return model_flop(jax.grad(objective), self.pure_model.whole, self.pure_model.rest, batches.shapes(batch))
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -205,21 +205,21 @@ class TrainStep:
 
     @functools.cached_property
     def _data_shard(self) -> tuple[int, int]:
-        return rows.shard_of(self.layout.batch, self.experiment.batch)
+        return batches.shard_of(self.layout.batch, self.experiment.batch)
 
     def place(self, batch: Batch) -> dict[str, Array]:
         """This process's rows of a batch, put on the devices as their part of the global batch."""
-        return rows.put(batch, self.layout.batch, self._data_shard)
+        return batches.put(batch, self.layout.batch, self._data_shard)
 
     def abstract_batch(self, batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of a global batch (of arrays or of shapes), with their sharding."""
-        return rows.shapes(batch, self.layout.batch)
+        return batches.shapes(batch, self.layout.batch)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
     def init(self) -> TrainState:
         """The state before the first step. Every leaf is created already sharded, never whole on one device."""
-        params, rest = first_weights(self.experiment.model, self.functional, self.layout)
+        params, rest = first_weights(self.experiment.model, self.pure_model, self.layout)
         places = self.layout.state
         params, optimizer = self._first_optimizer(params)
         step, watch = jax.jit(
@@ -273,13 +273,13 @@ class TrainStep:
         if self.plan.offload.masters:
             placed = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), self.layout.masters)
             params = jax.device_put(params, placed)
-        return self.functional.module(self.functional.in_layers(params), state.rest)
+        return self.pure_model.module(self.pure_model.in_layers(params), state.rest)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
     def compile(self, batch: Batch) -> Compiled:
         """Compile the step for batches like `batch` (global shapes), and check that every request took effect."""
-        from jaxscale.step.check import check_compiled, check_kept_on_host, check_traced
+        from jaxscale.step.program_checks import check_compiled, check_kept_on_host, check_traced
 
         start = time.perf_counter()
         traced = self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))

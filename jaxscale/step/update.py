@@ -20,9 +20,9 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.quantized import quantize_state, state_bytes
 from jaxscale.optim.split_weights import split, split_weights
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.functional import Functional
 from jaxscale.step.layout import placements_of
 from jaxscale.step.plan import Plan
+from jaxscale.step.pure_model import PureModel
 from jaxscale.trees import path_name, tree_bytes
 from jaxscale.typing import Params
 
@@ -55,25 +55,25 @@ class Update:
     layers: Params | None = None
 
     @classmethod
-    def of(cls, experiment: Experiment, plan: Plan, functional: Functional, mesh: Any) -> "Update":
+    def of(cls, experiment: Experiment, plan: Plan, pure_model: PureModel, mesh: Any) -> "Update":
         """The optimizer of an experiment under a plan.
 
         Raises:
             UserError: its moments cannot be kept as asked, or a TPU's compiler takes none in few bits on the host.
         """
-        placements, by_path = placements_of(functional, plan, mesh), jax.tree_util.tree_map_with_path
-        places = by_path(lambda path, _: NamedSharding(mesh, placements[path_name(path)].state), functional.params)
+        placements, by_path = placements_of(pure_model, plan, mesh), jax.tree_util.tree_map_with_path
+        places = by_path(lambda path, _: NamedSharding(mesh, placements[path_name(path)].state), pure_model.params)
         leaves = by_path(
             lambda path, leaf, place: leaf_of(
-                path_name(path), functional.names.get(path_name(path)), leaf.shape, place
+                path_name(path), pure_model.names.get(path_name(path)), leaf.shape, place
             ),
-            functional.params,
+            pure_model.params,
             places,
         )
         plain = rule = experiment.optimizer.rule(experiment.steps, leaves)
         fused = unfused = None
         if plan.state.moments != "float32":
-            layers = by_path(lambda path, _: functional.stacked(path_name(path)), functional.params)
+            layers = by_path(lambda path, _: pure_model.stacked(path_name(path)), pure_model.params)
             device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
             if plan.offload.optimizer_state == "host" and device.platform == "tpu":
                 raise UserError(

@@ -10,8 +10,8 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.estimate import estimate, of_step
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
+from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build
-from jaxscale.step.rows import batch_shapes
 
 V5E = "tpu v5e:2x2"
 

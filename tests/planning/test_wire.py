@@ -15,8 +15,8 @@ from jaxscale.platforms.hlo import Collective
 from jaxscale.platforms.platform import Platform
 from jaxscale.platforms.report import CompileReport
 from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build
-from jaxscale.step.rows import batch_shapes
 
 MESH, SLICES = "replica:2,fsdp:4", "tpu v5e:2x2 x 2"
 INT8 = Codec.parse("int8")

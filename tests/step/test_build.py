@@ -98,7 +98,7 @@ def test_weight_decay_reaches_the_matrices_of_a_stack_and_spares_its_gains_and_b
 
     @jax.jit
     def after():
-        params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), step.functional.params)
+        params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), step.pure_model.params)
         gradients = jax.tree.map(jnp.zeros_like, params)
         updates, _ = step.optimizer.update(gradients, step.optimizer.init(params), params)
         return optax.apply_updates(params, updates)

@@ -22,11 +22,11 @@ from composing.pairs import key, pairs, read, table
 from composing.twins import built, compiled, experiment_of, lower, plan_of, train
 
 from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build
 from jaxscale.step.combinations import Incompatible
 from jaxscale.step.pipeline_async import AsyncPipeline
 from jaxscale.step.plan import Plan
-from jaxscale.step.rows import batch_shapes
 from jaxscale.values.annotations import field_types
 from tests.plans import grouped
 

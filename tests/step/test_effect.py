@@ -320,7 +320,7 @@ jax.config.update("jax_num_cpu_devices", 1)
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.rows import batch_shapes
+from jaxscale.step.batches import batch_shapes
 from jaxscale.training.source import load
 experiment, _ = load("experiments/shakespeare.py")
 found = {}

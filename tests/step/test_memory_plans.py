@@ -20,10 +20,10 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step import check
 from jaxscale.step.build import build
-from jaxscale.step.check import check_kept_on_host
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.functional import Functional, in_groups
 from jaxscale.step.plan import Plan
+from jaxscale.step.program_checks import check_kept_on_host
+from jaxscale.step.pure_model import PureModel, in_groups
 from jaxscale.step.resolve import settled_unroll
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import from_json, override, to_json
@@ -201,9 +201,9 @@ def _first(params, name):
 def test_loaded_weights_reach_a_stack_in_groups():
     golden = Path(__file__).parents[1] / "golden" / "llama"
     model = Pretrained(str(golden))
-    whole = Functional.of(model, 0)
+    whole = PureModel.of(model, 0)
     layers = model.model.layers
-    grouped = Functional.of(model, 0, groups=(layers - 1, 1))
+    grouped = PureModel.of(model, 0, groups=(layers - 1, 1))
     loaded = in_groups(model.initial_params(), grouped.groups)
     assert jax.tree.structure(loaded) == jax.tree.structure(grouped.params) != jax.tree.structure(whole.params)
     for leaf, abstract in zip(jax.tree.leaves(loaded), jax.tree.leaves(grouped.params), strict=True):

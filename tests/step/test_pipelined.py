@@ -35,7 +35,7 @@ def batch(rows: int = 8) -> dict[str, np.ndarray]:
 
 def gradients(step: TrainStep, state: Any) -> Any:
     found = step.gradients_fn(state, step.place(batch()))
-    return jax.tree.map(np.asarray, step.functional.in_layers(jax.device_get(found)))
+    return jax.tree.map(np.asarray, step.pure_model.in_layers(jax.device_get(found)))
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from jaxscale.models.foreign import ForeignModel, classification
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.check import check_traced
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from jaxscale.step.program_checks import check_traced
 from jaxscale.trees import named_leaves
 
 ROWS, LENGTH = 8, 8

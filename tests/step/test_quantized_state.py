@@ -22,11 +22,11 @@ from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.check import check_state_bits
 from jaxscale.step.conversion import conversion, forms_of
 from jaxscale.step.experiment import Experiment, Guard
 from jaxscale.step.naming import CODES, SCALE
 from jaxscale.step.plan import OffloadPlan, Plan, StatePlan
+from jaxscale.step.program_checks import check_state_bits
 from jaxscale.step.wire_checks import NoEffect
 from tests.plans import plan_of
 

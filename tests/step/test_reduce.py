@@ -54,7 +54,7 @@ def batch() -> dict[str, np.ndarray]:
 def mean_apart(step: TrainStep, state: Any) -> Any:
     found = jax.jit(step.objective.gradients_apart)(state, step.place(batch()))[1]
     found = jax.tree.map(lambda g: np.asarray(g).mean(0), found)
-    return jax.tree.map(np.asarray, step.functional.in_layers(found))
+    return jax.tree.map(np.asarray, step.pure_model.in_layers(found))
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from jaxscale.memory.decision import Decision, read_decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.platforms.detect import chip_of
 from jaxscale.platforms.platform import Chip, chips
+from jaxscale.step.batches import batch_shapes
 from jaxscale.step.gradients import Objective
 from jaxscale.step.plan import Plan
-from jaxscale.step.rows import batch_shapes
 from jaxscale.values.units import rate, size
 
 REHEARSED = "v5e"
@@ -129,11 +129,11 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
         name: jax.ShapeDtypeStruct((rows.shape[0] // parts, *rows.shape[1:]), rows.dtype)
         for name, rows in batch_shapes(objective.planned.experiment).items()
     }
-    functional, rows = objective.planned.functional, next(iter(batch.values())).shape[0]
+    pure_model, rows = objective.planned.pure_model, next(iter(batch.values())).shape[0]
     # arguments and not constants: a block meets them as in the step
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(rows, dtype="int32")))
     with objective.planned.tracing(plainly=True):
-        calls = collect(objective.loss_of_masters, functional.whole, functional.rest, batch, key, examples, chip=chip)
+        calls = collect(objective.loss_of_masters, pure_model.whole, pure_model.rest, batch, key, examples, chip=chip)
     depth = objective.stage_depth
     return calls if depth is None else tuple(dataclasses.replace(call, count=depth) for call in calls)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxscale.step.rows import equal_part, span
+from jaxscale.step.batches import equal_part, span
 
 
 @pytest.mark.parametrize(

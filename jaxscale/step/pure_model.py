@@ -25,7 +25,7 @@ Names = tuple[str | None, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Functional:
+class PureModel:
     """The parts of a model's module.
 
     Args:
@@ -62,7 +62,7 @@ class Functional:
         vocab_multiple: int = 1,
         groups: tuple[int, ...] = (),
         rows: tuple[int, ...] = (),
-    ) -> "Functional":
+    ) -> "PureModel":
         """Trace the construction of the module; nothing is allocated."""
         nnx.use_eager_sharding(False)
         abstract = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple, groups))
@@ -78,17 +78,17 @@ class Functional:
                     )
                 names["/".join(map(str, path))] = tuple(logical)
         masters = jax.eval_shape(_float32, nnx.to_pure_dict(params))
-        functional = cls(model, seed, vocab_multiple, graphdef, masters, names, nnx.to_pure_dict(rest), groups, rows)
+        pure_model = cls(model, seed, vocab_multiple, graphdef, masters, names, nnx.to_pure_dict(rest), groups, rows)
         if not rows:
-            return functional
-        return dataclasses.replace(functional, params=jax.eval_shape(functional.in_rows, masters))
+            return pure_model
+        return dataclasses.replace(pure_model, params=jax.eval_shape(pure_model.in_rows, masters))
 
-    def copied(self, copies: Mapping[str, tuple[int, ...]]) -> "Functional":
+    def copied(self, copies: Mapping[str, tuple[int, ...]]) -> "PureModel":
         """The same with a copy for each stage of what is not of a layer."""
         if not copies:
             return self
-        functional = dataclasses.replace(self, copies=copies)
-        return dataclasses.replace(functional, params=jax.eval_shape(functional.in_rows, self.whole))
+        pure_model = dataclasses.replace(self, copies=copies)
+        return dataclasses.replace(pure_model, params=jax.eval_shape(pure_model.in_rows, self.whole))
 
     @functools.cached_property
     def whole(self) -> Params:

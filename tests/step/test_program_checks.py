@@ -22,9 +22,9 @@ from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.platforms.hlo import Collective, collectives
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.check import check_compiled, check_traced, check_wires
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
+from jaxscale.step.program_checks import check_compiled, check_traced, check_wires
 from jaxscale.step.wire_checks import NoEffect, check_codec
 from tests.plans import plan_of
 

@@ -271,14 +271,14 @@ def _narrow_share(equations: Sequence[tuple[Any, int]]) -> float:
 def _reads(step: "TrainStep", batch: Batch, field: str, one: Any, other: Any) -> bool:
     """Whether the loss, traced with two values of a field of its context, gives two programs."""
     abstract = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
-    functional = step.functional
+    pure_model = step.pure_model
 
     def program(value: Any) -> str:
         context = dataclasses.replace(Context(), **{field: value})
 
         def loss(params: Any, rest: Any, batch: Batch) -> Any:
-            return tuple(step.experiment.model.loss(functional.module(params, rest), batch, context))
+            return tuple(step.experiment.model.loss(pure_model.module(params, rest), batch, context))
 
-        return str(jax.make_jaxpr(loss)(functional.whole, functional.rest, abstract))
+        return str(jax.make_jaxpr(loss)(pure_model.whole, pure_model.rest, abstract))
 
     return program(one) != program(other)
