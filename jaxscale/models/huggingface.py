@@ -43,7 +43,7 @@ def read_config(folder: str | Path, **settings: Any) -> tuple[Family, Any]:
         settings: fields set by the caller (dropout, z_loss); one that the architecture lacks must be 0.
 
     Raises:
-        UserError: no file; an unknown architecture; a value that is wrong, or not supported, or not understood.
+        UserError: no file; an unknown architecture; a wrong or unsupported value.
     """
     file = ConfigFile.open(Path(folder))
     names = file.values.get("architectures") or []

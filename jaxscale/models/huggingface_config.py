@@ -160,7 +160,7 @@ class ConfigFile:
         for key, value in self.values.items():
             if key not in self.seen | HARMLESS and value not in (None, False, 0, "", [], {}):
                 raise UserError(
-                    f"{self.path}: {key}: {value!r} is not understood, and could change what the model computes; "
+                    f"{self.path}: {key}: {value!r} is not supported, and could change what the model computes; "
                     "take the key out if it does not"
                 )
 

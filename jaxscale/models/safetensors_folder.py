@@ -100,7 +100,7 @@ def _read_shards(folder: Path, shards: Mapping[str, str]) -> dict[str, np.ndarra
             files[shard] = _read_file(folder / shard)
         if name not in files[shard]:
             raise UserError(
-                f"{folder / shard}: the index says that tensor {name} lies here, and it does not; copy both again"
+                f"{folder / shard}: the index lists tensor {name} in this file, which lacks it; copy both again"
             )
     for shard, tensors in files.items():
         for name in tensors:

@@ -156,15 +156,15 @@ def _check_libtpu(destination: Target, timeout: float) -> None:
         device_bytes = None if report is None else report.device_bytes
         if device_bytes is None:
             raise UserError(
-                f"libtpu {identity} cannot judge: {report}; install libtpu=={trust.TRUSTED} (jaxscale[aot-tpu])"
+                f"libtpu {identity} is not trusted: {report}; install libtpu=={trust.TRUSTED} (jaxscale[aot-tpu])"
             )
         if file is not None:
             with contextlib.suppress(OSError):
                 file.write_text(json.dumps({"libtpu": identity, "device_bytes": device_bytes}))
     if not trust.agrees(device_bytes):
         raise UserError(
-            f"libtpu {identity} cannot judge: it says {device_bytes / trust.MIB:.0f} MiB of a program that takes "
-            f"{trust.KNOWN_BYTES / trust.MIB:.0f}; install libtpu=={trust.TRUSTED} (jaxscale[aot-tpu])"
+            f"libtpu {identity} is not trusted: it reports {device_bytes / trust.MIB:.0f} MiB for a program of "
+            f"{trust.KNOWN_BYTES / trust.MIB:.0f} MiB; install libtpu=={trust.TRUSTED} (jaxscale[aot-tpu])"
         )
 
 

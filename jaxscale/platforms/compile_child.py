@@ -187,9 +187,9 @@ def _failure_report(
 ) -> CompileReport:
     """The report of a program that was not compiled."""
     if unknown := re.search(r"No such compile option: '([^']*)'", message):
-        raise UserError(f"the compiler of {facts['platform']} knows no option {unknown[1]!r}; leave it out")
+        raise UserError(f"the compiler of {facts['platform']} has no option {unknown[1]!r}; leave it out")
     if options and "INVALID_ARGUMENT" in message and "option" in message:
-        raise UserError(f"the compiler of {facts['platform']} refuses an option: {message}")
+        raise UserError(f"the compiler of {facts['platform']} rejects an option: {message}")
     if "ptxas" in message:
         raise UserError(
             f"{facts['platform']}: a kernel needs ptxas, which is not here; install jaxscale[aot-gpu]: {message}"

@@ -66,7 +66,7 @@ def chip_of(device_kind: str, platform: str) -> Chip:
         if device_kind in chip.device_kinds:
             return chip
     kind = platform if platform in ("tpu", "cpu") else "gpu"
-    return Chip(device_kind, kind, (device_kind,), (f"unknown to jaxscale: JAX says {device_kind!r}",))
+    return Chip(device_kind, kind, (device_kind,), (f"unknown to jaxscale: JAX reports {device_kind!r}",))
 
 
 def accelerators(devices: pathlib.Path = pathlib.Path("/dev")) -> frozenset[str]:

@@ -35,7 +35,7 @@ V4 = Chip(
     memory=32 * GiB,  # TPU v4 page
     usable_memory=int(30.75 * GiB),  # probe, in megacore; 15.25 GiB for each core apart
     memory_bandwidth=1200e9,  # TPU v4 page
-    devices=1,  # megacore; ahead-of-time compilation lists two unless it is told so
+    devices=1,  # megacore; ahead-of-time compilation lists two by default
     chips_per_host=4,  # scaling book: a host is 2x2x1
     links=(
         _ici(45e9, 6, f"{_BOOK}: v4p 4.5e10 bytes/s one way; 3D torus"),

@@ -162,7 +162,7 @@ def test_patterns():
         ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings: got 1, expected true or false"),
         ("llama", {"rms_norm_eps": True}, "rms_norm_eps: got True, expected a number"),
         ("llama", {"pretraining_tp": 2}, "pretraining_tp: got 2, expected 1: nothing else is supported"),
-        ("llama", {"attention_multiplier": 0.5}, "attention_multiplier: 0.5 is not understood"),
+        ("llama", {"attention_multiplier": 0.5}, "attention_multiplier: 0.5 is not supported"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: quantized weights are not supported"),
         (
             "llama",
