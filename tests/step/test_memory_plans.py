@@ -18,7 +18,7 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.models.huggingface import Pretrained
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step import check
+from jaxscale.step import program_checks
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
@@ -26,6 +26,7 @@ from jaxscale.step.program_checks import check_kept_on_host
 from jaxscale.step.pure_model import PureModel, in_groups
 from jaxscale.step.resolve import settled_unroll
 from jaxscale.step.train_step import TrainStep
+from jaxscale.step.wire_checks import NoEffect
 from jaxscale.values import from_json, override, to_json
 from tests.plans import plan_of
 
@@ -123,8 +124,8 @@ def test_an_offload_that_shows_no_host_bytes_is_an_error(monkeypatch):
     assert step.decision.host_bytes > 0
     memory = types.SimpleNamespace(host_temp_size_in_bytes=step.decision.host_bytes - 1)
     check_kept_on_host(step, memory)  # a CPU rehearses
-    monkeypatch.setattr(check, "rehearses", lambda devices: False)
-    with pytest.raises(check.NoEffect, match="kept on the host"):
+    monkeypatch.setattr(program_checks, "rehearses", lambda devices: False)
+    with pytest.raises(NoEffect, match="kept on the host"):
         check_kept_on_host(step, memory)
     check_kept_on_host(step, types.SimpleNamespace(host_temp_size_in_bytes=step.decision.host_bytes))
 
