@@ -231,16 +231,16 @@ def check(given: argparse.Namespace) -> None:
             state, metrics = step.run(state, step.place(batch))
             jax.block_until_ready(metrics)  # or calls that wait for each other could take all threads
         # what entered last is still under way: each stage has made its own number of updates
-        made = [int(count) for count in np.asarray(state.extra["in_flight"]["watch"].good).reshape(STAGES, -1)[:, 0]]
+        updates = [int(count) for count in np.asarray(state.extra["in_flight"]["watch"].good).reshape(STAGES, -1)[:, 0]]
         newest = StaleWeights(plain, Rule((0,) * STAGES)).begin(
             dataclasses.replace(plain.init(), params=jax.device_get(step.pure_model.in_layers(state.params)))
         )
         apart, beside = (
-            max(_apart(newest[s].versions[0], of[count][s]) for s, count in enumerate(made))
+            max(_apart(newest[s].versions[0], of[count][s]) for s, count in enumerate(updates))
             for of in (history, undelayed)
         )
         found[name] = apart / beside
-        print(f"{name:24} updates {made}  apart {apart:.1e}, from weights without delay {beside:.1e}", flush=True)
+        print(f"{name:24} updates {updates}  apart {apart:.1e}, from weights without delay {beside:.1e}", flush=True)
     print(json.dumps(found))
     if max(found.values()) > 2e-3:
         raise SystemExit("loop and executor differ")

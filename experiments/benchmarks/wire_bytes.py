@@ -81,6 +81,7 @@ from jaxscale.step.experiment import Experiment
 from jaxscale.step.gradients import LossAndGradients
 from jaxscale.step.plan import Plan
 from jaxscale.step.state import TrainState
+from jaxscale.step.synchronous import SynchronousStep
 from jaxscale.step.train_step import TrainStep
 from jaxscale.step.wire_checks import NoEffect, check_codec, slow_bytes
 from jaxscale.typing import Array, Batch, Key
@@ -233,13 +234,16 @@ def program(devices: Sequence[Any], case: Case) -> Any:
     on = [abstract(device) for device in devices] if without_memories(devices) else devices
     step = build(case.experiment, case.plan, devices=on)
     if case.fault:
-        apart = step.parts.gradients
+        function = step.parts.function
+        assert isinstance(function, SynchronousStep)
+        apart = function.gradients
 
         def reduced(state: TrainState, batch: Batch) -> LossAndGradients:
             loss, gradients, rest = apart(state, batch)
             return loss, jax.tree.map(lambda g: jnp.broadcast_to(g.mean(0), g.shape), gradients), rest
 
-        step = TrainStep(dataclasses.replace(step.parts, gradients=reduced))
+        function = dataclasses.replace(function, gradients=reduced)
+        step = TrainStep(dataclasses.replace(step.parts, function=function))
     traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(case.experiment)))
     return traced.lower() if on is devices else lower_for(devices[: step.devices], traced)
 

@@ -110,7 +110,7 @@ def _plain(text: str) -> str:
 
 
 def spell(value: Any) -> str:
-    """A value as it is written on the command line.
+    """A value, spelled for the command line.
 
     Example:
         >>> spell(None), spell(True), spell(("a", "b")), spell(0.5)

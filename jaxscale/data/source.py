@@ -72,7 +72,7 @@ def _glob(path: str) -> list[str]:
 
 
 def _remote(path: str, action: Any) -> Any:
-    """`action()`; a missing client of a remote file system raises an error that says what to install."""
+    """`action()`; a missing client of a remote file system raises an error that names the package to install."""
     try:
         return action()
     except ImportError as error:

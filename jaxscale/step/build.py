@@ -9,7 +9,7 @@ import jax
 
 from jaxscale.memory.decision import Decision
 from jaxscale.optim.elementwise import first_mixing
-from jaxscale.optim.offloaded import Advance, plainly
+from jaxscale.optim.offloaded import Advance
 from jaxscale.platforms.cpu_threads import provide_threads
 from jaxscale.platforms.detect import host_memory
 from jaxscale.platforms.kept_programs import keep_ordered_programs
@@ -31,7 +31,8 @@ from jaxscale.step.replicas import Replicas
 from jaxscale.step.requests import Facts
 from jaxscale.step.resolve import ResolvedPlan, needs_decision, resolve
 from jaxscale.step.state import TrainState
-from jaxscale.step.train_step import StepParts, TrainStep, UpdateFn
+from jaxscale.step.synchronous import SynchronousStep, UpdateFn
+from jaxscale.step.train_step import StepParts, TrainStep
 from jaxscale.step.update import Update, describe_state
 from jaxscale.step.without_effect import check_effect
 from jaxscale.trees import named_leaves
@@ -185,39 +186,38 @@ class Assembly:
             return StepParts(
                 objective,
                 stream.layout,
-                gradients=objective.gradients,
-                exchange=by_compiler(stream.layout),
-                update=_shared(stream.advance),
+                function=stream.step,
                 extras=(InFlight(stream),),
                 stream=stream,
                 codec=stream.codec,
                 **common,
             )
-        objective, layout = _objective(planned, self.resolved), self.layout
+        objective, layout, guard = _objective(planned, self.resolved), self.layout, experiment.guard
         stage = stage_of(plan, self.pure_model, layout)
         residuals = () if stage is None else (CodecResiduals(stage, experiment.optimizer, plan.diloco is None),)
         if plan.diloco is not None:
             replicas = Replicas.of(plan, self.pure_model, layout, update.whole, stage)
-            advance = (
-                plainly(update.whole) if plan.offload.optimizer_state == "device" else advance_of(plan, update, layout)
-            )
+            advance = advance_of(plan, update, layout)
             return StepParts(
                 objective,
                 layout,
-                gradients=functools.partial(replicas.gradients, objective),
-                exchange=none_yet,
-                update=functools.partial(replicas.update, advance),
+                function=SynchronousStep(
+                    functools.partial(replicas.gradients, objective),
+                    none_yet,
+                    functools.partial(replicas.update, advance),
+                    guard,
+                ),
                 extras=(*residuals, replicas),
                 replicas=replicas,
                 codec=stage,
                 **common,
             )
+        gradients = objective.gradients if stage is None else objective.gradients_apart
+        exchange = by_compiler(layout) if stage is None else by_codec(stage, update.messages, layout)
         return StepParts(
             objective,
             layout,
-            gradients=objective.gradients if stage is None else objective.gradients_apart,
-            exchange=by_compiler(layout) if stage is None else by_codec(stage, update.messages, layout),
-            update=_shared(advance_of(plan, update, layout)),
+            function=SynchronousStep(gradients, exchange, _shared(advance_of(plan, update, layout)), guard),
             extras=residuals,
             codec=stage,
             **common,

@@ -22,7 +22,7 @@ from jaxscale.optim.offloaded import global_norm
 from jaxscale.optim.one_bit import Messages
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.zero import split
-from jaxscale.step.extra import Program, lacks
+from jaxscale.step.extra import CompiledProgram, lacks
 from jaxscale.step.layout import PIPE_AXIS, REPLICA_AXIS, Layout
 from jaxscale.step.naming import Naming, Part, plain
 from jaxscale.step.plan import Plan
@@ -236,18 +236,18 @@ class CodecResiduals:
         missing = [parts for parts in asked if "/".join(parts) not in names]
         if not any(parts[1] != ONE for parts in missing):
             return ""
-        left = sorted({parts[2].split(" ")[0] for parts in missing if parts[1] == ONE} - {RESIDUAL})
+        lost = sorted({parts[2].split(" ")[0] for parts in missing if parts[1] == ONE} - {RESIDUAL})
         if any(parts[1:3] == [ONE, RESIDUAL] for parts in missing):
             return f"; it holds nothing of what reduce {self.stage.codec} keeps: that begins anew"
         spread = any(parts[2] == RESIDUAL for parts in missing)
         note = "; what replicas owed goes on as its mean" * spread
-        return note + f"; the rest of what reduce {self.stage.codec} keeps begins anew" * bool(left)
+        return note + f"; the rest of what reduce {self.stage.codec} keeps begins anew" * bool(lost)
 
     def describe(self) -> list[str]:
         """As of `StateExtra`; a codec of meetings is described with them."""
         return describe_codec(self.stage, self.optimizer) if self.each_step else []
 
-    def check(self, program: Program) -> None:
+    def check(self, program: CompiledProgram) -> None:
         """As of `StateExtra`: what crosses the codec's axis."""
         if self.each_step:
             sent = slow_bytes(program.collectives, self.stage, slices=program.slices)

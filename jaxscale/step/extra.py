@@ -1,4 +1,4 @@
-"""StateExtra: what a technique adds to a train state, where it lies, and what of it a checkpoint holds.
+"""StateExtra: what a technique adds to a train state, where it lies, and which part of it a checkpoint holds.
 
 `TrainState.extra` has its value under its name, and a checkpoint under that prefix. Three exist: the residuals of a
 codec (`exchange.py`), the weights of replicas that train alone (`replicas.py`), and what an asynchronous pipeline has
@@ -27,7 +27,7 @@ class Unreadable(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CompiledProgram:
     """A compiled program, as checks read it.
 
     Args:
@@ -116,7 +116,7 @@ class StateExtra(Protocol):
         """Lines for the user before the first step."""
         ...
 
-    def check(self, program: Program) -> None:
+    def check(self, program: CompiledProgram) -> None:
         """Compare the compiled step with what the technique promises.
 
         Raises:

@@ -119,7 +119,7 @@ class Whole:
 
         def body(weights: Any, rest: Params, batch: Batch, key: Key, examples: Array) -> LossAndGradients:
             with planned.within((REPLICA_AXIS,)):
-                if own:
+                if of_replicas:
                     leaves, params_of = jax.tree.map(lambda w: w[0], weights), unchanged
                 else:
                     leaves, params_of = planned.differentiated(*weights, apart=True)
@@ -127,7 +127,7 @@ class Whole:
             loss = jax.tree.map(lambda part: jax.lax.psum(part, REPLICA_AXIS), loss)
             return loss, jax.tree.map(lambda g: g[None], gradients), rest
 
-        own = weights is not None
+        of_replicas = weights is not None
         with planned.tracing():
             if weights is None:
                 copies: Any = (state.params, planned.copies(to_device(state.params)))
@@ -136,7 +136,7 @@ class Whole:
             return jax.shard_map(
                 body,
                 mesh=mesh,
-                in_specs=(rows if own else whole, whole, rows, whole, rows),
+                in_specs=(rows if of_replicas else whole, whole, rows, whole, rows),
                 out_specs=(whole, rows, whole),
                 axis_names={REPLICA_AXIS},
                 check_vma=False,  # weights count as each replica's own: their gradients are not added up

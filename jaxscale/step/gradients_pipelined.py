@@ -1,7 +1,7 @@
 """Pipelined: the loss of a global batch and its gradients, computed by a pipeline of stages.
 
 A stage of the pipeline is the model in three parts (`stage_forms.py`), the first and the last behind a `cond` on the
-stage's number, and `pipeline.execute` runs it as the schedule says.
+stage's number, and `pipeline.execute` runs it by the schedule.
 
 All of it stands in one `shard_map`, manual over the pipe axis and over the axes that rows lie on, so that gradients are
 added up in the loop and reduced once, after it (those of ZeRO 3 are scattered by each backward, as its weights are
@@ -177,7 +177,7 @@ class Pipelined:
             outputs: their placements.
             weights: each replica's own, along a first dim; by default all read the state's.
         """
-        own, specs = weights is not None, self._specs("compute")
+        of_replicas, specs = weights is not None, self._specs("compute")
         if weights is None:
             copies = self._copies(state.params)
         else:
@@ -189,7 +189,7 @@ class Pipelined:
         rows = PartitionSpec(None, BATCH_AXES)
 
         def body(staged: Any, frozen: Any, shared: Any, batch: Any, key: Any) -> Any:
-            if own:
+            if of_replicas:
                 staged, shared = jax.tree.map(lambda leaf: leaf[0], (staged, shared))
             chunks = self.form.chunks(staged)
             frozen = None if frozen is None else self.form.chunks(frozen)
@@ -262,13 +262,13 @@ class Pipelined:
         stage = self.stage(self.loss, lambda loss: loss.total + loss.penalty)
         specs = self._specs("gradient")
         mesh = self.planned.layout.mesh
-        replicas, kept = (mesh.shape[REPLICA_AXIS], (REPLICA_AXIS,)) if apart else (1.0, ())
+        replicas, apart_axes = (mesh.shape[REPLICA_AXIS], (REPLICA_AXIS,)) if apart else (1.0, ())
 
         def finish(done: Any) -> Any:
             loss = jax.lax.psum(done.sums, MANUAL)
             staged = self.form.home(done.weight_gradients)
             reduced = [
-                {name: self._reduced(leaf, name, spec[name], kept) for name, leaf in part.items()}
+                {name: self._reduced(leaf, name, spec[name], apart_axes) for name, leaf in part.items()}
                 for part, spec in zip((staged, done.shared_gradients), specs, strict=True)
             ]
             scale = replicas / positive(loss.weight)
@@ -330,16 +330,20 @@ class Pipelined:
         staged = {name: spec for name, spec in specs.items() if self.form.is_staged(name)}
         return staged, {name: spec for name, spec in specs.items() if name not in staged}
 
-    def _reduced(self, gradient: Array, name: str, spec: PartitionSpec, kept: Sequence[str] = ()) -> Array:
-        """One gradient, added up over the devices that computed parts of it, and scattered as it is placed.
+    def _reduced(self, gradient: Array, name: str, spec: PartitionSpec, apart_axes: Sequence[str] = ()) -> Array:
+        """One gradient, added up over the devices that computed parts of it, and scattered to its placement.
 
-        Over the axes `kept` it is left apart.
+        Over the axes `apart_axes` it is not added up.
         """
         planned = self.planned
         if planned.plan.reduce == "bfloat16":
             gradient = gradient.astype(jnp.bfloat16)
         done = {PIPE_AXIS, *({"fsdp"} & placed_axes(read_spec(planned, name)))}
-        over = [axis for axis in MANUAL if axis not in kept and not (planned.pure_model.stacked(name) and axis in done)]
+        over = [
+            axis
+            for axis in MANUAL
+            if axis not in apart_axes and not (planned.pure_model.stacked(name) and axis in done)
+        ]
         for dim, entry in enumerate(spec):
             for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
                 if axis in over:
@@ -354,8 +358,8 @@ def _manual_axes(spec: PartitionSpec) -> PartitionSpec:
     entries = []
     for entry in spec:
         axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        kept = tuple(axis for axis in axes if axis in MANUAL)
-        entries.append(kept if len(kept) > 1 else kept[0] if kept else None)
+        manual = tuple(axis for axis in axes if axis in MANUAL)
+        entries.append(manual if len(manual) > 1 else manual[0] if manual else None)
     return PartitionSpec(*entries)
 
 

@@ -76,7 +76,9 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         pairs, chunk = [], None
         for word in words:
             kernel, equals, implementation = (part.strip() for part in word.partition("="))
-            if kernel == "loss_chunk" and equals and chunk is None:
+            if kernel == "loss_chunk" and equals:
+                if chunk is not None:
+                    raise UserError(f"kernels {text!r}: got loss_chunk twice, expected it once")
                 chunk = parse(implementation, int, f"kernels {text!r}: loss_chunk")
                 continue
             if not equals:

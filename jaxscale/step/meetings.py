@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxscale.step.extra import Program
+from jaxscale.step.extra import CompiledProgram
 from jaxscale.step.layout import Layout
 from jaxscale.step.replicas import Replicas
 from jaxscale.step.state import Metrics, TrainState
@@ -53,7 +53,7 @@ class Meetings:
         """Compile a program for each part of the weights, and check what each sends."""
         executables = [traced.lower().compile() for traced in self.trace()]
         for part, executable in enumerate(executables):
-            self.replicas.check_meeting(part, Program(self._layout.mesh, executable.as_text))
+            self.replicas.check_meeting(part, CompiledProgram(self._layout.mesh, executable.as_text))
         self._executables = executables
 
     def number(self, state: TrainState) -> int:

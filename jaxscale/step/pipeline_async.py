@@ -24,7 +24,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -45,14 +45,14 @@ from jaxscale.pipeline.stream import stream
 from jaxscale.step.async_reads import shared_copies, weight_program
 from jaxscale.step.batches import batch_shapes
 from jaxscale.step.exchange import describe_codec
-from jaxscale.step.extra import Program, lacks
+from jaxscale.step.extra import CompiledProgram, lacks
 from jaxscale.step.gradients_pipelined import MANUAL, Pipelined
 from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS, Layout
 from jaxscale.step.naming import Naming, plain
 from jaxscale.step.plan import version_1
 from jaxscale.step.planned_model import PlannedModel, positive
 from jaxscale.step.stages import Stages
-from jaxscale.step.state import TrainState, Watch
+from jaxscale.step.state import Metrics, TrainState, Watch
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Batch
 
@@ -257,7 +257,7 @@ class AsyncPipeline:
 
     # -- one batch -----------------------------------------------------------------------------------------------------
 
-    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, Array]]:
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The state after a batch has entered, and `loss`, `grad_norm` and `weight` of the step's ticks.
 
         The norm is that of all gradients that stages have updated by, together; 0 where none has. With a codec
@@ -268,7 +268,7 @@ class AsyncPipeline:
             return self._streamed(state, batch)
         return jax.lax.cond(state.step < first, self._waiting, self._streamed, state, dict(batch))
 
-    def _waiting(self, state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, Array]]:
+    def _waiting(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """A synchronous step, after which the pipe is empty."""
         loss, gradients, _ = self.synchronous.gradients(self.newest(state), batch)
         gradients = self.held.in_rows(self.planned.pure_model.in_layers(gradients))
@@ -292,7 +292,7 @@ class AsyncPipeline:
         newest = {name: leaf[self.held.copies[name].index(0)] for name, leaf in shared.items()}
         return replace(state, params=self.synchronous.joined(stacked, newest), extra={})
 
-    def _streamed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, Array]]:
+    def _streamed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         owned, _ = self._divided(jax.tree.leaves(state.optimizer))
         stacked = {i: not owner or self.planned.pure_model.stacked(owner) for i, owner in enumerate(self._owners)}
         each, same, rows = PartitionSpec(PIPE_AXIS), PartitionSpec(), PartitionSpec(None, BATCH_AXES)
@@ -397,7 +397,7 @@ class InFlight:
         """As of `StateExtra`."""
         if all(name in names for name in wanted if name.startswith(f"{self.name}/")):
             return ""
-        return f"; nothing was in flight for {self.pipeline.asked} as it is now: it begins empty"
+        return f"; nothing was in flight for {self.pipeline.asked}, which begins empty"
 
     def describe(self) -> list[str]:
         """As of `StateExtra`."""
@@ -405,5 +405,5 @@ class InFlight:
         codec = [] if self.pipeline.codec is None else describe_codec(self.pipeline.codec, optimizer)
         return [str(self.pipeline), *codec]
 
-    def check(self, program: Program) -> None:
+    def check(self, program: CompiledProgram) -> None:
         """As of `StateExtra`: stages update as they go, which no single program's text shows."""

@@ -1,8 +1,11 @@
 """Plan: how to train, as a value. Everything that changes speed and memory and should not change the result is here."""
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, TypeVar
 
 from jaxscale.compression.named import NamedCodec
 from jaxscale.errors import UserError
@@ -17,6 +20,7 @@ from jaxscale.step.plan_json import MOVED, OF_PIPELINE, upgraded
 from jaxscale.step.requests import Facts
 from jaxscale.values import check_types, from_json, read_json, to_json
 
+T = TypeVar("T")
 PLAN_VERSION = 2
 """Written to plan.json; a file of a newer version is refused by name, and one of version 1 is read."""
 
@@ -76,6 +80,38 @@ class StatePlan:
         check_types(self)
 
 
+_superseded: contextvars.ContextVar[bool] = contextvars.ContextVar("superseded", default=False)
+
+
+@contextlib.contextmanager
+def superseded() -> Iterator[None]:
+    """Inside, plans in the form of version 1 are made without their fields that have moved: another plan takes over.
+
+    The file of an earlier run makes its plan so, and the plan that ran is in plan.json.
+    """
+    token = _superseded.set(True)
+    try:
+        yield
+    finally:
+        _superseded.reset(token)
+
+
+def _refusing_moved(cls: type[T]) -> type[T]:
+    """A class whose fields of version 1 are refused with the new ones named."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: T, *args: Any, **fields: Any) -> None:
+        moved = [name for name in MOVED if name in fields and (name != "state" or isinstance(fields[name], str))]
+        if moved and not _superseded.get():
+            raise UserError(f"plan.{moved[0]} has moved: set plan.{MOVED[moved[0]]}")
+        init(self, *args, **{name: value for name, value in fields.items() if name not in moved})
+
+    cls.__init__ = checked
+    return cls
+
+
+@_refusing_moved
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A record of techniques.

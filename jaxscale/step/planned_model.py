@@ -1,4 +1,4 @@
-"""PlannedModel: a model under a plan, as it is traced: placements, blocks, precision, and the weights that passes read.
+"""PlannedModel: a model under a plan, while it is traced: placements, blocks, precision, and weights to read.
 
 Whoever takes gradients or scores a batch holds one (`gradients.py`, `gradients_pipelined.py`, `pipeline_async.py`).
 """
@@ -76,11 +76,11 @@ class PlannedModel:
     def within(self, manual: Sequence[str]) -> contextlib.AbstractContextManager[None]:
         """The layout in force within a manual region: the axes that are left, by the rules without the others."""
         rules = self.layout.rules
-        left = {
+        automatic = {
             field.name: tuple(axis for axis in getattr(rules, field.name) if axis not in manual)
             for field in dataclasses.fields(AxisRules)
         }
-        return place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**left))
+        return place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**automatic))
 
     def context(self, key: Key | None, examples: Array | None = None) -> Context:
         """The settings of a forward pass.

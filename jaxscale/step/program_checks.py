@@ -28,7 +28,7 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.optim.quantize import is_quantized
 from jaxscale.platforms.hlo import Collective
 from jaxscale.sharding.memory_space import rehearses
-from jaxscale.step.extra import Program, Unreadable
+from jaxscale.step.extra import CompiledProgram, Unreadable
 from jaxscale.step.layout import BATCH_AXES, REPLICA_AXIS
 from jaxscale.step.plan import Plan
 from jaxscale.step.products import check_traced_products
@@ -121,7 +121,7 @@ def check_compiled(step: "TrainStep", executable: Any) -> None:
     check_state_bits(plan, executable.out_info[0].optimizer)
     scatters = plan.zero > 1 and mesh.shape["fsdp"] > 1
     narrow = plan.precision == "bfloat16" and math.prod(mesh.shape[axis] for axis in BATCH_AXES) > 1
-    program = Program(mesh, executable.as_text)
+    program = CompiledProgram(mesh, executable.as_text)
     try:
         if scatters or narrow:
             check_wires(plan, mesh.devices.flat[0].platform, program.collectives, scatters)

@@ -1,4 +1,4 @@
-"""Replicas: what DiLoCo adds to a train state, where it lies, how replicas meet, and what of it a checkpoint holds.
+"""Replicas: what DiLoCo adds to a train state, where it lies, how replicas meet, and their part of a checkpoint.
 
 The state's parameters are the weights that all share (θ): evaluation, samples and export read them as ever. Each
 replica's own weights, and the optimizer's state, have a first dim for the replicas. A meeting moves a part of θ by what
@@ -28,7 +28,7 @@ from jaxscale.optim.offloaded import Advance
 from jaxscale.optim.quantize import is_quantized
 from jaxscale.sharding.memory_space import in_memory_of
 from jaxscale.step.exchange import REDUCE, Exchanged, leaves_of_gradients
-from jaxscale.step.extra import Program, lacks
+from jaxscale.step.extra import CompiledProgram, lacks
 from jaxscale.step.gradients import LossAndGradients, Objective
 from jaxscale.step.layout import REPLICA_AXIS, Layout
 from jaxscale.step.naming import Naming, Part, roles
@@ -105,7 +105,7 @@ class Replicas:
         return sum(wire.exact(shape, self.replicas) for shape in shapes)
 
     def wire_bytes(self, part: int) -> int:
-        """The same as it is sent."""
+        """The same in the dtype on the wire."""
         stage = self.stages[part]
         return stage.wire_bytes if isinstance(stage, Stage) else self.exact_bytes(part)
 
@@ -255,7 +255,7 @@ class Replicas:
             extra[self.name][MOMENTUM] = filled(value[MOMENTUM], momenta)
         return dataclasses.replace(state, params=filled(state.params, shared), extra=extra), metrics
 
-    def check_meeting(self, part: int, program: Program) -> None:
+    def check_meeting(self, part: int, program: CompiledProgram) -> None:
         """Compare what a compiled meeting sends with what it should.
 
         Raises:
@@ -369,7 +369,7 @@ class Replicas:
             return "; it had no outer momentum, which begins with zero"
         return ""
 
-    def check(self, program: Program) -> None:
+    def check(self, program: CompiledProgram) -> None:
         """As of `StateExtra`: single numbers alone cross the replica axis between meetings."""
         sent = bytes_over(program.collectives, REPLICA_AXIS, self.replicas, slices=program.slices)
         check_alone(self.diloco, sent)

@@ -223,7 +223,7 @@ def correction(facts: Facts) -> str | None:
 
 
 def residuals(facts: Facts) -> str | None:
-    """A pipeline that keeps what the memory plan says."""
+    """A pipeline that keeps residuals by the memory plan."""
     return None if facts.plan.pipeline is None or facts.plan.stages_keep == "input" else "stash residuals"
 
 

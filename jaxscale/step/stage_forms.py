@@ -35,7 +35,7 @@ from jaxscale.step.layout import PIPE_AXIS
 from jaxscale.step.planned_model import PlannedModel
 from jaxscale.step.stages import Stages
 from jaxscale.trees import filled, named_leaves, path_name
-from jaxscale.typing import Array, Batch, Params
+from jaxscale.typing import Array, Batch, Key, Params
 
 Scored = Callable[[Any, Batch, Context], Any]
 """From the module, a microbatch and the settings of the pass to sums."""
@@ -122,6 +122,19 @@ def added_home(stages: Stages, gradients: Named) -> Named:
     return jax.tree.map(home, gradients)
 
 
+def _traced_cut(
+    planned: PlannedModel, cut: Cut, score: Scored, by_name: Named, microbatch: tuple[Batch, Array], key: Key
+) -> Any:
+    """What a model with its blocks cut scores, or the value that left it earlier."""
+    batch, examples = microbatch
+    module = planned.pure_model.module(filled(planned.pure_model.params, by_name), {})
+    try:
+        with blocks.cutting(cut):
+            return score(module, batch, planned.context(key, examples))
+    except Reached as reached:
+        return reached.value
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackForm:
     """Stages that are rows of a stack: `lax.scan` runs a stage's rows.
@@ -150,14 +163,8 @@ class StackForm:
         gather = self._gathered if plan.zero == 3 or (plan.zero and plan.offload.weights == "host") else None
 
         def traced(between: blocks.Between, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
-            batch, examples = microbatch
-            module = planned.pure_model.module(filled(planned.pure_model.params, {**stacked, **shared}), {})
             cut = Cut(numbers[stage], self.stages.starts, self.stages.padded, between, gather)
-            try:
-                with blocks.cutting(cut):
-                    return score(module, batch, planned.context(key, examples))
-            except Reached as reached:
-                return reached.value
+            return _traced_cut(planned, cut, score, {**stacked, **shared}, microbatch, key)
 
         def stop(run: Any, x: Any) -> Any:
             raise Reached(x)
@@ -373,20 +380,14 @@ class ChainForm:
 
     def parts(self, score: Scored) -> Parts:
         """As of `StageForm`; what crosses a boundary is packed."""
-        planned, pure_model = self.planned, self.planned.pure_model
+        planned = self.planned
         ends = [0, *itertools.accumulate(self.stages.layers)]
 
         def traced(between: Any, shared: Any, microbatch: Any, key: Any) -> Any:
-            batch, examples = microbatch
             # the blocks get theirs from the stage's array, and these are never read
             absent = {name: jnp.zeros(place.shape, planned.plan.precision) for name, place in self.places.items()}
-            module = pure_model.module(filled(pure_model.params, {**absent, **shared}), {})
             cut = Cut(jnp.zeros((0,), jnp.int32), self.stages.starts, False, between)
-            try:
-                with blocks.cutting(cut):
-                    return score(module, batch, planned.context(key, examples))
-            except Reached as reached:
-                return reached.value
+            return _traced_cut(planned, cut, score, {**absent, **shared}, microbatch, key)
 
         def wire(run: Any, x: Any) -> Wire:
             shapes = [jax.eval_shape(lambda x: x, x)]

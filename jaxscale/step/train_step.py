@@ -2,8 +2,8 @@
 
     (TrainState, batch) -> (TrainState, metrics)
 
-It is composed of `StepParts` by `build`: gradients (`gradients.py`), their exchange between replicas (`exchange.py`), a
-judgement of the step, and the optimizer's update; or the ticks of a pipeline that never drains (`pipeline_async.py`).
+`build` composes it of `StepParts`. The function itself is `synchronous.py`'s, or the ticks of a pipeline that never
+drains (`pipeline_async.py`).
 """
 
 import dataclasses
@@ -22,27 +22,23 @@ from jaxscale.memory.decision import Decision
 from jaxscale.step import batches
 from jaxscale.step.canonical import Canonical
 from jaxscale.step.compiled import Compiled
-from jaxscale.step.exchange import Exchange, Exchanged
 from jaxscale.step.extra import StateExtra
 from jaxscale.step.first_weights import first_weights
-from jaxscale.step.gradients import LossAndGradients, Objective, accuracy, evaluate
+from jaxscale.step.gradients import Objective, accuracy, evaluate
 from jaxscale.step.host import check_host_bytes, describe
 from jaxscale.step.kernel_trace import KernelTrace, check_taken
 from jaxscale.step.kernels import Taken
 from jaxscale.step.layout import Layout, local_bytes
 from jaxscale.step.meetings import Meetings
 from jaxscale.step.pipeline_async import AsyncPipeline
-from jaxscale.step.planned_model import positive
 from jaxscale.step.replicas import Replicas
 from jaxscale.step.stages import Stages
 from jaxscale.step.state import Metrics, TrainState, Watch
 from jaxscale.step.update import Update
-from jaxscale.typing import Array, Batch, Bool, Float, Params
+from jaxscale.typing import Array, Batch, Float, Params
 
-GradientFn = Callable[[TrainState, Batch], LossAndGradients]
-"""From a state and a global batch to sums of the loss, gradients, and the model's other state."""
-UpdateFn = Callable[[Exchanged, TrainState, Bool[Array, ""]], TrainState]
-"""From what replicas exchanged, the state, and whether the step is good, to the state with new weights."""
+StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+"""From a state and a global batch to the next state and its metrics."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,11 +49,9 @@ class StepParts:
         objective: the loss of the model under its plan, with the newest weights.
         layout: the mesh and every placement, without extras.
         optimizer: the optimizer in its forms.
-        gradients: of a step: means, or each replica's.
-        exchange: between replicas.
-        update: by the optimizer, where weights and state are.
+        function: the step itself: a `SynchronousStep`, or that of an asynchronous pipeline.
         extras: what techniques add to the train state.
-        stream: the step of an asynchronous pipeline, in place of gradients, exchange and update.
+        stream: the asynchronous pipeline, if there is one.
         replicas: that train alone and meet.
         codec: at work on the gradients of replicas, or on what they send when they meet.
         stages: of the pipeline.
@@ -68,9 +62,7 @@ class StepParts:
     objective: Objective
     layout: Layout
     optimizer: Update
-    gradients: GradientFn
-    exchange: Exchange
-    update: UpdateFn
+    function: StepFunction
     extras: tuple[StateExtra, ...] = ()
     stream: AsyncPipeline | None = None
     replicas: Replicas | None = None
@@ -348,23 +340,8 @@ class TrainStep:
     # -- the step itself -----------------------------------------------------------------------------------------------
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        parts = self.parts
-        if parts.stream is not None:
-            after, metrics = parts.stream.step(state, batch)
-            return after, {**metrics, **self._progress(state.watch, after.watch)}
-        loss, gradients, rest = parts.gradients(state, batch)
-        exchanged = parts.exchange(gradients, state)
-        mean = loss.total / positive(loss.weight)
-        good, watch = state.watch.judge(mean, exchanged.norm, self.experiment.guard)
-        # a bad step leaves parameters, optimizer, extras and batch statistics as they were
-        after = parts.update(exchanged, state, good)
-        old = {name: state.extra[name] for name in exchanged.extra}
-        rest, extra = jax.tree.map(
-            lambda new, old: jnp.where(good, new, old), (rest, exchanged.extra), (state.rest, old)
-        )
-        after = dataclasses.replace(after, step=state.step + 1, rest=rest, watch=watch, extra={**after.extra, **extra})
-        metrics = {"loss": mean, "grad_norm": exchanged.norm, "weight": loss.weight, **exchanged.metrics}
-        return after, {**metrics, **self._progress(state.watch, watch)}
+        after, metrics = self.parts.function(state, batch)
+        return after, {**metrics, **self._progress(state.watch, after.watch)}
 
     def _progress(self, before: Watch, after: Watch) -> Metrics:
         rate = self.experiment.optimizer.schedule_fn(self.experiment.steps)(before.good)

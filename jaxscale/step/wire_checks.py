@@ -7,7 +7,7 @@ from jaxscale.compression import wire
 from jaxscale.compression.reduce import Stage
 from jaxscale.optim.diloco import Diloco
 from jaxscale.platforms.hlo import Collective
-from jaxscale.step.extra import Program, Unreadable
+from jaxscale.step.extra import CompiledProgram, Unreadable
 from jaxscale.step.layout import REPLICA_AXIS
 
 SCALARS = 256
@@ -80,7 +80,7 @@ def check_alone(diloco: Diloco, sent: int) -> None:
         )
 
 
-def check_meeting(diloco: Diloco, stage: Stage | None, promised: int, program: Program) -> None:
+def check_meeting(diloco: Diloco, stage: Stage | None, promised: int, program: CompiledProgram) -> None:
     """Compare what a compiled meeting of DiLoCo sends over the replica axis with what it promises.
 
     Args:

@@ -6,6 +6,7 @@ keeps a copy of the text under `source/`; the copy runs under its original path,
 imports of neighbouring files resolve. Copies of those files and of the data are left out.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -180,7 +181,7 @@ def load_experiment(run_dir: Any) -> "Experiment":
         UserError: the directory holds no run; its file raises; the experiment holds code that no file has.
     """
     from jaxscale.step.experiment import Experiment
-    from jaxscale.step.plan import Plan, read_plan
+    from jaxscale.step.plan import Plan, read_plan, superseded
 
     folder = run_path(run_dir)
     run_plan = read_plan(folder / "plan.json") if (folder / "plan.json").exists() else None
@@ -204,8 +205,9 @@ def load_experiment(run_dir: Any) -> "Experiment":
         "is not found unless it is put back"
     )
     try:
-        original = _call(source.text, folder / FOLDER / str(source.file), origin, source.variant)
         # the plan of the run replaces any other
+        with superseded() if run_plan is not None else contextlib.nullcontext():
+            original = _call(source.text, folder / FOLDER / str(source.file), origin, source.variant)
         fields = {k: v for k, v in source.overrides.items() if run_plan is None or not k.startswith("plan.")}
         experiment = _apply(original, plan, fields)
     except UserError as error:

@@ -16,8 +16,8 @@ def spread_of(fn, *shapes, given):
     """The spread of the (one) result of `fn`, and of every input."""
     program = inline(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)))
     known = {program.inputs[index]: spread_of_spec(spec, len(shapes[index])) for index, spec in given.items()}
-    found = propagate(program, known, SIZES)
-    return found[program.outputs[0]], [found[number] for number in program.inputs]
+    spreads = propagate(program, known, SIZES)
+    return spreads[program.outputs[0]], [spreads[number] for number in program.inputs]
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_bytes_of_a_part_are_those_of_the_compiler():
     x = jax.ShapeDtypeStruct((6, 8), jnp.bfloat16)
     place = NamedSharding(mesh, spec)
     compiled = jax.jit(lambda x: x * 2, in_shardings=place).lower(x).compile()
-    found = local_bytes(x, spread_of_spec(spec, 2), SIZES)
-    assert found == 3 * 2 * 2 == compiled.memory_analysis().argument_size_in_bytes
+    count = local_bytes(x, spread_of_spec(spec, 2), SIZES)
+    assert count == 3 * 2 * 2 == compiled.memory_analysis().argument_size_in_bytes
 
 
 def test_what_does_not_divide_is_padded():

@@ -1,4 +1,4 @@
-"""What is finished late is told by the flat program alone."""
+"""Which arrays are finished late follows from the flat program alone."""
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,9 @@ def program() -> Program:
 def test_a_heads_gradient_keeps_logits_and_hidden_states_until_the_blocks_are_done(program: Program) -> None:
     backward = [at for at, one in enumerate(program.operations) if one.kind == "dot_general" and one.backward]
     head = next(at for at in backward if 32 in program.shapes[program.operations[at].outputs[0]].shape)
-    found = late_arrays(program, [head], lambda one: one.kind in ARRAYS)
-    assert sorted(program.shapes[value].shape for value in found) == [(8, 4), (8, 32)]
-    (end,) = set(found.values())
+    late = late_arrays(program, [head], lambda one: one.kind in ARRAYS)
+    assert sorted(program.shapes[value].shape for value in late) == [(8, 4), (8, 32)]
+    (end,) = set(late.values())
     assert program.operations[end].kind == "scan"
     assert program.operations[end].params["reverse"]
 

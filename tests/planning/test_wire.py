@@ -24,24 +24,24 @@ INT8 = Codec.parse("int8")
 
 def test_a_codec_s_states_and_bytes_are_told(planned):
     experiment = planned(MESH, zero=2, reduce=INT8, precision="bfloat16")
-    found, step = estimate(experiment, SLICES), described_step(experiment, Platform.parse(SLICES))
+    estimated, step = estimate(experiment, SLICES), described_step(experiment, Platform.parse(SLICES))
     assert step.codec is not None
-    assert found.device["residuals"] == step.memory(batch_shapes(experiment))["residuals"]
-    assert found.wire is not None
-    assert (found.wire.bytes, found.wire.exact_bytes) == (step.codec.wire_bytes, step.codec.exact_bytes)
-    assert found.wire.seconds == pytest.approx(found.wire.bytes / (25e9 / 8))
-    assert found.state_bytes == pytest.approx(8, rel=1e-3)
+    assert estimated.device["residuals"] == step.memory(batch_shapes(experiment))["residuals"]
+    assert estimated.wire is not None
+    assert (estimated.wire.bytes, estimated.wire.exact_bytes) == (step.codec.wire_bytes, step.codec.exact_bytes)
+    assert estimated.wire.seconds == pytest.approx(estimated.wire.bytes / (25e9 / 8))
+    assert estimated.state_bytes == pytest.approx(8, rel=1e-3)
     # the model's activations are within a region of each replica's own, and are seen all the same
     plain = estimate(planned(MESH, zero=2, precision="bfloat16"), SLICES)
-    assert found.device["kept activations"] == pytest.approx(plain.device["kept activations"], rel=0.05)
+    assert estimated.device["kept activations"] == pytest.approx(plain.device["kept activations"], rel=0.05)
     assert "residuals" not in plain.device
     assert plain.wire is not None
-    assert plain.wire.bytes == found.wire.exact_bytes // 2
+    assert plain.wire.bytes == estimated.wire.exact_bytes // 2
 
 
 def test_the_report_says_it_before_and_after_compiling(planned):
-    found = fit(planned(MESH, zero=2, reduce=INT8), SLICES)
-    lines = str(found).splitlines()
+    result = fit(planned(MESH, zero=2, reduce=INT8), SLICES)
+    lines = str(result).splitlines()
     assert "optimizer state: 8 bytes a parameter" in lines
     said = next(line for line in lines if line.startswith("on the wire, replica:"))
     assert "per device and step by reduce int8, 3." in said
@@ -52,18 +52,18 @@ def test_the_report_says_it_before_and_after_compiling(planned):
         Collective("reduce-scatter", ("fsdp",), 8192, 2, "f32", "main"),
         Collective("all-reduce", None, 1024, 1, "f32", "main"),
     )
-    verified = dataclasses.replace(found, report=CompileReport(SLICES, collectives=sent))
+    verified = dataclasses.replace(result, report=CompileReport(SLICES, collectives=sent))
     source = "on the wire, according to the compiler, per device and step"
-    told = f"{source}: replica 4.00 KiB, fsdp 12.0 KiB, other groups 1.00 KiB"
-    assert told in str(verified).splitlines()
+    line = f"{source}: replica 4.00 KiB, fsdp 12.0 KiB, other groups 1.00 KiB"
+    assert line in str(verified).splitlines()
 
 
 def test_rings_send_what_their_formulas_say():
-    found = [
+    sent_collectives = [
         Collective(kind, ("fsdp",), 4096, 1, "f32", "main")
         for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
     ]
-    each = [sent_by_axes([one], MeshSpec(fsdp=4))["fsdp"] for one in found]
+    each = [sent_by_axes([one], MeshSpec(fsdp=4))["fsdp"] for one in sent_collectives]
     assert each == [6144, 3072, 3072, 3072, 4096]
     # between slices a gather is listed with what a device hands over
     gather = [Collective("all-gather", ("replica",), 4096, 1, "f32", "main")]
@@ -86,10 +86,10 @@ def test_the_links_of_the_slow_axis(platform, mesh, expected):
 def test_diloco_spreads_its_meetings_over_the_steps_between(planned):
     experiment = dataclasses.replace(planned(MESH, diloco=Diloco(every=10)), steps=100)
     step = described_step(experiment, Platform.parse(SLICES))
-    found = wire_of(step, Platform.parse(SLICES))
-    assert found is not None
-    assert found.bytes == pytest.approx(found.exact_bytes / 10, rel=1e-3)
-    assert found.by == "diloco every 10 steps"
+    wire = wire_of(step, Platform.parse(SLICES))
+    assert wire is not None
+    assert wire.bytes == pytest.approx(wire.exact_bytes / 10, rel=1e-3)
+    assert wire.by == "diloco every 10 steps"
     device = of_step(step, batch_shapes(experiment), Platform.parse(SLICES)).device
     assert device["outer state"] == step.memory(batch_shapes(experiment))["outer state"]
     assert estimate(planned("fsdp:4"), "tpu v5e:2x2").wire is None
@@ -102,7 +102,7 @@ def test_this_machine_s_compiler_agrees_in_outline(planned, reduce):
     step = build(experiment, devices=jax.devices())
     shapes = batch_shapes(experiment)
     compiled = step.compile(shapes)
-    found = of_step(step, shapes, Platform.parse("cpu x 8"))
-    assert sum(item.bytes for item in found.arguments) == pytest.approx(compiled.argument_bytes, rel=1e-3)
+    memory = of_step(step, shapes, Platform.parse("cpu x 8"))
+    assert sum(item.bytes for item in memory.arguments) == pytest.approx(compiled.argument_bytes, rel=1e-3)
     real = compiled.argument_bytes + compiled.output_bytes - compiled.alias_bytes + compiled.temp_bytes
-    assert 0.6 < found.device_bytes / real < 1.5, (found.device_bytes / real, str(found))
+    assert 0.6 < memory.device_bytes / real < 1.5, (memory.device_bytes / real, str(memory))

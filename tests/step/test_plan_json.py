@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxscale.errors import UserError
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.step.kernels import Kernels
-from jaxscale.step.plan import OffloadPlan, Plan, StatePlan, read_plan, version_1
+from jaxscale.step.plan import OffloadPlan, Plan, StatePlan, read_plan, superseded, version_1
 from jaxscale.step.plan_json import MOVED
 from jaxscale.values import changes, from_json, override, to_json
 
@@ -68,6 +68,10 @@ def test_an_earlier_flag_is_refused_with_the_new_one(name):
         override(_job(), {f"plan.{name}": "1"})
     with pytest.raises(UserError, match="has moved"):
         override(Plan(), {name.replace("_", "-"): "1"})
+    with pytest.raises(UserError, match=f"plan.{name} has moved"):
+        Plan(**{name: "int8"})
+    with superseded():
+        assert Plan(zero=1, **{name: "int8"}) == Plan(zero=1)
 
 
 def _job() -> Any:

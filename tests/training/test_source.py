@@ -119,6 +119,23 @@ def test_the_plan_that_ran_wins(file: Path):
     assert load_experiment(run).plan == Plan(microbatches=3)
 
 
+def test_the_file_of_an_earlier_run_may_set_fields_that_have_moved(tmp_path: Path):
+    path = tmp_path / "earlier.py"
+    plan = 'plan=Plan(zero=1, state="int8", loss_chunk=4)'
+    text = FILE.replace("import neighbour_of_source_test\n", "").replace("neighbour_of_source_test.EMBED", "16")
+    text = text.replace("import Experiment\n", "import Experiment\nfrom jaxscale.step.plan import Plan\n", 1)
+    path.write_text(text.replace("data=None)", "data=None, plan=Plan(zero=1))", 1))
+    (tmp_path / "text.txt").write_text("x")
+    experiment, source = load(path)
+    old = path.read_text().replace("plan=Plan(zero=1)", plan)
+    assert old != path.read_text()
+    run = run_of(experiment, dataclasses.replace(source, text=old), str(tmp_path / "run"))
+    assert load_experiment(run).plan == Plan(zero=1)
+    path.write_text(old)
+    with pytest.raises(UserError, match=r"has moved: set plan\.state"):
+        load(path)
+
+
 def test_a_repository_moved_with_its_run(file: Path, tmp_path: Path, monkeypatch):
     experiment, source = load(file)
     run_of(experiment, source)

@@ -1,0 +1,51 @@
+"""SynchronousStep: gradients of the newest weights, their exchange between replicas, a judgement, and an update."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.step.exchange import Exchange, Exchanged
+from jaxscale.step.experiment import Guard
+from jaxscale.step.gradients import LossAndGradients
+from jaxscale.step.planned_model import positive
+from jaxscale.step.state import Metrics, TrainState
+from jaxscale.typing import Array, Batch, Bool
+
+GradientFn = Callable[[TrainState, Batch], LossAndGradients]
+"""From a state and a global batch to sums of the loss, gradients, and the model's other state."""
+UpdateFn = Callable[[Exchanged, TrainState, Bool[Array, ""]], TrainState]
+"""From what replicas exchanged, the state, and whether the step is good, to the state with new weights."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SynchronousStep:
+    """A function from a state and a global batch to the next state and its metrics.
+
+    Args:
+        gradients: means, or each replica's.
+        exchange: between replicas.
+        update: by the optimizer, where weights and its state are.
+        guard: against steps that would spoil the run.
+    """
+
+    gradients: GradientFn
+    exchange: Exchange
+    update: UpdateFn
+    guard: Guard
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """The next state; `loss`, `grad_norm` and `weight`, and the metrics of the exchange."""
+        loss, gradients, rest = self.gradients(state, batch)
+        exchanged = self.exchange(gradients, state)
+        mean = loss.total / positive(loss.weight)
+        good, watch = state.watch.judge(mean, exchanged.norm, self.guard)
+        # a bad step leaves parameters, optimizer, extras and batch statistics as they were
+        after = self.update(exchanged, state, good)
+        before = {name: state.extra[name] for name in exchanged.extra}
+        rest, extra = jax.tree.map(
+            lambda new, old: jnp.where(good, new, old), (rest, exchanged.extra), (state.rest, before)
+        )
+        after = dataclasses.replace(after, step=state.step + 1, rest=rest, watch=watch, extra={**after.extra, **extra})
+        return after, {"loss": mean, "grad_norm": exchanged.norm, "weight": loss.weight, **exchanged.metrics}
