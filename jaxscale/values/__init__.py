@@ -5,8 +5,8 @@ One interpretation of type annotations (`annotations.py`) serves experiment.json
 messages. Supported are bool, int, float, str, paths, `Literal`, `X | None` and other unions, tuples, lists, dicts,
 dataclasses, and classes with a text form: a `parse` classmethod and a `__str__` that invert each other (`MeshSpec`,
 `MemoryPlan`). If a field is declared as a protocol, `Any` or a union of dataclasses, its JSON names the class under
-"type". Functions and classes are written to JSON but not read: code is rebuilt from its file, not from its name. Left
-out: enums and generic dataclasses.
+"type": by its public name (`type_names.py`), or MODULE:CLASS. Functions and classes are written to JSON but not read:
+code is rebuilt from its file, not from its name. Left out: enums and generic dataclasses.
 """
 
 from jaxscale.values.annotations import describe, field_types, is_record

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import json
 import math
 import re
@@ -26,6 +25,7 @@ from jaxscale.values.annotations import (
     wrong,
 )
 from jaxscale.values.check import check
+from jaxscale.values.type_names import type_name, type_of
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ def _dump(value: Any, hint: Any) -> Any:
         return str(value)
     if dataclasses.is_dataclass(value):
         fields = {name: _dump(getattr(value, name), inner) for name, inner in field_types(type(value)).items()}
-        return {_TYPE: _code_name(type(value)), **fields} if names_its_class(hint) else fields
+        return {_TYPE: type_name(_code_name(type(value))), **fields} if names_its_class(hint) else fields
     if isinstance(value, tuple | list):
         single = [member for member in members(hint) if (get_origin(member) or member) in (tuple, list)]
         return [
@@ -162,7 +162,8 @@ def load(data: Any, hint: Any, path: str) -> Any:
             f"{path}: {name} is code, which JSON does not hold: rebuild the value from the file that made it"
         )
     if isinstance(data, dict) and _TYPE in data and names_its_class(hint):
-        return _load_record({key: item for key, item in data.items() if key != _TYPE}, _class(data[_TYPE], path), path)
+        fields = {key: item for key, item in data.items() if key != _TYPE}
+        return _load_record(fields, type_of(str(data[_TYPE]), path), path)
     if len(members(hint)) > 1:
         return first_that_accepts(lambda member: load(data, member, path), hint, path, data)
     origin = get_origin(hint) or hint
@@ -215,20 +216,6 @@ def _load_record(data: Any, cls: type, path: str) -> Any:
         return cls(**values)
     except UserError as error:
         raise located(error, path, list(hints)) from None
-
-
-def _class(name: Any, path: str) -> type:
-    """The dataclass with the name under "type"."""
-    module, colon, qualname = str(name).partition(":")
-    try:
-        cls: Any = importlib.import_module(module) if colon else None
-        for part in qualname.split("."):
-            cls = getattr(cls, part)
-    except (ImportError, AttributeError, ValueError):
-        cls = None
-    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-        raise UserError(f"{path}.type: got {name!r}, expected MODULE:CLASS of a dataclass that can be imported here")
-    return cls
 
 
 def first_that_accepts(read: Callable[[Any], Any], hint: Any, path: str, data: Any) -> Any:

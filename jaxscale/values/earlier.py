@@ -14,6 +14,7 @@ from typing import Any
 from jaxscale.values.annotations import field_types, is_record
 from jaxscale.values.as_json import to_json
 from jaxscale.values.difference import Difference, difference
+from jaxscale.values.type_names import type_name
 
 
 def changes(value: Any, earlier: Any) -> list[Difference]:
@@ -41,6 +42,8 @@ def _aligned(value: Any, new_json: Any, old_json: Any) -> tuple[Any, Any]:
         new_json, old_json = dict(new_json), dict(old_json)
         upgraded = getattr(type(value), "upgraded_json", None)
         old_json = old_json if upgraded is None else dict(upgraded(old_json))
+        if isinstance(old_json.get("type"), str):
+            old_json["type"] = type_name(old_json["type"])
         if is_record(value) and new_json.get("type") == old_json.get("type"):
             old_json |= _defaults(value, old_json)
             for field in dataclasses.fields(value):

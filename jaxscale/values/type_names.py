@@ -1,0 +1,78 @@
+"""Public names of the classes that JSON names under "type": files outlive the modules that their classes stood in.
+
+The registry is closed: a class of this package that an open field of an experiment takes has its line here. Classes of
+users are named MODULE:CLASS.
+"""
+
+import dataclasses
+import importlib
+
+from jaxscale.errors import UserError, near_miss
+
+_WHERE = {
+    "data.Images": "jaxscale.data.images",
+    "data.Mixture": "jaxscale.data.text",
+    "data.Text": "jaxscale.data.text",
+    "models.CrossEntropy": "jaxscale.models.foreign",
+    "models.Decoder": "jaxscale.models.decoder",
+    "models.ForeignModel": "jaxscale.models.foreign",
+    "models.FromLinen": "jaxscale.models.foreign",
+    "models.Pretrained": "jaxscale.models.huggingface",
+    "models.ResNet": "jaxscale.models.resnet",
+    "models.ViT": "jaxscale.models.vit",
+}
+_PUBLIC = {f"{module}:{name.rpartition('.')[2]}": name for name, module in _WHERE.items()}
+_EARLIER = {
+    "jaxscale.data.images:Images": "data.Images",
+    "jaxscale.data.text:Mixture": "data.Mixture",
+    "jaxscale.data.text:Text": "data.Text",
+    "jaxscale.models.decoder:Decoder": "models.Decoder",
+    "jaxscale.models.foreign:CrossEntropy": "models.CrossEntropy",
+    "jaxscale.models.foreign:ForeignModel": "models.ForeignModel",
+    "jaxscale.models.foreign:FromLinen": "models.FromLinen",
+    "jaxscale.models.huggingface:Pretrained": "models.Pretrained",
+    "jaxscale.models.resnet:ResNet": "models.ResNet",
+    "jaxscale.models.vit:ViT": "models.ViT",
+}
+"""Module and class in files of earlier versions, and the public name of today. Lines are only added."""
+
+
+def type_name(path: str) -> str:
+    """Public name of a class, or what names it without one.
+
+    Args:
+        path: MODULE:CLASS of today, a name in an earlier file, or a public name.
+
+    Example:
+        >>> type_name("jaxscale.models.decoder:Decoder"), type_name("models.Decoder"), type_name("mine:Net")
+        ('models.Decoder', 'models.Decoder', 'mine:Net')
+    """
+    return _PUBLIC.get(path) or _EARLIER.get(path, path)
+
+
+def type_of(name: str, path: str) -> type:
+    """The dataclass of a name under "type".
+
+    Args:
+        name: a public name, MODULE:CLASS, or a name in an earlier file.
+        path: of the record, for messages.
+
+    Raises:
+        UserError: there is no such dataclass.
+    """
+    public = type_name(name)
+    if public in _WHERE:
+        return getattr(importlib.import_module(_WHERE[public]), public.rpartition(".")[2])
+    module, colon, qualname = public.partition(":")
+    try:
+        cls = importlib.import_module(module) if colon else None
+        for part in qualname.split("."):
+            cls = getattr(cls, part)
+    except (ImportError, AttributeError, ValueError):
+        cls = None
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise UserError(
+            f"{path}.type: got {name!r}, expected MODULE:CLASS of a dataclass that can be imported here, or one of "
+            f"{', '.join(_WHERE)}{near_miss(name, _WHERE)}"
+        )
+    return cls
