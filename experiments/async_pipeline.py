@@ -46,8 +46,8 @@ import numpy as np
 from stale_weights import Rule, StaleWeights
 
 from jaxscale import Experiment, Plan
-from jaxscale.pipeline.pipemare import Remedies
 from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.pipeline.run.pipemare import Remedies
 from jaxscale.step.build import build
 from jaxscale.step.state import TrainState
 from jaxscale.step.train_step import TrainStep
@@ -205,7 +205,7 @@ def train(given: argparse.Namespace) -> None:
 
 def write(path: Path, curves: dict[str, Curve]) -> None:
     """The learning curves as a page."""
-    from jaxscale.training.charts import Series, line_chart
+    from jaxscale.report.charts import Series, line_chart
 
     series = [
         Series(name, np.array([step for step, _ in curve]), np.array([loss for _, loss in curve]))

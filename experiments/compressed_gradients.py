@@ -37,10 +37,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxscale import Experiment, Plan
-from jaxscale.compression import Codec
 from jaxscale.data import Text
 from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.replicas import Codec
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.experiment import Evaluation, Samples
 

@@ -32,11 +32,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxscale import Experiment, Plan
-from jaxscale.compression import Codec
 from jaxscale.data import Text
 from jaxscale.models import Decoder
-from jaxscale.optim.diloco import Diloco
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.replicas import Codec
+from jaxscale.replicas.diloco import Diloco
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.experiment import Evaluation, Samples
 

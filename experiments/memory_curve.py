@@ -41,9 +41,9 @@ from flax import nnx
 
 from jaxscale import Platform, menu
 from jaxscale.blocks import Context
-from jaxscale.costs.block import BlockGraph
-from jaxscale.costs.collect import collect
 from jaxscale.models.decoder import Decoder
+from jaxscale.programs.block import BlockGraph
+from jaxscale.programs.collect import collect
 
 PLATFORM = Platform.parse("tpu v5p:2x2x1")
 LAYERS = 16

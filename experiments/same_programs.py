@@ -221,8 +221,8 @@ def programs_of_tpu(arguments: argparse.Namespace) -> int:
 
     from composing.twins import plan_of
 
+    from jaxscale.compiler.compile import compile_report
     from jaxscale.planning.program import lowered_step
-    from jaxscale.platforms.compile import compile_report
     from jaxscale.platforms.platform import Platform
 
     rows: dict[str, Any] = {}

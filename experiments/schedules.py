@@ -31,12 +31,12 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-from jaxscale.pipeline.costs import Costs
-from jaxscale.pipeline.draw import Chart, drawable, page
+from jaxscale.pipeline.charts.draw import Chart, drawable, page
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.simulate import Simulation, simulate
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.simulate import Simulation, simulate
 
 Pricing = Callable[[PipelinePlan, Schedule], Costs]
 
@@ -80,7 +80,7 @@ def llama() -> Pricing:
 
     from jaxscale.planning.stage_prices import costs_of, link_seconds, model_prices
     from jaxscale.platforms.platform import Platform
-    from jaxscale.step.stages import Stages
+    from jaxscale.step.pipelined.stages import Stages
 
     platform = Platform.parse("tpu v5p:4x4x4")
     known = {}

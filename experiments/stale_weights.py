@@ -13,7 +13,7 @@ as many virtual devices that wait for each other. Of the executor it shares `Fro
 with other weights than its forward's means. A batch that 2BW cuts into microbatches is computed in one piece here: the
 same mean, rounded otherwise. Left out: models with dropout, a data axis, stages of more than one layer.
 
-References: those of `jaxscale/pipeline/asynchronous.py`.
+References: those of `jaxscale/pipeline/run/asynchronous.py`.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale import blocks
-from jaxscale.optim.offloaded import plainly
-from jaxscale.pipeline.passes import At, Context, FromResiduals
-from jaxscale.pipeline.pipemare import Remedies
+from jaxscale.offload.updates import plainly
+from jaxscale.pipeline.run.passes import At, Context, FromResiduals
+from jaxscale.pipeline.run.pipemare import Remedies
 from jaxscale.step.state import TrainState, Watch
 from jaxscale.step.train_step import TrainStep
 from jaxscale.trees import path_name

@@ -31,6 +31,8 @@ import jax  # noqa: E402 (after the environment and the hook above, which it rea
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+pytest_plugins = ["toy"]
+
 # what JAX traces and keeps is hardly ever garbage: looking for it is a tenth of the suite's time
 gc.freeze()
 gc.set_threshold(200_000, 20, 100)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxscale.compat import one_by_one
-from jaxscale.compression.codecs.gradzip import _solved
 from jaxscale.optim.soap import _eigenvectors, _orthogonal
+from jaxscale.replicas.codecs.gradzip import _solved
 
 OPERANDS = r"@(lapack_\w+|blas_\w+)\(.*: \(tensor<([\dx]+)xf32>"
 """Of each kernel of LAPACK in a lowered program, its name and the shape of its first operand."""

@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale import blocks
 from jaxscale.compat import runs_recomputation_early
+from jaxscale.compiler.collectives import collectives
 from jaxscale.held_back import held_back
-from jaxscale.platforms.hlo import collectives
 
 LAYERS, ROWS, WIDTH = 4, 8, 64
 

@@ -45,7 +45,7 @@ def test_the_wheel_holds_every_file_of_both_packages_and_no_other(site: Path) ->
         return {str(path.relative_to(root)) for path in found if "__pycache__" not in path.parts}
 
     assert files(site) == files(ROOT)
-    assert {"jaxscale/training/report.css", "jaxscale/training/report.js"} <= files(site), "what the report reads"
+    assert {"jaxscale/report/report.css", "jaxscale/report/report.js"} <= files(site), "what the report reads"
     assert {path.name for path in site.iterdir()} == {*PACKAGES, f"jaxscale-{jaxscale.__version__}.dist-info"}
 
 

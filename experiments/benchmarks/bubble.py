@@ -31,12 +31,12 @@ from figures import Figure, show
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.pipeline.costs import Costs
-from jaxscale.pipeline.execute import At, execute
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.simulate import Machine, Network, Simulation
+from jaxscale.pipeline.run.execute import At, execute
+from jaxscale.pipeline.run.tables import tabulate
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.simulate import Machine, Network, Simulation
-from jaxscale.pipeline.tables import tabulate
 
 RATIOS = ((1.0, 1.0, 1.0), (1.0, 1.3, 0.6), (0.7, 0.8, 1.1))
 """Seconds of F, I, W."""

@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from figures import Figure, show
 
-from jaxscale.compression import Codec
-from jaxscale.compression.one_phase import OnePhase
-from jaxscale.compression.two_phase import TwoPhase
+from jaxscale.replicas import Codec
+from jaxscale.replicas.one_phase import OnePhase
+from jaxscale.replicas.two_phase import TwoPhase
 
 SHAPE, TINY = (12_208, 4096), (64, 1024)
 REPLICAS = 2

@@ -90,7 +90,7 @@ feedback +0.263), SGD's with momentum +0.169 (without feedback +0.182, which is 
 
 **Top-k's feedback and momentum.** Until 23 November top-k had no warm-up, and SGD with momentum ended at +0.50 with
 feedback, +0.15 without; AdamW at +0.32 and +0.27. The codec did what it should
-(`tests/compression/test_feedback.py`). Two things were wrong around it, each of which shows above:
+(`tests/replicas/test_feedback.py`). Two things were wrong around it, each of which shows above:
 
 - The first gradients are ten times the later ones, and the rate is near zero. Exact descent hardly feels them; held
   back, they arrive some 40 steps later at the rate's peak, four times as large a step as the exact run's. A warm-up of
@@ -125,11 +125,11 @@ import numpy as np
 import optax
 from figures import Figure, show
 
-from jaxscale.compression import Codec, OneBit
-from jaxscale.optim.diloco import diloco
+from jaxscale.lowbit.quantized import quantize_state
 from jaxscale.optim.muon import muon
 from jaxscale.optim.one_bit import Messages, one_bit_adam, over_replicas
-from jaxscale.optim.quantized import quantize_state
+from jaxscale.replicas import Codec, OneBit
+from jaxscale.replicas.diloco import diloco
 
 STEPS, BATCH, WINDOW, REPLICAS = 400, 16, 48, 8
 SHIPPED = Path(__file__).parents[1] / "data" / "shakespeare.txt"

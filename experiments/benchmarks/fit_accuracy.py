@@ -32,7 +32,7 @@ v5e, v5p, v6e and H100, with the attention that a step took by itself then, whic
     wrong outside it                         0                 0
 
 Where the gradient of the head's weight is summed around a ring (v5e, v6e) XLA finishes it behind the blocks, and keeps
-the logits or their gradient until then (`planning/late.py`). Before this was known the estimate of "middle" on v5e,
+the logits or their gradient until then (`programs/late.py`). Before this was known the estimate of "middle" on v5e,
 whose vocabulary of 4,096 leaves the peak to the blocks, was 21 % too low (13 % with a block compiled). It is judged
 with the others, but taught what is judged. The price: where only the gradient stays, as in "wide" on v5e, an estimate
 with a piece compiled is up to 10 % too high; it was 1 %.
@@ -52,18 +52,18 @@ from typing import Any
 
 from figures import Figure, show
 
+from jaxscale.compiler.compile import compile_report
+from jaxscale.compiler.usable import usable_bytes
 from jaxscale.planning import accuracy
 from jaxscale.planning.accuracy import MARGIN, NEARER_MARGIN
 from jaxscale.planning.estimate import Estimate, of_step
 from jaxscale.planning.piece_compile import piece_bytes
 from jaxscale.planning.pieces import Piece
 from jaxscale.planning.program import described_step, lowered_step
-from jaxscale.platforms.compile import compile_report
 from jaxscale.platforms.platform import Platform
-from jaxscale.platforms.usable import usable_bytes
+from jaxscale.records.source import load
 from jaxscale.step.batches import batch_shapes
 from jaxscale.step.plan import Plan
-from jaxscale.training.source import load
 
 MODELS = Path(__file__).with_name("fit_models.py")
 RECORDING = Path(__file__).with_name("fit_accuracy.jsonl")

@@ -59,7 +59,7 @@ from typing import Any
 
 from figures import Figure, show
 
-from jaxscale.platforms.compile import compile_report
+from jaxscale.compiler.compile import compile_report
 
 PLATFORMS = {"v5e": "tpu v5e:2x2", "v6e": "tpu v6e:2x2", "h200": "gpu h200 x 1"}
 BARS = {"adam8": 0.65, "quantize": 0.6, "top_k": 0.01, "norm": 0.5}
@@ -93,7 +93,7 @@ def program(devices: Sequence[Any], asked: Asked, file: str) -> Any:
     import jax
     from jax.sharding import AbstractMesh, NamedSharding
 
-    from jaxscale.platforms.described import abstract, lower_for
+    from jaxscale.compiler.described import abstract, lower_for
 
     function, shapes, donated = _made(asked)
     mesh = AbstractMesh((1,), ("x",), abstract_device=abstract(devices[0]))
@@ -188,8 +188,8 @@ def _optimizer(case: Any) -> Callable[..., Any]:
     import jax.numpy as jnp
     import optax
 
-    from jaxscale.optim.quantize import Quantized
-    from jaxscale.optim.quantized import quantize_state
+    from jaxscale.lowbit.quantize import Quantized
+    from jaxscale.lowbit.quantized import quantize_state
 
     names = {"soft8": ("soft8", "sqrt8"), "dynamic8": ("dynamic8", "dynamic8_unsigned")}[case.map]
     rule = quantize_state(optax.adamw(1e-3, 0.9, 0.999, weight_decay=case.weight_decay), platform="gpu")

@@ -137,7 +137,7 @@ def schedules(recipe: Any, chip: str) -> Mapping[str, ahead.Schedule]:
     Raises:
         RuntimeError: the compiler refused the program.
     """
-    from jaxscale.platforms.compile import compile_report
+    from jaxscale.compiler.compile import compile_report
 
     with ahead.dumping() as folder:
         report = compile_report(recipe, TPUS[chip], cache=False)
@@ -247,7 +247,7 @@ def compile_times(chip: str, kernels: Sequence[str]) -> list[Figure]:
     """
     import kernel_bytes
 
-    from jaxscale.platforms.compile import compile_report
+    from jaxscale.compiler.compile import compile_report
 
     figures = []
     for kernel, case in [(one, case) for one in kernels for case in PROGRAMS[one]]:

@@ -47,7 +47,7 @@ def gradient(devices: Sequence[Any], length: int) -> Any:
 
 def main() -> None:
     """Compile, show bytes, and hold them to the line from the second length to the third."""
-    from jaxscale.platforms.compile import compile_report
+    from jaxscale.compiler.compile import compile_report
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", action="append", help="may be repeated; 'tpu v5e:1x1' and 'gpu h200'")

@@ -34,7 +34,7 @@ from unittest import mock
 import jax
 from figures import Figure, show
 
-from jaxscale.layers.low_precision import FP4_EVEN, RECIPES
+from jaxscale.lowbit.products import FP4_EVEN, RECIPES
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 

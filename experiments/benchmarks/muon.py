@@ -24,11 +24,11 @@ from figures import Figure, show
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from optax import contrib
 
+from jaxscale.compiler.collectives import Collective
+from jaxscale.compiler.compile import compile_report
+from jaxscale.compiler.report import CompileReport
 from jaxscale.optim.leaves import leaf_of
 from jaxscale.optim.muon import muon
-from jaxscale.platforms.compile import compile_report
-from jaxscale.platforms.hlo import Collective
-from jaxscale.platforms.report import CompileReport
 
 MiB = 2**20
 RATE = 0.02

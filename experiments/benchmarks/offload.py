@@ -50,17 +50,17 @@ from figures import Figure, show
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxscale.costs.block import block_graph
+from jaxscale.compiler.compile import compile_report
+from jaxscale.compiler.report import CompileReport
 from jaxscale.layers.rotary import Rotary
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import Host, save_set, solve
 from jaxscale.memory.keep_named import keeping
-from jaxscale.memory.offload import Streamed
 from jaxscale.memory.selectors import SELECTORS
-from jaxscale.optim.offloaded import Advance, global_norm, on_host, plainly, streamed
-from jaxscale.platforms.compile import compile_report
+from jaxscale.offload.updates import Advance, global_norm, on_host, plainly, streamed
+from jaxscale.offload.weights import Streamed
 from jaxscale.platforms.platform import Platform
-from jaxscale.platforms.report import CompileReport
+from jaxscale.programs.block import block_graph
 from jaxscale.sharding.memory_space import HOST_KIND, to_device
 
 MiB = 2**20

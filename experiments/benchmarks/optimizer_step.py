@@ -48,7 +48,7 @@ def measured(stack: Stack, rounds: int) -> list[Figure]:
     import jax.numpy as jnp
     import optax
 
-    from jaxscale.optim.quantized import quantize_state
+    from jaxscale.lowbit.quantized import quantize_state
 
     params = {name: jnp.full(shape, 0.02, jnp.float32) for name, shape in stack.shapes().items()}
     keys = dict(zip(params, jax.random.split(jax.random.key(0), len(params)), strict=True))

@@ -18,11 +18,11 @@ import time
 
 from figures import Figure, show
 
-from jaxscale.pipeline.partition import Model, Partition, partition
-from jaxscale.pipeline.price import Device, Price
+from jaxscale.pipeline.choose.partition import Model, Partition, partition
+from jaxscale.pipeline.choose.price import Device, Price
+from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.simulate import simulate
 
 NAMES = ("1f1b", "gpipe", "lockstep", "zb-h1", "zb-h2", "chimera", "interleaved", "zb-v", "dualpipe-v")
 

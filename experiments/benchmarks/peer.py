@@ -30,9 +30,9 @@ import numpy as np
 import plain_loop
 from figures import Figure, show
 
+from jaxscale.records.source import load
 from jaxscale.step.experiment import Checkpointing, Evaluation, Samples
 from jaxscale.training.loop import train
-from jaxscale.training.source import load
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE.parent / "shakespeare.py"

@@ -24,11 +24,11 @@ from typing import Any
 from figures import Figure, show
 
 from jaxscale import Experiment
+from jaxscale.compiler.compile import compile_report
 from jaxscale.planning.accuracy import MARGIN, PIPELINED_FILE
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.program import lowered_step
-from jaxscale.platforms.compile import compile_report
-from jaxscale.training.source import load
+from jaxscale.records.source import load
 
 MODELS = Path(__file__).with_name("fit_models.py")
 RECORDING = Path(__file__).with_name("pipeline_fit.jsonl")

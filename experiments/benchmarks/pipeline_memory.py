@@ -37,12 +37,12 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.pipeline.execute import At, StageFunction, execute
-from jaxscale.pipeline.held import held
+from jaxscale.compiler.compile import compile_report
+from jaxscale.compiler.hlo_program import ARRAY, Program
+from jaxscale.pipeline.run.execute import At, StageFunction, execute
+from jaxscale.pipeline.run.held import held
+from jaxscale.pipeline.run.tables import Stash, tabulate
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.tables import Stash, tabulate
-from jaxscale.platforms.compile import compile_report
-from jaxscale.platforms.hlo_program import ARRAY, Program
 from jaxscale.trees import tree_bytes
 
 RANKS = 4

@@ -27,12 +27,12 @@ from figures import Figure, show
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.compiler.hlo_program import Program
 from jaxscale.errors import UserError
-from jaxscale.pipeline.execute import At, Lowering, StageFunction, execute
+from jaxscale.pipeline.run.execute import At, Lowering, StageFunction, execute
+from jaxscale.pipeline.run.tables import Stash, tabulate
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.tables import Stash, tabulate
-from jaxscale.platforms.hlo_program import Program
 
 RANKS = 4
 

@@ -26,19 +26,19 @@ from pathlib import Path
 import jax
 from figures import Figure, show
 
+from jaxscale.compiler.hlo_flop import program_flop
+from jaxscale.compiler.hlo_program import Program
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models import Decoder
 from jaxscale.planning.cheapest import cheapest_fit
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.program import compiled_bytes
 from jaxscale.platforms.detect import detect
-from jaxscale.platforms.hlo_flop import program_flop
-from jaxscale.platforms.hlo_program import Program
+from jaxscale.records.source import load
 from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
-from jaxscale.training.source import load
 
 FILE = Path(__file__).parents[1] / "tight_memory.py"
 STEPS = 5

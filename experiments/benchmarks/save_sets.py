@@ -28,8 +28,6 @@ from flax import nnx
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Treatment
-from jaxscale.costs.block import BlockGraph, block_graph
-from jaxscale.costs.collect import collect
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import menu, smallest, solve
 from jaxscale.memory.keep_named import keeping
@@ -38,6 +36,8 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.models.resnet import ResNet
 from jaxscale.models.vit import ViT
 from jaxscale.platforms.platform import Platform
+from jaxscale.programs.block import BlockGraph, block_graph
+from jaxscale.programs.collect import collect
 
 CHIP = Platform.parse("tpu v5p:2x2x1").chip
 POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable", "everything_saveable")

@@ -30,10 +30,10 @@ import time
 
 from figures import Figure, show
 
-from jaxscale.pipeline.costs import Costs
-from jaxscale.pipeline.exhaustive import fastest
-from jaxscale.pipeline.search import Searched, search
-from jaxscale.pipeline.simulate import simulate
+from jaxscale.pipeline.choose.exhaustive import fastest
+from jaxscale.pipeline.choose.search import Searched, search
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.simulate import simulate
 
 
 def some_costs(seed: int, stages: int, spread: float) -> Costs:

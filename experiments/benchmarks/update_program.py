@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from jaxscale.platforms.compile import compile_report
-from jaxscale.platforms.report import CompileReport
+from jaxscale.compiler.compile import compile_report
+from jaxscale.compiler.report import CompileReport
 
 FSDP = 16
 
@@ -120,7 +120,7 @@ def described(update: Update) -> tuple[int, tuple[int, int], int]:
     """Parameters, bytes and numbers of quantized arrays, and bytes of the whole state, on one of 16 devices."""
     import jax
 
-    from jaxscale.optim.quantized import is_quantized
+    from jaxscale.lowbit.quantized import is_quantized
     from jaxscale.trees import tree_bytes
 
     _, params, state = _shapes(update, None)
@@ -156,7 +156,7 @@ def program(devices: Sequence[Any], update: Update, file: str) -> Any:
     import optax
     from jax.sharding import AbstractMesh
 
-    from jaxscale.platforms.described import abstract, lower_for
+    from jaxscale.compiler.described import abstract, lower_for
 
     mesh = AbstractMesh((FSDP,), ("fsdp",), abstract_device=abstract(devices[0]))
     rule, params, state = _shapes(update, mesh)
@@ -177,8 +177,8 @@ def _shapes(update: Update, mesh: Any) -> tuple[Any, dict[str, Any], Any]:
     import optax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from jaxscale.optim.quantized import is_quantized, placed, quantize_state
-    from jaxscale.optim.split_weights import split_weights
+    from jaxscale.lowbit.quantized import is_quantized, placed, quantize_state
+    from jaxscale.lowbit.split_weights import split_weights
 
     def spec(shape: tuple[int, ...]) -> PartitionSpec:
         return PartitionSpec(*(None,) * (len(shape) - 2), "fsdp") if len(shape) > 1 else PartitionSpec()

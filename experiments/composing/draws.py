@@ -14,18 +14,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from jaxscale.compression.codec import Codec
-from jaxscale.compression.codecs import CODECS
-from jaxscale.compression.named import NamedCodec
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import FORMS as MEMORY_FORMS
 from jaxscale.memory.plan import POLICIES, MemoryPlan, Selector
-from jaxscale.optim.diloco import Diloco
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.pipeline.plan import FORMS as PIPELINE_FORMS
 from jaxscale.pipeline.plan import OPTIONS as PIPELINE_OPTIONS
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedules import METHODS
+from jaxscale.replicas.codec import Codec
+from jaxscale.replicas.codecs import CODECS
+from jaxscale.replicas.diloco import Diloco
+from jaxscale.replicas.named import NamedCodec
 from jaxscale.sharding.mesh import AXES
 from jaxscale.step.kernels import KNOWN, PLATFORMS, Kernels
 from jaxscale.step.plan import Plan

@@ -18,12 +18,12 @@ from composing.draws import LAYERS, WIDTH, Draw
 
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.decoder import Decoder
-from jaxscale.optim.diloco import Diloco
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning.program import described_step
 from jaxscale.planning.settle import settled
 from jaxscale.platforms.platform import Platform
+from jaxscale.replicas.diloco import Diloco
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build

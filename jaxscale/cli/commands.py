@@ -66,8 +66,8 @@ class Train:
 
     def check(self) -> None:
         """Check the arguments as far as possible without importing JAX."""
+        from jaxscale.records.outline import outline
         from jaxscale.step.plan import read_plan
-        from jaxscale.training.outline import outline
 
         outline(self.file, self.variant)
         bytes_of(self.limit, "--limit")
@@ -82,8 +82,8 @@ class Train:
 
     def load(self, fields: Mapping[str, str]) -> Any:
         """The experiment and its source, with the fields set on the command line."""
+        from jaxscale.records.source import load
         from jaxscale.step.plan import read_plan
-        from jaxscale.training.source import load
 
         flags = {name: str(getattr(self, name)) for name in self.of_experiment if getattr(self, name) is not None}
         plan = None if self.plan_file is None else read_plan(Path(self.plan_file))
@@ -346,7 +346,7 @@ class Export:
         from jaxscale.training.backend import start_backend
 
         start_backend()
-        from jaxscale.training.export import export
+        from jaxscale.checkpoint.export import export
 
         print(export(self.run_dir, self.folder, best=self.best, dtype=self.dtype))
 
@@ -369,8 +369,8 @@ class Report:
 
     def run(self) -> None:
         """Write the report."""
-        from jaxscale.training.report import write_report
-        from jaxscale.training.summary import summary
+        from jaxscale.report.page import write_report
+        from jaxscale.report.summary import summary
 
         write_report(self.run_dir)
         print(summary(self.run_dir, color=sys.stdout.isatty()))
@@ -420,8 +420,8 @@ COMMANDS: dict[str, type[Command]] = {
 def check_planned(command: Fit | Explain) -> None:
     """Check the arguments of a command about a platform, as far as possible without importing JAX."""
     from jaxscale.platforms.platform import Platform
+    from jaxscale.records.outline import outline
     from jaxscale.step.plan import read_plan
-    from jaxscale.training.outline import outline
 
     outline(command.file, command.variant)
     platform = None if command.platform.strip().lower() == "local" else Platform.parse(command.platform)
@@ -430,16 +430,16 @@ def check_planned(command: Fit | Explain) -> None:
     if command.plan_file is not None:
         read_plan(Path(command.plan_file))
     if command.verify and platform is not None:
+        from jaxscale.compiler.target import target
         from jaxscale.platforms.detect import accelerators
-        from jaxscale.platforms.target import target
 
         target(platform, accelerators())
 
 
 def load_planned(command: Fit | Explain, fields: Mapping[str, str]) -> Any:
     """The experiment and its source, with the fields set on the command line."""
+    from jaxscale.records.source import load
     from jaxscale.step.plan import read_plan
-    from jaxscale.training.source import load
 
     plan = None if command.plan_file is None else read_plan(Path(command.plan_file))
     flags = {} if command.batch is None else {"batch": str(command.batch)}

@@ -35,6 +35,6 @@ class ConvertState:
         from jaxscale.training.backend import start_backend
 
         start_backend()
-        from jaxscale.training.convert import convert_state
+        from jaxscale.checkpoint.convert import convert_state
 
         print(convert_state(self.run_dir, self.to, self.out))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from jaxscale.errors import UserError, near_miss, unknown
 
 if TYPE_CHECKING:
-    from jaxscale.pipeline.costs import Costs
-    from jaxscale.pipeline.draw import Chart
+    from jaxscale.pipeline.charts.draw import Chart
+    from jaxscale.pipeline.clock.costs import Costs
     from jaxscale.pipeline.plan import PipelinePlan
     from jaxscale.pipeline.schedule import Schedule
     from jaxscale.step.experiment import Experiment
@@ -108,7 +108,7 @@ class Draw:
             raise UserError("--cost and --experiment both specify the costs of stages: leave one out")
         else:
             from jaxscale.platforms.platform import Platform
-            from jaxscale.training.outline import outline
+            from jaxscale.records.outline import outline
 
             outline(self.experiment, self.variant)
             if self.platform is not None and self.devices is not None:
@@ -118,13 +118,13 @@ class Draw:
         prices_of(self.cost)
         schedules = [schedule for _, schedule in self._schedules(self._plans())]
         if self.out is not None:
-            from jaxscale.pipeline.draw import check_file
+            from jaxscale.pipeline.charts.draw import check_file
 
             check_file(self.out, schedules)
 
     def run(self, fields: Mapping[str, str]) -> None:
         """Draw the chart."""
-        from jaxscale.pipeline.costs import Costs
+        from jaxscale.pipeline.clock.costs import Costs
 
         if self.experiment is None and fields:
             raise UserError(f"--{next(iter(fields))} is a field of an experiment: add --experiment FILE")
@@ -149,14 +149,14 @@ class Draw:
             print(f"written to {self.out}")
 
     def _simulated_chart(self, entries: "list[tuple[str, Schedule, Costs]]") -> "Chart":
-        from jaxscale.pipeline.draw import Chart
-        from jaxscale.pipeline.simulate import simulate
+        from jaxscale.pipeline.charts.draw import Chart
+        from jaxscale.pipeline.clock.simulate import simulate
 
         simulations = tuple((name, simulate(schedule, costs, self.machine)) for name, schedule, costs in entries)
         return Chart(simulations, timed=self.experiment is not None)
 
     def _check_measured(self) -> None:
-        from jaxscale.pipeline.draw import check_file
+        from jaxscale.pipeline.charts.draw import check_file
         from jaxscale.training.traced_actions import traced_plan
 
         for name in ("schedule", "compare", "cost", "experiment", "variant", "platform", "devices", "updates"):
@@ -168,8 +168,8 @@ class Draw:
 
     def _measured_chart(self) -> "Chart":
         """The run's measured chart above a simulation with its mean seconds."""
-        from jaxscale.pipeline.draw import Chart
-        from jaxscale.pipeline.simulate import simulate
+        from jaxscale.pipeline.charts.draw import Chart
+        from jaxscale.pipeline.clock.simulate import simulate
         from jaxscale.training.traced_actions import measured_run
 
         plan, measurement, steps = measured_run(self.measured)
@@ -188,7 +188,7 @@ class Draw:
 
     def _schedules(self, plans: "list[PipelinePlan]") -> "list[tuple[PipelinePlan, Schedule]]":
         """Each plan with its schedule."""
-        from jaxscale.pipeline.draw import drawable
+        from jaxscale.pipeline.charts.draw import drawable
 
         if plans and self.updates is not None and not any(plan.asynchronous for plan in plans):
             raise UserError("--updates is for asynchronous schedules: draw pipedream, pipemare or 2bw, or leave it out")
@@ -198,7 +198,7 @@ class Draw:
         """Name, schedule and costs of each plan, priced for the experiment."""
         from jaxscale.cli.commands import planned_platform
         from jaxscale.planning.stage_prices import stage_costs
-        from jaxscale.training.source import load
+        from jaxscale.records.source import load
 
         assert self.experiment is not None
         experiment, _ = load(self.experiment, self.variant, dict(fields))

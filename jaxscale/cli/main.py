@@ -60,7 +60,7 @@ def _show_help(request: arguments.Arguments) -> None:
     if request.command is None:
         return usage.show_all()
     if getattr(COMMANDS[request.command], "takes_fields", False) and "file" in request.early:
-        from jaxscale.training.outline import outline
+        from jaxscale.records.outline import outline
 
         command: Any = COMMANDS[request.command](**request.early)
         file = outline(command.file, command.variant)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.blocks import Context
-from jaxscale.layers.low_precision import product
+from jaxscale.lowbit.products import product
 from jaxscale.typing import Array, Float
 
 Initializer = Callable[..., Any]

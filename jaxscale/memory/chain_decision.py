@@ -8,9 +8,6 @@ working memory of the running block and gradients are not included (`chain.simul
 from collections.abc import Sequence
 
 from jaxscale.blocks import Treatment, Wrapper, as_it_is
-from jaxscale.costs import roofline
-from jaxscale.costs.block import BlockGraph
-from jaxscale.costs.collect import BlockCall
 from jaxscale.errors import UserError
 from jaxscale.memory.chain import Option, Stage, saves, simulate, times_run
 from jaxscale.memory.chain_apply import chain_nodes, chain_treatment
@@ -20,6 +17,9 @@ from jaxscale.memory.keep_named import keeping
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.stack_plan import hull
 from jaxscale.platforms.platform import Chip
+from jaxscale.programs import roofline
+from jaxscale.programs.block import BlockGraph
+from jaxscale.programs.collect import BlockCall
 
 POINTS = 8
 """Save sets solved for each of several kinds of block."""

@@ -7,9 +7,6 @@ Rules for chains of blocks and for offload are in `chain_decision.py` and `selec
 from collections.abc import Mapping, Sequence
 
 from jaxscale.blocks import Treatment
-from jaxscale.costs import roofline
-from jaxscale.costs.block import BlockGraph
-from jaxscale.costs.collect import BlockCall
 from jaxscale.errors import UserError
 from jaxscale.memory.apply import wrapper
 from jaxscale.memory.chain_decision import decide_chain, treatment_of_chain
@@ -22,6 +19,9 @@ from jaxscale.memory.policy_sets import policy_set
 from jaxscale.memory.selectors import SELECTORS
 from jaxscale.memory.stack_plan import plan_stack, share, stack_totals, too_small, totals
 from jaxscale.platforms.platform import Chip, chips
+from jaxscale.programs import roofline
+from jaxscale.programs.block import BlockGraph
+from jaxscale.programs.collect import BlockCall
 
 RULES = (
     "none",

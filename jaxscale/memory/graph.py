@@ -24,9 +24,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
-from jaxscale.costs.block import BlockGraph
 from jaxscale.errors import UserError, unknown
 from jaxscale.memory.decision import SaveSet
+from jaxscale.programs.block import BlockGraph
 
 Objective = Literal["flop", "seconds"]
 EVERYTHING = "*"
@@ -161,7 +161,7 @@ def solve(
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from jaxscale.costs.block import block_graph
+        >>> from jaxscale.programs.block import block_graph
         >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 8), (4, 8)])
         >>> graph = block_graph(lambda w, x: jnp.tanh(x @ w) @ w, w, x)
         >>> solve(graph, 0).flop, solve(graph, 128).flop, solve(graph, 128).keep
@@ -180,7 +180,7 @@ def smallest(graph: BlockGraph, most: float, *, objective: Objective = "flop") -
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from jaxscale.costs.block import block_graph
+        >>> from jaxscale.programs.block import block_graph
         >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 8), (4, 8)])
         >>> graph = block_graph(lambda w, x: jnp.tanh(x @ w) @ w, w, x)
         >>> smallest(graph, 0).bytes, smallest(graph, 512).bytes

@@ -11,10 +11,10 @@ values.
 
 from typing import Literal
 
-from jaxscale.costs.block import BlockGraph
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import Objective, recompute, save_set
+from jaxscale.programs.block import BlockGraph
 
 Score = Literal["ratio", "dtr_static"]
 
@@ -33,7 +33,7 @@ def greedy(graph: BlockGraph, budget: int, score: Score = "ratio", *, objective:
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from jaxscale.costs.block import block_graph
+        >>> from jaxscale.programs.block import block_graph
         >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 8), (4, 8)])
         >>> graph = block_graph(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), w, x)
         >>> [greedy(graph, budget).flop for budget in (0, 128, 256)]

@@ -18,11 +18,11 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.blocks import BlockFunction, Wrapper, as_it_is, run_again
-from jaxscale.costs.block import MARK, graph_of
-from jaxscale.costs.inline import Program, inline
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import EVERYTHING, value_index
+from jaxscale.programs.block import MARK, graph_of
+from jaxscale.programs.inline import Program, inline
 
 _LATER = f"{MARK}offloaded later:"
 

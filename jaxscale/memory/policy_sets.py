@@ -3,11 +3,11 @@
 A policy accepts or rejects kinds of operations; accepted results that the backward pass reads are kept.
 """
 
-from jaxscale.costs.block import BlockGraph
 from jaxscale.errors import unknown
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import EVERYTHING, recompute, save_set
 from jaxscale.memory.plan import POLICIES
+from jaxscale.programs.block import BlockGraph
 
 
 def policy_set(graph: BlockGraph, policy: str) -> SaveSet:
@@ -22,7 +22,7 @@ def policy_set(graph: BlockGraph, policy: str) -> SaveSet:
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from jaxscale.costs.block import block_graph
+        >>> from jaxscale.programs.block import block_graph
         >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 8), (4, 8)])
         >>> graph = block_graph(lambda w, x: jnp.tanh(x @ w) @ w, w, x)
         >>> policy_set(graph, "dots_saveable").keep, policy_set(graph, "nothing_saveable").flop

@@ -14,11 +14,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jaxscale.costs.block import BlockGraph
-from jaxscale.costs.collect import BlockCall
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import Group, SaveSet, StackDecision
 from jaxscale.memory.graph import Host, Objective, menu, solve
+from jaxscale.programs.block import BlockGraph
+from jaxscale.programs.collect import BlockCall
 from jaxscale.values.byte_sizes import bytes_at_least, bytes_text
 
 GROUPS_GAIN = 0.005
@@ -68,7 +68,7 @@ def least_bytes(graph: BlockGraph, layers: int) -> int:
     """The fewest bytes that a scanned stack can keep: min over k of (ceil(L / k) + k) inputs.
 
     Example:
-        >>> from jaxscale.costs.block import BlockGraph, Value
+        >>> from jaxscale.programs.block import BlockGraph, Value
         >>> x = Value("x", (4,), "float32", 16, -1)
         >>> least_bytes(BlockGraph("x", (x,), (), (0,), (0,), (), ()), 16) // 16
         8

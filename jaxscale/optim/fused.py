@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from jaxscale.optim.offloaded import Advance, plainly
-from jaxscale.optim.quantize import Quantized, is_quantized
+from jaxscale.lowbit.quantize import Quantized, is_quantized
+from jaxscale.offload.updates import Advance, plainly
 from jaxscale.typing import Array, Params
 from pallas_kernels.adam8.api import Settings, adam8, hyper, runs
 
@@ -67,7 +67,7 @@ def fused(
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
 
     Example:
-        >>> from jaxscale.optim.quantized import quantize_state
+        >>> from jaxscale.lowbit.quantized import quantize_state
         >>> params = {"w": jnp.ones((64, 64))}
         >>> rule = quantize_state(optax.adamw(lambda n: 0.5, weight_decay=0.0))
         >>> advance = fused(rule, AdamW(lambda n: 0.5, 0.9, 0.999, 1e-8, 0.0), platform="cpu")

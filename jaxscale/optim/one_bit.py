@@ -27,8 +27,8 @@ import optax
 from jax import lax
 
 from jaxscale.errors import UserError
+from jaxscale.lowbit.quantize import decode, is_quantized
 from jaxscale.optim.leaves import Leaf, facts_of
-from jaxscale.optim.quantize import decode, is_quantized
 from jaxscale.typing import Array, Bool, Float, Int
 
 Rule = optax.GradientTransformation
@@ -354,7 +354,7 @@ def over_replicas(
         small: numbers of a layer below which its mean is exact; the means of gains and biases always are.
 
     Example:
-        >>> from jaxscale.compression import OneBit
+        >>> from jaxscale.replicas import OneBit
         >>> rule = over_replicas(one_bit_adam(0.1, 1), Messages(0.9, 1), OneBit(), "r", 2)
         >>> params = {"w": jnp.ones((16, 16))}
         >>> gradients = {"w": jnp.stack([jnp.ones((16, 16)), jnp.zeros((16, 16))])}

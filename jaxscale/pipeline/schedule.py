@@ -1,8 +1,9 @@
 """Schedule: the ordered actions of each device of a pipeline, as data that checks itself.
 
 A schedule has no times: an action runs after the actions before it on its device and after its inputs. So one value
-serves the checker (here), the simulator (`simulate.py`), the drawing (`draw.py`) and the executor, and a schedule from
-PyTorch's CSV (`csv.py`) is equal to one of ours (`schedules/`). For the ticks of its actions see `ticks.py`.
+serves the checker (here), the simulator (`clock/simulate.py`), the drawing (`charts/draw.py`) and the executor
+(`run/execute.py`), and a schedule from PyTorch's CSV (`csv.py`) is equal to one of ours (`schedules/`). For the ticks
+of its actions see `ticks.py`.
 """
 
 import dataclasses

@@ -15,6 +15,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 
+from jaxscale.compiler.usable import host_share, usable_bytes
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.accuracy import MARGIN
@@ -22,7 +23,6 @@ from jaxscale.planning.estimate import of_step
 from jaxscale.planning.prices import Prices
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
-from jaxscale.platforms.usable import host_share, usable_bytes
 from jaxscale.step.batches import batch_shapes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan

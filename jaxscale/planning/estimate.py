@@ -16,15 +16,15 @@ from typing import Any
 
 from jaxscale.errors import UserError
 from jaxscale.planning import accuracy
-from jaxscale.planning.flat import Program
-from jaxscale.planning.kinds import both_passes, kinds_of
 from jaxscale.planning.pieces import Piece, pieces_of
-from jaxscale.planning.placements import Placements
 from jaxscale.planning.program import described_step
 from jaxscale.planning.timeline import Item, Timeline, timeline
 from jaxscale.planning.traced import TracedStep, traced_step
 from jaxscale.planning.wire import Wire, wire_of
 from jaxscale.platforms.platform import Platform
+from jaxscale.programs.flat import Program
+from jaxscale.programs.kinds import both_passes, kinds_of
+from jaxscale.programs.placements import Placements
 from jaxscale.sharding.memory_space import COPY
 from jaxscale.step.batches import batch_shapes
 from jaxscale.step.experiment import Experiment

@@ -129,7 +129,7 @@ def explain(
     alive, moments, turn = itemised.alive, itemised.moments, itemised.turn
     prices = Prices.of(experiment, platform, itemised.plan)
     if verify:
-        from jaxscale.platforms.compile import compile_report
+        from jaxscale.compiler.compile import compile_report
 
         recipe = partial(lowered_step, make=make or partial(_identity, experiment), plan=itemised.plan)
         report = compile_report(recipe, platform, explain=True)

@@ -11,9 +11,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from jaxscale.compiler.report import CompileReport
+from jaxscale.compiler.usable import host_share, usable_bytes
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.pipeline.simulate import Simulation
+from jaxscale.pipeline.clock.simulate import Simulation
 from jaxscale.planning import accuracy
 from jaxscale.planning.cheapest import NothingFits, cheapest_fit
 from jaxscale.planning.estimate import Estimate, estimate
@@ -23,8 +25,6 @@ from jaxscale.planning.program import lowered_step
 from jaxscale.planning.stage_prices import simulated
 from jaxscale.planning.wire import sent_by_axes
 from jaxscale.platforms.platform import Platform
-from jaxscale.platforms.report import CompileReport
-from jaxscale.platforms.usable import host_share, usable_bytes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.kernels import lines_of
 from jaxscale.step.plan import Plan
@@ -273,7 +273,7 @@ def fit(
     clock = None if plan.pipeline is None else simulated(experiment, platform, itemised.plan)
     step_fit = Fit(experiment.name, platform, itemised, limit, host_limit, clock=clock)
     if verify:
-        from jaxscale.platforms.compile import compile_report
+        from jaxscale.compiler.compile import compile_report
 
         recipe = partial(lowered_step, make=make or partial(_identity, experiment), plan=plan)
         step_fit = dataclasses.replace(step_fit, report=compile_report(recipe, platform))

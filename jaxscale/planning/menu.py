@@ -13,9 +13,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from jaxscale.costs import roofline
-from jaxscale.costs.block import BlockGraph, block_graph
-from jaxscale.costs.collect import BlockCall
 from jaxscale.errors import UserError
 from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import Decision
@@ -24,9 +21,12 @@ from jaxscale.memory.stack_plan import least_bytes
 from jaxscale.planning.pictures import Point, framed, lines, page, write_picture
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Chip, Platform
+from jaxscale.programs import roofline
+from jaxscale.programs.block import BlockGraph, block_graph
+from jaxscale.programs.collect import BlockCall
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.memory_resolve import traced_blocks
 from jaxscale.step.plan import Plan
+from jaxscale.step.resolution.memory import traced_blocks
 from jaxscale.values.byte_sizes import bytes_text, short_budget
 from jaxscale.values.units import size
 

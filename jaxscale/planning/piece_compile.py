@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 from jaxscale.compat import rebind
+from jaxscale.compiler.compile import compile_report
 from jaxscale.errors import UserError
-from jaxscale.planning.flat import Program
 from jaxscale.planning.pieces import Piece
-from jaxscale.planning.placements import Dims, in_host_memory
 from jaxscale.planning.timeline import arrays_of, carries
 from jaxscale.planning.traced import traced_step
-from jaxscale.platforms.compile import compile_report
 from jaxscale.platforms.platform import Platform
+from jaxscale.programs.flat import Program
+from jaxscale.programs.placements import Dims, in_host_memory
 from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxscale.planning.flat import Program
-from jaxscale.planning.kinds import both_passes, loss_range
+from jaxscale.programs.flat import Program
+from jaxscale.programs.kinds import both_passes, loss_range
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,29 +1,30 @@
 """The choice of `pipeline auto:P` for an experiment on a platform: schedule, microbatches, stash and stages.
 
-`pipeline/auto.py` tries every named synchronous schedule with the prices of the model's blocks (`stage_prices.py`), for
-every number of microbatches that divides the batch. This module supplies the prices and the memory besides weights and
-optimizer. A CPU's rates are unknown: its prices are those of a TPU v5e, of which only the proportions matter.
+`pipeline/choose/auto.py` tries every named synchronous schedule with the prices of the model's blocks
+(`stage_prices.py`), for every number of microbatches that divides the batch. This module supplies the prices and the
+memory besides weights and optimizer. A CPU's rates are unknown: its prices are those of a TPU v5e, of which only the
+proportions matter.
 """
 
 import dataclasses
 import functools
 import itertools
 
-from jaxscale.costs import roofline
+from jaxscale.compiler.usable import usable_bytes
 from jaxscale.errors import UserError
-from jaxscale.pipeline.auto import Candidate, Choice, choose
-from jaxscale.pipeline.partition import Model
+from jaxscale.pipeline.choose.auto import Candidate, Choice, choose
+from jaxscale.pipeline.choose.partition import Model
+from jaxscale.pipeline.choose.price import Device, Price
 from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.pipeline.price import Device, Price
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.program import described_step
 from jaxscale.planning.stage_prices import model_prices
 from jaxscale.platforms.platform import Platform, chips
-from jaxscale.platforms.usable import usable_bytes
+from jaxscale.programs import roofline
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.layout import local_bytes
+from jaxscale.step.pipelined.stages import period_of
 from jaxscale.step.plan import Plan
-from jaxscale.step.stages import period_of
 from jaxscale.values.units import size
 
 STAND_IN = "v5e"
@@ -112,7 +113,7 @@ def in_periods(model: Model, period: int) -> Model:
     """Prices of periods of unlike blocks, if stages can only start at the first block of a period.
 
     Example:
-        >>> from jaxscale.pipeline.price import Price
+        >>> from jaxscale.pipeline.choose.price import Price
         >>> [price.forward for price in in_periods(Model((Price(1, 1, 1),) * 4), 2).blocks]
         [2, 2]
     """

@@ -8,16 +8,16 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from jaxscale.costs import roofline
-from jaxscale.costs.collect import BlockCall
 from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
+from jaxscale.programs import roofline
+from jaxscale.programs.collect import BlockCall
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.memory_resolve import traced_blocks
 from jaxscale.step.plan import Plan
+from jaxscale.step.resolution.memory import traced_blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxscale.platforms.described import abstract, lower_for, without_memories
+from jaxscale.compiler.described import abstract, lower_for, without_memories
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build

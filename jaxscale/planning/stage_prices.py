@@ -13,27 +13,27 @@ that a roofline does not model.
 import dataclasses
 from collections.abc import Sequence
 
-from jaxscale.costs import roofline
-from jaxscale.costs.block import BlockGraph
-from jaxscale.costs.collect import BlockCall
-from jaxscale.costs.trace import jaxpr_flop
 from jaxscale.errors import UserError
 from jaxscale.memory.decide import decide
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.pipeline.costs import Costs
-from jaxscale.pipeline.draw import drawable
-from jaxscale.pipeline.partition import Model
+from jaxscale.pipeline.charts.draw import drawable
+from jaxscale.pipeline.choose.partition import Model
+from jaxscale.pipeline.choose.price import Price
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.simulate import Simulation, simulate
 from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.pipeline.price import Price
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.simulate import Simulation, simulate
 from jaxscale.platforms.platform import Platform
+from jaxscale.programs import roofline
+from jaxscale.programs.block import BlockGraph
+from jaxscale.programs.collect import BlockCall
+from jaxscale.programs.flop import jaxpr_flop
 from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.memory_resolve import traced_blocks
+from jaxscale.step.pipelined.stages import Stages
 from jaxscale.step.plan import Plan
-from jaxscale.step.stages import Stages
+from jaxscale.step.resolution.memory import traced_blocks
 from jaxscale.step.train_step import TrainStep
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -183,7 +183,7 @@ def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from jaxscale.costs.block import block_graph
+        >>> from jaxscale.programs.block import block_graph
         >>> from jaxscale.platforms.platform import chips
         >>> w, x = (jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16) for _ in range(2))
         >>> graph = block_graph(lambda w, x: x @ w, w, x, chip=chips()["v5e"])

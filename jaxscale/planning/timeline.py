@@ -13,11 +13,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from jaxscale.planning import regions
-from jaxscale.planning.flat import Operation, Program, carries
-from jaxscale.planning.late import late_arrays
 from jaxscale.planning.pieces import Piece
-from jaxscale.planning.placements import Placements
+from jaxscale.programs import regions
+from jaxscale.programs.flat import Operation, Program, carries
+from jaxscale.programs.late import late_arrays
+from jaxscale.programs.placements import Placements
 
 COLLECTIVES = ("ppermute", "psum", "psum_invariant", "all_gather", "reduce_scatter")
 """Collectives of a pipelined step."""

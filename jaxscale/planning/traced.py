@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any, Literal
 
-from jaxscale.costs.trace import jaxpr_flop
 from jaxscale.planning import accuracy
-from jaxscale.planning.flat import Program, flatten
-from jaxscale.planning.placements import Placements, dims_of, place
 from jaxscale.planning.timeline import Compiler
 from jaxscale.platforms.platform import Platform
+from jaxscale.programs.flat import Program, flatten
+from jaxscale.programs.flop import jaxpr_flop
+from jaxscale.programs.placements import Placements, dims_of, place
 from jaxscale.step.plan import Plan
 from jaxscale.step.train_step import TrainStep
 from jaxscale.trees import path_name

@@ -18,16 +18,16 @@ import math
 from collections.abc import Sequence
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.partition import Partition, partition
+from jaxscale.pipeline.choose.partition import Partition, partition
+from jaxscale.pipeline.choose.price import Device
+from jaxscale.pipeline.choose.virtual_workers import virtual_workers
 from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.pipeline.price import Device
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.virtual_workers import virtual_workers
 from jaxscale.planning.pipeline_choice import in_periods
 from jaxscale.planning.stage_prices import model_prices
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.stages import period_of
+from jaxscale.step.pipelined.stages import period_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,10 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from jaxscale.compression import wire
+from jaxscale.compiler.collectives import Collective
 from jaxscale.platforms import megascale
-from jaxscale.platforms.hlo import Collective
 from jaxscale.platforms.platform import Platform
+from jaxscale.replicas import wire
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.slices import across
 from jaxscale.step.exchange import leaves_of_gradients

@@ -2,7 +2,7 @@
 
 Under a codec the gradients of each replica come from `Objective.gradients_apart`. They are split over the devices
 inside a replica as far as they divide, whatever ZeRO's stage: no two devices of a replica send the same number.
-`compression/reduce.py` makes their mean, which goes where the plan has its gradients.
+`replicas/reduce.py` makes their mean, which goes where the plan has its gradients.
 """
 
 import dataclasses
@@ -15,20 +15,20 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.compression.codec import Codec
-from jaxscale.compression.reduce import RESIDUAL, Leaf, Stage
 from jaxscale.layers.stack import in_one_stack
-from jaxscale.optim.offloaded import global_norm
+from jaxscale.offload.updates import global_norm
 from jaxscale.optim.one_bit import Messages
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.replicas.codec import Codec
+from jaxscale.replicas.reduce import RESIDUAL, Leaf, Stage
 from jaxscale.sharding.zero import split
+from jaxscale.step.checks.wire import check_codec, slow_bytes
 from jaxscale.step.extra import CompiledProgram, lacks
 from jaxscale.step.layout import PIPE_AXIS, REPLICA_AXIS, Layout
-from jaxscale.step.naming import Naming, Part, plain
 from jaxscale.step.plan import Plan
 from jaxscale.step.pure_model import PureModel
+from jaxscale.step.saved.naming import Naming, Part, plain
 from jaxscale.step.state import TrainState
-from jaxscale.step.wire_checks import check_codec, slow_bytes
 from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Float, Params
 from jaxscale.values.byte_sizes import bytes_at_least

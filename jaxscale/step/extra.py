@@ -2,7 +2,7 @@
 
 `TrainState.extra` has its value under its name, and a checkpoint under that prefix. Three exist: the residuals of a
 codec (`exchange.py`), the weights of replicas that train alone (`replicas.py`), and what an asynchronous pipeline has
-in flight (`pipeline_async.py`). Another plan leaves them behind; a checkpoint without them is taken up.
+in flight (`step/pipelined/asynchronous.py`). Another plan leaves them behind; a checkpoint without them is taken up.
 """
 
 import dataclasses
@@ -12,10 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from jaxscale.platforms.hlo import Collective, collectives
+from jaxscale.compiler.collectives import Collective, collectives
 from jaxscale.platforms.megascale import slices_of
 from jaxscale.step.layout import Layout
-from jaxscale.step.naming import Naming
+from jaxscale.step.saved.naming import Naming
 from jaxscale.step.state import TrainState
 
 EXTRAS = ("in_flight", "reduce", "outer")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxscale.blocks import Context, Loss
-from jaxscale.compression.named import NamedCodec
+from jaxscale.replicas.named import NamedCodec
 from jaxscale.sharding.memory_space import to_device
 from jaxscale.step.batches import microbatches
 from jaxscale.step.layout import REPLICA_AXIS

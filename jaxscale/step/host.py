@@ -2,8 +2,8 @@
 
 `weights host` leaves the float32 masters on the host and streams each block's when it runs; `optimizer_state streamed`
 and `host` leave the optimizer's state there, and the latter the masters too, which the host's CPU then updates;
-`gradients host` sends the gradients of streamed weights to the host as they are made. `optim/offloaded.py` and
-`memory/offload.py` are the techniques; this module is where they meet.
+`gradients host` sends the gradients of streamed weights to the host as they are made. `offload/updates.py` and
+`offload/weights.py` are the techniques; this module is where they meet.
 """
 
 import re
@@ -15,15 +15,15 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxscale.errors import UserError
-from jaxscale.memory.offload import Streamed, of_a_block
-from jaxscale.optim.elementwise import first_mixing
-from jaxscale.optim.offloaded import Advance, on_host, plainly, streamed
-from jaxscale.optim.slices import cut
+from jaxscale.offload.slices import cut
+from jaxscale.offload.updates import Advance, on_host, plainly, streamed
+from jaxscale.offload.weights import Streamed, of_a_block
+from jaxscale.programs.elementwise import first_mixing
 from jaxscale.sharding.memory_space import COPY, HOST_KIND, rehearses
+from jaxscale.step.checks.wire import NoEffect
 from jaxscale.step.layout import Layout, local_bytes
 from jaxscale.step.plan import Plan
 from jaxscale.step.update import Update
-from jaxscale.step.wire_checks import NoEffect
 from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Params
 from jaxscale.values.byte_sizes import bytes_text

@@ -11,8 +11,8 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
-from jaxscale.memory.offload import of_a_block
-from jaxscale.optim.quantize import is_quantized
+from jaxscale.lowbit.quantize import is_quantized
+from jaxscale.offload.weights import of_a_block
 from jaxscale.sharding.memory_space import HOST_KIND
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.zero import Placement, over, placed_axes, placement, stacked_over

@@ -7,17 +7,17 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
-from jaxscale.compression.named import NamedCodec
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.optim.diloco import Diloco
 from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.replicas.diloco import Diloco
+from jaxscale.replicas.named import NamedCodec
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.step.combinations import check
 from jaxscale.step.kernels import AUTO, Kernels
 from jaxscale.step.plan_json import MOVED, OF_PIPELINE, upgraded
-from jaxscale.step.requests import Facts
+from jaxscale.step.resolution.combinations import check
+from jaxscale.step.resolution.requests import Facts
 from jaxscale.values import check_types, from_json, read_json, to_json
 
 T = TypeVar("T")

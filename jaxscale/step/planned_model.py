@@ -1,6 +1,6 @@
 """PlannedModel: a model under a plan, while it is traced: placements, blocks, precision, and weights to read.
 
-Whoever takes gradients or scores a batch holds one (`gradients.py`, `gradients_pipelined.py`, `pipeline_async.py`).
+Whoever takes gradients or scores a batch holds one (`gradients.py`, `pipelined/`).
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
-from jaxscale.layers.low_precision import RECIPES
-from jaxscale.memory.offload import offloading_later, streaming
+from jaxscale.lowbit.products import RECIPES
+from jaxscale.offload.weights import offloading_later, streaming
 from jaxscale.sharding import place
 from jaxscale.sharding.memory_space import on_host, to_device
 from jaxscale.sharding.rules import AxisRules

@@ -3,7 +3,7 @@
     (TrainState, batch) -> (TrainState, metrics)
 
 `build` composes it of `StepParts`. The function itself is `synchronous.py`'s, or the ticks of a pipeline that never
-drains (`pipeline_async.py`).
+drains (`step/pipelined/asynchronous.py`).
 """
 
 import dataclasses
@@ -17,22 +17,22 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
-from jaxscale.compression.reduce import Stage
 from jaxscale.memory.decision import Decision
+from jaxscale.replicas.reduce import Stage
 from jaxscale.step import batches
-from jaxscale.step.canonical import Canonical
+from jaxscale.step.checks.kernel_trace import KernelTrace, check_taken
 from jaxscale.step.compiled import Compiled
 from jaxscale.step.extra import StateExtra
 from jaxscale.step.first_weights import first_weights
 from jaxscale.step.gradients import Objective, accuracy, evaluate
 from jaxscale.step.host import check_host_bytes, describe
-from jaxscale.step.kernel_trace import KernelTrace, check_taken
 from jaxscale.step.kernels import Taken
 from jaxscale.step.layout import Layout, local_bytes
 from jaxscale.step.meetings import Meetings
-from jaxscale.step.pipeline_async import AsyncPipeline
+from jaxscale.step.pipelined.asynchronous import AsyncPipeline
+from jaxscale.step.pipelined.stages import Stages
 from jaxscale.step.replicas import Replicas
-from jaxscale.step.stages import Stages
+from jaxscale.step.saved.canonical import Canonical
 from jaxscale.step.state import Metrics, TrainState, Watch
 from jaxscale.step.update import Update
 from jaxscale.typing import Array, Batch, Float, Params
@@ -177,7 +177,7 @@ class TrainStep:
 
     def model_flop(self, batch: Batch) -> int:
         """FLOP of the matrix products and convolutions of a step's forward and backward pass, nothing recomputed."""
-        from jaxscale.costs.trace import model_flop
+        from jaxscale.programs.flop import model_flop
 
         context = self.objective.planned.context(None)
         context = dataclasses.replace(context, attention="plain", loss_chunk=None, loss="reference")
@@ -271,7 +271,7 @@ class TrainStep:
 
     def compile(self, batch: Batch) -> Compiled:
         """Compile the step for batches like `batch` (global shapes), and check that every request took effect."""
-        from jaxscale.step.program_checks import check_compiled, check_kept_on_host, check_traced
+        from jaxscale.step.checks.program import check_compiled, check_kept_on_host, check_traced
 
         start = time.perf_counter()
         traced = self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))

@@ -13,12 +13,12 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxscale.errors import UserError
+from jaxscale.lowbit.quantized import quantize_state, state_bytes
+from jaxscale.lowbit.split_weights import split, split_weights
+from jaxscale.offload.updates import Advance
 from jaxscale.optim.leaves import leaf_of
-from jaxscale.optim.offloaded import Advance
 from jaxscale.optim.one_bit import Messages, clipped
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.optim.quantized import quantize_state, state_bytes
-from jaxscale.optim.split_weights import split, split_weights
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.layout import placements_of
 from jaxscale.step.plan import Plan
@@ -152,7 +152,7 @@ def describe_state(plan: Plan, state: Any, parameters: int) -> list[str]:
         parameters: how many numbers are trained.
 
     Example:
-        >>> from jaxscale.optim.quantize import zeros
+        >>> from jaxscale.lowbit.quantize import zeros
         >>> from jaxscale.step.plan import StatePlan
         >>> describe_state(Plan(state=StatePlan("int8")), {"mu": zeros((256, 4), "soft8", 256)}, 2048)
         ['state int8: 0.51 bytes a parameter; 1,024 moments in 1.02 bytes each, the others in float32']

@@ -35,8 +35,8 @@ def start_backend() -> None:
     """
     import jax
 
+    from jaxscale.compiler.kept_programs import keep_ordered_programs
     from jaxscale.platforms.cpu_threads import provide_threads
-    from jaxscale.platforms.kept_programs import keep_ordered_programs
 
     hush_absent_gpus()
     config: Any = jax.config

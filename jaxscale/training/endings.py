@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Mapping
 from typing import NoReturn
 
+from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.errors import Diverged, Preempted, UserError
-from jaxscale.training import directory as place
-from jaxscale.training.checkpoint import Checkpoints
+from jaxscale.records import directory as place
 from jaxscale.training.journal import Journal
 
 _OTHER_PROCESS = "a signal to another process"

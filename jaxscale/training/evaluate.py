@@ -71,7 +71,7 @@ def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dic
     Raises:
         UserError: no run or checkpoint there, or data with nothing held out.
     """
-    from jaxscale.training.restore import restore_parameters
+    from jaxscale.checkpoint.restore import restore_parameters
 
     trained = restore_parameters(run, best=best, split=True)
     experiment = trained.experiment

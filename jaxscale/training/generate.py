@@ -43,7 +43,7 @@ def generate(
     Raises:
         UserError: no run or checkpoint there, a model that does not generate, an empty prompt.
     """
-    from jaxscale.training.restore import restore_parameters
+    from jaxscale.checkpoint.restore import restore_parameters
 
     check(tokens, temperature, seed)
     restored = restore_parameters(run, best=best)

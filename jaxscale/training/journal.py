@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.training import directory as place
+from jaxscale.records import directory as place
+from jaxscale.records.metrics import MetricsLog
+from jaxscale.records.processes import is_first
 from jaxscale.training.display import Display
-from jaxscale.training.metrics import MetricsLog
-from jaxscale.training.processes import is_first
 
 
 class Journal:
@@ -64,7 +64,7 @@ class Journal:
 
     def sampled(self, n: int, prompt: str, text: str) -> None:
         """Store and show a text that was drawn after step `n`."""
-        from jaxscale.training.samples import append_sample
+        from jaxscale.records.samples import append_sample
 
         if is_first():
             with place.writing(self.folder):
@@ -81,7 +81,7 @@ class Journal:
         """Write the run's report; show a line if that fails."""
         if not is_first():
             return
-        from jaxscale.training.report import write_report
+        from jaxscale.report.page import write_report
 
         if self._log is not None:
             with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ class Journal:
 
     def conclude(self) -> None:
         """Show the figures of a run that has ended."""
-        from jaxscale.training.summary import summary
+        from jaxscale.report.summary import summary
 
         self._display.close()
         if is_first():

@@ -11,29 +11,29 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from jaxscale.checkpoint.restore import write_tokenizer
+from jaxscale.checkpoint.store import Checkpoints, save_memory_warning
+from jaxscale.compiler.kept_programs import left_out
 from jaxscale.errors import Preempted, UserError
 from jaxscale.planning.settle import settled
-from jaxscale.platforms.kept_programs import left_out
+from jaxscale.records import directory as place
+from jaxscale.records.processes import is_first, wait_for_all
+from jaxscale.records.source import Source
+from jaxscale.records.storage import run_path
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.kernels import fields_of, lines_of
 from jaxscale.step.plan import Plan
-from jaxscale.training import directory as place
 from jaxscale.training import endings
 from jaxscale.training.backend import start_backend
 from jaxscale.training.check_data import check_data
-from jaxscale.training.checkpoint import Checkpoints, save_memory_warning
 from jaxscale.training.display import Display
 from jaxscale.training.journal import Journal
 from jaxscale.training.meter import Meter, peak_of
 from jaxscale.training.pauses import Pauses
-from jaxscale.training.processes import is_first, wait_for_all
 from jaxscale.training.profile import Profiler, ProfileRange
-from jaxscale.training.restore import write_tokenizer
 from jaxscale.training.resume import Earlier
 from jaxscale.training.run import Run
 from jaxscale.training.signals import Agreement, Stop
-from jaxscale.training.source import Source
-from jaxscale.training.storage import run_path
 from jaxscale.training.traced_actions import trace_files
 from jaxscale.values import to_json
 
@@ -175,7 +175,7 @@ class _Training:
 
         from jaxscale.step.build import build
         from jaxscale.step.layout import check_model
-        from jaxscale.step.resolve import resolve_mesh
+        from jaxscale.step.resolution.resolve import resolve_mesh
 
         devices = list(jax.devices() if self.devices is None else self.devices)
         plan, _ = resolve_mesh(self.plan, self.experiment.batch, devices)

@@ -3,11 +3,11 @@
 import time
 from typing import Any
 
+from jaxscale.checkpoint.store import Checkpoints, Description
+from jaxscale.records.source import versions
 from jaxscale.step.experiment import Experiment
-from jaxscale.training.checkpoint import Checkpoints, Description
 from jaxscale.training.evaluate import Evaluator
 from jaxscale.training.journal import Journal
-from jaxscale.training.source import versions
 
 
 class Pauses:

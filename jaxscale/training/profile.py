@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxscale.errors import UserError
-from jaxscale.training.storage import is_remote
+from jaxscale.records.storage import is_remote
 
 Kind = Literal["matmul", "collective", "copy", "other"]
 KINDS: tuple[Kind, ...] = ("matmul", "collective", "copy", "other")

@@ -5,11 +5,11 @@ from html import escape
 from typing import Any
 
 from jaxscale.errors import UserError
+from jaxscale.records import directory as place
+from jaxscale.records.metrics import Rows, read_metrics
+from jaxscale.records.storage import run_path
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
-from jaxscale.training import directory as place
-from jaxscale.training.metrics import Rows, read_metrics
-from jaxscale.training.storage import run_path
 
 
 class Run:
@@ -95,7 +95,7 @@ class Run:
     @property
     def samples(self) -> list[Any]:
         """The samples that the model wrote during training."""
-        from jaxscale.training.samples import read_samples
+        from jaxscale.records.samples import read_samples
 
         return read_samples(self.dir)
 
@@ -105,7 +105,7 @@ class Run:
     def experiment(self) -> Experiment:
         """The trained experiment."""
         if self._experiment is None:
-            from jaxscale.training.source import load_experiment
+            from jaxscale.records.source import load_experiment
 
             self._experiment = load_experiment(self.dir)
         return self._experiment
@@ -126,8 +126,8 @@ class Run:
         self, prompt: str | Sequence[str] = "\n", tokens: int = 200, *, temperature: float = 0.8, seed: int = 0
     ) -> Any:
         """The model's continuation of a prompt, or of several: see `training.generate.generate`."""
+        from jaxscale.checkpoint.restore import read_tokenizer
         from jaxscale.training.generate import can_generate, check, continuations
-        from jaxscale.training.restore import read_tokenizer
 
         check(tokens, temperature)
         model = self.experiment.model
@@ -141,8 +141,8 @@ class Run:
     def _restore(self) -> None:
         if self._state is not None:
             return
+        from jaxscale.checkpoint.store import Checkpoints
         from jaxscale.step.build import build
-        from jaxscale.training.checkpoint import Checkpoints
 
         step = build(self.experiment, self._plan, devices=self._devices)
         restored = Checkpoints(self.dir / place.CHECKPOINTS, write=False).restore(step.canonical_abstract())
@@ -154,7 +154,7 @@ class Run:
 
     def summary(self) -> str:
         """The most important figures, in a few lines: see `training.summary.summary`."""
-        from jaxscale.training.summary import summary
+        from jaxscale.report.summary import summary
 
         return summary(self.dir)
 

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxscale.compiler.hlo_program import Program, called
 from jaxscale.errors import UserError
-from jaxscale.pipeline.measured import Timeline, measured
-from jaxscale.pipeline.simulate import Simulation, Span
-from jaxscale.platforms.hlo_program import Program, called
+from jaxscale.pipeline.clock.measured import Timeline, measured
+from jaxscale.pipeline.clock.simulate import Simulation, Span
+from jaxscale.records.storage import is_remote
 from jaxscale.step.plan import Plan, read_plan
 from jaxscale.training.profile import FOLDER, newest_trace
-from jaxscale.training.storage import is_remote
 
 ACTIONS, PLAN = "actions.json", "plan.json"
 _SCOPE = re.compile(r'op_name="[^"]*\bpipeline_([FBIW])\b')

@@ -5,7 +5,7 @@ r"""The codes of 8 bits that stand for moments, by arithmetic that TPU and GPU k
 * `dynamic8`: seven decades, each with twice the levels of the one below (Dettmers et al. 2021, arXiv 2110.02861), value
   for value those of `bitsandbytes.functional.create_dynamic_map`, so far as float32 arithmetic gives them.
 
-`jaxscale.optim.maps` has the same maps (its int8 is `soft8` of m and `sqrt8` of v), with their tables.
+`jaxscale.lowbit.codebooks` has the same maps (its int8 is `soft8` of m and `sqrt8` of v), with their tables.
 """
 
 import dataclasses

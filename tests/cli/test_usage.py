@@ -8,7 +8,7 @@ import pytest
 from jaxscale.cli import main
 from jaxscale.cli.commands import COMMANDS
 from jaxscale.cli.usage import field_help, spell
-from jaxscale.training.source import load
+from jaxscale.records.source import load
 from jaxscale.values import override
 
 

@@ -107,8 +107,8 @@ def compiled(platform: str, programs: Mapping[str, Callable[..., Any]], *, flags
         programs: by name, functions of devices that pickle (of a module, or `functools.partial` of one).
         flags: libtpu's (`LIBTPU_INIT_ARGS`).
     """
+    from jaxscale.compiler.target import target
     from jaxscale.platforms.platform import Platform
-    from jaxscale.platforms.target import target
 
     described = Platform.parse(platform)
     reached = target(described, frozenset())
@@ -127,7 +127,7 @@ def compiled(platform: str, programs: Mapping[str, Callable[..., Any]], *, flags
 def main() -> None:
     """The child: read a request from standard input, write what was compiled to standard output."""
     platform, reached, programs = pickle.loads(sys.stdin.buffer.read())
-    from jaxscale.platforms.compile_child import _devices
+    from jaxscale.compiler.compile_child import _devices
 
     devices = _devices(platform, reached)
     done = pickle.dumps({name: _compile(program, devices) for name, program in programs.items()})

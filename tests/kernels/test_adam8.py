@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxscale.optim import maps as optimizer_maps
-from jaxscale.optim.quantize import Quantized, decode
-from jaxscale.optim.quantized import quantize_state
+from jaxscale.lowbit import codebooks as optimizer_maps
+from jaxscale.lowbit.quantize import Quantized, decode
+from jaxscale.lowbit.quantized import quantize_state
 from pallas_kernels import dispatch
 from pallas_kernels.adam8 import decades, reference
 from pallas_kernels.adam8.api import Settings, adam8, explain, hyper, runs

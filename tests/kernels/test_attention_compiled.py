@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxscale.platforms.hlo import collectives
+from jaxscale.compiler.collectives import collectives
 from pallas_kernels.attention.cases import CASES
 from tests.kernels import aot, programs_attention
 

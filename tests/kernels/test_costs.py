@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxscale.costs.trace import count_flop
+from jaxscale.programs.flop import count_flop
 from pallas_kernels.adam8.api import Settings, adam8
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.norm.api import rms_norm

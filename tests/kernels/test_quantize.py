@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.compression.integers import Coded, Integers
+from jaxscale.replicas.integers import Coded, Integers
 from pallas_kernels.quantize.api import dequantize, explain, quantize
 from pallas_kernels.quantize.cases import CASES, Case
 from pallas_kernels.quantize.reference import SMALLEST, levels

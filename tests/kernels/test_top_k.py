@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.compression.largest import Largest
+from jaxscale.replicas.largest import Largest
 from pallas_kernels.top_k.api import explain, top_k
 from pallas_kernels.top_k.cases import CASES, Case
 from pallas_kernels.top_k.tpu import Tiles, candidates

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxscale.compiler.collectives import collectives
+from jaxscale.compiler.hlo_program import Program
 from jaxscale.errors import UserError
 from jaxscale.layers.attend import attend
 from jaxscale.layers.attention_splash import attend_splash
 from jaxscale.layers.visibility import Visibility
-from jaxscale.platforms.hlo import collectives
-from jaxscale.platforms.hlo_program import Program
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import layout
 from jaxscale.sharding.rules import AxisRules

@@ -9,13 +9,13 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Context
+from jaxscale.compiler.collectives import collectives
 from jaxscale.errors import UserError
 from jaxscale.layers.attend import attend
 from jaxscale.layers.attention import Attention
 from jaxscale.layers.cache import KVCache
 from jaxscale.layers.rotary import Rotary
 from jaxscale.layers.stack import Stack
-from jaxscale.platforms.hlo import collectives
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import layout
 from jaxscale.sharding.rules import AxisRules

@@ -3,8 +3,8 @@
 import itertools
 import random
 
-from jaxscale.costs.block import BlockGraph, Equation, Value
 from jaxscale.memory.graph import recompute
+from jaxscale.programs.block import BlockGraph, Equation, Value
 
 
 def random_graph(seed, values=None):

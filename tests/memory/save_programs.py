@@ -7,9 +7,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Treatment
-from jaxscale.costs.collect import collect
 from jaxscale.memory.keep_named import keeping
 from jaxscale.models.decoder import Decoder
+from jaxscale.programs.collect import collect
 
 LAYERS, EMBED, LENGTH, ROWS = 8, 1024, 1024, 8
 

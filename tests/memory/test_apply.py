@@ -8,12 +8,12 @@ from flax import nnx
 
 from jaxscale import blocks
 from jaxscale.blocks import Context
-from jaxscale.costs.trace import count_flop
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.norm import RMSNorm
 from jaxscale.layers.stack import Chain, Stack
 from jaxscale.memory.apply import wrapper
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.programs.flop import count_flop
 
 KEEPS = ("none", "dots", "full")
 SIZE, LAYERS = 16, 8

@@ -10,7 +10,6 @@ from flax import nnx
 
 from jaxscale import blocks
 from jaxscale.blocks import Context
-from jaxscale.costs.trace import count_flop
 from jaxscale.errors import UserError
 from jaxscale.layers.conv import BatchNorm
 from jaxscale.layers.mlp import MLP
@@ -20,6 +19,7 @@ from jaxscale.memory.chain import Option, Remat, Save, Stage, keep_all, periodic
 from jaxscale.memory.chain_apply import CHAIN_RULES, chain_nodes, chain_treatment
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.rotor import rotor
+from jaxscale.programs.flop import count_flop
 
 SIZE = 8
 RUNS: list[int] = []

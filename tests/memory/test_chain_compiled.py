@@ -5,8 +5,8 @@ import math
 
 import pytest
 
+from jaxscale.compiler.compile import compile_report
 from jaxscale.memory.chain import Stage, keep_all, revolve, simulate
-from jaxscale.platforms.compile import compile_report
 from tests.memory import chain_programs
 
 pytestmark = pytest.mark.slow

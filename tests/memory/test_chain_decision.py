@@ -14,8 +14,6 @@ from flax import nnx
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
-from jaxscale.costs.collect import collect
-from jaxscale.costs.trace import count_flop
 from jaxscale.errors import UserError
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.stack import Chain, Stack
@@ -24,6 +22,8 @@ from jaxscale.memory.chain_decision import block_options, block_stage, decide_ch
 from jaxscale.memory.decide import decide, treatment_for
 from jaxscale.memory.decision import ChainDecision, Decision
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.programs.collect import collect
+from jaxscale.programs.flop import count_flop
 from jaxscale.values import from_json, to_json
 
 EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"

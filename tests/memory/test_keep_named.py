@@ -6,14 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from costs.blocks import decoder_block, drawn, loss_of
 from flax import nnx
+from programs.blocks import decoder_block, drawn, loss_of
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Treatment
-from jaxscale.costs.block import block_graph
-from jaxscale.costs.collect import collect
-from jaxscale.costs.trace import count_flop
 from jaxscale.errors import UserError
 from jaxscale.layers.conv import BatchNorm, Conv
 from jaxscale.layers.stack import Chain
@@ -21,6 +18,9 @@ from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import EVERYTHING, menu, save_set, solve
 from jaxscale.memory.keep_named import KeepNamed, StaleGraph, keeping
 from jaxscale.models.decoder import Decoder
+from jaxscale.programs.block import block_graph
+from jaxscale.programs.collect import collect
+from jaxscale.programs.flop import count_flop
 
 
 def kept(block, save, rolled=True):

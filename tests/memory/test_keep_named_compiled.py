@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
+from jaxscale.compiler.compile import compile_report
 from jaxscale.memory.graph import solve
-from jaxscale.platforms.compile import compile_report
 from tests.memory import save_programs
 
 pytestmark = pytest.mark.slow

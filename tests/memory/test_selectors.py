@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxscale.costs.block import block_graph
 from jaxscale.errors import UserError
 from jaxscale.memory.graph import Host, recompute, save_set, solve, value_index
 from jaxscale.memory.plan import Selector
 from jaxscale.memory.selectors import SELECTORS
 from jaxscale.memory.selectors.swap import idle_values
 from jaxscale.platforms.platform import Platform
+from jaxscale.programs.block import block_graph
 
 MiB = 2**20
 SWAPPING = ("vdnn", "tflms", "autoswap", "swapadvisor")

@@ -7,14 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from costs.blocks import decoder_block
 from flax import nnx
+from programs.blocks import decoder_block
 
 from jaxscale import blocks
 from jaxscale.blocks import Context
-from jaxscale.costs.block import block_graph
-from jaxscale.costs.collect import collect
-from jaxscale.costs.trace import count_flop
 from jaxscale.errors import UserError
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.stack import Chain, Stack
@@ -26,6 +23,9 @@ from jaxscale.memory.stack_plan import hull, least_bytes, plan_stack, share, sta
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign_blocks import blocks_wrapped, repeated_blocks
 from jaxscale.platforms.platform import Platform
+from jaxscale.programs.block import block_graph
+from jaxscale.programs.collect import collect
+from jaxscale.programs.flop import count_flop
 from jaxscale.values import from_json, to_json
 
 LAYERS = 8

@@ -9,11 +9,11 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxscale.lowbit.quantize import is_quantized
+from jaxscale.lowbit.quantized import quantize_state
+from jaxscale.offload.updates import plainly
 from jaxscale.optim import fused as module
 from jaxscale.optim.fused import AdamW, fused
-from jaxscale.optim.offloaded import plainly
-from jaxscale.optim.quantize import is_quantized
-from jaxscale.optim.quantized import quantize_state
 
 PARAMS = {
     "up": jax.random.normal(jax.random.key(0), (2, 128, 32)),

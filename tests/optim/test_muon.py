@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax import contrib
 
+from jaxscale.compiler.collectives import collectives
 from jaxscale.optim.leaves import leaf_of
 from jaxscale.optim.muon import COEFFICIENTS, factor, muon, newton_schulz, scale_by_muon
-from jaxscale.platforms.hlo import collectives
 
 AXES = ("layers", "embed", "mlp")
 

@@ -9,14 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from jaxscale.compression import OneBit
 from jaxscale.errors import UserError
+from jaxscale.lowbit.quantized import quantize_state
+from jaxscale.lowbit.split_weights import split_weights
 from jaxscale.optim.large_batch import lamb
 from jaxscale.optim.leaves import leaf_of, leaves_of
 from jaxscale.optim.one_bit import Messages, clipped, one_bit_adam, one_bit_lamb, over_replicas
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.optim.quantized import quantize_state
-from jaxscale.optim.split_weights import split_weights
+from jaxscale.replicas import OneBit
 
 N, FREEZE, STEPS = 4, 3, 7
 B1, B2, EPS, RATE, DECAY = 0.9, 0.95, 1e-8, 0.05, 0.1

@@ -16,10 +16,10 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.asynchronous import Advanced, Asynchronous
-from jaxscale.pipeline.pipemare import Remedies
+from jaxscale.pipeline.run.asynchronous import Advanced, Asynchronous
+from jaxscale.pipeline.run.pipemare import Remedies
+from jaxscale.pipeline.run.stream import stream
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.stream import stream
 
 RANKS, D, ROWS, GROUP = 4, 4, 3, 4
 RATE, MOMENTUM = 0.004, 0.9

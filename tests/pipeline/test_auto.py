@@ -3,10 +3,10 @@
 import pytest
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.auto import choose
-from jaxscale.pipeline.partition import Model, TooLarge, partition
+from jaxscale.pipeline.choose.auto import choose
+from jaxscale.pipeline.choose.partition import Model, TooLarge, partition
+from jaxscale.pipeline.choose.price import Device, Price
 from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.pipeline.price import Device, Price
 from jaxscale.pipeline.schedules import METHODS
 
 BATCH = Model((Price(8, 8, 8, weight_bytes=10, stash_bytes=160, message_bytes=16),) * 8, last=Price(8, 8, 8))

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.chart_svg import svg_chart
-from jaxscale.pipeline.chart_text import FILL, columns_per_second, step_of, text_chart
-from jaxscale.pipeline.costs import Costs
+from jaxscale.pipeline.charts.draw import Chart
+from jaxscale.pipeline.charts.svg import svg_chart
+from jaxscale.pipeline.charts.text import FILL, columns_per_second, step_of, text_chart
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.simulate import Machine, Simulation, simulate
 from jaxscale.pipeline.csv import parse_csv
-from jaxscale.pipeline.draw import Chart
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.simulate import Machine, Simulation, simulate
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,12 +11,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.compat import varying_axes
+from jaxscale.compiler.hlo_program import Program, called
 from jaxscale.errors import UserError
-from jaxscale.pipeline.execute import Lowering, execute
-from jaxscale.pipeline.held import held
+from jaxscale.pipeline.run.execute import Lowering, execute
+from jaxscale.pipeline.run.held import held
+from jaxscale.pipeline.run.tables import tabulate
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.tables import tabulate
-from jaxscale.platforms.hlo_program import Program, called
 from tests.pipeline import tiny_stages
 from tests.pipeline.tiny_stages import Model, distance, program, run, to_chunks
 

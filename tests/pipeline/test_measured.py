@@ -4,11 +4,11 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Kind
-from jaxscale.pipeline.costs import Costs
-from jaxscale.pipeline.draw import Chart
-from jaxscale.pipeline.measured import measured
+from jaxscale.pipeline.charts.draw import Chart
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.measured import measured
+from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.simulate import simulate
 
 OPERATIONS = {kind: [f"{kind}.begin", f"{kind}.end", f"{kind}.elsewhere"] for kind in "FBIW"}
 

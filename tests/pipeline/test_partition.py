@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.clock import Clock
-from jaxscale.pipeline.costs import Costs
-from jaxscale.pipeline.footprint import footprints
-from jaxscale.pipeline.partition import Model, Partition, Stash, partition
-from jaxscale.pipeline.price import Device, Price
+from jaxscale.pipeline.choose.footprint import footprints
+from jaxscale.pipeline.choose.partition import Model, Partition, Stash, partition
+from jaxscale.pipeline.choose.price import Device, Price
+from jaxscale.pipeline.choose.virtual_workers import virtual_workers
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.many import Clock
+from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.schedule import Kind, Schedule
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.simulate import simulate
-from jaxscale.pipeline.virtual_workers import virtual_workers
 
 ALIKE = Price(1, 1, 1)
 

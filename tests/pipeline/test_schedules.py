@@ -10,10 +10,10 @@ import pytest
 from jaxscale.errors import UserError
 from jaxscale.pipeline import schedules
 from jaxscale.pipeline.action import Action, Kind
-from jaxscale.pipeline.costs import Costs
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.simulate import Network
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.simulate import Network
 from jaxscale.pipeline.ticks import rows, ticks
 
 SIZES = [

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.batch_clock import BatchClock
-from jaxscale.pipeline.costs import Costs
-from jaxscale.pipeline.exhaustive import fastest, orders
+from jaxscale.pipeline.choose.exhaustive import fastest, orders
+from jaxscale.pipeline.choose.search import bound, search
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.orders import BatchClock
+from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.schedule import Action, Kind, Schedule
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.search import bound, search
-from jaxscale.pipeline.simulate import simulate
 
 
 def some_costs(rng: random.Random, stages: int, spread: float = 0.2) -> Costs:

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.costs import Costs
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.simulate import Network, simulate
 from jaxscale.pipeline.schedule import Action, Schedule
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.simulate import Network, simulate
 
 RANKS = (2, 4, 8, 16)
 RATIOS = ((1.0, 1.0, 1.0), (1.0, 1.3, 0.6), (0.7, 0.8, 1.1))

@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 
 from jaxscale.blocks import Context
-from jaxscale.costs.trace import count_flop
 from jaxscale.models.decoder import Decoder
-from jaxscale.pipeline.split import divide
+from jaxscale.pipeline.run.split import divide
+from jaxscale.programs.flop import count_flop
 
 D, F, ROWS, LAYERS = 8, 16, 4, 3
 

@@ -4,10 +4,10 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
-from jaxscale.pipeline.phases import phases
+from jaxscale.pipeline.run.phases import phases
+from jaxscale.pipeline.run.tables import CODES, IDLE, KINDS, MESSAGES, tabulate
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.tables import CODES, IDLE, KINDS, MESSAGES, tabulate
 
 SYNCHRONOUS = sorted(name for name, method in METHODS.items() if not method.steps)
 

@@ -7,9 +7,9 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
+from jaxscale.pipeline.run.stream import COLUMNS, stream
+from jaxscale.pipeline.run.tables import CODES
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.stream import COLUMNS, stream
-from jaxscale.pipeline.tables import CODES
 from jaxscale.pipeline.versions import lives, ring, uses
 
 RANKS = 1, 2, 3, 4, 6

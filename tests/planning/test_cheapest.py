@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxscale.costs.block import BlockGraph
-from jaxscale.costs.collect import BlockCall
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
 from jaxscale.planning import cheapest
@@ -16,6 +14,8 @@ from jaxscale.planning.prices import Prices
 from jaxscale.planning.program import compiled_bytes
 from jaxscale.platforms.detect import detect
 from jaxscale.platforms.platform import Platform
+from jaxscale.programs.block import BlockGraph
+from jaxscale.programs.collect import BlockCall
 from tests.plans import plan_of
 
 V5E = Platform.parse("tpu v5e:2x2")

@@ -6,14 +6,14 @@ from functools import partial
 
 import pytest
 
+from jaxscale.compiler.report import CompileReport, OutOfMemory
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.cheapest import cheapest_fit
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import fit
 from jaxscale.platforms.platform import Platform
-from jaxscale.platforms.report import CompileReport, OutOfMemory
-from jaxscale.training.source import load
+from jaxscale.records.source import load
 
 V5E = "tpu v5e:2x2"
 

@@ -11,15 +11,15 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.pipeline.tables import tabulate
+from jaxscale.pipeline.run.tables import tabulate
 from jaxscale.planning import accuracy
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import fit
-from jaxscale.planning.flat import flatten
-from jaxscale.planning.kinds import kinds_of
-from jaxscale.planning.placements import place
 from jaxscale.planning.timeline import Compiler, timeline
-from jaxscale.training.source import load
+from jaxscale.programs.flat import flatten
+from jaxscale.programs.kinds import kinds_of
+from jaxscale.programs.placements import place
+from jaxscale.records.source import load
 from tests.plans import plan_of
 
 V5E = "tpu v5e:2x2"

@@ -6,8 +6,8 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
-from jaxscale.pipeline.partition import Model
-from jaxscale.pipeline.price import Price
+from jaxscale.pipeline.choose.partition import Model
+from jaxscale.pipeline.choose.price import Price
 from jaxscale.planning.pipeline_choice import in_periods, pipeline_choice
 from jaxscale.planning.settle import settled
 from jaxscale.platforms.platform import Platform

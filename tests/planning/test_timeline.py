@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxscale.planning.flat import flatten
-from jaxscale.planning.placements import place
 from jaxscale.planning.timeline import Compiler, timeline
+from jaxscale.programs.flat import flatten
+from jaxscale.programs.placements import place
 
 KB = 1024 * 4
 X = jax.ShapeDtypeStruct((32, 32), jnp.float32)  # 4 KB

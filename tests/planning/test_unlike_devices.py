@@ -8,11 +8,11 @@ import pytest
 from jaxscale.cli import main
 from jaxscale.errors import UserError
 from jaxscale.models import Decoder
-from jaxscale.pipeline.costs import Costs
-from jaxscale.pipeline.partition import Model
+from jaxscale.pipeline.choose.partition import Model
+from jaxscale.pipeline.choose.price import Price
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.pipeline.price import Price
-from jaxscale.pipeline.simulate import simulate
 from jaxscale.planning import unlike_devices
 from jaxscale.planning.unlike_devices import dealt, devices_of
 from jaxscale.step.experiment import Experiment

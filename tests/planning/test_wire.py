@@ -5,15 +5,15 @@ import dataclasses
 import jax
 import pytest
 
-from jaxscale.compression import Codec
-from jaxscale.optim.diloco import Diloco
+from jaxscale.compiler.collectives import Collective
+from jaxscale.compiler.report import CompileReport
 from jaxscale.planning.estimate import estimate, of_step
 from jaxscale.planning.fit import fit
 from jaxscale.planning.program import described_step
 from jaxscale.planning.wire import sent_by_axes, slow_link, wire_of
-from jaxscale.platforms.hlo import Collective
 from jaxscale.platforms.platform import Platform
-from jaxscale.platforms.report import CompileReport
+from jaxscale.replicas import Codec
+from jaxscale.replicas.diloco import Diloco
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build

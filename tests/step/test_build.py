@@ -11,11 +11,11 @@ import optax
 import pytest
 from flax import nnx
 
+from jaxscale.compiler.collectives import collectives
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign import ForeignModel, classification
 from jaxscale.optim.leaves import decays
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.platforms.hlo import collectives
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment, Guard

@@ -19,8 +19,8 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.naming import layer_name
 from jaxscale.step.plan import Plan
+from jaxscale.step.saved.naming import layer_name
 
 ROWS, LENGTH, VOCAB = 8, 8, 13  # a vocabulary that no axis divides: it is padded under tensor parallelism
 DECODER = Decoder(vocab=VOCAB, context=LENGTH, layers=2, embed=8, heads=4, kv_heads=4, mlp=24)

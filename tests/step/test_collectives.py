@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxscale.compiler.collectives import collectives
 from jaxscale.models.decoder import Decoder
-from jaxscale.platforms.hlo import collectives
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment

@@ -8,10 +8,10 @@ from flax import nnx
 from jaxscale.models import ForeignModel, classification
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.step.combinations import RULES, Incompatible, check
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
-from jaxscale.step.requests import Facts
+from jaxscale.step.resolution.combinations import RULES, Incompatible, check
+from jaxscale.step.resolution.requests import Facts
 from jaxscale.values import override
 from tests.plans import grouped
 

@@ -19,17 +19,17 @@ import pytest
 from flax import nnx
 
 from jaxscale.blocks import Context, Loss
+from jaxscale.compiler.collectives import collectives
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.stack import Stack
+from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.optim.quantize import is_quantized
-from jaxscale.platforms.hlo import collectives
 from jaxscale.step.build import build
+from jaxscale.step.checks.wire import slow_bytes
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.step.train_step import TrainStep
-from jaxscale.step.wire_checks import slow_bytes
 from jaxscale.values import override
 from tests.plans import grouped
 

@@ -24,9 +24,9 @@ from composing.twins import built, compiled, experiment_of, lower, plan_of, trai
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build
-from jaxscale.step.combinations import Incompatible
-from jaxscale.step.pipeline_async import AsyncPipeline
+from jaxscale.step.pipelined.asynchronous import AsyncPipeline
 from jaxscale.step.plan import Plan
+from jaxscale.step.resolution.combinations import Incompatible
 from jaxscale.values.annotations import field_types
 from tests.plans import grouped
 

@@ -7,16 +7,16 @@ import jax
 import numpy as np
 import pytest
 
+from jaxscale.compiler.collectives import collectives
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
-from jaxscale.optim.diloco import Diloco
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.platforms.hlo import collectives
+from jaxscale.replicas.diloco import Diloco
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
+from jaxscale.step.checks.wire import SCALARS, NoEffect, bytes_over, check_alone
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
-from jaxscale.step.wire_checks import SCALARS, NoEffect, bytes_over, check_alone
 from jaxscale.values import override
 from tests.plans import grouped
 
@@ -48,7 +48,7 @@ def put(step: Any, saved: Any) -> Any:
     return step.from_canonical({n: jax.device_put(a, abstract[n].sharding) for n, a in saved.items() if n in abstract})
 
 
-@pytest.mark.slow  # tests/optim/test_diloco.py has it without a mesh
+@pytest.mark.slow  # tests/replicas/test_diloco.py has it without a mesh
 @pytest.mark.parametrize("alike", [True, False])
 def test_meeting_after_every_step_is_data_parallel_training_with_plain_sgd_alone(alike: bool) -> None:
     rows = BATCHES[:2]

@@ -19,19 +19,19 @@ import numpy as np
 import optax
 import pytest
 
-from jaxscale.compression.codecs import CODECS
+from jaxscale.compiler.collectives import Collective, collectives
+from jaxscale.compiler.hlo_flop import program_flop
+from jaxscale.compiler.hlo_program import Program
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import Rule
 from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.pipeline.plan import OPTIONS
-from jaxscale.platforms.hlo import Collective, collectives
-from jaxscale.platforms.hlo_flop import program_flop
-from jaxscale.platforms.hlo_program import Program
+from jaxscale.replicas.codecs import CODECS
 from jaxscale.step.build import build
+from jaxscale.step.checks.wire import bytes_over
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import OffloadPlan, Plan, StatePlan
-from jaxscale.step.wire_checks import bytes_over
 from jaxscale.values import override
 from jaxscale.values.annotations import field_types
 from tests.plans import grouped
@@ -321,7 +321,7 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.step.batches import batch_shapes
-from jaxscale.training.source import load
+from jaxscale.records.source import load
 experiment, _ = load("experiments/shakespeare.py")
 found = {}
 for rule in sys.argv[1:]:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from jaxscale.compiler.compile import compile_report
+from jaxscale.compiler.report import CompileReport
 from jaxscale.models.decoder import Decoder
 from jaxscale.planning.program import lowered_step
-from jaxscale.platforms.compile import compile_report
 from jaxscale.platforms.platform import Platform
-from jaxscale.platforms.report import CompileReport
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
 from jaxscale.values import override

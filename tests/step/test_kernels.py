@@ -20,11 +20,11 @@ from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.batches import batch_shapes
 from jaxscale.step.build import build
+from jaxscale.step.checks.kernel_trace import KernelTrace, check_taken
 from jaxscale.step.experiment import Experiment
-from jaxscale.step.kernel_trace import KernelTrace, check_taken
 from jaxscale.step.kernels import Kernels, Taken, fields_of, lines_of
 from jaxscale.step.plan import Plan
-from jaxscale.step.resolve import resolve_mesh
+from jaxscale.step.resolution.resolve import resolve_mesh
 from jaxscale.values import override, to_json
 from pallas_kernels.dispatch import CannotRun, noting
 from tests.kernels.aot import compiled, tpu_compiler

@@ -6,7 +6,7 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.layout import check_model
 from jaxscale.step.plan import Plan
-from jaxscale.step.resolve import resolve_mesh
+from jaxscale.step.resolution.resolve import resolve_mesh
 from tests.plans import plan_of
 
 MODEL = Decoder(vocab=64, context=24, layers=1, embed=24, heads=6, kv_heads=2, mlp=20)

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import optax
 import pytest
-from programs import kept
+from kept_programs import kept
 
 from jaxscale.errors import UserError
+from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.optim.quantize import is_quantized
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from tests.plans import plan_of

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxscale.compiler.collectives import collectives
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.pipeline.csv import to_csv
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.platforms.hlo import collectives
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment

@@ -4,9 +4,9 @@ import functools
 
 import pytest
 
+from jaxscale.compiler.compile import compile_report
 from jaxscale.models.decoder import Decoder
 from jaxscale.planning.program import lowered_step
-from jaxscale.platforms.compile import compile_report
 from jaxscale.platforms.platform import Platform
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan

@@ -11,9 +11,9 @@ from unlike_blocks import Unlike
 from jaxscale.errors import UserError
 from jaxscale.models import ForeignModel, ResNet, classification
 from jaxscale.models.decoder import Decoder
-from jaxscale.pipeline.costs import Costs
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.simulate import simulate
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan

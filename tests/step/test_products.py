@@ -10,17 +10,18 @@ from flax import nnx
 
 from jaxscale.blocks import Loss
 from jaxscale.errors import UserError
-from jaxscale.layers import linear, low_precision
+from jaxscale.layers import linear
 from jaxscale.layers.linear import Linear
+from jaxscale.lowbit import products as low_precision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign import ForeignModel, classification
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
+from jaxscale.step.checks.program import check_traced
 from jaxscale.step.experiment import Experiment
 from jaxscale.step.plan import Plan
-from jaxscale.step.program_checks import check_traced
 from jaxscale.trees import named_leaves
 
 ROWS, LENGTH = 8, 8

@@ -12,22 +12,22 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
+from jaxscale.lowbit.quantize import Quantized, decode, encode, is_quantized, zeros
+from jaxscale.lowbit.quantized import state_bytes
+from jaxscale.lowbit.split_weights import split
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.optim.quantize import Quantized, decode, encode, is_quantized, zeros
-from jaxscale.optim.quantized import state_bytes
-from jaxscale.optim.split_weights import split
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.conversion import conversion, forms_of
+from jaxscale.step.checks.program import check_state_bits
+from jaxscale.step.checks.wire import NoEffect
 from jaxscale.step.experiment import Experiment, Guard
-from jaxscale.step.naming import CODES, SCALE
 from jaxscale.step.plan import OffloadPlan, Plan, StatePlan
-from jaxscale.step.program_checks import check_state_bits
-from jaxscale.step.wire_checks import NoEffect
+from jaxscale.step.saved.conversion import conversion, forms_of
+from jaxscale.step.saved.naming import CODES, SCALE
 from tests.plans import plan_of
 
 ROWS, LENGTH, VOCAB = 8, 8, 13

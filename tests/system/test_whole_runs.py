@@ -15,13 +15,13 @@ from typing import get_args
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from programs import kept
+from kept_programs import kept
 
-from jaxscale.compression.codecs import CODECS
 from jaxscale.memory.plan import Rule
 from jaxscale.memory.selectors import SELECTORS
 from jaxscale.optim.optimizer import Name
 from jaxscale.pipeline.schedules import METHODS
+from jaxscale.replicas.codecs import CODECS
 from jaxscale.step.plan import StatePlan
 from tests.system.data import write_data
 from tests.system.mixtures import mixture

@@ -26,8 +26,8 @@ import jaxscale.training.loop
 from jaxscale.cli.main import main
 from jaxscale.errors import UserError
 from jaxscale.models.huggingface import describe
+from jaxscale.records.source import load_experiment
 from jaxscale.step.train_step import TrainStep
-from jaxscale.training.source import load_experiment
 from jaxscale.values import to_json
 from tests.training.watching import described, last_lines, newest
 

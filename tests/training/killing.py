@@ -28,7 +28,7 @@ from jaxscale.training.loop import train
 
 EVERY = 7
 
-for slow in ("grain", "orbax.checkpoint", "jaxscale.models.decoder_module", "jaxscale.training.report"):
+for slow in ("grain", "orbax.checkpoint", "jaxscale.models.decoder_module", "jaxscale.report.page"):
     importlib.import_module(slow)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxscale.checkpoint.store import Checkpoints, Description
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.training.checkpoint import Checkpoints, Description
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxscale.training.metrics import read_metrics
+from jaxscale.records.metrics import read_metrics
 from tests.training.watching import EXACT, described, last_lines
 
 

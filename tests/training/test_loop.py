@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.errors import Diverged, Preempted, UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.records.metrics import read_metrics
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.experiment import Checkpointing, Evaluation, Guard, Samples
 from jaxscale.step.plan import Plan
-from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.loop import train
-from jaxscale.training.metrics import read_metrics
 from jaxscale.training.run import Run
 
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens")

@@ -30,10 +30,10 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 
+from jaxscale.compiler.kept_programs import keep_ordered_programs
 from jaxscale.data.text import Text
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.platforms.kept_programs import keep_ordered_programs
 from jaxscale.step.build import build
 from jaxscale.step.experiment import Checkpointing, Evaluation, Experiment, Samples
 from jaxscale.step.plan import Plan
@@ -207,7 +207,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--unfiltered", action="store_true", help="keep and load every program, as JAX does: a control")
     given = parser.parse_args()
-    for slow in ("grain", "orbax.checkpoint", "jaxscale.models.decoder_module", "jaxscale.training.report"):
+    for slow in ("grain", "orbax.checkpoint", "jaxscale.models.decoder_module", "jaxscale.report.page"):
         importlib.import_module(slow)
     if given.unfiltered:
         for module in (sys.modules[__name__], importlib.import_module("jaxscale.step.build")):

@@ -16,7 +16,6 @@ computes 40 times as fast on a similar link, which hides a tenth of their copies
 
 from collections.abc import Callable, Mapping
 
-from jaxscale.costs.block import BlockGraph
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import Host
 from jaxscale.memory.selectors.autoswap import autoswap
@@ -25,6 +24,7 @@ from jaxscale.memory.selectors.pofo import pofo
 from jaxscale.memory.selectors.swapadvisor import swapadvisor
 from jaxscale.memory.selectors.tflms import tflms
 from jaxscale.memory.selectors.vdnn import vdnn
+from jaxscale.programs.block import BlockGraph
 
 Selector = Callable[[BlockGraph, int, Host], SaveSet]
 """From a block with seconds, its budget of bytes on the device, and the host, to its save set."""

@@ -5,10 +5,10 @@ The value with the largest product of bytes and idle time, its "area of absence"
 Left out: its weighting of this score with three others by Bayesian optimization, and its memory pool, which is XLA's.
 """
 
-from jaxscale.costs.block import BlockGraph
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import Host
 from jaxscale.memory.selectors.swap import idle_values, swap
+from jaxscale.programs.block import BlockGraph
 
 
 def autoswap(graph: BlockGraph, budget: int, host: Host) -> SaveSet:

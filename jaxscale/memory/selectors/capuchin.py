@@ -7,10 +7,10 @@ Left out: the slow first step that measures times, which a roofline gives here; 
 runs; and feedback when a copy comes late.
 """
 
-from jaxscale.costs.block import BlockGraph
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import Host, save_set
 from jaxscale.memory.selectors.swap import Idle, everything, idle_values
+from jaxscale.programs.block import BlockGraph
 
 
 def capuchin(graph: BlockGraph, budget: int, host: Host) -> SaveSet:

@@ -6,10 +6,10 @@ copies hide behind the work of their own block. Left out: prefetching across blo
 does not do.
 """
 
-from jaxscale.costs.block import BlockGraph
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import Host, solve
 from jaxscale.memory.selectors.swap import everything
+from jaxscale.programs.block import BlockGraph
 
 
 def pofo(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
@@ -22,7 +22,7 @@ def pofo(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from jaxscale.costs.block import block_graph
+        >>> from jaxscale.programs.block import block_graph
         >>> from jaxscale.platforms.platform import Platform
         >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4096, 4096), (8192, 4096)])
         >>> graph = block_graph(lambda w, x: jnp.tanh(x @ w) @ w, w, x, chip=Platform.parse("tpu v5e:2x2").chip)

@@ -7,10 +7,10 @@ twice as long.
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from jaxscale.costs.block import BlockGraph
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import EVERYTHING, Host, recompute, save_set
+from jaxscale.programs.block import BlockGraph
 from jaxscale.values.byte_sizes import bytes_text
 
 SMALL = 256 * 1024

@@ -5,10 +5,10 @@ Distance is in seconds here, where the paper counts operations. Left out: its co
 which is XLA's, and its fusing of swaps.
 """
 
-from jaxscale.costs.block import BlockGraph
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import Host
 from jaxscale.memory.selectors.swap import idle_values, swap
+from jaxscale.programs.block import BlockGraph
 
 
 def tflms(graph: BlockGraph, budget: int, host: Host) -> SaveSet:

@@ -5,10 +5,10 @@ Here the inputs of matrix products go too, and after them the other values, unti
 out: its choice of slower convolutions that need less workspace, and its prefetch, which is XLA's.
 """
 
-from jaxscale.costs.block import BlockGraph
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import Host
 from jaxscale.memory.selectors.swap import idle_values, swap
+from jaxscale.programs.block import BlockGraph
 
 
 def vdnn(graph: BlockGraph, budget: int, host: Host) -> SaveSet:

@@ -7,7 +7,7 @@ CSV. It needs numpy and is imported at the call, so that plans can name schedule
 
 import dataclasses
 
-from jaxscale.pipeline.costs import Costs
+from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.schedule import Schedule
 
@@ -21,7 +21,7 @@ def searched(ranks: int, microbatches: int) -> Schedule:
         ranks: p, one stage each.
         microbatches: m, any.
     """
-    from jaxscale.pipeline.search import search
+    from jaxscale.pipeline.choose.search import search
 
     ones = (1.0,) * ranks
     return dataclasses.replace(search(Costs(ones, ones, ones), ranks, microbatches, copies=1).schedule, name=NAME)

@@ -1,0 +1,1 @@
+"""Checkpoints: saved atomically, verified when read, restored, converted and exported."""

@@ -1,0 +1,43 @@
+"""A run's model as a folder that Hugging Face's transformers can read."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxscale.errors import UserError
+from jaxscale.records.directory import EXPERIMENT
+
+
+def export(
+    run: Any, folder: Any, *, best: bool = False, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+) -> Path:
+    """Write the model of a run as config.json, safetensors and, if it is a subword tokenizer, its tokenizer.
+
+    Args:
+        run: the run directory.
+        folder: the folder to create; it must not hold a model.
+        best: take the checkpoint with the least held-out loss, not the newest.
+        dtype: type of the weights in the files.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: no run or checkpoint there, or a model without an equivalent architecture in transformers.
+    """
+    if (Path(folder) / EXPERIMENT).exists():
+        raise UserError(f"{folder} is the directory of a run: give a folder to create beside it")
+    from jaxscale.checkpoint.restore import read_tokenizer, restore_parameters
+    from jaxscale.models import huggingface
+
+    trained = restore_parameters(run, best=best)
+    model = trained.experiment.model
+    model = getattr(model, "model", model)  # the model that a pretrained folder was read as
+    arrays = trained.step.to_canonical(trained.state)
+    params = {
+        name.partition("/")[2].replace("/", "."): array for name, array in arrays.items() if name.startswith("params/")
+    }
+    huggingface.save(folder, model, params, dtype)
+    tokenizer = read_tokenizer(run)
+    if tokenizer is not None and tokenizer.kind == "subword":
+        (Path(folder) / "tokenizer.json").write_text(tokenizer.definition, encoding="utf-8")
+    return Path(folder)

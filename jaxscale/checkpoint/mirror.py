@@ -1,0 +1,100 @@
+"""Checkpoints in a bucket that Orbax cannot reach: it writes to a local folder, which is copied to the bucket.
+
+Orbax supports local folders and gs://. For other buckets (s3://) a checkpoint is written to a temporary folder (TMPDIR)
+and uploaded in the background, its commit file last; to be read it is downloaded. Several processes are not supported:
+their parts are on the disks of several machines, where Orbax cannot join them.
+"""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from jaxscale.records.storage import is_remote
+
+COMMITTED = "commit_success.txt"
+"""The file whose presence makes a folder a checkpoint."""
+
+
+def is_mirrored(path: Any) -> bool:
+    """Whether checkpoints reach `path` through a local folder.
+
+    Example:
+        >>> [is_mirrored(path) for path in ("runs/a", "gs://bucket/a", "s3://bucket/a")]
+        [False, False, True]
+    """
+    return is_remote(path) and not str(path).startswith("gs://")
+
+
+class Upload:
+    """A save to a local folder that is then uploaded to a bucket.
+
+    Args:
+        response: Orbax's response to the save; `result()` waits for it.
+        local: the folder it writes; removed in the end.
+        target: path in the bucket.
+    """
+
+    def __init__(self, response: Any, local: Path, target: Any) -> None:
+        self._response, self._local, self._target = response, local, target
+        thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._done = thread.submit(self._run)
+        thread.shutdown(wait=False)  # accepts no further tasks; the submitted one continues
+
+    def _run(self) -> None:
+        try:
+            self._response.result()
+            files = [file for file in self._local.rglob("*") if file.is_file()]
+            for file in sorted(files, key=lambda file: file.name == COMMITTED):
+                _copy(file, self._target / file.relative_to(self._local).as_posix())
+        finally:
+            shutil.rmtree(self._local.parent, ignore_errors=True)
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the upload.
+
+        Raises:
+            TimeoutError: the upload is still running.
+        """
+        self._done.result(timeout)
+
+
+def staging(path: Any) -> Path:
+    """A new local path with the name of `path`, for `Upload`."""
+    return Path(tempfile.mkdtemp(prefix="jaxscale-checkpoint-")) / path.name
+
+
+@contextlib.contextmanager
+def local_copy(path: Any, *, arrays: bool = True) -> Iterator[Any]:
+    """A path where Orbax can read the checkpoint: `path`, or a copy that is removed afterwards.
+
+    Args:
+        path: path of the checkpoint.
+        arrays: copy the arrays' data too, and not only their description.
+    """
+    from etils import epath
+
+    if not is_mirrored(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="jaxscale-checkpoint-") as folder:
+        copy = Path(folder) / path.name
+        _download(path, copy, arrays)
+        yield epath.Path(copy)
+
+
+def _download(source: Any, target: Path, arrays: bool) -> None:
+    target.mkdir(parents=True)
+    for item in source.iterdir():
+        if not item.is_dir():
+            _copy(item, target / item.name)
+        elif arrays or item.name != "d":  # the folder of array data in Orbax's store
+            _download(item, target / item.name, arrays)
+
+
+def _copy(source: Any, target: Any) -> None:
+    with source.open("rb") as reader, target.open("wb") as writer:
+        shutil.copyfileobj(reader, writer, 1 << 24)

@@ -1,0 +1,148 @@
+"""The trained parameters of a run, restored from its directory for generation, evaluation and export.
+
+The optimizer's state stays on the disk. The rebuilt step computes as the run did, on the devices of this machine.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxscale.checkpoint.store import Checkpoints, Description
+from jaxscale.errors import UserError
+from jaxscale.records import directory as place
+from jaxscale.records.storage import run_path
+from jaxscale.step.experiment import Experiment
+
+TOKENIZER = "tokenizer.json"
+"""The tokenizer of a run's data, so that its model can be used without the data."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A run's model with its parameters.
+
+    Args:
+        directory: the run directory.
+        experiment: the trained experiment.
+        step: a train step on the current devices; its optimizer is not the run's.
+        state: a train state with the run's parameters and batch statistics.
+        description: description of the checkpoint.
+    """
+
+    directory: Any
+    experiment: Experiment
+    step: Any
+    state: Any
+    description: Description
+
+    def tokenizer(self) -> Any:
+        """The tokenizer of the run's data, or `None`."""
+        return read_tokenizer(self.directory)
+
+
+def read_tokenizer(directory: Any) -> Any:
+    """The tokenizer in a run's directory, or `None` where its data is not text.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = run_path(directory) / TOKENIZER
+    if not path.exists():
+        return None
+    from jaxscale.data.tokenizer import from_json
+
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except (LookupError, TypeError, ValueError) as error:  # UserError among them
+        raise UserError(
+            f"{path} is not the tokenizer of a run ({error}): restore it from a copy, or train some steps more, "
+            "which writes it again"
+        ) from error
+
+
+def write_tokenizer(directory: Any, tokenizer: Any) -> None:
+    """Write the tokenizer of the data to the run directory."""
+    if tokenizer is not None and hasattr(tokenizer, "to_json"):
+        (run_path(directory) / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
+
+
+def restore_parameters(
+    directory: Any,
+    *,
+    experiment: Experiment | None = None,
+    best: bool = False,
+    split: bool = False,
+    devices: Sequence[Any] | None = None,
+) -> Trained:
+    """The parameters of a run's newest checkpoint, or of its best one.
+
+    Args:
+        directory: the run directory.
+        experiment: the trained experiment; rebuilt from the directory by default.
+        best: take the checkpoint with the least held-out loss.
+        split: shard batch and parameters (ZeRO 3) over the devices, for evaluation, in the run's microbatches; else
+            one device holds everything, if it fits there.
+        devices: devices to run on; all by default.
+
+    Raises:
+        UserError: no run, no checkpoint, or none that verifies.
+    """
+    import jax
+
+    folder = run_path(directory)
+    if not (folder / place.EXPERIMENT).exists():
+        raise UserError(f"{folder} holds no run: expected {place.EXPERIMENT} there; give the directory of a run")
+    if experiment is None:
+        from jaxscale.records.source import load_experiment
+
+        experiment = load_experiment(folder)
+    checkpoints = Checkpoints(folder / place.CHECKPOINTS, write=False)
+    checkpoint_step = checkpoints.best() if best else None
+    if not checkpoints.steps() or (best and checkpoint_step is None):
+        condition = "with a held-out loss " if best and checkpoints.steps() else ""
+        raise UserError(f"{folder} has no checkpoint {condition}yet: train it until its first save")
+    step = _step(experiment, list(jax.devices() if devices is None else devices), split)
+    abstract = step.canonical_abstract()
+    trained_leaves = {name: leaf for name, leaf in abstract.items() if name.split("/")[0] in ("params", "rest")}
+    restored = checkpoints.restore(trained_leaves, step=checkpoint_step)
+    assert restored is not None
+    optimizer_leaves = {name: leaf for name, leaf in abstract.items() if name not in trained_leaves}
+    zeros = jax.jit(
+        lambda: {name: jax.numpy.zeros(leaf.shape, leaf.dtype) for name, leaf in optimizer_leaves.items()},
+        out_shardings={name: leaf.sharding for name, leaf in optimizer_leaves.items()},
+    )()
+    state = step.from_canonical({**restored.arrays, **zeros})
+    return Trained(folder, experiment, step, state, restored.description)
+
+
+def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
+    from jaxscale.layers.loss import CHUNK
+    from jaxscale.optim.optimizer import Optimizer
+    from jaxscale.sharding.mesh import MeshSpec
+    from jaxscale.step.build import build
+    from jaxscale.step.kernels import Kernels
+    from jaxscale.step.plan import Plan
+
+    run_plan = experiment.plan
+    kernels, attention = run_plan.kernels, dict(run_plan.kernels.named).get("attention", "auto")
+    is_unsupported = devices[0].platform != "tpu" and attention == "splash"
+    chunk = CHUNK if kernels.scores in ("tpu", "chunked") and kernels.loss_chunk is None else kernels.loss_chunk
+    is_portable = attention in ("plain", "chunked", "splash") and not is_unsupported
+    kernels = Kernels(named=(("attention", attention),) * is_portable, loss_chunk=chunk)
+    plan = Plan(precision=run_plan.precision, matmul=run_plan.matmul, kernels=kernels)
+    # plain gradient descent has no optimizer state
+    descent = Optimizer(name="sgd", clip=None, weight_decay=0.0)
+    experiment = dataclasses.replace(experiment, optimizer=descent, plan=plan)
+    if split:
+        plan = dataclasses.replace(plan, microbatches=run_plan.microbatches)
+        try:  # a model that was trained sharded may not fit whole
+            return build(experiment, dataclasses.replace(plan, zero=3), devices=devices)
+        except UserError:  # no dim divides
+            return build(experiment, plan, devices=devices)
+    step = build(experiment, dataclasses.replace(plan, mesh=MeshSpec()), devices=devices[:1])
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit") if devices[0].platform != "cpu" else None
+    if len(devices) > 1 and limit and 4 * step.parameters > 0.6 * limit:
+        count = len(devices)
+        experiment = dataclasses.replace(experiment, batch=count)
+        step = build(experiment, dataclasses.replace(plan, mesh=MeshSpec(fsdp=count), zero=3), devices=devices)
+    return step

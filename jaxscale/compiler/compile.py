@@ -1,0 +1,255 @@
+"""Compile a program with the platform's own compiler, for a machine that need not be attached, and report on it.
+
+libtpu compiles for TPU v4, v5e, v5p, v6e and 7x, the CUDA plugin for A100, H100, H200 and B200, on any Linux machine
+without the device. Every compilation runs in a child process, because libtpu dies by a signal on some programs: a
+crash, a time-out or a machine out of memory becomes a report of it, and the caller goes on. A program reaches the child
+as a *recipe*, a function that both processes can import. Reports are cached on disk, so that a repeated request costs
+only its tracing.
+
+Attached devices of the platform are compiled for directly; else they are described. The bytes that libtpu reports are
+trusted from 0.0.51 on: 0.0.42 and 0.0.50, which `jax[tpu]` installs, report up to half too much.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import pathlib
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxscale.compiler import trust
+from jaxscale.compiler.report import CompileReport
+from jaxscale.compiler.target import Target, target
+from jaxscale.errors import UserError, near_miss
+from jaxscale.platforms.detect import accelerators
+from jaxscale.platforms.platform import Platform
+
+TIMEOUT = 3600.0
+"""Seconds that a compilation may take by default."""
+
+_START = (
+    "import json,sys; sys.path[:] = json.loads(sys.argv[1]); from jaxscale.compiler.compile_child import main; main()"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A program to compile, as a function's name and arguments, so that another process can build it.
+
+    The function takes the platform's devices (as many as `Platform.devices`), then `args`, and returns the program to
+    compile: a `jax.stages.Lowered` or `jax.stages.Traced` whose arguments have shardings over these devices.
+
+    Args:
+        function: its "module:name".
+        args: further arguments; they must pickle.
+    """
+
+    function: str
+    args: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        module, colon, name = self.function.partition(":")
+        if not (module and colon and name):
+            raise UserError(f"recipe {self.function!r}: expected MODULE:FUNCTION, such as 'package.module:step'")
+
+    def __call__(self, devices: Sequence[Any]) -> Any:
+        """The program to compile, for these devices.
+
+        Raises:
+            UserError: the module or the function does not exist.
+        """
+        module, _, name = self.function.partition(":")
+        try:
+            target: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            raise UserError(f"recipe {self.function!r}: there is no module {error.name!r} to import") from None
+        for part in name.split("."):
+            if not hasattr(target, part):
+                raise UserError(f"recipe {self.function!r}: {module} has no {name!r}{near_miss(name, vars(target))}")
+            target = getattr(target, part)
+        return target(devices, *self.args)
+
+
+class RecipeFailed(RuntimeError):
+    """The recipe raised an error in the child process; the message is its traceback."""
+
+
+def compile_report(
+    recipe: Callable[[Sequence[Any]], Any],
+    platform: Platform | str,
+    *,
+    options: Mapping[str, str | int | bool | float] | None = None,
+    explain: bool = False,
+    cache: bool = True,
+    timeout: float = TIMEOUT,
+) -> CompileReport:
+    """The report of the compiler of `platform` on a recipe's program.
+
+    Args:
+        recipe: a `Recipe`, or a function of the devices that pickles (one of a module, or a `functools.partial` of
+            one). It runs in another process, before which JAX has seen no device.
+        platform: a `Platform` or its text; "local" and "cpu x N" compile for N virtual CPU devices.
+        options: compiler options, `compile(compiler_options=...)`.
+        explain: also list the buffers alive at the peak, and the timeline.
+        cache: read and store the report in `$JAXSCALE_CACHE/reports` (else `~/.cache/jaxscale/reports`).
+        timeout: seconds after which the child is stopped.
+
+    Returns:
+        The report. A program that does not fit, a compiler that dies and a time-out are reports too.
+
+    Raises:
+        UserError: the platform cannot be compiled for (its compiler is missing or untrusted, its hardware is unknown),
+            the recipe cannot be pickled or builds no program for these devices, or the compiler has no such option.
+        RecipeFailed: the recipe raised an error.
+
+    Example:
+        >>> report = compile_report(Recipe("jaxscale.compiler.compile_child:example"), "cpu x 2", cache=False)
+        >>> report.argument_bytes, report.flop  # the half of a (256, 128) array and a whole (128, 64); their product
+        (98304, 2097152)
+    """
+    platform = Platform.parse(platform) if isinstance(platform, str) else platform
+    pickled = _pickled(recipe)
+    destination = target(platform, accelerators())
+    request: dict[str, Any] = {
+        "recipe": pickled,
+        "main": _main_file(pickled),
+        "platform": platform,
+        "options": dict(options or {}),
+        "explain": explain,
+        "cache": str(folder) if cache and (folder := _cache_folder()) is not None else None,
+    }
+    _check_libtpu(destination, timeout)
+    report = _run(platform, request, destination, timeout)
+    if report is None:  # another process holds the devices, or they are not those of the platform
+        destination = target(platform, frozenset())
+        report = _run(platform, request, destination, timeout)
+    assert report is not None, "a described device is always available"
+    return report
+
+
+def _check_libtpu(destination: Target, timeout: float) -> None:
+    """Raise for a libtpu that reports wrong bytes; an untested version is tested once, and the verdict stored.
+
+    Raises:
+        UserError: its bytes for a known program are wrong or missing.
+    """
+    identity = destination.compiler.get("libtpu", trust.TRUSTED)
+    if identity == trust.TRUSTED:
+        return
+    folder = _cache_folder()
+    file = None if folder is None else trust.verdict_file(folder, identity)
+    device_bytes = None if file is None else trust.read_verdict(file)
+    if device_bytes is None:
+        described = Platform.parse("tpu v5e:2x2")
+        request: dict[str, Any] = {"recipe": pickle.dumps(trust.program), "main": None, "platform": described}
+        request |= {"options": {}, "explain": False, "cache": None}
+        report = _run(described, request, target(described, frozenset()), timeout)
+        device_bytes = None if report is None else report.device_bytes
+        if device_bytes is None:
+            raise UserError(
+                f"libtpu {identity} is not trusted: {report}; install libtpu=={trust.TRUSTED} (jaxscale[aot-tpu])"
+            )
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.write_text(json.dumps({"libtpu": identity, "device_bytes": device_bytes}))
+    if not trust.agrees(device_bytes):
+        raise UserError(
+            f"libtpu {identity} is not trusted: it reports {device_bytes / trust.MIB:.0f} MiB for a program of "
+            f"{trust.KNOWN_BYTES / trust.MIB:.0f} MiB; install libtpu=={trust.TRUSTED} (jaxscale[aot-tpu])"
+        )
+
+
+def _run(platform: Platform, request: Mapping[str, Any], destination: Target, timeout: float) -> CompileReport | None:
+    """The report of a child process on a request; None if the attached devices are not available."""
+    with tempfile.TemporaryDirectory(prefix="jaxscale-compile-") as folder:
+        path = pathlib.Path(folder)
+        (path / "request").write_bytes(pickle.dumps({**request, "target": destination}))
+        code = _child(path, destination.environment, timeout)
+        if code is None:
+            return CompileReport(str(platform), crashed=f"not done in {timeout:g} s: give it a longer timeout")
+        try:
+            result = json.loads((path / "result").read_bytes())
+        except (FileNotFoundError, json.JSONDecodeError):
+            log = (path / "log").read_text("utf-8", "replace")
+            return CompileReport(str(platform), crashed=_death(code, log))
+    if "mistake" in result:
+        raise UserError(result["mistake"])
+    if "failed" in result:
+        raise RecipeFailed(f"the recipe failed while it made a program for {platform}:\n{result['failed']}")
+    return None if "elsewhere" in result else CompileReport.from_json(result["report"], "the compiler's child process")
+
+
+def _child(folder: pathlib.Path, environment: Mapping[str, str], timeout: float) -> int | None:
+    """Run the child on the request in a folder: its exit code, or None after a time-out."""
+    paths = json.dumps([path or os.getcwd() for path in sys.path])
+    with (folder / "log").open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-c", _START, paths, str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=dict(environment),
+            start_new_session=True,
+        )
+        try:
+            return child.wait(timeout)
+        except BaseException as error:
+            # the compiler may have children of its own (ptxas)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return None
+
+
+def _death(code: int, log: str) -> str:
+    """Why a child ended without a result."""
+    lines = [line for line in log.splitlines() if line.strip()]
+    tail = "\n".join(lines[-8:])
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        cause = "; this machine ran out of memory, most likely" if -code == signal.SIGKILL else ""
+        return f"the compiler died by {name}{cause}" + (f"; its last words:\n{tail}" if tail else "")
+    return f"the compiler's process ended with {code}" + (f"; its last words:\n{tail}" if tail else "")
+
+
+def _pickled(recipe: Any) -> bytes:
+    try:
+        return pickle.dumps(recipe)
+    except Exception as error:  # a value that does not pickle may raise anything
+        raise UserError(
+            f"recipe {recipe!r} cannot be sent to another process: {error}; expected a function of a module, a "
+            "functools.partial of one, or a Recipe, with arguments that pickle"
+        ) from None
+
+
+def _main_file(pickled: bytes) -> str | None:
+    """File of the running script, if the recipe refers to it: the child runs it again, as a module."""
+    if b"__main__" not in pickled:
+        return None
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is None:
+        raise UserError("a recipe defined in a notebook or at the prompt: put it in a module, another process runs it")
+    return os.path.abspath(path)
+
+
+def _cache_folder() -> pathlib.Path | None:
+    """Folder of reports; None if it is not writable."""
+    base = os.environ.get("JAXSCALE_CACHE")
+    try:
+        folder = (pathlib.Path(base) if base else pathlib.Path.home() / ".cache" / "jaxscale") / "reports"
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        return None
+    return folder

@@ -1,0 +1,222 @@
+"""The compiler's process: builds a recipe's program, compiles it and writes a report.
+
+The parent (`compiler/compile.py`) has set the environment that JAX must find when it is first imported, and reads one
+file: a report, a user's mistake, or the recipe's error. If the file is missing, the process died.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import pathlib
+import pickle
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxscale.compiler import report_cache
+from jaxscale.compiler.collectives import collectives
+from jaxscale.compiler.hlo_flop import program_flop
+from jaxscale.compiler.hlo_program import Program
+from jaxscale.compiler.live import Live, live_at_the_peak
+from jaxscale.compiler.report import CompileReport, out_of_memory
+from jaxscale.compiler.target import Target
+from jaxscale.errors import UserError
+from jaxscale.platforms.platform import Platform
+
+
+def main() -> None:
+    """Answer the request in the folder that the command line names."""
+    folder = pathlib.Path(sys.argv[2])
+    request = pickle.loads((folder / "request").read_bytes())
+    try:
+        result = {"report": answer(request).json()}
+    except UserError as error:
+        result = {"mistake": str(error)}
+    except _Elsewhere:
+        result = {"elsewhere": True}
+    except Exception:  # the recipe may raise anything
+        result = {"failed": traceback.format_exc()}
+    partial_file = folder / "result.part"
+    partial_file.write_text(json.dumps(result))
+    partial_file.rename(folder / "result")
+
+
+def answer(request: Mapping[str, Any]) -> CompileReport:
+    """The report on a request, from the cache or from the compiler."""
+    platform: Platform = request["platform"]
+    if request["main"] is not None:
+        _import_main(request["main"])
+    recipe = pickle.loads(request["recipe"])
+    target: Target = request["target"]
+    devices = _devices(platform, target)
+    lowered = recipe(devices)
+    lowered = lowered.lower() if hasattr(lowered, "jaxpr") else lowered
+    if not hasattr(lowered, "compile"):
+        raise UserError(
+            f"a recipe must return a jax.stages.Lowered or Traced (jax.jit(f).lower(...)), got {type(lowered).__name__}"
+        )
+    versions = {package: importlib.metadata.version(package) for package in ("jax", "jaxlib")}
+    versions |= target.compiler
+    key = report_cache.key(lowered, platform, versions, request["options"], request["explain"], target.attached)
+    if request["cache"] is not None:
+        cached_report = report_cache.find(pathlib.Path(request["cache"]), key)
+        if cached_report is not None:
+            return cached_report
+    facts = {"platform": str(platform), "versions": versions, "attached": target.attached, "key": key}
+    report = _compile(lowered, devices, facts, request["options"], request["explain"])
+    if request["cache"] is not None and report.crashed is None:
+        report_cache.keep(pathlib.Path(request["cache"]), report)
+    return report
+
+
+def example(devices: Sequence[Any]) -> Any:
+    """A recipe: a (256, 128) array, its rows over all devices, times a (128, 64) one."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+    rows, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    x = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=rows)
+    w = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=replicated)
+    return jax.jit(jnp.dot).lower(x, w)
+
+
+def _import_main(path: str) -> None:
+    """Run the parent's script as the module in which pickles look up its functions."""
+    spec = importlib.util.spec_from_file_location("__mp_main__", path)
+    assert spec is not None, f"the parent ran {path}"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+    spec.loader.exec_module(module)
+
+
+class _Elsewhere(Exception):
+    """The attached devices are not available: another process holds them, or they are not those of the platform."""
+
+
+def _devices(platform: Platform, target: Target) -> list[Any]:
+    """The platform's devices, attached or described.
+
+    Raises:
+        _Elsewhere: the target is attached, and its devices are not available.
+    """
+    import jax
+
+    config: Any = jax.config
+    config.update("jax_enable_compilation_cache", False)  # cannot be read for described devices
+    if target.backend == "cpu":
+        config.update("jax_num_cpu_devices", platform.devices)
+        return jax.devices("cpu")
+    if target.attached:
+        try:
+            devices = jax.devices(target.backend)
+        except RuntimeError:
+            raise _Elsewhere from None
+        if devices[0].device_kind not in platform.chip.device_kinds or len(devices) < platform.devices:
+            raise _Elsewhere
+        return devices[: platform.devices]
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(platform=target.backend, **target.arguments).devices)
+
+
+def _compile(
+    lowered: Any, devices: Sequence[Any], facts: dict[str, Any], options: Mapping[str, Any], explain: bool
+) -> CompileReport:
+    import jax
+
+    with tempfile.TemporaryDirectory(prefix="jaxscale-dump-") as dump_folder:
+        dump_options = {"xla_dump_to": dump_folder, "xla_dump_hlo_as_text": True} if explain else {}
+        start = time.perf_counter()
+        try:
+            compiled = lowered.compile(compiler_options={**options, **dump_options} or None)
+        except jax.errors.JaxRuntimeError as error:
+            facts["seconds"] = time.perf_counter() - start
+            return _failure_report(str(error), facts, options, _live(dump_folder, devices) if explain else None)
+        facts["seconds"] = time.perf_counter() - start
+        live = _live(dump_folder, devices) if explain else None
+    memory = compiled.memory_analysis()
+    names = ("argument", "output", "alias", "temp")
+    return CompileReport(
+        **facts,
+        **{f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names},
+        **{f"host_{name}_bytes": getattr(memory, f"host_{name}_size_in_bytes") for name in names},
+        **_read(compiled, _mesh(compiled, devices)),
+        **_listing(live),
+    )
+
+
+def _read(compiled: Any, mesh: Any) -> dict[str, Any]:
+    """FLOP and collectives, read from a program's text."""
+    import jax
+
+    try:
+        text = compiled.as_text()
+        flop = program_flop(Program(text))
+        collective_list = tuple(collectives(text, mesh))
+    except (AssertionError, LookupError, ValueError, jax.errors.JaxRuntimeError) as error:
+        # text in a new spelling, or that XLA fails to print, must not prevent the report
+        return {"unread": f"the program's text could not be read: {error!r}"}
+    return {
+        "flop": flop.total,
+        "unknown_loops": flop.unknown_loops,
+        "silent_kernels": flop.silent_kernels,
+        "collectives": collective_list,
+    }
+
+
+def _listing(live: Live | None) -> dict[str, Any]:
+    return {} if live is None else {"live": live.tensors, "timeline": live.timeline}
+
+
+def _live(dump: str, devices: Sequence[Any]) -> Live | None:
+    try:
+        return live_at_the_peak(pathlib.Path(dump), devices[0].platform)
+    except (AssertionError, LookupError, ValueError):  # as above
+        return None
+
+
+def _failure_report(
+    message: str, facts: dict[str, Any], options: Mapping[str, Any], live: Live | None
+) -> CompileReport:
+    """The report of a program that was not compiled."""
+    if unknown := re.search(r"No such compile option: '([^']*)'", message):
+        raise UserError(f"the compiler of {facts['platform']} has no option {unknown[1]!r}; leave it out")
+    if options and "INVALID_ARGUMENT" in message and "option" in message:
+        raise UserError(f"the compiler of {facts['platform']} rejects an option: {message}")
+    if "ptxas" in message:
+        raise UserError(
+            f"{facts['platform']}: a kernel needs ptxas, which is not here; install jaxscale[aot-gpu]: {message}"
+        )
+    oom = out_of_memory(message)
+    if oom is None:
+        return CompileReport(**facts, crashed=f"the compiler gave up: {message.strip()}")
+    return CompileReport(**facts, oom=oom, **_listing(live))
+
+
+def _mesh(compiled: Any, devices: Sequence[Any]) -> Any:
+    """The mesh over which a program's arguments and results are sharded.
+
+    Raises:
+        UserError: the program is for other devices than those passed to the recipe.
+    """
+    import jax
+    from jax.sharding import NamedSharding
+
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    allowed = set(devices)
+    used = {device for sharding in shardings for device in sharding.device_set}
+    if shardings and not used <= allowed:
+        kinds = ", ".join(sorted({device.device_kind for device in used - allowed}))
+        raise UserError(
+            f"the recipe made a program for other devices ({kinds}) than it was given ({devices[0].device_kind}): "
+            "give its arguments shardings over a mesh of the devices that it is called with"
+        )
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    return max(meshes, key=lambda mesh: mesh.size).shape if meshes else {}

@@ -1,0 +1,171 @@
+"""FLOP of a compiled program, read from its text, with recomputation and loops.
+
+XLA's `cost_analysis()` counts the body of a loop once and is None on a GPU. Here a loop counts as often as it runs.
+Counted are matrix products, convolutions (a TPU spells both as convolutions), their library calls on a GPU, and kernels
+that declare their cost (`pl.CostEstimate`); 2 per multiply and add. The program is one device's share.
+
+Left out: elementwise work, and kernels that declare no cost.
+"""
+
+import dataclasses
+import math
+import re
+
+from jaxscale.compiler.hlo_program import ARRAY, Computation, Op, Program, called, integers
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramFlop:
+    """FLOP of one run of a compiled program on one device.
+
+    Args:
+        total: matrix products, convolutions and kernels with a known cost; loops counted.
+        unknown_loops: loops around any of them with an unknown trip count: their bodies count once.
+        silent_kernels: custom kernels without a cost; they add nothing to `total`.
+    """
+
+    total: int = 0
+    unknown_loops: int = 0
+    silent_kernels: int = 0
+
+    def __add__(self, other: "ProgramFlop") -> "ProgramFlop":
+        return ProgramFlop(
+            self.total + other.total,
+            self.unknown_loops + other.unknown_loops,
+            self.silent_kernels + other.silent_kernels,
+        )
+
+
+def program_flop(program: Program) -> ProgramFlop:
+    """FLOP of one run of a compiled program on one device; a conditional counts as its most expensive branch.
+
+    Example:
+        >>> text = '''
+        ... ENTRY %main (x: f32[4,8]) -> f32[4,4] {
+        ...   %x = f32[4,8]{1,0} parameter(0)
+        ...   ROOT %y = f32[4,4]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+        ... }
+        ... '''
+        >>> program_flop(Program(text)).total
+        256
+    """
+    entry = next((computation.name for computation in program.computations.values() if computation.is_entry), None)
+    return ProgramFlop() if entry is None else _computation(program, entry, {})
+
+
+def _computation(program: Program, name: str, flop_by_name: dict[str, ProgramFlop]) -> ProgramFlop:
+    """FLOP of one run of a computation; `flop_by_name` caches them."""
+    if name not in flop_by_name:
+        computation = program.computations[name]
+        ops = computation.instructions.values()
+        flop_by_name[name] = sum((_op(program, computation, op, flop_by_name) for op in ops), ProgramFlop())
+    return flop_by_name[name]
+
+
+def _op(program: Program, computation: Computation, op: Op, flop_by_name: dict[str, ProgramFlop]) -> ProgramFlop:
+    # an asynchronous op counts at its start, not again at its end
+    names = [] if op.opcode.endswith(("-done", "-update")) else called(op.attributes)
+    inner = [_computation(program, name, flop_by_name) for name in names]
+    if op.opcode == "conditional":
+        return max(inner, key=lambda branch: branch.total, default=ProgramFlop())
+    total = sum(inner, _op_flop(computation, op))
+    if op.opcode != "while":
+        return total
+    trips = program.trips(op)
+    unknown = total.unknown_loops + (trips is None and total.total > 0)
+    return ProgramFlop(total.total * (trips or 1), unknown, total.silent_kernels)
+
+
+def _op_flop(computation: Computation, op: Op) -> ProgramFlop:
+    if op.opcode == "dot":
+        return ProgramFlop(_dot(computation, op, _dims(op.attributes, "lhs_contracting_dims")))
+    if op.opcode == "ragged-dot":
+        groups = _shape(computation, op.operands[2])[-1] if "lhs_ragged_dims" in op.attributes else 1
+        contracted = _dims(op.attributes, "lhs_contracting_dims")
+        ragged = _dims(op.attributes, "lhs_ragged_dims")
+        return ProgramFlop(_dot(computation, op, contracted) // (groups if set(ragged) <= set(contracted) else 1))
+    if op.opcode == "convolution":
+        lhs, rhs = (_shape(computation, name) for name in op.operands[:2])
+        return ProgramFlop(_convolution(op, lhs, rhs, _result(op)))
+    if op.opcode == "custom-call":
+        return _custom_call(computation, op)
+    return ProgramFlop()
+
+
+def _custom_call(computation: Computation, op: Op) -> ProgramFlop:
+    match = re.search(r'custom_call_target="([^"]*)"', op.attributes)
+    target = match[1] if match else ""
+    if target.startswith(("__cublas$", "__hipblas", "__triton_gemm", "__onednn$matmul")):
+        numbers = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', op.attributes)
+        contracted = integers(numbers[1]) if numbers else [len(_shape(computation, op.operands[0])) - 1]
+        return ProgramFlop(_dot(computation, op, contracted))
+    if target.startswith("__cudnn$conv"):
+        first, second, result = (*(_shape(computation, name) for name in op.operands[:2]), _result(op))
+        # the text describes the forward convolution: input, kernel, output
+        if "BackwardInput" in target:
+            first, result = result, first
+        elif "BackwardFilter" in target:
+            second, result = result, second
+        return ProgramFlop(_convolution(op, first, second, result))
+    declared = re.search(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)', op.attributes)
+    if declared:
+        return ProgramFlop(int(declared[1]))
+    kernel = target in ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2")
+    return ProgramFlop(silent_kernels=int(kernel))
+
+
+def _dot(computation: Computation, op: Op, contracted: list[int]) -> int:
+    shape = _shape(computation, op.operands[0])
+    return 2 * math.prod(_result(op)) * math.prod(shape[dim] for dim in contracted)
+
+
+def _convolution(op: Op, lhs: list[int], rhs: list[int], out: list[int]) -> int:
+    """Counts only taps on elements of the input, as XLA does: neither padding nor the holes of a dilated input."""
+    match = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
+    assert match is not None, f"a convolution in an unknown spelling: {op.attributes[:80]}"
+    labels = match.groups()
+    window = re.search(r"window=\{([^}]*)\}", op.attributes)
+    text = window[1] if window else ""
+    spatial = sorted(set(labels[2]) - {"b", "f"})
+    sizes = _window(text, "size", "1", len(spatial))
+    strides, dilations, holes = (
+        _window(text, key, "1", len(spatial)) for key in ("stride", "rhs_dilate", "lhs_dilate")
+    )
+    pads = _window(text, "pad", "0_0", len(spatial))
+    taps = 1
+    for i, label in enumerate(spatial):
+        size, hole = lhs[labels[0].index(label)], int(holes[i])
+        low_pad = int(pads[i].split("_")[0])
+        positions = (
+            o * int(strides[i]) + k * int(dilations[i]) - low_pad
+            for o in range(out[labels[2].index(label)])
+            for k in range(int(sizes[i]))
+        )
+        taps *= sum(0 <= position <= (size - 1) * hole and position % hole == 0 for position in positions)
+    inputs = rhs[labels[1].index("i")]  # channels of one feature group
+    groups = re.search(r"batch_group_count=(\d+)", op.attributes)
+    batch = out[labels[2].index("b")]
+    # with batch groups an output feature uses one group's part of the batch, which is the output's whole batch
+    assert groups is None or lhs[labels[0].index("b")] == batch * int(groups[1])
+    return 2 * batch * out[labels[2].index("f")] * inputs * taps
+
+
+def _window(text: str, key: str, default: str, count: int) -> list[str]:
+    match = re.search(rf"\b{key}=(\S+)", text)
+    return match[1].split("x") if match else [default] * count
+
+
+def _dims(attributes: str, key: str) -> list[int]:
+    match = re.search(rf"\b{key}=\{{([\d,]*)\}}", attributes)
+    return integers(match[1]) if match else []
+
+
+def _shape(computation: Computation, name: str) -> list[int]:
+    match = ARRAY.search(computation.instructions[name].type)
+    return integers(match[2]) if match else []
+
+
+def _result(op: Op) -> list[int]:
+    """Shape of the result; for a library call's tuple (result, workspace), of the first."""
+    match = ARRAY.search(op.type)
+    return integers(match[2]) if match else []

@@ -1,0 +1,77 @@
+"""Filter JAX's persistent compile cache: on a CPU it keeps no program with collectives in a loop or a branch.
+
+XLA:CPU starts an instruction as soon as its operands are available, and a collective blocks a thread until every device
+has reached it. Collectives must therefore run in one order on all devices. In a compiled program, all of them, and
+every loop that contains one, use one resource, which makes them start in that order (a loop need not have ended:
+`platforms/cpu_threads.py`). A loaded program has one resource for each sequence of instructions, so that a loop's
+collectives are not ordered with those outside it. They block the threads that each other's partners need, and the
+program hangs; and if both have one channel, as all collectives of `jax.shard_map` have, devices join different
+collectives, and the program crashes. Collectives of the entry computation alone share one sequence, and stay in order.
+
+References:
+    XLA, xla/backends/cpu/runtime/thunk_proto_serdes.cc: `ThunkSequenceSerDesProtobuf::FromProto` creates new resources
+    for each nested sequence; thunk_executor.cc: the order of execution. Observed in jaxlib 0.10.2 and 0.12.0.
+"""
+
+import re
+from typing import Any
+
+import jax
+
+from jaxscale.compat import filter_compile_cache
+
+_COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|all-to-all|ragged-all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+    r"|send|recv)(-start)?\("
+)
+_filtered = False
+_left_out: list[str] = []
+
+
+def stays_ordered(text: str) -> bool:
+    """Whether every collective of a compiled program is in its entry computation.
+
+    Args:
+        text: `compiled.as_text()`.
+
+    Example:
+        >>> loop = "%body (x: f32[]) -> f32[] {\\n  ROOT %y = f32[] all-reduce(%x), to_apply=%add\\n}"
+        >>> stays_ordered(loop), stays_ordered(loop.replace("%body", "ENTRY %main"))
+        (False, True)
+    """
+    entry = False
+    for line in text.splitlines():
+        if line and not line[0].isspace():
+            entry = line.startswith("ENTRY")
+        elif not entry and _COLLECTIVE.search(line):
+            return False
+    return True
+
+
+def keep_ordered_programs() -> None:
+    """Make JAX's persistent compile cache neither write nor load a program that would lose its collectives' order.
+
+    It applies to all later compilations of the process, in any cache folder; calls after the first have no effect.
+    Programs of one device, and those of TPUs and GPUs, are kept as before.
+    """
+    global _filtered
+    if not _filtered:
+        _filtered = True
+        filter_compile_cache(_may_be_kept)
+
+
+def left_out() -> int:
+    """Number of programs compiled so far that were excluded from the cache."""
+    return len(_left_out)
+
+
+def _may_be_kept(name: str, executable: Any) -> bool:
+    """Whether a program may be cached; a newly compiled one that may not is counted."""
+    if executable.client.platform != "cpu" or (jax.process_count() == 1 and len(executable.local_devices()) == 1):
+        return True
+    if all(stays_ordered(module.to_string()) for module in executable.hlo_modules()):
+        return True
+    config: Any = jax.config
+    if name and config.jax_compilation_cache_dir is not None:
+        _left_out.append(name)
+    return False

@@ -1,0 +1,229 @@
+"""The buffers alive at the peak of device memory, by the user's names, read from XLA's dump of a compilation.
+
+XLA writes the buffer of every value and its first and last instruction (`xla_dump_to`). Its list of the peak counts a
+TPU's on-chip memory as well, so this module computes the peak of device memory alone. Arguments, outputs and constants
+occupy their buffers for the whole run.
+
+Left out: gaps between buffers. The heap is packed, so a program takes slightly more device bytes than are alive at its
+peak.
+"""
+
+import dataclasses
+import pathlib
+import re
+from collections import defaultdict
+
+from jaxscale.compiler.hlo_program import Program, integers
+from jaxscale.compiler.hlo_source import Sources
+from jaxscale.compiler.live_names import ARGUMENT, Names, phase_of
+from jaxscale.compiler.report import KINDS, Kind, LiveTensor, Moment
+
+MOMENTS = 400
+"""Approximate number of moments of a timeline."""
+
+# memory spaces that are device memory: 1 is VMEM on a TPU, memory for collectives on a GPU; 5 is the host
+_SPACES = {"tpu": {0}, "gpu": {0, 1}, "cpu": {0}}
+_VALUE = re.compile(r" value: <\d+ (\S+?)(\{[\d,]*\})?( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
+_RANGE = re.compile(r"    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
+_PLACE = re.compile(r"    (\d+):(\S+)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Live:
+    """The buffers alive at the peak, and the live bytes along the schedule.
+
+    Args:
+        tensors: the buffers alive at the peak, largest first, without those below a thousandth of it.
+        timeline: live bytes by kind, along the schedule.
+    """
+
+    tensors: tuple[LiveTensor, ...]
+    timeline: tuple[Moment, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """A value, its buffer (allocation and offset), and the first and last instruction that it is alive at."""
+
+    name: str
+    index: tuple[int, ...]
+    place: tuple[int, int]
+    bytes: int
+    shape: str
+    start: int
+    end: int
+    whole_run: Kind | None
+
+
+def live_at_the_peak(folder: pathlib.Path, kind: str) -> Live | None:
+    """The buffers alive at the peak of the program whose compilation was dumped to a folder; None without a dump.
+
+    Args:
+        folder: the one passed to `xla_dump_to`, with `xla_dump_hlo_as_text`.
+        kind: "tpu", "gpu" or "cpu".
+    """
+    # a compilation may compile small helpers as well: the program has the longest text
+    pattern = "after_optimizations-buffer-assignment.txt"
+    files = sorted(folder.glob(f"*{pattern}"), key=lambda path: path.stat().st_size)
+    if not files:
+        return None
+    stem = str(files[-1]).removesuffix("-buffer-assignment.txt")
+    texts = [pathlib.Path(f"{stem}{suffix}") for suffix in ("-buffer-assignment.txt", "-live-range.txt", ".txt")]
+    if not all(path.exists() for path in texts):
+        return None
+    assignment, ranges, text = (path.read_text("utf-8", "replace") for path in texts)
+    return _live(assignment, ranges, text, _SPACES[kind])
+
+
+def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
+    names = Names(Program(text), Sources(text))
+    order, values = _values(assignment, ranges, spaces)
+    values = [_with_argument_name(value, names.arguments) for value in values]
+    backward = next((index for index, name in enumerate(order) if "transpose(" in names.op_name(name)), len(order))
+    last_uses = _last_uses(values)
+    kinds = {}
+    for value in values:
+        phase = phase_of(names.own(value.name, value.index))
+        is_kept = phase == "forward" and last_uses[value.place, value.start] >= backward
+        kinds[value] = value.whole_run or ("kept" if is_kept else "transient")
+    peak, timeline = _sweep(order, values, kinds, names)
+    tensors = [
+        LiveTensor(
+            names.called(value.name, value.index),
+            value.bytes,
+            kinds[value],
+            value.shape.split("{")[0],
+            None if value.whole_run in ("argument", "constant") else phase_of(names.own(value.name, value.index)),
+            value.whole_run is None and names.in_loop(value.name),
+            names.place(value.name, value.index) if value.whole_run is None else None,
+        )
+        for value in peak
+    ]
+    threshold = sum(tensor.bytes for tensor in tensors) // 1000
+    tensors = [tensor for tensor in tensors if tensor.bytes > threshold]
+    return Live(tuple(sorted(tensors, key=lambda tensor: (-tensor.bytes, tensor.name))), timeline)
+
+
+def _values(assignment: str, ranges: str, spaces: set[int]) -> tuple[list[str], list[_Value]]:
+    """Instructions in the order of the schedule, and the values that lie in device memory."""
+    order: list[str] = []
+    lifetimes: dict[tuple[str, str], tuple[int, int]] = {}
+    for line in ranges.splitlines():
+        if match := _PLACE.match(line):
+            order.append(match[2])
+        elif match := _RANGE.match(line):
+            lifetimes[match[1], match[2]] = (int(match[3]), int(match[4]))
+        elif line.startswith("  Live ranges at"):
+            break
+    values: list[_Value] = []
+    number, kind, size, on_device = -1, None, 0, False
+    for line in assignment.splitlines():
+        if line.startswith("allocation "):
+            number += 1
+            color = re.search(r", color (\d+)", line)
+            on_device = int(color[1] if color else 0) in spaces and "thread-local" not in line
+            size = integers(line)[1]
+            kind = _whole_run(line)
+            if kind is not None and on_device:
+                parameter = re.search(r", parameter (\d+), shape \|(.*?)\|", line)
+                # a donated argument's buffer is reused by other values; any other is named after its first value
+                name, shape = (f"{ARGUMENT}{parameter[1]}", parameter[2]) if parameter else ("", "")
+                values.append(_Value(name, (), (number, 0), size, shape, 0, len(order), kind))
+        elif on_device and (match := _VALUE.match(line)):
+            name, index, _, bytes_, offset, shape = match.groups()
+            path = tuple(integers(index or ""))
+            if kind is not None:
+                if not values[-1].name:
+                    values[-1] = dataclasses.replace(values[-1], name=name, index=path, shape=shape)
+            elif (lifetime := lifetimes.get((name, index or "{}"))) and not shape.startswith("("):
+                values.append(_Value(name, path, (number, int(offset)), int(bytes_), shape, *lifetime, None))
+        elif not line.strip() and number >= 0:
+            break
+    return order, values
+
+
+def _with_argument_name(value: _Value, arguments: dict[str, str]) -> _Value:
+    """The value, named after the argument's instruction instead of its number."""
+    return dataclasses.replace(value, name=arguments.get(value.name, value.name))
+
+
+def _whole_run(allocation: str) -> Kind | None:
+    """The kind of an allocation that lasts the whole run; None for temporaries."""
+    if ", parameter " in allocation:
+        return "argument"
+    if "constant" in allocation:
+        return "constant"
+    return "output" if "output shape" in allocation or "maybe-live-out" in allocation else None
+
+
+def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
+    """The last use of the buffer of each (place, start); adjoining values of one shape count as one."""
+    places: dict[tuple[tuple[int, int], str], list[_Value]] = defaultdict(list)
+    for value in values:
+        places[value.place, value.shape].append(value)
+    last_uses: dict[tuple[tuple[int, int], int], int] = {}
+    for chain in places.values():
+        chain.sort(key=lambda value: value.start, reverse=True)
+        starts: list[tuple[int, int]] = []  # (start, last use) of the values after this one
+        for value in chain:
+            last = value.end
+            for start, end in reversed(starts):  # the nearest first
+                if start > value.end:
+                    break
+                last = max(last, end)
+            starts.append((value.start, last))
+            key = (value.place, value.start)
+            last_uses[key] = max(last, last_uses.get(key, 0))
+    return last_uses
+
+
+def _sweep(
+    order: list[str], values: list[_Value], kinds: dict[_Value, Kind], names: Names
+) -> tuple[list[_Value], tuple[Moment, ...]]:
+    """The values alive at the peak, one per buffer, and the timeline."""
+    begins: dict[int, list[_Value]] = defaultdict(list)
+    ends: dict[int, list[_Value]] = defaultdict(list)
+    for value in values:
+        begins[value.start].append(value)
+        ends[value.end + 1].append(value)
+    alive: dict[tuple[int, int], list[_Value]] = defaultdict(list)
+    totals: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+    moments: list[Moment] = []
+    peak_bytes, peak = -1, []
+
+    def change(value: _Value, added: bool) -> None:
+        occupants = alive[value.place]
+        if occupants:
+            largest = max(occupants, key=_rank)
+            totals[kinds[largest]] -= largest.bytes
+        occupants.append(value) if added else occupants.remove(value)
+        if occupants:
+            largest = max(occupants, key=_rank)
+            totals[kinds[largest]] += largest.bytes
+
+    for index in range(len(order) + 1):
+        for value in ends[index]:
+            change(value, False)
+        for value in begins[index]:
+            change(value, True)
+        phase = phase_of(names.op_name(order[index])) if index < len(order) else None
+        moments.append(Moment(index, {kind: count for kind, count in totals.items() if count}, phase))
+        if sum(totals.values()) > peak_bytes:
+            peak_bytes, peak = (
+                sum(totals.values()),
+                [max(occupants, key=_rank) for occupants in alive.values() if occupants],
+            )
+    return peak, _sampled(moments)
+
+
+def _rank(value: _Value) -> tuple[int, int]:
+    """Sort key of the values in a buffer: it is named after the largest, then the latest."""
+    return value.bytes, value.start
+
+
+def _sampled(moments: list[Moment]) -> tuple[Moment, ...]:
+    """The fullest moment of each stretch: peaks stay, and the list stays short."""
+    stretch = -(-len(moments) // MOMENTS)
+    return tuple(
+        max(moments[i : i + stretch], key=lambda moment: moment.total) for i in range(0, len(moments), stretch or 1)
+    )

@@ -1,0 +1,214 @@
+"""Names for the values of a compiled program, in the user's terms.
+
+An argument is named by its path, a result by its scopes (`jax.named_scope`), or without scopes by the modules that it
+belongs to. A value carried by a loop is named after the value that the loop's body writes there; a scan's stacked
+outputs, and slices of them, after the value that was stacked.
+"""
+
+import re
+from typing import Literal
+
+from jaxscale.compiler.hlo_program import ARRAY, Computation, Op, Program, array_bytes, called
+from jaxscale.compiler.hlo_source import Sources
+
+Phase = Literal["forward", "backward", "recompute"]
+
+ARGUMENT = "argument "
+"""Prefix of an argument's number; no instruction has such a name."""
+
+# scopes that JAX adds to an operation
+_ADDED = re.compile(
+    r"while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|rematted_computation|remat\d?|pjit|core_call"
+    r"|custom_vjp_call(_jaxpr)?|custom_jvp_call|shard_map|named_call|cond_branch"
+)
+
+
+def clean_name(op_name: str) -> str:
+    """An operation's scopes as the user wrote them.
+
+    Example:
+        >>> clean_name("jit(step)/transpose(jvp(layers))/while/body/checkpoint/rematted_computation/mlp/jit(silu)/mul")
+        'layers/mlp/silu/mul'
+    """
+    scopes = op_name.split("/")
+    if len(scopes) > 1 and re.fullmatch(r"p?jit\(.*\)", scopes[0]):
+        scopes = scopes[1:]
+    names = []
+    for scope in scopes:
+        while wrapped := re.fullmatch(r"(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint)\((.*)\)", scope):
+            scope = wrapped[1]
+        if scope and not _ADDED.fullmatch(scope):
+            names.append(scope)
+    return "/".join(names)
+
+
+def has_scopes(op_name: str) -> bool:
+    """Whether an operation has a scope of the user (`jax.named_scope`), besides those added by JAX."""
+    for scope in op_name.split("/")[1:-1]:
+        while wrapped := re.fullmatch(r"(?:transpose|jvp|vmap|remat|checkpoint)\((.*)\)", scope):
+            scope = wrapped[1]
+        if scope and not _ADDED.fullmatch(scope) and not re.match(r"p?jit\(|.*(->|,)", scope):
+            return True
+    return False
+
+
+def phase_of(op_name: str) -> Phase | None:
+    """The pass of an operation, from its scopes."""
+    if "rematted_computation" in op_name:
+        return "recompute"
+    if "transpose(" in op_name:
+        return "backward"
+    return "forward" if "jvp(" in op_name else None
+
+
+def _bytes(computation: Computation, name: str) -> int:
+    op = computation.instructions.get(name)
+    array = ARRAY.search(op.type) if op is not None else None
+    return array_bytes((array[1], array[2])) if array else 0
+
+
+class Names:
+    """Names for the values of a program, in the user's terms."""
+
+    def __init__(self, program: Program, sources: Sources) -> None:
+        self.program = program
+        self.sources = sources
+        self.arguments = {
+            f"{ARGUMENT}{op.operands[0]}": op.name
+            for computation in program.computations.values()
+            if computation.is_entry
+            for op in computation.instructions.values()
+            if op.opcode == "parameter"
+        }
+        self.ops: dict[str, tuple[Computation, Op]] = {
+            op.name: (computation, op)
+            for computation in program.computations.values()
+            for op in computation.instructions.values()
+        }
+
+    def op_name(self, name: str) -> str:
+        """An instruction's scopes, as JAX recorded them; empty if there are none."""
+        if name not in self.ops:
+            return ""
+        metadata = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.ops[name][1].attributes)
+        return metadata[1].replace("\\'", "'").replace('\\"', '"') if metadata else ""
+
+    def in_loop(self, name: str) -> bool:
+        """Whether an instruction is inside a loop."""
+        return name in self.ops and self.program.runs(self.ops[name][0].name)[1]
+
+    def own(self, name: str, index: tuple[int, ...]) -> str:
+        """Scopes of the operation that writes a value, or those of the loop for a loop's carry."""
+        writer = self._source(name, index, through_stacks=False)
+        return self.op_name(writer) or self.op_name(name)
+
+    def called(self, name: str, index: tuple[int, ...]) -> str:
+        """The name of a value, for the user."""
+        source = self._source(name, index, through_stacks=True)
+        op = source if self.op_name(source) else name
+        cleaned = clean_name(self.op_name(op))
+        if not cleaned:
+            return source
+        if self.ops[op][1].opcode == "parameter" or has_scopes(self.op_name(op)):
+            return cleaned
+        return "/".join((*self.sources.chain(self.ops[op][1]), cleaned))
+
+    def place(self, name: str, index: tuple[int, ...]) -> str | None:
+        """Source file and line of a value."""
+        source = self._source(name, index, through_stacks=True)
+        return self.sources.place(self.ops[source][1]) if source in self.ops else None
+
+    def _source(self, name: str, index: tuple[int, ...], through_stacks: bool) -> str:
+        """The instruction that computes a value, behind copies, tuples, loop carries, and stacking if requested."""
+        visited = set()
+        while name in self.ops and (name, index) not in visited:
+            visited.add((name, index))
+            computation, op = self.ops[name]
+            previous = self._step(computation, op, index, through_stacks)
+            if previous is None:
+                break
+            name, index = previous
+        return name
+
+    def _step(
+        self, computation: Computation, op: Op, index: tuple[int, ...], through_stacks: bool
+    ) -> tuple[str, tuple[int, ...]] | None:
+        """The value that an instruction passes on; None if the instruction computes it."""
+        if op.opcode == "get-tuple-element":
+            element = re.search(r"index=(\d+)", op.attributes)
+            assert element is not None, "the attributes specify the element"
+            return op.operands[0], (int(element[1]), *index)
+        if op.opcode == "tuple" and index:
+            return op.operands[index[0]], index[1:]
+        if op.opcode == "while" and index:
+            body = re.search(r"body=%?([\w.\-]+)", op.attributes)
+            assert body is not None, "a loop has a body"
+            root = self.program.computations[body[1]].root
+            if root is None:
+                return None
+            unchanged = root.opcode == "tuple" and self._is_element(root.operands[index[0]], index[0])
+            # a carry that the loop leaves unchanged comes from the loop's input
+            return (op.operands[0], index) if unchanged else (root.name, index)
+        if op.opcode == "parameter" and not computation.is_entry:
+            return self._argument(computation, op, index)
+        passing = ("bitcast", "copy", "copy-start", "copy-done", "optimization-barrier", "opt-barrier", "reshape")
+        unnamed = bool(op.operands) and not self.op_name(op.name)
+        if op.opcode in passing or (unnamed and op.opcode.endswith(("-start", "-done", "convert"))):
+            return op.operands[0], ()
+        if unnamed and op.opcode == "fusion":
+            widest = max(op.operands, key=lambda name: _bytes(computation, name))
+            return (self._stacked(op, index) if through_stacks else None) or self._root(op) or (widest, ())
+        if not through_stacks:
+            return None
+        if op.opcode in ("dynamic-update-slice", "dynamic-slice"):
+            return op.operands[1 if op.opcode == "dynamic-update-slice" else 0], ()
+        if op.opcode in ("async-done", "async-update"):
+            return op.operands[0], ()
+        return self._stacked(op, index) if op.opcode in ("fusion", "async-start", "call") else None
+
+    def _is_element(self, name: str, index: int) -> bool:
+        """Whether a value is an unchanged element of its computation's one parameter."""
+        if name not in self.ops:
+            return False
+        computation, op = self.ops[name]
+        while op.opcode in ("bitcast", "copy") and op.operands[0] in computation.instructions:
+            op = computation.instructions[op.operands[0]]
+        if op.opcode != "get-tuple-element" or not op.attributes.lstrip(", ").startswith(f"index={index}"):
+            return False
+        return computation.instructions[op.operands[0]].opcode == "parameter"
+
+    def _argument(self, computation: Computation, op: Op, index: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+        """The caller's operand of a parameter; for a loop, the result of the previous iteration."""
+        call = next((call for _, call in self.program.callers.get(computation.name, [])), None)
+        if call is None or call.opcode not in ("while", "fusion", "call", "async-start"):
+            return None
+        return (call.name if call.opcode == "while" else call.operands[int(op.operands[0])]), index
+
+    def _root(self, op: Op) -> tuple[str, tuple[int, ...]] | None:
+        """The last named instruction of a fusion without a name."""
+        inner = self.program.computations[called(op.attributes)[0]].instructions
+        named_ops = [
+            name for name, instruction in inner.items() if self.op_name(name) and instruction.opcode != "constant"
+        ]
+        return (named_ops[-1], ()) if named_ops else None
+
+    def _stacked(self, op: Op, index: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+        """The source of the slice that an operation writes into a stack, or reads from one."""
+        inner = self.program.computations[called(op.attributes)[0]]
+        root = inner.root
+        if root is None:
+            return None
+        if root.opcode == "tuple" and index:
+            root, index = inner.instructions[root.operands[index[0]]], index[1:]
+        while root.opcode in ("bitcast", "copy", "convert") and root.operands[0] in inner.instructions:
+            root = inner.instructions[root.operands[0]]
+        if root.opcode == "fusion":
+            return self._stacked(root, index)
+        if root.opcode not in ("dynamic-update-slice", "dynamic-slice"):
+            return None
+        slice_op = inner.instructions[root.operands[1 if root.opcode == "dynamic-update-slice" else 0]]
+        while (
+            slice_op.opcode in ("bitcast", "copy", "reshape", "convert") and slice_op.operands[0] in inner.instructions
+        ):
+            slice_op = inner.instructions[slice_op.operands[0]]
+        return slice_op.name, ()

@@ -1,0 +1,259 @@
+"""CompileReport: a compiler's report on a program (bytes, FLOP, collectives, live tensors), to and from JSON.
+
+Bytes are per device. Two numbers of compilers are left out because they are wrong: `peak_memory_in_bytes` (on a
+TPU it adds on-chip and host memory) and the FLOP of `cost_analysis()` (a loop's body counts once).
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jaxscale.compiler.collectives import Collective
+from jaxscale.values import from_json, to_json
+
+Kind = Literal["argument", "output", "kept", "transient", "constant"]
+KINDS: tuple[Kind, ...] = ("argument", "output", "kept", "transient", "constant")
+
+_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_NUMBER = r"([\d.]+)([KMGTB]?)"
+# the two numbers of each message, as printed by libtpu 0.0.42 to 0.0.51 and by XLA's allocators
+_OUT_OF_MEMORY: tuple[tuple[Literal["device", "on-chip"], str], ...] = (
+    ("device", rf"required for [^()]*\({_NUMBER}\) exceeds available HBM \({_NUMBER}\)"),
+    ("device", rf"Used {_NUMBER} of {_NUMBER} hbm"),
+    ("on-chip", rf"Used {_NUMBER} of {_NUMBER} [vs]mem"),
+    ("on-chip", rf"[Vv]mem[^\n]*?size {_NUMBER} and limit {_NUMBER}"),
+    ("on-chip", r"Allocation \(size=(\d+)()\) would exceed memory \(size=(\d+)()\)[^\n]*space=[vs]mem"),
+    ("device", r"Allocation \(size=(\d+)()\) would exceed memory \(size=(\d+)()\)"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutOfMemory:
+    """A compiler's out-of-memory error.
+
+    Args:
+        required: bytes that the whole program needs, arguments included; of a kernel's buffers where `memory` is
+            "on-chip".
+        available: bytes of that memory.
+        memory: "device" (HBM), or "on-chip" (a kernel asks for more VMEM than a core has).
+        message: the compiler's message.
+    """
+
+    required: int
+    available: int
+    memory: Literal["device", "on-chip"]
+    message: str
+
+    def __str__(self) -> str:
+        where = "device memory" if self.memory == "device" else "on-chip memory (a kernel's blocks are too large)"
+        return f"out of {where}: needs {_bytes_text(self.required)}, there are {_bytes_text(self.available)}"
+
+
+def out_of_memory(message: str) -> OutOfMemory | None:
+    """The two numbers of a compiler's out-of-memory message; None for any other message.
+
+    Example:
+        >>> out_of_memory("RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
+        ...               "required for HLO temporaries (16.88G) exceeds available HBM (15.75G).").required
+        18124761989
+    """
+    for memory, pattern in _OUT_OF_MEMORY:
+        if match := re.search(pattern, message):
+            required, required_unit, available, available_unit = match.groups()
+            return OutOfMemory(
+                int(float(required) * _UNITS[required_unit]),
+                int(float(available) * _UNITS[available_unit]),
+                memory,
+                message.strip(),
+            )
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveTensor:
+    """One buffer that is alive at the peak of device memory.
+
+    Args:
+        name: in the user's terms: an argument's path ("params['layers']['up']"), else the scopes of the operation that
+            computes it, without those that JAX adds ("layers/mlp/dot_general"), or if it has none the modules it
+            belongs to ("Stack/Block/MLP/Linear/dot_general").
+        bytes: on the device, with the padding of its layout.
+        kind: "argument"; "output" that is no donated argument; "kept", computed in the forward pass and read in the
+            backward pass; "constant"; "transient", any other.
+        shape: type and shape as XLA prints them, "bf16[8,16384,1024]".
+        phase: the pass that computes it: "forward", "backward", or "recompute" (of the forward pass, in the backward
+            pass); None for arguments, and in a program without gradients.
+        in_loop: it belongs to one iteration of a loop.
+        source: file and line where the innermost module is called, "layers/mlp.py:96".
+    """
+
+    name: str
+    bytes: int
+    kind: Kind
+    shape: str
+    phase: Literal["forward", "backward", "recompute"] | None = None
+    in_loop: bool = False
+    source: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """Live bytes at one place of the compiled schedule.
+
+    Args:
+        at: place in the schedule, in instructions from its start; a loop's body counts once.
+        bytes: live bytes per kind (`KINDS`).
+        phase: pass of that instruction.
+    """
+
+    at: int
+    bytes: Mapping[str, int]
+    phase: Literal["forward", "backward", "recompute"] | None = None
+
+    @property
+    def total(self) -> int:
+        """Live bytes of all kinds."""
+        return sum(self.bytes.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+    """A compiler's report on one program. Bytes and FLOP are of one device.
+
+    `oom` is set if the program does not fit, `crashed` if the compiler died. Then the bytes are None, unless the
+    compiler reported them before it stopped.
+
+    Args:
+        platform: text of the `Platform` it was compiled for.
+        argument_bytes, output_bytes, alias_bytes, temp_bytes: device memory; aliased outputs reuse the buffers
+            of donated arguments.
+        host_argument_bytes, host_output_bytes, host_alias_bytes, host_temp_bytes: memory of the host. Always 0 on a
+            CPU, which has no other memory.
+        flop: FLOP of matrix products, convolutions and kernels, loops counted; None without a program.
+        unknown_loops: loops whose trip count the program does not specify; `flop` counts their bodies once.
+        silent_kernels: custom kernels that do not declare their cost; they are missing from `flop`.
+        collectives: transfers between devices, by kind, mesh axes and bytes.
+        unread: why `flop` and `collectives` of a compiled program are missing.
+        oom: the compiler's out-of-memory error.
+        crashed: why there is no program, other than memory: a signal, a time-out, an internal error.
+        live: buffers alive at the peak, largest first; None without `explain`.
+        timeline: live bytes along the schedule, a few hundred moments at most, with the peak; None without `explain`.
+        seconds: seconds that the compiler took.
+        versions: of jax, jaxlib and the compiler.
+        attached: it was compiled for an attached device, not for a described one.
+        key: hash of program, platform, versions and options, the key of the cache.
+        cached: it comes from the cache.
+    """
+
+    platform: str
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    alias_bytes: int | None = None
+    temp_bytes: int | None = None
+    host_argument_bytes: int | None = None
+    host_output_bytes: int | None = None
+    host_alias_bytes: int | None = None
+    host_temp_bytes: int | None = None
+    flop: int | None = None
+    unknown_loops: int = 0
+    silent_kernels: int = 0
+    collectives: tuple[Collective, ...] = ()
+    unread: str | None = None
+    oom: OutOfMemory | None = None
+    crashed: str | None = None
+    live: tuple[LiveTensor, ...] | None = None
+    timeline: tuple[Moment, ...] | None = None
+    seconds: float = 0.0
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    attached: bool = False
+    key: str = ""
+    cached: bool = False
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Bytes of device memory that a run takes: temp + argument + output - alias.
+
+        For a program that does not fit, the bytes that the compiler reports as needed; None if unknown.
+        """
+        total = _sum(self.temp_bytes, self.argument_bytes, self.output_bytes, self.alias_bytes)
+        if total is None and self.oom is not None and self.oom.memory == "device":
+            return self.oom.required
+        return total
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Bytes of host memory that a run takes, per device."""
+        return _sum(self.host_temp_bytes, self.host_argument_bytes, self.host_output_bytes, self.host_alias_bytes)
+
+    def fits(self, limit: int) -> bool:
+        """Whether the program compiles and takes no more than `limit` bytes of device memory."""
+        needed = self.device_bytes
+        return self.oom is None and self.crashed is None and needed is not None and needed <= limit
+
+    def sent(self, axis: str | None = None, kind: str | None = None) -> int:
+        """Bytes of the arrays of all collectives in one run, loops counted.
+
+        Args:
+            axis: count only collectives whose groups span this mesh axis.
+            kind: count only collectives of this kind.
+        """
+        return sum(
+            collective.bytes * collective.count
+            for collective in self.collectives
+            if (kind is None or collective.kind == kind)
+            and (axis is None or collective.axes is None or axis in collective.axes)
+        )
+
+    def json(self) -> Any:
+        """The report as JSON values, which `CompileReport.from_json` reads."""
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, data: Any, where: str = "the JSON") -> "CompileReport":
+        """The report that `json` wrote."""
+        return from_json(cls, data, where)
+
+    def __str__(self) -> str:
+        lines = [
+            f"compiled for {self.platform}" + (" (from the cache)" if self.cached else f" in {self.seconds:.1f} s")
+        ]
+        if self.crashed is not None:
+            lines = [f"not compiled for {self.platform}: {self.crashed}"]
+        if self.oom is not None:
+            lines = [f"does not fit {self.platform}: {self.oom}"]
+        if self.temp_bytes is not None and self.device_bytes is not None:
+            rows = {
+                "device": self.device_bytes,
+                "  arguments": self.argument_bytes,
+                "  outputs": self.output_bytes,
+                "  of which in place": -(self.alias_bytes or 0),
+                "  temporaries": self.temp_bytes,
+                "host": self.host_bytes,
+            }
+            lines += [f"  {name:22}{_bytes_text(count):>12}" for name, count in rows.items() if count is not None]
+        if self.flop is not None:
+            lines.append(f"  {'FLOP per device':22}{self.flop:>12.4g}")
+        sums: dict[tuple[str, str], int] = {}
+        for collective in self.collectives:
+            axes = "+".join(collective.axes) if collective.axes is not None else "other groups"
+            sums[collective.kind, axes] = sums.get((collective.kind, axes), 0) + collective.bytes * collective.count
+        lines += [f"  {f'{kind} {axes}':38}{_bytes_text(count):>12}" for (kind, axes), count in sums.items()]
+        if self.live:
+            lines.append("  alive at the peak:")
+            lines += [f"    {_bytes_text(t.bytes):>10}  {t.kind:9}  {t.name}  {t.shape}" for t in self.live[:12]]
+        return "\n".join(lines)
+
+
+def _sum(temp: int | None, argument: int | None, output: int | None, alias: int | None) -> int | None:
+    if temp is None or argument is None or output is None or alias is None:
+        return None
+    return temp + argument + output - alias
+
+
+def _bytes_text(count: int) -> str:
+    """A number of bytes for people: "15.75 GiB"."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,78 @@
+"""Reports on disk, by a hash of everything that determines them: program, platform, versions and options.
+
+JAX's compilation cache writes programs for absent devices but cannot read them, so the reports are stored, not the
+programs. Several processes may use one folder: a report is written completely or not at all.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.compiler.report import CompileReport
+from jaxscale.errors import UserError
+from jaxscale.platforms.platform import Platform
+
+FORMAT = 5
+"""Increased when the meaning of reports changes."""
+
+
+def key(
+    lowered: Any,
+    platform: Platform,
+    versions: Mapping[str, str],
+    options: Mapping[str, Any],
+    explain: bool,
+    attached: bool,
+) -> str:
+    """The name of a report: the SHA-256 of everything that determines it.
+
+    Args:
+        lowered: the program, `jax.stages.Lowered`; with `explain`, the names in it count too.
+        platform: the target.
+        versions: of the compiler and of JAX.
+        options: the compiler's.
+        explain: the report lists live buffers.
+        attached: the devices are attached.
+    """
+    facts = {
+        "format": FORMAT,
+        "platform": str(platform),
+        "versions": dict(versions),
+        "options": {name: repr(value) for name, value in sorted(options.items())},
+        "environment": {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
+        "explain": explain,
+        "attached": attached,
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    digest.update(lowered.as_text(debug_info=explain).encode())
+    return digest.hexdigest()
+
+
+def find(folder: pathlib.Path, name: str) -> CompileReport | None:
+    """The report stored under a key; None if there is none, or it is unreadable."""
+    try:
+        data = json.loads((folder / f"{name}.json").read_bytes())
+        report = CompileReport.from_json(data, str(folder))
+    except (OSError, ValueError, UserError):  # missing, truncated, or of another version of jaxscale
+        return None
+    return dataclasses.replace(report, cached=True) if report.key == name else None
+
+
+def keep(folder: pathlib.Path, report: CompileReport) -> None:
+    """Store a report under its key, unless the disk is full or not writable."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
+            draft = pathlib.Path(file.name)
+            try:
+                json.dump(report.json(), file)
+                file.flush()
+                os.replace(draft, folder / f"{report.key}.json")
+            finally:
+                draft.unlink(missing_ok=True)
+    except OSError:
+        return

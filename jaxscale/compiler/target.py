@@ -1,0 +1,115 @@
+"""How another process gets a platform's devices: the backend, its arguments and the environment.
+
+An attached device is requested by its backend's name; any other is described to libtpu by the name of its topology, to
+the CUDA plugin by a configuration of the card.
+"""
+
+import dataclasses
+import importlib.metadata
+import os
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from jaxscale.compiler import trust
+from jaxscale.compiler.gpu_target import target_config, topology_text
+from jaxscale.errors import UserError
+from jaxscale.platforms.platform import Platform
+
+_PLUGINS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")
+# they would send the child to other devices, or to a cache that it cannot read
+_NOT_INHERITED = ("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR", "JAX_COORDINATOR_ADDRESS")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """How to get a platform's devices.
+
+    Args:
+        backend: name of JAX's backend.
+        environment: the child's whole environment, which JAX must find when it is first imported.
+        attached: the devices are on this machine; else `arguments` describe them.
+        arguments: of `jax.experimental.topologies.get_topology_desc`, after `platform`.
+        compiler: versions of the compiler, by package.
+    """
+
+    backend: Literal["tpu", "cuda", "cpu"]
+    environment: Mapping[str, str]
+    attached: bool
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    compiler: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def target(platform: Platform, attached: Collection[str]) -> Target:
+    """How to get a platform's devices in another process.
+
+    Args:
+        platform: the platform.
+        attached: kinds of accelerators that this machine has ("tpu", "gpu").
+
+    Raises:
+        UserError: the platform's compiler is missing, of another version than jaxlib, or cannot describe the card.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    kind = platform.chip.kind
+    flags = environment.get("XLA_FLAGS", "").split()
+    # a compiler dies of a flag of another compiler
+    foreign_prefixes = tuple(f"--xla_{backend}_" for backend in ("cpu", "gpu", "tpu") if backend != kind)
+    dropped_prefixes = ("--xla_force_host_platform_device_count", *foreign_prefixes)
+    environment["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(dropped_prefixes))
+    if kind == "cpu":
+        return Target("cpu", environment | {"JAX_PLATFORMS": "cpu"}, attached=True)
+    is_attached = kind in attached
+    return _tpu(platform, environment, is_attached) if kind == "tpu" else _gpu(platform, environment, is_attached)
+
+
+def _tpu(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
+    compiler = trust.libtpu(environment)
+    if compiler is None:
+        raise UserError(
+            f"{platform}: its compiler is missing here; install jaxscale[aot-tpu] (libtpu, 600 MB unpacked)"
+        )
+    if is_attached:
+        return Target("tpu", environment | {"JAX_PLATFORMS": "tpu,cpu"}, True, compiler={"libtpu": compiler})
+    if platform.topology is None:
+        raise UserError(f"{platform}: its chips form no box, so it cannot be described to the compiler; name a slice")
+    environment |= {
+        "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # several processes may load libtpu: none uses a chip
+        "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    }
+    chip = platform.chip.name
+    name = "tpu7x" if chip == "7x" else chip
+    arguments: dict[str, Any] = {"topology_name": f"{name}:{'x'.join(map(str, platform.topology))}"}
+    if platform.slices > 1:
+        arguments["num_slices"] = platform.slices
+    if chip == "v4":
+        arguments["chip_config_name"] = "megacore"  # else two devices per chip
+    return Target("tpu", environment, False, arguments, {"libtpu": compiler})
+
+
+def _gpu(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
+    plugin = next((version for name in _PLUGINS if (version := _installed(name))), None)
+    if is_attached:
+        # a run may hold the card's memory already
+        environment |= {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        return Target("cuda", environment, True, compiler={"cuda plugin": plugin or "of the system"})
+    arguments = {"target_config": target_config(platform.chip), "topology": topology_text(platform)}
+    if plugin is None:
+        raise UserError(
+            f"{platform}: its compiler is missing here; install jaxscale[aot-gpu] (the CUDA plugin, 400 MB)"
+        )
+    jaxlib = _installed("jaxlib")
+    if plugin != jaxlib:
+        raise UserError(
+            f"{platform}: the CUDA plugin is {plugin} and jaxlib {jaxlib}; install the plugin of the same version"
+        )
+    return Target("cuda", environment | {"JAX_PLATFORMS": "cpu"}, False, arguments, {"cuda plugin": plugin})
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

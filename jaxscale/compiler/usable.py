@@ -1,0 +1,62 @@
+"""The bytes of memory that a program may use, per device: the default limit of a plan."""
+
+import os
+
+from jaxscale.compiler.gpu_target import TARGETS
+from jaxscale.errors import UserError
+from jaxscale.platforms.platform import Platform
+
+POOL = 0.75
+"""Share of a GPU's memory that JAX allocates for arrays (JAX documentation, GPU memory allocation)."""
+
+
+def usable_bytes(platform: Platform) -> int | None:
+    """Bytes of device memory that a program may use on one device of a platform.
+
+    On a TPU libtpu's "available HBM"; on a GPU JAX's pool, by default 75 % of the memory
+    (`XLA_PYTHON_CLIENT_MEM_FRACTION`); on a CPU an equal share of main memory. For attached devices (`detect`) the
+    limit of their allocator.
+
+    Raises:
+        UserError: `XLA_PYTHON_CLIENT_MEM_FRACTION` is no number above 0.
+
+    Example:
+        >>> usable_bytes(Platform.parse("tpu v5e:4x4")) / 2**30
+        15.75
+    """
+    chip = platform.chip
+    if chip.kind == "cpu":
+        from jaxscale.platforms.detect import host_memory
+
+        memory = chip.memory or host_memory()
+        return None if memory is None else memory // platform.chips
+    if chip.kind == "gpu" and chip.usable_memory is None and chip.memory is not None:
+        # the driver reports a few per cent more than the datasheet
+        memory = TARGETS[chip.name].memory if chip.name in TARGETS else chip.memory
+        return int(memory * _fraction())
+    return platform.device_memory
+
+
+def host_share(platform: Platform) -> int | None:
+    """Bytes of host memory for each device of a platform; `None` if the chip's table lacks it.
+
+    Example:
+        >>> host_share(Platform.parse("tpu v5e:4x4")) / 2**30
+        64.0
+    """
+    chip = platform.chip
+    if chip.host_memory is None or chip.chips_per_host is None:
+        return None
+    return chip.host_memory // (chip.chips_per_host * chip.devices)
+
+
+def _fraction() -> float:
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    text = os.environ.get(name) or str(POOL)
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = 0.0
+    if not fraction > 0:
+        raise UserError(f"{name}={text!r}: expected a number above 0, such as 0.9; unset it for {POOL}")
+    return min(fraction, 1.0)

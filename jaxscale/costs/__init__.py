@@ -1,1 +1,0 @@
-"""The cost of work: FLOP of a program, from its jaxpr, without a device."""

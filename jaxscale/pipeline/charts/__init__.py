@@ -1,0 +1,1 @@
+"""Charts of schedules: text, SVG and pages."""

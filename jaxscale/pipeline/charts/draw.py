@@ -1,0 +1,248 @@
+"""The chart of one schedule or several, on one scale and with numbers: for a terminal, as SVG, as a page."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.charts.svg import svg_chart
+from jaxscale.pipeline.charts.text import PLAIN, columns_per_second, text_chart
+from jaxscale.pipeline.clock.simulate import Simulation, simulate
+from jaxscale.pipeline.csv import to_csv
+from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.ticks import ticks
+from jaxscale.pipeline.versions import lives, ring
+from jaxscale.values.units import duration, size
+
+ENDINGS = (".svg", ".html", ".csv")
+"""Suffixes of the files of a chart."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """Charts and numbers of simulated schedules.
+
+    Args:
+        drawn: name and simulation of each.
+        timed: whether costs are seconds; otherwise they have any unit.
+
+    Example:
+        >>> from jaxscale.pipeline.clock.costs import Costs
+        >>> from jaxscale.pipeline.schedules import METHODS
+        >>> schedule = METHODS["zb-h1"].schedule(4, 8)
+        >>> chart = Chart((("zb-h1:4x8", simulate(schedule, Costs.alike(schedule))),))
+        >>> print(chart.table())
+                   time   each  bubble  own span  live  weights  apart
+        zb-h1:4x8    27  3.375   11.1%      5.9%     4        1     27
+    """
+
+    drawn: tuple[tuple[str, Simulation], ...]
+    timed: bool = False
+
+    @property
+    def clock(self) -> Callable[[float], str]:
+        """The format of a time."""
+        return duration if self.timed else "{:.5g}".format
+
+    def text(self, width: int = 100, *, color: bool = False, unicode: bool = True) -> str:
+        """Charts and numbers, for a terminal.
+
+        Args:
+            width: columns of the terminal.
+            color: whether it shows colors.
+            unicode: whether it shows letters beyond ASCII.
+        """
+        per_second = columns_per_second([simulation for _, simulation in self.drawn], width)
+        parts = []
+        for name, simulation in self.drawn:
+            chart = text_chart(simulation, per_second=per_second, color=color, clock=self.clock)
+            parts.append(f"{name}\n{chart}" if len(self.drawn) > 1 else chart)
+        parts.append(f"{self.table()}\n\n{self.legend()}")
+        text = "\n\n".join(parts)
+        return text if unicode else text.translate(PLAIN)
+
+    def table(self) -> str:
+        """The numbers of each schedule, in columns."""
+        rows = [self._heads(), *([name, *self._numbers(simulation)] for name, simulation in self.drawn)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return "\n".join(
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+        )
+
+    def legend(self) -> str:
+        """The meaning of the table's columns."""
+        steady = any(simulation.period is not None for _, simulation in self.drawn)
+        state = "; asynchronous: in the steady state" if steady else ""
+        lines = [
+            f"each: time for each microbatch{state}",
+            f"bubble: idle share of all devices' time{state}",
+            "own span: the same between each device's first action and its last",
+            "live: activations that the fullest device waits with, in microbatches of its part of the model",
+            "weights: how often the fullest device holds the weights of its part of the model",
+            "apart: the time with a program for each device, which waits for what it needs alone",
+        ]
+        return "\n".join(lines)
+
+    def svg(self) -> str:
+        """The chart alone, as an image."""
+        panels = [(self._heading(name, simulation), simulation) for name, simulation in self.drawn]
+        return svg_chart(panels, clock=self.clock)
+
+    def html(self) -> str:
+        """A page: chart, numbers, and the action under the pointer, with its microbatch highlighted."""
+        return page(", ".join(name for name, _ in self.drawn), self.svg() + self.html_table() + self.html_legend())
+
+    def _repr_html_(self) -> str:
+        return self.svg() + self.html_table()
+
+    def html_table(self) -> str:
+        """The numbers of each schedule, as a table of a page."""
+        heads = "".join(f"<th>{escape(head)}</th>" for head in self._heads())
+        rows = "".join(
+            f"<tr><td>{escape(name)}</td>"
+            + "".join(f"<td class=r>{escape(cell)}</td>" for cell in self._numbers(simulation))
+            + "</tr>"
+            for name, simulation in self.drawn
+        )
+        return f"<table><tr>{heads}</tr>{rows}</table>"
+
+    def html_legend(self) -> str:
+        """The legend as paragraphs of a page."""
+        return "".join(f"<p>{escape(line)}</p>" for line in self.legend().splitlines())
+
+    def write(self, path: str | Path) -> None:
+        """Write a file of the type of its suffix.
+
+        Raises:
+            UserError: a suffix other than .svg, .html or .csv; a CSV of several schedules; a path that fails.
+        """
+        path = Path(path)
+        check_file(path, [simulation.schedule for _, simulation in self.drawn])
+        writers = {
+            ".svg": lambda: self.svg() + "\n",
+            ".html": self.html,
+            ".csv": lambda: to_csv(self.drawn[0][1].schedule),
+        }
+        try:
+            path.write_text(writers[path.suffix]())
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}; give another name") from error
+
+    def _heading(self, name: str, simulation: Simulation) -> str:
+        state = "" if simulation.period is None else " in the steady state"
+        live = max(simulation.live_shares)
+        return f"{name}: {self.clock(simulation.seconds)}, bubble {simulation.bubble:.1%}{state}, {live:g} live"
+
+    @property
+    def _priced(self) -> bool:
+        return any(any(simulation.live_bytes) for _, simulation in self.drawn)
+
+    def _heads(self) -> list[str]:
+        return [
+            "",
+            "time",
+            "each",
+            "bubble",
+            "own span",
+            "live",
+            *(["live bytes"] if self._priced else []),
+            "weights",
+            "apart",
+        ]
+
+    def _numbers(self, simulation: Simulation) -> list[str]:
+        dataflow = simulate(simulation.schedule, simulation.costs, "dataflow")
+        cells = [
+            self.clock(simulation.seconds),
+            self.clock(simulation.seconds_per_microbatch),
+            f"{simulation.bubble:.1%}",
+            f"{abs(simulation.bubble_own_span):.1%}",
+            f"{max(simulation.live_shares):g}",
+        ]
+        cells += [size(max(simulation.live_bytes))] if self._priced else []
+        return [*cells, f"{_weights(simulation.schedule):g}", self.clock(dataflow.seconds)]
+
+
+def drawable(plan: PipelinePlan, updates: int | None = None) -> Schedule:
+    """The schedule of a plan; an asynchronous one is so long that most of it neither fills nor drains.
+
+    Args:
+        plan: the request.
+        updates: of an asynchronous schedule; `None`: enough.
+
+    Example:
+        >>> drawable(PipelinePlan.parse("pipedream:4")).microbatches
+        16
+    """
+    if not plan.asynchronous:
+        return plan.schedule()
+    assert plan.ranks is not None
+    return plan.schedule(updates or max(3, math.ceil(4 * plan.ranks / (plan.microbatches or 1))))
+
+
+def page(title: str, body: str) -> str:
+    """A self-contained HTML page that shows the action under the pointer at its top.
+
+    Args:
+        title: plain text.
+        body: HTML, with charts of `Chart.svg`.
+    """
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+        f"<h1>{escape(title)}</h1><p id=told>Point at an action.</p>{body}<script>{_SCRIPT}</script></html>\n"
+    )
+
+
+def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
+    """Refuse a file that could not be written, before anything is drawn.
+
+    Args:
+        path: of the file.
+        schedules: the drawn ones.
+
+    Raises:
+        UserError: a suffix other than .svg, .html or .csv; a CSV of several schedules, or of an asynchronous one; a
+            folder that does not exist.
+    """
+    if not Path(path).parent.is_dir():
+        raise UserError(
+            f"{path} cannot be written: there is no folder {Path(path).parent}; make it, or give another name"
+        )
+    suffix = Path(path).suffix
+    if suffix not in ENDINGS:
+        raise UserError(f"{path}: expected a name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    if suffix == ".csv":
+        if len(schedules) > 1:
+            raise UserError(f"{path}: a CSV holds one schedule, not {len(schedules)}; draw them one by one")
+        for schedule in schedules:
+            to_csv(schedule)  # refuses asynchronous schedules
+
+
+def _weights(schedule: Schedule) -> float:
+    """The most copies and versions of weights on any rank, as a multiple of its share of the model."""
+    lifetimes = lives(schedule, ticks(schedule)) if schedule.versions else {}
+    copies = (
+        sum(ring(lifetimes[stage]) if lifetimes else 1 for stage in schedule.stages_of(rank))
+        for rank in range(schedule.ranks)
+    )
+    return max(copies) * schedule.ranks / schedule.stages
+
+
+_STYLE = (
+    ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;"
+    "padding:0 1rem}h1{font-size:1.3rem}svg{width:100%;height:auto}p{margin:.1rem 0}"
+    "#told{font-weight:600;position:sticky;top:0;background:Canvas;padding:.3rem 0}"
+    "table{border-collapse:collapse;margin:1rem 0}td,th{padding:.15rem .7rem;text-align:left;"
+    "border-bottom:1px solid #8883}th{text-align:right}.r{text-align:right;font-variant-numeric:tabular-nums}"
+    "svg.on g[data-m]{opacity:.25}svg.on g.on{opacity:1}"
+)
+_SCRIPT = (
+    "const told=document.getElementById('told');document.addEventListener('mouseover',e=>{"
+    "const g=e.target.closest('g[data-m]'),s=e.target.closest('svg');"
+    "document.querySelectorAll('.on').forEach(o=>o.classList.remove('on'));if(!g)return;s.classList.add('on');"
+    "told.textContent=g.querySelector('title').textContent;"
+    "s.querySelectorAll(`g[data-m=\"${g.dataset.m}\"]`).forEach(o=>o.classList.add('on'))})"
+)

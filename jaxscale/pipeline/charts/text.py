@@ -1,0 +1,158 @@
+"""A simulated schedule as lines of text: one for each rank, time to the right.
+
+A cell is the letter of its kind and, if there is room, the number of its microbatch, filled up to its width; small
+letters are a rank's later stages. If actions are narrower than a column, the column shows the one that fills most of
+it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from jaxscale.pipeline.clock.simulate import Simulation, Span
+from jaxscale.pipeline.schedule import Action, Kind
+
+FILL = {Kind.F: "─", Kind.B: "═", Kind.I: "─", Kind.W: "┄", Kind.U: "*"}
+PLAIN = str.maketrans({"─": "-", "═": "=", "┄": ".", "│": "|"})
+"""For terminals without these letters."""
+COLORS = {Kind.F: (75, 67), Kind.B: (114, 71), Kind.I: (80, 37), Kind.W: (215, 172), Kind.U: (176, 133)}
+"""Of the 256 terminal colors: one for a rank's first stage, one for its later stages."""
+LEAST = 24
+"""The least number of columns for time, however narrow the terminal."""
+
+Cell = tuple[str, Kind | None, bool]
+"""A letter, the kind of its action, and whether its stage is a later stage of the rank."""
+
+
+def text_chart(
+    simulation: Simulation,
+    width: int = 100,
+    *,
+    per_second: float | None = None,
+    color: bool = False,
+    clock: Callable[[float], str] = "{:.4g}".format,
+) -> str:
+    """The chart of a simulation, with the most live activations at the right of each rank.
+
+    Args:
+        simulation: to be drawn.
+        width: columns of the terminal.
+        per_second: columns of a second; `None`: to fill the width (`columns_per_second`).
+        color: whether to use the escape sequences of a terminal.
+        clock: the format of a time.
+
+    Example:
+        >>> from jaxscale.pipeline.clock.costs import Costs
+        >>> from jaxscale.pipeline.schedules import METHODS
+        >>> from jaxscale.pipeline.clock.simulate import simulate
+        >>> schedule = METHODS["1f1b"].schedule(2, 3)
+        >>> print(text_chart(simulate(schedule, Costs.alike(schedule)), 50))
+        rank 0 │F0F1    B0══F2B1══  B2══│ 2 live
+        rank 1 │  F0B0══F1B1══F2B2══    │ 1 live
+               0   2   4   6   8   10  12
+    """
+    schedule = simulation.schedule
+    per_second = columns_per_second([simulation], width) if per_second is None else per_second
+    columns = max(1, round(simulation.seconds * per_second))
+    numbered = all(
+        round(end * per_second) - round(start * per_second) >= len(_label(action))
+        for action, start, end in _actions(simulation)
+        if action.kind is not Kind.U
+    )
+    lines = []
+    for rank, (order, spans) in enumerate(zip(schedule.orders, simulation.spans, strict=True)):
+        cells = _cells(order, spans, schedule.stages_of(rank)[0], columns, per_second, numbered)
+        body = _colored(cells) if color else "".join(letter for letter, _, _ in cells)
+        lines.append(f"{_name(simulation, rank)}│{body}│ {simulation.live_shares[rank]:g} live")
+    return "\n".join([*lines, " " * len(_name(simulation, 0)) + axis(per_second, columns, clock)])
+
+
+def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
+    """The scale on which the longest of some simulations fills a terminal.
+
+    Every action gets a whole number of columns if all can, though some of the width stays unused.
+    """
+    columns = min(width - len(_name(run, 0)) - len(f"││ {max(run.live_shares):g} live") for run in simulations)
+    per_second = max(columns, LEAST) / max(run.seconds for run in simulations)
+    lengths = {end - start for run in simulations for _, start, end in _actions(run) if end - start > 1e-9 * end}
+    shortest = min(lengths)
+    shortest_columns = per_second * shortest
+    all_whole = all(abs(length / shortest - round(length / shortest)) < 1e-6 for length in lengths)
+    return math.floor(shortest_columns) / shortest if all_whole and shortest_columns >= 1 else per_second
+
+
+def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:
+    """Times below a chart, at round numbers.
+
+    Args:
+        per_second: columns of a second.
+        columns: of the chart.
+        clock: the format of a time.
+
+    Example:
+        >>> axis(1.2, 40, "{:g}".format)
+        '0     5     10    15    20    25    30'
+    """
+    line, seconds = "", columns / per_second
+    for number in range(int(seconds / step_of(seconds)) + 1):
+        time = number * step_of(seconds)
+        label, place = clock(time) if number else "0", round(time * per_second)
+        if place >= len(line) + bool(line):
+            line += " " * (place - len(line)) + label
+    return line
+
+
+def step_of(seconds: float, most: int = 8) -> float:
+    """The distance of ticks on an axis: 1, 2 or 5 times a power of ten, no more than `most` of them.
+
+    Example:
+        >>> step_of(33.0), step_of(0.0049)
+        (5.0, 0.001)
+    """
+    least_step = seconds / most
+    power = math.floor(math.log10(least_step))
+    return next(step for factor in (1, 2, 5, 10) if (step := float(f"{factor}e{power}")) >= least_step * (1 - 1e-9))
+
+
+def _name(simulation: Simulation, rank: int) -> str:
+    return f"rank {rank:<{len(str(simulation.schedule.ranks - 1))}} "
+
+
+def _actions(simulation: Simulation) -> list[tuple[Action, float, float]]:
+    """Every action with its start and end."""
+    rows = zip(simulation.schedule.orders, simulation.spans, strict=True)
+    return [(action, *span) for order, spans in rows for action, span in zip(order, spans, strict=True)]
+
+
+def _cells(
+    order: Sequence[Action], spans: Sequence[Span], first: int, columns: int, per_second: float, numbered: bool
+) -> list[Cell]:
+    """A rank's line, letter by letter."""
+    cells: list[Cell] = [(" ", None, False)] * columns
+    fill_lengths = [0.0] * columns
+    for action, (start, end) in zip(order, spans, strict=True):
+        is_later, length = action.stage != first, (end - start) * per_second
+        left, right = round(start * per_second), round(end * per_second)
+        if right > left:
+            text = _label(action) if numbered else action.kind.value
+            text = (text.lower() if is_later else text) + FILL[action.kind] * (right - left)
+            for column in range(left, right):
+                cells[column], fill_lengths[column] = (text[column - left], action.kind, is_later), 1.0
+        elif left < columns and length > fill_lengths[left]:
+            letter = action.kind.value.lower() if is_later else action.kind.value
+            cells[left], fill_lengths[left] = (letter, action.kind, is_later), length
+    return cells
+
+
+def _label(action: Action) -> str:
+    return f"{action.kind.value}{action.microbatch}"
+
+
+def _colored(cells: Sequence[Cell]) -> str:
+    """The cells with escape sequences around runs of one kind; fill characters become colored blanks."""
+    text, current = "", (None, False)
+    for letter, kind, is_later in cells:
+        if (kind, is_later) != current:
+            current = kind, is_later
+            text += "\x1b[0m" if kind is None else f"\x1b[0;30;48;5;{COLORS[kind][is_later]}m"
+        text += " " if letter in FILL.values() else letter
+    return text + "\x1b[0m"

@@ -1,0 +1,1 @@
+"""Choice of partition and schedule, by prices of blocks and devices."""

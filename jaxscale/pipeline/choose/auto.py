@@ -1,0 +1,188 @@
+"""Auto: the choice of schedule, microbatches, stash and partition by simulation (`auto:P`).
+
+Every named synchronous schedule is made for every number of microbatches, and its blocks are cut into stages
+(`partition.py`) within the devices' memory. The candidate of the fewest seconds on the neighbour machine for the same
+batch wins; among equals, the one that holds least. More microbatches shorten the bubble, but a microbatch takes its
+share of the batch's time only if the prices have it so: with measured prices small microbatches do not look better than
+they are. Candidates that cannot be faster, even without a bubble, are skipped.
+
+Left out: asynchronous schedules, which train differently, and searched ones (`search.py`), which are made for one
+partition.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from jaxscale.errors import UserError, unknown
+from jaxscale.pipeline.choose.partition import Model, Partition, TooLarge, partition
+from jaxscale.pipeline.choose.price import Device
+from jaxscale.pipeline.choose.search import NAME
+from jaxscale.pipeline.run.tables import Stash
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.schedules import METHODS
+
+Prices = Model | Mapping[str, Model]
+_CLOSE = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A way to run the pipeline, with its partition or the reason why it has none.
+
+    Args:
+        name: of the schedule.
+        ranks: p.
+        microbatches: m.
+        chunks: v, if the schedule takes it.
+        stash: what waits for a backward.
+        partition: the blocks of each stage, or `None`.
+        reason: why there is no partition.
+    """
+
+    name: str
+    ranks: int
+    microbatches: int
+    chunks: int | None
+    stash: Stash
+    partition: Partition | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.ranks}x{self.microbatches}" + ("" if self.chunks is None else f",v={self.chunks}")
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole batch; infinite without a partition."""
+        return float("inf") if self.partition is None else self.partition.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The best candidate, and the others.
+
+    Args:
+        best: the fastest.
+        partition: its blocks.
+        candidates: all that were priced or refused, the fastest first.
+        skipped: number of candidates that cannot be faster, whatever their bubble.
+
+    Example:
+        >>> from jaxscale.pipeline.choose.price import Price
+        >>> batch = Model((Price(8.0, 8.0, 8.0, stash_bytes=80),) * 8)
+        >>> choice = choose(batch.share, 2, [4, 8], [Device(memory_bytes=160)] * 2)
+        >>> str(choice.best), choice.partition.boundaries, choice.partition.seconds
+        ('chimera:2x8', (0, 4, 8), 96.0)
+    """
+
+    best: Candidate
+    partition: Partition
+    candidates: tuple[Candidate, ...]
+    skipped: int
+
+    def __str__(self) -> str:
+        width = max(len(str(candidate)) for candidate in self.candidates)
+        lines = []
+        for candidate in self.candidates:
+            cut = candidate.partition
+            outcome = f"{candidate.seconds:.6g} s, {max(cut.bytes)} bytes" if cut else candidate.reason
+            lines.append(f"{str(candidate).ljust(width)}  {candidate.stash.ljust(9)}  {outcome}")
+        return "\n".join([*lines, f"{self.skipped} more cannot be faster"])
+
+
+def choose(
+    prices: Callable[[int], Prices],
+    ranks: int,
+    microbatches: Sequence[int],
+    devices: Sequence[Device] | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    chunks: Sequence[int] = (2,),
+    stashes: Sequence[Stash] = ("residuals", "input"),
+    width: int = 64,
+) -> Choice:
+    """The fastest schedule, microbatches, stash and partition within the memory.
+
+    Args:
+        prices: from a number of microbatches to the prices of a model for one of them; `Model.share` divides a batch's.
+        ranks: p, devices on the pipe axis.
+        microbatches: the numbers to try.
+        devices: of each rank in order; `None`: alike devices without a memory bound.
+        names: of schedules to try; `None`: all synchronous ones.
+        chunks: values of v to try besides 1, with schedules that take it.
+        stashes: what may wait for a backward.
+        width: as of `partition`.
+
+    Raises:
+        TooLarge: none fits; the message has the needs of the nearest.
+        UserError: an unknown or asynchronous schedule; no schedule is defined for these numbers.
+    """
+    synchronous = [name for name, method in METHODS.items() if not method.steps and name != NAME]
+    for name in names or ():
+        if name not in synchronous:
+            raise unknown("synchronous schedule", name, synchronous)
+    refusals: list[Candidate] = []
+    feasible: list[Candidate] = []
+    nearest: TooLarge | None = None
+    skipped = 0
+    best = float("inf")
+    for schedule, candidate in _candidates(names or synchronous, ranks, microbatches, chunks, stashes, refusals):
+        model = prices(candidate.microbatches)
+        if _least(model, schedule, candidate.stash) >= best:
+            skipped += 1
+            continue
+        try:
+            solution = partition(model, schedule, devices, stash=candidate.stash, width=width)
+        except TooLarge as error:
+            nearest = error if nearest is None or error.ratio < nearest.ratio else nearest
+            refusals.append(dataclasses.replace(candidate, reason=str(error)))
+            continue
+        except UserError as error:
+            refusals.append(dataclasses.replace(candidate, reason=str(error)))
+            continue
+        feasible.append(dataclasses.replace(candidate, partition=solution))
+        best = min(best, solution.seconds)
+    ranking = sorted(feasible, key=lambda candidate: candidate.seconds)
+    if not ranking:
+        if nearest is not None:
+            raise TooLarge(f"pipeline auto:{ranks}: nothing fits; the nearest is {nearest}", nearest.ratio)
+        reasons = sorted({candidate.reason for candidate in refusals})
+        raise UserError(f"pipeline auto:{ranks}: no schedule can run: {'; '.join(reasons) or 'none was named'}")
+    ties = [candidate for candidate in ranking if candidate.seconds <= best * (1 + _CLOSE)]
+    winner = min(ties, key=lambda candidate: max(candidate.partition.bytes) if candidate.partition else 0)
+    assert winner.partition is not None
+    slower = [candidate for candidate in ranking if candidate is not winner]
+    return Choice(winner, winner.partition, (winner, *slower, *refusals), skipped)
+
+
+def _candidates(
+    names: Sequence[str],
+    ranks: int,
+    microbatches: Sequence[int],
+    chunks: Sequence[int],
+    stashes: Sequence[Stash],
+    refusals: list[Candidate],
+) -> Iterator[tuple[Schedule, Candidate]]:
+    """The defined schedules, the likeliest to be fast first, so that most are skipped; others become refusals."""
+    priority = {name: place for place, name in enumerate(("zb-v", "zb-h1", "zb-h2", "dualpipe-v", "lockstep"))}
+    for stash in stashes:
+        for count in sorted(microbatches, reverse=True):
+            for name in sorted(names, key=lambda name: priority.get(name, len(priority))):
+                method = METHODS[name]
+                for v in sorted({1, *chunks}) if method.interleaves else (None,):
+                    candidate = Candidate(name, ranks, count, v, stash)
+                    try:
+                        schedule = method.schedule(ranks, count, v)
+                    except UserError as error:
+                        refusals.append(dataclasses.replace(candidate, reason=str(error)))
+                        continue
+                    yield schedule, candidate
+
+
+def _least(prices: Prices, schedule: Schedule, stash: Stash) -> float:
+    """Seconds if no rank ever idled and every block ran on its fastest kind of device."""
+    models = [prices] if isinstance(prices, Model) else list(prices.values())
+    forwards = 2 if stash == "input" else 1
+    seconds = 0.0
+    for blocks in zip(*(model.blocks for model in models), strict=True):
+        seconds += min(forwards * block.forward + block.input_gradient + block.weight_gradient for block in blocks)
+    return schedule.microbatches * seconds / schedule.ranks

@@ -1,0 +1,191 @@
+"""Cuts of a chain of blocks into stages: the features of every possible stage, dynamic programming over a linear
+function of them, and branch and bound over a maximum of such functions.
+
+A pipeline's seconds, and its bytes, are a maximum of linear functions of its stages' features: the seconds of the
+passes along a path through the schedule, or the bytes that one rank holds at some moment. A shortest path minimises one
+such function: V(k, b) = min over e of value(k, b, e) + V(k + 1, e). V is also the least cost of the remaining stages,
+so it bounds every cut that begins alike, and bounds the maximum too.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxscale.pipeline.choose.price import Price
+
+FEATURES = (
+    "forward",
+    "input_gradient",
+    "weight_gradient",
+    "weight_bytes",
+    "version_bytes",
+    "stash_bytes",
+    "between_bytes",
+    "working_bytes",
+    "enters",
+    "leaves",
+    "one",
+)
+"""Features of a stage: sums over its blocks, the largest working bytes, the messages at its ends, and 1."""
+INDEX = {name: index for index, name in enumerate(FEATURES)}
+_SUMS = FEATURES[: INDEX["working_bytes"]]
+
+
+def features(blocks: Sequence[Price], first: Price | None, last: Price | None, recompute: bool) -> np.ndarray:
+    """float[feature, begin, end]: features of the stage of blocks begin..end-1, for each pair.
+
+    Args:
+        blocks: price of each.
+        first: price of the embedding, before the first block.
+        last: price of the head, behind the last block.
+        recompute: a backward runs the forward again, so that only the stage's input is stashed.
+    """
+    count = len(blocks)
+    table = np.zeros((len(FEATURES), count + 1, count + 1))
+    sums = np.array([[getattr(block, name) for name in _SUMS] for block in blocks])
+    prefix_sums = np.concatenate([np.zeros((1, len(_SUMS))), np.cumsum(sums, 0)])
+    table[: len(_SUMS)] = prefix_sums.T[:, None, :] - prefix_sums.T[:, :, None]
+    working = np.array([block.working_bytes for block in blocks])
+    for begin in range(count):
+        table[INDEX["working_bytes"], begin, begin + 1 :] = np.maximum.accumulate(working[begin:])
+    leaves = np.array([block.message_bytes for block in blocks[:-1]])
+    table[INDEX["enters"], 1:count, :] = leaves[:, None]
+    table[INDEX["leaves"], :, 1:count] = leaves[None, :]
+    table[INDEX["one"]] = 1
+    for price, region in ((first, np.s_[0, :]), (last, np.s_[:, count])):
+        if price is not None:
+            for name in _SUMS:
+                table[INDEX[name]][region] += getattr(price, name)
+            peaks = table[INDEX["working_bytes"]]
+            peaks[region] = np.maximum(peaks[region], price.working_bytes)
+    if recompute:
+        table[INDEX["input_gradient"]] += table[INDEX["forward"]]
+        table[INDEX["working_bytes"]] += table[INDEX["stash_bytes"]]
+        table[INDEX["stash_bytes"]] = table[INDEX["enters"]]
+    return table
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundedCuts:
+    """The result of branch and bound.
+
+    Args:
+        cuts: int[cuts, stages + 1], the boundaries of the cuts that may be below the ceiling.
+        bound: every other cut is at or above this.
+    """
+
+    cuts: np.ndarray
+    bound: float
+
+
+class Chain:
+    """A chain of blocks that is cut into stages of one block or more.
+
+    Args:
+        stages: how many.
+        features: of each kind of device, float[feature, begin, end].
+        kinds: the kind of each stage's device, an index into `features`.
+    """
+
+    def __init__(self, stages: int, features: Sequence[np.ndarray], kinds: Sequence[int]) -> None:
+        self.stages, self.blocks = stages, features[0].shape[1] - 1
+        self._features, self._kinds = features, tuple(kinds)
+        begin, end = np.ogrid[: self.blocks + 1, : self.blocks + 1]
+        self.possible = np.stack(
+            [
+                (begin < end)
+                & (begin >= stage)
+                & (end <= self.blocks - (stages - 1 - stage))
+                & ((begin == 0) == (stage == 0))
+                & ((end == self.blocks) == (stage == stages - 1))
+                for stage in range(stages)
+            ]
+        )
+
+    def allow(self, linear: np.ndarray, limit: float) -> None:
+        """Forbid every stage whose share of a linear function, float[stage, feature], is above a limit."""
+        self.possible &= self.values(linear) <= limit * (1 + 1e-12)
+
+    def values(self, linear: np.ndarray) -> np.ndarray:
+        """float[stage, begin, end]: what each stage adds to a linear function; infinite if it is not possible."""
+        contributions = np.full(self.possible.shape, np.inf)
+        for stage, row in enumerate(linear):
+            active = np.flatnonzero(row)
+            contribution = np.tensordot(row[active], self._features[self._kinds[stage]][active], 1)
+            contributions[stage] = np.where(self.possible[stage], contribution, np.inf)
+        return contributions
+
+    def largest(self, linears: Sequence[np.ndarray]) -> np.ndarray:
+        """float[stage, begin, end]: the most that each possible stage adds to any of the linear functions, all >= 0."""
+        largest = np.where(self.possible, 0.0, np.inf)
+        for linear in linears:
+            for stage in np.flatnonzero(linear.any(1)):
+                active = np.flatnonzero(linear[stage])
+                contribution = np.tensordot(linear[stage, active], self._features[self._kinds[stage]][active], 1)
+                np.maximum(largest[stage], contribution, out=largest[stage])
+        return largest
+
+    def stage_features(self, cuts: np.ndarray) -> np.ndarray:
+        """float[cut, stage, feature] of int[cut, stages + 1] boundaries."""
+        return np.stack(
+            [self._features[kind][:, cuts[:, stage], cuts[:, stage + 1]].T for stage, kind in enumerate(self._kinds)],
+            1,
+        )
+
+    def cost_to_go(self, values: np.ndarray, *, most: bool = False) -> np.ndarray:
+        """float[stage + 1, begin]: the least sum over the remaining stages; with `most`, their least maximum."""
+        to_go = np.full((self.stages + 1, self.blocks + 1), np.inf)
+        to_go[self.stages, self.blocks] = -np.inf if most else 0.0
+        for stage in range(self.stages - 1, -1, -1):
+            behind = to_go[stage + 1][None, :]
+            to_go[stage] = (np.maximum(values[stage], behind) if most else values[stage] + behind).min(1)
+        return to_go
+
+    def shortest(self, values: np.ndarray, *, most: bool = False) -> tuple[float, np.ndarray]:
+        """The least sum (with `most`: the least maximum) over the stages, and its boundaries, int[stages + 1]."""
+        to_go = self.cost_to_go(values, most=most)
+        cut = [0]
+        for stage in range(self.stages):
+            begin, behind = cut[-1], to_go[stage + 1]
+            totals = np.maximum(values[stage, begin], behind) if most else values[stage, begin] + behind
+            cut.append(int(totals.argmin()))
+        return float(to_go[0, 0]), np.array(cut)
+
+    def branch(
+        self, times: Sequence[np.ndarray], limits: Sequence[np.ndarray], bounds: np.ndarray, ceiling: float, width: int
+    ) -> BoundedCuts:
+        """The cuts that may stay below a ceiling, built stage by stage.
+
+        Of more than `width` partial cuts, those of the least bounds are extended.
+
+        Args:
+            times: float[stage, feature] each, linear functions that are never above the objective.
+            limits: the same; each must be at most 1.
+            bounds: float[stage, begin, end], a lower bound on the objective by one stage.
+            ceiling: of the objective.
+            width: how many partial cuts are kept.
+        """
+        values = np.stack([self.values(linear) for linear in (*times, *limits)])
+        to_go = np.stack([self.cost_to_go(value) for value in values])
+        highest_to_go = self.cost_to_go(bounds, most=True)
+        cuts = np.zeros((1, 1), int)
+        sums = np.zeros((1, len(values)))
+        highest = np.full(1, -np.inf)
+        bound = np.inf
+        for stage in range(self.stages):
+            frontier = cuts[:, -1]
+            parent, end = np.nonzero(self.possible[stage][frontier])
+            begin = frontier[parent]
+            sums = sums[parent] + values[:, stage, begin, end].T
+            totals = sums + to_go[:, stage + 1, end].T
+            highest = np.maximum(highest[parent], np.maximum(bounds[stage, begin, end], highest_to_go[stage + 1, end]))
+            lower = np.maximum(highest, totals[:, : len(times)].max(1, initial=-np.inf))
+            survivors = np.flatnonzero((lower < ceiling) & (totals[:, len(times) :] <= 1 + 1e-12).all(1))
+            if len(survivors) > width:
+                order = survivors[np.argsort(lower[survivors], kind="stable")]
+                bound = min(bound, float(lower[order[width]]))
+                survivors = order[:width]
+            cuts = np.concatenate([cuts[parent[survivors]], end[survivors, None]], 1)
+            sums, highest = sums[survivors], highest[survivors]
+        return BoundedCuts(cuts, bound)

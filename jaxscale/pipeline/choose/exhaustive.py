@@ -1,0 +1,87 @@
+"""Every order of a small pipeline: the definition of the fastest schedule, the reference for `search.py`.
+
+Microbatches of one kind come in order (they are alike, so another order is no faster); a backward is one
+action or two. Two ranks and three microbatches have some ten thousand orders, four microbatches a million.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.orders import BatchClock
+from jaxscale.pipeline.schedule import Action, Kind
+
+_BATCH = 20_000
+_FEW = 30_000
+_FEW_PASSES = 6
+"""Forwards of all stages: with more there are more orders than `_FEW`, except on one rank."""
+
+
+def orders(stage: int, microbatches: int, most: int) -> Iterator[tuple[Action, ...]]:
+    """Every order of one stage's passes.
+
+    Args:
+        stage: its number.
+        microbatches: m.
+        most: activations that may wait for a backward (or W) at once.
+
+    Example:
+        >>> [" ".join(map(str, order)) for order in orders(0, 1, 1)]
+        ['0F0 0B0', '0F0 0I0 0W0']
+    """
+
+    def extend(order: tuple[Action, ...], f: int, g: int, split: tuple[int, ...]) -> Iterator[tuple[Action, ...]]:
+        waiting = f - sum(action.kind in (Kind.B, Kind.W) for action in order)
+        if f == g == microbatches and not split:
+            yield order
+        if f < microbatches and waiting < most:
+            yield from extend((*order, Action(Kind.F, stage, f)), f + 1, g, split)
+        if g < f:
+            yield from extend((*order, Action(Kind.B, stage, g)), f, g + 1, split)
+            yield from extend((*order, Action(Kind.I, stage, g)), f, g + 1, (*split, g))
+        if split:
+            yield from extend((*order, Action(Kind.W, stage, split[0])), f, g, split[1:])
+
+    return extend((), 0, 0, ())
+
+
+def fastest(costs: Costs, microbatches: int, most: int) -> tuple[float, tuple[tuple[Action, ...], ...]]:
+    """Seconds and passes of the fastest of all orders of one stage a rank, on the neighbour machine.
+
+    Args:
+        costs: of the stages.
+        microbatches: m.
+        most: activations that a rank may hold.
+
+    Example:
+        >>> fastest(Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0)), 2, 2)[0]
+        7.0
+    """
+    clock = BatchClock(costs, tuple(range(costs.stages)), costs.stages, microbatches)
+    stage_orders = [list(orders(stage, microbatches, most)) for stage in range(costs.stages)]
+    tables = [np.stack([clock.numbers([order])[0] for order in candidates]) for candidates in stage_orders]
+    best, best_choice = np.inf, (0,) * costs.stages
+    choices = itertools.product(*(range(len(table)) for table in tables))
+    while chunk := list(itertools.islice(choices, _BATCH)):
+        indices = np.array(chunk).T
+        batch = np.stack([table[index] for table, index in zip(tables, indices, strict=True)], 1)
+        seconds = clock.seconds(batch)
+        first = int(seconds.argmin())
+        if seconds[first] < best:
+            best, best_choice = float(seconds[first]), chunk[first]
+    return float(best), tuple(candidates[index] for candidates, index in zip(stage_orders, best_choice, strict=True))
+
+
+def few(stages: int, microbatches: int, most: int) -> bool:
+    """Whether all orders of one stage a rank are timed in a tenth of a second.
+
+    Example:
+        >>> few(2, 3, 3), few(2, 4, 4), few(8, 32, 8)
+        (True, False, False)
+    """
+    if stages * microbatches > _FEW_PASSES:
+        return False
+    count = sum(1 for _ in itertools.islice(orders(0, microbatches, most), _FEW + 1))
+    return count**stages <= _FEW

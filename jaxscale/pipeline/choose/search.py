@@ -1,0 +1,403 @@
+"""Search: an order of passes that is faster than any named schedule, for given costs and memory.
+
+The search starts from the named schedules within the memory and from list scheduling (each rank runs the ready pass of
+highest priority; 48 lists of priorities), all timed on the neighbour machine. Then it changes orders at random, in
+batches: it moves a pass, splits a backward, or joins one. The best of a batch is accepted if it is faster, or, less and
+less often, if it is a little slower (simulated annealing). The search is seeded, so equal arguments give equal results.
+The result is never slower than the best named schedule. For very small pipelines (`exhaustive.few`) all orders are
+timed.
+
+Microbatches are alike, so every rank runs those of one kind and stage in order: another order is no faster. The bound:
+a rank cannot start before its first input arrives, and ends with its own passes, or with the gradients of the ranks
+before it; before its first gradient it runs at most as many forwards as it may hold (so memory buys time). The largest
+of these over the ranks bounds every order.
+
+Left out: Chimera's two routes (a named schedule, but not changed), asynchronous schedules, idling on purpose.
+
+References:
+    Qi et al. 2024, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 3: an automatic schedule by heuristic
+    search; Kirkpatrick, Gelatt and Vecchi 1983, simulated annealing.
+"""
+
+import collections
+import dataclasses
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.choose.exhaustive import fastest, few
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.orders import KINDS, BatchClock
+from jaxscale.pipeline.clock.simulate import simulate
+from jaxscale.pipeline.schedule import Action, Kind, Schedule
+from jaxscale.pipeline.schedules.searched import NAME
+
+_BATCH = 48
+_LISTS = 48
+_CLOSE = 1e-9  # seconds so near the bound meet it
+_HEAT = 0.01  # share of the seconds that a change may cost at first
+
+_F, _B, _I, _W = range(4)  # as in KINDS
+Word = list[int]
+"""The passes of a rank in order, each as kind * stages + stage; its microbatch follows by counting."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Searched:
+    """The result of a search.
+
+    Args:
+        schedule: the fastest schedule.
+        seconds: of it on the neighbour machine.
+        bound: a lower bound on the seconds of every schedule of these stages within the memory.
+        named: the fastest named schedule within the memory.
+        named_seconds: of the named schedule.
+    """
+
+    schedule: Schedule
+    seconds: float
+    bound: float
+    named: str
+    named_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """Share of the named schedule's seconds that the search saved."""
+        return 1 - self.seconds / self.named_seconds
+
+    @property
+    def distance(self) -> float:
+        """Seconds above the bound, as a share of the bound."""
+        return self.seconds / self.bound - 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.schedule.name}: {self.seconds:.6g} s, {self.gain:.2%} less than {self.named}, "
+            f"{self.distance:.2%} above the bound"
+        )
+
+
+def search(
+    costs: Costs | Mapping[int, Costs],
+    ranks: int,
+    microbatches: int,
+    activations: float | None = None,
+    *,
+    copies: int = 2,
+    changes: int = 4000,
+    seed: int = 0,
+) -> Searched:
+    """The fastest schedule that the search finds within a memory.
+
+    Args:
+        costs: of one stage a rank; or by stages a rank, `{1: ..., 2: ...}`, to try schedules of each.
+        ranks: p.
+        microbatches: m.
+        activations: that a rank may hold, each of one microbatch and one rank's share of the model; `None`: p.
+        copies: of each stage's weights: 2 admits Chimera among the named schedules.
+        changes: number of orders to try for each kind of route.
+        seed: of the random changes.
+
+    Raises:
+        UserError: costs of a wrong number of stages; less memory than any named schedule needs.
+
+    Example:
+        >>> costs = Costs((1.0, 1.3), (1.2, 0.9), (0.7, 1.1))
+        >>> fastest = search(costs, 2, 4)
+        >>> fastest.seconds <= fastest.named_seconds, fastest.schedule.live
+        (True, (2, 2))
+    """
+    by_chunks = {1: costs} if isinstance(costs, Costs) else dict(costs)
+    for chunks, stage_costs in by_chunks.items():
+        if stage_costs.stages != chunks * ranks:
+            raise UserError(
+                f"costs of {stage_costs.stages} stages, expected {chunks * ranks}: {chunks} for each of {ranks} ranks"
+            )
+    activations = float(ranks) if activations is None else float(activations)
+    floor = min(
+        bound(stage_costs, ranks, microbatches, activations, one_route=chunks == 1 and copies == 1)
+        for chunks, stage_costs in by_chunks.items()
+    )
+    named_schedules = []
+    for pair in _named_schedules(by_chunks, ranks, microbatches, activations, copies):
+        named_schedules.append(pair)
+        if pair[0] <= floor * (1 + _CLOSE):  # none is faster
+            break
+    if not named_schedules:
+        raise UserError(f"search: no named schedule holds as few as {activations:g} activations; 1f1b needs {ranks}")
+    named_schedules.sort(key=lambda pair: pair[0])
+    best, schedule = named_schedules[0]
+    fastest_named = named_schedules[0]
+    searched_routes: set[tuple[int, ...]] = set()
+    for _, start in named_schedules:
+        route = start.routes[0]
+        if len(start.routes) > 1 or route in searched_routes or best <= floor * (1 + _CLOSE):
+            continue
+        searched_routes.add(route)
+        starts = [schedule.orders for _, schedule in named_schedules if schedule.routes == start.routes][:3]
+        route_search = _RouteSearch(by_chunks[start.stages // ranks], route, ranks, microbatches, activations, seed)
+        seconds, orders = route_search.run(starts, changes, floor)
+        if seconds < best * (1 - 1e-12):
+            candidate = Schedule(NAME, orders, start.stages, microbatches, (route,), (0,) * microbatches)
+            best, schedule = simulate(candidate, by_chunks[start.stages // ranks]).seconds, candidate
+    return Searched(schedule, best, min(floor, best), fastest_named[1].name, fastest_named[0])
+
+
+def _named_schedules(
+    costs: Mapping[int, Costs], ranks: int, microbatches: int, activations: float, copies: int
+) -> Iterator[tuple[float, Schedule]]:
+    """The named synchronous schedules within the memory, with their seconds."""
+    from jaxscale.pipeline.schedules import METHODS  # one of them is the search itself
+
+    for method in sorted(
+        METHODS.values(), key=lambda method: method.name != "zb-h1"
+    ):  # the likeliest to meet the bound
+        if method.steps or method.name == NAME:
+            continue
+        for chunks in {*costs} if method.interleaves else (method.chunks,):
+            try:
+                schedule = method.schedule(ranks, microbatches, chunks)
+            except UserError:  # not defined for these numbers
+                continue
+            stage_costs = costs.get(schedule.stages // ranks)
+            if stage_costs is None or len(schedule.routes) > copies:
+                continue
+            if max(schedule.live) * ranks / schedule.stages <= activations + 1e-9:
+                yield simulate(schedule, stage_costs).seconds, schedule
+
+
+def bound(costs: Costs, ranks: int, microbatches: int, activations: float, *, one_route: bool = True) -> float:
+    """A lower bound on the seconds of every schedule, whatever its order, on either machine.
+
+    For the stage s of a rank, with forwards F, input gradients I, weight gradients W and m microbatches:
+
+        start = sum of F before s,  round trip = F of s and all behind, I of all behind
+        idle  = max(0, round trip - (forwards that it may hold) * F of s)
+        start + idle + m (F + I + W) of s
+        start + idle + m (F + I) of s + I of all before s + W of stage 0
+
+    Where a rank may have several stages, or a stage several ranks, the stages of a rank depend on the route: then the
+    bound is the work of all ranks in equal parts, or the round trip of one microbatch.
+
+    Args:
+        costs: of the stages.
+        ranks: p.
+        microbatches: m.
+        activations: that a rank may hold, of one rank's share of the model.
+        one_route: whether stage s is on rank s alone.
+
+    Example:
+        >>> bound(Costs((1.0,) * 4, (1.0,) * 4, (1.0,) * 4), 4, 8, 4)
+        27.0
+    """
+    f, m = costs.forward, microbatches
+    backward = [min(costs.input[s] + costs.weight[s], costs.seconds(Kind.B, s)) for s in range(costs.stages)]
+    inner = [min(costs.input[s], backward[s]) for s in range(costs.stages)]
+    seconds = sum(f) + sum(inner) + backward[0] - inner[0]
+    if not one_route:
+        return max(seconds, m * (sum(f) + sum(backward)) / ranks)
+    for s in range(costs.stages):
+        round_trip = sum(f[s:]) + sum(inner[s + 1 :])
+        earliest = sum(f[:s]) + max(0.0, round_trip - min(m, math.floor(activations + 1e-9)) * f[s])
+        seconds = max(seconds, earliest + m * (f[s] + backward[s]))
+        seconds = max(seconds, earliest + m * (f[s] + inner[s]) + sum(inner[:s]) + backward[0] - inner[0])
+    return seconds
+
+
+class _RouteSearch:
+    """A search among the schedules of one route."""
+
+    def __init__(
+        self, costs: Costs, route: tuple[int, ...], ranks: int, microbatches: int, activations: float, seed: int
+    ) -> None:
+        self.costs, self.route, self.ranks, self.microbatches = costs, route, ranks, microbatches
+        self.limit = math.floor(activations * len(route) / ranks + 1e-9)
+        self.clock = BatchClock(costs, route, ranks, microbatches)
+        self.rng = random.Random(seed)
+        self.stages = [[s for s, stage_rank in enumerate(route) if stage_rank == rank] for rank in range(ranks)]
+
+    def run(
+        self, starts: Sequence[Sequence[Sequence[Action]]], changes: int, floor: float
+    ) -> tuple[float, tuple[tuple[Action, ...], ...]]:
+        """Seconds and actions of the fastest orders."""
+        straight = self.route == tuple(range(self.ranks))
+        if straight and few(self.ranks, self.microbatches, self.limit):
+            return fastest(self.costs, self.microbatches, self.limit)
+        states = [[self._word(order) for order in orders] for orders in starts]
+        states += [listed_words for _ in range(_LISTS) if (listed_words := self._list_schedule()) is not None]
+        numbers = np.stack([np.stack([self._numbers(word) for word in words]) for words in states])
+        seconds = self.clock.seconds(numbers)
+        ranking = np.argsort(seconds, kind="stable")
+        best, best_words = float(seconds[ranking[0]]), states[ranking[0]]
+        # half of the changes from the best start, a quarter from each of the next two
+        for index, share in zip(ranking[:3], (2, 1, 1), strict=False):
+            if best <= floor * (1 + _CLOSE):
+                break
+            lowest, words = self._anneal(float(seconds[index]), states[index], numbers[index], changes * share // 4)
+            if lowest < best:
+                best, best_words = lowest, words
+        return best, tuple(tuple(self._actions(word)) for word in best_words)
+
+    def _anneal(self, current: float, words: list[Word], numbers: np.ndarray, changes: int) -> tuple[float, list[Word]]:
+        best, best_words = current, words
+        rounds = max(1, changes // _BATCH)
+        for turn in range(rounds):
+            heat = _HEAT * best * (1 - turn / rounds) ** 2
+            proposals, proposed_numbers = [], np.repeat(numbers[None], _BATCH, 0)
+            for index in range(_BATCH):
+                rank = self.rng.randrange(self.ranks)
+                word = self._neighbour(words[rank], rank)
+                proposals.append((rank, word))
+                proposed_numbers[index, rank] = self._numbers(word)
+            seconds = self.clock.seconds(proposed_numbers)
+            lowest = int((seconds + np.array([self.rng.random() * 1e-9 * best for _ in range(_BATCH)])).argmin())
+            if seconds[lowest] <= current - heat * math.log(1 - self.rng.random()):
+                rank, word = proposals[lowest]
+                words = [*words[:rank], word, *words[rank + 1 :]]
+                numbers, current = proposed_numbers[lowest], float(seconds[lowest])
+                if current < best:
+                    best, best_words = current, words
+        return best, best_words
+
+    def _neighbour(self, word: Word, rank: int) -> Word:
+        """A valid word that differs a little."""
+        for _ in range(50):
+            neighbour = list(word)
+            for _ in range(self.rng.choice((1, 1, 2))):
+                self._mutate(neighbour)
+            if neighbour != word and self._valid(neighbour):
+                return neighbour
+        return word
+
+    def _mutate(self, word: Word) -> None:
+        rng, index = self.rng, int(self.rng.random() * len(word))
+        kind, stage = divmod(word[index], self.clock.stages)
+        weight = _W * self.clock.stages + stage
+        if kind == _B and rng.random() < 0.5:  # split
+            word[index] = _I * self.clock.stages + stage
+            word.insert(min(len(word), index + 1 + rng.randrange(4)), weight)
+        elif kind == _I and rng.random() < 0.3:  # join with the next weight gradient
+            if weight in word[index:]:
+                del word[word.index(weight, index)]
+                word[index] = _B * self.clock.stages + stage
+        else:
+            letter = word.pop(index)
+            distance = len(word) if rng.random() < 0.1 else 6
+            word.insert(max(0, min(len(word), index + rng.randint(-distance, distance))), letter)
+
+    def _valid(self, word: Word) -> bool:
+        """Whether F precedes its I or B, I precedes its W, and no more activations wait than the limit."""
+        stages, limit = self.clock.stages, self.limit
+        open_forwards, open_weights = [0] * stages, [0] * stages  # passes that wait for a gradient, and for W alone
+        waiting = 0
+        for letter in word:
+            kind, stage = divmod(letter, stages)
+            if kind == _F:
+                open_forwards[stage] += 1
+                waiting += 1
+                if waiting > limit:
+                    return False
+            elif kind == _W:
+                waiting -= 1
+                open_weights[stage] -= 1
+                if open_weights[stage] < 0:
+                    return False
+            else:
+                open_forwards[stage] -= 1
+                if open_forwards[stage] < 0:
+                    return False
+                if kind == _B:
+                    waiting -= 1
+                else:
+                    open_weights[stage] += 1
+        return True
+
+    def _word(self, order: Sequence[Action]) -> Word:
+        return [KINDS.index(action.kind) * self.clock.stages + action.stage for action in order]
+
+    def _passes(self, word: Word) -> list[int]:
+        """The pass numbers of `BatchClock`: microbatches of each kind and stage in order, W in the order of I."""
+        stages, m = self.clock.stages, self.microbatches
+        forwards, gradients = [0] * stages, [0] * stages
+        pending: list[collections.deque[int]] = [collections.deque() for _ in range(stages)]
+        numbers = []
+        for letter in word:
+            kind, stage = divmod(letter, stages)
+            if kind == _F:
+                microbatch = forwards[stage]
+                forwards[stage] += 1
+            elif kind == _W:
+                microbatch = pending[stage].popleft()
+            else:
+                microbatch = gradients[stage]
+                gradients[stage] += 1
+                if kind == _I:
+                    pending[stage].append(microbatch)
+            numbers.append(letter * m + microbatch)
+        return numbers
+
+    def _actions(self, word: Word) -> Iterator[Action]:
+        for number in self._passes(word):
+            letter, microbatch = divmod(number, self.microbatches)
+            kind, stage = divmod(letter, self.clock.stages)
+            yield Action(KINDS[kind], stage, microbatch)
+
+    def _numbers(self, word: Word) -> np.ndarray:
+        numbers = np.full(self.clock.length + 1, self.clock.end)
+        numbers[: len(word)] = self._passes(word)
+        return numbers
+
+    def _list_schedule(self) -> list[Word] | None:
+        """Orders by one random list of priorities; `None` if they get stuck for memory."""
+        rng, stages, m = self.rng, self.clock.stages, self.microbatches
+        priority = [rng.random() + rng.random(), 0.0, rng.random() + rng.random(), rng.random()]
+        depth_weight = rng.choice((0.0, 1.0, -1.0))  # whether later stages of a rank go before earlier ones
+        length_weight = rng.random() * rng.choice((0, 1))  # how much a pass longer than its tick so far is put off
+        gradient = _B if rng.random() < 0.3 else _I
+        priority[gradient] = priority[_I]
+        warmups = [self.limit if rng.random() < 0.3 else max(1, self.limit - rank) for rank in range(self.ranks)]
+        seconds = [[self.costs.seconds(kind, stage) for stage in range(stages)] for kind in KINDS]
+        unit = max(self.costs.forward) or 1.0
+        count = [[0] * stages for _ in KINDS]
+        waiting = [0] * self.ranks
+        words: list[Word] = [[] for _ in range(self.ranks)]
+        remaining = stages * m * (2 if gradient == _B else 3)
+        while remaining:
+            passes: list[tuple[int, int, int]] = []
+            longest = 0.0
+            for rank, rank_stages in enumerate(self.stages):
+                ready = []
+                warmup = warmups[rank] if len(rank_stages) == 1 else self.limit
+                for stage in rank_stages:
+                    f, g, w = count[_F][stage], count[gradient][stage], count[_W][stage]
+                    inputs = count[_F][stage - 1] if stage else m
+                    incoming = count[gradient][stage + 1] if stage + 1 < stages else m
+                    if f < inputs and waiting[rank] < self.limit and f - g < warmup:
+                        ready.append((_F, stage))
+                    if g < min(f, incoming):
+                        ready.append((gradient, stage))
+                    if gradient == _I and w < g:
+                        ready.append((_W, stage))
+                if not ready:
+                    continue
+                scores = [
+                    priority[kind]
+                    + (kind == _W and waiting[rank] >= self.limit) * 0.5
+                    + depth_weight * stage / stages
+                    - length_weight * max(0.0, seconds[kind][stage] - longest) / unit
+                    for kind, stage in ready
+                ]
+                kind, stage = ready[scores.index(max(scores))]
+                longest = max(longest, seconds[kind][stage])
+                passes.append((rank, kind, stage))
+            if not passes:
+                return None
+            for rank, kind, stage in passes:
+                count[kind][stage] += 1
+                waiting[rank] += (1, -1, 0, -1)[kind]
+                words[rank].append(kind * stages + stage)
+            remaining -= len(passes)
+        return words

@@ -1,0 +1,54 @@
+"""Virtual workers: pipelines of unlike devices that run side by side, as one list of places for a partition.
+
+References:
+    Park et al. 2020, "HetPipe" (arXiv:2005.14038), its equal distribution of devices.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from jaxscale.errors import UserError, unknown
+from jaxscale.pipeline.choose.price import Device
+
+
+def virtual_workers(devices: Sequence[Device], slowness: Mapping[str, float], workers: int) -> tuple[Device, ...]:
+    """The places of pipelines of unlike devices that run side by side in one program (HetPipe).
+
+    Devices are sorted by speed, and each group of `workers` devices gives one to every worker (HetPipe's equal
+    distribution), so all workers are alike, place by place. A place has the slowest kind, the least memory and the
+    slowest link of its devices.
+
+    Args:
+        devices: all of them; as many as `workers` times the places.
+        slowness: of each kind, its seconds relative to the fastest.
+        workers: number of pipelines.
+
+    Returns:
+        The device that stands for each place, the fastest kind first.
+
+    Raises:
+        UserError: a number of devices that `workers` does not divide; a kind without slowness.
+
+    Example:
+        >>> four = [Device(kind="a"), Device(kind="b"), Device(kind="b"), Device(kind="a")]
+        >>> [place.kind for place in virtual_workers(four, {"a": 1.0, "b": 2.5}, 2)]
+        ['a', 'b']
+    """
+    if workers < 1 or len(devices) % workers:
+        raise UserError(f"got {len(devices)} devices for {workers} virtual workers, expected a multiple of them")
+    for device in devices:
+        if device.kind not in slowness:
+            raise unknown("kind of device", device.kind, slowness)
+    by_speed = sorted(devices, key=lambda device: slowness[device.kind])
+    places = []
+    for start in range(0, len(by_speed), workers):
+        group = by_speed[start : start + workers]
+        memory = [device.memory_bytes for device in group if device.memory_bytes is not None]
+        places.append(
+            Device(
+                memory_bytes=min(memory, default=None),
+                kind=group[-1].kind,
+                link=min(device.link for device in group),
+                latency=max(device.latency for device in group),
+            )
+        )
+    return tuple(places)

@@ -1,0 +1,1 @@
+"""Time and memory of a schedule: simulated under given costs, and measured."""

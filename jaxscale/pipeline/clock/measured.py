@@ -1,0 +1,122 @@
+"""A synchronous schedule with the times of a real run: start and end of each action on its device, from a trace.
+
+A trace has operations, not actions. The branch of a kind runs each of its own operations once per action, and a device
+runs its actions one after the other in the schedule's order. So the n-th run of such an operation belongs to the n-th
+action of that kind, and an action lasts from its first operation to its last. Left out: messages, which lie between
+actions, and schedules that never drain, whose steps hold parts of several batches.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.action import Kind
+from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.simulate import Simulation, Span
+from jaxscale.pipeline.schedule import Schedule
+
+Timeline = Mapping[str, Sequence[Span]]
+"""The spans of each operation on one device, in order and in seconds."""
+
+
+def measured(
+    schedule: Schedule,
+    operations: Mapping[str, Sequence[str]],
+    timelines: Mapping[int, Sequence[Timeline]],
+    steps: int,
+) -> Simulation:
+    """The schedule with measured times from a step's start: the mean over traced steps and over the devices of a rank.
+
+    Args:
+        schedule: synchronous.
+        operations: for each kind ("F", "B", "I", "W"), those that an action runs once.
+        timelines: of the devices of each rank.
+        steps: number of steps in the trace.
+
+    Returns:
+        A simulation with the measured spans, and with their means by kind and stage as costs.
+
+    Raises:
+        UserError: a rank without a device in the trace; a number of actions that differs from the schedule's.
+
+    Example:
+        >>> from jaxscale.pipeline.schedules import METHODS
+        >>> times = [{"a": [(2.0, 3.0), (7.0, 8.0)], "b": [(3.0, 5.0), (8.0, 10.0)]}]
+        >>> run = measured(METHODS["gpipe"].schedule(1, 1), {"F": ["a"], "B": ["b"]}, {0: times}, 2)
+        >>> run.spans, run.costs.forward, run.costs.backward
+        ((((0.0, 1.0), (1.0, 3.0)),), (1.0,), (2.0,))
+    """
+    by_rank = []
+    for rank in range(schedule.ranks):
+        if not timelines.get(rank):
+            raise UserError(
+                f"the trace has no device of rank {rank} of {schedule.name}: it is of a run on other devices, or of "
+                "one process of several; trace a run of one process"
+            )
+        by_rank.append([_spans(schedule, rank, operations, timeline, steps) for timeline in timelines[rank]])
+    step_starts = [min(spans[step][0][0] for devices in by_rank for spans in devices) for step in range(steps)]
+    orders: list[tuple[Span, ...]] = []
+    for devices in by_rank:
+        step_spans = [(spans[step], step_starts[step]) for spans in devices for step in range(steps)]
+        count = len(step_spans)
+        orders.append(
+            tuple(
+                (
+                    sum(spans[place][0] - origin for spans, origin in step_spans) / count,
+                    sum(spans[place][1] - origin for spans, origin in step_spans) / count,
+                )
+                for place in range(len(step_spans[0][0]))
+            )
+        )
+    return Simulation(schedule, _costs(schedule, orders), "measured", tuple(orders))
+
+
+def _spans(
+    schedule: Schedule, rank: int, operations: Mapping[str, Sequence[str]], timeline: Timeline, steps: int
+) -> list[list[Span]]:
+    """One device's actions, step by step, in the order of the schedule."""
+    order = schedule.orders[rank]
+    by_kind: dict[Kind, list[Span]] = {}
+    for kind in dict.fromkeys(action.kind for action in order):
+        count = steps * sum(action.kind is kind for action in order)
+        runs = [timeline[name] for name in operations.get(kind.value, ()) if len(timeline.get(name, ())) == count]
+        if not runs:
+            raise UserError(
+                f"the trace shows {kind.value} of {schedule.name} on rank {rank} another number of times than "
+                f"{count}, {count // steps} a step: it is of another plan, or was cut short; trace the run again"
+            )
+        by_kind[kind] = [(min(times[n][0] for times in runs), max(times[n][1] for times in runs)) for n in range(count)]
+    step_spans = []
+    for step in range(steps):
+        positions = dict.fromkeys(by_kind, 0)
+        spans = []
+        for action in order:
+            kind_spans = by_kind[action.kind]
+            spans.append(kind_spans[step * (len(kind_spans) // steps) + positions[action.kind]])
+            positions[action.kind] += 1
+        step_spans.append(spans)
+    return step_spans
+
+
+def _costs(schedule: Schedule, orders: Sequence[Sequence[Span]]) -> Costs:
+    """Mean seconds of each kind and stage; half of a fused backward counts for each gradient."""
+    durations: dict[tuple[Kind, int], list[float]] = {}
+    for order, spans in zip(schedule.orders, orders, strict=True):
+        for action, (start, end) in zip(order, spans, strict=True):
+            durations.setdefault((action.kind, action.stage), []).append(end - start)
+
+    def mean(kind: Kind) -> tuple[float | None, ...]:
+        stage_durations = [durations.get((kind, stage)) for stage in range(schedule.stages)]
+        return tuple(None if times is None else sum(times) / len(times) for times in stage_durations)
+
+    forward, backward, inner, outer = (mean(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+    splits = [
+        (i or 0.0, w or 0.0) if b is None else (i or b / 2, w or b / 2)
+        for b, i, w in zip(backward, inner, outer, strict=True)
+    ]
+    backwards = [sum(pair) if b is None else b for b, pair in zip(backward, splits, strict=True)]
+    return Costs(
+        tuple(time or 0.0 for time in forward),
+        tuple(pair[0] for pair in splits),
+        tuple(pair[1] for pair in splits),
+        tuple(backwards),
+    )

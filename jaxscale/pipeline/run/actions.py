@@ -1,0 +1,237 @@
+"""The actions of a device in a tick: forward, backward, or a half of one, on its weights, slots and sums."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.action import Kind
+from jaxscale.pipeline.run.passes import At, Context, FromInput, FromResiduals, StageFunction
+from jaxscale.pipeline.run.pools import differentiable, empty, read, read_in_place, vary, where, write
+from jaxscale.pipeline.run.tables import IDLE, KINDS, Tables
+
+Row = dict[str, Any]
+"""A device's row of the table: int32 scalars by column."""
+State = dict[str, Any]
+"""The values that actions change: `kept` and `cut` (pools), `weights` and `shared` (gradients), `sums`."""
+
+
+class Actions:
+    """The actions of a table for one stage function.
+
+    Args:
+        tables: the schedule, with the number of slots.
+        stage: as of `execute`.
+        weights: leaves (v, ...), varying.
+        shared: varying.
+        batch: leaves (m, ...), varying.
+        key: varying.
+        x: shapes of the message.
+        manual: the manual axes.
+        readers: stages that read `shared`; `None`: all may.
+        hosted: names of residuals whose slots lie on the host.
+        frozen: leaves (v, ...), as of `execute`.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        stage: StageFunction,
+        weights: Any,
+        shared: Any,
+        batch: Any,
+        key: Any,
+        x: Any,
+        manual: Sequence[str],
+        readers: Sequence[int] | None = None,
+        hosted: Collection[str] = (),
+        frozen: Any = None,
+    ) -> None:
+        self._frozen = frozen
+        self._tables, self._manual = tables, manual
+        stages = range(tables.schedule.stages)
+        self._reads_shared = None if readers is None else [stage in readers for stage in stages]
+        self._weights, self._shared, self._batch, self._key = weights, shared, batch, key
+        self._last = tables.schedule.stages - 1
+        zero_row = {name: jnp.int32(0) for name in ("stage", "microbatch", "chunk")}
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
+        context, zeros = self._vary((self._context(zero_row), zeros))
+        message, objective, self._sums = jax.eval_shape(lambda: stage(context[0], context[1], zeros, *context[2:]))
+        _check(message, objective, x)
+        if tables.stash == "residuals" and tables.backward:
+            self._passes: Any = FromResiduals(stage, self._vary, context, zeros, split=tables.cuts > 0, hosted=hosted)
+        else:
+            self._passes = FromInput(stage, self._vary)
+
+    def start(self) -> State:
+        """Empty pools and zero sums."""
+        state: State = {"sums": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self._sums)}
+        if self._tables.backward:
+            for name in ("weights", "shared"):
+                tree = self._weights if name == "weights" else self._shared
+                state[name] = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
+            state["kept"] = empty(self._passes.kept, self._tables.residuals, self._passes.hosted)
+            state["cut"] = empty(self._passes.cut, self._tables.cuts)
+        return state
+
+    def run_kind(self, kind: int, state: State, row: Row, x: Any, g: Any) -> tuple[State, Any]:
+        """The action of a tick of one kind, without a branch: an idle device drops its results.
+
+        Args:
+            kind: of the tick.
+            state: of this device.
+            row: of this device.
+            x: the message in slot `x`.
+            g: the message in slot `g`.
+
+        Returns:
+            The state, and the message to send.
+        """
+        # the inputs of idle devices are zeros, so that their results are finite where possible (hazard 7)
+        live = row["kind"] != IDLE
+        return self._action(kind, state, row, where(live, x), where(live, g), live)
+
+    def run_switch(self, kinds: Sequence[int], state: State, row: Row, messages: Any) -> tuple[State, Any]:
+        """The action of a tick, by a branch for each kind; each branch reads its own operands.
+
+        Args:
+            kinds: the possible ones.
+            state: of this device.
+            row: of this device.
+            messages: the pool.
+
+        Returns:
+            As `run_kind`.
+        """
+
+        def branch(kind: int) -> Callable[[State, Any], tuple[State, Any]]:
+            def run(state: State, messages: Any) -> tuple[State, Any]:
+                x, g = (read(messages, row[name]) for name in ("x", "g"))
+                return self._vary(self._action(kind, state, row, x, g, None))
+
+            return run
+
+        branches = [0] * (1 + max(kinds))
+        for index, kind in enumerate(kinds):
+            branches[kind] = index
+        return lax.switch(jnp.asarray(branches)[row["kind"]], [branch(kind) for kind in kinds], state, messages)
+
+    def _action(self, kind: int, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        if kind == IDLE:
+            return state, _zero_message(x)
+        name = KINDS[kind - 1]
+        run = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._inner, Kind.W: self._outer}[name]
+        with jax.named_scope(f"pipeline_{name.value}"):
+            return run(state, row, where(row["stage"] > 0, x), where(row["stage"] < self._last, g), live)
+
+    def _forward(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        del g
+        y, sums, stash = self._passes.forward(self._context(row), x)
+        new_state = {**state, "sums": jax.tree.map(_add, state["sums"], _masked(live, sums))}
+        if "kept" in state:
+            new_state["kept"] = self._write(state["kept"], row["residual"], stash, live)
+        return new_state, y
+
+    def _backward(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        stash = read(state["kept"], row["residual"])
+
+        def run(sums: State, reads: bool) -> tuple[State, Any]:
+            weights, shared, dx = self._passes.backward(self._context(row), x, stash, g)
+            sums = self._accumulate(sums, row, weights, live)
+            return (self._accumulate_shared(sums, shared, live) if reads else sums), dx
+
+        sums, dx = self._with_shared(run, {name: state[name] for name in ("weights", "shared")}, row, live)
+        return {**state, **sums}, dx
+
+    def _inner(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        stash = read(state["kept"], row["residual"])
+
+        def run(sums: State, reads: bool) -> tuple[State, Any]:
+            shared, dx, cut = self._passes.inner(self._context(row), x, stash, g)
+            return (self._accumulate_shared(sums, shared, live) if reads else sums), (dx, cut)
+
+        sums, (dx, cut) = self._with_shared(run, {"shared": state["shared"]}, row, live)
+        return {**state, **sums, "cut": self._write(state["cut"], row["cut"], cut, live)}, dx
+
+    def _with_shared(self, run: Callable[[State, bool], Any], sums: State, row: Row, live: Any) -> Any:
+        """`run` of the sums, with gradients of `shared` on stages that read it.
+
+        On other stages these are zeros as large as embedding and head, and would take longer to make and add than the
+        stage. In a program without branches (`run_kind`) they are added on every stage.
+        """
+        if self._reads_shared is None or all(self._reads_shared) or live is not None:
+            return run(sums, True)
+        branches = [lambda sums, reads=reads: self._vary(run(sums, reads)) for reads in (True, False)]
+        return lax.cond(jnp.asarray(self._reads_shared)[row["stage"]], *branches, sums)
+
+    def _outer(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        stash, cut = read(state["kept"], row["residual"]), read(state["cut"], row["cut"])
+        weights = self._passes.outer(self._context(row), x, stash, g, cut)
+        return self._accumulate(state, row, weights, live), _zero_message(x)
+
+    def _accumulate(self, state: State, row: Row, weights: Any, live: Any) -> State:
+        chunk = row["chunk"]
+
+        def add(total: Any, gradient: Any, primal: Any) -> Any:
+            if not differentiable(primal):
+                return total
+            if total.shape[0] == 1:
+                return _add(total, gradient[None])
+            return write(total, chunk, _add(read(total, chunk), gradient))
+
+        return {**state, "weights": jax.tree.map(add, state["weights"], _masked(live, weights), self._weights)}
+
+    def _accumulate_shared(self, state: State, shared: Any, live: Any) -> State:
+        def add(total: Any, gradient: Any, primal: Any) -> Any:
+            return _add(total, gradient) if differentiable(primal) else total
+
+        return {**state, "shared": jax.tree.map(add, state["shared"], _masked(live, shared), self._shared)}
+
+    def _write(self, pool: Any, slot: Any, value: Any, live: Any) -> Any:
+        """The pool with a value in a slot; an idle device writes back the old value."""
+        if live is not None:
+            value = jax.tree.map(lambda new, old: jnp.where(live, new, old), value, read(pool, slot))
+        return write(pool, slot, value)
+
+    def _context(self, row: Row) -> Context:
+        microbatch = read(self._batch, row["microbatch"])
+        weights = read(self._weights, row["chunk"])
+        at = At(row["stage"], row["microbatch"], read_in_place(self._frozen, row["chunk"]))
+        return Context(weights, self._shared, microbatch, at, self._key)
+
+    def _vary(self, tree: Any) -> Any:
+        return vary(tree, self._manual)
+
+
+def _zero_message(x: Any) -> Any:
+    """A message of zeros, which no device reads."""
+    return jax.tree.map(jnp.zeros_like, x)
+
+
+def _add(total: Any, value: Any) -> Any:
+    return total + value.astype(total.dtype)
+
+
+def _masked(live: Any, tree: Any) -> Any:
+    """The tree, or zeros where the device is idle; with `live` None it is never idle."""
+    if live is None:
+        return tree
+    return jax.tree.map(lambda leaf: leaf if leaf.dtype == jax.dtypes.float0 else jnp.where(live, leaf, 0), tree)
+
+
+def _check(message: Any, objective: Any, x: Any) -> None:
+    def shapes(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", tree)
+
+    if shapes(message) != shapes(x):
+        raise UserError(
+            f"the stage sends {shapes(message)}, but messages between stages are {shapes(x)}: a stage must return the "
+            "shapes and types that it takes; cast inside the stage"
+        )
+    if objective.shape or objective.dtype != jnp.float32:
+        raise UserError(
+            f"the stage's objective is {shapes(objective)}, expected a float32 scalar, to be summed over microbatches"
+        )

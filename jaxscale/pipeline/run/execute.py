@@ -1,0 +1,195 @@
+"""The executor of all synchronous schedules: it follows tables (`tables.py`).
+
+It is a `lax.scan` over ticks; in each, a `lax.switch` over the kinds of actions (idle among them), then messages to
+both neighbours (`ppermute`). The model is differentiated inside the actions, per stage and microbatch, and no
+`jax.grad` goes through the scan: only slots keep values from a forward to its backward, so 1F1B's memory stays flat as
+microbatches grow, in one program for all devices.
+
+    Huang et al., "GPipe", 2019 (https://arxiv.org/abs/1811.06965); Narayanan et al., "Efficient Large-Scale Language
+    Model Training", 2021 (https://arxiv.org/abs/2104.04473) for 1F1B and interleaving.
+
+Left to its caller: the `jax.shard_map` around it, every reduction over devices (it returns this device's own sums),
+unequal stages (inside the stage function), updates (`asynchronous.py` has those inside a schedule).
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.run.actions import Actions
+from jaxscale.pipeline.run.passes import At, StageFunction
+from jaxscale.pipeline.run.phases import phases
+from jaxscale.pipeline.run.pools import empty, read, vary, write
+from jaxscale.pipeline.run.tables import MESSAGES, Tables
+from jaxscale.trees import named_leaves
+
+__all__ = ["At", "Executed", "Lowering", "StageFunction", "execute"]
+
+Lowering = Literal["switch", "phased"]
+"""How a table becomes a program: a branch per tick, or the kinds of a lock-step table written out without branches."""
+_Tick: TypeAlias = Callable[[Any, Any, Mapping[str, Any], Sequence[int]], Any]
+
+
+class Executed(NamedTuple):
+    """This device's own sums over its actions, without any reduction.
+
+    Args:
+        sums: the stages' `sums`, summed over the forwards of this device.
+        weight_gradients: of the weights, float32 (v, ...); `None` if no backward ran.
+        shared_gradients: of the shared weights, float32; `None` if no backward ran.
+    """
+
+    sums: Any
+    weight_gradients: Any
+    shared_gradients: Any
+
+
+def execute(
+    tables: Tables,
+    stage: StageFunction,
+    weights: Any,
+    shared: Any,
+    batch: Any,
+    key: Any,
+    x: Any,
+    *,
+    axis: str = "pipe",
+    manual: Sequence[str] = ("pipe",),
+    lowering: Lowering = "switch",
+    readers: Sequence[int] | None = None,
+    hosted: Collection[str] = (),
+    frozen: Any = None,
+) -> Executed:
+    """Run a schedule inside a `jax.shard_map` that is manual over `manual`.
+
+    Args:
+        tables: the schedule (`tables.tabulate`).
+        stage: `stage(weights, shared, x, microbatch, at, key) -> (y, objective, sums)`, the same function on every
+            device: `at.stage` and `at.microbatch` are traced. `x` is zeros on the first stage, and the last stage's `y`
+            goes nowhere. `objective` is a float32 scalar, differentiated with cotangent 1 and summed over all stages
+            and microbatches; `sums` a tree of float32 scalars.
+        weights: of this device's chunks, leaves (v, ...); chunk c holds the stage that `Schedule.place` puts there.
+        shared: weights that every stage may read (embedding, head), gathered by the caller.
+        batch: leaves (m, ...); a stage gets those of its microbatch.
+        key: handed to the stage unchanged; fold microbatch and layer into it, and every schedule draws the same.
+        x: the message from stage to stage, a tree of `jax.ShapeDtypeStruct`.
+        axis: of the mesh, along which the stages lie.
+        manual: all axes over which the surrounding `jax.shard_map` is manual.
+        lowering: "phased", for lock-step tables only: no branches, idle devices compute on zeros and drop the results.
+        readers: stages that read anything of `shared`; only their backwards add to its gradients. `None`: all may.
+        hosted: names (`checkpoint_name`) of residuals that lie on the host between a forward and its backward.
+        frozen: leaves (v, ...) without gradients, such as weights on the host; a stage gets those of its chunk as
+            `at.frozen`, in their own memory.
+
+    Returns:
+        This device's sums; reduce them over the axes that share the parameters.
+
+    Raises:
+        UserError: a batch without m microbatches, weights of a wrong number of chunks, a stage that returns a message
+            unlike `x`, "phased" with a table whose ticks mix kinds.
+    """
+    _check(tables, weights, batch, lowering)
+    weights, shared, batch, key, frozen = vary((weights, shared, batch, key, frozen), manual)
+    actions = Actions(tables, stage, weights, shared, batch, key, x, manual, readers, hosted, frozen)
+    table = np.stack([tables.columns[name] for name in tables.columns], axis=1)
+    rows = lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(axis), 2, keepdims=False)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
+    state = {
+        "messages": empty(x, tables.messages + 1),
+        "boxes": {way: zeros for way in MESSAGES if tables.meets(way)},
+        "sums": actions.start(),
+    }
+    run = _one_loop if lowering == "switch" else _few_loops
+    sums = run(tables, _tick(tables, actions, axis, manual), vary(rows, manual), vary(state, manual))["sums"]
+    return Executed(sums["sums"], sums.get("weights"), sums.get("shared"))
+
+
+def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) -> _Tick:
+    """One tick: `tick(state, row, travels, kinds)`."""
+    ranks = tables.schedule.ranks
+    routes = {
+        way: [(rank, (rank + step) % ranks) for rank in range(ranks)]
+        for way, step in (("from_left", 1), ("from_right", -1))
+    }
+
+    def send(message: Any, way: str, travels: Any) -> Any:
+        """A message to the neighbour; `travels` is the same on all devices, so they exchange together or not at all."""
+
+        def shift(tree: Any) -> Any:
+            return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, routes[way]), tree)
+
+        if isinstance(travels, bool):
+            return shift(message) if travels else message
+        return lax.cond(travels, shift, lambda tree: tree, message)
+
+    def tick(state: Any, row: Any, travels: Mapping[str, Any], kinds: Sequence[int]) -> Any:
+        messages = state["messages"]
+        row = {name: row[column] for column, name in enumerate(tables.columns)}
+        for way, box in state["boxes"].items():
+            messages = write(messages, row[way], box)
+        if len(kinds) == 1:
+            # operands are read before the pool is written again, or XLA copies the pool in every tick (hazard 2)
+            x, g, messages = lax.optimization_barrier((read(messages, row["x"]), read(messages, row["g"]), messages))
+            sums, message = actions.run_kind(kinds[0], state["sums"], row, x, g)
+        else:
+            sums, message = actions.run_switch(kinds, state["sums"], row, messages)
+        boxes = {way: send(message, way, travels[way]) if way in travels else message for way in state["boxes"]}
+        return vary({"messages": messages, "boxes": boxes, "sums": sums}, manual)
+
+    return tick
+
+
+def _travels(tables: Tables) -> dict[str, np.ndarray]:
+    """For each direction that is used, bool[tick]: whether a message travels."""
+    flags = {"from_left": tables.right, "from_right": tables.left}
+    return {way: flag for way, flag in flags.items() if flag.any()}
+
+
+def _one_loop(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
+    """One loop over all ticks, with a branch for each kind; a direction used in every tick needs no gate."""
+    flags = _travels(tables)
+    gates = {way: jnp.asarray(flag) for way, flag in flags.items() if not flag.all()}
+
+    def step(state: Any, xs: Any) -> tuple[Any, None]:
+        row, gate = xs
+        return tick(state, row, {way: gate.get(way, True) for way in flags}, tables.kinds), None
+
+    return lax.scan(step, state, (rows, gates))[0]
+
+
+def _few_loops(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
+    """A loop for each phase of a lock-step table, with the kinds of its motif unrolled."""
+    flags, start = _travels(tables), 0
+    for motif, repeats in phases(tables):
+        span = slice(start, start + repeats * len(motif))
+        gates = [
+            {way: bool(flag[span][turn :: len(motif)].any()) for way, flag in flags.items()}
+            for turn in range(len(motif))
+        ]
+
+        def step(state: Any, turns: Any, motif: Any = motif, gates: Any = gates) -> tuple[Any, None]:
+            for turn, kind in enumerate(motif):
+                state = tick(state, turns[turn], gates[turn], (kind,))
+            return state, None
+
+        state, _ = lax.scan(step, state, rows[span].reshape(repeats, len(motif), -1))
+        start = span.stop
+    return state
+
+
+def _check(tables: Tables, weights: Any, batch: Any, lowering: Lowering) -> None:
+    schedule = tables.schedule
+    for label, tree, count in (("batch", batch, schedule.microbatches), ("weights", weights, schedule.chunks)):
+        for name, leaf in named_leaves(tree).items():
+            if leaf.ndim < 1 or leaf.shape[0] != count:
+                raise UserError(f"{label} {name} is {leaf.shape}, expected a first dim of {count} for {schedule.name}")
+    if lowering == "phased" and not tables.lockstep:
+        raise UserError(
+            f"schedule {schedule.name} has ticks in which some devices go forward and others backward: expected one "
+            "kind a tick for the lowering 'phased'; take lockstep or gpipe, or the lowering 'switch'"
+        )

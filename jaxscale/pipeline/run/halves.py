@@ -1,0 +1,419 @@
+"""A program in two halves: the equations of each half, and the values that cross between them (see `split.py`).
+
+The first half runs what its results need. The second half runs the other equations, except sums (of a bias, of a gain)
+that would make something larger cross. It also runs cheap equations again (moves, casts, comparisons) where that takes
+no more bytes across. The values that cross are a small cut, not always the smallest.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from jaxscale.compat import rebind, rebind_checkpoint, scan_counts, varying_axes
+from jaxscale.programs.inline import Constant, Program, Step, inline
+from jaxscale.trees import leaf_bytes
+
+ARITHMETIC = {"add", "add_any", "max", "min", "mul", "neg", "sign", "sub"}
+COMPARISON = {"and", "eq", "ge", "gt", "le", "lt", "ne", "not", "or", "select_n"}
+SHAPE = {"broadcast_in_dim", "concatenate", "expand_dims", "iota", "reshape", "rev", "slice", "squeeze", "transpose"}
+ALIAS = {"convert_element_type", "copy", "dynamic_slice", "name", "pvary", "sharding_constraint"}
+KEYS = {"random_fold_in", "random_split", "random_unwrap", "random_wrap"}
+CHEAP = frozenset(ARITHMETIC | COMPARISON | SHAPE | ALIAS | KEYS)
+"""Primitives that may run in either half, or in both."""
+SUM = "reduce_sum"
+
+
+class Crossing(NamedTuple):
+    """An array that crosses: its shape, its type and the manual axes that it varies over."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    varying: frozenset[str]
+
+
+class Halves(NamedTuple):
+    """A program of flat inputs and outputs in two halves.
+
+    Args:
+        cut: the arrays that cross.
+        reads_first: for each input, whether the first half reads it.
+        reads_second: the same for the second half.
+        first: from the inputs to all outputs (`None` where the second half makes it) and the crossing values.
+        second: from the inputs and the crossing values to all outputs (`None` where the first half makes it).
+    """
+
+    cut: tuple[Crossing, ...]
+    reads_first: tuple[bool, ...]
+    reads_second: tuple[bool, ...]
+    first: Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]
+    second: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+
+
+class _Placement(NamedTuple):
+    """A step, the halves it runs in, and its own halves where it is divided; `cut`: numbers of its crossing values."""
+
+    step: Step
+    first: bool
+    second: bool
+    halves: Halves | None = None
+    cut: tuple[int, ...] = ()
+
+
+def program_halves(
+    closed: Any,
+    first: Sequence[bool],
+    second: Sequence[bool],
+    hidden: Sequence[bool] | None = None,
+    unready: Sequence[bool] | None = None,
+) -> Halves:
+    """The halves of a jaxpr.
+
+    Args:
+        closed: a closed jaxpr, or an open one without constants.
+        first: for each output, whether the first half makes it.
+        second: for each output, whether the second half makes it; an output of neither half is not computed.
+        hidden: for each input, whether the second half cannot read it.
+        unready: for each input, whether the first half cannot read it.
+    """
+    program, consts = inline(_closed(closed)), list(getattr(closed, "consts", ()))
+    inputs = program.inputs[len(consts) :]
+    hidden_inputs = _selected(inputs, hidden or [False] * len(inputs))
+    unready_inputs = _selected(inputs, unready or [False] * len(inputs))
+    first_outputs, second_outputs = _selected(program.outputs, first), _selected(program.outputs, second)
+    cheap = set(program.inputs) - hidden_inputs
+    for step in program.steps:
+        if step.primitive in CHEAP and _inputs(step) <= cheap:
+            cheap.update(_outputs(step))
+    first_values = _closure(program, first_outputs)
+    if first_values:
+        first_values |= _closure(program, _early_sums(program, first_values, second_outputs, cheap, unready_inputs))
+    available = first_values | set(program.inputs) - unready_inputs
+
+    second_values, cut, placements = set(second_outputs), [], []
+    fresh_numbers = itertools.count(len(program.avals))
+    crossings: list[Crossing] = []
+    for step in reversed(program.steps):
+        early_flags, late_flags = _membership(step.outputs, first_values), _membership(step.outputs, second_values)
+        only_late = [needed and not made for needed, made in zip(late_flags, early_flags, strict=True)]
+        if not any(early_flags) and not any(only_late):
+            continue
+        halves, inner_cut = None, ()
+        if step.primitive in RULES and not all(early_flags) and not all(only_late):
+            halves = RULES[step.primitive](step, early_flags, only_late, _unready_flags(step, available))
+        if halves is not None:
+            inner_cut = tuple(next(fresh_numbers) for _ in halves.cut)
+            cut += inner_cut
+            crossings += halves.cut
+            second_values |= _chosen_inputs(step, halves.reads_second)
+            in_second = any(only_late)
+        elif any(only_late) and any(early_flags):
+            in_second = False
+            early_flags = [number is not None for number in step.outputs]
+        elif any(only_late):
+            in_second = True
+            second_values |= _inputs(step)
+        else:
+            shared = [number for number in _outputs(step) if number in second_values]
+            missing = _inputs(step) - cheap - second_values
+            in_second = bool(shared) and step.primitive in CHEAP and _bytes(program, missing) <= _bytes(program, shared)
+            if in_second:
+                second_values |= _inputs(step)
+        if halves is not None or not in_second:
+            pairs = zip(step.outputs, early_flags, strict=True)
+            crossed = [number for number, flag in pairs if flag and number in second_values]
+            cut += crossed
+            crossings += [_crossing(program.avals[number]) for number in crossed if number is not None]
+        placements.append(_Placement(step, any(early_flags), in_second, halves, inner_cut))
+    for number in inputs:
+        if number in hidden_inputs and number in second_values:
+            cut.append(number)
+            crossings.append(_crossing(program.avals[number]))
+    placements.reverse()
+
+    def run(values: dict[int, Any], half: int) -> None:
+        def read(atom: int | Constant) -> Any:
+            return atom.value if isinstance(atom, Constant) else values.get(atom)
+
+        for placement in placements:
+            step, operands = placement.step, [read(atom) for atom in placement.step.inputs]
+            if not (placement.first, placement.second)[half]:
+                continue
+            if placement.halves is None:
+                results = operands if step.primitive == "name" else rebind(step.eqn, operands)
+            elif half == 0:
+                results, crossed = placement.halves.first(operands)
+                values.update(zip(placement.cut, crossed, strict=True))
+            else:
+                results = placement.halves.second(operands, [values[number] for number in placement.cut])
+            values.update((n, v) for n, v in zip(step.outputs, results, strict=True) if n is not None and v is not None)
+
+    def select_outputs(values: dict[int, Any], flags: Sequence[bool]) -> list[Any]:
+        return [
+            (atom.value if isinstance(atom, Constant) else values[atom]) if flag else None
+            for atom, flag in zip(program.outputs, flags, strict=True)
+        ]
+
+    def run_first(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        values = dict(zip(program.inputs, [*consts, *arguments], strict=True))
+        run(values, 0)
+        return select_outputs(values, first), [values[number] for number in cut]
+
+    def run_second(arguments: Sequence[Any], crossed: Sequence[Any]) -> list[Any]:
+        values = dict(zip(program.inputs, [*consts, *arguments], strict=True)) | dict(zip(cut, crossed, strict=True))
+        run(values, 1)
+        return select_outputs(values, second)
+
+    first_reads = set(cut) | first_outputs
+    for placement in placements:
+        if placement.first:
+            step, halves = placement.step, placement.halves
+            first_reads |= _inputs(step) if halves is None else _chosen_inputs(step, halves.reads_first)
+    reads_first = tuple(number in first_reads for number in inputs)
+    reads_second = tuple(number in second_values and number not in hidden_inputs for number in inputs)
+    return Halves(tuple(crossings), reads_first, reads_second, run_first, run_second)
+
+
+def _early_sums(
+    program: Program, first_values: set[int], second_values: set[int], cheap: set[int], unready: set[int]
+) -> set[int]:
+    """Sums for the second half that the first half should make, since more bytes would cross for them alone."""
+    needed = _closure(program, second_values) - first_values
+    # for each value the first half can make: the values that cross if the second half makes it by cheap steps
+    bases = {
+        number: set() if number in cheap else {number} for number in first_values | (set(program.inputs) - unready)
+    }
+    candidates: dict[int, set[int]] = {}
+    crossing: set[int] = set()
+    for step in program.steps:
+        if not any(_membership(step.outputs, needed)) or any(_membership(step.outputs, first_values)):
+            continue
+        available = all(atom in bases for atom in _inputs(step))
+        base: set[int] = set().union(*(bases.get(atom, ()) for atom in _inputs(step)))
+        if available and step.primitive == SUM:
+            bases[_outputs(step)[0]] = set()
+            candidates[_outputs(step)[0]] = base
+        elif available and step.primitive in CHEAP:
+            bases |= dict.fromkeys(_outputs(step), base)
+        else:
+            crossing |= base
+    crossing = crossing.union(*(bases.get(number, ()) for number in second_values))
+    return {
+        number for number, base in candidates.items() if _bytes(program, base - crossing) > _bytes(program, {number})
+    }
+
+
+def _closure(program: Program, targets: Iterable[int]) -> set[int]:
+    """The target values and every value that they depend on."""
+    needed = set(targets)
+    for step in reversed(program.steps):
+        output_flags = _membership(step.outputs, needed)
+        if not any(output_flags):
+            continue
+        halves = None
+        if step.primitive in RULES and not all(output_flags):
+            halves = RULES[step.primitive](step, output_flags, [False] * len(output_flags), [False] * len(step.inputs))
+        needed |= _inputs(step) if halves is None else _chosen_inputs(step, halves.reads_first)
+    return needed
+
+
+def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
+    """A scan as two scans, over the halves of its body; crossing values are stacked over the iterations."""
+    params = step.eqn.params
+    consts, carried = scan_counts(params)
+    body = params["jaxpr"]
+    span = consts, consts + carried
+    no_outputs = [False] * len(first)
+    early_carry, late_carry = list(first[:carried]), list(second[:carried])
+    while True:
+        reads = program_halves(body, [*early_carry, *first[carried:]], no_outputs).reads_first[slice(*span)]
+        if early_carry == (early_carry := [a or b for a, b in zip(early_carry, reads, strict=True)]):
+            break
+    while True:
+        late_carry = [a and not b for a, b in zip(late_carry, early_carry, strict=True)]
+        halves = program_halves(
+            body,
+            [*early_carry, *first[carried:]],
+            [*late_carry, *second[carried:]],
+            [*[False] * consts, *early_carry, *[False] * (len(step.inputs) - span[1])],
+            [*unready[:consts], *(not flag for flag in early_carry), *unready[span[1] :]],
+        )
+        if late_carry == (
+            late_carry := [a or b for a, b in zip(late_carry, halves.reads_second[slice(*span)], strict=True)]
+        ):
+            break
+    outputs_first, outputs_second = [*early_carry, *first[carried:]], [*late_carry, *second[carried:]]
+    settings = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
+
+    def loop(
+        operands: Sequence[Any], reads: Sequence[bool], carry: Sequence[bool], outputs: Sequence[bool], run: Any
+    ) -> Any:
+        """One of the two scans, of (inputs, stacked crossing values)."""
+        values, crossed = operands
+        readable = [value if flag else None for value, flag in zip(values, reads, strict=True)]
+        readable[consts : span[1]] = [None] * carried
+
+        def run_body(state: list[Any], x: Any) -> Any:
+            slices, crossed_slices = x
+            outs, cut = run([*readable[:consts], *state, *slices], crossed_slices)
+            outs = [value if flag else None for value, flag in zip(outs, outputs, strict=True)]
+            return outs[:carried], (outs[carried:], cut)
+
+        start = [value if flag else None for value, flag in zip(values[slice(*span)], carry, strict=True)]
+        end, (stacked, cut) = jax.lax.scan(run_body, start, (readable[span[1] :], crossed), **settings)
+        return [*end, *stacked], cut
+
+    def run_first(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        def run(values: Any, _: Any) -> tuple[list[Any], list[Any]]:
+            return halves.first(values)
+
+        outs, cut = loop((operands, []), halves.reads_first, early_carry, outputs_first, run)
+        return [value if flag else None for value, flag in zip(outs, first, strict=True)], cut
+
+    def run_second(operands: Sequence[Any], cut: Sequence[Any]) -> list[Any]:
+        def run(values: Any, crossed_slices: Any) -> tuple[list[Any], list[Any]]:
+            return halves.second(values, crossed_slices), []
+
+        outs, _ = loop((operands, list(cut)), halves.reads_second, late_carry, outputs_second, run)
+        return [value if flag else None for value, flag in zip(outs, second, strict=True)]
+
+    reads_first = [*halves.reads_first[:consts], *early_carry, *halves.reads_first[span[1] :]]
+    reads_second = [*halves.reads_second[:consts], *late_carry, *halves.reads_second[span[1] :]]
+    cut = tuple(crossing._replace(shape=(params["length"], *crossing.shape)) for crossing in halves.cut)
+    return Halves(cut, tuple(reads_first), tuple(reads_second), run_first, run_second)
+
+
+def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves | None:
+    """A `cond` as two with the same index; crossing values of different branches share slots."""
+    params = step.eqn.params
+    if params.get("branches_platforms") is not None:
+        return None
+    parts = [program_halves(branch, first, second, None, unready[1:]) for branch in params["branches"]]
+    cut: list[Crossing] = []
+    slot_lists = []
+    for halves in parts:
+        unused = list(range(len(cut)))
+        slots = []
+        for crossing in halves.cut:
+            slot = next((i for i in unused if cut[i][:2] == crossing[:2]), None)
+            if slot is None:
+                slot = len(cut)
+                cut.append(crossing)
+            else:
+                unused.remove(slot)
+                cut[slot] = cut[slot]._replace(varying=cut[slot].varying | crossing.varying)
+            slots.append(slot)
+        slot_lists.append(slots)
+    reads = [
+        list(map(any, zip(*(getattr(halves, name) for halves in parts), strict=True)))
+        for name in ("reads_first", "reads_second")
+    ]
+
+    def run_first(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        def branch(halves: Halves, slots: list[int]) -> Callable[[list[Any]], Any]:
+            def run(values: list[Any]) -> Any:
+                outs, crossed = halves.first(values)
+                by_slot = dict(zip(slots, crossed, strict=True))
+                return outs, [
+                    _vary(by_slot[i] if i in by_slot else jnp.zeros(*crossing[:2]), crossing.varying)
+                    for i, crossing in enumerate(cut)
+                ]
+
+            return run
+
+        readable = [value if flag else None for value, flag in zip(operands[1:], reads[0], strict=True)]
+        return jax.lax.switch(operands[0], [branch(*pair) for pair in zip(parts, slot_lists, strict=True)], readable)
+
+    def run_second(operands: Sequence[Any], crossed: Sequence[Any]) -> list[Any]:
+        def branch(halves: Halves, slots: list[int]) -> Callable[[list[Any], list[Any]], Any]:
+            return lambda values, crossed: halves.second(values, [crossed[slot] for slot in slots])
+
+        readable = [value if flag else None for value, flag in zip(operands[1:], reads[1], strict=True)]
+        runs = [branch(*pair) for pair in zip(parts, slot_lists, strict=True)]
+        return jax.lax.switch(operands[0], runs, readable, list(crossed))
+
+    return Halves(tuple(cut), (any(first), *reads[0]), (any(second), *reads[1]), run_first, run_second)
+
+
+def _checkpoint(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
+    """A checkpointed program as two, each recomputed under the same policy as the whole."""
+    halves = program_halves(step.eqn.params["jaxpr"], first, second, None, unready)
+
+    def run(half: Callable[..., Any], operands: Sequence[Any], reads: Sequence[bool], crossed: Sequence[Any]) -> Any:
+        readable = [value for value, flag in zip(operands, reads, strict=True) if flag]
+
+        def run_half(*arrays: Any) -> Any:
+            values = iter(arrays[: len(readable)])
+            return half([next(values) if flag else None for flag in reads], arrays[len(readable) :])
+
+        return rebind_checkpoint(step.eqn, run_half, [*readable, *crossed])
+
+    return halves._replace(
+        first=lambda operands: run(lambda values, _: halves.first(values), operands, halves.reads_first, ()),
+        second=lambda operands, cut: run(halves.second, operands, halves.reads_second, cut),
+    )
+
+
+def _barrier(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
+    """A barrier around the values of each half."""
+
+    def run(operands: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+        values = iter(jax.lax.optimization_barrier([v for v, flag in zip(operands, flags, strict=True) if flag]))
+        return [next(values) if flag else None for flag in flags]
+
+    return Halves((), tuple(first), tuple(second), lambda ins: (run(ins, first), []), lambda ins, _: run(ins, second))
+
+
+RULES = {
+    "scan": _scan,
+    "cond": _cond,
+    "checkpoint": _checkpoint,
+    "remat": _checkpoint,
+    "remat2": _checkpoint,
+    "optimization_barrier": _barrier,
+}
+"""How to divide a primitive: (step, outputs of the first half, outputs of the second, unready inputs) -> Halves."""
+
+
+def _closed(jaxpr: Any) -> Any:
+    return jaxpr if hasattr(jaxpr, "jaxpr") else ClosedJaxpr(jaxpr, ())
+
+
+def _inputs(step: Step) -> set[int]:
+    return {atom for atom in step.inputs if isinstance(atom, int)}
+
+
+def _outputs(step: Step) -> list[int]:
+    return [number for number in step.outputs if number is not None]
+
+
+def _membership(numbers: Sequence[int | None], members: set[int]) -> list[bool]:
+    return [number in members for number in numbers]
+
+
+def _selected(atoms: Sequence[int | Constant], flags: Sequence[bool]) -> set[int]:
+    return {atom for atom, flag in zip(atoms, flags, strict=True) if flag and isinstance(atom, int)}
+
+
+def _chosen_inputs(step: Step, flags: Sequence[bool]) -> set[int]:
+    return _selected(step.inputs, flags)
+
+
+def _unready_flags(step: Step, ready: set[int]) -> list[bool]:
+    return [isinstance(atom, int) and atom not in ready for atom in step.inputs]
+
+
+def _bytes(program: Program, numbers: Iterable[int]) -> int:
+    return sum(leaf_bytes(program.avals[number]) for number in numbers)
+
+
+def _crossing(aval: Any) -> Crossing:
+    return Crossing(aval.shape, aval.dtype, varying_axes(aval))
+
+
+def _vary(value: Any, axes: frozenset[str]) -> Any:
+    missing = tuple(axes - varying_axes(value))
+    return jax.lax.pcast(value, missing, to="varying") if missing else value

@@ -1,0 +1,242 @@
+"""Forward and backward of a stage, as two programs with memory between them, in two variants.
+
+`FromInput` remembers only the stage's input, which the executor keeps in its slot, and computes the stage again in the
+backward. `FromResiduals` remembers the residuals of `jax.vjp`, except those that the backward can read or recompute:
+weights and functions of the weights alone (a cast copy), the microbatch, the key. Any `jax.checkpoint` inside the stage
+reduces the residuals.
+
+Both also have a backward in two halves for zero-bubble schedules: `inner`, the gradients of the input and of the shared
+weights, and `outer`, those of the stage's own weights.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from jaxscale.compat import prune
+from jaxscale.pipeline.run.named import names_of
+from jaxscale.pipeline.run.pools import cotangents, gradients
+from jaxscale.pipeline.run.split import divide
+
+
+class At(NamedTuple):
+    """The stage and microbatch of an action.
+
+    Args:
+        stage: int32, traced: one program serves all stages.
+        microbatch: int32.
+        frozen: the leaves of its chunk that get no gradient, or `None`.
+    """
+
+    stage: Any
+    microbatch: Any
+    frozen: Any = None
+
+
+class Context(NamedTuple):
+    """The arguments of a stage besides its input; the same in forward and backward, so they are not remembered."""
+
+    weights: Any
+    shared: Any
+    microbatch: Any
+    at: At
+    key: Any
+
+
+StageFunction: TypeAlias = Callable[[Any, Any, Any, Any, At, Any], tuple[Any, Any, Any]]
+"""`stage(weights, shared, x, microbatch, at, key) -> (y, objective, sums)`."""
+Vary: TypeAlias = Callable[[Any], Any]
+"""Marks a tree as varying over the manual axes."""
+
+
+class FromInput:
+    """A stage that its backward computes again.
+
+    Args:
+        stage: the stage.
+        vary: for the cotangent of the objective.
+    """
+
+    kept: tuple[Any, ...] = ()
+    """Shapes of the values that a forward remembers."""
+    hosted: tuple[bool, ...] = ()
+    """For each of them, whether it lies on the host meanwhile."""
+    cut: tuple[Any, ...] = ()
+    """Shapes of the values that the inner half of a backward leaves for the outer half."""
+
+    def __init__(self, stage: StageFunction, vary: Vary) -> None:
+        self._stage, self._vary = stage, vary
+
+    def forward(self, context: Context, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """The message to the next stage, the sums, and the values to remember."""
+        y, _, sums = self._stage(context.weights, context.shared, x, *context[2:])
+        return y, sums, ()
+
+    def backward(self, context: Context, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
+        """Gradients of weights, shared weights and input, from the gradient of the output."""
+        del stash
+        weights, shared, dx = self._pull(lambda w, s, x: (w, s, x), context, x, g)
+        return weights, shared, gradients(dx, x)
+
+    def inner(self, context: Context, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """Gradients of shared weights and input, and the values for the outer half."""
+        del stash
+        shared, dx = self._pull(lambda w, s, x: (s, x), context, x, g)
+        return shared, gradients(dx, x), ()
+
+    def outer(self, context: Context, x: Any, stash: Any, g: Any, cut: Any) -> Any:
+        """Gradients of the weights."""
+        del stash, cut
+        (weights,) = self._pull(lambda w, s, x: (w,), context, x, g)
+        return weights
+
+    def _pull(self, select: Callable[..., tuple[Any, ...]], context: Context, x: Any, g: Any) -> tuple[Any, ...]:
+        """Gradients with respect to some of (weights, shared, x) alone, so XLA need not remove the others."""
+        arguments = (context.weights, context.shared, x)
+        places = select(0, 1, 2)
+
+        def run(*primals: Any) -> tuple[Any, Any]:
+            variables = dict(zip(places, primals, strict=True))
+            weights, shared, x = (variables.get(place, value) for place, value in enumerate(arguments))
+            y, objective, _ = self._stage(weights, shared, x, *context[2:])
+            return y, objective
+
+        (y, objective), pull = jax.vjp(run, *select(*arguments))
+        return pull((cotangents(g, y), self._vary(jnp.ones_like(objective))))
+
+
+class FromResiduals:
+    """A stage whose forward remembers the residuals that its backward reads.
+
+    Args:
+        stage: the stage.
+        vary: for the cotangent of the objective.
+        context: arrays or tracers of the shapes inside the program.
+        x: the same for the stage's input.
+        split: whether to build the backward in two halves.
+        hosted: names (`checkpoint_name`) of residuals that lie on the host between forward and backward.
+    """
+
+    def __init__(
+        self,
+        stage: StageFunction,
+        vary: Vary,
+        context: Context,
+        x: Any,
+        *,
+        split: bool,
+        hosted: Collection[str] = (),
+    ) -> None:
+        def forward(context: Context, x: Any) -> Any:
+            def run(weights: Any, shared: Any, x: Any) -> Any:
+                y, objective, sums = stage(weights, shared, x, *context[2:])
+                return (y, objective), sums
+
+            # a vjp function is a tree whose leaves are its residuals
+            return jax.vjp(run, context.weights, context.shared, x, has_aux=True)
+
+        self._vary, self._key = vary, context.key
+        self._program, shapes = jax.make_jaxpr(forward, return_shape=True)(context, x)
+        ((y, self._objective), pull, _) = shapes
+        self._y = y
+        self._results_tree = jax.tree.structure(shapes)
+        leaves, self._pull = jax.tree.flatten(pull)
+        outputs = jax.tree.structure(shapes[0]).num_leaves
+        self._span = slice(outputs, outputs + len(leaves))
+        self._classify(context)
+        self.kept: tuple[Any, ...] = tuple(
+            jax.eval_shape(_key_data, leaves[place]) if _is_key(leaves[place]) else leaves[place]
+            for place in self._stash_places
+        )
+        names = [names_of(self._program, self._span.start + place) if hosted else set() for place in self._stash_places]
+        self.hosted: tuple[bool, ...] = tuple(not residual_names.isdisjoint(hosted) for residual_names in names)
+        self._halves = None
+        if split:
+            zeros = [vary(jnp.zeros(leaf.shape, leaf.dtype)) for leaf in self.kept]
+            self._halves = divide(self._gradients_by_half, context, zeros, x, kept=(True, True, False))
+        self.cut: tuple[Any, ...] = self._halves.cut if self._halves else ()
+
+    def _classify(self, context: Context) -> None:
+        """Sort residuals into inputs of the stage, remembered ones, and those recomputed from weights and stage."""
+        jaxpr = self._program.jaxpr
+        inputs = {var: place for place, var in enumerate(jaxpr.invars)}
+        context_leaves = len(jax.tree.leaves(context))
+        # without "at" the head of the last stage, behind a `cond` on the stage's number, would lie in every slot
+        free_fields = ("weights", "shared", "at")
+        fields = zip(Context._fields, context, strict=True)
+        free = [name in free_fields for name, tree in fields for _ in jax.tree.leaves(tree)]
+        free += [False] * (len(jaxpr.invars) - context_leaves)
+        self._input_numbers: dict[int, int] = {}
+        self._stash_places: list[int] = []
+        recomputed: list[int] = []
+        for place, var in enumerate(jaxpr.outvars[self._span]):
+            if not isinstance(var, jex.Literal) and inputs.get(var, context_leaves) < context_leaves:
+                self._input_numbers[place] = inputs[var]
+            elif any(reads and not flag for reads, flag in zip(self._pruned(place)[1], free, strict=True)):
+                self._stash_places.append(place)
+            else:
+                recomputed.append(place)
+        self._recomputed = recomputed
+        self._recompute, self._recompute_reads = self._pruned(*recomputed)
+
+    def _pruned(self, *places: int) -> tuple[Any, list[bool]]:
+        """The program of these residuals alone, and for each input whether the program reads it."""
+        outputs = {self._span.start + place for place in places}
+        return prune(self._program, [number in outputs for number in range(len(self._program.jaxpr.outvars))])
+
+    def forward(self, context: Context, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """As `FromInput.forward`."""
+        flat = jex.jaxpr_as_fun(self._program)(*jax.tree.leaves((context, x)))
+        (y, _), _, sums = jax.tree.unflatten(self._results_tree, flat)
+        residuals = flat[self._span]
+        return y, sums, tuple(_key_data(residuals[place]) for place in self._stash_places)
+
+    def backward(self, context: Context, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
+        """As `FromInput.backward`; reads no input."""
+        (weights, shared), dx = self._gradients(context, stash, g)
+        return weights, shared, gradients(dx, x)
+
+    def inner(self, context: Context, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """As `FromInput.inner`; reads no input."""
+        assert self._halves is not None
+        (shared, dx), cut = self._halves.first(context, list(stash), g)
+        return shared, gradients(dx, x), cut
+
+    def outer(self, context: Context, x: Any, stash: Any, g: Any, cut: Any) -> Any:
+        """As `FromInput.outer`; reads neither input nor incoming gradient."""
+        assert self._halves is not None
+        return self._halves.second(cut, context, list(stash), g)
+
+    def _gradients_by_half(self, context: Context, stash: Any, g: Any) -> tuple[Any, Any]:
+        """((shared, dx), weights). If `shared` were outer, gradients of logits would wait in slots of all ranks."""
+        (weights, shared), dx = self._gradients(context, stash, g)
+        return (shared, dx), weights
+
+    def _gradients(self, context: Context, stash: Any, g: Any) -> tuple[Any, Any]:
+        inputs = jax.tree.leaves(context)
+        residuals: dict[int, Any] = {place: inputs[input_number] for place, input_number in self._input_numbers.items()}
+        operands = [value for value, reads in zip(inputs, self._recompute_reads, strict=False) if reads]
+        residuals |= dict(zip(self._recomputed, jex.jaxpr_as_fun(self._recompute)(*operands), strict=True))
+        for place, value in zip(self._stash_places, stash, strict=True):
+            residuals[place] = self._as_residual(place, value)
+        pull = jax.tree.unflatten(self._pull, [residuals[place] for place in range(len(residuals))])
+        cotangent = self._vary(jnp.ones(self._objective.shape, self._objective.dtype))
+        weights, shared, dx = pull((cotangents(g, self._y), cotangent))
+        return (weights, shared), dx
+
+    def _as_residual(self, place: int, value: Any) -> Any:
+        """A remembered value as the residual at this place: key data become a key again."""
+        aval = self._program.jaxpr.outvars[self._span.start + place].aval
+        return jax.random.wrap_key_data(value, impl=jax.random.key_impl(self._key)) if _is_key(aval) else value
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _key_data(leaf: Any) -> Any:
+    """The leaf; of a key its data, which a pool can hold."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf

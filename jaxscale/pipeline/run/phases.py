@@ -1,0 +1,38 @@
+"""Phases: the ticks of a lock-step table as few loops, so that a program without branches stays short."""
+
+from jaxscale.pipeline.run.tables import Tables
+
+_LONGEST = 6
+"""The most ticks of a motif: F I W needs 3, and interleaving no more."""
+
+
+def phases(tables: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """(kinds, repeats) in order: FFFF BFBFBF BB is ((F), 4), ((B, F), 3), ((B), 2).
+
+    Args:
+        tables: with ticks of one kind each.
+
+    Example:
+        >>> from jaxscale.pipeline.schedules import METHODS
+        >>> from jaxscale.pipeline.run.tables import tabulate
+        >>> phases(tabulate(METHODS["gpipe"].schedule(4, 8)))
+        (((1,), 11), ((2,), 11))
+    """
+    kinds = tuple(int(row.max()) for row in tables.columns["kind"])
+    sequence = []
+    start = 0
+    while start < len(kinds):
+        motif, repeats = max(
+            ((kinds[start : start + width], _repeats(kinds, start, width)) for width in range(1, _LONGEST + 1)),
+            key=lambda phase: len(phase[0]) * phase[1] if phase[1] > 1 else len(phase[0]) == 1,
+        )
+        sequence.append((motif, repeats))
+        start += len(motif) * repeats
+    return tuple(sequence)
+
+
+def _repeats(kinds: tuple[int, ...], start: int, width: int) -> int:
+    motif, repeats = kinds[start : start + width], 1
+    while kinds[start + repeats * width : start + (repeats + 1) * width] == motif:
+        repeats += 1
+    return repeats

@@ -1,0 +1,222 @@
+"""An asynchronous schedule as a stream: a table without end, given by its beginning and its period.
+
+An asynchronous pipeline does not drain between updates, so its table must not end with a training step. Microbatches
+enter at a steady pace; after a beginning in which the last stages wait, the rows repeat, with other microbatches. The
+rows follow the rules of `tables.py` and have columns for versions of weights besides: the slot that a forward reads or
+a backward linearises at, and the slot that an update writes. An update is part of its backward's tick.
+
+Slots are taken in turn (`versions.ring`), so that they have a period.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.action import Action, Kind
+from jaxscale.pipeline.method import Method
+from jaxscale.pipeline.run.tables import CODES, Stash
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.versions import lives, ring, uses
+
+NUMBERS: tuple[str, ...] = ("kind", "microbatch", "updates")
+SLOTS: tuple[str, ...] = ("x", "g", "kept", "from_left", "from_right", "reads", "writes")
+COLUMNS = NUMBERS + SLOTS
+"""Columns of a row: the action, its microbatch and slots; whether an update follows, and the slot that it writes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """The table of an asynchronous schedule.
+
+    Args:
+        name: of the schedule.
+        stash: kept from a forward to its backward.
+        rows: int32 (ticks, columns, ranks): `beginning` ticks, then one period; columns as in `COLUMNS`.
+        beginning: ticks before the rows repeat.
+        turns: microbatches of a period: in the next one, `microbatch` is larger by this number.
+        pace: ticks per microbatch.
+        group: microbatches per update.
+        delays: by stage, the updates between a forward and the update with its gradient.
+        newest: whether a backward linearises at the newest weights, where its forward may have read older ones.
+        messages: slots for messages; the slot past the last stands for no message.
+        kept: slots for the stashes of forwards.
+        versions: slots for weights.
+        tail: ticks from the entry of a microbatch to its last backward, both included.
+
+    Example:
+        >>> from jaxscale.pipeline.schedules import METHODS
+        >>> [stream(METHODS[name], 4, 8 if name == "2bw" else 1).versions for name in ("pipedream", "2bw", "pipemare")]
+        [4, 2, 1]
+        >>> stream(METHODS["pipedream"], 4).delays
+        (3, 2, 1, 0)
+    """
+
+    name: str
+    stash: Stash
+    rows: np.ndarray
+    beginning: int
+    turns: int
+    pace: int
+    group: int
+    delays: tuple[int, ...]
+    newest: bool
+    messages: int
+    kept: int
+    versions: int
+    tail: int
+
+    @property
+    def ranks(self) -> int:
+        """Devices on the pipe axis."""
+        return self.rows.shape[2]
+
+    @property
+    def carried(self) -> int:
+        """Microbatches still in the pipe when another one enters."""
+        return (self.tail - 1) // self.pace
+
+
+def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "input") -> Stream:
+    """The stream of an asynchronous method.
+
+    Args:
+        method: an asynchronous one (`Method.steps`).
+        ranks: p.
+        microbatches: per update.
+        stash: kept from a forward to its backward.
+
+    Raises:
+        UserError: a synchronous method; one whose stage s is not on rank s; one that does not become periodic.
+    """
+    if not method.steps:
+        raise UserError(f"schedule {method.name} is synchronous, expected an asynchronous one")
+    short_run = _Timed(method.schedule(ranks, microbatches, updates=4 + 4 * ranks // microbatches), stash)
+    turns = math.lcm(short_run.slots["x"], short_run.slots["g"], short_run.slots["versions"] * microbatches)
+    entries = 4 * ranks + 2 * microbatches + 2 * turns
+    long_run = _Timed(method.schedule(ranks, microbatches, updates=-(-entries // microbatches)), stash)
+    rows, period = long_run.rows(), turns * long_run.pace
+    # ticks in which microbatches still enter
+    later_rows = rows[period : long_run.pace * entries]
+    shifted_rows = rows[: len(later_rows)].copy()
+    shifted_rows[:, COLUMNS.index("microbatch")] += turns * (shifted_rows[:, COLUMNS.index("kind")] != 0)
+    differences = np.flatnonzero((shifted_rows != later_rows).any((1, 2)))
+    beginning = int(differences[-1]) + 1 if len(differences) else 0
+    if long_run.slots != short_run.slots or beginning > len(later_rows) - period:
+        raise UserError(f"schedule {method.name}: its rows do not repeat after {period} ticks, expected a steady state")
+    return Stream(
+        name=method.name,
+        stash=stash,
+        rows=rows[: beginning + period],
+        beginning=beginning,
+        turns=turns,
+        pace=long_run.pace,
+        group=microbatches,
+        delays=long_run.delays(),
+        newest=long_run.newest,
+        messages=long_run.slots["x"] + long_run.slots["g"],
+        kept=long_run.slots["x"],
+        versions=long_run.slots["versions"],
+        tail=long_run.tail(),
+    )
+
+
+class _Timed:
+    """A schedule whose microbatches enter at a steady pace, with its ticks and slots.
+
+    Args:
+        schedule: asynchronous, with stage s on rank s.
+        stash: as of `stream`.
+    """
+
+    def __init__(self, schedule: Schedule, stash: Stash) -> None:
+        if schedule.routes != (tuple(range(schedule.ranks)),):
+            raise UserError(f"schedule {schedule.name}: stages on ranks {schedule.routes}, expected stage s on rank s")
+        assert schedule.versions is not None
+        self._schedule, self._uses = schedule, uses(schedule)
+        self.newest = schedule.versions.backward == "newest"
+        self.pace = max(sum(action.kind is not Kind.U for action in order) for order in schedule.orders)
+        self.pace //= schedule.microbatches
+        self._tick_of = self._ticks()
+        stages, ends = range(schedule.stages), (Kind.B if stash == "input" else Kind.F)
+        numbers = range(schedule.microbatches)
+        inputs = [[(self._arrival("x", s, i), self._tick(ends, s, i) + 1, i) for i in numbers] for s in stages[1:]]
+        kept = [[(self._tick(Kind.F, s, i), self._tick(Kind.B, s, i) + 1, i) for i in numbers] for s in stages]
+        incoming = [[(self._arrival("g", s, i), self._tick(Kind.B, s, i) + 1, i) for i in numbers] for s in stages[:-1]]
+        self.slots = {
+            "x": max(map(ring, [*inputs, *kept])),
+            "g": max(map(ring, incoming), default=1),
+            "versions": max(map(ring, lives(schedule, self._tick_of).values())),
+        }
+
+    def rows(self) -> np.ndarray:
+        """(ticks, columns, ranks)."""
+        ticks = 1 + max(self._tick_of.values())
+        columns = {name: np.zeros((ticks, self._schedule.ranks), np.int32) for name in COLUMNS}
+        no_slot = self.slots["x"] + self.slots["g"]
+        columns["from_left"][:] = columns["from_right"][:] = no_slot
+        for action, tick in self._tick_of.items():
+            stage, microbatch = action.stage, action.microbatch
+            use = self._uses[action]
+            cell: dict[str, int] = {
+                "kind": CODES[action.kind],
+                "microbatch": microbatch,
+                "x": microbatch % self.slots["x"],
+                "g": self.slots["x"] + microbatch % self.slots["g"],
+                "kept": microbatch % self.slots["x"],
+                "reads": use.reads % self.slots["versions"],
+                "updates": use.makes is not None,
+                "writes": (use.makes or 0) % self.slots["versions"],
+            }
+            for name, value in cell.items():
+                columns[name][tick, stage] = value
+            if action.kind is Kind.F and stage:
+                columns["from_left"][self._arrival("x", stage, microbatch), stage] = cell["x"]
+            if action.kind is Kind.B and stage + 1 < self._schedule.stages:
+                columns["from_right"][self._arrival("g", stage, microbatch), stage] = cell["g"]
+        return np.stack([columns[name] for name in COLUMNS], 1)
+
+    def delays(self) -> tuple[int, ...]:
+        """As of `Stream`, from the last update."""
+        delays = dict.fromkeys(range(self._schedule.stages), 0)
+        for action, use in self._uses.items():
+            if use.makes is not None:
+                forward = Action(Kind.F, action.stage, action.microbatch)
+                delays[action.stage] = use.makes - 1 - self._uses[forward].reads
+        return tuple(delays.values())
+
+    def tail(self) -> int:
+        """As of `Stream`."""
+        return 1 + max(
+            tick - self.pace * action.microbatch for action, tick in self._tick_of.items() if action.kind is Kind.B
+        )
+
+    def _tick(self, kind: Kind, stage: int, microbatch: int) -> int:
+        return self._tick_of[Action(kind, stage, microbatch)]
+
+    def _arrival(self, name: str, stage: int, microbatch: int) -> int:
+        """The tick at whose start a message enters its slot."""
+        sender = (Kind.F, stage - 1) if name == "x" else (Kind.B, stage + 1)
+        return self._tick(*sender, microbatch) + 1
+
+    def _ticks(self) -> dict[Action, int]:
+        """The tick of each forward and backward: as early as its inputs, its rank's order and the pace allow."""
+        orders = [[action for action in order if action.kind is not Kind.U] for order in self._schedule.orders]
+        position = [0] * len(orders)
+        tick_of: dict[Action, int] = {}
+        tick = 0
+        while any(place < len(order) for place, order in zip(position, orders, strict=True)):
+            cells = []
+            for rank, order in enumerate(orders):
+                if position[rank] == len(order):
+                    continue
+                action = order[position[rank]]
+                waits = action.kind is Kind.F and not action.stage and tick < self.pace * action.microbatch
+                if not waits and all(source in tick_of for source in self._schedule.inputs(action)):
+                    cells.append((rank, action))
+            for rank, action in cells:
+                tick_of[action] = tick
+                position[rank] += 1
+            tick += 1
+        return tick_of

@@ -1,0 +1,1 @@
+"""A program as data: FLOP, block graphs, one flat list of operations, placements, without a device."""

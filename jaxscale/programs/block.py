@@ -1,0 +1,381 @@
+"""BlockGraph: the costs of one block, from its program: every value of the forward pass, its bytes, the work to
+recompute it, and whether the backward pass reads it. Nothing is compiled and no device is needed.
+
+JAX determines what the backward pass reads: the block is differentiated (`jax.vjp`) with a name on each value, and the
+graph is the program that returns results and residuals. So it contains the forward rules of functions with custom
+derivatives (`custom_vjp`, kernels), whose residuals can be kept by their names, and the derivatives that the forward
+pass computes. Names are those of the program, not of the user (`inline.Program.names`).
+
+Left out: fusion by XLA; every operation that only moves values counts its largest result once, a view nothing.
+"""
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxscale.platforms.platform import Chip
+from jaxscale.programs import roofline
+from jaxscale.programs.flop import equation_flop
+from jaxscale.programs.inline import Program, Step, inline
+from jaxscale.programs.spread import Spread, local_bytes, propagate, spread_of_spec
+from jaxscale.sharding import place
+
+MARK = "jaxscale:"
+"""Prefix of the generated names of a block's values, which avoids collisions with the model's names."""
+VIEWS = frozenset(
+    {"reshape", "broadcast_in_dim", "squeeze", "transpose", "convert_element_type", "expand_dims", "slice", "iota"}
+    | {"split", "name", "sharding_constraint", "optimization_barrier", "stop_gradient", "copy", "pvary"}
+)
+"""Primitives that a compiler fuses into their readers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """One array of a block's forward pass.
+
+    Args:
+        name: the same in every process, for blocks of one fingerprint.
+        shape: of all devices together.
+        dtype: of its elements.
+        bytes: per device.
+        producer: index of the equation that computes it; -1 for an input of the block.
+        mark: its name for JAX's policies; `None` if it cannot be kept by name.
+        source: its line in the user's code.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    producer: int
+    mark: str | None = None
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """One operation, per device.
+
+    Args:
+        name: of the primitive.
+        inputs: indices of its operands.
+        outputs: indices of its results.
+        flop: of matrix products, convolutions and kernels.
+        bytes: moved between memory and chip.
+        seconds: by roofline; 0 if no chip is known.
+        kept_by: policies of `jax.checkpoint_policies` that keep its results.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    flop: int
+    bytes: int
+    seconds: float = 0.0
+    kept_by: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockGraph:
+    """Values and equations of a block's forward pass, in the order they run.
+
+    Args:
+        fingerprint: of the block's program.
+        values: inputs of the block first.
+        equations: in order.
+        inputs: indices of the block's inputs.
+        carried: those that are activations, which every plan keeps.
+        outputs: indices of the block's results.
+        needed: indices of the values that the backward pass reads, inputs left out.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 8), (4, 8)])
+        >>> graph = block_graph(lambda w, x: jnp.tanh(x @ w) @ w, w, x)
+        >>> [value.name for value in graph.values if value.mark is not None], graph.flop, graph.carried_bytes
+        (['dot_general', 'tanh', 'dot_general.2'], 1024, 128)
+    """
+
+    fingerprint: str
+    values: tuple[Value, ...]
+    equations: tuple[Equation, ...]
+    inputs: tuple[int, ...]
+    carried: tuple[int, ...]
+    outputs: tuple[int, ...]
+    needed: tuple[int, ...]
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, int]:
+        """Index of each value."""
+        return {value.name: index for index, value in enumerate(self.values)}
+
+    @property
+    def flop(self) -> int:
+        """FLOP of the forward pass, per device."""
+        return sum(equation.flop for equation in self.equations)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the forward pass; 0 if no chip is known."""
+        return sum(equation.seconds for equation in self.equations)
+
+    @property
+    def carried_bytes(self) -> int:
+        """Bytes of the activations that enter the block, per device."""
+        return sum(self.values[index].bytes for index in self.carried)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the block's results, per device."""
+        return sum(self.values[index].bytes for index in self.outputs)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes kept without a plan: values that the backward pass reads, without the block's inputs."""
+        needed = set(self.needed)
+        makers = (self.equations[self.values[index].producer] for index in self.needed)
+        copies = {equation.outputs[0] for equation in makers if equation.name == "name" and needed & {*equation.inputs}}
+        return sum(self.values[index].bytes for index in needed - copies)
+
+
+def block_graph(
+    fn: Callable[..., Any],
+    *args: Any,
+    chip: Chip | None = None,
+    mesh: Mapping[str, int] | None = None,
+    batch: tuple[str, ...] | None = None,
+    activations: Sequence[int] = (-1,),
+) -> BlockGraph:
+    """The graph of `fn(*args)`.
+
+    Args:
+        fn: the block, a function that JAX can differentiate.
+        args: arrays, shapes (`jax.ShapeDtypeStruct`, with a sharding or without) or tracers.
+        chip: for the seconds.
+        mesh: devices along each mesh axis; by default those of the current layout (`sharding.place.layout`).
+        batch: mesh axes along the first dim of activations of unknown placement; by default those of the current
+            layout.
+        activations: indices of the args that are activations, not parameters.
+    """
+    import jax
+
+    # a new function: JAX would return a cached trace from another layout
+    closed = jax.make_jaxpr(lambda *args: fn(*args))(*args)
+    return graph_of(closed, args, chip=chip, mesh=mesh, batch=batch, activations=activations)
+
+
+def graph_of(
+    closed: Any,
+    args: Sequence[Any],
+    *,
+    chip: Chip | None = None,
+    mesh: Mapping[str, int] | None = None,
+    batch: tuple[str, ...] | None = None,
+    activations: Sequence[int] = (-1,),
+) -> BlockGraph:
+    """As `block_graph`, for a traced function: its closed jaxpr, and the args of the trace."""
+    import jax
+
+    layout = place.current()
+    if layout is not None:
+        mesh = dict(layout[0].shape) if mesh is None else mesh
+        batch = layout[1].batch if batch is None else batch
+    mesh, batch = mesh or {}, batch or ()
+    program = inline(closed)
+    vjp_program, result_count = _forward_and_residuals(program, closed.consts)
+    names, carried = _input_names(closed, args, activations)
+    input_spreads: dict[int, Spread] = {}
+    leaves = [None] * (len(program.inputs) - len(jax.tree.leaves(args))) + jax.tree.leaves(args)
+    for index, leaf in enumerate(leaves):
+        number = vjp_program.inputs[index]
+        sharding: Any = getattr(leaf, "sharding", None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
+        if leaf is not None and hasattr(sharding, "spec"):
+            input_spreads[number] = spread_of_spec(sharding.spec, len(leaf.shape))
+            mesh = dict(sharding.mesh.shape) | dict(mesh)
+    has_placements = bool(input_spreads) or any(step.primitive == "sharding_constraint" for step in vjp_program.steps)
+    if not has_placements:
+        for index in carried:
+            shape = getattr(vjp_program.avals[vjp_program.inputs[index]], "shape", ())
+            if shape:
+                input_spreads[vjp_program.inputs[index]] = (batch, *((),) * (len(shape) - 1))
+    spread = propagate(vjp_program, input_spreads, mesh)
+    return _Builder(vjp_program, spread, mesh, chip).build(program.fingerprint(), names, carried, result_count)
+
+
+def _forward_and_residuals(program: Program, consts: Sequence[Any]) -> tuple[Program, int]:
+    """The program that returns a block's results and its backward pass's residuals, and the number of results.
+
+    Args:
+        program: of the block.
+        consts: the block's closed-over values; it is differentiated by tracers among them, not by arrays.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.ad_checkpoint import checkpoint_name
+    from jax.core import Tracer
+
+    names = program.names()
+    avals = [program.avals[number] for number in program.inputs]
+    constants = {index for index, const in enumerate(consts) if not isinstance(const, Tracer)}
+    inexact = [i for i, aval in enumerate(avals) if i not in constants and jnp.issubdtype(aval.dtype, jnp.inexact)]
+
+    def forward(*arguments: Any) -> tuple[Any, Any]:
+        def block(*variables: Any) -> Any:
+            operands = list(arguments)
+            for index, value in zip(inexact, variables, strict=True):
+                operands[index] = value
+            return program.run(
+                operands, lambda n, value: checkpoint_name(value, MARK + names[n]) if n in names else value
+            )
+
+        results, pullback = jax.vjp(block, *(arguments[index] for index in inexact))
+        return results, jax.tree.leaves(pullback)
+
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    vjp_program = inline(jax.make_jaxpr(forward)(*shapes))
+    return vjp_program, len(program.outputs)
+
+
+def _input_names(closed: Any, args: Sequence[Any], activations: Sequence[int]) -> tuple[list[str], list[int]]:
+    """The names of a closed jaxpr's inputs, and the indices of those that are activations."""
+    import jax
+
+    from jaxscale.trees import path_name
+
+    names = [f"closed over {index}" for index in range(len(closed.jaxpr.constvars))]
+    carried: list[int] = []
+    positions = {index % len(args) for index in activations if args and -len(args) <= index < len(args)}
+    for position, arg in enumerate(args):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
+            if position in positions and jax.numpy.issubdtype(getattr(leaf, "dtype", int), jax.numpy.inexact):
+                carried.append(len(names))
+            names.append("/".join(filter(None, (f"argument {position}", path_name(path)))))
+    return names, carried
+
+
+class _Builder:
+    """The graph of a program that returns results, then residuals."""
+
+    def __init__(self, program: Program, spread: Mapping[int, Spread], mesh: Mapping[str, int], chip: Chip | None):
+        self.program, self.spread, self.mesh, self.chip = program, spread, mesh, chip
+        self.values: list[Value] = []
+        self.equations: list[Equation] = []
+        self.index_of: dict[int, int] = {}
+        self.name_counts: Counter[str] = Counter()
+
+    def build(self, fingerprint: str, names: Sequence[str], carried: Sequence[int], result_count: int) -> BlockGraph:
+        program = self.program
+        readers = Counter(atom for step in program.steps for atom in step.inputs if isinstance(atom, int))
+        readers.update(atom for atom in program.outputs if isinstance(atom, int))
+        for number, name in zip(program.inputs, names, strict=True):
+            self._add_value(number, name, -1)
+        # a value whose only reader names it is the same as the named value
+        namers = {_operand(s): s for s in program.steps if s.primitive == "name" and readers[_operand(s)] == 1}
+        for step in program.steps:
+            if step.primitive == "name" and namers.get(_operand(step)) is step and _operand(step) in self.index_of:
+                if step.outputs[0] is not None:
+                    self.index_of[step.outputs[0]] = self.index_of[_operand(step)]
+                continue
+            self._add_equation(step, namers)
+        inputs = tuple(range(len(program.inputs)))
+        outputs = [self.index_of[atom] for atom in program.outputs[:result_count] if isinstance(atom, int)]
+        residuals = [self.index_of[atom] for atom in program.outputs[result_count:] if isinstance(atom, int)]
+        needed = sorted({index for index in residuals if index >= len(inputs)})
+        return BlockGraph(
+            fingerprint,
+            tuple(self.values),
+            tuple(self.equations),
+            inputs,
+            tuple(carried),
+            tuple(dict.fromkeys(outputs)),
+            tuple(needed),
+        )
+
+    def _add_value(self, number: int, name: str, producer: int, mark: str | None = None, source: str = "") -> int:
+        aval = self.program.avals[number]
+        self.name_counts[name] += 1
+        name = name if self.name_counts[name] == 1 else f"{name} ({self.name_counts[name]})"
+        size = local_bytes(aval, self.spread[number], self.mesh)
+        self.values.append(Value(name, tuple(aval.shape), str(aval.dtype), size, producer, mark, source))
+        self.index_of[number] = len(self.values) - 1
+        return self.index_of[number]
+
+    def _add_equation(self, step: Step, namers: Mapping[int, Step]) -> None:
+        from jaxscale.compat import source_line
+
+        position = len(self.equations)
+        inputs = tuple(dict.fromkeys(self.index_of[atom] for atom in step.inputs if isinstance(atom, int)))
+        source = source_line(step.eqn)
+        outputs = []
+        for number in step.outputs:
+            if number is None:
+                continue
+            namer = step if step.primitive == "name" else namers.get(number)
+            if namer is None:
+                steps = self.program.steps
+                follower = next((s for s in steps if s.primitive == "name" and s.inputs[0] == number), None)
+                name = _assigned_name(follower) if follower else step.primitive
+                outputs.append(self._add_value(number, f"{name} (unnamed)", position, None, source))
+            else:
+                source = self.values[inputs[0]].source if namer is step and inputs else source
+                outputs.append(
+                    self._add_value(number, _assigned_name(namer), position, namer.eqn.params["name"], source)
+                )
+        flop = equation_flop(step.eqn)
+        flop = -(-flop // self._shards(step)) if flop else 0
+        moved_bytes = self._moved_bytes(step, flop)
+        dtype = str(step.eqn.invars[0].aval.dtype) if step.eqn.invars else "float32"
+        self.equations.append(
+            Equation(
+                step.primitive,
+                inputs,
+                tuple(outputs),
+                flop,
+                moved_bytes,
+                roofline.seconds(self.chip, flop, moved_bytes, dtype),
+                _policies(step),
+            )
+        )
+
+    def _moved_bytes(self, step: Step, flop: int) -> int:
+        """Bytes of all operands and results of a product or kernel, of the largest result of other operations."""
+        if step.primitive in VIEWS:
+            return 0
+        result_bytes = [self._bytes(number) for number in step.outputs if number is not None]
+        if not flop:
+            return max(result_bytes, default=0)
+        return sum(result_bytes) + sum(self._bytes(atom) for atom in step.inputs if isinstance(atom, int))
+
+    def _bytes(self, number: int) -> int:
+        return self.values[self.index_of[number]].bytes
+
+    def _shards(self, step: Step) -> int:
+        """Number of devices that share an operation's FLOP: along the axes of its results and summed dims."""
+        axes = {axis for number in step.outputs if number is not None for dim in self.spread[number] for axis in dim}
+        first = step.inputs[0] if step.inputs else None
+        if step.primitive == "dot_general" and isinstance(first, int):
+            contracted = step.eqn.params["dimension_numbers"][0][0]
+            axes |= {axis for dim in contracted for axis in self.spread[first][dim]}
+        return math.prod(self.mesh.get(axis, 1) for axis in axes)
+
+
+def _operand(step: Step) -> int:
+    """Number of the only input of a step; -1 for a constant."""
+    return step.inputs[0] if isinstance(step.inputs[0], int) else -1
+
+
+def _assigned_name(step: Step) -> str:
+    return step.eqn.params["name"].removeprefix(MARK)
+
+
+def _policies(step: Step) -> frozenset[str]:
+    """JAX's policies that keep the results of a step."""
+    policies = {"everything_saveable"}
+    if step.primitive in ("dot_general", "conv_general_dilated"):
+        policies |= {"dots_saveable", "checkpoint_dots"}
+    if step.primitive == "dot_general" and not step.eqn.params["dimension_numbers"][1][0]:
+        policies |= {"dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims"}
+    return frozenset(policies)

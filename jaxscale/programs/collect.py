@@ -1,0 +1,127 @@
+"""The blocks that a model calls: recorded in one trace, without devices, by a recorder in place of a plan.
+
+Every block that runs through `blocks.wrap` is recorded: those of `layers.Stack` and `layers.Chain`, and the repeated
+submodules of a foreign NNX model.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxscale.platforms.platform import Chip
+from jaxscale.programs.block import BlockGraph, graph_of
+from jaxscale.programs.inline import inline
+
+_NAME = "jaxscale_block_"
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCall:
+    """One place where a model calls a block.
+
+    Args:
+        fingerprint: of the block's program.
+        graph: of the block; calls of one fingerprint share it.
+        args: shapes of its arguments; by convention parameters, other state, activations, further arguments.
+        count: runs in one forward pass: the layers of a rolled scan.
+        rolled: whether it is the body of a rolled `lax.scan`.
+        order: its index among the calls.
+    """
+
+    fingerprint: str
+    graph: BlockGraph
+    args: tuple[Any, ...]
+    count: int
+    rolled: bool
+    order: int
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the activations that enter one run of the block, per device."""
+        return self.graph.carried_bytes
+
+
+def collect(
+    fn: Callable[..., Any],
+    *args: Any,
+    chip: Chip | None = None,
+    mesh: Mapping[str, int] | None = None,
+    batch: tuple[str, ...] | None = None,
+) -> tuple[BlockCall, ...]:
+    """The blocks that `fn(*args)` calls, in order.
+
+    Args:
+        fn: such as a model's loss; it is traced, not run.
+        args: arrays or shapes (`jax.ShapeDtypeStruct`).
+        chip: for the seconds of graphs.
+        mesh: devices along each mesh axis; by default those of the current layout.
+        batch: mesh axes along the first dim of activations of unknown placement.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from jaxscale.layers.mlp import MLP
+        >>> from jaxscale.layers.stack import Stack
+        >>> stack = Stack(lambda rngs: MLP(4, 8, rngs=rngs), 3, rngs=nnx.Rngs(0))
+        >>> [call] = collect(stack, jax.ShapeDtypeStruct((2, 5, 4), jnp.float32))
+        >>> call.count, call.rolled, call.input_bytes
+        (3, True, 160)
+    """
+    import jax
+
+    from jaxscale import blocks
+
+    recordings: list[tuple[str, tuple[Any, ...], bool]] = []
+    graphs: dict[str, BlockGraph] = {}
+
+    def recorder(block: Callable[..., Any], rolled: bool) -> Callable[..., Any]:
+        def recorded(*inputs: Any) -> Any:
+            closed, output_shapes = jax.make_jaxpr(block, return_shape=True)(*inputs)
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jax.numpy.shape(leaf), _dtype(leaf)), inputs)
+            program = inline(closed)
+            fingerprint = program.fingerprint()
+            recordings.append((fingerprint, shapes, rolled))
+            if fingerprint not in graphs:
+                # within the trace: in a manual region arrays are a device's parts, and axes have names
+                activations = (2,) if len(shapes) > 2 else (-1,)
+                graphs[fingerprint] = graph_of(
+                    closed, shapes, chip=chip, mesh=mesh, batch=batch, activations=activations
+                )
+
+            def run(*leaves: Any) -> list[Any]:
+                return program.run((*closed.consts, *leaves))
+
+            # the name identifies the block's runs in the model's jaxpr
+            run.__name__ = run.__qualname__ = f"{_NAME}{len(recordings) - 1}"
+            return jax.tree.unflatten(jax.tree.structure(output_shapes), jax.jit(run)(*jax.tree.leaves(inputs)))
+
+        return recorded
+
+    with blocks.wrapping(recorder):
+        # a new function: JAX would return a cached trace from another treatment
+        model_jaxpr = jax.make_jaxpr(lambda *args: fn(*args))(*args)
+    counts: Counter[int] = Counter()
+    _count_runs(model_jaxpr, 1, counts)
+    calls = []
+    for index, (fingerprint, shapes, rolled) in enumerate(recordings):
+        if counts[index]:
+            calls.append(BlockCall(fingerprint, graphs[fingerprint], shapes, counts[index], rolled, len(calls)))
+    return tuple(calls)
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else type(leaf)
+
+
+def _count_runs(jaxpr: Any, runs: int, counts: Counter[int]) -> None:
+    """Add the runs of each recorded block to `counts`."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name = eqn.params.get("name")
+        if isinstance(name, str) and name.startswith(_NAME):
+            counts[int(name.removeprefix(_NAME))] += runs
+        inner_runs = runs * eqn.params["length"] if eqn.primitive.name == "scan" else runs
+        for value in eqn.params.values():
+            for item in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(getattr(item, "jaxpr", item), "eqns"):
+                    _count_runs(item, inner_runs, counts)

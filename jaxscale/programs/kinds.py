@@ -1,0 +1,98 @@
+"""The kinds of a traced train step's values: kept activations, gradients, loss, compute copy."""
+
+from collections.abc import Sequence
+
+from jaxscale.programs.flat import PIPE, Operation, Program, carries
+from jaxscale.programs.regions import tick_loops
+
+MOVES = ("enter", "slice", "dynamic_slice", "squeeze", "broadcast_in_dim", "ppermute", "concatenate")
+"""Operations between a pipelined step's weights and its stages; Chimera concatenates two copies of them."""
+
+EXPRESSIONS = ("convert_element_type", "sharding_constraint", "optimization_barrier", "copy", "reshape", "transpose")
+
+
+def kinds_of(program: Program) -> dict[int, str]:
+    """The kind of each value of a step's program, or of the body of its loop over microbatches.
+
+    A value that is computed in the forward pass and read in the backward pass is a kept activation; a value between the
+    last loop of the forward pass and the first of the backward pass belongs to the loss; a value of the backward pass
+    that is read after it is a gradient. A program that is neither step nor microbatch has only transients. The state of
+    a pipeline's tick loop is a sum of gradients if it is read after the loop, else stash: messages and activations.
+    """
+    operations = program.operations
+    loops = tick_loops(program)
+    if loops:
+        return _kinds_of_pipeline(program, loops)
+    copies = _converted(program, set(program.inputs))
+    microbatches = [operation for operation in operations if operation.loop is not None and both_passes(operation.loop)]
+    if microbatches and not any(operation.params.get("reverse") for operation in operations):
+        sums = {value for operation in microbatches for value in (*operation.inputs, *operation.outputs)}
+        return {value: "gradients" for value in sums if value is not None} | dict.fromkeys(copies, "compute copy")
+    if not both_passes(program):
+        return {}
+    kinds: dict[int, str] = {}
+    last_read: dict[int, int] = {}
+    for index, operation in enumerate(operations):
+        for value in operation.inputs:
+            if value is not None:
+                last_read[value] = index
+    for value in program.outputs:
+        if value is not None:
+            last_read[value] = len(operations)
+    forward_end, backward_start = loss_range(operations)
+    backward_end = max(index for index, operation in enumerate(operations) if operation.backward)
+    for index, operation in enumerate(operations):
+        for value in operation.outputs:
+            last_reader = last_read.get(value, index)
+            if value in copies:
+                kinds[value] = "compute copy"
+            elif index <= backward_end < last_reader and operation.backward:
+                kinds[value] = "gradients"
+            elif forward_end < index < backward_start:
+                kinds[value] = "loss"
+            elif not operation.backward and any(user.backward for user in operations[index : last_reader + 1]):
+                kinds[value] = "kept activations"
+    return kinds
+
+
+def both_passes(program: Program) -> bool:
+    """Whether a program has operations of the forward and of the backward pass."""
+    return len({operation.backward for operation in program.operations}) == 2
+
+
+def loss_range(operations: Sequence[Operation]) -> tuple[int, int]:
+    """Indices of the last loop over layers of the forward pass, and of the first of the backward pass."""
+    turn = next(index for index, operation in enumerate(operations) if operation.backward)
+    backward_loops = [i for i, o in enumerate(operations) if o.loop is not None and o.params.get("reverse")]
+    backward_inputs = {value for index in backward_loops for value in operations[index].inputs}
+    forward_loops = [
+        index
+        for index, operation in enumerate(operations[:turn])
+        if operation.loop is not None and any(value in backward_inputs for value in operation.outputs)
+    ]
+    return (forward_loops[-1] if forward_loops else turn, backward_loops[0] if backward_loops else turn)
+
+
+def _kinds_of_pipeline(program: Program, loops: Sequence[Operation]) -> dict[int, str]:
+    kinds = dict.fromkeys(_converted(program, set(program.inputs), (*EXPRESSIONS, *MOVES)), "compute copy")
+    read_values = {value for operation in program.operations for value in operation.inputs}
+    for operation in loops:
+        for initial, final in zip(carries(operation), operation.outputs, strict=False):
+            kind = "gradients" if final in read_values else "stash"
+            kinds |= {value: kind for value in (initial, final) if value is not None}
+    last_loop = max(map(program.operations.index, loops))
+    for operation in program.operations[last_loop + 1 :]:
+        if PIPE in operation.manual:  # reductions of gradients
+            kinds |= dict.fromkeys(operation.outputs, "gradients")
+    return kinds
+
+
+def _converted(program: Program, inputs: set[int], primitives: Sequence[str] = EXPRESSIONS) -> set[int]:
+    """Values computed from `inputs` by conversions and moves alone."""
+    values: set[int] = set()
+    for operation in program.operations:
+        if operation.kind in primitives and not operation.backward:
+            operands = {value for value in operation.inputs if value is not None}
+            if operands and operands <= inputs | values:
+                values.update(operation.outputs)
+    return values

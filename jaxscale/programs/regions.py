@@ -1,0 +1,77 @@
+"""The loop over ticks of a pipelined step: arrays that its branches update in place.
+
+A tick writes a message into its slot and passes pools and sums to a `cond`, whose branches update some of them and
+return the others unchanged; none of these results is a new array. Values computed in a branch live only within it, so
+that the branch which needs the most memory determines the peak.
+"""
+
+import collections
+import math
+from collections.abc import Iterator, Sequence, Set
+
+from jaxscale.programs.flat import PIPE, Operation, Program, carries
+
+SLICES = ("slice", "dynamic_slice")
+SAME = (*SLICES, "squeeze", "reshape", "broadcast_in_dim", "pcast")
+"""Operations that leave an array unchanged if its size is unchanged."""
+
+
+def unchanged_results(operation: Operation) -> Iterator[tuple[int, int]]:
+    """Results of a `cond` that some branch returns unchanged from an operand, each with this operand."""
+    for number, result in enumerate(operation.outputs):
+        for branch in operation.branches:
+            branch_output = branch.outputs[number]
+            if branch_output is not None and branch_output in branch.inputs:
+                index = 1 + branch.inputs.index(branch_output)  # the first operand selects the branch
+                operand = operation.inputs[index] if index < len(operation.inputs) else None
+                if operand is not None:
+                    yield result, operand
+                    break
+
+
+def in_place_results(operation: Operation, caller_values: Set[int], program: Program) -> set[int]:
+    """Results that are or overwrite values of the caller: slots that are written, sums that are added to."""
+    if PIPE not in operation.manual:
+        return set()
+    if operation.kind in ("enter", *SAME) and (operation.kind == "enter" or is_whole_array(operation, program, SAME)):
+        return set(operation.outputs) if operation.inputs[0] in caller_values else set()
+    if _is_tick_loop(operation):  # values in flight in an asynchronous pipeline are arguments and results of the step
+        states = zip(operation.outputs, carries(operation), strict=False)
+        return {result for result, operand in states if operand in caller_values}
+    if operation.kind == "dynamic_update_slice":
+        return set(operation.outputs) if operation.inputs[0] in caller_values else set()
+    return {result for result, operand in unchanged_results(operation) if operand in caller_values}
+
+
+def reshaped_outputs(program: Program, renamed: Sequence[str]) -> set[int]:
+    """Values that a branch returns after a change of shape or type: they share the result's memory.
+
+    Args:
+        program: the branch.
+        renamed: primitives that only change shape or type.
+    """
+    reader_counts = collections.Counter(value for operation in program.operations for value in set(operation.inputs))
+    values = {value for value in program.outputs if value is not None}
+    for operation in reversed(program.operations):
+        if operation.kind in renamed and operation.outputs[0] in values and reader_counts[operation.inputs[0]] == 1:
+            values.update(value for value in operation.inputs if value is not None)
+    return values - {None, *program.inputs}
+
+
+def is_whole_array(operation: Operation, program: Program, kinds: Sequence[str] = SLICES) -> bool:
+    """Whether a slice is the whole array: the only slot of a pool, the only stage of a device."""
+    if PIPE not in operation.manual or operation.kind not in kinds or operation.inputs[0] is None:
+        return False
+    operand, result = program.shapes[operation.inputs[0]], program.shapes[operation.outputs[0]]
+    return math.prod(operand.shape) == math.prod(result.shape)
+
+
+def tick_loops(program: Program) -> list[Operation]:
+    """The loops over ticks of a pipelined step."""
+    return [operation for operation in program.operations if _is_tick_loop(operation)]
+
+
+def _is_tick_loop(operation: Operation) -> bool:
+    return (
+        operation.loop is not None and PIPE in operation.manual and any(o.branches for o in operation.loop.operations)
+    )

@@ -1,0 +1,248 @@
+"""RunRecord: a run as its files record it, read without JAX. The source of reports.
+
+Every file may be missing or of an older form: the report of a run that broke early is needed most.
+"""
+
+import dataclasses
+import json
+import math
+import shlex
+import time
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxscale.records.metrics import Rows, read_metrics
+from jaxscale.records.samples import Sample, read_samples
+from jaxscale.records.storage import run_path
+from jaxscale.step.kernels import said_of
+from jaxscale.step.plan_json import upgraded
+
+Status = Literal["finished", "preempted", "diverged", "running", "stopped", "empty"]
+
+_SILENT_SECONDS = 600.0
+_MEMORY_FIELDS = ("memory_bytes", "device_memory", "peak_memory_bytes", "peak_bytes", "bytes_in_use")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """A run as its files record it.
+
+    Args:
+        directory: the run's folder, as passed to `read`.
+        metrics: the valid rows of metrics.jsonl.
+        experiment: experiment.json, empty where it is missing; likewise the next ones.
+        plan: plan.json.
+        layout: layout.json: mesh, parameters, memory by kind.
+        source: the JSON files of source/, merged: path, variant, overrides, seed, versions.
+        samples: the blocks of samples.txt.
+        unread: one line for each file that exists and could not be read.
+    """
+
+    directory: str
+    metrics: Rows
+    experiment: dict[str, Any]
+    plan: dict[str, Any]
+    layout: dict[str, Any]
+    source: dict[str, Any]
+    samples: tuple[Sample, ...]
+    unread: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, directory: Any) -> "RunRecord":
+        """Reads a run's folder.
+
+        Raises:
+            UserError: metrics.jsonl has a broken line in its middle.
+        """
+        folder = run_path(directory)
+        unread: list[str] = []
+        sources = sorted((folder / "source").glob("*.json")) if (folder / "source").is_dir() else []
+        source: dict[str, Any] = {}
+        for path in sources:
+            source |= _read_json(path, unread)
+        experiment = _read_json(folder / "experiment.json", unread)
+        plan = _read_json(folder / "plan.json", unread)
+        return cls(
+            directory=str(directory),
+            metrics=read_metrics(directory),
+            experiment=_unwrapped(experiment, "experiment"),
+            plan=upgraded(_unwrapped(plan, "plan")),
+            layout=_read_json(folder / "layout.json", unread),
+            source=source,
+            samples=tuple(read_samples(directory)),
+            unread=tuple(unread),
+        )
+
+    @property
+    def name(self) -> str:
+        """The experiment's name, or the folder's."""
+        return str(self.experiment.get("name") or run_path(self.directory).resolve().name or "run")
+
+    def rows(self, kind: str) -> Rows:
+        """Rows of one kind."""
+        return Rows(row for row in self.metrics if row["kind"] == kind)
+
+    def events(self, name: str) -> Rows:
+        """Events of one name."""
+        return Rows(row for row in self.metrics if row["kind"] == "event" and row.get("name") == name)
+
+    @property
+    def step(self) -> int:
+        """Updates so far."""
+        return max((row["step"] for row in self.metrics), default=0)
+
+    @property
+    def steps(self) -> int | None:
+        """Updates that the experiment specifies."""
+        steps = self.experiment.get("steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def status(self) -> Status:
+        """The run's state: by its last decisive event, else by the age of its last line."""
+        if not self.metrics:
+            return "empty"
+        for row in reversed(self.metrics):
+            if row["kind"] == "event" and row.get("name") in ("finished", "preempted", "diverged"):
+                return row["name"]
+            if row["kind"] == "event" and row.get("name") in ("resume", "compile"):
+                break
+        if self.steps is not None and self.rows("train") and self.step >= self.steps:
+            return "finished"
+        last = self.metrics[-1].get("time")
+        return "stopped" if isinstance(last, int | float) and time.time() - last > _SILENT_SECONDS else "running"
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and value of the least held-out loss."""
+        losses = [(loss, step) for step, loss in self._held_out() if np.isfinite(loss)]
+        return (min(losses)[1], min(losses)[0]) if losses else None
+
+    @property
+    def final(self) -> tuple[int, float] | None:
+        """Step and value of the last held-out loss."""
+        losses = self._held_out()
+        return losses[-1] if losses else None
+
+    def _held_out(self) -> list[tuple[int, float]]:
+        rows = self.rows("eval")
+        return list(zip(rows.column("step").astype(int).tolist(), rows.column("loss").tolist(), strict=True))
+
+    @property
+    def tokens(self) -> float | None:
+        """Target tokens so far."""
+        tokens = self.rows("train").column("tokens")
+        return float(np.nanmax(tokens)) if np.isfinite(tokens).any() else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median over steps; of more than twenty, the first ten, which warm up, are left out."""
+        rates = self.rows("train").column("tokens_per_second")
+        rates = rates[10:] if len(rates) > 20 else rates
+        return float(np.nanmedian(rates)) if np.isfinite(rates).any() else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Median model FLOP utilization, where the chip's peak is known."""
+        mfu = self.rows("train").column("mfu")
+        return float(np.nanmedian(mfu)) if np.isfinite(mfu).any() else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Working time: from each start of the run to its last line, without the breaks before a resume."""
+        total, previous = 0.0, None
+        for row in self.metrics:
+            now = row.get("time")
+            if not isinstance(now, int | float):
+                continue
+            if previous is not None and row.get("name") != "resume":
+                total += max(0.0, now - previous)
+            previous = now
+        return total if previous is not None else None
+
+    @property
+    def memory(self) -> dict[str, float]:
+        """Bytes per device by kind of tensor, of the compiled step."""
+        kinds = self.layout.get("memory")
+        if isinstance(kinds, dict) and kinds:
+            return {str(kind): float(value) for kind, value in kinds.items() if isinstance(value, int | float)}
+        events = self.events("compile")
+        if not events:
+            return {}
+        names = {"argument_bytes": "parameters, optimizer state, batch", "temp_bytes": "gradients and activations"}
+        last = events[-1]
+        return {kind: float(last[name]) for name, kind in names.items() if isinstance(last.get(name), int | float)}
+
+    @property
+    def host_memory(self) -> dict[str, float]:
+        """Bytes of host memory per device, by kind of tensor; empty where all tensors are on the device."""
+        kinds = self.layout.get("host_memory")
+        items = kinds.items() if isinstance(kinds, dict) else ()
+        return {str(kind): float(value) for kind, value in items if isinstance(value, int | float)}
+
+    @property
+    def device_memory(self) -> tuple[str, np.ndarray] | None:
+        """The field and column of device memory that the backend reported, in bytes per step."""
+        rows = self.rows("train")
+        for name in _MEMORY_FIELDS:
+            column = rows.column(name)
+            if np.isfinite(column).any():
+                return name, column
+        return None
+
+    @property
+    def kernels(self) -> tuple[str, str] | None:
+        """The platform of the last compiled step, and its implementation of each kernel, in words."""
+        events = self.events("kernels")
+        return said_of(events[-1]) if events else None
+
+    @property
+    def parameters(self) -> int | None:
+        """Number of trained parameters."""
+        counts = [row["parameters"] for row in self.events("predicted") if isinstance(row.get("parameters"), int)]
+        if counts:
+            return counts[-1]
+        table = self.layout.get("parameters")
+        shapes = [item.get("shape") for item in table if isinstance(item, dict)] if isinstance(table, list) else []
+        return sum(math.prod(shape) for shape in shapes if isinstance(shape, list)) or None
+
+    @property
+    def path(self) -> str:
+        """The experiment file, relative to the run's working directory where that is known; empty for none."""
+        return next((str(self.source[key]) for key in ("relative", "path", "file") if self.source.get(key)), "")
+
+    @property
+    def command(self) -> str | None:
+        """The command that repeats this run."""
+        if self.source.get("command"):
+            return str(self.source["command"])
+        if not self.path:
+            return None
+        words = [self.path, str(self.source.get("variant") or ""), *map(str, _overrides(self.source.get("overrides")))]
+        return "jaxscale train " + " ".join(shlex.quote(word) for word in words if word)
+
+
+def _overrides(overrides: Any) -> list[str]:
+    if isinstance(overrides, dict):
+        return [word for name, value in overrides.items() for word in (f"--{name}", str(value))]
+    return [str(word) for word in overrides] if isinstance(overrides, list | tuple) else []
+
+
+def _read_json(path: Any, unread: list[str]) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        unread.append(f"{path.name}: {error}")
+        return {}
+    if not isinstance(content, dict):
+        unread.append(f"{path.name}: expected a JSON object")
+        return {}
+    return content
+
+
+def _unwrapped(content: dict[str, Any], key: str) -> dict[str, Any]:
+    inner = content.get(key)
+    return inner if isinstance(inner, dict) and "name" not in content and "zero" not in content else content

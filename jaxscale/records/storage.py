@@ -1,0 +1,124 @@
+"""Where a run's files lie: a local folder, or a bucket (gs://, s3://) through etils.epath.
+
+Objects in a bucket cannot be appended to. `open_append` handles that: for a bucket it keeps the file in memory and
+uploads all of it every `UPLOAD_SECONDS`, on `flush` and on close. A run flushes its log before it saves a checkpoint,
+so a killed run loses only lines that it writes again. Locking is left out: one process writes a run's log.
+
+Tested (tests/records/test_storage.py): a run in a bucket trains, is stopped, continues past a damaged checkpoint,
+generates, is evaluated, and is set aside for a new one. Its checkpoints go to gs:// through TensorStore's driver, over
+HTTP to a server on the same machine that implements the required part of Google's JSON API; to s3:// through a local
+folder (`mirror`). All other files go through epath to an fsspec file system that has, like an object store, no empty
+folders. Not tested: gcsfs and s3fs themselves, the buckets of Google and Amazon, their credentials, errors and speed,
+and several processes in one bucket.
+"""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+UPLOAD_SECONDS = 30.0
+"""Seconds between two uploads of a file that is appended to in a bucket."""
+
+
+def is_remote(path: Any) -> bool:
+    """Whether `path` lies in a bucket.
+
+    Example:
+        >>> is_remote("gs://bucket/run"), is_remote("runs/a")
+        (True, False)
+    """
+    return "://" in os.fspath(path)
+
+
+def run_path(path: Any) -> Any:
+    """The path object of a run's folder: `pathlib.Path`, or `etils.epath.Path`, which behaves alike, for a bucket.
+
+    Example:
+        >>> run_path("runs/a").name
+        'a'
+    """
+    if not is_remote(path):
+        return Path(path)
+    from etils import epath
+
+    return epath.Path(path)
+
+
+class LocalAppender:
+    """Every write goes to the operating system at once: SIGKILL tears at most the line being written."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        with _path_in_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        """Appends `data`, in as many writes as the system needs."""
+        with _path_in_errors(self.path):
+            while data:
+                data = data[self._file.write(data) :]
+
+    def flush(self) -> None:
+        """Does nothing: no data is buffered."""
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class RemoteAppender:
+    """Holds a whole object in memory, and uploads it again as it grows."""
+
+    def __init__(self, path: Any):
+        self.path = path
+        self._data = bytearray(path.read_bytes() if path.exists() else b"")
+        self._uploaded, self._tried_at = len(self._data), time.monotonic()
+
+    def write(self, data: bytes) -> None:
+        """Appends `data`, and uploads if the last upload is old enough."""
+        self._data += data
+        if time.monotonic() - self._tried_at >= UPLOAD_SECONDS:
+            self._tried_at = time.monotonic()
+            # a short outage should not end the run: the next upload repeats all data, or close raises
+            with contextlib.suppress(OSError):
+                self.flush()
+
+    def flush(self) -> None:
+        """Uploads the object if it has grown since the last upload."""
+        if self._uploaded < len(self._data):
+            with _path_in_errors(self.path):
+                self.path.write_bytes(bytes(self._data))
+            self._uploaded, self._tried_at = len(self._data), time.monotonic()
+
+    def close(self) -> None:
+        """Uploads the remaining data."""
+        self.flush()
+
+
+Appender = LocalAppender | RemoteAppender
+
+
+def open_append(path: Any) -> Appender:
+    """Opens a file to append bytes to, local or in a bucket.
+
+    Raises:
+        OSError: with the path as its `filename`, from here or from a later write: the disk is full, or read-only.
+    """
+    return RemoteAppender(run_path(path)) if is_remote(path) else LocalAppender(run_path(path))
+
+
+class _path_in_errors:  # noqa: N801 - reads as the statement it is
+    """Adds the path to an OSError without one, such as those of `write`."""
+
+    def __init__(self, path: Any):
+        self.path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), os.fspath(self.path)) from error

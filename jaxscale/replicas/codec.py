@@ -1,0 +1,233 @@
+"""Codec: the mean of a gradient over an axis whose links are slow, from few bytes.
+
+A codec sees one leaf on one device: the local shard of this replica's gradient. It runs inside a region that is manual
+over the axis (`jax.shard_map`), or under `jax.vmap(axis_name=axis)` on one device, and uses collectives over that axis
+alone. With error feedback, the error of a message goes into a residual that is added to the next gradient
+(Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847), so that
+
+    sum of residuals after + n * mean = sum of gradients + sum of residuals before.
+
+Every rule is per layer: a leaf of stacked layers is mapped over its first dim, and a matrix is (everything else, last
+axis). `OnePhase` and `TwoPhase` codecs define `encode` and `decode` only; each file of `codecs/` defines one and is
+discovered by import. Left out here: the choice of leaves, NaN and Inf, metrics (`reduce.py`).
+"""
+
+import abc
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.compat import varying_axes
+from jaxscale.errors import UserError
+from jaxscale.replicas.named import NamedCodec
+from jaxscale.typing import Array, Float, Int, Key
+
+State = dict[str, Any]
+"""A codec's state of a leaf on one device and replica: arrays by name; `residual` is float32 in the leaf's shape."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec(NamedCodec):
+    """How gradients are averaged over a slow axis.
+
+    Example:
+        >>> from jaxscale.replicas import wire
+        >>> Codec.parse("int8").wire_bytes((1024, 1024), n=2), wire.exact((1024, 1024), n=2)
+        (1064960, 4194304)
+    """
+
+    random: ClassVar[bool] = False
+    """Whether `reduce` needs a key."""
+
+    # ---- the interface for callers
+
+    @property
+    def timetable(self) -> tuple[tuple[int, "Codec | None"], ...]:
+        """(first step, codec) of each phase, in order, from step 0: `None` is the exact mean.
+
+        Example:
+            >>> [(step, str(codec)) for step, codec in Codec.parse("topk:0.1,start=10,warmup=8").timetable]
+            [(0, 'None'), (10, 'topk:0.25,block=512,warmup=0'), (18, 'topk:0.1,warmup=0')]
+        """
+        compressed = [(self.start + step, codec) for step, codec in self._timetable()]
+        return ((0, None), *compressed) if self.start else tuple(compressed)
+
+    @property
+    def timed(self) -> bool:
+        """Whether `reduce` changes with the step, and needs its number."""
+        return len(self.timetable) > 1
+
+    def refusal(self, shape: Sequence[int], n: int, *, layers: bool = False) -> str | None:
+        """The reason, as text for a message, why this codec refuses a leaf; `None` if it accepts it.
+
+        Args:
+            shape: of the leaf on one device.
+            n: devices on the axis.
+            layers: the first dim is stacked layers.
+        """
+        if n < 2:
+            return f"got an axis of {n}, expected 2 or more replicas: there is nothing to send"
+        if layers and not shape:
+            return "got a scalar, expected stacked layers"
+        if math.prod(shape) == 0:
+            return f"got a leaf of shape {tuple(shape)}, expected elements"
+        return self._refusal(tuple(shape[layers:]), n)
+
+    def init(self, shape: Sequence[int], key: Key | None, n: int, *, layers: bool = False, first: int = 0) -> State:
+        """The state of one leaf on one device and replica, before the first step.
+
+        Args:
+            shape: of the leaf on one device.
+            key: equal on every replica.
+            n: devices on the axis.
+            layers: the first dim is stacked layers.
+            first: number of its first layer, if the leaf is a part of a stack.
+
+        Raises:
+            UserError: the codec refuses the leaf or the axis.
+        """
+        if reason := self.refusal(shape, n, layers=layers):
+            raise UserError(f"codec {self}: {reason}")
+        if not layers:
+            return self._init(tuple(shape), key, n)
+        return jax.vmap(lambda key: self._init(tuple(shape[1:]), key, n), axis_size=shape[0])(
+            _keys(key, shape[0], first)
+        )
+
+    def reduce(
+        self,
+        gradient: Float[Array, "..."],
+        state: State,
+        axis: str,
+        key: Key | None = None,
+        step: Int[Array, ""] | None = None,
+        *,
+        layers: bool = False,
+        first: int = 0,
+    ) -> tuple[Float[Array, "..."], State]:
+        """The mean of a leaf over an axis, equal on every replica, and the new state.
+
+        Args:
+            gradient: of this replica, any float dtype.
+            state: from `init` or the last step.
+            axis: name of the axis; the region is manual over it, or a `jax.vmap` of that name.
+            key: of step and leaf, equal on every replica; needed if `random`.
+            step: updates made before this one, equal on every replica; needed if `timed`.
+            layers: the first dim is stacked layers.
+            first: number of its first layer, if the leaf is a part of a stack.
+
+        Returns:
+            The mean, float32, and the new state.
+        """
+        assert key is not None or not self.random, f"codec {self} rounds at random: give reduce a key"
+        assert step is not None or not self.timed, f"codec {self} changes with time: give reduce the step"
+        gradient = gradient.astype(jnp.float32)
+
+        def reduce_by(codec: Codec | None, gradient: Array, state: State) -> tuple[Array, State]:
+            if codec is None:
+                return lax.pmean(gradient, axis), state
+
+            def one_layer(gradient: Array, state: State, key: Key | None) -> tuple[Array, State]:
+                return codec._reduce(gradient, state, axis, key)
+
+            if layers:
+                mean, new_state = jax.vmap(one_layer)(gradient, state, _keys(key, len(gradient), first))
+            else:
+                mean, new_state = one_layer(gradient, state, key)
+            return mean, jax.tree.map(_typed_like, new_state, state)
+
+        first_steps, codecs = zip(*self.timetable, strict=True)
+        if step is None or not self.timed:
+            return reduce_by(codecs[0], gradient, state)
+        phase = jnp.sum(step >= jnp.array(first_steps[1:]))
+        return lax.switch(phase, [functools.partial(reduce_by, codec) for codec in codecs], gradient, state)
+
+    def wire_bytes(self, shape: Sequence[int], n: int, *, layers: bool = False) -> int:
+        """Bytes that one device sends over the axis in a step of the last phase.
+
+        The mean in float32 sends `wire.exact`.
+
+        Args:
+            shape: of the leaf on one device.
+            n: devices on the axis.
+            layers: the first dim is stacked layers.
+        """
+        return shape[0] * self._wire_bytes(tuple(shape[1:]), n) if layers else self._wire_bytes(tuple(shape), n)
+
+    def resize(self, states: State, shape: Sequence[int], n: int, *, layers: bool = False) -> State:
+        """States for another number of replicas, with the same mean of the residuals.
+
+        Args:
+            states: of one leaf on one device, with a leading dim of old replicas.
+            shape: of the leaf on one device.
+            n: new replicas.
+            layers: the first dim of the leaf is stacked layers.
+
+        Returns:
+            The states with a leading dim of n.
+        """
+        states = jax.tree.map(jnp.asarray, states)
+        if not states:  # a codec without feedback has none
+            return states
+        if not layers:
+            return self._resize(states, tuple(shape), n)
+        return jax.vmap(lambda state: self._resize(state, tuple(shape[1:]), n), in_axes=1, out_axes=1)(states)
+
+    # ---- the interface for subclasses, of one layer
+
+    def _refusal(self, shape: tuple[int, ...], n: int) -> str | None:
+        return None
+
+    def _timetable(self) -> tuple[tuple[int, "Codec"], ...]:
+        """(first step, codec) of each phase, counted from the first compressed step; these codecs have no `start`."""
+        return ((0, dataclasses.replace(self, start=0)),)
+
+    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> State:
+        return {"residual": jnp.zeros(shape, jnp.float32)} if self.feedback else {}
+
+    @abc.abstractmethod
+    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
+        """The mean of one layer's gradient over the axis, and its new state, without `start` or a warm-up."""
+
+    @abc.abstractmethod
+    def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
+        """Bytes that one device sends of one layer's gradient."""
+
+    def _resize(self, states: State, shape: tuple[int, ...], n: int) -> State:
+        """Every replica takes the mean of residuals, and of states that are equal on all replicas."""
+        return {name: _repeat(jnp.mean(array, 0), n) for name, array in states.items()}
+
+    def owed(self, gradient: Array, state: State) -> Array:
+        """The value to send: the gradient plus the residual of earlier messages."""
+        return gradient + state["residual"] if self.feedback else gradient
+
+
+def matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of a leaf seen as a matrix: everything else, and the last axis.
+
+    Example:
+        >>> matrix((3, 3, 64, 128)), matrix((768,))
+        ((576, 128), (1, 768))
+    """
+    return math.prod(shape[:-1]), (shape[-1] if shape else 1)
+
+
+def _keys(key: Key | None, layers: int, first: int) -> Key | None:
+    """A key for each layer, which depends on the layer's number alone."""
+    return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(layers))
+
+
+def _repeat(value: Array, n: int) -> Array:
+    return jnp.broadcast_to(value, (n, *value.shape))
+
+
+def _typed_like(value: Array, like: Array) -> Array:
+    """`value`, typed as varying over the manual axes over which `like` varies."""
+    missing = tuple(sorted(varying_axes(like) - varying_axes(value)))
+    return lax.pcast(value, missing, to="varying") if missing else value

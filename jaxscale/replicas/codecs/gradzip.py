@@ -1,0 +1,67 @@
+"""GradZip: one alternating-least-squares step a gradient, from the last factors (Cho et al., 2019, "GradZip: Gradient
+Compression using Alternating Matrix Factorization for Large-scale Deep Learning").
+
+    P = mean(M Q) (Q^T Q + r I)^-1,  Q = mean(M^T P) (P^T P + r I)^-1
+
+The paper's text was not available: the order of the updates and the ridge are ours. It spans the same space as PowerSGD
+and needs no orthogonal columns; the ridge shrinks the weakest directions.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.compat import one_by_one
+from jaxscale.errors import UserError
+from jaxscale.replicas.low_rank import LowRank, times
+from jaxscale.typing import Array, Float
+
+
+@dataclasses.dataclass(frozen=True)
+class GradZip(LowRank):
+    """The factors of least squared error, each given the other.
+
+    Args:
+        rank: columns of P and Q, at most the smaller dim of every matrix.
+        ridge: r, relative to the mean of the columns' squared norms.
+
+    Example:
+        >>> GradZip(4).wire_bytes((576, 128), 2) == 4 * 4 * (576 + 128)
+        True
+    """
+
+    name: ClassVar[str] = "gradzip"
+    value: ClassVar[str | None] = "rank"
+
+    ridge: float = dataclasses.field(default=1e-5, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1e-6 <= self.ridge <= 1:
+            raise UserError(f"ridge: got {self.ridge}, expected 1e-6 (below which float32 can't divide) to 1")
+
+    def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
+        """The mean of the least-squares P, for a given Q."""
+        return lax.pmean(self._least_squares(product, q), axis)
+
+    def right(self, product: Float[Array, "columns rank"], p: Float[Array, "rows rank"], axis: str) -> Array:
+        """The mean of the least-squares Q, for a given P."""
+        return lax.pmean(self._least_squares(product, p), axis)
+
+    def _least_squares(self, product: Array, factor: Array) -> Array:
+        gram = times(factor.T, factor)
+        mean = jnp.trace(gram) / self.rank
+        # scaled to a mean of 1, so that gradients of any magnitude stay within the range of float32
+        scaled = gram / jnp.maximum(mean, 2.0**-100) + self.ridge * jnp.eye(self.rank)
+        solution = _solved(scaled, product.T).T
+        return solution / jnp.maximum(mean, 2.0**-100)
+
+
+@one_by_one
+def _solved(matrix: Array, right: Array) -> Array:
+    """The solution X of `matrix @ X = right`, for a symmetric positive definite matrix."""
+    lower = jnp.linalg.cholesky(matrix, symmetrize_input=False)
+    return jax.scipy.linalg.cho_solve((lower, True), right)

@@ -1,0 +1,74 @@
+"""Low-rank codecs: a matrix as the product of two thin ones, each of which is averaged exactly.
+
+    P = mean(M Q), normalised;  Q = mean(M^T P);  the mean is P Q^T, and Q starts the next step.
+
+P and Q can be added in this form, so that two all-reduces suffice and bytes do not grow with the number of devices.
+Shared by PowerSGD and GradZip, which differ in how they normalise P and Q.
+"""
+
+import abc
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.errors import UserError
+from jaxscale.replicas import wire
+from jaxscale.replicas.codec import Codec, State, matrix
+from jaxscale.typing import Array, Float, Key
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank(Codec):
+    """A codec of matrices; subclasses define `left` and `right`.
+
+    Args:
+        rank: columns of P and Q, at most the smaller dim of the matrix.
+    """
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank < 1:
+            raise UserError(f"rank: got {self.rank}, expected a whole number >= 1")
+
+    @abc.abstractmethod
+    def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
+        """P, equal on all devices, from this device's M Q."""
+
+    @abc.abstractmethod
+    def right(self, product: Float[Array, "columns rank"], p: Float[Array, "rows rank"], axis: str) -> Array:
+        """Q, equal on all devices, from this device's M^T P."""
+
+    def _refusal(self, shape: tuple[int, ...], n: int) -> str | None:
+        rows, columns = matrix(shape)
+        if self.rank > min(rows, columns):
+            return (
+                f"got a leaf of shape {shape}, which is a matrix of {rows} x {columns}, "
+                f"expected dims of at least the rank {self.rank}: lower the rank, or leave the leaf out"
+            )
+        return None
+
+    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> State:
+        assert key is not None, f"codec {self} starts at random: give init a key"
+        return super()._init(shape, key, n) | {"q": jax.random.normal(key, (matrix(shape)[1], self.rank))}
+
+    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
+        owed, old_q = self.owed(gradient, state), state["q"]
+        owed_matrix = owed.reshape(matrix(gradient.shape))
+        p = self.left(times(owed_matrix, old_q), old_q, axis)
+        q = self.right(times(owed_matrix.T, p), p, axis)
+        mean = times(p, q.T).reshape(gradient.shape)
+        # a gradient may be zero for a step, and a zero column of Q would stay zero for ever
+        new_state = {"q": jnp.where(jnp.any(q != 0, 0), q, old_q)}
+        return mean, ({"residual": owed - mean} if self.feedback else {}) | new_state
+
+    def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
+        return sum(wire.all_reduce(wire.FLOAT32 * side * self.rank, n) for side in matrix(shape))
+
+
+def times(a: Array, b: Array) -> Array:
+    """The product of two matrices in float32 on every platform."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

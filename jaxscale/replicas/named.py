@@ -1,0 +1,100 @@
+"""NamedCodec: a codec by its text form, such as "powersgd:4,start=100". The computation is in `codec.py`: a plan is
+read and checked without JAX.
+"""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+from jaxscale import values
+from jaxscale.errors import UserError, unknown
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedCodec(abc.ABC):
+    """A codec's options and its text form, `NAME[:VALUE][,FIELD=VALUE...]`.
+
+    Args:
+        feedback: the error of a message is kept and added to the next gradient.
+        start: steps that send the exact mean before the first that is compressed.
+
+    Example:
+        >>> codec = NamedCodec.parse("powersgd:4,start=100")
+        >>> codec, str(codec)
+        (PowerSGD(feedback=True, start=100, rank=4), 'powersgd:4,start=100')
+        >>> NamedCodec.parse("powersgd:4,strat=100")
+        Traceback (most recent call last):
+        jaxscale.errors.UserError: unknown option of codec powersgd 'strat': expected one of feedback, rank, start; \
+did you mean 'start'?
+    """
+
+    name: ClassVar[str]
+    """The word of the text form."""
+    value: ClassVar[str | None] = None
+    """The field after the colon."""
+    unit: ClassVar[str] = ""
+    """Optional suffix of that number: the bit of `qsgd:4bit`."""
+    late: ClassVar[bool] = False
+    """Whether most of a gradient arrives many steps late, so that an optimizer's momentum carries it too far."""
+    feedback: bool = dataclasses.field(default=True, kw_only=True)
+    start: int = dataclasses.field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        values.check_types(self)
+        if self.start < 0:
+            raise UserError(f"start: got {self.start}, expected a number of steps >= 0")
+
+    @classmethod
+    def parse(cls, text: str) -> Any:
+        """The codec that a text form describes.
+
+        Raises:
+            UserError: an unknown codec or option, with the near miss; a value that the codec refuses.
+        """
+        from jaxscale.replicas.codecs import CODECS
+
+        head, *options = (part.strip() for part in text.strip().split(","))
+        name, colon, value = head.partition(":")
+        if name.lower() not in CODECS:
+            raise unknown("codec", name, CODECS)
+        codec = CODECS[name.lower()]
+        if bool(colon) != (codec.value is not None):
+            raise UserError(f"codec {text!r}: expected {codec.form()}")
+        texts = {} if codec.value is None else {codec.value: value.removesuffix(codec.unit)}
+        hints = values.field_types(codec)
+        for option in options:
+            key, equals, value = (part.strip() for part in option.partition("="))
+            if key not in hints:
+                raise unknown(f"option of codec {codec.name}", key, hints)
+            if not equals or key in texts:
+                raise UserError(f"codec {text!r}: got {option!r}, expected each option once: {codec.form()}")
+            texts[key] = value
+        try:
+            return codec(**{key: values.parse(value, hints[key], key) for key, value in texts.items()})
+        except UserError as error:
+            raise UserError(f"codec {text!r}: {error}") from None
+
+    def __str__(self) -> str:
+        value = f":{_text(getattr(self, self.value))}{self.unit}" if self.value else ""
+        options = [
+            f",{field.name}={_text(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)
+            if field.name != self.value and getattr(self, field.name) != field.default
+        ]
+        return f"{self.name}{value}{''.join(options)}"
+
+    @classmethod
+    def form(cls) -> str:
+        """The template of the text form, for messages.
+
+        Example:
+            >>> from jaxscale.replicas.codecs import CODECS
+            >>> CODECS["qsgd"].form()
+            'qsgd:BITSbit[,feedback=...][,start=...][,block=...]'
+        """
+        value = f":{cls.value.upper()}{cls.unit}" if cls.value else ""
+        return f"{cls.name}{value}" + "".join(f"[,{key}=...]" for key in values.field_types(cls) if key != cls.value)
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -1,0 +1,397 @@
+"""The reduce stage: from each replica's gradients to their mean, equal on all replicas, before optax sees it.
+
+It runs in a `jax.shard_map` that is manual over every axis: each device holds its shard of its replica's gradients, and
+a codec sends an encoding of that shard over the slow axis alone. Leaves too small for a codec, and leaves that it
+refuses (norms, biases), are sent uncompressed in one message. NaN or Inf in a gradient would corrupt the residuals and
+scales of one replica unseen by the others: all devices agree on finiteness by one number, the mean becomes NaN, so that
+the guard skips the step, and the states are unchanged to the bit.
+
+Left out: clipping and norms, which apply to the mean afterwards, and the reduction inside a replica, which XLA has done
+before.
+"""
+
+import dataclasses
+import functools
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.errors import UserError
+from jaxscale.replicas import wire
+from jaxscale.replicas.codec import Codec
+from jaxscale.typing import Array, Float, Int, Key
+
+SMALL = 256
+"""Elements on a device below which a gradient is sent uncompressed."""
+
+RESIDUAL = "residual"
+
+States = dict[str, dict[str, Any]]
+"""By gradient and state name: residuals (replicas, *shape); all else (replicas, shards, *shape on a device)."""
+
+
+def squared_residuals(states: States) -> Float[Array, ""]:
+    """Squared norm of the residuals in these states."""
+    return sum((jnp.sum(jnp.square(state[RESIDUAL])) for state in states.values() if RESIDUAL in state), jnp.zeros(()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One gradient of the stage.
+
+    Args:
+        shape: global shape.
+        spec: placement of its shards, without the slow axis.
+        layers: its first dim is stacked layers.
+        stack: name of the whole stack, if these layers are a part of it: random draws do not depend on the parts.
+        first: number of its first layer in the stack.
+    """
+
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    layers: bool = False
+    stack: str | None = None
+    first: int = 0
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes over which the gradient is split, in the order of its dims."""
+        return tuple(a for e in self.spec if e is not None for a in ((e,) if isinstance(e, str) else e))
+
+
+class Reduced(NamedTuple):
+    """Result of the stage.
+
+    Args:
+        mean: of the gradients over the replicas, by name, float32.
+        states: of the codec, after the step.
+        residual_norm: root of the mean over replicas of the residuals' squared norm.
+    """
+
+    mean: dict[str, Array]
+    states: States
+    residual_norm: Float[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stage:
+    """A codec applied to the gradients of a model.
+
+    Args:
+        codec: for all gradients that are not too small.
+        mesh: of devices.
+        leaves: the gradients, by name.
+        axis: the slow mesh axis.
+        seed: of the codec's random draws.
+        small: elements on a device below which a gradient is sent uncompressed.
+
+    Raises:
+        UserError: the axis has one device, or the codec accepts none of the gradients.
+
+    Example:
+        >>> from jax.sharding import AbstractMesh
+        >>> leaves = {"kernel": Leaf((256, 512), PartitionSpec("fsdp")), "bias": Leaf((512,), PartitionSpec())}
+        >>> stage = Stage(Codec.parse("int8"), AbstractMesh((2, 4), ("replica", "fsdp")), leaves)
+        >>> stage.coded, stage.plain, stage.wire_bytes, stage.exact_bytes
+        (('kernel',), ('bias',), 35328, 133120)
+    """
+
+    codec: Codec
+    mesh: Any
+    leaves: Mapping[str, Leaf]
+    axis: str = "replica"
+    seed: int = 0
+    small: int = SMALL
+
+    def __post_init__(self) -> None:
+        if self.coded:
+            _ = self._sent_bytes  # message sizes are traced here, so that no step notes the kernels of that trace
+            return
+        largest = max(self.leaves, key=lambda name: math.prod(self.local(name)), default=None)
+        if largest is None or self.replicas < 2:
+            raise UserError(f"reduce {self.codec}: the mesh has no {self.axis} axis to reduce over; add {self.axis}:N")
+        reason = self.codec.refusal(self.local(largest), self.replicas, layers=self.leaves[largest].layers)
+        elements = math.prod(self.local(largest))
+        reason = reason or f"its {elements} elements on a device are too few, or take no more bytes uncompressed"
+        raise UserError(
+            f"reduce {self.codec}: it applies to none of this model's gradients. The largest is {largest}: {reason}; "
+            "leave reduce out"
+        )
+
+    # -- facts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> int:
+        """Devices on the slow axis."""
+        return self.mesh.shape[self.axis]
+
+    def local(self, name: str) -> tuple[int, ...]:
+        """Shape of a gradient on one device."""
+        leaf = self.leaves[name]
+        entries = [*leaf.spec, *(None,) * (len(leaf.shape) - len(leaf.spec))]
+        splits = [math.prod(self.mesh.shape[a] for a in ((e,) if isinstance(e, str) else e or ())) for e in entries]
+        return tuple(size // n for size, n in zip(leaf.shape, splits, strict=True))
+
+    def shards(self, name: str) -> int:
+        """Number of shards of a gradient."""
+        return math.prod(self.mesh.shape[axis] for axis in self.leaves[name].axes)
+
+    @functools.cached_property
+    def coded(self) -> tuple[str, ...]:
+        """Gradients that the codec compresses."""
+        return tuple(name for name in self.leaves if self._is_coded(name))
+
+    @functools.cached_property
+    def plain(self) -> tuple[str, ...]:
+        """Gradients that are sent uncompressed, in one message."""
+        return tuple(name for name in self.leaves if name not in self.coded)
+
+    def _is_coded(self, name: str) -> bool:
+        shape, layers, n = self.local(name), self.leaves[name].layers, self.replicas
+        if n < 2 or len(shape) - layers < 2 or math.prod(shape) < self.small:
+            return False
+        if self.codec.refusal(shape, n, layers=layers) is not None:
+            return False
+        return self.codec.wire_bytes(shape, n, layers=layers) < wire.exact(shape, n)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of the message of uncompressed gradients."""
+        return wire.FLOAT32 * sum(math.prod(self.local(name)) for name in self.plain)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends over the slow axis in a step, with the last codec of the timetable."""
+        return self._coded_bytes(self.codec) + wire.all_reduce(self.plain_bytes, self.replicas)
+
+    @property
+    def program_bytes(self) -> int:
+        """Bytes of all messages in the compiled step, which contains every codec of the timetable."""
+        return sum(self._sent_bytes) + wire.all_reduce(self.plain_bytes, self.replicas)
+
+    def wire_bytes_at(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        """Bytes that one device sends in the step after `step` updates."""
+        starts = jnp.array([first for first, _ in self.codec.timetable])
+        plain = wire.all_reduce(self.plain_bytes, self.replicas)
+        return jnp.array([coded + plain for coded in self._sent_bytes], jnp.float32)[jnp.sum(step >= starts) - 1]
+
+    @functools.cached_property
+    def _sent_bytes(self) -> tuple[int, ...]:
+        """Bytes of the compressed gradients under each codec of the timetable."""
+        return tuple(self._coded_bytes(codec) for _, codec in self.codec.timetable)
+
+    def _coded_bytes(self, codec: Codec | None) -> int:
+        """Bytes of the compressed gradients; the codec `None` sends them in float32."""
+        shapes = ((self.local(name), self.leaves[name].layers) for name in self.coded)
+        if codec is None:
+            return sum(wire.exact(shape, self.replicas) for shape, _ in shapes)
+        return sum(codec.wire_bytes(shape, self.replicas, layers=layers) for shape, layers in shapes)
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes that one device would send in float32."""
+        return sum(wire.exact(self.local(name), self.replicas) for name in self.leaves)
+
+    # -- states --------------------------------------------------------------------------------------------------------
+
+    def _state_leaf(self, name: str, key: str, shape: tuple[int, ...], *, merged: bool = False) -> Leaf:
+        """Global shape and placement of a state, of all replicas or merged into one."""
+        leaf, n, slow_axis = self.leaves[name], (self.replicas,), (self.axis,)
+        if merged:
+            n, slow_axis = (), ()
+        if key == RESIDUAL:
+            return Leaf((*n, *leaf.shape), PartitionSpec(*slow_axis, *leaf.spec))
+        return Leaf((*n, self.shards(name), *shape), PartitionSpec(*slow_axis, leaf.axes or None))
+
+    def _init(self, name: str, key: Key) -> dict[str, Array]:
+        leaf = self.leaves[name]
+        return self.codec.init(self.local(name), key, self.replicas, layers=leaf.layers, first=leaf.first)
+
+    @functools.cached_property
+    def _state_shapes(self) -> dict[str, dict[str, Any]]:
+        """Shapes of the states of one device and replica."""
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return {name: jax.eval_shape(functools.partial(self._init, name), key) for name in self.coded}
+
+    def _state_leaves(self, *, merged: bool = False) -> dict[str, dict[str, Leaf]]:
+        return {
+            name: {
+                key: self._state_leaf(name, key, state.shape, merged=merged)
+                for key, state in states.items()
+                if not merged or key in self.lasting(name)
+            }
+            for name, states in self._state_shapes.items()
+        }
+
+    def abstract(self, *, one: bool = False) -> Any:
+        """Shapes, dtypes and placements of the states of all replicas, or of the one state that `merged` returns."""
+        return {
+            name: {
+                key: jax.ShapeDtypeStruct(
+                    leaf.shape, self._state_shapes[name][key].dtype, sharding=NamedSharding(self.mesh, leaf.spec)
+                )
+                for key, leaf in states.items()
+            }
+            for name, states in self._state_leaves(merged=one).items()
+        }
+
+    def shardings(self, *, merged: bool = False) -> Any:
+        """Placements of the states."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract(one=merged))
+
+    def _specs(self, *, merged: bool = False) -> Any:
+        return jax.tree.map(lambda sharding: sharding.spec, self.shardings(merged=merged))
+
+    def init(self) -> States:
+        """States before the first step; jit it with `out_shardings`."""
+
+        def local() -> States:
+            return self._with_leading_dims(self.start())
+
+        return self._shard_mapped(local, (), self._specs())()
+
+    def lasting(self, name: str) -> tuple[str, ...]:
+        """Names of a gradient's states whose shapes do not depend on the number of replicas."""
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        grown_shapes = jax.eval_shape(
+            lambda key: self.codec.init(self.local(name), key, self.replicas + 1, layers=self.leaves[name].layers),
+            key,
+        )
+        return tuple(key for key, state in self._state_shapes[name].items() if state.shape == grown_shapes[key].shape)
+
+    def merged(self, states: States) -> States:
+        """One state in place of all replicas', with their mean residual; any number of replicas can resume from it."""
+
+        def local(states: States) -> States:
+            merged: States = {}
+            for name, state in self._without_leading_dims(states).items():
+                gathered = jax.tree.map(lambda array: lax.all_gather(array, self.axis), state)
+                single = self.codec.resize(gathered, self.local(name), 1, layers=self.leaves[name].layers)
+                merged[name] = {key: single[key][0] if key == RESIDUAL else single[key] for key in self.lasting(name)}
+            return merged
+
+        return self._shard_mapped(local, (self._specs(),), self._specs(merged=True))(states)
+
+    def spread(self, merged: States) -> States:
+        """The inverse of `merged`, for the replicas of this mesh; missing states take their initial values."""
+
+        def local(merged: States) -> States:
+            initial = self.start()
+            local_states = {
+                name: {key: array if key == RESIDUAL else array[0] for key, array in state.items()}
+                for name, state in merged.items()
+            }
+            return self._with_leading_dims({name: {**initial[name], **local_states.get(name, {})} for name in initial})
+
+        specs = {name: {key: self._specs(merged=True)[name][key] for key in state} for name, state in merged.items()}
+        return self._shard_mapped(local, (specs,), self._specs())(merged)
+
+    def _with_leading_dims(self, states: States) -> States:
+        """States of a device with leading dims for replicas and shards."""
+        return {
+            name: {key: array[None] if key == RESIDUAL else array[None, None] for key, array in state.items()}
+            for name, state in states.items()
+        }
+
+    def _without_leading_dims(self, states: States) -> States:
+        return {
+            name: {key: array[0] if key == RESIDUAL else array[0, 0] for key, array in state.items()}
+            for name, state in states.items()
+        }
+
+    # -- the stage -----------------------------------------------------------------------------------------------------
+
+    def __call__(self, gradients: Mapping[str, Array], states: States, step: Int[Array, ""]) -> Reduced:
+        """Average gradients over the replicas.
+
+        Args:
+            gradients: by name, float32 (replicas, *shape).
+            states: of the codec.
+            step: updates made before this one.
+        """
+
+        def local(gradients: dict[str, Array], states: States, step: Array) -> Reduced:
+            shards = {name: gradient[0] for name, gradient in gradients.items()}
+            mean, new_states = self.inside(shards, self._without_leading_dims(states), step, self.mesh.axis_names)
+            return Reduced(mean, self._with_leading_dims(new_states), self._residual_norm(new_states))
+
+        replicated = PartitionSpec()
+        gradient_specs = {name: PartitionSpec(self.axis, *leaf.spec) for name, leaf in self.leaves.items()}
+        mean_specs = {name: leaf.spec for name, leaf in self.leaves.items()}
+        out_specs: Any = Reduced(*(mean_specs, self._specs(), replicated))  # pyright: ignore[reportArgumentType]
+        in_order = {name: gradients[name] for name in self.leaves}
+        return self._shard_mapped(local, (gradient_specs, self._specs(), replicated), out_specs)(in_order, states, step)
+
+    def inside(
+        self, gradients: Mapping[str, Array], states: States, step: Int[Array, ""], agreeing: Sequence[str]
+    ) -> tuple[dict[str, Array], States]:
+        """The mean of gradients over the replicas and the new states, in a region that is manual over the axes.
+
+        Args:
+            gradients: by name, float32: shards of this device and replica.
+            states: of this device and replica.
+            step: updates made before this one.
+            agreeing: axes whose devices agree on whether the gradients are finite; all of them run this.
+        """
+        squared_norm = sum((jnp.sum(jnp.square(gradient)) for gradient in gradients.values()), jnp.zeros(()))
+        finite = jnp.isfinite(lax.psum(squared_norm, agreeing))
+        means, new_states = self._exact_means(gradients), {}
+        key = jax.random.fold_in(jax.random.key(self.seed), step)
+        for name in self.coded:
+            leaf_mean, leaf_state = self.codec.reduce(
+                gradients[name],
+                states[name],
+                self.axis,
+                self._shard_key(key, name),
+                step,
+                layers=self.leaves[name].layers,
+                first=self.leaves[name].first,
+            )
+            means[name], new_states[name] = jnp.where(finite, leaf_mean, jnp.nan), leaf_state
+        new_states = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_states, states)
+        return {name: means[name] for name in self.leaves}, new_states
+
+    def start(self) -> States:
+        """States of one device and replica before the first step, in a region that is manual over the axes."""
+        key = jax.random.key(self.seed)
+        return {name: self._init(name, self._shard_key(key, name)) for name in self.coded}
+
+    def _exact_means(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
+        """Means of the uncompressed gradients, sent together; NaN or Inf stays in its own leaf."""
+        if not self.plain:
+            return {}
+        flat = jnp.concatenate([gradients[name].reshape(-1) for name in self.plain])
+        ends = [0]
+        for name in self.plain:
+            ends.append(ends[-1] + math.prod(self.local(name)))
+        flat = lax.psum(flat, self.axis) / self.replicas
+        return {
+            name: flat[start:end].reshape(self.local(name))
+            for name, start, end in zip(self.plain, ends, ends[1:], strict=False)
+        }
+
+    def _residual_norm(self, states: States) -> Array:
+        squares = jnp.zeros(())
+        for name, state in states.items():
+            copies = self.mesh.size // (self.replicas * self.shards(name))
+            squares += squared_residuals({name: state}) / copies
+        return jnp.sqrt(lax.psum(squares, self.mesh.axis_names) / self.replicas)
+
+    def _shard_key(self, key: Key, name: str) -> Key:
+        """Key of a gradient's shard: equal on all replicas, and on all devices that hold that shard."""
+        leaf = self.leaves[name]
+        key = jax.random.fold_in(key, zlib.crc32((leaf.stack or name).encode()) & 0x7FFFFFFF)
+        shard = jnp.int32(0)
+        for axis in leaf.axes:
+            shard = shard * self.mesh.shape[axis] + lax.axis_index(axis)
+        return jax.random.fold_in(key, shard)
+
+    def _shard_mapped(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        # replicas are equal because all compute the same from the same inputs, which the types cannot express
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

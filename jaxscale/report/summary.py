@@ -1,0 +1,110 @@
+"""The summary of a run in the terminal: its most important figures, and the path of its report."""
+
+import io
+import shutil
+from typing import Any
+
+import numpy as np
+
+from jaxscale.records.record import RunRecord, Status
+from jaxscale.records.storage import run_path
+from jaxscale.report.page import FILE
+from jaxscale.report.sentences import plan_in_words
+from jaxscale.values.units import count, duration, number, rate, size
+
+_STATUS: dict[Status, tuple[str, str]] = {
+    "finished": ("finished", "green"),
+    "preempted": ("preempted; start it again to continue", "yellow"),
+    "diverged": ("diverged", "red"),
+    "running": ("running", "blue"),
+    "stopped": ("stopped without a final event; start it again to continue", "yellow"),
+    "empty": ("nothing measured yet", "dim"),
+}
+
+
+def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> str:
+    """A run in a few lines, for the terminal.
+
+    Args:
+        run_dir: the run's folder; any of its files may be missing.
+        color: use terminal colours.
+        width: number of columns; the terminal's by default.
+
+    Returns:
+        The text, without a newline at its end.
+
+    Example:
+        >>> import tempfile
+        >>> print(summary(tempfile.mkdtemp(prefix="run-"), width=60).split("  ")[-1])
+        nothing measured yet
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    run = RunRecord.read(run_dir)
+    columns = width or min(100, shutil.get_terminal_size().columns)
+    screen = Console(
+        file=io.StringIO(),
+        width=columns,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        highlight=False,
+    )
+    word, style = _STATUS[run.status]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(Text(run.name, style="bold not dim"), Text(word, style=f"bold {style}"))
+    lines = _lines(run)
+    for name, text in lines:
+        table.add_row(name, Text(text))
+    screen.print(table)
+    report = run_path(run_dir) / FILE
+    if report.exists():
+        # a path is not wrapped, so that it can be copied
+        indent = max(len(name) for name in [run.name, "report", *(name for name, _ in lines)]) + 2
+        screen.print(Text.assemble(("report".ljust(indent), "dim"), str(report)), soft_wrap=True)
+    assert isinstance(screen.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in screen.file.getvalue().rstrip("\n").split("\n"))
+
+
+def _lines(run: RunRecord) -> list[tuple[str, str]]:
+    lines: list[tuple[str, str]] = []
+    rows = run.rows("train")
+    if run.best is not None and run.final is not None:
+        step, loss = run.best
+        final = "" if run.final == run.best else f"; last {number(run.final[1])} at step {run.final[0]:,}"
+        lines.append(("held-out loss", f"{number(loss)} nats per target token at step {step:,}{final}"))
+    if rows:
+        lines.append(("training loss", f"{number(rows[-1].get('loss'))} at step {rows[-1]['step']:,}"))
+        tokens = f", {count(run.tokens)} target tokens" if run.tokens is not None else ""
+        lines.append(("steps", f"{run.step:,}{f' of {run.steps:,}' if run.steps else ''}{tokens}"))
+    if run.seconds is not None and rows:
+        compile_seconds = run.events("compile").column("seconds")
+        compile_seconds = compile_seconds[np.isfinite(compile_seconds)]
+        compile_time = f", {duration(float(compile_seconds.sum()))} of it compiling" if compile_seconds.size else ""
+        lines.append(("time", f"{duration(run.seconds)}{compile_time}"))
+    if run.tokens_per_second is not None:
+        flop = rows.column("flop_per_second")
+        arithmetic = f", {rate(float(np.nanmedian(flop)), 'FLOP/s')}" if np.isfinite(flop).any() else ""
+        mfu = f", {run.mfu:.1%} MFU" if run.mfu is not None else ""
+        lines.append(("speed", f"{count(run.tokens_per_second)} target tokens per second{arithmetic}{mfu}"))
+    skip_count = len(run.events("skipped"))
+    if skip_count:
+        lines.append(("skipped", f"{skip_count} step{'s' * (skip_count > 1)}"))
+    memory = run.memory
+    if memory:
+        kinds = {kind: value for kind, value in memory.items() if value >= 0.005 * sum(memory.values())}
+        parts = ", ".join(f"{kind} {size(value)}" for kind, value in kinds.items())
+        lines.append(("memory", f"{size(sum(memory.values()))} per device: {parts}"))
+    if run.host_memory:
+        parts = ", ".join(f"{kind} {size(value)}" for kind, value in run.host_memory.items())
+        lines.append(("host memory", f"{size(sum(run.host_memory.values()))} for each device: {parts}"))
+    mesh = [words for topic, words in plan_in_words(run.plan, run.layout, run.experiment) if topic == "Mesh"]
+    if mesh:
+        lines.append(("mesh", mesh[0]))
+    if run.kernels is not None:
+        lines.append(("kernels", f"{run.kernels[1]}, on {run.kernels[0]}"))
+    lines += [("unread", line) for line in run.unread]
+    return lines

@@ -1,0 +1,409 @@
+"""AsyncPipeline: the train step of a pipeline that updates each stage's weights on its way and never drains.
+
+A step lets the microbatches of one batch enter and runs the ticks until the next batch may (`pipeline.asynchronous`).
+Its loss is that of the forwards which reach the last stage in these ticks: in PipeDream and PipeMare, whose batch is
+one microbatch, of batches that entered up to p - 1 steps before. Steps in which none gets there have no loss, a NaN.
+
+What has a meaning over all stages is done per stage, on its own gradients: clipping by the norm, the watch over bad
+steps (a non-finite or spiking gradient skips that stage's update), a codec, and the counts that a learning rate depends
+on.
+Gradients are means over the batch, so its weight is computed before its loss: it must not depend on the model.
+
+What stages share is each one's own copy. A parameter is read before the blocks, by the first stage, or behind them, by
+the last, which the traced model tells; the other copies are zeros and stay so. A parameter that is read in both places
+(tied weights) or in the blocks would become several, and is refused.
+
+Between steps the train state holds the newest weights, the optimizer's state, and what is in flight: messages, batches,
+what forwards keep, older weights, sums of gradients, each stage's watch and counts. A checkpoint has it under a name
+that is made of the plan, so a step with another plan, another pipeline or none leaves it behind: microbatches that were
+under way are lost, some of whose updates have been made. Restored without it, a pipe is filled anew. The plan's
+`synchronous_steps` come first: one synchronous step after another, clipped and watched as a whole.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Container, Iterable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.errors import UserError
+from jaxscale.offload.updates import plainly
+from jaxscale.pipeline.run.asynchronous import Asynchronous, UpdateAt
+from jaxscale.pipeline.run.passes import At
+from jaxscale.pipeline.run.pipemare import Remedies
+from jaxscale.pipeline.run.stream import stream
+from jaxscale.pipeline.schedules import METHODS
+from jaxscale.replicas.codec import Codec
+from jaxscale.replicas.reduce import Leaf, Stage, squared_residuals
+from jaxscale.step.batches import batch_shapes
+from jaxscale.step.exchange import describe_codec
+from jaxscale.step.extra import CompiledProgram, lacks
+from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS, Layout
+from jaxscale.step.pipelined.gradients import MANUAL, Pipelined
+from jaxscale.step.pipelined.reads import shared_copies, weight_program
+from jaxscale.step.pipelined.stages import Stages
+from jaxscale.step.plan import version_1
+from jaxscale.step.planned_model import PlannedModel, positive
+from jaxscale.step.saved.naming import Naming, plain
+from jaxscale.step.state import Metrics, TrainState, Watch
+from jaxscale.trees import path_name
+from jaxscale.typing import Array, Batch
+
+IN_FLIGHT = "in_flight"
+"""Name of the extra, which another plan, or another version, leaves behind."""
+OWN = PartitionSpec(MANUAL)
+"""Placement of what each device has of its own, along the first dim."""
+Flight = dict[str, Any]
+CORRECTION = 0.135
+"""PipeMare's D, as its theory has it: exp(-2)."""
+ANNEAL = 4
+"""PipeMare's rescheduling fades over one of so many parts of a run, unless the plan says another number of updates."""
+
+
+class AsyncPipeline:
+    """The train step of an asynchronous pipeline.
+
+    Evaluation and synchronous steps run by a synchronous pipeline of the same model; `held` and `layout` are those of
+    the train state, in which each stage has a copy of its own of what all share.
+
+    Args:
+        planned: the model under its plan.
+        stages: the layers of each stage.
+        optimizer: clipping and all.
+
+    Raises:
+        UserError: tied weights, or a parameter that blocks share; a loss whose weight depends on the model.
+    """
+
+    def __init__(self, planned: PlannedModel, stages: Stages, optimizer: optax.GradientTransformation) -> None:
+        assert planned.plan.pipeline is not None
+        self.planned, self.stages, self.plan = planned, stages, planned.plan.pipeline
+        self.method = METHODS[self.plan.name]
+        self.ranks, self.group = stages.schedule.ranks, stages.schedule.microbatches
+        self.synchronous = Pipelined(planned, stages, METHODS["1f1b"].schedule(self.ranks, self.group, None, 1))
+        self.stream = stream(self.method, self.ranks, self.group, self.plan.stash)
+        self.remedies = self._remedies()
+        self.advance = plainly(optimizer)
+        self.batch = batch_shapes(planned.experiment)
+        self.held = planned.pure_model.copied(shared_copies(self.synchronous, self.batch))
+        self.layout = Layout.of(self.held, optimizer, planned.plan, planned.layout.mesh)
+        self.codec = self._codec_stage()
+        self._owners = self.layout.owners(optimizer)
+        self._optimizer = jax.tree.structure(self.layout.abstract.optimizer)
+        self._weight = weight_program(planned, self.batch)
+
+    @property
+    def asked(self) -> str:
+        """The user's request."""
+        return f"pipeline {self.plan}"
+
+    def __str__(self) -> str:
+        plan, late = self.planned.plan, max(self.stream.delays)
+        ages = f"gradients are up to {late} updates old" if late else "gradients are of the newest weights"
+        clips = "" if self.planned.experiment.optimizer.clip is None else " clips by its own gradient's norm and"
+        first = self.plan.synchronous_steps
+        waits = f"the first {first} steps are synchronous, then " if first else ""
+        whole = " x ".join(axis for axis in ("sequence", "tensor") if self.layout.mesh.shape[axis] > 1)
+        copies = f"; what is in flight lies whole on every device along {whole}" if whole else ""
+        if self.stream.newest and (plan.memory.rule != "none" or plan.stages_keep == "input"):
+            ages += ", and what is recomputed reads newer weights than its forward did"
+        return f"{self.asked}: {waits}{ages}; each stage{clips} skips bad updates by itself{copies}"
+
+    def _remedies(self) -> Remedies:
+        """PipeMare's, as the plan says, or as published; others have none unless asked for."""
+        plan, pipemare = self.plan, self.stream.newest
+        anneal = self.planned.experiment.steps // ANNEAL if pipemare else 0
+        correction = CORRECTION if pipemare else 0.0
+        anneal = anneal if plan.anneal is None else plan.anneal
+        correction = correction if plan.correction is None else plan.correction
+        return Remedies(anneal=anneal, correction=correction or None)
+
+    def _codec_stage(self) -> Stage | None:
+        """The codec at work on the gradients of one stage, whole on each of its devices; `None` where XLA reduces."""
+        planned = self.planned
+        if not isinstance(planned.plan.reduce, Codec):
+            return None
+        stacked, shared = self.synchronous.split(planned.pure_model.params)
+        leaves = {
+            name: Leaf((self.stages.depth, *leaf.shape[1:]), PartitionSpec(), layers=True)
+            for name, leaf in stacked.items()
+        }
+        leaves |= {name: Leaf(leaf.shape, PartitionSpec()) for name, leaf in shared.items()}
+        return Stage(planned.plan.reduce, self.layout.mesh, leaves, REPLICA_AXIS, planned.pure_model.seed)
+
+    # -- one stage -----------------------------------------------------------------------------------------------------
+
+    def _computed(self, parameters: Any) -> Any:
+        """Parameters in the type computed in."""
+        dtype = jnp.dtype(self.planned.plan.precision)
+        return jax.tree.map(lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, parameters)
+
+    def _pipe(self, parameters: Any, batch: Any, key: Any) -> Asynchronous:
+        """The executor, inside the manual region."""
+        stage = self.synchronous.stage(self.synchronous.loss, lambda loss: loss.total + loss.penalty)
+
+        def scaled(stacked: Any, shared: Any, x: Any, microbatch: Any, at: At, key: Any) -> Any:
+            part, scale = microbatch
+            y, objective, sums = stage(stacked, shared, x, part, at, key)
+            return y, objective * scale, sums
+
+        stacked, shared = self._computed(jax.tree.map(lambda leaf: leaf[0], parameters))
+        part, _ = jax.tree.map(lambda leaf: leaf[0], batch)
+        before = self.synchronous.form.parts(self.synchronous.loss).before
+        x = jax.eval_shape(before, stacked, shared, part, key, jnp.int32(0))
+        return Asynchronous(
+            self.stream,
+            scaled,
+            self._update,
+            x,
+            compute=None if self.planned.plan.precision == "float32" else self._computed,
+            remedies=self.remedies,
+            axis=PIPE_AXIS,
+            manual=MANUAL,
+        )
+
+    def _update(self, parameters: Any, gradients: Any, carry: dict[str, Any], at: UpdateAt) -> tuple[Any, Any]:
+        """Of one stage: gradients added up over the data axes, judged, clipped and applied."""
+        del at
+        stacked, shared = jax.tree.map(lambda leaf: self._over_rows(leaf[0]), gradients)
+        codec, codes, states = self.codec, carry["codes"], {}
+        if codec is not None:
+            sums = jax.tree.map(lambda leaf: leaf * codec.replicas, {**stacked, **shared})
+            reduced, states = self._reduced(codec, sums, codes["states"], codes["updates"])
+            stacked, shared = ({name: reduced[name] for name in part} for part in (stacked, shared))
+        gradients = self.synchronous.joined(stacked, shared)
+        norm = optax.tree.norm(gradients)
+        good, watch = carry["watch"].judge(norm, norm, self.planned.experiment.guard)
+        if codec is not None:
+            states = jax.tree.map(lambda new, old: jnp.where(good, new, old), states, codes["states"])
+            codes = {"states": states, "updates": codes["updates"] + 1}
+            carry = {**carry, "sent": carry["sent"] + codec.wire_bytes_at(carry["codes"]["updates"])}
+        leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
+        params = self.synchronous.joined(*jax.tree.map(lambda leaf: leaf[0], parameters))
+        after, state = self.advance(gradients, self._optimizer.unflatten(leaves), params, norm, good)
+        owned, free = self._divided(jax.tree.leaves(state))
+        squares = carry["squares"] + jnp.square(norm)
+        carry |= {"owned": owned, "free": free, "watch": watch, "codes": codes, "squares": squares}
+        return jax.tree.map(lambda leaf: leaf[None], self.synchronous.split(after)), carry
+
+    def _reduced(self, codec: Stage, gradients: Any, states: Any, updates: Array) -> tuple[dict[str, Array], Any]:
+        """One stage's gradients averaged over the replicas, manual over the axes that are left: kernels want all."""
+
+        def inside(gradients: Any, states: Any, updates: Array) -> tuple[dict[str, Array], Any]:
+            return codec.inside(gradients, states, updates, (REPLICA_AXIS,))
+
+        return jax.shard_map(
+            inside,
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            axis_names=set(self.layout.mesh.axis_names) - set(MANUAL),
+            check_vma=False,
+        )(gradients, states, updates)
+
+    def _over_rows(self, gradient: Array) -> Array:
+        """One gradient, added up over the devices of this stage; a codec adds up those of replicas."""
+        if self.planned.plan.reduce == "bfloat16":
+            gradient = gradient.astype(jnp.bfloat16)
+        apart = {PIPE_AXIS} if self.codec is None else {PIPE_AXIS, REPLICA_AXIS}
+        over = [axis for axis in MANUAL if axis not in apart and self.layout.mesh.shape[axis] > 1]
+        return (jax.lax.psum(gradient, over) if over else gradient).astype(jnp.float32)
+
+    def _divided(self, leaves: list[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Leaves of the optimizer's state that have a parameter's shape, and the others, by their place."""
+        owned = {i: leaf for i, leaf in enumerate(leaves) if self._owners[i]}
+        return owned, {i: leaf for i, leaf in enumerate(leaves) if not self._owners[i]}
+
+    # -- the state -----------------------------------------------------------------------------------------------------
+
+    def in_flight(self, state: TrainState) -> Flight:
+        """An empty pipe, whose stages have made as many updates as a state has steps."""
+
+        def body(stacked: Any, shared: Any, free: Any, watch: Watch, updates: Array) -> Any:
+            parameters = jax.tree.map(lambda leaf: leaf[None], stacked), shared
+            rows = self.planned.experiment.batch // self.group // self._ways
+            zeros = {
+                name: jnp.zeros((self.group, rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in self.batch.items()
+            }
+            batch = ((zeros, jnp.zeros((self.group, rows), jnp.int32)), jnp.zeros((self.group,), jnp.float32))
+            key = jax.random.key(self.planned.experiment.seed)
+            pipe = self._pipe(parameters, batch, key).fill(parameters, batch, key)
+            # each stage's share of the norm, were they alike
+            watch = replace(watch, norm=watch.norm / self.ranks**0.5)
+            codes = {}
+            if self.codec is not None:
+                codes = {"states": self.codec.start(), "updates": updates}
+            lasting = {"free": free, "watch": watch, "codes": codes}
+            return {"pipe": pipe, **jax.tree.map(lambda leaf: leaf[None], lasting)}
+
+        _, free = self._divided(jax.tree.leaves(state.optimizer))
+        each, same = PartitionSpec(PIPE_AXIS), PartitionSpec()
+        with self.planned.tracing():
+            return self.synchronous.mapped(body, (each, each, same, same, same), OWN)(
+                *self.synchronous.split(state.params), free, state.watch, state.step
+            )
+
+    @property
+    def _ways(self) -> int:
+        """Parts that the rows of a microbatch are in."""
+        return math.prod(self.layout.mesh.shape[axis] for axis in BATCH_AXES)
+
+    # -- one batch -----------------------------------------------------------------------------------------------------
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """The state after a batch has entered, and `loss`, `grad_norm` and `weight` of the step's ticks.
+
+        The norm is that of all gradients that stages have updated by, together; 0 where none has. With a codec
+        `wire_bytes` too, of the device that sends most, and `residual_norm`, of all that stages owe.
+        """
+        first = self.plan.synchronous_steps
+        if not first:
+            return self._streamed(state, batch)
+        return jax.lax.cond(state.step < first, self._waiting, self._streamed, state, dict(batch))
+
+    def _waiting(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """A synchronous step, after which the pipe is empty."""
+        loss, gradients, _ = self.synchronous.gradients(self.newest(state), batch)
+        gradients = self.held.in_rows(self.planned.pure_model.in_layers(gradients))
+        gradients = jax.lax.with_sharding_constraint(gradients, self.layout.masters)
+        mean, norm = loss.total / positive(loss.weight), optax.tree.norm(gradients)
+        good, watch = state.watch.judge(mean, norm, self.planned.experiment.guard)
+        params, optimizer = self.advance(gradients, state.optimizer, state.params, norm, good)
+        after = replace(state, step=state.step + 1, params=params, optimizer=optimizer, watch=watch)
+        metrics = {"loss": mean, "grad_norm": norm, "weight": loss.weight}
+        if self.codec is not None:  # which is not at work yet
+            metrics |= {"residual_norm": jnp.zeros(()), "wire_bytes": jnp.float32(self.codec.exact_bytes)}
+        return replace(after, extra={IN_FLIGHT: self.in_flight(after)}), metrics
+
+    def without_gradients(self) -> UserError:
+        """The refusal of a request for the gradients of a step."""
+        return UserError(f"{self.asked}: a step has no gradients of its own: each stage updates by others, on its way")
+
+    def newest(self, state: TrainState) -> TrainState:
+        """The state of a synchronous pipeline with these weights, its optimizer aside."""
+        stacked, shared = self.synchronous.split(state.params)
+        newest = {name: leaf[self.held.copies[name].index(0)] for name, leaf in shared.items()}
+        return replace(state, params=self.synchronous.joined(stacked, newest), extra={})
+
+    def _streamed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        owned, _ = self._divided(jax.tree.leaves(state.optimizer))
+        stacked = {i: not owner or self.planned.pure_model.stacked(owner) for i, owner in enumerate(self._owners)}
+        each, same, rows = PartitionSpec(PIPE_AXIS), PartitionSpec(), PartitionSpec(None, BATCH_AXES)
+
+        def body(weights: Any, shared: Any, owned: Any, flight: Any, batch: Any, key: Any) -> Any:
+            parameters = jax.tree.map(lambda leaf: leaf[None], weights), shared
+            mine = jax.tree.map(lambda leaf: leaf[0], {name: flight[name] for name in ("free", "watch", "codes")})
+            owned = {i: leaf if stacked[i] else leaf[0] for i, leaf in owned.items()}
+            carry = {"owned": owned, **mine, "squares": jnp.zeros(()), "sent": jnp.zeros(())}
+            pipe = self._pipe(parameters, batch, key)
+            after = pipe.advance(parameters, carry, flight["pipe"], batch, key)
+            weights, shared = after.parameters
+            weights, carry = jax.tree.map(lambda leaf: leaf[0], weights), after.optimizer
+            owned = {i: leaf if stacked[i] else leaf[None] for i, leaf in carry["owned"].items()}
+            mine = jax.tree.map(lambda leaf: leaf[None], {name: carry[name] for name in ("free", "watch", "codes")})
+            norm = jnp.sqrt(jax.lax.psum(carry["squares"], PIPE_AXIS))
+            sums = jax.lax.psum(after.sums, MANUAL)
+            coded = {}
+            if self.codec is not None:
+                owed = jax.lax.psum(squared_residuals(carry["codes"]["states"]), MANUAL) / self._ways
+                sent = jax.lax.pmax(carry["sent"], MANUAL)
+                coded = {"residual_norm": jnp.sqrt(owed), "wire_bytes": sent}
+            return weights, shared, owned, {"pipe": after.in_flight, **mine}, (sums, norm, coded)
+
+        scale = jnp.broadcast_to(1.0 / positive(self._weight(batch)), (self.group,))
+        with self.planned.tracing():
+            key = self.planned.key(state)
+            inputs, outputs = (each, each, each, OWN, (rows, same), same), (each, each, each, OWN, same)
+            parts = (self.synchronous.microbatches(batch), scale)
+            weights, shared, owned, flight, (loss, norm, coded) = self.synchronous.mapped(body, inputs, outputs)(
+                *self.synchronous.split(state.params), owned, state.extra[IN_FLIGHT], parts, key
+            )
+        # of every stage, once
+        free, watch = jax.tree.map(lambda leaf: leaf.reshape(self.ranks, -1)[:, 0], (flight["free"], flight["watch"]))
+        leaves = {**owned, **jax.tree.map(lambda leaf: leaf[-1], free)}
+        norms = jnp.sqrt(jnp.square(watch.norm).sum())
+        after = TrainState(
+            step=state.step + 1,
+            params=self.synchronous.joined(weights, shared),
+            optimizer=self._optimizer.unflatten([leaves[i] for i in range(len(leaves))]),
+            rest=state.rest,
+            watch=replace(jax.tree.map(jnp.max, watch), norm=norms),
+            extra={IN_FLIGHT: flight},
+        )
+        mean = jnp.where(loss.weight > 0, loss.total / positive(loss.weight), jnp.nan)
+        return after, {"loss": mean, "grad_norm": norm, "weight": loss.weight, **coded}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InFlight:
+    """The extra of an asynchronous pipeline: messages, batches, older weights, sums of gradients, each stage's watch.
+
+    Args:
+        pipeline: whose it is.
+    """
+
+    pipeline: AsyncPipeline
+    name: str = dataclasses.field(default=IN_FLIGHT, init=False)
+    label: str = dataclasses.field(default="in flight", init=False)
+
+    def placed(self, layout: Layout) -> Layout:
+        """As of `StateExtra`: what each device has of its own, along the first dim."""
+        sharding = NamedSharding(layout.mesh, OWN)
+        flight = jax.eval_shape(self.pipeline.in_flight, layout.abstract)
+        return layout.with_extra(
+            self.name,
+            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), flight),
+        )
+
+    def init(self, state: TrainState) -> Flight:
+        """As of `StateExtra`."""
+        return self.pipeline.in_flight(state)
+
+    def saved(self, state: TrainState) -> TrainState:
+        """As of `StateExtra`."""
+        return state
+
+    def saved_abstract(self, abstract: TrainState) -> TrainState:
+        """As of `StateExtra`."""
+        return abstract
+
+    def loaded(self, state: TrainState) -> TrainState:
+        """As of `StateExtra`: a pipe of which anything is missing begins empty."""
+        if not lacks(state.extra[self.name]):
+            return state
+        extra = {name: value for name, value in state.extra.items() if name != self.name}
+        shardings = self.placed(self.pipeline.layout).state.extra[self.name]
+        flight = jax.jit(self.pipeline.in_flight, out_shardings=shardings)(replace(state, extra=extra))
+        return replace(state, extra={**extra, self.name: flight})
+
+    def parts(self, naming: Naming, abstract: TrainState) -> Any:
+        """As of `StateExtra`: under a name made of all that a pipe depends on, so that no other plan takes it up."""
+        pipeline, flight = self.pipeline, abstract.extra[self.name]
+        shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(flight)]
+        planned = pipeline.planned
+        facts = [version_1(planned.plan), pipeline.stages.layers, planned.experiment.batch, jax.__version__, shapes]
+        mark = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+        prefix = f"{self.name}/{pipeline.method.name}-{mark}"
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: plain(f"{prefix}/{path_name(path)}", leaf), flight)
+
+    def notes(self, names: Container[str], wanted: Iterable[str]) -> str:
+        """As of `StateExtra`."""
+        if all(name in names for name in wanted if name.startswith(f"{self.name}/")):
+            return ""
+        return f"; nothing was in flight for {self.pipeline.asked}, which begins empty"
+
+    def describe(self) -> list[str]:
+        """As of `StateExtra`."""
+        optimizer = self.pipeline.planned.experiment.optimizer
+        codec = [] if self.pipeline.codec is None else describe_codec(self.pipeline.codec, optimizer)
+        return [str(self.pipeline), *codec]
+
+    def check(self, program: CompiledProgram) -> None:
+        """As of `StateExtra`: stages update as they go, which no single program's text shows."""

@@ -1,0 +1,426 @@
+"""The two forms in which a pipeline's stages read a model's blocks: rows of a stack, or a chain of unlike blocks.
+
+The model is one function of its module, and stays so: traced with its blocks cut (`blocks.cutting`), it shows what
+enters the first block, what one stage's blocks make of it, and what loss comes of the last block's output.
+
+Blocks of a stack are alike, and a stage's are the rows of a stacked parameter that lie on its device. Blocks of a
+`layers.Chain` are not. One program serves all devices, so what differs between stages is made alike around a
+`lax.switch` on the stage's number. The parameters of a stage travel as one flat array of the longest stage's size: a
+device holds those of its own stages alone while it computes, and float32 gradients of no more. Messages differ in shape
+from boundary to boundary; each is flattened, type by type, into the form of the longest. Between steps parameters and
+optimizer state lie as those that stages share do: split over the pipe axis wherever a dim divides. Each is gathered
+once before the loop, by every device, of which its stage's keeps it, and its gradient is scattered once after it.
+
+Left out of chains, and refused by name: what would need the array to be split (tensor and sequence axes, ZeRO 3),
+residuals in slots, whose shapes are each stage's own (the stash is a stage's input), memory rules that look at all
+blocks at once, and asynchronous schedules.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxscale import blocks
+from jaxscale.blocks import Context, Cut
+from jaxscale.sharding.zero import without
+from jaxscale.step.layout import PIPE_AXIS
+from jaxscale.step.pipelined.stages import Stages
+from jaxscale.step.planned_model import PlannedModel
+from jaxscale.trees import filled, named_leaves, path_name
+from jaxscale.typing import Array, Batch, Key, Params
+
+Scored = Callable[[Any, Batch, Context], Any]
+"""From the module, a microbatch and the settings of the pass to sums."""
+Named = dict[str, Any]
+"""Arrays by the name of their parameter."""
+
+
+class Reached(Exception):
+    """Carries a traced value out of the model, which need not run on."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__("a traced value, on its way out of the model")
+        self.value = value
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A model in three functions; each takes (stacked, shared, microbatch, key, stage), two of them `x` before.
+
+    Args:
+        before: to what enters the first block.
+        inside: from `x` to what a stage's blocks make of it.
+        behind: from the last block's output to sums.
+    """
+
+    before: Callable[..., Any]
+    inside: Callable[..., Any]
+    behind: Callable[..., Any]
+
+
+@runtime_checkable
+class StageForm(Protocol):
+    """How stages read the parameters of their blocks. `StackForm` and `ChainForm` are its two kinds."""
+
+    @property
+    def depth(self) -> int | None:
+        """Blocks that run one after the other on a device; `None` where each is traced."""
+        ...
+
+    def is_staged(self, name: str) -> bool:
+        """Whether a parameter is read by one stage alone."""
+        ...
+
+    def parts(self, score: Scored) -> Parts:
+        """The model as what stands before its blocks, its blocks, and what stands behind them."""
+        ...
+
+    def chunks(self, staged: Named) -> Named:
+        """This rank's parameters of blocks by chunk, and copies of other ranks' where a schedule has two of a stage."""
+        ...
+
+    def home(self, gradients: Named) -> Named:
+        """The inverse of `chunks` for gradients: those of copies are sent home and added."""
+        ...
+
+
+def read_spec(planned: PlannedModel, name: str) -> PartitionSpec:
+    """The placement that a step's loop reads a parameter in: what stages share is whole."""
+    place = planned.layout.placements[name]
+    if not planned.pure_model.stacked(name):
+        return without(place.compute, "fsdp")
+    return place.master if planned.plan.offload.weights == "host" else place.compute
+
+
+def with_copies(stages: Stages, chunks: Named) -> Named:
+    """This rank's chunks, and behind them copies of other ranks' where the schedule has two of a stage."""
+    for sent, pairs in stages.copies:
+        copy = jax.tree.map(lambda leaf, s=sent, p=pairs: jax.lax.ppermute(leaf[s], PIPE_AXIS, p)[None], chunks)
+        chunks = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), chunks, copy)
+    return chunks
+
+
+def added_home(stages: Stages, gradients: Named) -> Named:
+    """Gradients of this rank's chunks; those of copies are sent home and added."""
+    count = len(stages.homes[0])
+
+    def home(leaf: Array) -> Array:
+        mine = leaf[:count]
+        for chunk, (sent, pairs) in enumerate(stages.copies, count):
+            back = jax.lax.ppermute(leaf[chunk], PIPE_AXIS, [(there, here) for here, there in pairs])
+            mine = mine.at[sent].add(back)
+        return mine
+
+    return jax.tree.map(home, gradients)
+
+
+def _traced_cut(
+    planned: PlannedModel, cut: Cut, score: Scored, by_name: Named, microbatch: tuple[Batch, Array], key: Key
+) -> Any:
+    """What a model with its blocks cut scores, or the value that left it earlier."""
+    batch, examples = microbatch
+    module = planned.pure_model.module(filled(planned.pure_model.params, by_name), {})
+    try:
+        with blocks.cutting(cut):
+            return score(module, batch, planned.context(key, examples))
+    except Reached as reached:
+        return reached.value
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackForm:
+    """Stages that are rows of a stack: `lax.scan` runs a stage's rows.
+
+    Args:
+        planned: the model under its plan.
+        stages: the layers of each stage.
+    """
+
+    planned: PlannedModel
+    stages: Stages
+
+    @property
+    def depth(self) -> int:
+        """Blocks of the deepest stage."""
+        return self.stages.depth
+
+    def is_staged(self, name: str) -> bool:
+        """As of `StageForm`."""
+        return self.planned.pure_model.stacked(name)
+
+    def parts(self, score: Scored) -> Parts:
+        """As of `StageForm`."""
+        planned, plan = self.planned, self.planned.plan
+        numbers = jnp.asarray(self.stages.numbers)
+        gather = self._gathered if plan.zero == 3 or (plan.zero and plan.offload.weights == "host") else None
+
+        def traced(between: blocks.Between, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
+            cut = Cut(numbers[stage], self.stages.starts, self.stages.padded, between, gather)
+            return _traced_cut(planned, cut, score, {**stacked, **shared}, microbatch, key)
+
+        def stop(run: Any, x: Any) -> Any:
+            raise Reached(x)
+
+        def before(*args: Any) -> Any:
+            return traced(stop, *args)
+
+        def inside(x: Any, *args: Any) -> Any:
+            def between(run: Callable[[Any], Any], _: Any) -> Any:
+                raise Reached(run(x))
+
+            return traced(between, *args)
+
+        def behind(x: Any, *args: Any) -> Any:
+            return traced(lambda run, _: x, *args)
+
+        return Parts(before, inside, behind)
+
+    def _gathered(self, params: Params) -> Params:
+        """A block's parameters, whole: ZeRO 3 gathers them when it runs, and again in the backward pass."""
+        planned = self.planned
+        names = [name.split("/") for name in planned.layout.placements if self.is_staged(name)]
+        alike = next((n for n in range(min(map(len, names))) if len({name[n] for name in names}) > 1), None)
+        parts = names[0][:alike] if alike is not None else names[0]
+        start = len(parts) - parts[::-1].index("layers")
+        specs = {"/".join(name[start:]): read_spec(planned, "/".join(name)) for name in names}
+
+        def whole(path: Any, leaf: Array) -> Array:
+            for dim, entry in enumerate(specs[path_name(path)]):
+                if "fsdp" in ((entry,) if isinstance(entry, str) else entry or ()):
+                    # the first dim of a placement is the layers', which a block has no more
+                    leaf = jax.lax.all_gather(leaf, "fsdp", axis=dim - 1, tiled=True)
+            return leaf
+
+        return jax.tree_util.tree_map_with_path(whole, params)
+
+    def chunks(self, staged: Named) -> Named:
+        """Rows of this rank as (chunks, depth, ...)."""
+        depth = self.stages.depth
+        return with_copies(self.stages, jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), staged))
+
+    def home(self, gradients: Named) -> Named:
+        """As of `StageForm`."""
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), added_home(self.stages, gradients))
+
+
+FLAT = "flat"
+"""The one stacked parameter of a chain: each stage's weights in a row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Where a parameter lies among those of its stage.
+
+    Args:
+        stage: that reads it.
+        begin: its first element in the stage's array.
+        shape: its own.
+    """
+
+    stage: int
+    begin: int
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """One past its last element."""
+        return self.begin + math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """Messages of unlike shapes in one form: a flat array for each type, as long as the longest message asks for.
+
+    Args:
+        shapes: what crosses each boundary: trees of `jax.ShapeDtypeStruct`.
+
+    Example:
+        >>> wire = Wire([(jnp.ones((2, 3)),), (jnp.ones(4), jnp.ones(1, int))])
+        >>> packed = wire.pack((jnp.arange(4.0), jnp.array([7])))
+        >>> {name: leaf.tolist() for name, leaf in packed.items()}
+        {'float32': [0.0, 1.0, 2.0, 3.0, 0.0, 0.0], 'int32': [7]}
+        >>> [leaf.tolist() for leaf in wire.unpack(packed, 1)]
+        [[0.0, 1.0, 2.0, 3.0], [7]]
+    """
+
+    shapes: Sequence[Any]
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Elements of each type."""
+        longest: dict[str, int] = {}
+        for message in self.shapes:
+            elements: collections.Counter[str] = collections.Counter()
+            for leaf in jax.tree.leaves(message):
+                elements[str(leaf.dtype)] += math.prod(leaf.shape)
+            longest = {name: max(longest.get(name, 0), elements[name]) for name in {**longest, **elements}}
+        return dict(sorted(longest.items()))
+
+    def pack(self, tree: Any) -> dict[str, Array]:
+        """A message in the form of all."""
+        flat: dict[str, list[Array]] = {name: [] for name in self.lengths}
+        for leaf in jax.tree.leaves(tree):
+            flat[str(leaf.dtype)].append(leaf.reshape(-1))
+        return {name: padded(flat[name], length, name) for name, length in self.lengths.items()}
+
+    def unpack(self, packed: Mapping[str, Array], boundary: int) -> Any:
+        """The message at a boundary: 0 enters the first stage."""
+        at = dict.fromkeys(packed, 0)
+
+        def leaf(shape: Any) -> Array:
+            name, size = str(shape.dtype), math.prod(shape.shape)
+            at[name] += size
+            return packed[name][at[name] - size : at[name]].reshape(shape.shape)
+
+        return jax.tree.map(leaf, self.shapes[boundary])
+
+
+def padded(parts: Sequence[Array], length: int, dtype: Any) -> Array:
+    """Flat arrays one behind the other, and zeros behind the last."""
+    rest = length - sum(part.size for part in parts)
+    return jnp.concatenate([*parts, jnp.zeros((rest,), dtype)])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChainForm:
+    """Stages of unlike blocks: a `lax.switch` runs a stage's, on parameters in one flat array.
+
+    Args:
+        planned: the model under its plan.
+        stages: the blocks of each stage, with their chain.
+    """
+
+    planned: PlannedModel
+    stages: Stages
+
+    @property
+    def depth(self) -> None:
+        """Blocks are unlike, and each is traced."""
+        return None
+
+    @functools.cached_property
+    def _prefix(self) -> str:
+        assert self.stages.chain is not None
+        return f"{self.stages.chain}/layers/"
+
+    @functools.cached_property
+    def places(self) -> dict[str, Row]:
+        """Where each parameter of a block lies among those of its stage."""
+        starts, places, sizes = self.stages.starts, {}, [0] * len(self.stages.layers)
+        for name, leaf in named_leaves(self.planned.pure_model.params).items():
+            if self.is_staged(name):
+                block = int(name.removeprefix(self._prefix).split("/")[0])
+                stage = sum(start <= block for start in starts) - 1
+                places[name] = Row(stage, sizes[stage], leaf.shape)
+                sizes[stage] = places[name].end
+        return places
+
+    @functools.cached_property
+    def length(self) -> int:
+        """Elements of the longest stage."""
+        return max(place.end for place in self.places.values())
+
+    def is_staged(self, name: str) -> bool:
+        """As of `StageForm`."""
+        return name.startswith(self._prefix)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def _home_of(self, stage: int) -> tuple[int, int]:
+        """The rank whose weights those of a stage are, and where among its own."""
+        rank = self.stages.schedule.routes[0][stage]
+        return rank, self.stages.homes[rank].index(stage)
+
+    def chunks(self, staged: Named) -> Named:
+        """The arrays (chunks, length) of this rank's stages, and of those that it has copies of."""
+        dtype, rank = jnp.dtype(self.planned.plan.precision), jax.lax.axis_index(PIPE_AXIS)
+        rows = [jnp.zeros((self.length,), dtype)] * len(self.stages.homes[0])
+        for stage in range(len(self.stages.layers)):
+            home, chunk = self._home_of(stage)
+            names = [name for name, place in self.places.items() if place.stage == stage]
+            parts = [staged[name].astype(dtype).reshape(-1) for name in names]
+            rows[chunk] = jnp.where(rank == home, padded(parts, self.length, dtype), rows[chunk])
+        return with_copies(self.stages, {FLAT: jnp.stack(rows)})
+
+    def home(self, gradients: Named) -> Named:
+        """The gradient of each parameter on its stage's rank, zeros elsewhere."""
+        rows, rank = added_home(self.stages, gradients)[FLAT], jax.lax.axis_index(PIPE_AXIS)
+        by_name = {}
+        for name, place in self.places.items():
+            home, chunk = self._home_of(place.stage)
+            mine = rows[chunk, place.begin : place.end]
+            by_name[name] = jnp.where(rank == home, mine, 0.0).reshape(place.shape)
+        return by_name
+
+    def _block_params(self, flat: Array, stage: int) -> list[Params]:
+        """The parameters of a stage's blocks, as each block has them."""
+        layers: Any = self.planned.pure_model.params
+        for part in self._prefix.strip("/").split("/"):
+            layers = layers[part]
+        first, count = self.stages.starts[stage], self.stages.layers[stage]
+
+        def leaf(path: Any, _: Any) -> Array:
+            place = self.places[f"{self._prefix}{path_name(path)}"]
+            return flat[place.begin : place.end].reshape(place.shape)
+
+        keys = {int(key): key for key in layers}
+        mine = {keys[block]: layers[keys[block]] for block in range(first, first + count) if block in keys}
+        params = jax.tree_util.tree_map_with_path(leaf, mine)
+        return [params.get(keys.get(block), {}) for block in range(first, first + count)]
+
+    # -- the model in parts --------------------------------------------------------------------------------------------
+
+    def parts(self, score: Scored) -> Parts:
+        """As of `StageForm`; what crosses a boundary is packed."""
+        planned = self.planned
+        ends = [0, *itertools.accumulate(self.stages.layers)]
+
+        def traced(between: Any, shared: Any, microbatch: Any, key: Any) -> Any:
+            # the blocks get theirs from the stage's array, and these are never read
+            absent = {name: jnp.zeros(place.shape, planned.plan.precision) for name, place in self.places.items()}
+            cut = Cut(jnp.zeros((0,), jnp.int32), self.stages.starts, False, between)
+            return _traced_cut(planned, cut, score, {**absent, **shared}, microbatch, key)
+
+        def wire(run: Any, x: Any) -> Wire:
+            shapes = [jax.eval_shape(lambda x: x, x)]
+            for start, stop in itertools.pairwise(ends):
+                shapes.append(jax.eval_shape(run(start, stop), shapes[-1]))
+            return Wire(shapes)
+
+        def before(stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
+            def between(run: Any, x: Any) -> Any:
+                raise Reached(wire(run, x).pack(x))
+
+            return traced(between, shared, microbatch, key)
+
+        def inside(packed: Any, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
+            def between(run: Any, x: Any) -> Any:
+                form = wire(run, x)
+
+                def branch(number: int) -> Callable[[Any, Any], Any]:
+                    def compute(flat: Any, packed: Any) -> Any:
+                        blocks_of = run(ends[number], ends[number + 1], self._block_params(flat, number))
+                        return form.pack(blocks_of(form.unpack(packed, number)))
+
+                    return compute
+
+                branches = [branch(number) for number in range(len(self.stages.layers))]
+                raise Reached(jax.lax.switch(stage, branches, stacked[FLAT], packed))
+
+            return traced(between, shared, microbatch, key)
+
+        def behind(packed: Any, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
+            def between(run: Any, x: Any) -> Any:
+                return wire(run, x).unpack(packed, len(self.stages.layers))
+
+            return traced(between, shared, microbatch, key)
+
+        return Parts(before, inside, behind)

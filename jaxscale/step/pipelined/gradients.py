@@ -1,0 +1,370 @@
+"""Pipelined: the loss of a global batch and its gradients, computed by a pipeline of stages.
+
+A stage of the pipeline is the model in three parts (`forms.py`), the first and the last behind a `cond` on the
+stage's number, and `pipeline.execute` runs it by the schedule.
+
+All of it stands in one `shard_map`, manual over the pipe axis and over the axes that rows lie on, so that gradients are
+added up in the loop and reduced once, after it (those of ZeRO 3 are scattered by each backward, as its weights are
+gathered by each pass); tensor and sequence axes stay with the compiler. What all stages share (embedding, head, norms
+outside the blocks) is split over the pipe axis between steps, gathered once before the loop, and its gradients are
+scattered once after it.
+
+Weights on the host stay there: each block of a stage fetches its own when it runs, in every tick, under any stage of
+ZeRO the part that this device has, which is then gathered as under the third.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale import blocks
+from jaxscale.blocks import Context, Loss
+from jaxscale.compat import prune
+from jaxscale.pipeline.run.execute import execute
+from jaxscale.pipeline.run.passes import At
+from jaxscale.pipeline.run.tables import Tables, tabulate
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.sharding.memory_space import to_device
+from jaxscale.sharding.zero import placed_axes
+from jaxscale.step.batches import microbatches
+from jaxscale.step.gradients import LossAndGradients, Sums, Whole
+from jaxscale.step.host import streamed_weight
+from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS
+from jaxscale.step.pipelined.forms import ChainForm, Named, Scored, StackForm, StageForm, read_spec
+from jaxscale.step.pipelined.stages import Stages
+from jaxscale.step.planned_model import PlannedModel, positive
+from jaxscale.step.state import TrainState
+from jaxscale.trees import filled, named_leaves, path_name
+from jaxscale.typing import Array, Batch, Key, Params
+
+MANUAL = (PIPE_AXIS, *BATCH_AXES)
+"""Axes that are manual inside: the pipe's, and those of rows."""
+Specs = tuple[dict[str, PartitionSpec], dict[str, PartitionSpec]]
+"""Placements of the parameters of stages, and of those that stages share, by name."""
+
+
+class Pipelined:
+    """The objective of a model that a pipeline computes.
+
+    Args:
+        planned: the model under its plan.
+        stages: the layers of each stage.
+        schedule: by which they run; that of `stages` by default.
+    """
+
+    def __init__(self, planned: PlannedModel, stages: Stages, schedule: Schedule | None = None) -> None:
+        self.planned, self.stages = planned, stages
+        self.schedule = stages.schedule if schedule is None else schedule
+        self.form: StageForm = (StackForm if stages.chain is None else ChainForm)(planned, stages)
+
+    @functools.cached_property
+    def training(self) -> Tables:
+        """Actions of each tick of a step."""
+        return tabulate(self.schedule, self.planned.plan.stages_keep)
+
+    @functools.cached_property
+    def scoring(self) -> Tables:
+        """The same of a forward pass alone."""
+        return tabulate(self.schedule, forward_only=True)
+
+    @property
+    def stage_depth(self) -> int | None:
+        """Blocks that run one after the other on a device: those of the deepest stage."""
+        return self.form.depth
+
+    @property
+    def stages_here(self) -> int:
+        """Stages of a pipeline on one device."""
+        return self.stages.schedule.chunks
+
+    # -- the mesh ------------------------------------------------------------------------------------------------------
+
+    def mapped(self, body: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+        """`body` on every device, manual over `MANUAL`: all that is traced in it, backward passes too, is placed by the
+        axes that are left.
+
+        Args:
+            body: a function of this device's parts.
+            inputs, outputs: placements of its arguments and results, by the manual axes.
+        """
+
+        def inside(*parts: Any) -> Any:
+            with self.planned.within(MANUAL):
+                return body(*parts)
+
+        return jax.shard_map(
+            inside,
+            mesh=self.planned.layout.mesh,
+            in_specs=inputs,
+            out_specs=outputs,
+            axis_names=set(MANUAL),
+            check_vma=False,
+        )
+
+    # -- the model in parts --------------------------------------------------------------------------------------------
+
+    def split(self, params: Params) -> tuple[Named, Named]:
+        """Parameters of stages and those that stages share, by name."""
+        by_name = named_leaves(params)
+        staged = {name: leaf for name, leaf in by_name.items() if self.form.is_staged(name)}
+        return staged, {name: leaf for name, leaf in by_name.items() if name not in staged}
+
+    def joined(self, staged: Named, shared: Named) -> Params:
+        """The inverse of `split`."""
+        return filled(self.planned.pure_model.params, {**staged, **shared})
+
+    def stage(self, score: Scored, objective: Callable[[Any], Array]) -> Callable[..., Any]:
+        """One stage, as `pipeline.execute` calls it.
+
+        Args:
+            score: gives sums.
+            objective: of the sums, what is differentiated.
+        """
+        parts, last = self.form.parts(score), self.stages.schedule.stages - 1
+
+        def stage(staged: Any, shared: Any, x: Any, microbatch: Any, at: At, key: Any) -> Any:
+            if at.frozen is not None:
+                plan = self.planned.plan
+                staged = {name: streamed_weight(plan, at.frozen[name], tie) for name, tie in staged.items()}
+            args = (staged, shared, microbatch, key, at.stage)
+            # recomputed in the backward pass: their residuals would lie in every stage's slots
+            before, behind = jax.checkpoint(parts.before), jax.checkpoint(parts.behind)
+            x = jax.lax.cond(at.stage == 0, lambda x, *args: before(*args), lambda x, *args: x, x, *args)
+            y = parts.inside(x, *args)
+            nothing = jax.eval_shape(parts.behind, y, *args)
+            sums = jax.lax.cond(
+                at.stage == last,
+                behind,
+                lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), nothing),
+                y,
+                *args,
+            )
+            return y, objective(sums), sums
+
+        return stage
+
+    # -- one batch -----------------------------------------------------------------------------------------------------
+
+    def microbatches(self, batch: Batch) -> tuple[Batch, Array]:
+        """Every array of a batch as (microbatches, rows, ...), and the index of every row."""
+        rows = next(iter(batch.values())).shape[0]
+        examples = jnp.arange(rows, dtype=jnp.int32)
+        split = functools.partial(microbatches, parts=self.stages.schedule.microbatches)
+        return jax.tree.map(split, dict(batch)), split(examples)
+
+    def _run(
+        self,
+        tables: Tables,
+        stage: Callable[..., Any],
+        state: TrainState,
+        batch: Batch,
+        finish: Callable[[Any], Any],
+        outputs: Any,
+        weights: Params | None = None,
+    ) -> Any:
+        """`pipeline.execute` in its `shard_map`.
+
+        Args:
+            tables: actions of each tick.
+            stage: as `stage` gives it.
+            state: the train state.
+            batch: the global batch.
+            finish: from what `execute` gives to this device's results.
+            outputs: their placements.
+            weights: each replica's own, along a first dim; by default all read the state's.
+        """
+        of_replicas, specs = weights is not None, self._specs("compute")
+        if weights is None:
+            copies = self._copies(state.params)
+        else:
+            copies, specs = jax.vmap(self._copies, spmd_axis_name=REPLICA_AXIS)(weights), _of_replicas(specs)
+        staged, shared = self.split(copies)
+        pipeline = self.planned.plan.pipeline
+        assert pipeline is not None
+        frozen = self.split(state.params)[0] if self._streams else None
+        rows = PartitionSpec(None, BATCH_AXES)
+
+        def body(staged: Any, frozen: Any, shared: Any, batch: Any, key: Any) -> Any:
+            if of_replicas:
+                staged, shared = jax.tree.map(lambda leaf: leaf[0], (staged, shared))
+            chunks = self.form.chunks(staged)
+            frozen = None if frozen is None else self.form.chunks(frozen)
+            first, part = jax.tree.map(lambda leaf: leaf[0], (chunks, batch))
+            x = jax.eval_shape(self.form.parts(self.loss).before, first, shared, part, key, jnp.int32(0))
+            readers = self._readers(x, first, shared, part, key) if tables.backward else None
+            done = execute(
+                tables,
+                stage,
+                chunks,
+                shared,
+                batch,
+                key,
+                x,
+                axis=PIPE_AXIS,
+                manual=MANUAL,
+                lowering=pipeline.lowering,
+                readers=readers,
+                hosted=blocks.treatment().hosted,
+                frozen=frozen,
+            )
+            return finish(done)
+
+        inputs = (specs[0], None if frozen is None else specs[0], specs[1], rows, PartitionSpec())
+        return self.mapped(body, inputs, outputs)(
+            staged, frozen, shared, self.microbatches(batch), self.planned.key(state)
+        )
+
+    def _readers(self, x: Any, chunk: Any, shared: Any, microbatch: Any, key: Key) -> tuple[int, ...] | None:
+        """The stages that read what stages share: the first and the last, where blocks read none of it; else `None`."""
+        inside = self.form.parts(self.loss).inside
+        program = jax.make_jaxpr(inside)(x, chunk, shared, microbatch, key, jnp.int32(0))
+        _, used = prune(program, [True] * len(program.jaxpr.outvars))
+        before = len(jax.tree.leaves((x, chunk)))
+        return None if any(used[before : before + len(shared)]) else (0, self.stages.schedule.stages - 1)
+
+    def loss(self, module: Any, batch: Batch, context: Context) -> Loss:
+        """Sums of the model's loss, arrays all."""
+        loss = self.planned.loss(module, batch, context)
+        return Loss(loss.total, loss.weight, jnp.asarray(loss.penalty, jnp.float32))
+
+    def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
+        """As of `Objective`: on one stage, as a device sees it; of a chain, on all of them."""
+        if self.form.depth is None:
+            return Whole(self.planned).loss_of_masters(params, rest, batch, key, examples)
+        staged, shared = self.split(self._copies(self.planned.pure_model.in_rows(params)))
+        parts, specs, rows = self.form.parts(self.loss), self._specs("compute"), PartitionSpec(BATCH_AXES)
+
+        def body(staged: Any, shared: Any, batch: Any, examples: Any, key: Any) -> Any:
+            chunk = jax.tree.map(lambda leaf: leaf[0], self.form.chunks(staged))
+            args = (chunk, shared, (batch, examples), key, jnp.int32(0))
+            return parts.behind(parts.inside(parts.before(*args), *args), *args).total
+
+        inputs = (specs[0], specs[1], rows, rows, PartitionSpec())
+        return self.mapped(body, inputs, PartitionSpec())(staged, shared, batch, examples, key)
+
+    def gradients(self, state: TrainState, batch: Batch) -> LossAndGradients:
+        """As of `Objective`."""
+        loss, gradients = self._gradients(state, batch)
+        return loss, self.planned.placed(gradients), state.rest
+
+    def gradients_apart(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
+        """As of `Objective`."""
+        return *self._gradients(state, batch, apart=True, weights=weights), state.rest
+
+    def _gradients(
+        self, state: TrainState, batch: Batch, *, apart: bool = False, weights: Params | None = None
+    ) -> tuple[Loss, Params]:
+        """Sums of the loss and the gradients: mean ones, or those of each replica, whose mean they are."""
+        stage = self.stage(self.loss, lambda loss: loss.total + loss.penalty)
+        specs = self._specs("gradient")
+        mesh = self.planned.layout.mesh
+        replicas, apart_axes = (mesh.shape[REPLICA_AXIS], (REPLICA_AXIS,)) if apart else (1.0, ())
+
+        def finish(done: Any) -> Any:
+            loss = jax.lax.psum(done.sums, MANUAL)
+            staged = self.form.home(done.weight_gradients)
+            reduced = [
+                {name: self._reduced(leaf, name, spec[name], apart_axes) for name, leaf in part.items()}
+                for part, spec in zip((staged, done.shared_gradients), specs, strict=True)
+            ]
+            scale = replicas / positive(loss.weight)
+            return loss, *jax.tree.map(lambda g: (g * scale)[None] if apart else g * scale, reduced)
+
+        outputs = (PartitionSpec(), *specs)
+        if apart:
+            outputs = (outputs[0], *_of_replicas(specs))
+        with self.planned.tracing():
+            loss, staged, shared = self._run(self.training, stage, state, batch, finish, outputs, weights)
+            gradients = self.joined(staged, shared)
+        return Loss(loss.total, loss.weight), gradients
+
+    def sums(self, score: Callable[[Any, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
+        """As of `Objective`."""
+        stage = self.stage(lambda module, part, context: score(module, part), lambda sums: jnp.zeros(()))
+
+        def finish(done: Any) -> Any:
+            return jax.lax.psum(done.sums, MANUAL)
+
+        with self.planned.tracing(plainly=True):
+            return self._run(self.scoring, stage, state, batch, finish, PartitionSpec())
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _streams(self) -> bool:
+        """Whether the weights of stages come from the host."""
+        return self.planned.plan.offload.weights == "host"
+
+    def _copies(self, params: Params) -> Params:
+        """The weights that stages read: in the type computed in, and what they share gathered over the pipe axis.
+
+        Of weights that come from the host, zeros, which their gradients go to.
+        """
+        layout, dtype = self.planned.layout, jnp.dtype(self.planned.plan.precision)
+
+        def copy(path: Any, param: Array, master: NamedSharding) -> Array:
+            name = path_name(path)
+            master = NamedSharding(master.mesh, master.spec)  # which may lie on the host
+            compute = NamedSharding(layout.mesh, read_spec(self.planned, name))
+            if self._streams and self.form.is_staged(name):
+                return jax.lax.with_sharding_constraint(jnp.zeros(param.shape, param.dtype), compute)
+            if jnp.issubdtype(param.dtype, jnp.floating) and dtype != param.dtype:
+                # cast first, so that half the bytes are gathered
+                param = jax.lax.with_sharding_constraint(param.astype(dtype), master)
+                param = jax.lax.optimization_barrier(param)
+            return jax.lax.with_sharding_constraint(param, compute)
+
+        return jax.tree_util.tree_map_with_path(copy, to_device(params), layout.masters)
+
+    def _specs(self, kind: str) -> Specs:
+        """The manual axes of the placements of parameters: as they are read ("compute"), or of their gradients."""
+        specs = {}
+        for name, place in self.planned.layout.placements.items():
+            # gradients of weights from the host are scattered as they are made
+            read = kind == "compute" or (self._streams and self.form.is_staged(name))
+            specs[name] = _manual_axes(read_spec(self.planned, name) if read else getattr(place, kind))
+        staged = {name: spec for name, spec in specs.items() if self.form.is_staged(name)}
+        return staged, {name: spec for name, spec in specs.items() if name not in staged}
+
+    def _reduced(self, gradient: Array, name: str, spec: PartitionSpec, apart_axes: Sequence[str] = ()) -> Array:
+        """One gradient, added up over the devices that computed parts of it, and scattered to its placement.
+
+        Over the axes `apart_axes` it is not added up.
+        """
+        planned = self.planned
+        if planned.plan.reduce == "bfloat16":
+            gradient = gradient.astype(jnp.bfloat16)
+        done = {PIPE_AXIS, *({"fsdp"} & placed_axes(read_spec(planned, name)))}
+        over = [
+            axis
+            for axis in MANUAL
+            if axis not in apart_axes and not (planned.pure_model.stacked(name) and axis in done)
+        ]
+        for dim, entry in enumerate(spec):
+            for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
+                if axis in over:
+                    over.remove(axis)
+                    gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
+        over = [axis for axis in over if planned.layout.mesh.shape[axis] > 1]
+        return (jax.lax.psum(gradient, over) if over else gradient).astype(jnp.float32)
+
+
+def _manual_axes(spec: PartitionSpec) -> PartitionSpec:
+    """The manual axes of a placement: what `shard_map` takes."""
+    entries = []
+    for entry in spec:
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        manual = tuple(axis for axis in axes if axis in MANUAL)
+        entries.append(manual if len(manual) > 1 else manual[0] if manual else None)
+    return PartitionSpec(*entries)
+
+
+def _of_replicas(specs: Specs) -> Specs:
+    """Placements of arrays that have a first dim for the replicas."""
+    return jax.tree.map(
+        lambda spec: PartitionSpec(REPLICA_AXIS, *spec), specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec)
+    )

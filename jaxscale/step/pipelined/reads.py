@@ -1,0 +1,99 @@
+"""What an asynchronous pipeline must know of a model: who reads what stages share, and the weight of a batch.
+
+Both are read off the traced model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from jaxscale.compat import prune
+from jaxscale.errors import UserError
+from jaxscale.step.pipelined.gradients import Pipelined
+from jaxscale.step.planned_model import PlannedModel
+from jaxscale.typing import Array, Batch, Float, Params
+
+
+def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...]]:
+    """The copies of each parameter that is not of a layer: 0 for the stage that reads it, -1 for the others.
+
+    Args:
+        pipeline: of the model, with a stage on each rank.
+        batch: shapes of a global batch.
+
+    Raises:
+        UserError: tied weights, or a parameter that blocks share.
+    """
+    planned, stages = pipeline.planned, pipeline.stages
+    asked = f"pipeline {planned.plan.pipeline}"
+    stacked, shared = pipeline.split(planned.pure_model.params)
+    depth = stages.depth
+    stacked = {name: jax.ShapeDtypeStruct((depth, *leaf.shape[1:]), leaf.dtype) for name, leaf in stacked.items()}
+    rows = planned.experiment.batch // stages.schedule.microbatches
+    part = {name: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
+    number, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
+    args = (stacked, shared, (part, jax.ShapeDtypeStruct((rows,), jnp.int32)), key, number)
+    names = jax.tree.leaves(({**dict.fromkeys(stacked, "")}, {name: name for name in shared}))
+    parts = pipeline.form.parts(pipeline.loss)
+
+    def read(function: Callable[..., Any], *x: Any) -> set[str]:
+        program = jax.make_jaxpr(function)(*x, *args)
+        _, used = prune(program, [True] * len(program.jaxpr.outvars))
+        first = len(jax.tree.leaves(x))
+        return {name for name, reads in zip(names, used[first:], strict=False) if name and reads}
+
+    with planned.tracing(plainly=True):  # a decision on what blocks keep is for a device's rows
+        x = jax.eval_shape(parts.before, *args)
+        before, inside, behind = read(parts.before), read(parts.inside, x), read(parts.behind, x)
+    if inside:
+        raise UserError(
+            f"{asked}: all blocks of this model read {', '.join(sorted(inside))}, and each stage would update "
+            "a copy of its own; give each block one, or take a synchronous pipeline"
+        )
+    if before & behind:
+        raise UserError(
+            f"{asked}: {', '.join(sorted(before & behind))} is read before the blocks and behind them (tied "
+            "weights), and the first and the last stage would each update a copy of their own; untie them "
+            "(tied=False), or take a synchronous pipeline"
+        )
+    ranks = stages.schedule.ranks
+    last = ranks - 1
+    homes = {name: last if name in behind else 0 for name in shared}
+    return {name: tuple(0 if rank == home else -1 for rank in range(ranks)) for name, home in homes.items()}
+
+
+def weight_program(planned: PlannedModel, batch: Batch) -> Callable[[Batch], Float[Array, ""]]:
+    """A function from a batch to the weight of its targets.
+
+    Args:
+        planned: the model under its plan.
+        batch: shapes of a global batch.
+
+    Raises:
+        UserError: the weight depends on the model.
+    """
+    asked = f"pipeline {planned.plan.pipeline}"
+
+    def weight(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
+        loss = planned.loss(planned.pure_model.module(params, rest), batch, planned.context(None))
+        return jnp.asarray(loss.weight, jnp.float32)
+
+    with planned.tracing(plainly=True):
+        program = jax.make_jaxpr(weight)(planned.pure_model.whole, planned.pure_model.rest, dict(batch))
+    pruned, used = prune(program, [True])
+    of_model = len(used) - len(batch)
+    if any(used[:of_model]):
+        raise UserError(
+            f"{asked}: the weight of this model's loss depends on its parameters, and the first update of a "
+            "batch needs it before the last forward; take a synchronous pipeline"
+        )
+
+    def run(batch: Batch) -> Float[Array, ""]:
+        leaves = zip(jax.tree.leaves(dict(batch)), used[of_model:], strict=True)
+        (sum_of_weights,) = jex.jaxpr_as_fun(pruned)(*[leaf for leaf, reads in leaves if reads])
+        return jnp.asarray(sum_of_weights)  # a number of NumPy's, where it depends on shapes alone
+
+    return run

@@ -1,0 +1,1 @@
+"""The canonical form of a train state, in which it is saved whatever the plan."""

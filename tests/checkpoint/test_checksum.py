@@ -1,0 +1,65 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.checkpoint.checksum import checksum, checksums
+from jaxscale.sharding.mesh import MeshSpec
+
+
+def by_hand(x: np.ndarray) -> tuple[int, int]:
+    """The definition, element by element, in whole numbers."""
+    first = second = 0
+    for i, bits in enumerate(np.ascontiguousarray(x).reshape(-1).view(f"u{x.dtype.itemsize}").tolist()):
+        mixed = (i * 0x9E3779B1) % 2**32
+        mixed = ((mixed ^ (mixed >> 15)) * 0x85EBCA6B) % 2**32
+        first += bits * (2 * i + 1)
+        second += bits * ((mixed ^ (mixed >> 13)) | 1)
+    return first % 2**32, second % 2**32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint32", "int8", "uint8", "bool"])
+def test_equals_its_definition(dtype):
+    x = np.asarray(jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 2)) * 40).astype(dtype))
+    plain = x.astype(np.uint8) if dtype == "bool" else x
+    assert checksums({"x": jnp.asarray(x)})["x"] == by_hand(plain)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_flipped_bit_is_seen(dtype):
+    x = np.asarray(jnp.asarray(np.random.default_rng(1).normal(size=(4, 3))).astype(dtype))
+    width = 8 * x.dtype.itemsize
+    flipped = np.stack([x] * (x.size * width)).reshape(x.size * width, -1).view(f"u{x.dtype.itemsize}").copy()
+    for case in range(len(flipped)):
+        flipped[case, case // width] ^= 1 << (case % width)
+    cases = jnp.asarray(flipped.view(x.dtype).reshape(-1, *x.shape))
+    sums = jax.jit(jax.vmap(checksum))(cases)
+    assert bool((sums != checksum(jnp.asarray(x))[None, :]).all()), "both sums change with every flipped bit"
+
+
+def test_exchanged_elements_are_seen():
+    x = jnp.arange(6.0).reshape(2, 3)
+    assert checksums({"x": x}) != checksums({"x": x[::-1]})
+
+
+@pytest.mark.parametrize("mesh", ["1", "data:2", "fsdp:4,tensor:2"])
+def test_does_not_depend_on_sharding(mesh):
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(8, 16)), jnp.float32)
+    placed = jax.device_put(x, NamedSharding(MeshSpec.parse(mesh).build(), PartitionSpec("fsdp", ("data", "tensor"))))
+    assert checksums({"x": placed}) == checksums({"x": x})
+
+
+def test_scalars_and_empty_arrays_and_keys():
+    sums = checksums({"step": jnp.int32(7), "none": jnp.zeros((0, 3)), "key": jax.random.key(3)})
+    assert sums["step"] == (7, 7)
+    assert sums["none"] == (0, 0)
+    assert sums["key"] != checksums({"key": jax.random.key(4)})["key"]
+
+
+@pytest.mark.parametrize("mesh", ["1", "fsdp:4,tensor:2"])
+def test_arrays_in_host_memory_are_summed_as_on_the_device(mesh):
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(8, 16)), jnp.float32)
+    place = NamedSharding(MeshSpec.parse(mesh).build(), PartitionSpec("fsdp", "tensor"))
+    mixed = {"there": jax.device_put(x, place.with_memory_kind("pinned_host")), "here": jax.device_put(x, place)}
+    assert checksums(mixed) == dict.fromkeys(("there", "here"), checksums({"x": x})["x"])

@@ -1,0 +1,91 @@
+"""Placements carried through a program agree with what XLA's partitioner makes of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxscale.programs.flat import flatten
+from jaxscale.programs.placements import dims_of, padding, place
+
+SIZES = {"fsdp": 2, "tensor": 4}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("fsdp", "tensor"))
+
+
+def placed(mesh, fn, *given):
+    """Placement of the only result of `fn`, and what XLA chooses for it."""
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec)) for shape, spec in given]
+    program = flatten(jax.make_jaxpr(fn)(*args))
+    found = place(program, [dims_of(arg.sharding, len(arg.shape)) for arg in args], SIZES)
+    compiled = jax.jit(fn).lower(*args).compile()
+    made = program.shapes[program.outputs[0]]
+    theirs = compiled.output_shardings.shard_shape(made.shape)
+    ours = tuple(
+        -(-size // found.ways(axes)) for size, axes in zip(made.shape, found.dims[program.outputs[0]], strict=True)
+    )
+    return ours, theirs
+
+
+CASES = {
+    "product": (lambda x, w: x @ w, ((8, 16), P("fsdp")), ((16, 32), P(None, "tensor"))),
+    "contracted": (lambda x, w: x @ w, ((8, 16), P("fsdp", "tensor")), ((16, 32), P("tensor"))),
+    "elementwise": (lambda x, y: jnp.tanh(x) * y, ((8, 16), P("fsdp")), ((8, 16), P("fsdp"))),
+    "heads": (lambda x: x.reshape(8, 4, 8).transpose(1, 0, 2), ((8, 32), P("fsdp", "tensor"))),
+    "merged": (lambda x: x.reshape(8, 32), ((8, 4, 8), P("fsdp", "tensor"))),
+    "sum": (lambda x: x.sum(1), ((8, 16, 4), P("fsdp", None, "tensor"))),
+    "scan": (
+        lambda x, w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0],
+        ((8, 16), P("fsdp")),
+        ((3, 16, 16), P()),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_xla_does(mesh, name):
+    fn, *given = CASES[name]
+    ours, theirs = placed(mesh, fn, *given)
+    assert ours == theirs
+
+
+def test_a_weight_shard_is_gathered_for_rows_on_the_same_axis(mesh):
+    x, w = jnp.ones((64, 16)), jnp.ones((16, 32))
+    program = flatten(jax.make_jaxpr(lambda x, w: x @ w)(x, w))
+    found = place(program, [(("fsdp",), ()), (("fsdp",), ("tensor",))], SIZES)
+    assert found.dims[program.outputs[0]] == (("fsdp",), ("tensor",))
+    assert found.gathered == {0: 16 * 32 * 4 // 4}
+
+
+def test_a_gradient_over_rows_is_summed():
+    x, dy = jnp.ones((8, 16)), jnp.ones((8, 32))
+    program = flatten(jax.make_jaxpr(lambda x, dy: x.T @ dy)(x, dy))
+    found = place(program, [(("fsdp",), ()), (("fsdp",), ())], SIZES)
+    assert len(found.summed) == 1
+    assert found.dims[program.outputs[0]] == ((), ())
+
+
+def test_a_constraint_reaches_back_to_what_it_places(mesh):
+    sharding = NamedSharding(mesh, P("fsdp"))
+
+    def fn(x, dy):
+        return jax.lax.with_sharding_constraint((x.T @ dy) * 2.0, sharding)
+
+    program = flatten(jax.make_jaxpr(fn)(jnp.ones((8, 16)), jnp.ones((8, 32))))
+    found = place(program, [(("fsdp",), ()), (("fsdp",), ())], SIZES)
+    product = next(operation for operation in program.operations if operation.kind == "dot_general")
+    assert found.dims[product.outputs[0]] == (("fsdp",), ())
+
+
+@pytest.mark.parametrize(("shape", "factor"), [((512, 128), 1.0), ((512, 257, 64), 1.0), ((1024, 100), 1.04)])
+def test_padding_takes_the_best_layout(shape, factor):
+    assert padding(shape) == factor
+
+
+def test_padding_of_odd_sides():
+    assert padding((257, 257)) == pytest.approx(384 / 257 * 264 / 257)
