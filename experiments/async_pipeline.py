@@ -48,8 +48,8 @@ from stale_weights import Rule, StaleWeights
 from jaxscale import Experiment, Plan
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.run.pipemare import Remedies
+from jaxscale.state.train_state import TrainState
 from jaxscale.step.build import build
-from jaxscale.step.state import TrainState
 from jaxscale.step.train_step import TrainStep
 from jaxscale.typing import Params
 

@@ -19,7 +19,7 @@ from jaxscale import Experiment
 from jaxscale.data import Images
 from jaxscale.models import ForeignModel, classification, linen_model
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.step.experiment import Evaluation
+from jaxscale.recipe.experiment import Evaluation
 
 DIGITS = Path(__file__).parent / "data" / "digits.npz"
 

@@ -12,7 +12,7 @@ from jaxscale import Experiment
 from jaxscale.data import Images
 from jaxscale.models import ViT
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.step.experiment import Evaluation
+from jaxscale.recipe.experiment import Evaluation
 
 DIGITS = Path(__file__).parent / "data" / "digits.npz"
 

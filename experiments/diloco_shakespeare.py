@@ -35,10 +35,10 @@ from jaxscale import Experiment, Plan
 from jaxscale.data import Text
 from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Evaluation, Samples
 from jaxscale.replicas import Codec
 from jaxscale.replicas.diloco import Diloco
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.experiment import Evaluation, Samples
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT = 64

@@ -20,7 +20,7 @@ from jaxscale import Experiment
 from jaxscale.data import Text
 from jaxscale.models import Pretrained
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.step.experiment import Evaluation, Samples
+from jaxscale.recipe.experiment import Evaluation, Samples
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parent / "tests" / "golden" / "llama"

@@ -15,7 +15,7 @@ from jaxscale import Experiment, Plan
 from jaxscale.data import Text
 from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.step.experiment import Evaluation, Samples
+from jaxscale.recipe.experiment import Evaluation, Samples
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT = 48

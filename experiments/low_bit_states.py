@@ -30,9 +30,9 @@ from jaxscale import Experiment, Plan, Run
 from jaxscale.data import Text
 from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Evaluation, Samples
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Evaluation, Samples
 from jaxscale.trees import tree_bytes
 from jaxscale.values import override
 

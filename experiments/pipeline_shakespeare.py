@@ -18,7 +18,7 @@ from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.step.experiment import Evaluation, Samples
+from jaxscale.recipe.experiment import Evaluation, Samples
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT = 64

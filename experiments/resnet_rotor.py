@@ -22,8 +22,8 @@ from jaxscale.data import Images
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models import ResNet
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Evaluation
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.experiment import Evaluation
 
 DIGITS = Path(__file__).parent / "data" / "digits.npz"
 

@@ -116,7 +116,7 @@ def draws(only: Sequence[str] | None) -> dict[str, Any]:
 
 def of_checkout(texts: dict[str, str]) -> dict[str, str]:
     """The techniques as this checkout spells them: plans of version 1 have no groups."""
-    from jaxscale.step.plan import Plan
+    from jaxscale.recipe.plan import Plan
 
     if "offload" in {field.name for field in dataclasses.fields(Plan)}:
         return texts

@@ -80,7 +80,7 @@ def llama() -> Pricing:
 
     from jaxscale.planning.stage_prices import costs_of, link_seconds, model_prices
     from jaxscale.platforms.platform import Platform
-    from jaxscale.step.pipelined.stages import Stages
+    from jaxscale.state.stages import Stages
 
     platform = Platform.parse("tpu v5p:4x4x4")
     known = {}

@@ -13,8 +13,8 @@ from jaxscale import Experiment, Plan
 from jaxscale.data import Text
 from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.step.experiment import Evaluation, Samples
-from jaxscale.step.kernels import Kernels
+from jaxscale.recipe.experiment import Evaluation, Samples
+from jaxscale.recipe.kernels import Kernels
 
 DATA = Path(__file__).parent / "data"
 CONTEXT = 128

@@ -27,7 +27,7 @@ from jaxscale import blocks
 from jaxscale.offload.updates import plainly
 from jaxscale.pipeline.run.passes import At, Context, FromResiduals
 from jaxscale.pipeline.run.pipemare import Remedies
-from jaxscale.step.state import TrainState, Watch
+from jaxscale.state.train_state import TrainState, Watch
 from jaxscale.step.train_step import TrainStep
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Batch, Float, Params

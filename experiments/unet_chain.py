@@ -27,7 +27,7 @@ from jaxscale.layers.conv import Conv
 from jaxscale.layers.norm import LayerNorm
 from jaxscale.layers.stack import Chain
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.step.experiment import Evaluation
+from jaxscale.recipe.experiment import Evaluation
 
 DIGITS = Path(__file__).parent / "data" / "digits.npz"
 State = tuple[Any, ...]

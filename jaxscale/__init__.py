@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Experiment": "jaxscale.step.experiment",
-    "Plan": "jaxscale.step.plan",
+    "Experiment": "jaxscale.recipe.experiment",
+    "Plan": "jaxscale.recipe.plan",
     "Platform": "jaxscale.platforms.platform",
     "MeshSpec": "jaxscale.sharding.mesh",
     "UserError": "jaxscale.errors",
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from jaxscale.planning.fit import fit
     from jaxscale.planning.menu import menu
     from jaxscale.platforms.platform import Platform
+    from jaxscale.recipe.experiment import Experiment
+    from jaxscale.recipe.plan import Plan
     from jaxscale.sharding.mesh import MeshSpec
-    from jaxscale.step.experiment import Experiment
-    from jaxscale.step.plan import Plan
     from jaxscale.training.loop import train
     from jaxscale.training.run import Run
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.pipeline.plan import OPTIONS, PipelinePlan
-from jaxscale.step.plan import OffloadPlan, Plan, StatePlan
+from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan
 from jaxscale.values import override
 
 GROUPS = {"offload": OffloadPlan, "state": StatePlan}

@@ -23,12 +23,12 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.decoder import Decoder, Llama3Scaling, MlpKind
 from jaxscale.optim.leaves import leaves_of
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Checkpointing, Evaluation, Experiment, Guard, Samples
+from jaxscale.recipe.kernels import Kernels
+from jaxscale.recipe.plan import PLAN_VERSION, OffloadPlan, Plan, StatePlan, read_plan
 from jaxscale.sharding.mesh import AXES, MeshSpec
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Checkpointing, Evaluation, Experiment, Guard, Samples
-from jaxscale.step.kernels import Kernels
-from jaxscale.step.plan import PLAN_VERSION, OffloadPlan, Plan, StatePlan, read_plan
 from jaxscale.values import to_json
 from jaxscale.values.annotations import field_types, members
 

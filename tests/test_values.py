@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from jaxscale import values
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.recipe.kernels import Kernels
+from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.step.kernels import Kernels
-from jaxscale.step.plan import OffloadPlan, Plan, StatePlan
 from jaxscale.values import check_types, difference, from_json, override, to_json
 
 PLAN = Plan()

@@ -21,9 +21,9 @@ def toy(tmp_path_factory):
     from jaxscale.data.text import Text
     from jaxscale.models.decoder import Decoder
     from jaxscale.optim.optimizer import Optimizer
+    from jaxscale.recipe.experiment import Checkpointing, Evaluation, Experiment, Samples
+    from jaxscale.recipe.plan import Plan
     from jaxscale.sharding.mesh import MeshSpec
-    from jaxscale.step.experiment import Checkpointing, Evaluation, Experiment, Samples
-    from jaxscale.step.plan import Plan
 
     folder = tmp_path_factory.mktemp("toy")
     text = folder / "text.txt"

@@ -61,9 +61,9 @@ from jaxscale.planning.piece_compile import piece_bytes
 from jaxscale.planning.pieces import Piece
 from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.platform import Platform
+from jaxscale.recipe.plan import Plan
 from jaxscale.records.source import load
-from jaxscale.step.batches import batch_shapes
-from jaxscale.step.plan import Plan
+from jaxscale.state.batches import batch_shapes
 
 MODELS = Path(__file__).with_name("fit_models.py")
 RECORDING = Path(__file__).with_name("fit_accuracy.jsonl")

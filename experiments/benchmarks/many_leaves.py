@@ -8,7 +8,7 @@ from flax import nnx
 from jaxscale import Experiment
 from jaxscale.data import Text
 from jaxscale.models import ForeignModel, language_model
-from jaxscale.step.experiment import Checkpointing, Evaluation, Samples
+from jaxscale.recipe.experiment import Checkpointing, Evaluation, Samples
 
 TEXT = Path(__file__).resolve().parent.parent / "data" / "shakespeare.txt"
 

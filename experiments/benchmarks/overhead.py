@@ -24,10 +24,10 @@ import numpy as np
 import plain_loop
 from figures import Figure, show
 
+from jaxscale.recipe.plan import Plan
 from jaxscale.records.source import load
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.plan import Plan
 
 EXPERIMENTS = Path(__file__).resolve().parent.parent
 UNROLL = load(EXPERIMENTS / "shakespeare.py")[0].plan.unroll

@@ -30,8 +30,8 @@ import numpy as np
 import plain_loop
 from figures import Figure, show
 
+from jaxscale.recipe.experiment import Checkpointing, Evaluation, Samples
 from jaxscale.records.source import load
-from jaxscale.step.experiment import Checkpointing, Evaluation, Samples
 from jaxscale.training.loop import train
 
 HERE = Path(__file__).resolve().parent

@@ -34,11 +34,11 @@ from jaxscale.planning.cheapest import cheapest_fit
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.program import compiled_bytes
 from jaxscale.platforms.detect import detect
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.records.source import load
-from jaxscale.step.batches import batch_shapes
+from jaxscale.state.batches import batch_shapes
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
 
 FILE = Path(__file__).parents[1] / "tight_memory.py"
 STEPS = 5

@@ -72,18 +72,18 @@ from jaxscale.layers.mlp import MLP
 from jaxscale.layers.stack import Stack
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import Codec, wire
 from jaxscale.replicas.codec import State
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.batches import batch_shapes
+from jaxscale.state.batches import batch_shapes
+from jaxscale.state.train_state import TrainState
 from jaxscale.step.build import build
-from jaxscale.step.checks.wire import NoEffect, check_codec, slow_bytes
-from jaxscale.step.experiment import Experiment
 from jaxscale.step.gradients import LossAndGradients
-from jaxscale.step.plan import Plan
-from jaxscale.step.state import TrainState
 from jaxscale.step.synchronous import SynchronousStep
 from jaxscale.step.train_step import TrainStep
+from jaxscale.step.wire_checks import NoEffect, check_codec, slow_bytes
 from jaxscale.typing import Array, Batch, Key
 
 BARS: dict[tuple[str, int], float | None] = {

@@ -26,11 +26,11 @@ from figures import Figure, show
 from jaxscale.blocks import Model
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.state.layout import local_bytes
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.layout import local_bytes
-from jaxscale.step.plan import Plan
 
 STAGES = (0, 1, 2, 3)
 TOLERANCE = 0.02

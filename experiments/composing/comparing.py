@@ -15,8 +15,8 @@ from pathlib import Path
 from composing.draws import Draw, with_options
 from composing.twins import Trained, lossy, on_replicas, plain_twin, recomputes_newer, stale, steps_of, train
 
+from jaxscale.recipe.kernels import Kernels
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.kernels import Kernels
 
 EXACT = 2e-5
 """Relative difference that the order of float32 sums may make."""

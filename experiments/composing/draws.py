@@ -22,13 +22,13 @@ from jaxscale.pipeline.plan import FORMS as PIPELINE_FORMS
 from jaxscale.pipeline.plan import OPTIONS as PIPELINE_OPTIONS
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedules import METHODS
+from jaxscale.recipe.kernels import KNOWN, PLATFORMS, Kernels
+from jaxscale.recipe.plan import Plan
 from jaxscale.replicas.codec import Codec
 from jaxscale.replicas.codecs import CODECS
 from jaxscale.replicas.diloco import Diloco
 from jaxscale.replicas.named import NamedCodec
 from jaxscale.sharding.mesh import AXES
-from jaxscale.step.kernels import KNOWN, PLATFORMS, Kernels
-from jaxscale.step.plan import Plan
 from jaxscale.values import parse
 from jaxscale.values.annotations import field_types, is_record, members
 
@@ -296,7 +296,7 @@ def axes_needed(techniques: Mapping[str, str]) -> dict[str, int]:
 def without_conflicts(techniques: Mapping[str, str], rng: random.Random) -> dict[str, str]:
     """A drawn combination without what asks for the same twice, or means nothing beside the rest.
 
-    These are refused too, and `tests/step/test_combinations.py` has them; a draw has better to do.
+    These are refused too, and `tests/recipe/test_combinations.py` has them; a draw has better to do.
     """
     techniques = dict(techniques)
     if techniques["optimizer.name"].startswith("one_bit") and {"plan.reduce", "plan.diloco"} & set(techniques):

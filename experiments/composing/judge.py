@@ -11,7 +11,7 @@ from composing.pairs import combination, key
 from composing.twins import built, lower, train
 
 from jaxscale.errors import UserError
-from jaxscale.step.resolution.combinations import Incompatible
+from jaxscale.recipe.combinations import Incompatible
 
 Outcome = Literal["equal", "lowered", "refused", "invalid", "wrong", "crashed", "hung"]
 
@@ -22,7 +22,7 @@ class Verdict:
 
     Args:
         outcome: "equal" and "lowered" are successes, "refused" is one if its reason is true: a row of
-            `step/resolution/combinations.py` refuses it before anything is traced. All others are faults; "invalid" is
+            `recipe/combinations.py` refuses it before anything is traced. All others are faults; "invalid" is
             one of the draw: a value that means nothing there, such as a budget too small.
         reason: of a refusal or a fault.
         compile_seconds: of the combination.

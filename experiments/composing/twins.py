@@ -23,13 +23,13 @@ from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning.program import described_step
 from jaxscale.planning.settle import settled
 from jaxscale.platforms.platform import Platform
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.replicas.diloco import Diloco
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.batches import batch_shapes
+from jaxscale.state.batches import batch_shapes
+from jaxscale.state.train_state import TrainState
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
-from jaxscale.step.state import TrainState
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import override
 

@@ -31,10 +31,10 @@ def convert_state(run: Any, to: Any, out: Any = None) -> str:
     """
     import jax
 
+    from jaxscale.recipe.plan import Plan, StatePlan
     from jaxscale.records.source import load_experiment
     from jaxscale.sharding.mesh import MeshSpec
     from jaxscale.step.build import build
-    from jaxscale.step.plan import Plan, StatePlan
 
     folder = run_path(run)
     target = run_path(f"{str(run).rstrip('/')}-{to}" if out is None else out)

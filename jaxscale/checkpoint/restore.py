@@ -9,9 +9,9 @@ from typing import Any
 
 from jaxscale.checkpoint.store import Checkpoints, Description
 from jaxscale.errors import UserError
+from jaxscale.recipe.experiment import Experiment
 from jaxscale.records import directory as place
 from jaxscale.records.storage import run_path
-from jaxscale.step.experiment import Experiment
 
 TOKENIZER = "tokenizer.json"
 """The tokenizer of a run's data, so that its model can be used without the data."""
@@ -118,10 +118,10 @@ def restore_parameters(
 def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
     from jaxscale.layers.loss import CHUNK
     from jaxscale.optim.optimizer import Optimizer
+    from jaxscale.recipe.kernels import Kernels
+    from jaxscale.recipe.plan import Plan
     from jaxscale.sharding.mesh import MeshSpec
     from jaxscale.step.build import build
-    from jaxscale.step.kernels import Kernels
-    from jaxscale.step.plan import Plan
 
     run_plan = experiment.plan
     kernels, attention = run_plan.kernels, dict(run_plan.kernels.named).get("attention", "auto")

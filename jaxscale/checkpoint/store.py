@@ -259,7 +259,7 @@ class Checkpoints:
         return Restored(_description(content), conversion.convert(_cast(arrays, abstract)), {}, conversion.lines)
 
     def _read_conversion(self, step: int, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        from jaxscale.step.saved.conversion import conversion
+        from jaxscale.state.conversion import conversion
 
         content = self._read(step)
         change = conversion(content["arrays"], abstract)
@@ -441,7 +441,7 @@ def _path(folder: Any) -> Any:
 
 
 def _check_arrays(entries: Mapping[str, Any], abstract: Mapping[str, Any], path: Any) -> None:
-    from jaxscale.step.saved.canonical import OPTIONAL
+    from jaxscale.state.canonical import OPTIONAL
 
     for name, leaf in abstract.items():
         if name not in entries and name.startswith(OPTIONAL):

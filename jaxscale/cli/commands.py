@@ -66,8 +66,8 @@ class Train:
 
     def check(self) -> None:
         """Check the arguments as far as possible without importing JAX."""
+        from jaxscale.recipe.plan import read_plan
         from jaxscale.records.outline import outline
-        from jaxscale.step.plan import read_plan
 
         outline(self.file, self.variant)
         bytes_of(self.limit, "--limit")
@@ -82,8 +82,8 @@ class Train:
 
     def load(self, fields: Mapping[str, str]) -> Any:
         """The experiment and its source, with the fields set on the command line."""
+        from jaxscale.recipe.plan import read_plan
         from jaxscale.records.source import load
-        from jaxscale.step.plan import read_plan
 
         flags = {name: str(getattr(self, name)) for name in self.of_experiment if getattr(self, name) is not None}
         plan = None if self.plan_file is None else read_plan(Path(self.plan_file))
@@ -420,8 +420,8 @@ COMMANDS: dict[str, type[Command]] = {
 def check_planned(command: Fit | Explain) -> None:
     """Check the arguments of a command about a platform, as far as possible without importing JAX."""
     from jaxscale.platforms.platform import Platform
+    from jaxscale.recipe.plan import read_plan
     from jaxscale.records.outline import outline
-    from jaxscale.step.plan import read_plan
 
     outline(command.file, command.variant)
     platform = None if command.platform.strip().lower() == "local" else Platform.parse(command.platform)
@@ -438,8 +438,8 @@ def check_planned(command: Fit | Explain) -> None:
 
 def load_planned(command: Fit | Explain, fields: Mapping[str, str]) -> Any:
     """The experiment and its source, with the fields set on the command line."""
+    from jaxscale.recipe.plan import read_plan
     from jaxscale.records.source import load
-    from jaxscale.step.plan import read_plan
 
     plan = None if command.plan_file is None else read_plan(Path(command.plan_file))
     flags = {} if command.batch is None else {"batch": str(command.batch)}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxscale.pipeline.clock.costs import Costs
     from jaxscale.pipeline.plan import PipelinePlan
     from jaxscale.pipeline.schedule import Schedule
-    from jaxscale.step.experiment import Experiment
+    from jaxscale.recipe.experiment import Experiment
 
 PICTURES = ("pipeline",)
 PRICES = {"f": "forward", "i": "input", "w": "weight", "b": "backward", "u": "update", "link": "link"}

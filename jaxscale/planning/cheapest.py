@@ -23,9 +23,9 @@ from jaxscale.planning.estimate import of_step
 from jaxscale.planning.prices import Prices
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
-from jaxscale.step.batches import batch_shapes
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
+from jaxscale.state.batches import batch_shapes
 from jaxscale.values.byte_sizes import bytes_text
 from jaxscale.values.units import size
 

@@ -25,11 +25,11 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.programs.flat import Program
 from jaxscale.programs.kinds import both_passes, kinds_of
 from jaxscale.programs.placements import Placements
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.kernels import Taken
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.memory_space import COPY
-from jaxscale.step.batches import batch_shapes
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.kernels import Taken
-from jaxscale.step.plan import Plan
+from jaxscale.state.batches import batch_shapes
 from jaxscale.step.train_step import TrainStep
 from jaxscale.trees import tree_bytes
 from jaxscale.values.units import size

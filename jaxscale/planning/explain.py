@@ -22,8 +22,8 @@ from jaxscale.planning.prices import Prices
 from jaxscale.planning.program import lowered_step
 from jaxscale.planning.timeline import Item
 from jaxscale.platforms.platform import Platform
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.values.byte_sizes import bytes_text, short_budget
 from jaxscale.values.units import size
 

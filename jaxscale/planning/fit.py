@@ -25,9 +25,9 @@ from jaxscale.planning.program import lowered_step
 from jaxscale.planning.stage_prices import simulated
 from jaxscale.planning.wire import sent_by_axes
 from jaxscale.platforms.platform import Platform
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.kernels import lines_of
-from jaxscale.step.plan import Plan
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.kernels import lines_of
+from jaxscale.recipe.plan import Plan
 from jaxscale.values.units import size
 
 TRIED = 4

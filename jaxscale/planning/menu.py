@@ -24,9 +24,9 @@ from jaxscale.platforms.platform import Chip, Platform
 from jaxscale.programs import roofline
 from jaxscale.programs.block import BlockGraph, block_graph
 from jaxscale.programs.collect import BlockCall
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
-from jaxscale.step.resolution.memory import traced_blocks
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
+from jaxscale.step.memory_resolve import traced_blocks
 from jaxscale.values.byte_sizes import bytes_text, short_budget
 from jaxscale.values.units import size
 

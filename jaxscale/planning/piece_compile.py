@@ -18,10 +18,10 @@ from jaxscale.planning.traced import traced_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.flat import Program
 from jaxscale.programs.placements import Dims, in_host_memory
-from jaxscale.step.batches import batch_shapes
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
+from jaxscale.state.batches import batch_shapes
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
 
 
 def piece_bytes(make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece) -> int:

@@ -21,10 +21,10 @@ from jaxscale.planning.program import described_step
 from jaxscale.planning.stage_prices import model_prices
 from jaxscale.platforms.platform import Platform, chips
 from jaxscale.programs import roofline
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.layout import local_bytes
-from jaxscale.step.pipelined.stages import period_of
-from jaxscale.step.plan import Plan
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
+from jaxscale.state.layout import local_bytes
+from jaxscale.state.stages import period_of
 from jaxscale.values.units import size
 
 STAND_IN = "v5e"

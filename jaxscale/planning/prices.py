@@ -15,9 +15,9 @@ from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs import roofline
 from jaxscale.programs.collect import BlockCall
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
-from jaxscale.step.resolution.memory import traced_blocks
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
+from jaxscale.step.memory_resolve import traced_blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,10 +5,10 @@ from typing import Any
 
 from jaxscale.compiler.described import abstract, lower_for, without_memories
 from jaxscale.platforms.platform import Platform
-from jaxscale.step.batches import batch_shapes
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
+from jaxscale.state.batches import batch_shapes
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
 from jaxscale.step.train_step import TrainStep
 
 

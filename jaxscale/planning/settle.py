@@ -6,8 +6,8 @@
 
 import dataclasses
 
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 
 
 def settled(experiment: Experiment, plan: Plan, limit: int | None = None) -> Plan:

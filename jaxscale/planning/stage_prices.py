@@ -28,12 +28,12 @@ from jaxscale.programs import roofline
 from jaxscale.programs.block import BlockGraph
 from jaxscale.programs.collect import BlockCall
 from jaxscale.programs.flop import jaxpr_flop
-from jaxscale.step.batches import batch_shapes
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
+from jaxscale.state.batches import batch_shapes
+from jaxscale.state.stages import Stages
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.pipelined.stages import Stages
-from jaxscale.step.plan import Plan
-from jaxscale.step.resolution.memory import traced_blocks
+from jaxscale.step.memory_resolve import traced_blocks
 from jaxscale.step.train_step import TrainStep
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")

@@ -9,7 +9,7 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.programs.flat import Program, flatten
 from jaxscale.programs.flop import jaxpr_flop
 from jaxscale.programs.placements import Placements, dims_of, place
-from jaxscale.step.plan import Plan
+from jaxscale.recipe.plan import Plan
 from jaxscale.step.train_step import TrainStep
 from jaxscale.trees import path_name
 

@@ -26,8 +26,8 @@ from jaxscale.pipeline.schedule import Schedule
 from jaxscale.planning.pipeline_choice import in_periods
 from jaxscale.planning.stage_prices import model_prices
 from jaxscale.platforms.platform import Platform
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.pipelined.stages import period_of
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.state.stages import period_of
 
 
 @dataclasses.dataclass(frozen=True)

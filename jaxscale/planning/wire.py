@@ -16,8 +16,8 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.replicas import wire
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.slices import across
+from jaxscale.state.layout import REPLICA_AXIS
 from jaxscale.step.exchange import leaves_of_gradients
-from jaxscale.step.layout import REPLICA_AXIS
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values.units import size
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from jaxscale import values
 from jaxscale.errors import UserError
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import PLAN_VERSION, Plan
 from jaxscale.records.storage import is_remote, run_path
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import PLAN_VERSION, Plan
 
 EXPERIMENT, PLAN, CHECKPOINTS, LOCK = "experiment.json", "plan.json", "checkpoints", "lock"
 

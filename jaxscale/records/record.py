@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxscale.recipe.kernels import said_of
+from jaxscale.recipe.plan_json import upgraded
 from jaxscale.records.metrics import Rows, read_metrics
 from jaxscale.records.samples import Sample, read_samples
 from jaxscale.records.storage import run_path
-from jaxscale.step.kernels import said_of
-from jaxscale.step.plan_json import upgraded
 
 Status = Literal["finished", "preempted", "diverged", "running", "stopped", "empty"]
 

@@ -29,8 +29,8 @@ from jaxscale.records.outline import no_variant, outline
 from jaxscale.records.storage import run_path
 
 if TYPE_CHECKING:
-    from jaxscale.step.experiment import Experiment
-    from jaxscale.step.plan import Plan
+    from jaxscale.recipe.experiment import Experiment
+    from jaxscale.recipe.plan import Plan
 
 FOLDER, FACTS = "source", "source.json"
 
@@ -78,7 +78,7 @@ class Source:
 
     def remake(self) -> "Experiment":
         """The same experiment, made again in this or another process."""
-        from jaxscale.step.plan import Plan
+        from jaxscale.recipe.plan import Plan
 
         assert self.path is not None
         plan = None if self.plan is None else values.from_json(Plan, self.plan, "the plan")
@@ -180,8 +180,8 @@ def load_experiment(run_dir: Any) -> "Experiment":
     Raises:
         UserError: the directory holds no run; its file raises; the experiment holds code that no file has.
     """
-    from jaxscale.step.experiment import Experiment
-    from jaxscale.step.plan import Plan, read_plan, superseded
+    from jaxscale.recipe.experiment import Experiment
+    from jaxscale.recipe.plan import Plan, read_plan, superseded
 
     folder = run_path(run_dir)
     run_plan = read_plan(folder / "plan.json") if (folder / "plan.json").exists() else None
@@ -240,7 +240,7 @@ def _module(origin: Path) -> str:
 
 def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experiment":
     """Run the text as the module at `origin` and call its function; messages name `file`."""
-    from jaxscale.step.experiment import Experiment
+    from jaxscale.recipe.experiment import Experiment
 
     module = types.ModuleType(_module(origin))
     module.__file__ = str(origin)

@@ -13,28 +13,28 @@ from jaxscale.offload.updates import Advance
 from jaxscale.platforms.cpu_threads import provide_threads
 from jaxscale.platforms.detect import host_memory
 from jaxscale.programs.elementwise import first_mixing
+from jaxscale.recipe.combinations import check
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
+from jaxscale.recipe.products import describe_products
+from jaxscale.recipe.requests import Facts
 from jaxscale.sharding.memory_space import check_host_memory
+from jaxscale.state.layout import Layout, vocab_multiple
+from jaxscale.state.pure_model import PureModel
+from jaxscale.state.train_state import TrainState
 from jaxscale.step.exchange import CodecResiduals, Exchanged, by_codec, by_compiler, none_yet, stage_of
-from jaxscale.step.experiment import Experiment
 from jaxscale.step.gradients import Objective, Whole
 from jaxscale.step.host import advance_of, check_host_size
-from jaxscale.step.layout import Layout, vocab_multiple
+from jaxscale.step.memory_resolve import decide_memory, describe_decision, layers_of_groups, treatment_of
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline, InFlight
 from jaxscale.step.pipelined.gradients import Pipelined
-from jaxscale.step.plan import Plan
 from jaxscale.step.planned_model import PlannedModel
-from jaxscale.step.pure_model import PureModel
 from jaxscale.step.replicas import Replicas
-from jaxscale.step.resolution.combinations import check
-from jaxscale.step.resolution.memory import decide_memory, describe_decision, layers_of_groups, treatment_of
-from jaxscale.step.resolution.products import describe_products
-from jaxscale.step.resolution.requests import Facts
-from jaxscale.step.resolution.resolve import ResolvedPlan, needs_decision, resolve
-from jaxscale.step.resolution.without_effect import check_effect
-from jaxscale.step.state import TrainState
+from jaxscale.step.resolve import ResolvedPlan, needs_decision, resolve
 from jaxscale.step.synchronous import SynchronousStep, UpdateFn
 from jaxscale.step.train_step import StepParts, TrainStep
 from jaxscale.step.update import Update, describe_state
+from jaxscale.step.without_effect import check_effect
 from jaxscale.trees import named_leaves
 from jaxscale.typing import Array, Bool
 

@@ -19,16 +19,16 @@ from jaxscale.layers.stack import in_one_stack
 from jaxscale.offload.updates import global_norm
 from jaxscale.optim.one_bit import Messages
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.plan import Plan
 from jaxscale.replicas.codec import Codec
 from jaxscale.replicas.reduce import RESIDUAL, Leaf, Stage
 from jaxscale.sharding.zero import split
-from jaxscale.step.checks.wire import check_codec, slow_bytes
-from jaxscale.step.extra import CompiledProgram, lacks
-from jaxscale.step.layout import PIPE_AXIS, REPLICA_AXIS, Layout
-from jaxscale.step.plan import Plan
-from jaxscale.step.pure_model import PureModel
-from jaxscale.step.saved.naming import Naming, Part, plain
-from jaxscale.step.state import TrainState
+from jaxscale.state.extra import CompiledProgram, lacks
+from jaxscale.state.layout import PIPE_AXIS, REPLICA_AXIS, Layout
+from jaxscale.state.naming import Naming, Part, plain
+from jaxscale.state.pure_model import PureModel
+from jaxscale.state.train_state import TrainState
+from jaxscale.step.wire_checks import check_codec, slow_bytes
 from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Float, Params
 from jaxscale.values.byte_sizes import bytes_at_least

@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec
 from jaxscale.blocks import Context, Loss
 from jaxscale.replicas.named import NamedCodec
 from jaxscale.sharding.memory_space import to_device
-from jaxscale.step.batches import microbatches
-from jaxscale.step.layout import REPLICA_AXIS
+from jaxscale.state.batches import microbatches
+from jaxscale.state.layout import REPLICA_AXIS
+from jaxscale.state.train_state import TrainState
 from jaxscale.step.planned_model import FromWeights, PlannedModel, positive, unchanged
-from jaxscale.step.state import TrainState
 from jaxscale.typing import Array, Batch, Float, Key, Params
 
 LossAndGradients = tuple[Loss, Params, Params]

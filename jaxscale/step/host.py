@@ -19,11 +19,11 @@ from jaxscale.offload.slices import cut
 from jaxscale.offload.updates import Advance, on_host, plainly, streamed
 from jaxscale.offload.weights import Streamed, of_a_block
 from jaxscale.programs.elementwise import first_mixing
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.memory_space import COPY, HOST_KIND, rehearses
-from jaxscale.step.checks.wire import NoEffect
-from jaxscale.step.layout import Layout, local_bytes
-from jaxscale.step.plan import Plan
+from jaxscale.state.layout import Layout, local_bytes
 from jaxscale.step.update import Update
+from jaxscale.step.wire_checks import NoEffect
 from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Params
 from jaxscale.values.byte_sizes import bytes_text

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxscale.step.extra import CompiledProgram
-from jaxscale.step.layout import Layout
+from jaxscale.state.extra import CompiledProgram
+from jaxscale.state.layout import Layout
+from jaxscale.state.train_state import Metrics, TrainState
 from jaxscale.step.replicas import Replicas
-from jaxscale.step.state import Metrics, TrainState
 
 
 class Meetings:

@@ -16,15 +16,15 @@ from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
 from jaxscale.lowbit.products import RECIPES
 from jaxscale.offload.weights import offloading_later, streaming
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding import place
 from jaxscale.sharding.memory_space import on_host, to_device
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.step.experiment import Experiment
+from jaxscale.state.layout import Layout
+from jaxscale.state.pure_model import PureModel
+from jaxscale.state.train_state import TrainState
 from jaxscale.step.host import streamed_weights
-from jaxscale.step.layout import Layout
-from jaxscale.step.plan import Plan
-from jaxscale.step.pure_model import PureModel
-from jaxscale.step.state import TrainState
 from jaxscale.typing import Array, Batch, Float, Key, Params
 
 FromWeights = Callable[[Params], Params]

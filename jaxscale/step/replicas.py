@@ -23,19 +23,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.offload.updates import Advance
+from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import wire
 from jaxscale.replicas.diloco import Diloco, fragments_of
 from jaxscale.replicas.reduce import Leaf, Stage
 from jaxscale.sharding.memory_space import in_memory_of
-from jaxscale.step.checks.wire import bytes_over, check_alone, check_meeting
+from jaxscale.state.extra import CompiledProgram, lacks
+from jaxscale.state.layout import REPLICA_AXIS, Layout
+from jaxscale.state.naming import Naming, Part, roles
+from jaxscale.state.pure_model import PureModel
+from jaxscale.state.train_state import TrainState
 from jaxscale.step.exchange import REDUCE, Exchanged, leaves_of_gradients
-from jaxscale.step.extra import CompiledProgram, lacks
 from jaxscale.step.gradients import LossAndGradients, Objective
-from jaxscale.step.layout import REPLICA_AXIS, Layout
-from jaxscale.step.plan import Plan
-from jaxscale.step.pure_model import PureModel
-from jaxscale.step.saved.naming import Naming, Part, roles
-from jaxscale.step.state import TrainState
+from jaxscale.step.wire_checks import bytes_over, check_alone, check_meeting
 from jaxscale.trees import filled, named_leaves, path_name
 from jaxscale.typing import Array, Batch, Bool, Params
 from jaxscale.values.byte_sizes import bytes_at_least

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxscale.recipe.experiment import Guard
+from jaxscale.state.train_state import Metrics, TrainState
 from jaxscale.step.exchange import Exchange, Exchanged
-from jaxscale.step.experiment import Guard
 from jaxscale.step.gradients import LossAndGradients
 from jaxscale.step.planned_model import positive
-from jaxscale.step.state import Metrics, TrainState
 from jaxscale.typing import Array, Batch, Bool
 
 GradientFn = Callable[[TrainState, Batch], LossAndGradients]

@@ -18,22 +18,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
 from jaxscale.memory.decision import Decision
+from jaxscale.recipe.kernels import Taken
 from jaxscale.replicas.reduce import Stage
-from jaxscale.step import batches
-from jaxscale.step.checks.kernel_trace import KernelTrace, check_taken
+from jaxscale.state import batches
+from jaxscale.state.canonical import Canonical
+from jaxscale.state.extra import StateExtra
+from jaxscale.state.first_weights import first_weights
+from jaxscale.state.layout import Layout, local_bytes
+from jaxscale.state.naming import Naming
+from jaxscale.state.stages import Stages
+from jaxscale.state.train_state import Metrics, TrainState, Watch
 from jaxscale.step.compiled import Compiled
-from jaxscale.step.extra import StateExtra
-from jaxscale.step.first_weights import first_weights
 from jaxscale.step.gradients import Objective, accuracy, evaluate
 from jaxscale.step.host import check_host_bytes, describe
-from jaxscale.step.kernels import Taken
-from jaxscale.step.layout import Layout, local_bytes
+from jaxscale.step.kernel_trace import KernelTrace, check_taken
 from jaxscale.step.meetings import Meetings
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline
-from jaxscale.step.pipelined.stages import Stages
 from jaxscale.step.replicas import Replicas
-from jaxscale.step.saved.canonical import Canonical
-from jaxscale.step.state import Metrics, TrainState, Watch
 from jaxscale.step.update import Update
 from jaxscale.typing import Array, Batch, Float, Params
 
@@ -233,7 +234,8 @@ class TrainStep:
 
     @functools.cached_property
     def _canonical(self) -> Canonical:
-        return Canonical(self)
+        naming = Naming(self.pure_model, self.update.split)
+        return Canonical(self.layout, self.extras, naming, self.plain_layout.owners(self.optimizer))
 
     def canonical_abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and placements of the canonical form of this step's states: what to restore into."""
@@ -271,7 +273,7 @@ class TrainStep:
 
     def compile(self, batch: Batch) -> Compiled:
         """Compile the step for batches like `batch` (global shapes), and check that every request took effect."""
-        from jaxscale.step.checks.program import check_compiled, check_kept_on_host, check_traced
+        from jaxscale.step.program_checks import check_compiled, check_kept_on_host, check_traced
 
         start = time.perf_counter()
         traced = self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))

@@ -19,10 +19,10 @@ from jaxscale.offload.updates import Advance
 from jaxscale.optim.leaves import leaf_of
 from jaxscale.optim.one_bit import Messages, clipped
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.layout import placements_of
-from jaxscale.step.plan import Plan
-from jaxscale.step.pure_model import PureModel
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
+from jaxscale.state.layout import placements_of
+from jaxscale.state.pure_model import PureModel
 from jaxscale.trees import path_name, tree_bytes
 from jaxscale.typing import Params
 
@@ -153,7 +153,7 @@ def describe_state(plan: Plan, state: Any, parameters: int) -> list[str]:
 
     Example:
         >>> from jaxscale.lowbit.quantize import zeros
-        >>> from jaxscale.step.plan import StatePlan
+        >>> from jaxscale.recipe.plan import StatePlan
         >>> describe_state(Plan(state=StatePlan("int8")), {"mu": zeros((256, 4), "soft8", 256)}, 2048)
         ['state int8: 0.51 bytes a parameter; 1,024 moments in 1.02 bytes each, the others in float32']
     """

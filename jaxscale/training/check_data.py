@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxscale.errors import UserError
-from jaxscale.step.experiment import Experiment
+from jaxscale.recipe.experiment import Experiment
 
 
 def check_data(experiment: Experiment, data: Any) -> None:

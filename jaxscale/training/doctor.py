@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxscale.platforms.platform import Platform
-from jaxscale.step.kernels import KNOWN
+from jaxscale.recipe.kernels import KNOWN
 from jaxscale.values.units import rate, size
 
 State = Literal["ok", "note", "missing"]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.errors import UserError
-from jaxscale.step.experiment import Experiment
+from jaxscale.recipe.experiment import Experiment
 
 _PREFILL = 16
 """Shorter prompts are fed token by token; of longer ones a power of two of their tokens at once."""

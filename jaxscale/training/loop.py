@@ -16,13 +16,13 @@ from jaxscale.checkpoint.store import Checkpoints, save_memory_warning
 from jaxscale.compiler.kept_programs import left_out
 from jaxscale.errors import Preempted, UserError
 from jaxscale.planning.settle import settled
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.kernels import fields_of, lines_of
+from jaxscale.recipe.plan import Plan
 from jaxscale.records import directory as place
 from jaxscale.records.processes import is_first, wait_for_all
 from jaxscale.records.source import Source
 from jaxscale.records.storage import run_path
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.kernels import fields_of, lines_of
-from jaxscale.step.plan import Plan
 from jaxscale.training import endings
 from jaxscale.training.backend import start_backend
 from jaxscale.training.check_data import check_data
@@ -173,9 +173,9 @@ class _Training:
         """Build the step and open the data: every check that needs no compilation."""
         import jax
 
+        from jaxscale.state.layout import check_model
         from jaxscale.step.build import build
-        from jaxscale.step.layout import check_model
-        from jaxscale.step.resolution.resolve import resolve_mesh
+        from jaxscale.step.resolve import resolve_mesh
 
         devices = list(jax.devices() if self.devices is None else self.devices)
         plan, _ = resolve_mesh(self.plan, self.experiment.batch, devices)

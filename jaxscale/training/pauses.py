@@ -4,8 +4,8 @@ import time
 from typing import Any
 
 from jaxscale.checkpoint.store import Checkpoints, Description
+from jaxscale.recipe.experiment import Experiment
 from jaxscale.records.source import versions
-from jaxscale.step.experiment import Experiment
 from jaxscale.training.evaluate import Evaluator
 from jaxscale.training.journal import Journal
 

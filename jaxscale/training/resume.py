@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxscale import values
+from jaxscale.recipe.experiment import Experiment
 from jaxscale.records.directory import check_same_experiment
 from jaxscale.records.source import Source, written_sha256
-from jaxscale.step.experiment import Experiment
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,11 +5,11 @@ from html import escape
 from typing import Any
 
 from jaxscale.errors import UserError
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.records import directory as place
 from jaxscale.records.metrics import Rows, read_metrics
 from jaxscale.records.storage import run_path
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
 
 
 class Run:

@@ -17,8 +17,8 @@ from jaxscale.compiler.hlo_program import Program, called
 from jaxscale.errors import UserError
 from jaxscale.pipeline.clock.measured import Timeline, measured
 from jaxscale.pipeline.clock.simulate import Simulation, Span
+from jaxscale.recipe.plan import Plan, read_plan
 from jaxscale.records.storage import is_remote
-from jaxscale.step.plan import Plan, read_plan
 from jaxscale.training.profile import FOLDER, newest_trace
 
 ACTIONS, PLAN = "actions.json", "plan.json"
@@ -66,7 +66,7 @@ def trace_files(step: Any) -> dict[str, str]:
     import jax
     import numpy as np
 
-    from jaxscale.step.layout import PIPE_AXIS
+    from jaxscale.state.layout import PIPE_AXIS
 
     axis = step.mesh.axis_names.index(PIPE_AXIS)
     ranks = {

@@ -39,7 +39,7 @@ def override(value: T, changes: Mapping[str, str]) -> T:
         UserError: an unknown path, with the nearest of all paths; text that is not of the field's type.
 
     Example:
-        >>> from jaxscale.step.plan import Plan
+        >>> from jaxscale.recipe.plan import Plan
         >>> str(override(Plan(), {"mesh": "fsdp:4", "zero": "3"}).mesh)
         'fsdp:4'
         >>> override(Plan(), {"zeor": "3"})

@@ -11,11 +11,11 @@ from jaxscale.cli.main import MISTAKE, main
 from jaxscale.data import Text
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.records import directory as place
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
 
 MODEL = Decoder(vocab=256, context=8, layers=1, embed=64, heads=4, kv_heads=1, mlp=64)
 NAME = "optimizer/1/0/mu/blocks/layers/0/mlp/up/weight"

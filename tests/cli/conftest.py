@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxscale.errors import UserError
-from jaxscale.step.experiment import Experiment
+from jaxscale.recipe.experiment import Experiment
 
 HERE = Path(__file__).parent
 

@@ -11,7 +11,7 @@ from jaxscale.cli.arguments import Arguments, read, synopsis
 from jaxscale.cli.commands import COMMANDS, Train
 from jaxscale.cli.usage import parse
 from jaxscale.errors import UserError
-from jaxscale.step.experiment import Experiment
+from jaxscale.recipe.experiment import Experiment
 
 
 @pytest.mark.parametrize(

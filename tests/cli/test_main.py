@@ -10,7 +10,7 @@ import pytest
 
 from jaxscale.cli import main
 from jaxscale.errors import Diverged, Preempted
-from jaxscale.step.plan import Plan
+from jaxscale.recipe.plan import Plan
 
 
 def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *messages: str) -> None:
@@ -257,7 +257,7 @@ from jaxscale import Experiment
 from jaxscale.data import Text
 from jaxscale.models import Decoder
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.plan import Plan
+from jaxscale.recipe.plan import Plan
 
 TEXT = Path(__file__).parent / "text.txt"
 

@@ -92,7 +92,7 @@ class Tokens:
 def experiment() -> Any:
     """A small decoder of long rows, with grouped heads of 128."""
     from jaxscale.models.decoder import Decoder
-    from jaxscale.step.experiment import Experiment
+    from jaxscale.recipe.experiment import Experiment
 
     model = Decoder(vocab=1024, context=2048, layers=4, embed=512, heads=4, kv_heads=2, head_dim=128, tied=True)
     return Experiment("long rows", model, Tokens(), batch=16)

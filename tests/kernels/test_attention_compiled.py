@@ -118,7 +118,7 @@ def test_a_train_step_has_the_kernels_and_no_scores(platform, mesh):
     sums of their gradients, scattered; and sums of weights' gradients.
     """
     from jaxscale.planning.program import lowered_step
-    from jaxscale.step.plan import Plan
+    from jaxscale.recipe.plan import Plan
     from jaxscale.values import override
 
     plan = override(

@@ -7,13 +7,13 @@ import pytest
 
 from jaxscale.data import Text
 from jaxscale.models.decoder import Decoder
-from jaxscale.step.experiment import Experiment
+from jaxscale.recipe.experiment import Experiment
 from tests.plans import plan_of
 
 FILE = """
 from jaxscale.data import Text
 from jaxscale.models.decoder import Decoder
-from jaxscale.step.experiment import Experiment
+from jaxscale.recipe.experiment import Experiment
 
 
 def experiment():

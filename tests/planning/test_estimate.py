@@ -10,7 +10,7 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.estimate import estimate, of_step
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
-from jaxscale.step.batches import batch_shapes
+from jaxscale.state.batches import batch_shapes
 from jaxscale.step.build import build
 
 V5E = "tpu v5e:2x2"

@@ -12,7 +12,7 @@ from jaxscale.planning.pieces import pieces_of
 from jaxscale.planning.program import described_step
 from jaxscale.planning.traced import traced_step
 from jaxscale.platforms.platform import Platform
-from jaxscale.step.batches import batch_shapes
+from jaxscale.state.batches import batch_shapes
 
 CPU = Platform.parse("cpu x 4")
 NAMES = ["forward blocks", "loss", "backward blocks"]

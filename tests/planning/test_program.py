@@ -8,9 +8,9 @@ from jaxscale.compiler.compile import compile_report
 from jaxscale.models.decoder import Decoder
 from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.platform import Platform
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.layout import local_bytes
-from jaxscale.step.plan import OffloadPlan, Plan
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import OffloadPlan, Plan
+from jaxscale.state.layout import local_bytes
 
 ON_HOST = {
     "state streamed": Plan(zero=3, offload=OffloadPlan(optimizer_state="streamed")),

@@ -11,9 +11,9 @@ from jaxscale.pipeline.choose.price import Price
 from jaxscale.planning.pipeline_choice import in_periods, pipeline_choice
 from jaxscale.planning.settle import settled
 from jaxscale.platforms.platform import Platform
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
 from jaxscale.values import override
 
 

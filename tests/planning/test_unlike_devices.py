@@ -15,7 +15,7 @@ from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning import unlike_devices
 from jaxscale.planning.unlike_devices import dealt, devices_of
-from jaxscale.step.experiment import Experiment
+from jaxscale.recipe.experiment import Experiment
 
 SLOWER = {"h100": 1.0, "a100-80": 2.5}
 EXPERIMENT = Experiment("unlike", Decoder(vocab=8, context=8, layers=7, embed=8, heads=2), None)

@@ -15,7 +15,7 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.replicas import Codec
 from jaxscale.replicas.diloco import Diloco
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.batches import batch_shapes
+from jaxscale.state.batches import batch_shapes
 from jaxscale.step.build import build
 
 MESH, SLICES = "replica:2,fsdp:4", "tpu v5e:2x2 x 2"

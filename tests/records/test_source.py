@@ -10,10 +10,10 @@ import pytest
 
 from jaxscale import values
 from jaxscale.errors import UserError
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import PLAN_VERSION, Plan
 from jaxscale.records.outline import outline
 from jaxscale.records.source import Source, load, load_experiment, versions
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import PLAN_VERSION, Plan
 
 FILE = '''
 """Reads its text beside itself, and a neighbour."""
@@ -21,7 +21,7 @@ import dataclasses
 from pathlib import Path
 
 import neighbour_of_source_test
-from jaxscale.step.experiment import Experiment
+from jaxscale.recipe.experiment import Experiment
 
 TEXT = (Path(__file__).parent / "text.txt").read_text()
 
@@ -123,7 +123,7 @@ def test_the_file_of_an_earlier_run_may_set_fields_that_have_moved(tmp_path: Pat
     path = tmp_path / "earlier.py"
     plan = 'plan=Plan(zero=1, state="int8", loss_chunk=4)'
     text = FILE.replace("import neighbour_of_source_test\n", "").replace("neighbour_of_source_test.EMBED", "16")
-    text = text.replace("import Experiment\n", "import Experiment\nfrom jaxscale.step.plan import Plan\n", 1)
+    text = text.replace("import Experiment\n", "import Experiment\nfrom jaxscale.recipe.plan import Plan\n", 1)
     path.write_text(text.replace("data=None)", "data=None, plan=Plan(zero=1))", 1))
     (tmp_path / "text.txt").write_text("x")
     experiment, source = load(path)

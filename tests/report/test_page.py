@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxscale.recipe.plan import OffloadPlan, Plan
 from jaxscale.records.metrics import FILE, encode
 from jaxscale.records.record import RunRecord
 from jaxscale.records.samples import append_sample
@@ -19,7 +20,6 @@ from jaxscale.report.page import write_report
 from jaxscale.report.pictures import mesh_picture, parameter_table
 from jaxscale.report.sentences import plan_in_words
 from jaxscale.report.summary import summary
-from jaxscale.step.plan import OffloadPlan, Plan
 from jaxscale.values import to_json
 
 TEXT = """ what say you to my suit?

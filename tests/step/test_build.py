@@ -16,10 +16,10 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign import ForeignModel, classification
 from jaxscale.optim.leaves import decays
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Experiment, Guard
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment, Guard
-from jaxscale.step.plan import Plan
 from jaxscale.trees import named_leaves
 
 ROWS, LENGTH, VOCAB = 8, 8, 13

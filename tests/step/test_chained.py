@@ -10,10 +10,10 @@ from unlike_blocks import Unlike
 
 from jaxscale.errors import UserError
 from jaxscale.models import ResNet
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
 from jaxscale.values import override
 from tests.plans import grouped
 

@@ -9,10 +9,10 @@ import pytest
 
 from jaxscale.compiler.collectives import collectives
 from jaxscale.models.decoder import Decoder
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
 
 README = Path(__file__).parents[2] / "README.md"
 EXPERIMENT = Experiment(

@@ -25,11 +25,11 @@ from jaxscale.layers.stack import Stack
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.step.build import build
-from jaxscale.step.checks.wire import slow_bytes
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
 from jaxscale.step.train_step import TrainStep
+from jaxscale.step.wire_checks import slow_bytes
 from jaxscale.values import override
 from tests.plans import grouped
 

@@ -21,12 +21,12 @@ from composing.pairs import combination as pair
 from composing.pairs import key, pairs, read, table
 from composing.twins import built, compiled, experiment_of, lower, plan_of, train
 
+from jaxscale.recipe.combinations import Incompatible
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.batches import batch_shapes
+from jaxscale.state.batches import batch_shapes
 from jaxscale.step.build import build
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline
-from jaxscale.step.plan import Plan
-from jaxscale.step.resolution.combinations import Incompatible
 from jaxscale.values.annotations import field_types
 from tests.plans import grouped
 

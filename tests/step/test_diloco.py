@@ -11,12 +11,12 @@ from jaxscale.compiler.collectives import collectives
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.replicas.diloco import Diloco
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.checks.wire import SCALARS, NoEffect, bytes_over, check_alone
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
+from jaxscale.step.wire_checks import SCALARS, NoEffect, bytes_over, check_alone
 from jaxscale.values import override
 from tests.plans import grouped
 

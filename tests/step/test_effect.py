@@ -27,11 +27,11 @@ from jaxscale.memory.plan import Rule
 from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.pipeline.plan import OPTIONS
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan
 from jaxscale.replicas.codecs import CODECS
 from jaxscale.step.build import build
-from jaxscale.step.checks.wire import bytes_over
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import OffloadPlan, Plan, StatePlan
+from jaxscale.step.wire_checks import bytes_over
 from jaxscale.values import override
 from jaxscale.values.annotations import field_types
 from tests.plans import grouped
@@ -238,7 +238,7 @@ ELSEWHERE = {
     "weights": 'step/test_effect_compiled.py: "weights host": Row(',
     "gradients": 'step/test_effect_compiled.py: "gradients host": Row(',
     "memory=offload": 'step/test_effect_compiled.py: "memory offload": Row(',
-    "kernels": "step/test_kernels.py: def test_the_named_loss_reaches_the_step_and_holds_no_logits(",
+    "kernels": "recipe/test_kernels.py: def test_the_named_loss_reaches_the_step_and_holds_no_logits(",
     "synchronous_steps": "step/test_streamed.py: def test_synchronous_steps_come_first(",
     "anneal": "pipeline/test_asynchronous.py: def test_each_remedy(",
     "correction": "pipeline/test_asynchronous.py: def test_each_remedy(",
@@ -320,7 +320,7 @@ jax.config.update("jax_num_cpu_devices", 1)
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.batches import batch_shapes
+from jaxscale.state.batches import batch_shapes
 from jaxscale.records.source import load
 experiment, _ = load("experiments/shakespeare.py")
 found = {}

@@ -14,11 +14,11 @@ import pytest
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.state.canonical import Canonical
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
-from jaxscale.step.saved.canonical import Canonical
 from tests.plans import plan_of
 
 ROWS, LENGTH, VOCAB, STEPS = 8, 16, 67, 6  # a prime vocabulary: it is padded under tensor parallelism

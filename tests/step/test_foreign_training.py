@@ -13,11 +13,11 @@ from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.foreign import ForeignModel, classification, linen_model
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.zero import placed_axes
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
 from jaxscale.trees import named_leaves
 from tests.plans import plan_of
 

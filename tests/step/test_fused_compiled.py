@@ -6,8 +6,8 @@ import pytest
 
 from jaxscale.models.decoder import Decoder
 from jaxscale.planning.program import lowered_step
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan, StatePlan
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan, StatePlan
 from jaxscale.values import override
 from tests.kernels.aot import compiled, gpu_compiler, tpu_compiler
 from tests.plans import grouped

@@ -13,10 +13,10 @@ from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Experiment
 from jaxscale.step.build import build
-from jaxscale.step.checks.wire import NoEffect
-from jaxscale.step.experiment import Experiment
 from jaxscale.step.host import check_host_bytes, check_host_size
+from jaxscale.step.wire_checks import NoEffect
 from tests.plans import plan_of
 
 ROWS, LENGTH, VOCAB = 8, 8, 13

@@ -17,16 +17,16 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.huggingface import Pretrained
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.state.pure_model import PureModel, in_groups
+from jaxscale.step import program_checks
 from jaxscale.step.build import build
-from jaxscale.step.checks import program as program_checks
-from jaxscale.step.checks.program import check_kept_on_host
-from jaxscale.step.checks.wire import NoEffect
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
-from jaxscale.step.pure_model import PureModel, in_groups
-from jaxscale.step.resolution.resolve import settled_unroll
+from jaxscale.step.program_checks import check_kept_on_host
+from jaxscale.step.resolve import settled_unroll
 from jaxscale.step.train_step import TrainStep
+from jaxscale.step.wire_checks import NoEffect
 from jaxscale.values import from_json, override, to_json
 from tests.plans import plan_of
 

@@ -10,12 +10,12 @@ from jaxscale.compiler.collectives import collectives
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import OneBit
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.checks.wire import NoEffect, check_codec, slow_bytes
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
+from jaxscale.step.wire_checks import NoEffect, check_codec, slow_bytes
 from jaxscale.values import override
 from tests.plans import grouped
 

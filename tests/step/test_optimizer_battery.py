@@ -15,8 +15,8 @@ from jaxscale.errors import UserError
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Experiment
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
 from tests.plans import plan_of
 
 VOCAB, ROWS, LENGTH, STEPS = 16, 8, 8, 4

@@ -6,10 +6,10 @@ import pytest
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.rules import RULES
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
 
 ROWS, LENGTH, VOCAB, STEPS = 8, 8, 13, 4
 MODEL = Decoder(vocab=VOCAB, context=LENGTH, layers=3, embed=16, heads=2, mlp=32, tied=True)

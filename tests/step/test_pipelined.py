@@ -13,10 +13,10 @@ from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.pipeline.csv import to_csv
 from jaxscale.pipeline.schedules import METHODS
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import override
 from tests.plans import grouped

@@ -8,8 +8,8 @@ from jaxscale.compiler.compile import compile_report
 from jaxscale.models.decoder import Decoder
 from jaxscale.planning.program import lowered_step
 from jaxscale.platforms.platform import Platform
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.values import override
 from tests.plans import grouped
 

@@ -14,9 +14,9 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.schedules import METHODS
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
 from jaxscale.values import override
 from tests.plans import grouped
 

@@ -17,10 +17,10 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.pipeline.run.actions import Actions
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.step.build import build
-from jaxscale.step.checks.program import check_traced
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
+from jaxscale.step.program_checks import check_traced
 from jaxscale.step.train_step import TrainStep
 from jaxscale.trees import leaf_bytes
 from jaxscale.values import override

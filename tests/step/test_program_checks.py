@@ -18,14 +18,14 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign import ForeignModel, classification
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import Codec
 from jaxscale.replicas.reduce import Leaf, Stage
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.checks.program import check_compiled, check_traced, check_wires
-from jaxscale.step.checks.wire import NoEffect, check_codec
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
+from jaxscale.step.program_checks import check_compiled, check_traced, check_wires
+from jaxscale.step.wire_checks import NoEffect, check_codec
 from tests.plans import plan_of
 
 ROWS, LENGTH = 8, 8

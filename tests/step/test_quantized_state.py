@@ -20,14 +20,14 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
+from jaxscale.recipe.experiment import Experiment, Guard
+from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan
 from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.state.conversion import conversion, forms_of
+from jaxscale.state.naming import CODES, SCALE
 from jaxscale.step.build import build
-from jaxscale.step.checks.program import check_state_bits
-from jaxscale.step.checks.wire import NoEffect
-from jaxscale.step.experiment import Experiment, Guard
-from jaxscale.step.plan import OffloadPlan, Plan, StatePlan
-from jaxscale.step.saved.conversion import conversion, forms_of
-from jaxscale.step.saved.naming import CODES, SCALE
+from jaxscale.step.program_checks import check_state_bits
+from jaxscale.step.wire_checks import NoEffect
 from tests.plans import plan_of
 
 ROWS, LENGTH, VOCAB = 8, 8, 13

@@ -21,8 +21,8 @@ from jaxscale.memory.plan import Rule
 from jaxscale.memory.selectors import SELECTORS
 from jaxscale.optim.optimizer import Name
 from jaxscale.pipeline.schedules import METHODS
+from jaxscale.recipe.plan import StatePlan
 from jaxscale.replicas.codecs import CODECS
-from jaxscale.step.plan import StatePlan
 from tests.system.data import write_data
 from tests.system.mixtures import mixture
 from tests.system.techniques import HELD, TECHNIQUES, Technique

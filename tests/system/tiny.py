@@ -10,7 +10,7 @@ from jaxscale import Experiment
 from jaxscale.data import Images, Text
 from jaxscale.models import Decoder, ForeignModel, Pretrained, ResNet, ViT, classification, linen_model
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.step.experiment import Checkpointing, Evaluation, Samples
+from jaxscale.recipe.experiment import Checkpointing, Evaluation, Samples
 
 HERE = Path(__file__).parent
 

@@ -23,7 +23,7 @@ from watching import lines, newest, saving
 from jaxscale.data.text import Text
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.step.experiment import Checkpointing, Evaluation, Experiment, Samples
+from jaxscale.recipe.experiment import Checkpointing, Evaluation, Experiment, Samples
 from jaxscale.training.loop import train
 
 EVERY = 7

@@ -13,9 +13,9 @@ from jaxscale.data.text import Text
 from jaxscale.errors import Preempted
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Checkpointing, Evaluation, Experiment, Samples
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.experiment import Checkpointing, Evaluation, Experiment, Samples
-from jaxscale.step.plan import Plan
 from jaxscale.step.train_step import TrainStep
 from jaxscale.training.loop import train
 

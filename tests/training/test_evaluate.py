@@ -7,8 +7,8 @@ from flax import nnx
 from jaxscale.blocks import Context
 from jaxscale.checkpoint.restore import restore_parameters
 from jaxscale.errors import UserError
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.plan import Plan
 from jaxscale.training.evaluate import Evaluator, evaluate
 from jaxscale.training.loop import train
 from jaxscale.training.run import Run

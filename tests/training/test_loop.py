@@ -19,10 +19,10 @@ from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.errors import Diverged, Preempted, UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Checkpointing, Evaluation, Guard, Samples
+from jaxscale.recipe.plan import Plan
 from jaxscale.records.metrics import read_metrics
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.experiment import Checkpointing, Evaluation, Guard, Samples
-from jaxscale.step.plan import Plan
 from jaxscale.training.loop import train
 from jaxscale.training.run import Run
 

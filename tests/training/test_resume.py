@@ -12,9 +12,9 @@ from jaxscale.data.text import Mixture, Text
 from jaxscale.errors import UserError
 from jaxscale.models.huggingface import Pretrained
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Guard
 from jaxscale.records.metrics import read_metrics
 from jaxscale.records.source import Source, load
-from jaxscale.step.experiment import Guard
 from jaxscale.training.loop import train
 from jaxscale.training.resume import Earlier
 from jaxscale.training.run import Run

@@ -9,9 +9,9 @@ import pytest
 from jaxscale.cli import main
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Experiment
-from jaxscale.step.plan import Plan
 from jaxscale.training.profile import FOLDER, Profiler, ProfileRange
 from jaxscale.training.traced_actions import ACTIONS, actions_of, measured_run, trace_files
 from jaxscale.values import override, to_json

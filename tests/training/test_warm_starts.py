@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from jaxscale.models.decoder import Decoder
+from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.plan import Plan
 from jaxscale.training.loop import train
 
 PROGRAM = Path(__file__).with_name("warm_starts.py")

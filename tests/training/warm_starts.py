@@ -34,9 +34,9 @@ from jaxscale.compiler.kept_programs import keep_ordered_programs
 from jaxscale.data.text import Text
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.experiment import Checkpointing, Evaluation, Experiment, Samples
+from jaxscale.recipe.plan import Plan
 from jaxscale.step.build import build
-from jaxscale.step.experiment import Checkpointing, Evaluation, Experiment, Samples
-from jaxscale.step.plan import Plan
 from jaxscale.training.loop import train
 from jaxscale.values import override
 from tests.plans import grouped

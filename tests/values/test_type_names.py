@@ -10,7 +10,7 @@ import jaxscale.models
 from jaxscale.data import Mixture, Text
 from jaxscale.errors import UserError
 from jaxscale.models import Decoder
-from jaxscale.step.experiment import Experiment
+from jaxscale.recipe.experiment import Experiment
 from jaxscale.values import changes, from_json, to_json
 from jaxscale.values.type_names import _EARLIER, _PUBLIC, _WHERE, type_name, type_of
 

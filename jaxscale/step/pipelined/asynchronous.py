@@ -40,19 +40,19 @@ from jaxscale.pipeline.run.passes import At
 from jaxscale.pipeline.run.pipemare import Remedies
 from jaxscale.pipeline.run.stream import stream
 from jaxscale.pipeline.schedules import METHODS
+from jaxscale.recipe.plan import version_1
 from jaxscale.replicas.codec import Codec
 from jaxscale.replicas.reduce import Leaf, Stage, squared_residuals
-from jaxscale.step.batches import batch_shapes
+from jaxscale.state.batches import batch_shapes
+from jaxscale.state.extra import CompiledProgram, lacks
+from jaxscale.state.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS, Layout
+from jaxscale.state.naming import Naming, plain
+from jaxscale.state.stages import Stages
+from jaxscale.state.train_state import Metrics, TrainState, Watch
 from jaxscale.step.exchange import describe_codec
-from jaxscale.step.extra import CompiledProgram, lacks
-from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS, Layout
 from jaxscale.step.pipelined.gradients import MANUAL, Pipelined
 from jaxscale.step.pipelined.reads import shared_copies, weight_program
-from jaxscale.step.pipelined.stages import Stages
-from jaxscale.step.plan import version_1
 from jaxscale.step.planned_model import PlannedModel, positive
-from jaxscale.step.saved.naming import Naming, plain
-from jaxscale.step.state import Metrics, TrainState, Watch
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Batch
 

@@ -31,8 +31,8 @@ from jax.sharding import PartitionSpec
 from jaxscale import blocks
 from jaxscale.blocks import Context, Cut
 from jaxscale.sharding.zero import without
-from jaxscale.step.layout import PIPE_AXIS
-from jaxscale.step.pipelined.stages import Stages
+from jaxscale.state.layout import PIPE_AXIS
+from jaxscale.state.stages import Stages
 from jaxscale.step.planned_model import PlannedModel
 from jaxscale.trees import filled, named_leaves, path_name
 from jaxscale.typing import Array, Batch, Key, Params

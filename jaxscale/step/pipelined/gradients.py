@@ -30,14 +30,14 @@ from jaxscale.pipeline.run.tables import Tables, tabulate
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.sharding.memory_space import to_device
 from jaxscale.sharding.zero import placed_axes
-from jaxscale.step.batches import microbatches
+from jaxscale.state.batches import microbatches
+from jaxscale.state.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS
+from jaxscale.state.stages import Stages
+from jaxscale.state.train_state import TrainState
 from jaxscale.step.gradients import LossAndGradients, Sums, Whole
 from jaxscale.step.host import streamed_weight
-from jaxscale.step.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS
 from jaxscale.step.pipelined.forms import ChainForm, Named, Scored, StackForm, StageForm, read_spec
-from jaxscale.step.pipelined.stages import Stages
 from jaxscale.step.planned_model import PlannedModel, positive
-from jaxscale.step.state import TrainState
 from jaxscale.trees import filled, named_leaves, path_name
 from jaxscale.typing import Array, Batch, Key, Params
 

@@ -1,0 +1,141 @@
+"""Experiment: what to run, as a value. What belongs to speed and memory alone is its Plan."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxscale.blocks import Model
+from jaxscale.errors import UserError
+from jaxscale.optim.optimizer import Optimizer
+from jaxscale.recipe.plan import Plan
+from jaxscale.values import check_types
+
+
+def _at_least(value: Any, path: str, **least: int) -> None:
+    """Refuse numbers below what they must be, and infinite ones; a field that is `None` passes."""
+    for name, bound in least.items():
+        number = getattr(value, name)
+        if number is None or (number >= bound and math.isfinite(number)):
+            continue
+        kind = "whole number" if isinstance(number, int) else "number"
+        raise UserError(f"{f'{path}.' if path else ''}{name}: got {number!r}, expected a {kind} >= {bound}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """When to measure the held-out loss.
+
+    Args:
+        every: steps between evaluations; 0 evaluates at the end only.
+        batches: held-out batches per evaluation, spread evenly over the split; `None` takes all of it.
+    """
+
+    every: int = 250
+    batches: int | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _at_least(self, "evaluation", every=0, batches=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """What to generate while training (models that generate).
+
+    Args:
+        every: steps between samples; 0 samples at the end only.
+        prompts: a sample is drawn for each; without any, none is.
+        tokens: tokens per sample.
+        temperature: 0 is greedy.
+    """
+
+    every: int = 500
+    prompts: tuple[str, ...] = ("\n",)
+    tokens: int = 200
+    temperature: float = 0.8
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _at_least(self, "samples", every=0, tokens=1, temperature=0)
+        for prompt in self.prompts:
+            if not prompt:
+                raise UserError(
+                    "samples.prompts: got '', expected text to continue, such as a line break; () draws no samples"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpointing:
+    """When to save, and what to keep.
+
+    Args:
+        every: steps between checkpoints; 0 saves at the end only.
+        minutes: minutes between checkpoints, whichever comes first; `None` counts steps only.
+        keep: how many of the newest to keep.
+        best: keep the one with the least held-out loss too.
+    """
+
+    every: int = 500
+    minutes: float | None = 10.0
+    keep: int = 3
+    best: bool = True
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _at_least(self, "checkpoint", every=0, minutes=0, keep=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """What to do about a step that would spoil the run. A step with a non-finite loss or gradient is always skipped.
+
+    Args:
+        spike: skip a step whose gradient norm exceeds this many times its running mean; 0 never skips for it.
+        warmup: steps before the running mean is trusted.
+        patience: steps skipped in a row that stop the run, with exit code 4.
+    """
+
+    spike: float = 20.0
+    warmup: int = 100
+    patience: int = 20
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _at_least(self, "guard", spike=0, warmup=0, patience=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A training run to be: the same experiment, plan and seed give the same steps.
+
+    Args:
+        name: names the run's folder.
+        model: a frozen dataclass that builds the module and its loss (`jaxscale.blocks.Model`).
+        data: a frozen dataclass that opens the batches (`jaxscale.data`).
+        optimizer: the optimizer and its schedule.
+        steps: updates.
+        batch: rows of the global batch.
+        seed: of parameters, data order, dropout and samples.
+    """
+
+    name: str
+    model: Model
+    data: Any
+    optimizer: Optimizer = Optimizer()
+    steps: int = 1000
+    batch: int = 8
+    seed: int = 0
+    evaluation: Evaluation = Evaluation()
+    samples: Samples = Samples()
+    checkpoint: Checkpointing = Checkpointing()
+    guard: Guard = Guard()
+    plan: Plan = Plan()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _at_least(self, "", steps=1, batch=1, seed=0)
+        for name in ("steps", "batch", "seed"):  # they are int32 on the devices
+            if getattr(self, name) >= 2**31:
+                raise UserError(f"{name}: got {getattr(self, name)}, expected a whole number below 2**31")
+        if not self.name or self.name in (".", "..") or any(sign in self.name for sign in "/\\\0"):
+            raise UserError(f"name: got {self.name!r}, expected the name of a folder: some text without / and \\")

@@ -1,0 +1,311 @@
+"""Layout: the mesh of a plan, and where every leaf of the train state lies on it."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from jaxscale.errors import UserError
+from jaxscale.lowbit.quantize import is_quantized
+from jaxscale.offload.weights import of_a_block
+from jaxscale.recipe.plan import Plan
+from jaxscale.sharding.memory_space import HOST_KIND
+from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.zero import Placement, over, placed_axes, placement, stacked_over
+from jaxscale.state.pure_model import PureModel
+from jaxscale.state.train_state import TrainState, Watch
+from jaxscale.trees import leaf_bytes, named_leaves, path_name
+from jaxscale.typing import Params
+
+BATCH_AXES = ("replica", "data", "fsdp")
+PIPE_AXIS = "pipe"
+"""Along which stages lie."""
+REPLICA_AXIS = "replica"
+"""The slow one: copies of the whole model, across slices or nodes."""
+
+
+def effective_rules(plan: Plan) -> AxisRules:
+    """The plan's rules with what else it asks for written in: Megatron's sequence parallelism, pipeline stages."""
+    rules = plan.rules
+    if plan.sequence_parallel:
+        rules = dataclasses.replace(rules, seq=(*rules.seq, "tensor"))
+    return rules if plan.pipeline is None else dataclasses.replace(rules, layers=(*rules.layers, PIPE_AXIS))
+
+
+def vocab_multiple(plan: Plan) -> int:
+    """What the vocabulary must be padded to, to lie on its mesh axes."""
+    assert plan.mesh is not None
+    return math.prod(plan.mesh.sizes[axis] for axis in plan.rules.vocab)
+
+
+def check_model(plan: Plan, model: Any) -> None:
+    """Refuse a plan whose axes do not divide the model, before anything is traced."""
+    assert plan.mesh is not None
+    rules, sizes = effective_rules(plan), plan.mesh.sizes
+    if set(rules.batch) != set(BATCH_AXES):
+        raise UserError(
+            f"rules.batch: got {', '.join(rules.batch) or 'none'}, expected {', '.join(BATCH_AXES)}: rows of a batch "
+            "lie over all of them; change the mesh instead"
+        )
+    for name, size in model.logical_sizes().items():
+        axes = rules.axes(name)
+        ways = math.prod(sizes[axis] for axis in axes)
+        if name != "vocab" and size % ways:
+            over = " x ".join(f"{axis}:{sizes[axis]}" for axis in axes if sizes[axis] > 1)
+            raise UserError(
+                f"{name}: {size} of them over {over}, which does not divide; change the mesh or the model, "
+                f"or keep {name} whole with --plan.rules.{name.replace('_', '-')} none"
+            )
+    kernels = plan.kernels
+    if getattr(model, "foreign", False):
+        if plan.reduce == "float32" and plan.precision != "float32":
+            raise UserError(
+                "reduce: float32 under bfloat16 needs jaxscale layers; this model reduces in bfloat16 (leave it out)"
+            )
+        if kernels.loss_chunk is not None:
+            raise UserError(
+                "loss_chunk: this model computes its own loss, which can't be chunked from outside; leave it out"
+            )
+        if kernels.scores != "auto":
+            raise UserError(
+                f"kernels cross_entropy={kernels.scores}: this model computes its own loss; leave it out of kernels"
+            )
+        if kernels.names_attention:
+            raise UserError(f"attention: {kernels.attends} is ours, and this model brings its own layers; leave it out")
+        if plan.unroll > 1:
+            raise UserError(f"unroll {plan.unroll}: this model runs its own layers, without our scan; leave it out")
+    length = getattr(model, "context", None)
+    if length is not None:
+        ways = math.prod(sizes[axis] for axis in rules.seq)
+        if length % ways:
+            raise UserError(f"context {length} is not a multiple of {ways}, over which the mesh {plan.mesh} splits it")
+
+
+def kept(plan: Plan, params: Params) -> Params:
+    """Shapes of the weights that are kept between steps: float32, or the bfloat16 of split ones."""
+    if plan.state.master == "float32":
+        return params
+    return jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16 if jnp.issubdtype(p.dtype, jnp.floating) else p.dtype),
+        params,
+    )
+
+
+def placements_of(pure_model: PureModel, plan: Plan, mesh: Any) -> dict[str, Placement]:
+    """Where the tensors of each parameter live, by its name."""
+    rules, copied = effective_rules(plan), plan.precision != "float32"
+    params = named_leaves(pure_model.params)
+    placements = {
+        name: placement(
+            leaf.shape[1:] if name in pure_model.copies else leaf.shape,
+            pure_model.names.get(name),
+            plan.zero,
+            copied,
+            mesh,
+            rules,
+        )
+        for name, leaf in params.items()
+    }
+    if pure_model.copies:
+        # a stage's copy of what all share stays on its device
+        return {
+            name: stacked_over(place, PIPE_AXIS) if name in pure_model.copies else place
+            for name, place in placements.items()
+        }
+    if plan.pipeline is None:
+        return placements
+    # what all stages share is gathered to be read, and split over them between steps
+    return {
+        name: place if pure_model.stacked(name) else over(place, PIPE_AXIS, params[name].shape, mesh)
+        for name, place in placements.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the train state lives.
+
+    Args:
+        plan: with its mesh settled.
+        mesh: of devices.
+        rules: mesh axes per logical axis in force.
+        placements: of each parameter, by name.
+        masters, gradients, computes: trees of `NamedSharding` like the parameters.
+        state: `NamedSharding` of every leaf of the train state.
+        abstract: the train state's shapes and dtypes, with shardings.
+    """
+
+    plan: Plan
+    mesh: Any
+    rules: AxisRules
+    placements: dict[str, Placement]
+    masters: Any
+    gradients: Any
+    computes: Any
+    state: TrainState
+    abstract: TrainState
+
+    @classmethod
+    def of(cls, pure_model: PureModel, optimizer: optax.GradientTransformation, plan: Plan, mesh: Any) -> "Layout":
+        """Place every leaf; nothing is allocated."""
+        rules, placements = effective_rules(plan), placements_of(pure_model, plan, mesh)
+
+        def tree(kind: str, hosted: Callable[[str], bool] = lambda name: False) -> Any:
+            def of(path: Any, _: Any) -> NamedSharding:
+                name = path_name(path)
+                sharding = NamedSharding(mesh, getattr(placements[name], kind))
+                return sharding.with_memory_kind(HOST_KIND) if hosted(name) else sharding
+
+            return jax.tree_util.tree_map_with_path(of, pure_model.params)
+
+        masters = tree("master", lambda _: plan.offload.masters)
+
+        whole = NamedSharding(mesh, PartitionSpec())
+        params = kept(plan, pure_model.params)
+        opt = jax.eval_shape(optimizer.init, params)
+        opt_shardings = optax.tree.map_params(
+            optimizer,
+            # factored and scalar states have another shape than the parameter: they stay whole; codes and scales of a
+            # quantized one, whose blocks divide a shard, lie alike
+            lambda leaf, param, sharding: _alike(leaf, sharding if leaf.shape == param.shape else whole),
+            opt,
+            params,
+            tree("state", lambda _: plan.offload.optimizer_state != "device"),
+            transform_non_params=lambda _: whole,
+            is_leaf=is_quantized,
+        )
+        watch = jax.eval_shape(Watch.start)
+        step = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
+        abstract = TrainState(step, params, opt, pure_model.rest, watch)
+        shardings = TrainState(
+            step=jax.tree.map(lambda _: whole, step),
+            params=masters,
+            optimizer=opt_shardings,
+            rest=jax.tree.map(lambda _: whole, pure_model.rest),
+            watch=jax.tree.map(lambda _: whole, watch),
+        )
+        placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
+        gradients = tree("gradient", lambda name: plan.offload.gradients == "host" and of_a_block(name))
+        return cls(plan, mesh, rules, placements, masters, gradients, tree("compute"), shardings, placed)
+
+    def with_extra(self, name: str, abstract: Any) -> "Layout":
+        """The layout of a train state that has an extra too.
+
+        Args:
+            name: of the extra.
+            abstract: shapes and dtypes of its value, with shardings.
+        """
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        return dataclasses.replace(
+            self,
+            state=dataclasses.replace(self.state, extra={**self.state.extra, name: shardings}),
+            abstract=dataclasses.replace(self.abstract, extra={**self.abstract.extra, name: abstract}),
+        )
+
+    @property
+    def platform(self) -> str:
+        """Kind of the devices, which may be described ones: "cpu", "gpu" or "tpu"."""
+        device = self.mesh.abstract_device if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0]
+        return device.platform
+
+    @property
+    def batch(self) -> NamedSharding:
+        """Of every array of a batch: rows over the data axes."""
+        return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
+
+    def check_axes_used(self, model: Any) -> None:
+        """Refuse a mesh axis on which nothing lies: a request without effect."""
+        used = {axis for p in self.placements.values() for axis in placed_axes(p.compute)} | set(BATCH_AXES)
+        used |= set() if self.plan.pipeline is None else {PIPE_AXIS}
+        if getattr(model, "context", None) is not None:
+            used |= set(self.rules.seq)
+        for axis, count in self.mesh.shape.items():
+            if count > 1 and axis not in used:
+                raise UserError(
+                    f"mesh {self.plan.mesh}: no parameter or activation of this model lies on {axis}; "
+                    f"its {count} devices would repeat the same work. Use data or fsdp instead"
+                )
+
+    def check_zero_used(self, optimizer: optax.GradientTransformation) -> None:
+        """Refuse a ZeRO stage that splits nothing: a request without effect."""
+        if not self.plan.zero or self.mesh.shape["fsdp"] == 1:
+            return
+        stage, count = self.plan.zero, self.mesh.shape["fsdp"]
+        if len(self.unsplit()) == len(self.placements):
+            raise UserError(
+                f"zero {stage}: no parameter has a dim that divides by fsdp:{count}, so nothing would be split; "
+                "take fewer devices along fsdp, or zero 0"
+            )
+        if stage == 1 and self.plan.precision == "float32" and not any(self.owners(optimizer)):
+            raise UserError(
+                "zero 1 splits the optimizer's state, and this optimizer keeps none of its parameters' shapes: "
+                "take zero 2 or 3, or zero 0"
+            )
+
+    def owners(self, optimizer: optax.GradientTransformation) -> list[str]:
+        """For each leaf of the optimizer's state, the parameter whose shape and place it shares; "" for none.
+
+        Of a quantized array, codes and scales alike.
+        """
+        params = self.abstract.params
+        names = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), params)
+        owners = optax.tree.map_params(
+            optimizer,
+            lambda leaf, param, name: _alike(leaf, name if leaf.shape == param.shape else ""),
+            self.abstract.optimizer,
+            params,
+            names,
+            transform_non_params=lambda _: "",
+            is_leaf=is_quantized,
+        )
+        return jax.tree.leaves(owners)
+
+    def unsplit(self) -> list[str]:
+        """Parameters that ZeRO was asked to split and could not: no dim divides."""
+        if not self.plan.zero or self.mesh.shape["fsdp"] == 1:
+            return []
+        return [name for name, p in self.placements.items() if "fsdp" not in placed_axes(p.state)]
+
+    def table(self) -> dict[str, Any]:
+        """The layout as plain data, for the report: mesh, and parameters with where they lie, the biggest first."""
+        rows = []
+        for name, leaf in named_leaves(self.abstract.params).items():
+            shard = math.prod(leaf.sharding.shard_shape(leaf.shape))
+            rows.append(
+                {
+                    "name": name,
+                    "shape": list(leaf.shape),
+                    "dtype": str(leaf.dtype),
+                    "spec": [list(e) if isinstance(e, tuple) else e for e in leaf.sharding.spec],
+                    "bytes": leaf_bytes(leaf),
+                    "bytes_per_device": leaf_bytes(leaf) * shard // max(math.prod(leaf.shape), 1),
+                }
+            )
+        device = self.mesh.devices.flat[0]
+        return {
+            "mesh": {axis: count for axis, count in self.mesh.shape.items() if count > 1},
+            "devices": self.mesh.size,
+            "kind": device.device_kind,
+            "parameters": sorted(rows, key=lambda row: -row["bytes"]),
+            "unsplit": self.unsplit(),
+        }
+
+
+def _alike(leaf: Any, value: Any) -> Any:
+    """The value in the place of an array, or of both arrays of a quantized one."""
+    return jax.tree.map(lambda _: value, leaf)
+
+
+def local_bytes(tree: Any, *, host: bool = False) -> int:
+    """Bytes of a tree of abstract arrays with shardings on each device, or on each device's share of its host."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        if (leaf.sharding.memory_kind == HOST_KIND) == host:
+            size = math.prod(leaf.shape)
+            total += leaf_bytes(leaf) * math.prod(leaf.sharding.shard_shape(leaf.shape)) // max(size, 1)
+    return total

@@ -1,0 +1,73 @@
+"""TrainState: everything that a step carries on, and the watch over bad steps."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.recipe.experiment import Guard
+from jaxscale.typing import Array, Bool, Float, Int, Params
+
+Metrics = dict[str, Array]
+"""Scalars of a step, by name."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """What is remembered of past steps to recognise a bad one.
+
+    Args:
+        norm: running mean of the gradient norms of good steps.
+        good: good steps so far.
+        skipped: bad steps so far.
+        in_row: bad steps since the last good one.
+    """
+
+    norm: Float[Array, ""]
+    good: Int[Array, ""]
+    skipped: Int[Array, ""]
+    in_row: Int[Array, ""]
+
+    @classmethod
+    def start(cls) -> "Watch":
+        """Before the first step."""
+        return cls(jnp.zeros((), jnp.float32), *(jnp.zeros((), jnp.int32) for _ in range(3)))
+
+    def judge(self, loss: Float[Array, ""], norm: Float[Array, ""], guard: Guard) -> tuple[Bool[Array, ""], "Watch"]:
+        """Whether a step is good, and the watch after it. A bad step leaves the running mean alone."""
+        good = jnp.isfinite(loss) & jnp.isfinite(norm)
+        if guard.spike > 0:
+            good &= (self.good < guard.warmup) | (norm <= guard.spike * self.norm)
+        # a plain mean of the first hundred norms, then an exponential one
+        weight = 1.0 / jnp.minimum(self.good + 1, 100).astype(jnp.float32)
+        return good, Watch(
+            norm=jnp.where(good, self.norm + weight * (norm - self.norm), self.norm),
+            good=self.good + good.astype(jnp.int32),
+            skipped=self.skipped + (~good).astype(jnp.int32),
+            in_row=jnp.where(good, 0, self.in_row + 1),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a train step takes and gives back.
+
+    Args:
+        step: steps made, skipped ones included.
+        params: float32 master weights, a nested dict by attribute name.
+        optimizer: the optax state.
+        rest: the model's other state (batch statistics, generators of dropout), a nested dict.
+        watch: memory of past gradient norms.
+        extra: what techniques add (`StateExtra`), by its name: microbatches in flight, residuals of a codec,
+            weights of replicas that train alone.
+    """
+
+    step: Int[Array, ""]
+    params: Params
+    optimizer: Any
+    rest: Params
+    watch: Watch
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)

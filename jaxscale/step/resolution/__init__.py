@@ -1,1 +1,0 @@
-"""From a plan to one that a step can be built of: rules on what goes together, defaults, the memory decision."""
