@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import jaxscale
 from jaxscale import values
 from jaxscale.errors import UserError
+from jaxscale.records.moved_modules import new_path, provide
 from jaxscale.records.outline import no_variant, outline
 from jaxscale.records.storage import run_path
 
@@ -205,6 +206,7 @@ def load_experiment(run_dir: Any) -> "Experiment":
         "is not found unless it is put back"
     )
     try:
+        provide(source.text)
         # the plan of the run replaces any other
         with superseded() if run_plan is not None else contextlib.nullcontext():
             original = _call(source.text, folder / FOLDER / str(source.file), origin, source.variant)
@@ -266,6 +268,9 @@ def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experimen
         place = _location(error, str(file))
         raise UserError(f"{place}: {error}" if place else str(error)) from None
     except Exception as error:
+        moved = new_path(error) if isinstance(error, ImportError) else None
+        if moved is not None:
+            raise UserError(f"{_location(error, str(file)) or file}: {error.name} has moved: import {moved}") from None
         place = _location(error, str(file)) or str(file)
         line = _line(error, str(file))
         raise UserError(f"{place}: {call} raised {type(error).__name__}: {error}{line}") from error

@@ -1,6 +1,7 @@
 """An experiment made again from its run directory is the experiment that ran, wherever things have moved since."""
 
 import dataclasses
+import importlib.util
 import json
 import shutil
 import sys
@@ -12,6 +13,7 @@ from jaxscale import values
 from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import PLAN_VERSION, Plan
+from jaxscale.records.moved_modules import MOVED
 from jaxscale.records.outline import outline
 from jaxscale.records.source import Source, load, load_experiment, versions
 
@@ -134,6 +136,28 @@ def test_the_file_of_an_earlier_run_may_set_fields_that_have_moved(tmp_path: Pat
     path.write_text(old)
     with pytest.raises(UserError, match=r"has moved: set plan\.state"):
         load(path)
+
+
+def test_the_file_of_an_earlier_run_may_import_modules_that_have_moved(tmp_path: Path, monkeypatch):
+    path = tmp_path / "earlier.py"
+    text = FILE.replace("import neighbour_of_source_test\n", "").replace("neighbour_of_source_test.EMBED", "16")
+    path.write_text(text)
+    (tmp_path / "text.txt").write_text("x")
+    experiment, source = load(path)
+    old = text.replace("jaxscale.recipe.experiment", "jaxscale.step.experiment")
+    assert old != text
+    path.write_text(old)
+    with pytest.raises(UserError, match=r"line 6: jaxscale\.step\.experiment has moved: import jaxscale\.recipe\."):
+        load(path)
+    run = run_of(experiment, dataclasses.replace(source, text=old), str(tmp_path / "run"))
+    monkeypatch.setitem(sys.modules, "jaxscale.step.experiment", None)
+    assert values.to_json(load_experiment(run)) == values.to_json(experiment)
+
+
+@pytest.mark.parametrize(("earlier", "now"), MOVED.items())
+def test_moved_modules_are_where_the_table_has_them(earlier: str, now: str):
+    assert importlib.util.find_spec(now) is not None
+    assert not (Path(*earlier.split(".")).with_suffix(".py")).exists()
 
 
 def test_a_repository_moved_with_its_run(file: Path, tmp_path: Path, monkeypatch):

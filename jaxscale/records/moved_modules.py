@@ -1,0 +1,47 @@
+"""Modules that experiment files import, and where they are now: the file of an earlier run still runs.
+
+A new experiment file that imports an earlier path is refused with the new one named.
+"""
+
+import importlib
+import re
+import sys
+
+MOVED = {
+    "jaxscale.compression": "jaxscale.replicas",
+    "jaxscale.compression.named": "jaxscale.replicas.named",
+    "jaxscale.layers.low_precision": "jaxscale.lowbit.products",
+    "jaxscale.memory.offload": "jaxscale.offload.weights",
+    "jaxscale.optim.diloco": "jaxscale.replicas.diloco",
+    "jaxscale.optim.hosted": "jaxscale.offload.wrapper",
+    "jaxscale.optim.maps": "jaxscale.lowbit.codebooks",
+    "jaxscale.optim.offloaded": "jaxscale.offload.updates",
+    "jaxscale.optim.quantize": "jaxscale.lowbit.quantize",
+    "jaxscale.optim.quantized": "jaxscale.lowbit.quantized",
+    "jaxscale.optim.split_weights": "jaxscale.lowbit.split_weights",
+    "jaxscale.step.experiment": "jaxscale.recipe.experiment",
+    "jaxscale.step.kernels": "jaxscale.recipe.kernels",
+    "jaxscale.step.plan": "jaxscale.recipe.plan",
+    "jaxscale.step.state": "jaxscale.state.train_state",
+}
+"""Path of a module in earlier versions, and its path now. Lines are only added."""
+
+
+def provide(text: str) -> None:
+    """Make the moved modules that a Python file mentions importable by their earlier paths, in this process.
+
+    Args:
+        text: of the file.
+    """
+    for path in set(re.findall(r"\bjaxscale(?:\.\w+)+", text)) & set(MOVED):
+        sys.modules[path] = importlib.import_module(MOVED[path])
+
+
+def new_path(error: ImportError) -> str | None:
+    """Where the module is that an import did not find; `None` if it has not moved.
+
+    Example:
+        >>> new_path(ModuleNotFoundError(name="jaxscale.step.plan"))
+        'jaxscale.recipe.plan'
+    """
+    return MOVED.get(error.name or "")
