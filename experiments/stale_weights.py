@@ -25,7 +25,7 @@ import optax
 
 from jaxscale import blocks
 from jaxscale.offload.updates import plainly
-from jaxscale.pipeline.run.passes import At, Context, FromResiduals
+from jaxscale.pipeline.run.passes import At, FromResiduals, StageContext
 from jaxscale.pipeline.run.pipemare import Remedies
 from jaxscale.state.train_state import TrainState, Watch
 from jaxscale.step.train_step import TrainStep
@@ -153,8 +153,8 @@ class StaleWeights:
         return FromResiduals(stage, lambda tree: tree, self._context(params, batch), x, split=False)
 
     @staticmethod
-    def _context(params: Params, batch: Batch) -> Context:
-        return Context(params, (), batch, At((), ()), ())
+    def _context(params: Params, batch: Batch) -> StageContext:
+        return StageContext(params, (), batch, At((), ()), ())
 
     def _update(
         self, stages: tuple[Stage, ...], number: Array, batch: Batch

@@ -18,7 +18,7 @@ import time
 
 from figures import Figure, show
 
-from jaxscale.pipeline.choose.partition import Model, Partition, partition
+from jaxscale.pipeline.choose.partition import ModelPrices, Partition, partition
 from jaxscale.pipeline.choose.price import Device, Price
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.schedule import Schedule
@@ -27,17 +27,17 @@ from jaxscale.pipeline.schedules import METHODS
 NAMES = ("1f1b", "gpipe", "lockstep", "zb-h1", "zb-h2", "chimera", "interleaved", "zb-v", "dualpipe-v")
 
 
-def unlike(rng: random.Random, blocks: int) -> Model:
+def unlike(rng: random.Random, blocks: int) -> ModelPrices:
     """Blocks of about 1 s forward and backward each half, an embedding, and a head as long as four blocks."""
     prices = tuple(
         Price(rng.uniform(0.8, 1.2), rng.uniform(0.8, 1.3), rng.uniform(0.6, 1.1), 10, 0, 3, 1, 1, 1)
         for _ in range(blocks)
     )
     head = Price(4, 4, 4, weight_bytes=100, stash_bytes=5, working_bytes=40)
-    return Model(prices, first=Price(0.1, 0.0, 0.1, weight_bytes=100), last=head)
+    return ModelPrices(prices, first=Price(0.1, 0.0, 0.1, weight_bytes=100), last=head)
 
 
-def equal(model: Model, schedule: Schedule, devices: list[Device]) -> float:
+def equal(model: ModelPrices, schedule: Schedule, devices: list[Device]) -> float:
     """Seconds of stages of as many blocks each, told by a model of exactly that many blocks as stages."""
     each = len(model.blocks) // schedule.stages
     merged = []
@@ -46,7 +46,7 @@ def equal(model: Model, schedule: Schedule, devices: list[Device]) -> float:
         seconds = (sum(getattr(one, name) for one in part) for name in ("forward", "input_gradient", "weight_gradient"))
         merged.append(Price(*seconds, message_bytes=part[-1].message_bytes))
     links = [Device(link=device.link) for device in devices]
-    return partition(Model(tuple(merged), model.first, model.last), schedule, links).seconds
+    return partition(ModelPrices(tuple(merged), model.first, model.last), schedule, links).seconds
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
     show(figures, f"{blocks} blocks on {ranks} devices, {microbatches} microbatches")
 
 
-def timed(model: Model, schedule: Schedule, devices: list[Device]) -> tuple[Partition, float]:
+def timed(model: ModelPrices, schedule: Schedule, devices: list[Device]) -> tuple[Partition, float]:
     """A partition and the processor seconds it took, the best of 3."""
     taken = []
     for _ in range(3):

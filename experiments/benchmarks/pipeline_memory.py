@@ -38,7 +38,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.compiler.compile import compile_report
-from jaxscale.compiler.hlo_program import ARRAY, Program
+from jaxscale.compiler.hlo_program import ARRAY, HloProgram
 from jaxscale.pipeline.run.execute import At, StageFunction, execute
 from jaxscale.pipeline.run.held import held
 from jaxscale.pipeline.run.tables import Stash, tabulate
@@ -184,7 +184,7 @@ def full_copies(text: str, shapes: frozenset[str]) -> tuple[int, int]:
     Returns:
         How many copy within device memory, and how many move a pool into a TPU's fast memory, or out of it.
     """
-    program, copied, staged = Program(text), 0, 0
+    program, copied, staged = HloProgram(text), 0, 0
     for computation in program.computations.values():
         if not program.runs(computation.name)[1]:
             continue

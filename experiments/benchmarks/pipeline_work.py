@@ -27,7 +27,7 @@ from figures import Figure, show
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.compiler.hlo_program import Program
+from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.errors import UserError
 from jaxscale.pipeline.run.execute import At, Lowering, StageFunction, execute
 from jaxscale.pipeline.run.tables import Stash, tabulate
@@ -134,7 +134,7 @@ def compiled(ticks: int) -> tuple[float, int]:
         return step.lower(*given).compile()
 
     seconds = best(run)
-    parsed = Program(run().as_text())
+    parsed = HloProgram(run().as_text())
     return seconds, sum(len(computation.instructions) for computation in parsed.computations.values())
 
 

@@ -27,7 +27,7 @@ import jax
 from figures import Figure, show
 
 from jaxscale.compiler.hlo_flop import program_flop
-from jaxscale.compiler.hlo_program import Program
+from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models import Decoder
 from jaxscale.planning.cheapest import cheapest_fit
@@ -50,7 +50,7 @@ def compiled_flop(experiment: Experiment, plan: Plan) -> int:
     batch = step.abstract_batch(batch_shapes(experiment))
     text = step.step_fn.lower(step.layout.abstract, batch).compile().as_text()
     assert text is not None, "the CPU's compiler prints its programs"
-    found = program_flop(Program(text))
+    found = program_flop(HloProgram(text))
     assert found.unknown_loops == 0, "every loop over layers says how often it runs"
     return found.total
 

@@ -22,8 +22,8 @@ from typing import Any, Literal
 from jaxscale.compiler.hlo_program import (
     ARRAY,
     Computation,
+    HloProgram,
     Op,
-    Program,
     array_bytes,
     called,
     elements,
@@ -101,7 +101,7 @@ def collectives(text: str, mesh: Any) -> list[Collective]:
     )
     devices = math.prod(sizes.values())
     axes_of = {groups_of(sizes, axes): axes for axes in _subsets(sizes)}
-    program = Program(text)
+    program = HloProgram(text)
     continuations = _continuations(program)
     results = []
     for computation in program.computations.values():
@@ -222,7 +222,7 @@ def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tu
     return tuple(axis for axis in sizes if axis in differing)
 
 
-def _continuations(program: Program) -> set[tuple[str, str]]:
+def _continuations(program: HloProgram) -> set[tuple[str, str]]:
     """Collectives, as (computation, name), that another fusion has started: they are of the same channel."""
     places: dict[str, list[tuple[str, str]]] = {}
     started: dict[str, list[tuple[str, str]]] = {}
@@ -252,7 +252,9 @@ def _message_sizes(computation: Computation, send: Op) -> list[int]:
     return [size for size in (*sums, total_bytes - sum(sums)) if size] if all(sums) else [total_bytes]
 
 
-def _parts(program: Program, computation: Computation, op: Op, kind: str, members: int) -> dict[tuple[Any, str], int]:
+def _parts(
+    program: HloProgram, computation: Computation, op: Op, kind: str, members: int
+) -> dict[tuple[Any, str], int]:
     """Bytes of each (kind, type) of a collective: one entry, unless a tuple mixes types or is sliced in part."""
     leaves, result_type = ARRAY.findall(op.type), op.type
     if op.opcode.endswith("-start") and (kind != "all-reduce" or op.type.startswith("((")):
@@ -275,7 +277,7 @@ def _parts(program: Program, computation: Computation, op: Op, kind: str, member
     return parts
 
 
-def _scattered(program: Program, computation: Computation, name: str, index: int | None, members: int) -> bool:
+def _scattered(program: HloProgram, computation: Computation, name: str, index: int | None, members: int) -> bool:
     """Whether every use of a value (element `index` of a tuple) takes 1/members of it."""
     op = computation.instructions[name]
     uses = computation.uses(name)
@@ -291,7 +293,7 @@ def _scattered(program: Program, computation: Computation, name: str, index: int
 
 
 def _slices(
-    program: Program, computation: Computation, use: Op, position: int, index: int | None, members: int
+    program: HloProgram, computation: Computation, use: Op, position: int, index: int | None, members: int
 ) -> bool:
     if use.opcode == "get-tuple-element":
         element = re.search(r"index=(\d+)", use.attributes)

@@ -40,7 +40,7 @@ _START = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class ProgramRecipe:
     """A program to compile, as a function's name and arguments, so that another process can build it.
 
     The function takes the platform's devices (as many as `Platform.devices`), then `args`, and returns the program to
@@ -95,8 +95,8 @@ def compile_report(
     """The report of the compiler of `platform` on a recipe's program.
 
     Args:
-        recipe: a `Recipe`, or a function of the devices that pickles (one of a module, or a `functools.partial` of
-            one). It runs in another process, before which JAX has seen no device.
+        recipe: a `ProgramRecipe`, or a function of the devices that pickles (one of a module, or a `functools.partial`
+            of one). It runs in another process, before which JAX has seen no device.
         platform: a `Platform` or its text; "local" and "cpu x N" compile for N virtual CPU devices.
         options: compiler options, `compile(compiler_options=...)`.
         explain: also list the buffers alive at the peak, and the timeline.
@@ -112,7 +112,7 @@ def compile_report(
         RecipeFailed: the recipe raised an error.
 
     Example:
-        >>> report = compile_report(Recipe("jaxscale.compiler.compile_child:example"), "cpu x 2", cache=False)
+        >>> report = compile_report(ProgramRecipe("jaxscale.compiler.compile_child:example"), "cpu x 2", cache=False)
         >>> report.argument_bytes, report.flop  # the half of a (256, 128) array and a whole (128, 64); their product
         (98304, 2097152)
     """

@@ -20,7 +20,7 @@ from typing import Any
 from jaxscale.compiler import report_cache
 from jaxscale.compiler.collectives import collectives
 from jaxscale.compiler.hlo_flop import program_flop
-from jaxscale.compiler.hlo_program import Program
+from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.compiler.live import Live, live_at_the_peak
 from jaxscale.compiler.report import CompileReport, out_of_memory
 from jaxscale.compiler.target import Target
@@ -158,7 +158,7 @@ def _read(compiled: Any, mesh: Any) -> dict[str, Any]:
 
     try:
         text = compiled.as_text()
-        flop = program_flop(Program(text))
+        flop = program_flop(HloProgram(text))
         collective_list = tuple(collectives(text, mesh))
     except (AssertionError, LookupError, ValueError, jax.errors.JaxRuntimeError) as error:
         # text in a new spelling, or that XLA fails to print, must not prevent the report

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import re
 
-from jaxscale.compiler.hlo_program import ARRAY, Computation, Op, Program, called, integers
+from jaxscale.compiler.hlo_program import ARRAY, Computation, HloProgram, Op, called, integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ProgramFlop:
         )
 
 
-def program_flop(program: Program) -> ProgramFlop:
+def program_flop(program: HloProgram) -> ProgramFlop:
     """FLOP of one run of a compiled program on one device; a conditional counts as its most expensive branch.
 
     Example:
@@ -46,14 +46,14 @@ def program_flop(program: Program) -> ProgramFlop:
         ...   ROOT %y = f32[4,4]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}
         ... }
         ... '''
-        >>> program_flop(Program(text)).total
+        >>> program_flop(HloProgram(text)).total
         256
     """
     entry = next((computation.name for computation in program.computations.values() if computation.is_entry), None)
     return ProgramFlop() if entry is None else _computation(program, entry, {})
 
 
-def _computation(program: Program, name: str, flop_by_name: dict[str, ProgramFlop]) -> ProgramFlop:
+def _computation(program: HloProgram, name: str, flop_by_name: dict[str, ProgramFlop]) -> ProgramFlop:
     """FLOP of one run of a computation; `flop_by_name` caches them."""
     if name not in flop_by_name:
         computation = program.computations[name]
@@ -62,7 +62,7 @@ def _computation(program: Program, name: str, flop_by_name: dict[str, ProgramFlo
     return flop_by_name[name]
 
 
-def _op(program: Program, computation: Computation, op: Op, flop_by_name: dict[str, ProgramFlop]) -> ProgramFlop:
+def _op(program: HloProgram, computation: Computation, op: Op, flop_by_name: dict[str, ProgramFlop]) -> ProgramFlop:
     # an asynchronous op counts at its start, not again at its end
     names = [] if op.opcode.endswith(("-done", "-update")) else called(op.attributes)
     inner = [_computation(program, name, flop_by_name) for name in names]

@@ -56,7 +56,7 @@ class Computation:
         )
 
 
-class Program:
+class HloProgram:
     """A module's computations, and how often each runs.
 
     Args:

@@ -8,7 +8,7 @@ outputs, and slices of them, after the value that was stacked.
 import re
 from typing import Literal
 
-from jaxscale.compiler.hlo_program import ARRAY, Computation, Op, Program, array_bytes, called
+from jaxscale.compiler.hlo_program import ARRAY, Computation, HloProgram, Op, array_bytes, called
 from jaxscale.compiler.hlo_source import Sources
 
 Phase = Literal["forward", "backward", "recompute"]
@@ -70,7 +70,7 @@ def _bytes(computation: Computation, name: str) -> int:
 class Names:
     """Names for the values of a program, in the user's terms."""
 
-    def __init__(self, program: Program, sources: Sources) -> None:
+    def __init__(self, program: HloProgram, sources: Sources) -> None:
         self.program = program
         self.sources = sources
         self.arguments = {

@@ -11,8 +11,8 @@
 """
 
 from jaxscale.data.images import Images
-from jaxscale.data.loader import Batches, Evaluation, Opened
+from jaxscale.data.loader import Batches, HeldOut, Opened
 from jaxscale.data.text import Mixture, Text
 from jaxscale.data.tokenizer import Tokenizer
 
-__all__ = ["Batches", "Evaluation", "Images", "Mixture", "Opened", "Text", "Tokenizer"]
+__all__ = ["Batches", "HeldOut", "Images", "Mixture", "Opened", "Text", "Tokenizer"]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.data import documents, source, tokenizer
-from jaxscale.data.documents import Recipe
+from jaxscale.data.documents import DocumentRecipe
 from jaxscale.data.tokenizer import Encoded, Tokenizer
 from jaxscale.errors import UserError
 
@@ -60,7 +60,7 @@ class Corpus:
     facts: dict[str, Any]
 
 
-def open_corpus(files: list[str], vocabulary: Tokenizer, recipe: Recipe) -> Corpus:
+def open_corpus(files: list[str], vocabulary: Tokenizer, recipe: DocumentRecipe) -> Corpus:
     """The tokens of some files, from the cache or encoded now, with a progress bar on a terminal.
 
     Raises:
@@ -117,7 +117,7 @@ def _exclusive(folder: pathlib.Path, key: str) -> Iterator[None]:
         yield
 
 
-def _write(folder: pathlib.Path, key: str, files: list[str], vocabulary: Tokenizer, recipe: Recipe) -> None:
+def _write(folder: pathlib.Path, key: str, files: list[str], vocabulary: Tokenizer, recipe: DocumentRecipe) -> None:
     draft = pathlib.Path(tempfile.mkdtemp(prefix=f".{key}.", dir=folder))
     try:
         facts = _encode(draft, files, vocabulary, recipe)
@@ -135,7 +135,7 @@ def _write(folder: pathlib.Path, key: str, files: list[str], vocabulary: Tokeniz
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _encode(draft: pathlib.Path, files: list[str], vocabulary: Tokenizer, recipe: Recipe) -> dict[str, Any]:
+def _encode(draft: pathlib.Path, files: list[str], vocabulary: Tokenizer, recipe: DocumentRecipe) -> dict[str, Any]:
     facts = documents.survey(files, recipe)
     cut = int((1 - recipe.held_out) * facts["documents" if recipe.whole else "characters"])
     dtype = np.dtype(np.uint8 if vocabulary.size <= 2**8 else np.uint16 if vocabulary.size <= 2**16 else np.uint32)

@@ -14,7 +14,7 @@ from jaxscale.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class DocumentRecipe:
     """How files become two sequences of documents.
 
     Args:
@@ -56,7 +56,7 @@ class Recipe:
         )
 
 
-def survey(files: list[str], recipe: Recipe) -> dict[str, Any]:
+def survey(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
     """Counts that determine the start of the held-out part; every file is checked before any is encoded."""
     documents = characters = size = with_prompt_end = 0
     added_characters = len(recipe.beginning) + len(recipe.ending)
@@ -87,7 +87,7 @@ def survey(files: list[str], recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def texts(files: list[str], recipe: Recipe, cut: int) -> Iterator[tuple[int, bool, bool, str]]:
+def texts(files: list[str], recipe: DocumentRecipe, cut: int) -> Iterator[tuple[int, bool, bool, str]]:
     """Every text to encode: its split, whether a document begins with it, whether it is learned; and the text."""
     position = 0
     for file in files:

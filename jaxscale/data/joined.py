@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class Piece(NamedTuple):
+class JoinedTexts(NamedTuple):
     """Texts that are encoded by one call.
 
     Args:
@@ -39,7 +39,7 @@ def marker_of(model: Any) -> Marker | None:
     return None
 
 
-def pieces(texts: Iterable[str], marker: Marker | None, characters: int) -> Iterator[Piece]:
+def pieces(texts: Iterable[str], marker: Marker | None, characters: int) -> Iterator[JoinedTexts]:
     """The texts, short ones joined up to `characters`; a text that contains the marker stays alone.
 
     Example:
@@ -47,26 +47,26 @@ def pieces(texts: Iterable[str], marker: Marker | None, characters: int) -> Iter
         [Piece(text='a|b', parts=2), Piece(text='c|', parts=1), Piece(text='d', parts=1), Piece(text='long', parts=1)]
     """
     if marker is None:
-        yield from (Piece(text, 1) for text in texts)
+        yield from (JoinedTexts(text, 1) for text in texts)
         return
     pending: list[str] = []
     pending_characters = 0
     for text in texts:
         has_marker = marker.text in text
         if pending and (has_marker or pending_characters + len(text) >= characters):
-            yield Piece(marker.text.join(pending), len(pending))
+            yield JoinedTexts(marker.text.join(pending), len(pending))
             pending, pending_characters = [], 0
         if has_marker:
-            yield Piece(text, 1)
+            yield JoinedTexts(text, 1)
         else:
             pending.append(text)
             pending_characters += len(text)
     if pending:
-        yield Piece(marker.text.join(pending), len(pending))
+        yield JoinedTexts(marker.text.join(pending), len(pending))
 
 
 def taken_apart(
-    encoded: Sequence[Sequence[int]], pieces_encoded: Sequence[Piece], marker: Marker | None
+    encoded: Sequence[Sequence[int]], pieces_encoded: Sequence[JoinedTexts], marker: Marker | None
 ) -> tuple[Any, Any]:
     """Ids of all texts, one after another, and how many each has.
 
@@ -76,7 +76,8 @@ def taken_apart(
         marker: the token between the texts of a piece.
 
     Example:
-        >>> ids, lengths = taken_apart([[5, 6, 0, 7], [0]], [Piece("a|b", 2), Piece("|", 1)], Marker("|", 0))
+        >>> calls = [JoinedTexts("a|b", 2), JoinedTexts("|", 1)]
+        >>> ids, lengths = taken_apart([[5, 6, 0, 7], [0]], calls, Marker("|", 0))
         >>> ids.tolist(), lengths.tolist()
         ([5, 6, 7, 0], [2, 1, 1])
     """

@@ -26,7 +26,7 @@ _ENDLESS = 2**52
 """Rows of "endless" data: a length that floats represent exactly, because Grain computes with it in floats."""
 
 
-class Rows(Protocol):
+class EpochRows(Protocol):
     """The rows of an epoch, read by number."""
 
     def __len__(self) -> int:
@@ -73,9 +73,9 @@ class Opened:
         """The endless training batches, from the first or from a state of `Batches.get_state`."""
         return Batches(self._batches, self.facts["hash"], start)
 
-    def evaluation(self) -> "Evaluation":
+    def evaluation(self) -> "HeldOut":
         """The batches of the held-out part, in order: iterable repeatedly; empty if nothing is held out."""
-        return Evaluation(self.held_out, self.batch, self.process, self.processes)
+        return HeldOut(self.held_out, self.batch, self.process, self.processes)
 
     def _batches(self) -> Any:
         """Grain's dataset of batches: element k is this process's rows of global batch k."""
@@ -172,7 +172,7 @@ class Batches(Iterator[Arrays]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
+class HeldOut:
     """The held-out rows, each once, in batches of one shape: the last is padded with rows of weight 0.
 
     The rows come in a fixed order in which the first N batches, for every N, are spread evenly over all rows. In their

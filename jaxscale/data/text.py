@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from jaxscale.data import source, tokenizer
 from jaxscale.data.cache import Corpus, open_corpus
-from jaxscale.data.documents import Recipe
+from jaxscale.data.documents import DocumentRecipe
 from jaxscale.data.loader import Opened
 from jaxscale.data.pack import Packed
 from jaxscale.data.shuffle import derive
@@ -210,9 +210,9 @@ def _open(
     return Opened(tuple(training), weights, tuple(held_out), batch, seed, process, processes, vocabulary, facts)
 
 
-def _recipe(part: Text) -> Recipe:
+def _recipe(part: Text) -> DocumentRecipe:
     packed = part.layout == "packed"
-    return Recipe(part.separator, part.beginning, part.ending, part.prompt_end, part.held_out, packed)
+    return DocumentRecipe(part.separator, part.beginning, part.ending, part.prompt_end, part.held_out, packed)
 
 
 def _vocabulary(parts: tuple[Text, ...], files: list[list[str]]) -> Tokenizer:

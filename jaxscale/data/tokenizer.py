@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, SupportsInt, runtime_che
 import numpy as np
 
 from jaxscale.data import source
-from jaxscale.data.joined import Marker, Piece, marker_of, pieces, taken_apart
+from jaxscale.data.joined import JoinedTexts, Marker, marker_of, pieces, taken_apart
 from jaxscale.errors import UserError, unknown
 
 KINDS = ("byte", "char")
@@ -231,7 +231,7 @@ class Subwords:
         # the next group is encoded while the ids of this one are extracted, which only one core can do
         marker_checked, marker = False, None
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="encode") as executor:
-            pending: list[tuple[list[tuple[int, str]], list[Piece], concurrent.futures.Future[Any]]] = []
+            pending: list[tuple[list[tuple[int, str]], list[JoinedTexts], concurrent.futures.Future[Any]]] = []
             for group in itertools.chain(_grouped(self._parts(texts)), [None]):
                 if group:
                     _, parts = zip(*group, strict=True)

@@ -6,10 +6,10 @@ A layer has three products, and each operand of each is rounded to a grid before
     dx = Q'(dy) Q(w)^T        over the outputs
     dw = Q(x)^T Q''(dy)       over the tokens
 
-A `Recipe` names the grids; one engine computes every recipe. Scales are recomputed from the largest magnitude, of the
-whole operand or of each of its channels, the lines along which a product sums, so that a sum has one scale. Rounding is
-straight through: it is not differentiated. Codes are multiplied in their type; if a chip has no such product, XLA
-widens the operands, and the result is the same.
+A `ProductGrids` names the grids; one engine computes every recipe. Scales are recomputed from the largest magnitude, of
+the whole operand or of each of its channels, the lines along which a product sums, so that a sum has one scale.
+Rounding is straight through: it is not differentiated. Codes are multiplied in their type; if a chip has no such
+product, XLA widens the operands, and the result is the same.
 
     fp8    e4m3 forward, e5m2 gradients (Micikevicius et al. 2022), a scale for each operand
     int8   all three products, a scale for each channel
@@ -125,7 +125,7 @@ ROLES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class ProductGrids:
     """The grids of the three products of a layer.
 
     Args:
@@ -147,9 +147,9 @@ class Recipe:
 
 
 RECIPES = {
-    "fp8": Recipe(E4M3, E5M2, E5M2),
-    "int8": Recipe(INT8, INT8, INT8),
-    "int4": Recipe(INT4, FP4_EVEN, FP4_ODD, emulated=True),
+    "fp8": ProductGrids(E4M3, E5M2, E5M2),
+    "int8": ProductGrids(INT8, INT8, INT8),
+    "int4": ProductGrids(INT4, FP4_EVEN, FP4_ODD, emulated=True),
 }
 """Recipes by the name in a plan's `matmul`."""
 
@@ -186,16 +186,16 @@ def _multiply(a: Any, b: Any, grids: tuple[Grid, Grid], dims: Any, result: Any) 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: Any, w: Any, recipe: Recipe) -> Any:
+def _product(x: Any, w: Any, recipe: ProductGrids) -> Any:
     grids = (recipe.operands, recipe.operands)
     return _multiply(x, w, grids, ((x.ndim - 1,), (0,)), x.dtype)
 
 
-def _product_forward(x: Any, w: Any, recipe: Recipe) -> Any:
+def _product_forward(x: Any, w: Any, recipe: ProductGrids) -> Any:
     return _product(x, w, recipe), (x, w)
 
 
-def _product_backward(recipe: Recipe, residuals: Any, dy: Any) -> Any:
+def _product_backward(recipe: ProductGrids, residuals: Any, dy: Any) -> Any:
     x, w = residuals
     tokens, last = tuple(range(x.ndim - 1)), (x.ndim - 1,)
     dx = _multiply(dy, w, (recipe.onward, recipe.operands), (last, (1,)), x.dtype)

@@ -22,7 +22,7 @@ from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import EVERYTHING, value_index
 from jaxscale.programs.block import MARK, graph_of
-from jaxscale.programs.inline import Program, inline
+from jaxscale.programs.inline import InlinedProgram, inline
 
 _LATER = f"{MARK}offloaded later:"
 
@@ -131,7 +131,7 @@ def keeping(saves: Sequence[SaveSet]) -> Keeping:
     return Keeping(by_block)
 
 
-def _matching_save(program: Program, by_block: Mapping[str, SaveSet]) -> SaveSet:
+def _matching_save(program: InlinedProgram, by_block: Mapping[str, SaveSet]) -> SaveSet:
     fingerprint = program.fingerprint()
     if fingerprint not in by_block:
         expected = ", ".join(sorted(by_block)) or "(none)"
@@ -142,13 +142,13 @@ def _matching_save(program: Program, by_block: Mapping[str, SaveSet]) -> SaveSet
     return by_block[fingerprint]
 
 
-def _tags(program: Program, save: SaveSet, later: bool) -> dict[int, str]:
+def _tags(program: InlinedProgram, save: SaveSet, later: bool) -> dict[int, str]:
     """The name to insert for each kept value that the block itself computes, by number."""
     marks = {**dict.fromkeys(save.keep, MARK), **dict.fromkeys(save.offload, _LATER if later else MARK)}
     return {number: marks[name] + name for number, name in program.names().items() if name in marks}
 
 
-def _policy(closed: Any, args: Sequence[Any], program: Program, save: SaveSet) -> KeepNamed:
+def _policy(closed: Any, args: Sequence[Any], program: InlinedProgram, save: SaveSet) -> KeepNamed:
     block_names = set(program.names().values())
     residuals = [name for name in (*save.keep, *save.offload) if name not in block_names]
     if residuals:

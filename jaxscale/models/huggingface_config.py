@@ -166,7 +166,7 @@ class ConfigFile:
 
 
 @runtime_checkable
-class Piece(Protocol):
+class ConfigPiece(Protocol):
     """Some keys of a config.json, and the equivalent fields of our models."""
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
@@ -301,7 +301,7 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows:
+class SlidingWindows:
     """The layers with a sliding window: `layer_types`, or the rule of older files.
 
     Args:
@@ -376,7 +376,7 @@ class QueryScale:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dropout:
+class DropoutRates:
     """Rates of dropout, which are read from `Pretrained.dropout` instead of the file.
 
     Args:

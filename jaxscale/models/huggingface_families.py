@@ -9,12 +9,22 @@ import dataclasses
 from typing import Any
 
 from jaxscale.models.decoder import Decoder
-from jaxscale.models.huggingface_config import Activation, Dropout, Key, Labels, Only, Piece, QueryScale, Rope, Windows
+from jaxscale.models.huggingface_config import (
+    Activation,
+    ConfigPiece,
+    DropoutRates,
+    Key,
+    Labels,
+    Only,
+    QueryScale,
+    Rope,
+    SlidingWindows,
+)
 from jaxscale.models.vit import ViT
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class TensorRule:
     """One of their tensors, and our parameters in it.
 
     Args:
@@ -51,8 +61,8 @@ class Family:
     architecture: str
     model_type: str
     value: type
-    pieces: tuple[Piece, ...]
-    rules: tuple[Rule, ...]
+    pieces: tuple[ConfigPiece, ...]
+    rules: tuple[TensorRule, ...]
     settles: dict[str, Any] = dataclasses.field(default_factory=dict)
     prefix: str = ""
     ignored: tuple[str, ...] = ()
@@ -60,26 +70,28 @@ class Family:
     zeros: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def _linear(theirs: str, ours: str) -> tuple[Rule, ...]:
+def _linear(theirs: str, ours: str) -> tuple[TensorRule, ...]:
     """A torch Linear: weight (out, in), perhaps a bias."""
-    return Rule(f"{theirs}.weight", (f"{ours}.weight",), order=(1, 0)), Rule(f"{theirs}.bias", (f"{ours}.bias",))
-
-
-def _conv1d(theirs: str, *ours: str) -> tuple[Rule, ...]:
-    """GPT-2's Conv1D: weight (in, out), perhaps of several concatenated projections."""
-    return (
-        Rule(f"{theirs}.weight", tuple(f"{path}.weight" for path in ours)),
-        Rule(f"{theirs}.bias", tuple(f"{path}.bias" for path in ours)),
+    return TensorRule(f"{theirs}.weight", (f"{ours}.weight",), order=(1, 0)), TensorRule(
+        f"{theirs}.bias", (f"{ours}.bias",)
     )
 
 
-def _norm(theirs: str, ours: str) -> tuple[Rule, ...]:
-    return Rule(f"{theirs}.weight", (f"{ours}.weight",)), Rule(f"{theirs}.bias", (f"{ours}.bias",))
+def _conv1d(theirs: str, *ours: str) -> tuple[TensorRule, ...]:
+    """GPT-2's Conv1D: weight (in, out), perhaps of several concatenated projections."""
+    return (
+        TensorRule(f"{theirs}.weight", tuple(f"{path}.weight" for path in ours)),
+        TensorRule(f"{theirs}.bias", tuple(f"{path}.bias" for path in ours)),
+    )
+
+
+def _norm(theirs: str, ours: str) -> tuple[TensorRule, ...]:
+    return TensorRule(f"{theirs}.weight", (f"{ours}.weight",)), TensorRule(f"{theirs}.bias", (f"{ours}.bias",))
 
 
 _LLAMA_LAYER = "model.layers.{layer}."
 _LLAMA_RULES = (
-    Rule("model.embed_tokens.weight", ("embedding.weight",)),
+    TensorRule("model.embed_tokens.weight", ("embedding.weight",)),
     *_linear(_LLAMA_LAYER + "self_attn.q_proj", "blocks.layers.attention.q"),
     *_linear(_LLAMA_LAYER + "self_attn.k_proj", "blocks.layers.attention.k"),
     *_linear(_LLAMA_LAYER + "self_attn.v_proj", "blocks.layers.attention.v"),
@@ -89,7 +101,7 @@ _LLAMA_RULES = (
     *_linear(_LLAMA_LAYER + "mlp.down_proj", "blocks.layers.mlp.down"),
     *_norm(_LLAMA_LAYER + "input_layernorm", "blocks.layers.attention_norm"),
     *_norm("model.norm", "norm"),
-    Rule("lm_head.weight", ("head.weight",)),
+    TensorRule("lm_head.weight", ("head.weight",)),
 )
 _LLAMA_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 _LLAMA_KEYS = (
@@ -101,7 +113,7 @@ _LLAMA_KEYS = (
     Key("num_attention_heads", "heads"),
     Key("attention_bias", "attention_bias", bool, False),
     Key("initializer_range", "init_std", float, 0.02),
-    Dropout(attention=("attention_dropout",)),
+    DropoutRates(attention=("attention_dropout",)),
     Rope(),
 )
 
@@ -138,7 +150,7 @@ QWEN3 = Family(
         Key("rms_norm_eps", "norm_eps", float, 1e-6),
         Key("tie_word_embeddings", "tied", bool, False),
         Activation("hidden_act", gated=True),
-        Windows(),
+        SlidingWindows(),
     ),
     rules=(
         *_LLAMA_RULES,
@@ -165,7 +177,7 @@ GEMMA2 = Family(
         Key("attn_logit_softcapping", "attention_soft_cap", float, 50.0, null=True),
         Key("final_logit_softcapping", "final_soft_cap", float, 30.0, null=True),
         Activation("hidden_activation", gated=True, older="hidden_act"),
-        Windows(alternating=True, default=4096),
+        SlidingWindows(alternating=True, default=4096),
         QueryScale(),
         Only("use_bidirectional_attention", (None, False)),
     ),
@@ -197,14 +209,14 @@ GPT2 = Family(
         Key("initializer_range", "init_std", float, 0.02),
         Key("tie_word_embeddings", "tied", bool, True),
         Activation("activation_function", gated=False, prefer="gelu_new"),
-        Dropout(attention=("attn_pdrop",), residual=("embd_pdrop", "resid_pdrop")),
+        DropoutRates(attention=("attn_pdrop",), residual=("embd_pdrop", "resid_pdrop")),
         Only("scale_attn_weights", (True,)),
         Only("scale_attn_by_inverse_layer_idx", (False,)),
         Only("add_cross_attention", (False,)),
     ),
     rules=(
-        Rule("transformer.wte.weight", ("embedding.weight",)),
-        Rule("transformer.wpe.weight", ("positions.weight",)),
+        TensorRule("transformer.wte.weight", ("embedding.weight",)),
+        TensorRule("transformer.wpe.weight", ("positions.weight",)),
         *_norm(_GPT2_LAYER + "ln_1", "blocks.layers.attention_norm"),
         *_conv1d(_GPT2_LAYER + "attn.c_attn", *(f"blocks.layers.attention.{name}" for name in "qkv")),
         *_conv1d(_GPT2_LAYER + "attn.c_proj", "blocks.layers.attention.out"),
@@ -212,7 +224,7 @@ GPT2 = Family(
         *_conv1d(_GPT2_LAYER + "mlp.c_fc", "blocks.layers.mlp.up"),
         *_conv1d(_GPT2_LAYER + "mlp.c_proj", "blocks.layers.mlp.down"),
         *_norm("transformer.ln_f", "norm"),
-        Rule("lm_head.weight", ("head.weight",)),
+        TensorRule("lm_head.weight", ("head.weight",)),
     ),
     prefix="transformer.",
     ignored=(".attn.bias", ".attn.masked_bias"),
@@ -239,18 +251,18 @@ VIT = Family(
         Key("qkv_bias", "attention_bias", bool, True),
         Key("initializer_range", "init_std", float, 0.02),
         Activation("hidden_act", gated=False),
-        Dropout(attention=("attention_probs_dropout_prob",), residual=("hidden_dropout_prob",)),
+        DropoutRates(attention=("attention_probs_dropout_prob",), residual=("hidden_dropout_prob",)),
     ),
     rules=(
-        Rule("vit.embeddings.cls_token", ("token",), shape=(1, 1, "embed")),
-        Rule("vit.embeddings.position_embeddings", ("positions.weight",), shape=(1, -1, "embed")),
-        Rule(
+        TensorRule("vit.embeddings.cls_token", ("token",), shape=(1, 1, "embed")),
+        TensorRule("vit.embeddings.position_embeddings", ("positions.weight",), shape=(1, -1, "embed")),
+        TensorRule(
             "vit.embeddings.patch_embeddings.projection.weight",
             ("patches.weight",),
             order=(2, 3, 1, 0),
             shape=("patch", "patch", "channels", "embed"),
         ),
-        Rule("vit.embeddings.patch_embeddings.projection.bias", ("patches.bias",)),
+        TensorRule("vit.embeddings.patch_embeddings.projection.bias", ("patches.bias",)),
         *_norm(_VIT_LAYER + "layernorm_before", "blocks.layers.attention_norm"),
         *_linear(_VIT_LAYER + "attention.attention.query", "blocks.layers.attention.q"),
         *_linear(_VIT_LAYER + "attention.attention.key", "blocks.layers.attention.k"),

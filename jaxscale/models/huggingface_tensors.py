@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxscale.errors import UserError, near_miss
 from jaxscale.models import safetensors_folder
-from jaxscale.models.huggingface_families import Family, Rule
+from jaxscale.models.huggingface_families import Family, TensorRule
 
 STACKED = ".layers."
 """Parameters below an attribute of this name (a `Stack`'s) have a leading dim of layers."""
@@ -88,7 +88,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _rules(family: Family, shapes: Shapes) -> list[Rule]:
+def _rules(family: Family, shapes: Shapes) -> list[TensorRule]:
     """The rules that apply to these parameters; together they name each parameter once."""
     rules = [rule for rule in family.rules if all(path in shapes for path in rule.ours)]
     covered = sorted(path for rule in rules for path in rule.ours)
@@ -96,17 +96,17 @@ def _rules(family: Family, shapes: Shapes) -> list[Rule]:
     return rules
 
 
-def _layers(rule: Rule, shapes: Shapes) -> int | None:
+def _layers(rule: TensorRule, shapes: Shapes) -> int | None:
     """The number of tensors that a rule names, one per layer; `None` if it names one, not in layers."""
     return shapes[rule.ours[0]][0] if "{layer}" in rule.theirs else None
 
 
-def _layer_shapes(rule: Rule, shapes: Shapes) -> list[tuple[int, ...]]:
+def _layer_shapes(rule: TensorRule, shapes: Shapes) -> list[tuple[int, ...]]:
     """Shapes of a rule's parameters, of one layer."""
     return [shapes[path] if _layers(rule, shapes) is None else shapes[path][1:] for path in rule.ours]
 
 
-def _ordered_shape(rule: Rule, shapes: Shapes, model: Any) -> tuple[int, ...]:
+def _ordered_shape(rule: TensorRule, shapes: Shapes, model: Any) -> tuple[int, ...]:
     """Shape of a rule's tensor, its dims in our order."""
     if rule.shape is not None:
         sizes = [getattr(model, size) if isinstance(size, str) else size for size in rule.shape]
@@ -116,12 +116,12 @@ def _ordered_shape(rule: Rule, shapes: Shapes, model: Any) -> tuple[int, ...]:
     return (*parts[0][:-1], sum(part[-1] for part in parts))
 
 
-def _their_shape(rule: Rule, shapes: Shapes, model: Any) -> tuple[int, ...]:
+def _their_shape(rule: TensorRule, shapes: Shapes, model: Any) -> tuple[int, ...]:
     ordered = _ordered_shape(rule, shapes, model)
     return ordered if rule.order is None else tuple(ordered[rule.order.index(dim)] for dim in range(len(ordered)))
 
 
-def _expected(rules: list[Rule], shapes: Shapes, model: Any) -> dict[str, tuple[int, ...]]:
+def _expected(rules: list[TensorRule], shapes: Shapes, model: Any) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a model in the family's format."""
     return {
         rule.theirs.replace("{layer}", str(layer)): _their_shape(rule, shapes, model)
@@ -191,7 +191,7 @@ def _and_more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _split(tensor: np.ndarray, rule: Rule, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
+def _split(tensor: np.ndarray, rule: TensorRule, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
     """One of their tensors as our parameters, as views if numpy can."""
     ordered = tensor if rule.order is None else tensor.transpose(rule.order)
     if rule.shape is not None:
@@ -200,7 +200,7 @@ def _split(tensor: np.ndarray, rule: Rule, shapes: list[tuple[int, ...]]) -> lis
     return np.split(ordered, ends, axis=-1)
 
 
-def _join(arrays: list[np.ndarray], rule: Rule, ordered_shape: tuple[int, ...]) -> np.ndarray:
+def _join(arrays: list[np.ndarray], rule: TensorRule, ordered_shape: tuple[int, ...]) -> np.ndarray:
     """The inverse of `_split`."""
     joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
     joined = joined.reshape(ordered_shape)
@@ -232,7 +232,7 @@ def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: 
         assert leaf.shape == shape, f"parameter {path}: got shape {leaf.shape}, the model has {shape}"
         return leaf.astype(dtype)
 
-    def tensor(rule: Rule, layer: int | None) -> Deferred:
+    def tensor(rule: TensorRule, layer: int | None) -> Deferred:
         def make() -> np.ndarray:
             parts = [
                 parameter(path, layer, shape)

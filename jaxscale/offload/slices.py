@@ -21,7 +21,7 @@ SLICE_BYTES = 16 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class SliceCut:
     """A cut of an array into equal slices.
 
     Args:
@@ -39,7 +39,7 @@ def cut(
     sharding: Sharding | None,
     slice_bytes: int = SLICE_BYTES,
     units: Sequence[int] | None = None,
-) -> Cut:
+) -> SliceCut:
     """The fewest equal parts of at most `slice_bytes` along the first dim that lies whole on each device.
 
     If no dim gives parts so small, the dim with the smallest parts. A leading dim of layers is never sharded, and its
@@ -62,7 +62,7 @@ def cut(
     """
     local_shape = tuple(shape) if sharding is None else sharding.shard_shape(tuple(shape))
     local_bytes = math.prod(local_shape) * itemsize
-    best = Cut()
+    best = SliceCut()
     for dim, (global_size, local_size) in enumerate(zip(shape, local_shape, strict=True)):
         if global_size != local_size:
             continue
@@ -70,8 +70,8 @@ def cut(
         divisors = [n for n in range(1, count + 1) if count % n == 0]
         pieces = next((n for n in divisors if local_bytes <= n * slice_bytes), count)
         if local_bytes <= pieces * slice_bytes:
-            return Cut(dim, pieces)
-        best = Cut(dim, pieces) if pieces > best.pieces else best
+            return SliceCut(dim, pieces)
+        best = SliceCut(dim, pieces) if pieces > best.pieces else best
     return best
 
 

@@ -24,7 +24,7 @@ import optax
 
 from jaxscale.compat import compute_on_host, rebind, scan_counts
 from jaxscale.lowbit.quantize import is_quantized
-from jaxscale.offload.slices import SLICE_BYTES, Cut, cut, sweep
+from jaxscale.offload.slices import SLICE_BYTES, SliceCut, cut, sweep
 from jaxscale.programs.elementwise import check_elementwise
 from jaxscale.sharding.memory_space import on_host as lies_on_host
 from jaxscale.sharding.memory_space import to_device, to_host
@@ -187,7 +187,7 @@ def cuts_of(
     shardings: Sequence[Any],
     slice_bytes: int,
     layers: Params | None = None,
-) -> list[Cut]:
+) -> list[SliceCut]:
     """The cut of each parameter and of its state."""
     leaves, units = jax.tree.leaves(params), _units(rule, params)
     if layers is not None:
@@ -200,11 +200,15 @@ def cuts_of(
         cut(leaf.shape, leaf.dtype.itemsize, sharding, slice_bytes, unit)
         for leaf, sharding, unit in zip(leaves, shardings, units, strict=True)
     ]
-    return [c if c.pieces > 1 else Cut() for c in cuts]
+    return [c if c.pieces > 1 else SliceCut() for c in cuts]
 
 
 def in_slices(
-    rule: optax.GradientTransformation, cuts: Sequence[Cut], step: Callable[..., Any], read: Any, old: tuple[Any, Any]
+    rule: optax.GradientTransformation,
+    cuts: Sequence[SliceCut],
+    step: Callable[..., Any],
+    read: Any,
+    old: tuple[Any, Any],
 ) -> tuple[Params, Any]:
     """Run `step` on slices of trees like the parameters and of a rule's state, on the device.
 

@@ -29,7 +29,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError, unknown
 from jaxscale.lowbit.quantize import decode, is_quantized
-from jaxscale.offload.slices import SLICE_BYTES, Cut
+from jaxscale.offload.slices import SLICE_BYTES, SliceCut
 from jaxscale.offload.updates import by_host_cpu, constants_there, cuts_of, in_slices, owners_of
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.sharding.memory_space import HOST_KIND, check_host_memory, on_host, rehearses, to_device, to_host
@@ -94,7 +94,7 @@ def offload_state(
         host_flags = _host_flags(state, regex)
         return jax.tree.map(lambda leaf, pinned: to_host(leaf) if pinned else to_device(leaf), state, host_flags)
 
-    def sliced(params: Params, extra: Mapping[str, Any]) -> list[Cut]:
+    def sliced(params: Params, extra: Mapping[str, Any]) -> list[SliceCut]:
         _check_sliceable(inner, params, extra)
         return cuts_of(inner, _shapes(params), _param_shardings(params, shardings), slice_bytes)
 

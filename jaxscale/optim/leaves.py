@@ -1,4 +1,4 @@
-"""Leaf: facts about a parameter for update rules, derived from its logical axes.
+"""ParamInfo: facts about a parameter for update rules, derived from its logical axes.
 
 Layers of a stack lie in one array, layers first. A rule that treats each number by itself can ignore this; one that
 takes a norm, a row or a singular vector cannot (LARS and LAMB are "layer-wise", Muon and SOAP take matrices). The names
@@ -28,7 +28,7 @@ _FUSED = ("qkv", "c_attn", "in_proj")
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class ParamInfo:
     """Facts about a parameter for update rules.
 
     Args:
@@ -69,8 +69,8 @@ class Leaf:
         return self.shape[-1] if len(self.shape) > self.stack else 1
 
 
-def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], sharding: Any = None) -> Leaf:
-    """The `Leaf` of a parameter.
+def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], sharding: Any = None) -> ParamInfo:
+    """The `ParamInfo` of a parameter.
 
     Args:
         name: its path, joined by slashes.
@@ -91,11 +91,11 @@ def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], 
     else:
         kind = "table" if table else "matrix"
     fused = kind == "matrix" and shape[-1] % 3 == 0 and any(word in module for module in modules for word in _FUSED)
-    return Leaf(shape, kind, stack, decays(axes, shape), 3 if fused else 1, sharding)
+    return ParamInfo(shape, kind, stack, decays(axes, shape), 3 if fused else 1, sharding)
 
 
 def leaves_of(params: Params) -> Any:
-    """Tree of `Leaf` like the parameters, for parameters without logical axes.
+    """Tree of `ParamInfo` like the parameters, for parameters without logical axes.
 
     Example:
         >>> import jax.numpy as jnp
@@ -106,22 +106,22 @@ def leaves_of(params: Params) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf_of(path_name(path), None, leaf.shape), params)
 
 
-def facts_of(leaves: Any, tree: Any) -> list[Leaf]:
-    """The `Leaf` of each array of a tree, in order.
+def facts_of(leaves: Any, tree: Any) -> list[ParamInfo]:
+    """The `ParamInfo` of each array of a tree, in order.
 
     Args:
-        leaves: tree of `Leaf` like it; `None` judges by shapes and paths.
+        leaves: tree of `ParamInfo` like it; `None` judges by shapes and paths.
         tree: of arrays. An array of some of its leaf's layers has that kind; one of any other shape is a placeholder,
             and counts as a vector.
     """
     leaf_list = jax.tree.structure(tree).flatten_up_to(leaves_of(tree) if leaves is None else leaves)
     shapes = [tuple(array.shape) for array in jax.tree.leaves(tree)]
 
-    def leaf_for(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
+    def leaf_for(leaf: ParamInfo, shape: tuple[int, ...]) -> ParamInfo:
         if leaf.shape == shape:
             return leaf
         is_part = leaf.stack > 0 and leaf.shape[1:] == shape[1:] and len(leaf.shape) == len(shape)
-        return dataclasses.replace(leaf, shape=shape) if is_part else Leaf(shape, "vector", decays=False)
+        return dataclasses.replace(leaf, shape=shape) if is_part else ParamInfo(shape, "vector", decays=False)
 
     return [leaf_for(leaf, shape) for leaf, shape in zip(leaf_list, shapes, strict=True)]
 

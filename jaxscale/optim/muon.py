@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.optim.leaves import Leaf, facts_of
+from jaxscale.optim.leaves import ParamInfo, facts_of
 from jaxscale.optim.per_layer import Rule, by_kind
 from jaxscale.typing import Array, Float, Params
 
@@ -62,7 +62,7 @@ def muon(
             Gaussian matrices differ by 4 %.
         b1, b2, eps: AdamW's.
         weight_decay: decoupled.
-        leaves: tree of `Leaf` like the parameters, with shardings where there is a mesh; `None` judges by shapes.
+        leaves: tree of `ParamInfo` like the parameters, with shardings where there is a mesh; `None` judges by shapes.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Example:
@@ -102,7 +102,7 @@ def scale_by_muon(
         momentum: decay of the average of gradients.
         scale: of an orthogonal update.
         precision: of the orthogonalisation and its messages between devices.
-        leaves: tree of `Leaf` like the parameters; `None` judges by shapes and paths.
+        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes and paths.
     """
 
     def init(params: Any) -> MuonState:
@@ -159,7 +159,7 @@ def newton_schulz(x: Float[Array, "N R C"], steps: int = STEPS) -> Float[Array, 
     return x.swapaxes(1, 2) if is_tall else x
 
 
-def orthogonal(arrays: Sequence[Array], leaves: Sequence[Leaf], precision: Dtype = "bfloat16") -> list[Array]:
+def orthogonal(arrays: Sequence[Array], leaves: Sequence[ParamInfo], precision: Dtype = "bfloat16") -> list[Array]:
     """`newton_schulz` of every matrix of some parameters, with whole matrices on each device.
 
     Args:
@@ -205,7 +205,7 @@ def _move_along(stack: Array, route: Sequence[NamedSharding]) -> Array:
     return stack
 
 
-def _route(leaf: Leaf) -> list[NamedSharding]:
+def _route(leaf: ParamInfo) -> list[NamedSharding]:
     """Shardings through which a leaf's matrices move until each device has whole ones.
 
     One dim at a time: XLA turns a move of several at once into a gather.
@@ -222,7 +222,7 @@ def _route(leaf: Leaf) -> list[NamedSharding]:
     return [NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims))) for dims in route]
 
 
-def _matrices(array: Array, leaf: Leaf) -> Array:
+def _matrices(array: Array, leaf: ParamInfo) -> Array:
     """A leaf as matrices along the first dim; fused projections become separate matrices."""
     stack = array.reshape(leaf.tensors, leaf.rows, leaf.columns)
     if leaf.parts == 1:
@@ -231,14 +231,14 @@ def _matrices(array: Array, leaf: Leaf) -> Array:
     return split_stack.reshape(leaf.tensors * leaf.parts, leaf.rows, -1)
 
 
-def _leaf_shaped(stack: Array, leaf: Leaf) -> Array:
+def _leaf_shaped(stack: Array, leaf: ParamInfo) -> Array:
     """The inverse of `_matrices`."""
     if leaf.parts > 1:
         stack = stack.reshape(leaf.tensors, leaf.parts, leaf.rows, -1).swapaxes(1, 2)
     return stack.reshape(leaf.shape)
 
 
-def _axes(leaf: Leaf) -> tuple[str, ...]:
+def _axes(leaf: ParamInfo) -> tuple[str, ...]:
     """Mesh axes over which the leaf is sharded."""
     if leaf.sharding is None:
         return ()
@@ -246,5 +246,5 @@ def _axes(leaf: Leaf) -> tuple[str, ...]:
     return tuple(axis for entry in entries for axis in entry if leaf.sharding.mesh.shape[axis] > 1)
 
 
-def _shard_count(leaf: Leaf, axes: Sequence[str]) -> int:
+def _shard_count(leaf: ParamInfo, axes: Sequence[str]) -> int:
     return math.prod(leaf.sharding.mesh.shape[axis] for axis in axes)

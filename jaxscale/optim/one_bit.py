@@ -28,14 +28,14 @@ from jax import lax
 
 from jaxscale.errors import UserError
 from jaxscale.lowbit.quantize import decode, is_quantized
-from jaxscale.optim.leaves import Leaf, facts_of
+from jaxscale.optim.leaves import ParamInfo, facts_of
 from jaxscale.typing import Array, Bool, Float, Int
 
 Rule = optax.GradientTransformation
 
 
 @runtime_checkable
-class Codec(Protocol):
+class MomentumCodec(Protocol):
     """Averages messages over an axis, such as `compression.OneBit()`."""
 
     def init(self, shape: Any, key: Any, n: int, *, layers: bool = False) -> Any:
@@ -231,8 +231,8 @@ def one_bit_lamb(
         freeze: updates before the variance is frozen.
         b1, b2, eps: Adam's.
         weight_decay: lambda.
-        leaves: tree of `Leaf` like the parameters; `None` judges by shapes. Stacked layers are each a tensor, and gains
-            and biases have no ratio, as in `large_batch.lamb`.
+        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes. Stacked layers are each a tensor, and
+            gains and biases have no ratio, as in `large_batch.lamb`.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
         smooth: decay of the mean of the trust ratio.
         factors: bounds of f.
@@ -338,7 +338,14 @@ class OverReplicasState(NamedTuple):
 
 
 def over_replicas(
-    rule: Rule, messages: Messages, codec: Codec, axis: str, replicas: int, *, leaves: Any = None, small: int = 256
+    rule: Rule,
+    messages: Messages,
+    codec: MomentumCodec,
+    axis: str,
+    replicas: int,
+    *,
+    leaves: Any = None,
+    small: int = 256,
 ) -> Rule:
     """A rule that takes the gradients of one replica, inside a `jax.shard_map` or `jax.vmap` of that axis.
 
@@ -350,7 +357,7 @@ def over_replicas(
         codec: averages momenta, without random draws; in the warm-up means are exact.
         axis: name of the replicas' axis.
         replicas: number of replicas.
-        leaves: tree of `Leaf` like the parameters; the codec takes stacked layers one by one.
+        leaves: tree of `ParamInfo` like the parameters; the codec takes stacked layers one by one.
         small: numbers of a layer below which its mean is exact; the means of gains and biases always are.
 
     Example:
@@ -363,10 +370,10 @@ def over_replicas(
         [-0.1 -0.1]
     """
 
-    def stacked(leaf: Leaf) -> bool:
+    def stacked(leaf: ParamInfo) -> bool:
         return leaf.stack > 0
 
-    def coded(leaf: Leaf) -> bool:
+    def coded(leaf: ParamInfo) -> bool:
         return leaf.kind != "vector" and leaf.rows * leaf.columns >= small
 
     def init(params: Any) -> OverReplicasState:
@@ -426,21 +433,21 @@ def _direction(m: Array, v: Array, eps: float) -> Array:
     return jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0.0)
 
 
-def _per_tensor_shape(leaf: Leaf) -> tuple[int, ...]:
+def _per_tensor_shape(leaf: ParamInfo) -> tuple[int, ...]:
     """Shape of an array with one number for each tensor of a leaf."""
     return (*leaf.shape[: leaf.stack], *(1,) * (len(leaf.shape) - leaf.stack))
 
 
-def _reduce_tensors(x: Array, leaf: Leaf, reduce: Callable[..., Array]) -> Array:
+def _reduce_tensors(x: Array, leaf: ParamInfo, reduce: Callable[..., Array]) -> Array:
     """`reduce` over each tensor of a leaf, keeping its dims."""
     return reduce(x, axis=tuple(range(leaf.stack, x.ndim)), keepdims=True)
 
 
-def _norms(x: Array, leaf: Leaf) -> Array:
+def _norms(x: Array, leaf: ParamInfo) -> Array:
     return jnp.sqrt(_reduce_tensors(jnp.square(x), leaf, jnp.sum))
 
 
-def _trust_ratio(w: Array, u: Array, leaf: Leaf) -> Array:
+def _trust_ratio(w: Array, u: Array, leaf: ParamInfo) -> Array:
     """|w| / |u| of each tensor; 1 where either is zero, as in optax."""
     weight_norm, update_norm = _norms(w, leaf), _norms(u, leaf)
     return jnp.where(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.optim.leaves import Leaf, facts_of
+from jaxscale.optim.leaves import ParamInfo, facts_of
 from jaxscale.typing import Array
 
 Rule = optax.GradientTransformation
@@ -36,7 +36,7 @@ def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False, whole: 
     Args:
         rule: an optax transformation that treats each parameter by itself. State that is not like the parameters, such
             as a count, may not depend on gradients.
-        leaves: tree of `Leaf` like the parameters; `None` judges by shapes, and treats nothing as stacked.
+        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes, and treats nothing as stacked.
         matrices: pass tensors of kind "matrix" to the rule as matrices (everything else, last dim).
         whole: gather each tensor first, for a rule that decomposes it; XLA would spread the products over axes that
             replicate it, slow ones too.
@@ -107,7 +107,7 @@ class ByKindState(NamedTuple):
     states: dict[str, Any]
 
 
-def by_kind(rules: Mapping[str, Rule], kind: Callable[[Leaf], str], leaves: Any = None) -> Rule:
+def by_kind(rules: Mapping[str, Rule], kind: Callable[[ParamInfo], str], leaves: Any = None) -> Rule:
     """Each parameter updated by the rule of its kind.
 
     The states of `optax.partition` have no array for a parameter of another rule, so they are not trees like the
@@ -116,7 +116,7 @@ def by_kind(rules: Mapping[str, Rule], kind: Callable[[Leaf], str], leaves: Any 
     Args:
         rules: by name. Each must treat parameters one by one.
         kind: returns the name of a leaf's rule.
-        leaves: tree of `Leaf` like the parameters; `None` judges by shapes and paths.
+        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes and paths.
 
     Example:
         >>> rule = by_kind({"m": optax.sgd(1.0), "v": optax.sgd(0.1)}, lambda leaf: leaf.kind[0])
@@ -185,7 +185,7 @@ def _state_form(rule: Rule) -> _StateForm:
     return _StateForm(treedef, tuple(isinstance(part, _Placeholder) for part in parts))
 
 
-def _gathered(arrays: Any, leaf: Leaf) -> Any:
+def _gathered(arrays: Any, leaf: ParamInfo) -> Any:
     """Arrays with each tensor of a leaf whole on a device; layers keep their sharding."""
     if leaf.sharding is None:
         return arrays
@@ -193,7 +193,7 @@ def _gathered(arrays: Any, leaf: Leaf) -> Any:
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), arrays)
 
 
-def _resharded(arrays: Any, leaf: Leaf) -> Any:
+def _resharded(arrays: Any, leaf: ParamInfo) -> Any:
     """Arrays with those of the leaf's shape in its sharding."""
     if leaf.sharding is None:
         return arrays
@@ -201,17 +201,17 @@ def _resharded(arrays: Any, leaf: Leaf) -> Any:
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding) if x.shape == leaf.shape else x, arrays)
 
 
-def _sharding(leaf: Leaf, spec: PartitionSpec) -> NamedSharding:
+def _sharding(leaf: ParamInfo, spec: PartitionSpec) -> NamedSharding:
     """A sharding on the leaf's devices, or on those of the current region of one replica."""
     mesh = jax.sharding.get_abstract_mesh()
     return NamedSharding(leaf.sharding.mesh if mesh.empty else mesh, spec)
 
 
-def _is_matrix(leaf: Leaf, matrices: bool) -> bool:
+def _is_matrix(leaf: ParamInfo, matrices: bool) -> bool:
     return matrices and leaf.kind == "matrix"
 
 
-def _as_tensors(x: Any, leaf: Leaf, matrices: bool) -> Any:
+def _as_tensors(x: Any, leaf: ParamInfo, matrices: bool) -> Any:
     """An array of a leaf with its tensors along one dim, which an unstacked leaf lacks."""
     if leaf.stack == 0 and not (_is_matrix(leaf, matrices) and x.shape == leaf.shape):
         return x
@@ -221,7 +221,7 @@ def _as_tensors(x: Any, leaf: Leaf, matrices: bool) -> Any:
     return x.reshape((leaf.tensors, *inner) if leaf.stack else inner)
 
 
-def _as_leaf(x: Any, leaf: Leaf, matrices: bool) -> Any:
+def _as_leaf(x: Any, leaf: ParamInfo, matrices: bool) -> Any:
     """The inverse of `_as_tensors`."""
     inner = x.shape[1:] if leaf.stack else x.shape
     if _is_matrix(leaf, matrices) and inner == (leaf.rows, leaf.columns):

@@ -38,7 +38,7 @@ class RuleSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """An update rule by name.
 
     Args:
@@ -180,48 +180,54 @@ def _decay(settings: RuleSettings) -> Any:
 
 _ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, UpdateRule] = {
     # Loshchilov & Hutter 2019
-    "adamw": Rule(_adam, _ADAM),
+    "adamw": UpdateRule(_adam, _ADAM),
     # Dozat 2016, with AdamW's decay
-    "nadamw": Rule(functools.partial(_adam, make="nadamw"), _ADAM),
+    "nadamw": UpdateRule(functools.partial(_adam, make="nadamw"), _ADAM),
     # Xie et al. 2022, arXiv 2208.06677
-    "adan": Rule(_adan, {"b1": 0.98, "b2": 0.92, "b3": 0.99, "eps": 1e-8, "weight_decay": 0.1}),
+    "adan": UpdateRule(_adan, {"b1": 0.98, "b2": 0.92, "b3": 0.99, "eps": 1e-8, "weight_decay": 0.1}),
     # Pagliardini et al. 2024, arXiv 2409.03137
-    "ademamix": Rule(_ademamix, {"b1": 0.9, "b2": 0.999, "b3": 0.9999, "alpha": 5.0, "eps": 1e-8, "weight_decay": 0.1}),
+    "ademamix": UpdateRule(
+        _ademamix, {"b1": 0.9, "b2": 0.999, "b3": 0.9999, "alpha": 5.0, "eps": 1e-8, "weight_decay": 0.1}
+    ),
     # Taniguchi et al. 2024, arXiv 2411.02853
-    "adopt": Rule(_adopt, {"b1": 0.9, "b2": 0.9999, "eps": 1e-6, "weight_decay": 0.1}),
+    "adopt": UpdateRule(_adopt, {"b1": 0.9, "b2": 0.9999, "eps": 1e-6, "weight_decay": 0.1}),
     # Chen et al. 2023, arXiv 2302.06675
-    "lion": Rule(_lion, {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}),
-    "sgd": Rule(_sgd, {"momentum": 0.0, "weight_decay": 0.1}),
+    "lion": UpdateRule(_lion, {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}),
+    "sgd": UpdateRule(_sgd, {"momentum": 0.0, "weight_decay": 0.1}),
     # Shazeer & Stern 2018, arXiv 1804.04235
-    "adafactor": Rule(_adafactor, {"weight_decay": 0.1}),
+    "adafactor": UpdateRule(_adafactor, {"weight_decay": 0.1}),
     # Defazio et al. 2024, arXiv 2405.15682
-    "schedule_free": Rule(
+    "schedule_free": UpdateRule(
         _schedule_free, {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}, "constant", ("constant",)
     ),
     # You et al. 2017, arXiv 1708.03888
-    "lars": Rule(functools.partial(_large_batch, make="lars"), {"momentum": 0.9, "trust": 0.02, "weight_decay": 1e-4}),
+    "lars": UpdateRule(
+        functools.partial(_large_batch, make="lars"), {"momentum": 0.9, "trust": 0.02, "weight_decay": 1e-4}
+    ),
     # You et al. 2020, arXiv 1904.00962
-    "lamb": Rule(
+    "lamb": UpdateRule(
         functools.partial(_large_batch, make="lamb"), {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "weight_decay": 0.01}
     ),
     # Tang et al. 2021, arXiv 2102.02888
-    "one_bit_adam": Rule(
+    "one_bit_adam": UpdateRule(
         functools.partial(_one_bit, make="one_bit_adam"), {**_ADAM, "freeze": 0.25}, over_replicas=True
     ),
     # Li et al. 2021, arXiv 2104.06069
-    "one_bit_lamb": Rule(
+    "one_bit_lamb": UpdateRule(
         functools.partial(_one_bit, make="one_bit_lamb"),
         {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "freeze": 0.25, "weight_decay": 0.01},
         over_replicas=True,
     ),
     # Jordan et al. 2024, and Liu et al. 2025, arXiv 2502.16982
-    "muon": Rule(_muon, {"momentum": 0.95, "scale": "moonshot", "precision": "bfloat16", **_ADAM}),
+    "muon": UpdateRule(_muon, {"momentum": 0.95, "scale": "moonshot", "precision": "bfloat16", **_ADAM}),
     # Vyas et al. 2024, arXiv 2409.11321
-    "soap": Rule(_soap, {"b1": 0.95, "b2": 0.95, "eps": 1e-8, "every": 10, "max_dim": 10_000, "weight_decay": 0.1}),
+    "soap": UpdateRule(
+        _soap, {"b1": 0.95, "b2": 0.95, "eps": 1e-8, "every": 10, "max_dim": 10_000, "weight_decay": 0.1}
+    ),
     # Zhao et al. 2024, arXiv 2403.03507
-    "galore": Rule(_galore, {**_ADAM, "rank": 128, "every": 200}),
+    "galore": UpdateRule(_galore, {**_ADAM, "rank": 128, "every": 200}),
 }
 
 

@@ -22,7 +22,7 @@ from jaxscale.planning.timeline import Item, Timeline, timeline
 from jaxscale.planning.traced import TracedStep, traced_step
 from jaxscale.planning.wire import Wire, wire_of
 from jaxscale.platforms.platform import Platform
-from jaxscale.programs.flat import Program
+from jaxscale.programs.flat import FlatProgram
 from jaxscale.programs.kinds import both_passes, kinds_of
 from jaxscale.programs.placements import Placements
 from jaxscale.recipe.experiment import Experiment
@@ -212,7 +212,7 @@ def _by_kind(items: tuple[Item, ...]) -> dict[str, int]:
     return bytes_by_kind
 
 
-def _kept_on_host_bytes(program: Program, placements: Placements) -> int:
+def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
     """Bytes per device that loops stack in host memory for the backward pass of one microbatch."""
     total = 0
     for index, operation in enumerate(program.operations):

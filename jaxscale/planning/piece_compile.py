@@ -16,7 +16,7 @@ from jaxscale.planning.pieces import Piece
 from jaxscale.planning.timeline import arrays_of, carries
 from jaxscale.planning.traced import traced_step
 from jaxscale.platforms.platform import Platform
-from jaxscale.programs.flat import Program
+from jaxscale.programs.flat import FlatProgram
 from jaxscale.programs.placements import Dims, in_host_memory
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -101,7 +101,7 @@ def lowered_piece(
     return piece_fn.lower(*input_shapes)
 
 
-def _with_expressions(program: Program, piece: Piece, arrays: Any) -> list[int]:
+def _with_expressions(program: FlatProgram, piece: Piece, arrays: Any) -> list[int]:
     """Indices of a piece's operations, and of the earlier operations that compute expressions for it."""
     producer = {value: index for index, operation in enumerate(program.operations) for value in operation.outputs}
     places = set(piece.places)
@@ -115,7 +115,7 @@ def _with_expressions(program: Program, piece: Piece, arrays: Any) -> list[int]:
     return sorted(places)
 
 
-def _outputs(program: Program, piece: Piece, sources: Any) -> list[int]:
+def _outputs(program: FlatProgram, piece: Piece, sources: Any) -> list[int]:
     """The arrays computed in a piece that are read after it."""
     results = {value for index in piece.places for value in program.operations[index].outputs}
     outputs: set[int] = set()
@@ -124,12 +124,12 @@ def _outputs(program: Program, piece: Piece, sources: Any) -> list[int]:
     return sorted(outputs)
 
 
-def _read_later(program: Program, piece: Piece) -> set[int | None]:
+def _read_later(program: FlatProgram, piece: Piece) -> set[int | None]:
     later = program.operations[piece.stop :]
     return {value for operation in later for value in operation.inputs} | set(program.outputs)
 
 
-def _loop_state(program: Program, piece: Piece) -> tuple[int | None, ...]:
+def _loop_state(program: FlatProgram, piece: Piece) -> tuple[int | None, ...]:
     """The initial state of a piece that is one loop; its results reuse this memory."""
     operation = program.operations[piece.start]
     return carries(operation) if len(piece.places) == 1 and operation.loop is not None else ()

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxscale.programs.flat import Program
+from jaxscale.programs.flat import FlatProgram
 from jaxscale.programs.kinds import both_passes, loss_range
 
 
@@ -29,7 +29,7 @@ class Piece:
         return range(self.start, self.stop)
 
 
-def pieces_of(program: Program, path: tuple[int, ...] = ()) -> tuple[Piece, ...]:
+def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, ...]:
     """The pieces of a step's program, in order; none if its blocks are in no loop.
 
     Args:
@@ -65,7 +65,7 @@ def _numbered(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     return tuple(numbered)
 
 
-def _pieces_of_loop(program: Program, index: int, path: tuple[int, ...]) -> tuple[Piece, ...]:
+def _pieces_of_loop(program: FlatProgram, index: int, path: tuple[int, ...]) -> tuple[Piece, ...]:
     body = program.operations[index].loop
     assert body is not None
     return pieces_of(body, (*path, index))

@@ -12,8 +12,8 @@ import itertools
 
 from jaxscale.compiler.usable import usable_bytes
 from jaxscale.errors import UserError
-from jaxscale.pipeline.choose.auto import Candidate, Choice, choose
-from jaxscale.pipeline.choose.partition import Model
+from jaxscale.pipeline.choose.auto import Choice, PipelineCandidate, choose
+from jaxscale.pipeline.choose.partition import ModelPrices
 from jaxscale.pipeline.choose.price import Device, Price
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning.estimate import estimate
@@ -72,7 +72,7 @@ def pipeline_choice(
     period = period_of(experiment.model)
 
     @functools.cache
-    def prices(microbatches: int) -> Model:
+    def prices(microbatches: int) -> ModelPrices:
         return in_periods(model_prices(experiment, reference, ranks, microbatches), period)
 
     devices = None
@@ -81,7 +81,7 @@ def pipeline_choice(
         devices = [Device(memory_bytes=max(1, limit - _fixed_bytes(experiment, platform, plan, ranks, counts)))] * ranks
     choice = choose(prices, ranks, counts, devices)
 
-    def with_pipeline(candidate: Candidate) -> Plan:
+    def with_pipeline(candidate: PipelineCandidate) -> Plan:
         assert candidate.partition is not None
         bounds = candidate.partition.boundaries
         layers = tuple(period * (stop - start) for start, stop in itertools.pairwise(bounds))
@@ -94,7 +94,7 @@ def pipeline_choice(
 
     if limit is None:
         return with_pipeline(choice.best), choice
-    least: tuple[int, Candidate] | None = None
+    least: tuple[int, PipelineCandidate] | None = None
     fastest = [candidate for candidate in choice.candidates if candidate.partition is not None][:TRIED]
     for candidate in (choice.best, *(fast for fast in fastest if fast is not choice.best)):
         # prices include only bytes that wait for a backward; the estimate covers the whole step
@@ -109,12 +109,12 @@ def pipeline_choice(
     )
 
 
-def in_periods(model: Model, period: int) -> Model:
+def in_periods(model: ModelPrices, period: int) -> ModelPrices:
     """Prices of periods of unlike blocks, if stages can only start at the first block of a period.
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
-        >>> [price.forward for price in in_periods(Model((Price(1, 1, 1),) * 4), 2).blocks]
+        >>> [price.forward for price in in_periods(ModelPrices((Price(1, 1, 1),) * 4), 2).blocks]
         [2, 2]
     """
     if period == 1:

@@ -17,7 +17,7 @@ from jaxscale.errors import UserError
 from jaxscale.memory.decide import decide
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.pipeline.charts.draw import drawable
-from jaxscale.pipeline.choose.partition import Model
+from jaxscale.pipeline.choose.partition import ModelPrices
 from jaxscale.pipeline.choose.price import Price
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import Simulation, simulate
@@ -77,7 +77,9 @@ def simulated(experiment: Experiment, platform: Platform, plan: Plan) -> Simulat
     return simulate(schedule, costs)
 
 
-def costs_of(model: Model, layers: Sequence[int], links: tuple[float, ...] = (), *, recompute: bool = False) -> Costs:
+def costs_of(
+    model: ModelPrices, layers: Sequence[int], links: tuple[float, ...] = (), *, recompute: bool = False
+) -> Costs:
     """The costs of stages of several blocks.
 
     Args:
@@ -87,7 +89,7 @@ def costs_of(model: Model, layers: Sequence[int], links: tuple[float, ...] = (),
         recompute: whether a stage keeps only its input and reruns its forward before its backward.
 
     Example:
-        >>> costs_of(Model((Price(1, 1, 1),) * 3, last=Price(2, 2, 2)), (2, 1)).forward
+        >>> costs_of(ModelPrices((Price(1, 1, 1),) * 3, last=Price(2, 2, 2)), (2, 1)).forward
         (2.0, 3.0)
     """
     stages: list[list[Price]] = []
@@ -115,7 +117,7 @@ def costs_of(model: Model, layers: Sequence[int], links: tuple[float, ...] = (),
     )
 
 
-def model_prices(experiment: Experiment, platform: Platform, ranks: int, microbatches: int) -> Model:
+def model_prices(experiment: Experiment, platform: Platform, ranks: int, microbatches: int) -> ModelPrices:
     """Prices of a model's blocks and of its head, per device and microbatch.
 
     Args:
@@ -146,10 +148,10 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
     block_count = sum(call.count for call in calls)
     stash_bytes, recompute_seconds = decision.bytes / block_count, decision.seconds / block_count
     prices = [_price(call.graph, stash_bytes, recompute_seconds) for call in calls for _ in range(call.count)]
-    return Model(tuple(prices), last=_head_price(step, calls, platform))
+    return ModelPrices(tuple(prices), last=_head_price(step, calls, platform))
 
 
-def link_seconds(platform: Platform, model: Model) -> float:
+def link_seconds(platform: Platform, model: ModelPrices) -> float:
     """Seconds of a message between neighbours on the pipe axis, over one of the chip's fastest links."""
     links = [link for link in platform.links if link.name in ("ici", "nvlink", "pcie")]
     return model.blocks[0].message_bytes / links[0].bandwidth if links and platform.devices > 1 else 0.0

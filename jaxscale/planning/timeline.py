@@ -15,7 +15,7 @@ from typing import Literal
 
 from jaxscale.planning.pieces import Piece
 from jaxscale.programs import regions
-from jaxscale.programs.flat import Operation, Program, carries
+from jaxscale.programs.flat import FlatProgram, Operation, carries
 from jaxscale.programs.late import late_arrays
 from jaxscale.programs.placements import Placements
 
@@ -103,7 +103,7 @@ class Timeline:
         return self.moments[self.peak].total if self.moments else 0
 
 
-Kinds = Callable[[Program], dict[int, str]]
+Kinds = Callable[[FlatProgram], dict[int, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ Pieces = Mapping[Piece, int | None]
 
 
 def timeline(
-    program: Program, placements: Placements, kinds: Kinds, compiler: Compiler, pieces: Pieces | None = None
+    program: FlatProgram, placements: Placements, kinds: Kinds, compiler: Compiler, pieces: Pieces | None = None
 ) -> Timeline:
     """Live bytes of the values that a program computes; its arguments belong to the caller.
 
@@ -154,7 +154,7 @@ class Arrays:
     sources: Mapping[int, frozenset[int]]
 
 
-def arrays_of(program: Program, placements: Placements, compiler: Compiler, path: Sequence[int]) -> Arrays:
+def arrays_of(program: FlatProgram, placements: Placements, compiler: Compiler, path: Sequence[int]) -> Arrays:
     """The arrays of the body of a nested loop.
 
     Args:
@@ -183,7 +183,7 @@ class _Live:
 class _Sweep:
     def __init__(
         self,
-        program: Program,
+        program: FlatProgram,
         placements: Placements,
         kinds: Kinds,
         compiler: Compiler,
@@ -432,7 +432,7 @@ class _Sweep:
         return Item(label, self.kinds.get(value, default_kind), self.arrays[value])
 
 
-def _name_and_origin(operation: Operation, value: int, program: Program) -> tuple[str, str, str]:
+def _name_and_origin(operation: Operation, value: int, program: FlatProgram) -> tuple[str, str, str]:
     """The model's name of a value or "", and the operation and line that compute it; through loops and views."""
     if value in program.names:
         return program.names[value], operation.kind, operation.line
@@ -451,7 +451,7 @@ def _name_and_origin(operation: Operation, value: int, program: Program) -> tupl
     return "", operation.kind, operation.line
 
 
-def _scattered_sums(program: Program) -> set[int]:
+def _scattered_sums(program: FlatProgram) -> set[int]:
     """Sums that include a scatter of one element per row: the scatter writes into the sum's array."""
     scattered = {
         value
@@ -467,7 +467,7 @@ def _scattered_sums(program: Program) -> set[int]:
     }
 
 
-def _one_per_row(operation: Operation, program: Program) -> bool:
+def _one_per_row(operation: Operation, program: FlatProgram) -> bool:
     """Whether a scatter changes one element per row, which compilers turn into a comparison with an iota."""
     numbers = operation.params["dimension_numbers"]
     batching_dims, inserted_dims = numbers.operand_batching_dims, numbers.inserted_window_dims

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from jaxscale.planning import accuracy
 from jaxscale.planning.timeline import Compiler
 from jaxscale.platforms.platform import Platform
-from jaxscale.programs.flat import Program, flatten
+from jaxscale.programs.flat import FlatProgram, flatten
 from jaxscale.programs.flop import jaxpr_flop
 from jaxscale.programs.placements import Placements, dims_of, place
 from jaxscale.recipe.plan import Plan
@@ -26,7 +26,7 @@ class TracedStep:
         flop: FLOP of its products, all devices together.
     """
 
-    program: Program
+    program: FlatProgram
     placements: Placements
     compiler: Compiler
     leaves: tuple[tuple[str, Any], ...]

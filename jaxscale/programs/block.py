@@ -19,7 +19,7 @@ from typing import Any
 from jaxscale.platforms.platform import Chip
 from jaxscale.programs import roofline
 from jaxscale.programs.flop import equation_flop
-from jaxscale.programs.inline import Program, Step, inline
+from jaxscale.programs.inline import InlinedProgram, Step, inline
 from jaxscale.programs.spread import Spread, local_bytes, propagate, spread_of_spec
 from jaxscale.sharding import place
 
@@ -205,7 +205,7 @@ def graph_of(
     return _Builder(vjp_program, spread, mesh, chip).build(program.fingerprint(), names, carried, result_count)
 
 
-def _forward_and_residuals(program: Program, consts: Sequence[Any]) -> tuple[Program, int]:
+def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tuple[InlinedProgram, int]:
     """The program that returns a block's results and its backward pass's residuals, and the number of results.
 
     Args:
@@ -259,7 +259,9 @@ def _input_names(closed: Any, args: Sequence[Any], activations: Sequence[int]) -
 class _Builder:
     """The graph of a program that returns results, then residuals."""
 
-    def __init__(self, program: Program, spread: Mapping[int, Spread], mesh: Mapping[str, int], chip: Chip | None):
+    def __init__(
+        self, program: InlinedProgram, spread: Mapping[int, Spread], mesh: Mapping[str, int], chip: Chip | None
+    ):
         self.program, self.spread, self.mesh, self.chip = program, spread, mesh, chip
         self.values: list[Value] = []
         self.equations: list[Equation] = []

@@ -53,8 +53,8 @@ class Operation:
     backward: bool = False
     equation: Any = None
     literals: Mapping[int, Any] = dataclasses.field(default_factory=dict)
-    loop: "Program | None" = None
-    branches: "tuple[Program, ...]" = ()
+    loop: "FlatProgram | None" = None
+    branches: "tuple[FlatProgram, ...]" = ()
     manual: frozenset[str] = frozenset()
 
     @property
@@ -66,7 +66,7 @@ class Operation:
 
 
 @dataclasses.dataclass(eq=False)
-class Program:
+class FlatProgram:
     """Operations in the order they run.
 
     Args:
@@ -84,7 +84,7 @@ class Program:
     names: dict[int, str]
 
 
-def flatten(jaxpr: Any, manual: frozenset[str] = frozenset()) -> Program:
+def flatten(jaxpr: Any, manual: frozenset[str] = frozenset()) -> FlatProgram:
     """The flat program of a jaxpr, open or closed.
 
     Args:
@@ -117,7 +117,7 @@ class _Flattener:
         self.constants: list[int | None] = []
         self.literals: dict[Any, Any] = {}  # by the variable that is bound to each
 
-    def program(self, jaxpr: Any) -> Program:
+    def program(self, jaxpr: Any) -> FlatProgram:
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         env: dict[Any, int | None] = {}
         for var in (*inner.constvars, *inner.invars):
@@ -128,7 +128,7 @@ class _Flattener:
         outputs = tuple(self._read(env, var) for var in inner.outvars)
         operations = _live_operations(self.operations, outputs)
         all_inputs = tuple(value for value in (*inputs, *self.constants) if value is not None)
-        return Program(all_inputs, outputs, operations, self.shapes, self.names)
+        return FlatProgram(all_inputs, outputs, operations, self.shapes, self.names)
 
     def _new_value(self, aval: Any) -> int:
         self.shapes[len(self.shapes)] = aval
@@ -218,7 +218,7 @@ def _is_model_region(manual: Collection[str]) -> bool:
     return PIPE in manual or set(manual) == {REPLICA}
 
 
-def _with_late_slices(program: Program) -> Program:
+def _with_late_slices(program: FlatProgram) -> FlatProgram:
     """The program with slices of its arguments (slots, weights) moved to where they are first read."""
     argument_slices = set(program.inputs)
     pending_slices: dict[int, Operation] = {}

@@ -59,7 +59,7 @@ class Step(NamedTuple):
         return self.primitive in ALIASES
 
 
-class Program(NamedTuple):
+class InlinedProgram(NamedTuple):
     """Steps in the order they run.
 
     Args:
@@ -143,7 +143,7 @@ class Program(NamedTuple):
         return names
 
 
-def inline(closed: Any) -> Program:
+def inline(closed: Any) -> InlinedProgram:
     """The flat program of a closed jaxpr; its constants are the first inputs."""
     avals: list[Any] = []
     steps: list[Step] = []
@@ -175,7 +175,7 @@ def inline(closed: Any) -> Program:
     inputs = tuple(new_number(var) for var in (*jaxpr.constvars, *jaxpr.invars))
     env: dict[Any, int | Constant] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
     outputs = tuple(walk(jaxpr, env, ()))
-    return Program(_live(steps, outputs), inputs, outputs, tuple(avals))
+    return InlinedProgram(_live(steps, outputs), inputs, outputs, tuple(avals))
 
 
 def _live(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[Step, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxscale.programs.flat import PIPE, Operation, Program, carries
+from jaxscale.programs.flat import PIPE, FlatProgram, Operation, carries
 from jaxscale.programs.regions import tick_loops
 
 MOVES = ("enter", "slice", "dynamic_slice", "squeeze", "broadcast_in_dim", "ppermute", "concatenate")
@@ -11,7 +11,7 @@ MOVES = ("enter", "slice", "dynamic_slice", "squeeze", "broadcast_in_dim", "pper
 EXPRESSIONS = ("convert_element_type", "sharding_constraint", "optimization_barrier", "copy", "reshape", "transpose")
 
 
-def kinds_of(program: Program) -> dict[int, str]:
+def kinds_of(program: FlatProgram) -> dict[int, str]:
     """The kind of each value of a step's program, or of the body of its loop over microbatches.
 
     A value that is computed in the forward pass and read in the backward pass is a kept activation; a value between the
@@ -55,7 +55,7 @@ def kinds_of(program: Program) -> dict[int, str]:
     return kinds
 
 
-def both_passes(program: Program) -> bool:
+def both_passes(program: FlatProgram) -> bool:
     """Whether a program has operations of the forward and of the backward pass."""
     return len({operation.backward for operation in program.operations}) == 2
 
@@ -73,7 +73,7 @@ def loss_range(operations: Sequence[Operation]) -> tuple[int, int]:
     return (forward_loops[-1] if forward_loops else turn, backward_loops[0] if backward_loops else turn)
 
 
-def _kinds_of_pipeline(program: Program, loops: Sequence[Operation]) -> dict[int, str]:
+def _kinds_of_pipeline(program: FlatProgram, loops: Sequence[Operation]) -> dict[int, str]:
     kinds = dict.fromkeys(_converted(program, set(program.inputs), (*EXPRESSIONS, *MOVES)), "compute copy")
     read_values = {value for operation in program.operations for value in operation.inputs}
     for operation in loops:
@@ -87,7 +87,7 @@ def _kinds_of_pipeline(program: Program, loops: Sequence[Operation]) -> dict[int
     return kinds
 
 
-def _converted(program: Program, inputs: set[int], primitives: Sequence[str] = EXPRESSIONS) -> set[int]:
+def _converted(program: FlatProgram, inputs: set[int], primitives: Sequence[str] = EXPRESSIONS) -> set[int]:
     """Values computed from `inputs` by conversions and moves alone."""
     values: set[int] = set()
     for operation in program.operations:

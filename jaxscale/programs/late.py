@@ -8,10 +8,10 @@ assumes the logits, which are larger. Left out: rings that XLA finishes before t
 
 from collections.abc import Callable, Iterable
 
-from jaxscale.programs.flat import Operation, Program
+from jaxscale.programs.flat import FlatProgram, Operation
 
 
-def late_arrays(program: Program, rings: Iterable[int], is_array: Callable[[Operation], bool]) -> dict[int, int]:
+def late_arrays(program: FlatProgram, rings: Iterable[int], is_array: Callable[[Operation], bool]) -> dict[int, int]:
     """The arrays that a product around a ring needs until the blocks' backward pass ends, with the index of that pass.
 
     Args:

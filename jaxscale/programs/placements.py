@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from jaxscale.compat import scan_counts
-from jaxscale.programs.flat import Operation, Program, carries
+from jaxscale.programs.flat import FlatProgram, Operation, carries
 from jaxscale.trees import leaf_bytes
 
 Dims = tuple[tuple[str, ...], ...]
@@ -78,7 +78,9 @@ def padding(shape: Sequence[int]) -> float:
     return min(lanes[i] * rows[j] for i in range(len(inner)) for j in range(len(inner)) if i != j)
 
 
-def place(program: Program, input_dims: Sequence[Dims], sizes: Mapping[str, int], *, tiled: bool = False) -> Placements:
+def place(
+    program: FlatProgram, input_dims: Sequence[Dims], sizes: Mapping[str, int], *, tiled: bool = False
+) -> Placements:
     """Placements of all values of a program.
 
     Args:
@@ -118,7 +120,7 @@ def _unsharded(shape: Any) -> Dims:
     return ((),) * len(getattr(shape, "shape", ()))
 
 
-def _backward(program: Program, placements: Placements) -> None:
+def _backward(program: FlatProgram, placements: Placements) -> None:
     """Propagate placements from outputs back to inputs, so that a value is computed where its reader needs it."""
     for operation in reversed(program.operations):
         if operation.kind == "dot_general":
@@ -147,7 +149,7 @@ def _backward(program: Program, placements: Placements) -> None:
                 placements.dims[value] = output_dims
 
 
-def _backward_product(program: Program, operation: Operation, placements: Placements) -> None:
+def _backward_product(program: FlatProgram, operation: Operation, placements: Placements) -> None:
     """Give the axes of a product's dims to the same dims of its operands, where those are unsharded."""
     contracted, batched = operation.params["dimension_numbers"]
     output_dims = placements.dims[operation.outputs[0]]
@@ -173,7 +175,7 @@ def _shards(placements: Placements, dims: Dims) -> int:
     return math.prod(placements.ways(axes) for axes in dims)
 
 
-def _forward(program: Program, operation: Operation, index: int, placements: Placements) -> None:
+def _forward(program: FlatProgram, operation: Operation, index: int, placements: Placements) -> None:
     """Propagate placements from an operation's operands to its results."""
     shapes = [None if value is None else program.shapes[value] for value in operation.inputs]
     dims = [() if value is None else placements.dims[value] for value in operation.inputs]
@@ -272,7 +274,9 @@ def _automatic_sizes(operation: Operation, placements: Placements) -> dict[str, 
     return {axis: size for axis, size in placements.sizes.items() if axis not in operation.manual}
 
 
-def _cond(program: Program, operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
+def _cond(
+    program: FlatProgram, operation: Operation, index: int, dims: list[Dims], placements: Placements
+) -> list[Dims]:
     """Dims of the results: for each, those of the branch that shards it most."""
     sizes = _automatic_sizes(operation, placements)
     nested = [place(branch, dims[1:], sizes, tiled=placements.tiled) for branch in operation.branches]

@@ -9,7 +9,7 @@ import collections
 import math
 from collections.abc import Iterator, Sequence, Set
 
-from jaxscale.programs.flat import PIPE, Operation, Program, carries
+from jaxscale.programs.flat import PIPE, FlatProgram, Operation, carries
 
 SLICES = ("slice", "dynamic_slice")
 SAME = (*SLICES, "squeeze", "reshape", "broadcast_in_dim", "pcast")
@@ -29,7 +29,7 @@ def unchanged_results(operation: Operation) -> Iterator[tuple[int, int]]:
                     break
 
 
-def in_place_results(operation: Operation, caller_values: Set[int], program: Program) -> set[int]:
+def in_place_results(operation: Operation, caller_values: Set[int], program: FlatProgram) -> set[int]:
     """Results that are or overwrite values of the caller: slots that are written, sums that are added to."""
     if PIPE not in operation.manual:
         return set()
@@ -43,7 +43,7 @@ def in_place_results(operation: Operation, caller_values: Set[int], program: Pro
     return {result for result, operand in unchanged_results(operation) if operand in caller_values}
 
 
-def reshaped_outputs(program: Program, renamed: Sequence[str]) -> set[int]:
+def reshaped_outputs(program: FlatProgram, renamed: Sequence[str]) -> set[int]:
     """Values that a branch returns after a change of shape or type: they share the result's memory.
 
     Args:
@@ -58,7 +58,7 @@ def reshaped_outputs(program: Program, renamed: Sequence[str]) -> set[int]:
     return values - {None, *program.inputs}
 
 
-def is_whole_array(operation: Operation, program: Program, kinds: Sequence[str] = SLICES) -> bool:
+def is_whole_array(operation: Operation, program: FlatProgram, kinds: Sequence[str] = SLICES) -> bool:
     """Whether a slice is the whole array: the only slot of a pool, the only stage of a device."""
     if PIPE not in operation.manual or operation.kind not in kinds or operation.inputs[0] is None:
         return False
@@ -66,7 +66,7 @@ def is_whole_array(operation: Operation, program: Program, kinds: Sequence[str] 
     return math.prod(operand.shape) == math.prod(result.shape)
 
 
-def tick_loops(program: Program) -> list[Operation]:
+def tick_loops(program: FlatProgram) -> list[Operation]:
     """The loops over ticks of a pipelined step."""
     return [operation for operation in program.operations if _is_tick_loop(operation)]
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxscale.programs.inline import Program, Step
+from jaxscale.programs.inline import InlinedProgram, Step
 from jaxscale.trees import leaf_bytes
 
 Axes = tuple[str, ...]
@@ -22,7 +22,9 @@ Dim = tuple[int, int]
 """A value's number and one of its dims."""
 
 
-def propagate(program: Program, known_spreads: Mapping[int, Spread], sizes: Mapping[str, int]) -> dict[int, Spread]:
+def propagate(
+    program: InlinedProgram, known_spreads: Mapping[int, Spread], sizes: Mapping[str, int]
+) -> dict[int, Spread]:
     """The spread of every value.
 
     Args:
@@ -116,11 +118,11 @@ def local_bytes(aval: Any, spread: Spread, sizes: Mapping[str, int]) -> int:
     return leaf_bytes(jax.ShapeDtypeStruct(shape, aval.dtype))
 
 
-def _shape(program: Program, number: int) -> tuple[int, ...]:
+def _shape(program: InlinedProgram, number: int) -> tuple[int, ...]:
     return getattr(program.avals[number], "shape", ())
 
 
-def _links(step: Step, program: Program) -> Iterator[tuple[Dim, Dim]]:
+def _links(step: Step, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
     """Linked pairs of dims of a step's operands and results."""
     results = [number for number in step.outputs if number is not None]
     operand_numbers = [number for number in step.inputs if isinstance(number, int)]
@@ -138,31 +140,31 @@ def _links(step: Step, program: Program) -> Iterator[tuple[Dim, Dim]]:
                     yield (source, dim), (target, dim)
 
 
-def _link_broadcast(params: Any, operands: Any, result: int, program: Program) -> Iterator[tuple[Dim, Dim]]:
+def _link_broadcast(params: Any, operands: Any, result: int, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
     for dim, result_dim in enumerate(params["broadcast_dimensions"]):
         if _shape(program, operands[0])[dim] == _shape(program, result)[result_dim]:
             yield (operands[0], dim), (result, result_dim)
 
 
-def _link_transposed(params: Any, operands: Any, result: int, program: Program) -> Iterator[tuple[Dim, Dim]]:
+def _link_transposed(params: Any, operands: Any, result: int, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
     for result_dim, dim in enumerate(params["permutation"]):
         yield (operands[0], dim), (result, result_dim)
 
 
-def _link_squeezed(params: Any, operands: Any, result: int, program: Program) -> Iterator[tuple[Dim, Dim]]:
+def _link_squeezed(params: Any, operands: Any, result: int, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
     rank = len(_shape(program, operands[0]))
     remaining_dims = [dim for dim in range(rank) if dim not in params["dimensions"]]
     for result_dim, dim in enumerate(remaining_dims):
         yield (operands[0], dim), (result, result_dim)
 
 
-def _link_reduced(params: Any, operands: Any, result: int, program: Program) -> Iterator[tuple[Dim, Dim]]:
+def _link_reduced(params: Any, operands: Any, result: int, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
     remaining_dims = [dim for dim in range(len(_shape(program, operands[0]))) if dim not in params["axes"]]
     for result_dim, dim in enumerate(remaining_dims):
         yield (operands[0], dim), (result, result_dim)
 
 
-def _link_reshaped(params: Any, operands: Any, result: int, program: Program) -> Iterator[tuple[Dim, Dim]]:
+def _link_reshaped(params: Any, operands: Any, result: int, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
     """Dims with the same elements, and the first dim of a group with the dim that the group forms."""
     old, new = _shape(program, operands[0]), _shape(program, result)
     i = j = 0
@@ -185,7 +187,7 @@ def _link_reshaped(params: Any, operands: Any, result: int, program: Program) ->
         i, j = i + 1, j + 1
 
 
-def _link_product(params: Any, operands: Any, result: int, program: Program) -> Iterator[tuple[Dim, Dim]]:
+def _link_product(params: Any, operands: Any, result: int, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
     (contracted, batched) = params["dimension_numbers"]
     operand_pair = list(operands[:2])
     for result_dim, dim_pair in enumerate(zip(*batched, strict=True)):
@@ -204,7 +206,7 @@ def _link_product(params: Any, operands: Any, result: int, program: Program) -> 
         yield (operand_pair[0], left_dim), (operand_pair[1], right_dim)
 
 
-def _link_convolved(params: Any, operands: Any, result: int, program: Program) -> Iterator[tuple[Dim, Dim]]:
+def _link_convolved(params: Any, operands: Any, result: int, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
     numbers = params["dimension_numbers"]
     yield (operands[0], numbers.lhs_spec[0]), (result, numbers.out_spec[0])
     if operands[1] is not None:

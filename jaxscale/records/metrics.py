@@ -31,11 +31,11 @@ _FLUSH_ROWS = 200
 _FLUSH_SECONDS = 20.0
 
 
-class Rows(list[dict[str, Any]]):
+class MetricsRows(list[dict[str, Any]]):
     """Rows of metrics: a list of dicts, with columns.
 
     Example:
-        >>> Rows([{"step": 1, "loss": 2.0}, {"step": 2}]).column("loss")
+        >>> MetricsRows([{"step": 1, "loss": 2.0}, {"step": 2}]).column("loss")
         array([ 2., nan])
     """
 
@@ -47,10 +47,10 @@ class Rows(list[dict[str, Any]]):
     @overload
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]: ...
     @overload
-    def __getitem__(self, index: slice) -> "Rows": ...
+    def __getitem__(self, index: slice) -> "MetricsRows": ...
     def __getitem__(self, index: Any) -> Any:
         item = super().__getitem__(index)
-        return Rows(item) if isinstance(index, slice) else item
+        return MetricsRows(item) if isinstance(index, slice) else item
 
 
 class MetricsLog:
@@ -145,7 +145,7 @@ def decode(line: bytes) -> dict[str, Any]:
     return row
 
 
-def read_metrics(directory: Any, kind: Kind | None = None) -> Rows:
+def read_metrics(directory: Any, kind: Kind | None = None) -> MetricsRows:
     """Reads a run's metrics.
 
     Args:
@@ -161,7 +161,7 @@ def read_metrics(directory: Any, kind: Kind | None = None) -> Rows:
     """
     path = run_path(directory) / FILE
     if not path.exists():
-        return Rows()
+        return MetricsRows()
     lines = path.read_bytes().split(b"\n")
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
@@ -172,7 +172,7 @@ def read_metrics(directory: Any, kind: Kind | None = None) -> Rows:
         except ValueError as error:
             if any(later.strip() for later in lines[number:]):
                 raise UserError(f"{path}, line {number}: expected a JSON object ({error}); delete that line") from None
-    return Rows(row for row in _valid_rows(rows) if kind is None or row["kind"] == kind)
+    return MetricsRows(row for row in _valid_rows(rows) if kind is None or row["kind"] == kind)
 
 
 def _valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

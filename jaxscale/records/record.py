@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxscale.recipe.kernels import said_of
 from jaxscale.recipe.plan_json import upgraded
-from jaxscale.records.metrics import Rows, read_metrics
+from jaxscale.records.metrics import MetricsRows, read_metrics
 from jaxscale.records.samples import Sample, read_samples
 from jaxscale.records.storage import run_path
 
@@ -40,7 +40,7 @@ class RunRecord:
     """
 
     directory: str
-    metrics: Rows
+    metrics: MetricsRows
     experiment: dict[str, Any]
     plan: dict[str, Any]
     layout: dict[str, Any]
@@ -79,13 +79,13 @@ class RunRecord:
         """The experiment's name, or the folder's."""
         return str(self.experiment.get("name") or run_path(self.directory).resolve().name or "run")
 
-    def rows(self, kind: str) -> Rows:
+    def rows(self, kind: str) -> MetricsRows:
         """Rows of one kind."""
-        return Rows(row for row in self.metrics if row["kind"] == kind)
+        return MetricsRows(row for row in self.metrics if row["kind"] == kind)
 
-    def events(self, name: str) -> Rows:
+    def events(self, name: str) -> MetricsRows:
         """Events of one name."""
-        return Rows(row for row in self.metrics if row["kind"] == "event" and row.get("name") == name)
+        return MetricsRows(row for row in self.metrics if row["kind"] == "event" and row.get("name") == name)
 
     @property
     def step(self) -> int:

@@ -268,9 +268,9 @@ def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experimen
         place = _location(error, str(file))
         raise UserError(f"{place}: {error}" if place else str(error)) from None
     except Exception as error:
-        moved = new_path(error) if isinstance(error, ImportError) else None
-        if moved is not None:
-            raise UserError(f"{_location(error, str(file)) or file}: {error.name} has moved: import {moved}") from None
+        if isinstance(error, ImportError) and new_path(error) is not None:
+            place = _location(error, str(file)) or file
+            raise UserError(f"{place}: {error.name} has moved: import {new_path(error)}") from None
         place = _location(error, str(file)) or str(file)
         line = _line(error, str(file))
         raise UserError(f"{place}: {call} raised {type(error).__name__}: {error}{line}") from error

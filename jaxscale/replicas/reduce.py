@@ -42,7 +42,7 @@ def squared_residuals(states: States) -> Float[Array, ""]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class GradientLeaf:
     """One gradient of the stage.
 
     Args:
@@ -80,7 +80,7 @@ class Reduced(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stage:
+class GradientExchange:
     """A codec applied to the gradients of a model.
 
     Args:
@@ -96,15 +96,16 @@ class Stage:
 
     Example:
         >>> from jax.sharding import AbstractMesh
-        >>> leaves = {"kernel": Leaf((256, 512), PartitionSpec("fsdp")), "bias": Leaf((512,), PartitionSpec())}
-        >>> stage = Stage(Codec.parse("int8"), AbstractMesh((2, 4), ("replica", "fsdp")), leaves)
+        >>> kernel, bias = GradientLeaf((256, 512), PartitionSpec("fsdp")), GradientLeaf((512,), PartitionSpec())
+        >>> leaves = {"kernel": kernel, "bias": bias}
+        >>> stage = GradientExchange(Codec.parse("int8"), AbstractMesh((2, 4), ("replica", "fsdp")), leaves)
         >>> stage.coded, stage.plain, stage.wire_bytes, stage.exact_bytes
         (('kernel',), ('bias',), 35328, 133120)
     """
 
     codec: Codec
     mesh: Any
-    leaves: Mapping[str, Leaf]
+    leaves: Mapping[str, GradientLeaf]
     axis: str = "replica"
     seed: int = 0
     small: int = SMALL
@@ -200,14 +201,14 @@ class Stage:
 
     # -- states --------------------------------------------------------------------------------------------------------
 
-    def _state_leaf(self, name: str, key: str, shape: tuple[int, ...], *, merged: bool = False) -> Leaf:
+    def _state_leaf(self, name: str, key: str, shape: tuple[int, ...], *, merged: bool = False) -> GradientLeaf:
         """Global shape and placement of a state, of all replicas or merged into one."""
         leaf, n, slow_axis = self.leaves[name], (self.replicas,), (self.axis,)
         if merged:
             n, slow_axis = (), ()
         if key == RESIDUAL:
-            return Leaf((*n, *leaf.shape), PartitionSpec(*slow_axis, *leaf.spec))
-        return Leaf((*n, self.shards(name), *shape), PartitionSpec(*slow_axis, leaf.axes or None))
+            return GradientLeaf((*n, *leaf.shape), PartitionSpec(*slow_axis, *leaf.spec))
+        return GradientLeaf((*n, self.shards(name), *shape), PartitionSpec(*slow_axis, leaf.axes or None))
 
     def _init(self, name: str, key: Key) -> dict[str, Array]:
         leaf = self.leaves[name]
@@ -219,7 +220,7 @@ class Stage:
         key = jax.eval_shape(lambda: jax.random.key(0))
         return {name: jax.eval_shape(functools.partial(self._init, name), key) for name in self.coded}
 
-    def _state_leaves(self, *, merged: bool = False) -> dict[str, dict[str, Leaf]]:
+    def _state_leaves(self, *, merged: bool = False) -> dict[str, dict[str, GradientLeaf]]:
         return {
             name: {
                 key: self._state_leaf(name, key, state.shape, merged=merged)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.records.metrics import Rows
+from jaxscale.records.metrics import MetricsRows
 from jaxscale.records.record import RunRecord
 from jaxscale.records.samples import Sample
 from jaxscale.records.storage import run_path
@@ -197,7 +197,7 @@ def _charts(run: RunRecord) -> str:
     )
 
 
-def _metric_chart(rows: Rows, name: str, title: str, *, color: int, unit: str = "", **options: Any) -> str:
+def _metric_chart(rows: MetricsRows, name: str, title: str, *, color: int, unit: str = "", **options: Any) -> str:
     steps, values = rows.column("step"), rows.column(name)
     curves = [Series(title.lower(), steps, values, "line", color)]
     if len(values) > 200 and name not in ("learning_rate", "memory_bytes"):
@@ -298,7 +298,7 @@ def _events(run: RunRecord) -> str:
     )
 
 
-def _grouped_events(rows: Rows) -> list[tuple[str, str, str]]:
+def _grouped_events(rows: MetricsRows) -> list[tuple[str, str, str]]:
     """Step, name and details of events in order; more than three of one name in a row become one line."""
     lines: list[tuple[str, str, str]] = []
     start = 0

@@ -117,7 +117,7 @@ class PureModel:
             else:
                 return leaf
             if not hasattr(leaf, "at"):  # of a file: read when it is asked for
-                return Rows(leaf, rows)
+                return LayerRows(leaf, rows)
             index = jnp.array(rows)
             alive = (index >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
             return jnp.where(alive, leaf[jnp.maximum(index, 0)], jnp.zeros((), leaf.dtype))
@@ -182,12 +182,12 @@ class Layers:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class LayerRows:
     """An array-like whose first dim is the layers, in another order, zeros among them, read when asked for.
 
     Example:
         >>> import numpy as np
-        >>> Rows(np.array([[1], [2]]), (1, -1, 0))[0:3].tolist()
+        >>> LayerRows(np.array([[1], [2]]), (1, -1, 0))[0:3].tolist()
         [[2], [0], [1]]
     """
 

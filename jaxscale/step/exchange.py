@@ -21,7 +21,7 @@ from jaxscale.optim.one_bit import Messages
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas.codec import Codec
-from jaxscale.replicas.reduce import RESIDUAL, Leaf, Stage
+from jaxscale.replicas.reduce import RESIDUAL, GradientExchange, GradientLeaf
 from jaxscale.sharding.zero import split
 from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import PIPE_AXIS, REPLICA_AXIS, Layout
@@ -38,7 +38,7 @@ REDUCE = "reduce"
 ONE, ALL = "one", "all"
 
 
-def stage_of(plan: Plan, pure_model: PureModel, layout: Layout) -> Stage | None:
+def stage_of(plan: Plan, pure_model: PureModel, layout: Layout) -> GradientExchange | None:
     """A plan's codec at work on the gradients of its model; `None` where XLA reduces.
 
     Raises:
@@ -47,10 +47,10 @@ def stage_of(plan: Plan, pure_model: PureModel, layout: Layout) -> Stage | None:
     if not isinstance(plan.reduce, Codec):
         return None
     leaves = leaves_of_gradients(plan, pure_model, layout)
-    return Stage(plan.reduce, layout.mesh, leaves, REPLICA_AXIS, pure_model.seed)
+    return GradientExchange(plan.reduce, layout.mesh, leaves, REPLICA_AXIS, pure_model.seed)
 
 
-def leaves_of_gradients(plan: Plan, pure_model: PureModel, layout: Layout) -> dict[str, Leaf]:
+def leaves_of_gradients(plan: Plan, pure_model: PureModel, layout: Layout) -> dict[str, GradientLeaf]:
     """Gradients as they cross the replica axis: split over all devices of a replica as far as they divide."""
     leaves = {}
     for name, leaf in named_leaves(pure_model.params).items():
@@ -59,7 +59,7 @@ def leaves_of_gradients(plan: Plan, pure_model: PureModel, layout: Layout) -> di
             spec = split(leaf.shape, names, spec, layout.mesh, axis)
         stacked = pure_model.stacked(name)
         stack, first = in_one_stack(name) if stacked else (None, 0)
-        leaves[name] = Leaf(tuple(leaf.shape), spec, stacked, stack, first)
+        leaves[name] = GradientLeaf(tuple(leaf.shape), spec, stacked, stack, first)
     return leaves
 
 
@@ -99,7 +99,7 @@ def by_compiler(layout: Layout) -> Exchange:
     return exchange
 
 
-def by_codec(stage: Stage, messages: Messages | None, layout: Layout) -> Exchange:
+def by_codec(stage: GradientExchange, messages: Messages | None, layout: Layout) -> Exchange:
     """The mean of what replicas send by a codec.
 
     Its norm is the global norm of the mean gradient, or, where momenta are sent, the root of the mean square of the
@@ -142,7 +142,7 @@ def none_yet(gradients: Params, state: TrainState) -> Exchanged:
     return Exchanged(gradients, jnp.sqrt(jnp.mean(jnp.square(norms))), norms, {}, {})
 
 
-def describe_codec(stage: Stage, optimizer: Optimizer) -> list[str]:
+def describe_codec(stage: GradientExchange, optimizer: Optimizer) -> list[str]:
     """Lines for the user on a codec, before the first step."""
     lines, codec, (last, _) = [], stage.codec, stage.codec.timetable[-1]
     if last:
@@ -172,7 +172,7 @@ class CodecResiduals:
         each_step: the codec is at work in every step; else when replicas meet.
     """
 
-    stage: Stage
+    stage: GradientExchange
     optimizer: Optimizer
     each_step: bool = True
     name: str = dataclasses.field(default=REDUCE, init=False)

@@ -26,7 +26,7 @@ from jaxscale.offload.updates import Advance
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import wire
 from jaxscale.replicas.diloco import Diloco, fragments_of
-from jaxscale.replicas.reduce import Leaf, Stage
+from jaxscale.replicas.reduce import GradientExchange, GradientLeaf
 from jaxscale.sharding.memory_space import in_memory_of
 from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import REPLICA_AXIS, Layout
@@ -61,13 +61,15 @@ class Replicas:
     diloco: Diloco
     plain: Layout
     optimizer: optax.GradientTransformation
-    leaves: Mapping[str, Leaf]
-    stage: Stage | None = None
+    leaves: Mapping[str, GradientLeaf]
+    stage: GradientExchange | None = None
     name: str = dataclasses.field(default=OUTER, init=False)
     label: str = dataclasses.field(default="outer state", init=False)
 
     @classmethod
-    def of(cls, plan: Plan, pure_model: PureModel, plain: Layout, optimizer: Any, stage: Stage | None) -> "Replicas":
+    def of(
+        cls, plan: Plan, pure_model: PureModel, plain: Layout, optimizer: Any, stage: GradientExchange | None
+    ) -> "Replicas":
         """DiLoCo of a plan that has it.
 
         Raises:
@@ -92,7 +94,7 @@ class Replicas:
         return fragments_of(sizes, self.diloco.fragments)
 
     @functools.cached_property
-    def stages(self) -> tuple[Stage | bool, ...]:
+    def stages(self) -> tuple[GradientExchange | bool, ...]:
         """The codec's stage of each part; `True` where there is no codec."""
         if self.stage is None:
             return (True,) * len(self.fragments)
@@ -107,9 +109,9 @@ class Replicas:
     def wire_bytes(self, part: int) -> int:
         """The same in the dtype on the wire."""
         stage = self.stages[part]
-        return stage.wire_bytes if isinstance(stage, Stage) else self.exact_bytes(part)
+        return stage.wire_bytes if isinstance(stage, GradientExchange) else self.exact_bytes(part)
 
-    def _leaves(self, part: int) -> list[Leaf]:
+    def _leaves(self, part: int) -> list[GradientLeaf]:
         return [self.leaves[name] for name in self.fragments[part]]
 
     def describe(self) -> list[str]:
@@ -216,7 +218,7 @@ class Replicas:
         ways = self._within_replicas(
             lambda here, own: {name: self._placed(here[name] - own[name][0], name)[None] for name in names}
         )(here, {name: own[name] for name in names})
-        if isinstance(stage, Stage):
+        if isinstance(stage, GradientExchange):
             residuals = state.extra[REDUCE]
             reduced = stage(ways, {name: residuals[name] for name in stage.coded}, state.step)
             means, extra[REDUCE] = reduced.mean, {**residuals, **reduced.states}
@@ -262,7 +264,9 @@ class Replicas:
             NoEffect: more crosses the replica axis, or less.
         """
         stage = self.stages[part]
-        check_meeting(self.diloco, stage if isinstance(stage, Stage) else None, self.wire_bytes(part), program)
+        check_meeting(
+            self.diloco, stage if isinstance(stage, GradientExchange) else None, self.wire_bytes(part), program
+        )
 
     def _within_replicas(self, function: Any, *, apart: bool = True) -> Any:
         """`function` in a region that is manual over replicas: what it moves from place to place stays in its replica.

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.blocks import Loss
 from jaxscale.memory.decision import Decision
 from jaxscale.recipe.kernels import Taken
-from jaxscale.replicas.reduce import Stage
+from jaxscale.replicas.reduce import GradientExchange
 from jaxscale.state import batches
 from jaxscale.state.canonical import Canonical
 from jaxscale.state.extra import StateExtra
@@ -67,7 +67,7 @@ class StepParts:
     extras: tuple[StateExtra, ...] = ()
     stream: AsyncPipeline | None = None
     replicas: Replicas | None = None
-    codec: Stage | None = None
+    codec: GradientExchange | None = None
     stages: Stages | None = None
     decision: Decision | None = None
     lines: tuple[str, ...] = ()

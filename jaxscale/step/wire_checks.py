@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jaxscale.compiler.collectives import Collective
 from jaxscale.replicas import wire
 from jaxscale.replicas.diloco import Diloco
-from jaxscale.replicas.reduce import Stage
+from jaxscale.replicas.reduce import GradientExchange
 from jaxscale.state.extra import CompiledProgram, Unreadable
 from jaxscale.state.layout import REPLICA_AXIS
 
@@ -20,7 +20,7 @@ class NoEffect(AssertionError):
     """The compiled program does not do what the plan asked for: a defect of jaxscale or of the compiler."""
 
 
-def slow_bytes(sends: Sequence[Collective], stage: Stage, *, slices: int = 1) -> int:
+def slow_bytes(sends: Sequence[Collective], stage: GradientExchange, *, slices: int = 1) -> int:
     """Bytes that one device of a compiled program sends over a codec's axis, by the formulas of `replicas/wire.py`.
 
     Args:
@@ -47,7 +47,7 @@ def bytes_over(sends: Sequence[Collective], axis: str, n: int, *, slices: int = 
     return total
 
 
-def check_codec(stage: Stage, sent: int, *, slices: int = 1) -> None:
+def check_codec(stage: GradientExchange, sent: int, *, slices: int = 1) -> None:
     """Compare what a compiled step sends over a codec's axis with what the codec promises.
 
     Args:
@@ -80,7 +80,7 @@ def check_alone(diloco: Diloco, sent: int) -> None:
         )
 
 
-def check_meeting(diloco: Diloco, stage: Stage | None, promised: int, program: CompiledProgram) -> None:
+def check_meeting(diloco: Diloco, stage: GradientExchange | None, promised: int, program: CompiledProgram) -> None:
     """Compare what a compiled meeting of DiLoCo sends over the replica axis with what it promises.
 
     Args:

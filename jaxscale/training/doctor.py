@@ -37,7 +37,7 @@ _DISK_MARGIN = 5 * 10**9  # bytes: a checkpoint of a 0.3 B model with AdamW's mo
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Finding:
     """One row of the report.
 
     Args:
@@ -58,11 +58,11 @@ class Section:
     """Rows under a common title."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[Finding, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Diagnosis:
     """The doctor's report.
 
     Args:
@@ -139,7 +139,7 @@ class Machine:
     modules: frozenset[str] = frozenset()
 
 
-def doctor() -> Report:
+def doctor() -> Diagnosis:
     """Examine this machine and this installation.
 
     Returns:
@@ -198,9 +198,9 @@ def sees_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
     return False
 
 
-def diagnose(machine: Machine) -> Report:
+def diagnose(machine: Machine) -> Diagnosis:
     """The report on a machine. A pure function."""
-    return Report(
+    return Diagnosis(
         (
             Section("versions", tuple(_versions(machine))),
             Section("devices", tuple(_devices(machine))),
@@ -212,35 +212,35 @@ def diagnose(machine: Machine) -> Report:
     )
 
 
-def _versions(machine: Machine) -> Iterator[Row]:
-    yield Row("python", machine.python)
+def _versions(machine: Machine) -> Iterator[Finding]:
+    yield Finding("python", machine.python)
     for name in ("jaxscale", *REQUIRED):
         version = machine.versions.get(name)
         if version is not None:
-            yield Row(name, version)
+            yield Finding(name, version)
         elif name != "jaxscale":
-            yield Row(name, "not installed", "missing", f"pip install {name}")
+            yield Finding(name, "not installed", "missing", f"pip install {name}")
     jax, jaxlib = (machine.versions.get(name) for name in ("jax", "jaxlib"))
     if jax and jaxlib and _release(jax) != _release(jaxlib):
-        yield Row(
+        yield Finding(
             "jax and jaxlib", f"{jax} and {jaxlib} differ", "note", f"pip install 'jaxlib=={jax}' keeps them alike"
         )
     for name in PLUGINS[1:]:
         version = machine.versions.get(name)
         if version and jax and _release(version) != _release(jax):
-            yield Row(name, f"{version} beside jax {jax}", "missing", f"pip install '{name}=={jax}'")
+            yield Finding(name, f"{version} beside jax {jax}", "missing", f"pip install '{name}=={jax}'")
 
 
-def _devices(machine: Machine) -> Iterator[Row]:
+def _devices(machine: Machine) -> Iterator[Finding]:
     platform = machine.platform
     if platform is None:
-        yield Row("devices", f"none: {machine.failure}", "missing", "unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu")
+        yield Finding("devices", f"none: {machine.failure}", "missing", "unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu")
     else:
         yield from _chip(platform)
         if machine.processes > 1:
-            yield Row("processes", str(machine.processes))
+            yield Finding("processes", str(machine.processes))
         if platform.chip.kind == "cpu" and platform.chips < machine.cores:
-            yield Row(
+            yield Finding(
                 "cores",
                 f"{machine.cores}, and {platform.chips} device(s)",
                 "note",
@@ -255,39 +255,39 @@ def _devices(machine: Machine) -> Iterator[Row]:
         versions = [f"{plugin} {machine.versions[plugin]}" for plugin in plugins if plugin in machine.versions]
         if present and kind != name and not versions:
             text = f"a {name.upper()} is here, and the installed jaxlib cannot use it"
-            yield Row(f"{name} support", text, "missing", f"pip install 'jaxscale[{extra}]'")
+            yield Finding(f"{name} support", text, "missing", f"pip install 'jaxscale[{extra}]'")
         elif present and kind != name:
             text = f"a {name.upper()} is here, and JAX does not use it{setting}"
             to_do = "unset JAX_PLATFORMS" if setting else f"look at its driver, then pip install -U 'jaxscale[{extra}]'"
-            yield Row(f"{name} support", text, "missing", to_do)
+            yield Finding(f"{name} support", text, "missing", to_do)
         elif versions and not present and kind != name:
             text = f"{', '.join(versions)}, and no {name.upper()} is here: good for compiling ahead of time"
-            yield Row(f"{name} support", text, "note", "set JAX_PLATFORMS=cpu in programs of your own")
+            yield Finding(f"{name} support", text, "note", "set JAX_PLATFORMS=cpu in programs of your own")
         elif versions:
-            yield Row(f"{name} support", ", ".join(versions))
+            yield Finding(f"{name} support", ", ".join(versions))
 
 
-def _chip(platform: Platform) -> Iterator[Row]:
+def _chip(platform: Platform) -> Iterator[Finding]:
     chip = platform.chip
-    yield Row("devices", f"{platform.devices} x {chip.device_kinds[0]} ({platform})")
+    yield Finding("devices", f"{platform.devices} x {chip.device_kinds[0]} ({platform})")
     peak = platform.chip.peak("bfloat16") or platform.chip.peak("float16")
     if peak is not None:
         dtype = "bfloat16" if chip.peak("bfloat16") else "float16"
-        yield Row("peak", f"{rate(peak, 'FLOP/s')} {dtype} per chip, from {chip.source[0]}")
+        yield Finding("peak", f"{rate(peak, 'FLOP/s')} {dtype} per chip, from {chip.source[0]}")
     elif chip.kind != "cpu":
         text = f"unknown for {chip.device_kinds[0]!r}: runs train, and report no mfu"
-        yield Row("peak", text, "note", f"add a row to jaxscale/platforms/{chip.kind}.py, with its source")
+        yield Finding("peak", text, "note", f"add a row to jaxscale/platforms/{chip.kind}.py, with its source")
     if chip.kind == "gpu" and chip.peak("bfloat16") is None and peak is not None:
-        yield Row(
+        yield Finding(
             "bfloat16", "this chip has no fast bfloat16", "note", "prefer float32: precision bfloat16 will be slow"
         )
 
 
-def _kernels(machine: Machine) -> Iterator[Row]:
+def _kernels(machine: Machine) -> Iterator[Finding]:
     """The implementation of each of `pallas_kernels`, for a shape of everyday size."""
     platform = machine.platform
     if platform is None or platform.chip.kind == "cpu":
-        yield Row("all", "plain JAX: kernels are for TPUs and for H100 and H200")
+        yield Finding("all", "plain JAX: kernels are for TPUs and for H100 and H200")
         return
     from pallas_kernels.overview import overview
 
@@ -295,39 +295,39 @@ def _kernels(machine: Machine) -> Iterator[Row]:
     for entry in overview(f"{kind} {platform.chip.device_kinds[0]}"):
         reason = entry.reasons.get(kind)
         choice = entry.chosen if entry.kernel in KNOWN else f"{entry.chosen} (for your own layers: none here takes it)"
-        yield Row(entry.kernel, choice if reason is None else f"{choice}; not {kind}: {reason}")
+        yield Finding(entry.kernel, choice if reason is None else f"{choice}; not {kind}: {reason}")
 
 
-def _memory(machine: Machine) -> Iterator[Row]:
+def _memory(machine: Machine) -> Iterator[Finding]:
     if machine.host_memory is not None:
-        yield Row("host", size(machine.host_memory))
+        yield Finding("host", size(machine.host_memory))
     platform = machine.platform
     if platform is not None and platform.chip.kind != "cpu" and platform.device_memory is not None:
-        row = Row("device", f"{size(platform.device_memory)} usable on each of {platform.devices}")
+        row = Finding("device", f"{size(platform.device_memory)} usable on each of {platform.devices}")
         if platform.chip.kind == "gpu":
             to_do = "JAX takes 75 % of it; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 for more"
             row = dataclasses.replace(row, state="note", to_do=to_do)
         yield row
 
 
-def _disk(machine: Machine) -> Iterator[Row]:
+def _disk(machine: Machine) -> Iterator[Finding]:
     for (label, path), free in machine.disks.items():
         scarce = free < _DISK_MARGIN
         to_do = "checkpoints and caches may not fit: free some, or give --out another disk" if scarce else ""
-        yield Row(label, f"{size(free)} free at {path}", "note" if scarce else "ok", to_do)
+        yield Finding(label, f"{size(free)} free at {path}", "note" if scarce else "ok", to_do)
     if machine.cache is None:
         text = "off: every run compiles again"
-        yield Row("compile cache", text, "note", "set JAXSCALE_CACHE or JAX_COMPILATION_CACHE_DIR to a folder")
+        yield Finding("compile cache", text, "note", "set JAXSCALE_CACHE or JAX_COMPILATION_CACHE_DIR to a folder")
 
 
-def _optional(machine: Machine) -> Iterator[Row]:
+def _optional(machine: Machine) -> Iterator[Finding]:
     for extra, (packages, purpose) in OPTIONAL.items():
         absent = [name for name in packages if name not in machine.modules]
         if absent:
             text = f"{', '.join(absent)} not installed: {purpose}"
-            yield Row(extra, text, "note", f"pip install 'jaxscale[{extra}]'")
+            yield Finding(extra, text, "note", f"pip install 'jaxscale[{extra}]'")
         else:
-            yield Row(extra, f"{', '.join(packages)}: {purpose}")
+            yield Finding(extra, f"{', '.join(packages)}: {purpose}")
 
 
 def _version(name: str) -> str | None:

@@ -78,7 +78,7 @@ class ProfileRange:
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class DeviceOperation:
     """One operation of a device, summed over its executions.
 
     Args:
@@ -110,7 +110,7 @@ class DeviceTime:
     span: float
     busy: float
     longest_gap: float
-    operations: tuple[Operation, ...]
+    operations: tuple[DeviceOperation, ...]
 
     @property
     def seconds(self) -> float:
@@ -386,7 +386,9 @@ def _device_time(device: str, lines: list[list[_Event]]) -> DeviceTime:
         busy += max(0.0, event.end - max(end, event.start))
         end = max(end, event.end)
     span = (end or 0.0) - events[0].start
-    operations = [Operation(name, kind, self_time, counts[name, kind]) for (name, kind), self_time in seconds.items()]
+    operations = [
+        DeviceOperation(name, kind, self_time, counts[name, kind]) for (name, kind), self_time in seconds.items()
+    ]
     operations.sort(key=lambda operation: (-operation.seconds, operation.name))
     return DeviceTime(device, span * 1e-9, busy * 1e-9, longest_gap * 1e-9, tuple(operations))
 

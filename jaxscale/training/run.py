@@ -8,7 +8,7 @@ from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.records import directory as place
-from jaxscale.records.metrics import Rows, read_metrics
+from jaxscale.records.metrics import MetricsRows, read_metrics
 from jaxscale.records.storage import run_path
 
 
@@ -60,17 +60,17 @@ class Run:
     # -- measurements --------------------------------------------------------------------------------------------------
 
     @property
-    def metrics(self) -> Rows:
+    def metrics(self) -> MetricsRows:
         """Rows of the train steps: a list of dicts, with `column(name)` as an array."""
         return read_metrics(self.dir, "train")
 
     @property
-    def evaluations(self) -> Rows:
+    def evaluations(self) -> MetricsRows:
         """Rows of the held-out measurements."""
         return read_metrics(self.dir, "eval")
 
     @property
-    def events(self) -> Rows:
+    def events(self) -> MetricsRows:
         """Rows of the events: compile, checkpoint, resume, preempted, ..."""
         return read_metrics(self.dir, "event")
 

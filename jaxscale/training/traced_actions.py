@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxscale.compiler.hlo_program import Program, called
+from jaxscale.compiler.hlo_program import HloProgram, called
 from jaxscale.errors import UserError
 from jaxscale.pipeline.clock.measured import Timeline, measured
 from jaxscale.pipeline.clock.simulate import Simulation, Span
@@ -35,7 +35,7 @@ def actions_of(program: str) -> dict[str, list[str]]:
     Returns:
         Operation names by kind; empty where kinds have no branches: no pipeline, or the lowering without conditionals.
     """
-    hlo = Program(program)
+    hlo = HloProgram(program)
     actions: dict[str, list[str]] = {}
     branches = {
         name

@@ -239,9 +239,9 @@ sys.exit(9 if {"jax", "flax", "optax", "numpy"} & set(sys.modules) else code)
 @pytest.mark.parametrize(("state", "code"), [("ok", 0), ("note", 0), ("missing", 1)])
 def test_the_doctor_exits_with_what_it_found(trained: list, monkeypatch, capsys, state, code):
     import jaxscale.training.doctor
-    from jaxscale.training.doctor import Report, Row, Section
+    from jaxscale.training.doctor import Diagnosis, Finding, Section
 
-    found = Report((Section("devices", (Row("gpu support", "a GPU is here", state, "pip install it"),)),))
+    found = Diagnosis((Section("devices", (Finding("gpu support", "a GPU is here", state, "pip install it"),)),))
     monkeypatch.setattr(jaxscale.training.doctor, "doctor", lambda: found)
     assert main(["doctor"]) == code
     assert "a GPU is here" in capsys.readouterr().out

@@ -9,7 +9,7 @@ from jax import P, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxscale.compiler.collectives import Collective, collectives, groups_of, parse_groups
-from jaxscale.compiler.hlo_program import Program
+from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.compiler.hlo_source import Sources
 from jaxscale.compiler.live_names import Names
 
@@ -437,7 +437,7 @@ SHORT_FORMS = """
 
 def test_elements_and_places_written_short():
     """`%tuple#1` is an element that no instruction takes out, `/*index=1*/` a remark."""
-    ops = Program(SHORT_FORMS).computations["body"].instructions
+    ops = HloProgram(SHORT_FORMS).computations["body"].instructions
     assert ops["out"].operands == ["sum", "state#1"]
     assert (ops["state#0"].opcode, ops["state#0"].operands, ops["state#0"].type) == (
         "get-tuple-element",
@@ -467,7 +467,7 @@ ENTRY %main (x: (s32[], f32[4])) -> (s32[], f32[4]) {
 
 def test_attributes_with_line_breaks():
     """A Pallas kernel's metadata is printed over several lines; one begins as the end of a computation does."""
-    program = Program(LINE_BREAKS)
+    program = HloProgram(LINE_BREAKS)
     assert list(program.computations) == ["body", "main"]
     ops = program.computations["body"].instructions
     assert [name for name in ops if "#" not in name] == ["state", "k", "element", "out"]

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from jaxscale.compiler.compile import Recipe, RecipeFailed, compile_report
+from jaxscale.compiler.compile import ProgramRecipe, RecipeFailed, compile_report
 from jaxscale.compiler.report import CompileReport
 from jaxscale.errors import UserError
 from tests.compiler import programs
@@ -27,7 +27,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_step_on_virtual_devices(cache):
-    report = compile_report(Recipe(PROGRAMS + "train_step", (8192,)), "cpu x 4", explain=True)
+    report = compile_report(ProgramRecipe(PROGRAMS + "train_step", (8192,)), "cpu x 4", explain=True)
     layer = 4 * programs.EMBED * programs.EMBED // 4
     rows = 8192 // 4 * programs.EMBED * 2
     # weights and momentum in float32, a fourth of each on a device, and a fourth of the input; both donated
@@ -50,7 +50,7 @@ def test_a_step_on_virtual_devices(cache):
     assert report.timeline is not None
     assert max(moment.total for moment in report.timeline) == pytest.approx(report.device_bytes, rel=0.05)
     # the second time it comes from the disk, and is the same
-    again = compile_report(Recipe(PROGRAMS + "train_step", (8192,)), "cpu x 4", explain=True)
+    again = compile_report(ProgramRecipe(PROGRAMS + "train_step", (8192,)), "cpu x 4", explain=True)
     assert again.cached
     assert dataclasses.replace(again, cached=False) == report
     assert [path.stem for path in cache.iterdir()] == [report.key]
@@ -69,7 +69,7 @@ def test_a_traced_program_and_a_loop_of_unknown_length():
     ("number", "says"), [(signal.SIGFPE, "died by SIGFPE"), (signal.SIGKILL, "this machine ran out of memory")]
 )
 def test_a_compiler_that_dies_is_a_report(number, says):
-    report = compile_report(Recipe(PROGRAMS + "dies", (number,)), "cpu")
+    report = compile_report(ProgramRecipe(PROGRAMS + "dies", (number,)), "cpu")
     assert report.crashed is not None
     assert says in report.crashed
     assert report.device_bytes is None
@@ -78,7 +78,7 @@ def test_a_compiler_that_dies_is_a_report(number, says):
 
 
 def test_a_compiler_that_takes_too_long_is_a_report():
-    report = compile_report(Recipe(PROGRAMS + "sleeps"), "cpu", timeout=0.5)
+    report = compile_report(ProgramRecipe(PROGRAMS + "sleeps"), "cpu", timeout=0.5)
     assert report.crashed == "not done in 0.5 s: give it a longer timeout"
 
 
@@ -89,7 +89,7 @@ def test_a_recipes_own_error_comes_back_with_its_traceback():
 
 def test_a_mistake_found_in_the_child():
     with pytest.raises(UserError, match=r"must return a jax.stages.Lowered or Traced .* got NoneType"):
-        compile_report(Recipe(PROGRAMS + "nothing"), "cpu")
+        compile_report(ProgramRecipe(PROGRAMS + "nothing"), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_mistake_found_in_the_child():
 )
 def test_a_recipe_that_names_nothing(function, says):
     with pytest.raises(UserError, match=says):
-        Recipe(function)([])
+        ProgramRecipe(function)([])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_mistake_found_before_a_child_starts(recipe, platform, says, monkeypat
 
 def test_a_recipe_is_a_module_and_a_name():
     with pytest.raises(UserError, match="expected MODULE:FUNCTION"):
-        Recipe("train_step")
+        ProgramRecipe("train_step")
 
 
 @pytest.mark.parametrize(
@@ -172,12 +172,12 @@ def test_a_script_sends_its_own_functions_and_a_cache_that_cannot_be_written_is_
 def test_a_function_of_the_prompt_has_no_file_to_send(monkeypatch):
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     with pytest.raises(UserError, match="put it in a module"):
-        compile_report(Recipe("__main__:mine"), "cpu")
+        compile_report(ProgramRecipe("__main__:mine"), "cpu")
 
 
 @pytest.mark.slow
 def test_two_at_once_share_a_cache(cache):
-    recipe = Recipe("jaxscale.compiler.compile_child:example")
+    recipe = ProgramRecipe("jaxscale.compiler.compile_child:example")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: compile_report(recipe, "cpu x 2"), range(2))
     assert dataclasses.replace(first, cached=False, seconds=0) == dataclasses.replace(second, cached=False, seconds=0)

@@ -8,7 +8,7 @@ pytest.importorskip("libtpu")
 
 from jaxscale.compiler import compile as judge
 from jaxscale.compiler import trust
-from jaxscale.compiler.compile import Recipe, compile_report
+from jaxscale.compiler.compile import ProgramRecipe, compile_report
 from jaxscale.compiler.usable import usable_bytes
 from jaxscale.platforms.platform import Platform
 from tests.compiler import programs
@@ -57,7 +57,7 @@ def test_the_bytes_are_those_of_the_refusal():
 @pytest.mark.parametrize("text", ["v4:2x2x1", "v5e:1x1", "v5p:2x2x1", "v6e:2x2", "7x:2x2x1", "v5e:2x2 x 2"])
 def test_every_generation_says_what_its_devices_have(text):
     platform = Platform.parse(f"tpu {text}")
-    report = compile_report(Recipe(PROGRAMS + "too_large"), platform)
+    report = compile_report(ProgramRecipe(PROGRAMS + "too_large"), platform)
     assert report.oom is not None
     assert report.oom.available == pytest.approx(usable_bytes(platform), rel=1e-4)
     assert report.oom.required == pytest.approx(programs.TOO_LARGE, rel=1e-3)
@@ -79,7 +79,7 @@ def test_flags_of_another_compiler_do_no_harm(monkeypatch):
 @pytest.mark.slow
 def test_devices_that_another_process_holds_are_described(monkeypatch):
     monkeypatch.setattr(judge, "accelerators", lambda: frozenset({"tpu"}))
-    report = compile_report(Recipe("jaxscale.compiler.compile_child:example"), "tpu v5e:2x2", cache=False)
+    report = compile_report(ProgramRecipe("jaxscale.compiler.compile_child:example"), "tpu v5e:2x2", cache=False)
     assert (report.crashed, report.attached, report.flop) == (None, False, 2 * 64 * 128 * 64)
 
 
@@ -97,7 +97,7 @@ def test_what_zero_sends_by_axis():
 
 @pytest.mark.slow
 def test_two_processes_at_once():
-    recipe = Recipe("jaxscale.compiler.compile_child:example")
+    recipe = ProgramRecipe("jaxscale.compiler.compile_child:example")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         reports = list(pool.map(lambda _: compile_report(recipe, "tpu v5e:2x2", cache=False), range(2)))
     assert [report.crashed for report in reports] == [None, None]

@@ -8,13 +8,13 @@ import pytest
 from jax import lax
 
 from jaxscale.compiler.hlo_flop import ProgramFlop, program_flop
-from jaxscale.compiler.hlo_program import Program
+from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.programs.flop import count_flop
 
 
 def compiled(fn, *shapes) -> ProgramFlop:
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return program_flop(Program(jax.jit(fn).lower(*arguments).compile().as_text()))
+    return program_flop(HloProgram(jax.jit(fn).lower(*arguments).compile().as_text()))
 
 
 def conv(x, w, **options):
@@ -105,7 +105,7 @@ backend_config={"custom_call_config":{"body":"AA"}}
 
 
 def test_a_library_s_product():
-    assert program_flop(Program(GEMM)).total == 2 * 64 * 32 * 16
+    assert program_flop(HloProgram(GEMM)).total == 2 * 64 * 32 * 16
 
 
 @pytest.mark.parametrize(("kind", "places"), [("Forward", "abo"), ("BackwardInput", "oba"), ("BackwardFilter", "aob")])
@@ -114,8 +114,8 @@ def test_a_library_s_convolution(kind, places):
     shapes = dict(zip(places, ("4,12,10,8", "3,3,8,16", "4,12,10,16"), strict=True))
     text = CUDNN.format(a=shapes["a"], b=shapes["b"], out=shapes["o"], kind=kind)
     x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (IMAGE, KERNEL))
-    assert program_flop(Program(text)).total == count_flop(conv, x, w).total
+    assert program_flop(HloProgram(text)).total == count_flop(conv, x, w).total
 
 
 def test_a_kernel_s_own_word():
-    assert program_flop(Program(SAID)) == ProgramFlop(1000, silent_kernels=1)
+    assert program_flop(HloProgram(SAID)) == ProgramFlop(1000, silent_kernels=1)

@@ -9,11 +9,11 @@ import pytest
 
 from jaxscale.data import cache as module
 from jaxscale.data.cache import open_corpus
-from jaxscale.data.documents import Recipe
+from jaxscale.data.documents import DocumentRecipe
 from jaxscale.data.tokenizer import Bytes, Characters, load
 from jaxscale.errors import UserError
 
-RECIPE = Recipe(separator="<>", beginning="", ending=".", prompt_end=None, held_out=0.25, whole=True)
+RECIPE = DocumentRecipe(separator="<>", beginning="", ending=".", prompt_end=None, held_out=0.25, whole=True)
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@ import dataclasses
 
 import pytest
 
-from jaxscale.data.documents import Recipe, survey, texts
+from jaxscale.data.documents import DocumentRecipe, survey, texts
 from jaxscale.errors import UserError
 
-PLAIN = Recipe(separator=None, beginning="", ending="", prompt_end=None, held_out=0.1, whole=False)
+PLAIN = DocumentRecipe(separator=None, beginning="", ending="", prompt_end=None, held_out=0.1, whole=False)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_cut_by_documents_keeps_them_whole(files, cut, expected):
 def test_what_is_learned_is_what_follows_the_marker(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("Q: 1? A: 2 A: 3|Q: no answer|A: B")
-    recipe = Recipe(separator="|", beginning="<", ending=">", prompt_end="A:", held_out=0.0, whole=True)
+    recipe = DocumentRecipe(separator="|", beginning="<", ending=">", prompt_end="A:", held_out=0.0, whole=True)
     found = [(text, learned) for _, _, learned, text in texts([str(path)], recipe, 3)]
     assert found == [
         *(("<", False), ("Q: 1? A:", False), (" 2 A: 3", True), (">", True)),

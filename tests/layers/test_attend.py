@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.compiler.collectives import collectives
-from jaxscale.compiler.hlo_program import Program
+from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.errors import UserError
 from jaxscale.layers.attend import attend
 from jaxscale.layers.attention_splash import attend_splash
@@ -200,7 +200,7 @@ MESHES = [("sequence:4", 32, PACKED), ("data:2,sequence:2,tensor:2", 40, {}), ("
 
 def _dot_flop(text):
     """FLOP of the matrix products that one device runs, loops counted, every branch taken."""
-    program, total = Program(text), 0
+    program, total = HloProgram(text), 0
     for computation in program.computations.values():
         for op in computation.instructions.values():
             if op.opcode == "dot":

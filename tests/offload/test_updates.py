@@ -19,7 +19,7 @@ from jaxscale.errors import UserError
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.lowbit.quantized import placed
 from jaxscale.lowbit.split_weights import split_weights
-from jaxscale.offload.slices import Cut, cut
+from jaxscale.offload.slices import SliceCut, cut
 from jaxscale.offload.updates import by_host_cpu, cuts_of, global_norm, on_host, plainly, streamed
 from jaxscale.optim import offload_state, quantize_state
 from jaxscale.optim.leaves import leaf_of
@@ -166,12 +166,12 @@ def test_a_rule_that_mixes_elements_is_known_by_its_program(rule, culprit):
 def test_slices_are_cut_along_a_dim_that_is_whole_on_each_device():
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     first, last = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (("fsdp",), (None, "fsdp")))
-    assert cut((64, 32), 4, None, 1024) == Cut(0, 8)
-    assert cut((64, 32), 4, last, 256) == Cut(0, 4)
-    assert cut((64, 32), 4, first, 256) == Cut(1, 4)
-    assert cut((7, 1024), 4, None, 4096) == Cut(0, 7)
-    assert cut((64,), 4, first, 4) == Cut()  # nothing is whole, so nothing is cut
-    assert cut((3, 1024), 4, None, 64) == Cut(1, 256), "the dim that gives slices so small"
+    assert cut((64, 32), 4, None, 1024) == SliceCut(0, 8)
+    assert cut((64, 32), 4, last, 256) == SliceCut(0, 4)
+    assert cut((64, 32), 4, first, 256) == SliceCut(1, 4)
+    assert cut((7, 1024), 4, None, 4096) == SliceCut(0, 7)
+    assert cut((64,), 4, first, 4) == SliceCut()  # nothing is whole, so nothing is cut
+    assert cut((3, 1024), 4, None, 64) == SliceCut(1, 256), "the dim that gives slices so small"
 
 
 def test_the_norm_of_gradients_on_the_host_is_that_on_the_device():

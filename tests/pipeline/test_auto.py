@@ -4,12 +4,12 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.choose.auto import choose
-from jaxscale.pipeline.choose.partition import Model, TooLarge, partition
+from jaxscale.pipeline.choose.partition import ModelPrices, TooLarge, partition
 from jaxscale.pipeline.choose.price import Device, Price
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedules import METHODS
 
-BATCH = Model((Price(8, 8, 8, weight_bytes=10, stash_bytes=160, message_bytes=16),) * 8, last=Price(8, 8, 8))
+BATCH = ModelPrices((Price(8, 8, 8, weight_bytes=10, stash_bytes=160, message_bytes=16),) * 8, last=Price(8, 8, 8))
 
 
 NAMES = ("1f1b", "gpipe", "zb-h1", "interleaved")
@@ -46,9 +46,9 @@ def test_less_memory_means_recomputation() -> None:
 
 
 def test_small_microbatches_that_are_slow_are_not_taken() -> None:
-    def prices(count: int) -> Model:
+    def prices(count: int) -> ModelPrices:
         # a microbatch takes 1 second however small it is
-        return Model((Price(1, 1, 1),) * 8)
+        return ModelPrices((Price(1, 1, 1),) * 8)
 
     assert choose(prices, 4, [2, 4, 8], names=NAMES).best.microbatches == 2
 

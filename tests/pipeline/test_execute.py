@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.compat import varying_axes
-from jaxscale.compiler.hlo_program import Program, called
+from jaxscale.compiler.hlo_program import HloProgram, called
 from jaxscale.errors import UserError
 from jaxscale.pipeline.run.execute import Lowering, execute
 from jaxscale.pipeline.run.held import held
@@ -137,7 +137,7 @@ def test_with_data_and_tensor_axes():
 
 def reductions_in_loops(text):
     """Reductions in loops over the data axis or the pipe axis, whose groups differ from those of the model axis."""
-    parsed = Program(text)
+    parsed = HloProgram(text)
     groups = "replica_groups={{0,1},{2,3},{4,5},{6,7}}", "replica_groups=[4,2]<=[8]"
     for computation in parsed.computations.values():
         if not parsed.runs(computation.name)[1]:
@@ -182,7 +182,7 @@ def test_the_compiled_program_has_no_reduction_and_branches_on_devices_without_e
     schedule = METHODS["1f1b"].schedule(2, 3)
     model = Model(schedule.stages)
     given = to_chunks(schedule, model.weights()), model.shared(), model.batch(3), jax.random.key(0)
-    parsed = Program(program(model, schedule).lower(*given).compile().as_text())
+    parsed = HloProgram(program(model, schedule).lower(*given).compile().as_text())
 
     def opcodes(name):
         ops = parsed.computations[name].instructions.values()
@@ -207,7 +207,7 @@ def instructions(microbatches):
     model = Model(schedule.stages)
     assert tabulate(schedule).ticks == 2 * (microbatches + 1)
     given = to_chunks(schedule, model.weights()), model.shared(), model.batch(microbatches), jax.random.key(0)
-    parsed = Program(program(model, schedule).lower(*given).compile().as_text())
+    parsed = HloProgram(program(model, schedule).lower(*given).compile().as_text())
     return sum(len(computation.instructions) for computation in parsed.computations.values())
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.choose.footprint import footprints
-from jaxscale.pipeline.choose.partition import Model, Partition, Stash, partition
+from jaxscale.pipeline.choose.partition import ModelPrices, Partition, Stash, partition
 from jaxscale.pipeline.choose.price import Device, Price
 from jaxscale.pipeline.choose.virtual_workers import virtual_workers
 from jaxscale.pipeline.clock.costs import Costs
@@ -43,7 +43,7 @@ def some_schedule(rng: random.Random) -> Schedule:
 class Told:
     """A partition priced block by block, without arrays: the definition that `partition` must agree with."""
 
-    def __init__(self, models: dict[str, Model], schedule: Schedule, devices: list[Device], stash: Stash) -> None:
+    def __init__(self, models: dict[str, ModelPrices], schedule: Schedule, devices: list[Device], stash: Stash) -> None:
         self.models, self.schedule, self.devices, self.stash = models, schedule, devices, stash
 
     def stage(self, cut: tuple[int, ...], stage: int) -> dict[str, float]:
@@ -112,7 +112,9 @@ def test_no_partition_is_faster(seed: int) -> None:
     kinds = ["fast", "slow"] if len(schedule.routes) == 1 and rng.random() < 0.5 else ["fast"]
     stash = rng.choice(get_args(Stash))
     models = {
-        kind: Model(tuple(some_price(rng) for _ in range(blocks)), some_price(rng), some_price(rng), rng.randint(0, 9))
+        kind: ModelPrices(
+            tuple(some_price(rng) for _ in range(blocks)), some_price(rng), some_price(rng), rng.randint(0, 9)
+        )
         for kind in kinds
     }
     devices = [
@@ -171,7 +173,7 @@ def test_the_clock_is_the_simulator(name: str) -> None:
 def test_bound_holds_where_not_all_is_looked_at() -> None:
     rng = random.Random(0)
     schedule = METHODS["1f1b"].schedule(4, 8)
-    model = Model(tuple(some_price(rng) for _ in range(12)))
+    model = ModelPrices(tuple(some_price(rng) for _ in range(12)))
     told = Told({"": model}, schedule, [Device()] * 4, "residuals")
     best = min(map(told.seconds, every(12, 4)))
     for width in (1, 2, 8):
@@ -184,7 +186,9 @@ def test_a_head_of_128k_words_takes_the_place_of_blocks() -> None:
     block, head = 4 * 4096**2 + 3 * 4096 * 14336, 4096 * 131072
     parts = head / block
     logits = 4 * 4096 * 131072 / 16  # float32, in 16 chunks
-    model = Model((ALIKE,) * 32, first=Price(0.02, 0, 0.02), last=Price(parts, parts, parts, working_bytes=logits))
+    model = ModelPrices(
+        (ALIKE,) * 32, first=Price(0.02, 0, 0.02), last=Price(parts, parts, parts, working_bytes=logits)
+    )
     schedule = METHODS["lockstep"].schedule(4, 16)
     found = partition(model, schedule)
     equal = Told({"": model}, schedule, [Device()] * 4, "residuals").seconds((0, 8, 16, 24, 32))
@@ -194,7 +198,7 @@ def test_a_head_of_128k_words_takes_the_place_of_blocks() -> None:
 
 
 def test_stash_depends_on_the_schedule() -> None:
-    model = Model((Price(1, 1, 1, stash_bytes=10),) * 8)
+    model = ModelPrices((Price(1, 1, 1, stash_bytes=10),) * 8)
     devices = [Device(memory_bytes=90)] * 4
     with pytest.raises(UserError, match=r"gpipe: no partition .* needs 320B on rank 0, which has 90B"):
         partition(model, METHODS["gpipe"].schedule(4, 16), [Device(memory_bytes=90)] * 4)
@@ -210,7 +214,7 @@ def test_stash_depends_on_the_schedule() -> None:
 
 
 def test_versions_of_weights_take_memory() -> None:
-    model = Model((Price(1, 1, 1, weight_bytes=100, version_bytes=20),) * 4)
+    model = ModelPrices((Price(1, 1, 1, weight_bytes=100, version_bytes=20),) * 4)
     held = {
         name: partition(model, METHODS[name].schedule(4, m, None, 12)).bytes
         for name, m in (("pipedream", 1), ("2bw", 4), ("pipemare", 1))
@@ -221,7 +225,7 @@ def test_versions_of_weights_take_memory() -> None:
 def test_slow_link_is_crossed_where_messages_are_small() -> None:
     blocks = tuple(Price(1, 1, 1, message_bytes=8 if index % 2 else 80) for index in range(8))
     slow = [Device(link=1.0), Device(link=1.0)]
-    assert partition(Model(blocks), METHODS["1f1b"].schedule(2, 4), slow).boundaries[1] % 2 == 0
+    assert partition(ModelPrices(blocks), METHODS["1f1b"].schedule(2, 4), slow).boundaries[1] % 2 == 0
 
 
 def test_virtual_workers() -> None:
@@ -236,7 +240,7 @@ def test_virtual_workers() -> None:
 
 
 def test_what_is_refused() -> None:
-    model = Model((ALIKE,) * 3)
+    model = ModelPrices((ALIKE,) * 3)
     with pytest.raises(UserError, match="4 stages, the model 3 blocks"):
         partition(model, METHODS["1f1b"].schedule(4, 8))
     two = METHODS["1f1b"].schedule(2, 4)
@@ -244,7 +248,7 @@ def test_what_is_refused() -> None:
         partition(model, two, [Device()] * 3)
     with pytest.raises(UserError, match=r"kind of device 'nwe'.*did you mean 'new'"):
         partition({"new": model}, two, [Device(kind="nwe"), Device(kind="new")])
-    unlike = {"a": model, "b": Model((ALIKE,) * 2)}
+    unlike = {"a": model, "b": ModelPrices((ALIKE,) * 2)}
     with pytest.raises(UserError, match="2 blocks on 'b', of 3 on 'a'"):
         partition(unlike, two, [Device(kind="a"), Device(kind="b")])
     with pytest.raises(UserError, match="chimera does every stage on several devices"):
@@ -259,7 +263,7 @@ def test_what_is_refused() -> None:
 
 
 def test_one_device() -> None:
-    found = partition(Model((ALIKE,) * 3), METHODS["gpipe"].schedule(1, 2))
+    found = partition(ModelPrices((ALIKE,) * 3), METHODS["gpipe"].schedule(1, 2))
     assert isinstance(found, Partition)
     assert (found.boundaries, found.seconds, found.exact) == ((0, 3), 18.0, True)
     assert len(footprints(METHODS["gpipe"].schedule(1, 2))) == 1

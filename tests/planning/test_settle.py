@@ -6,7 +6,7 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
-from jaxscale.pipeline.choose.partition import Model
+from jaxscale.pipeline.choose.partition import ModelPrices
 from jaxscale.pipeline.choose.price import Price
 from jaxscale.planning.pipeline_choice import in_periods, pipeline_choice
 from jaxscale.planning.settle import settled
@@ -58,7 +58,7 @@ def test_blocks_are_priced_under_the_plan_that_is_settled():
 
 
 def test_turns_of_unlike_blocks_are_one_to_a_partition():
-    model = in_periods(Model((Price(1, 2, 3, message_bytes=7), Price(2, 2, 2, message_bytes=7)) * 2), 2)
+    model = in_periods(ModelPrices((Price(1, 2, 3, message_bytes=7), Price(2, 2, 2, message_bytes=7)) * 2), 2)
     assert model.blocks == (Price(3, 4, 5, message_bytes=7),) * 2
 
 

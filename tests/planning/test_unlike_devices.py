@@ -8,7 +8,7 @@ import pytest
 from jaxscale.cli import main
 from jaxscale.errors import UserError
 from jaxscale.models import Decoder
-from jaxscale.pipeline.choose.partition import Model
+from jaxscale.pipeline.choose.partition import ModelPrices
 from jaxscale.pipeline.choose.price import Price
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import simulate
@@ -26,9 +26,9 @@ def _priced(monkeypatch):
     """Block i takes 1 + i / 8 on the faster chip."""
 
     def prices(experiment, platform, ranks, microbatches):
-        found = Model(tuple(Price(1 + i / 8, 1 + i / 8, 1.0) for i in range(7)), last=Price(0.5, 0.5, 0.5))
+        found = ModelPrices(tuple(Price(1 + i / 8, 1 + i / 8, 1.0) for i in range(7)), last=Price(0.5, 0.5, 0.5))
         taken.append((platform.devices, ranks, microbatches))
-        return Model(
+        return ModelPrices(
             tuple(block.times(SLOWER[platform.chip.name]) for block in found.blocks),
             last=found.last.times(SLOWER[platform.chip.name]),
         )

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxscale.programs.flat import Program, flatten
+from jaxscale.programs.flat import FlatProgram, flatten
 from jaxscale.programs.late import late_arrays
 
 ARRAYS = ("dot_general", "scan", "reduce_sum")
 
 
 @pytest.fixture
-def program() -> Program:
+def program() -> FlatProgram:
     """Two blocks in a loop, a head in the compute type, and a loss."""
 
     def loss(blocks: jax.Array, head: jax.Array, x: jax.Array) -> jax.Array:
@@ -22,7 +22,7 @@ def program() -> Program:
     return flatten(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*shapes))
 
 
-def test_a_heads_gradient_keeps_logits_and_hidden_states_until_the_blocks_are_done(program: Program) -> None:
+def test_a_heads_gradient_keeps_logits_and_hidden_states_until_the_blocks_are_done(program: FlatProgram) -> None:
     backward = [at for at, one in enumerate(program.operations) if one.kind == "dot_general" and one.backward]
     head = next(at for at in backward if 32 in program.shapes[program.operations[at].outputs[0]].shape)
     late = late_arrays(program, [head], lambda one: one.kind in ARRAYS)
@@ -32,7 +32,7 @@ def test_a_heads_gradient_keeps_logits_and_hidden_states_until_the_blocks_are_do
     assert program.operations[end].params["reverse"]
 
 
-def test_nothing_is_late_without_a_ring_or_of_the_forward_pass(program: Program) -> None:
+def test_nothing_is_late_without_a_ring_or_of_the_forward_pass(program: FlatProgram) -> None:
     forward = next(at for at, one in enumerate(program.operations) if one.kind == "dot_general")
     for rings in ([], [forward]):
         assert late_arrays(program, rings, lambda one: one.kind in ARRAYS) == {}

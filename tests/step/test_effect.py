@@ -21,7 +21,7 @@ import pytest
 
 from jaxscale.compiler.collectives import Collective, collectives
 from jaxscale.compiler.hlo_flop import program_flop
-from jaxscale.compiler.hlo_program import Program
+from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import Rule
 from jaxscale.models import Decoder
@@ -107,7 +107,7 @@ def facts(plan: str, experiment: Experiment = EXPERIMENT) -> Facts:
     return Facts(
         temp=compiled.temp_bytes,
         arguments=sum(own.values()),
-        flop=program_flop(Program(text)).total,
+        flop=program_flop(HloProgram(text)).total,
         sent=sent,
         slow=bytes_over(sent, "replica", step.mesh.shape["replica"]),
         optimizer=own["optimizer"] / step.parameters,

@@ -21,7 +21,7 @@ from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import Codec
-from jaxscale.replicas.reduce import Leaf, Stage
+from jaxscale.replicas.reduce import GradientExchange, GradientLeaf
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.step.program_checks import check_compiled, check_traced, check_wires
@@ -238,7 +238,9 @@ def test_a_stage_that_splits_nothing_is_refused(fields, says):
 def test_single_numbers_beside_codes_take_more_between_slices():
     """A TPU sends 512 bytes for each between slices, 4096 for one that is packed behind codes."""
     mesh = AbstractMesh((2, 2), ("replica", "fsdp"))
-    stage = Stage(Codec.parse("powersgd:4"), mesh, {"kernel": Leaf((128, 128), PartitionSpec("fsdp"))})
+    stage = GradientExchange(
+        Codec.parse("powersgd:4"), mesh, {"kernel": GradientLeaf((128, 128), PartitionSpec("fsdp"))}
+    )
     assert (stage.wire_bytes, stage.exact_bytes) == (3072, 32768)
     sent = stage.wire_bytes + 3 * 512 + 4096
     check_codec(stage, sent, slices=2)

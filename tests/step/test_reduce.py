@@ -16,7 +16,7 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import Codec
-from jaxscale.replicas.reduce import Leaf, Stage
+from jaxscale.replicas.reduce import GradientExchange, GradientLeaf
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.step.exchange import describe_codec
@@ -124,8 +124,8 @@ def test_a_step_trains_and_goes_on_from_its_checkpoint(expected: Any) -> None:
 def test_a_warm_up_is_compiled_and_told_step_by_step() -> None:
     """A program with a message for each fraction passes the check of what it sends, and each step says its own."""
     mesh = MeshSpec(replica=2, fsdp=2).build(jax.devices()[:4])
-    leaves = {"w": Leaf((64, 64), PartitionSpec("fsdp")), "b": Leaf((64,), PartitionSpec())}
-    stage = Stage(Codec.parse("dgc:0.05,start=1,warmup=4"), mesh, leaves)
+    leaves = {"w": GradientLeaf((64, 64), PartitionSpec("fsdp")), "b": GradientLeaf((64,), PartitionSpec())}
+    stage = GradientExchange(Codec.parse("dgc:0.05,start=1,warmup=4"), mesh, leaves)
     given = {"w": jnp.ones((2, 64, 64)), "b": jnp.ones((2, 64))}
     specs = {"w": PartitionSpec("replica", "fsdp"), "b": PartitionSpec("replica")}
     shardings = {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
@@ -145,7 +145,7 @@ def test_a_warm_up_is_compiled_and_told_step_by_step() -> None:
 
 def test_momentum_after_late_gradients_is_said() -> None:
     sgd, mesh = EXPERIMENT.optimizer, MeshSpec(replica=2, fsdp=2).build(jax.devices()[:4])
-    stage = Stage(Codec.parse("topk:0.05"), mesh, {"w": Leaf((64, 64), PartitionSpec("fsdp"))})
+    stage = GradientExchange(Codec.parse("topk:0.05"), mesh, {"w": GradientLeaf((64, 64), PartitionSpec("fsdp"))})
     late = "what arrives many steps late is carried on"
 
     def said(optimizer: Optimizer, codec: str) -> str:
@@ -174,11 +174,14 @@ def test_a_warm_up_trains() -> None:
 
 
 def test_more_replicas_owe_as_much_on_average() -> None:
-    leaves = {"w": Leaf((3, 64, 16), PartitionSpec(None, "fsdp"), layers=True), "b": Leaf((16,), PartitionSpec())}
+    leaves = {
+        "w": GradientLeaf((3, 64, 16), PartitionSpec(None, "fsdp"), layers=True),
+        "b": GradientLeaf((16,), PartitionSpec()),
+    }
 
-    def stage(replicas: int, codec: str = "int8") -> Stage:
+    def stage(replicas: int, codec: str = "int8") -> GradientExchange:
         mesh = MeshSpec(replica=replicas, fsdp=2).build(jax.devices()[: 2 * replicas])
-        return Stage(Codec.parse(codec), mesh, leaves)
+        return GradientExchange(Codec.parse(codec), mesh, leaves)
 
     two, four = stage(2), stage(4)
     assert two.coded == ("w",)
@@ -206,9 +209,9 @@ def test_more_replicas_owe_as_much_on_average() -> None:
 
 
 def test_a_reduction_in_full_is_found() -> None:
-    leaves = {"w": Leaf((64, 64), PartitionSpec("fsdp"))}
+    leaves = {"w": GradientLeaf((64, 64), PartitionSpec("fsdp"))}
     mesh = MeshSpec(replica=2, fsdp=2).build(jax.devices()[:4])
-    stage, states = Stage(Codec.parse("int8"), mesh, leaves), {}
+    stage, states = GradientExchange(Codec.parse("int8"), mesh, leaves), {}
     given = {"w": jnp.ones((2, 64, 64))}
 
     def sent(fault: bool) -> int:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from jaxscale.platforms.detect import detect
 from jaxscale.platforms.platform import Platform
-from jaxscale.training.doctor import Machine, Row, diagnose, doctor, sees_tpu
+from jaxscale.training.doctor import Finding, Machine, diagnose, doctor, sees_tpu
 
 VERSIONS = {
     "jaxscale": "0.1.0",
@@ -39,7 +39,7 @@ def machine(**facts) -> Machine:
     return dataclasses.replace(HEALTHY, **facts)
 
 
-def rows(seen: Machine, state: str) -> dict[str, Row]:
+def rows(seen: Machine, state: str) -> dict[str, Finding]:
     return {row.what: row for section in diagnose(seen).sections for row in section.rows if row.state == state}
 
 

@@ -14,19 +14,19 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxscale.errors import UserError, unknown
-from jaxscale.pipeline.choose.partition import Model, Partition, TooLarge, partition
+from jaxscale.pipeline.choose.partition import ModelPrices, Partition, TooLarge, partition
 from jaxscale.pipeline.choose.price import Device
 from jaxscale.pipeline.choose.search import NAME
 from jaxscale.pipeline.run.tables import Stash
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
 
-Prices = Model | Mapping[str, Model]
+Prices = ModelPrices | Mapping[str, ModelPrices]
 _CLOSE = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class PipelineCandidate:
     """A way to run the pipeline, with its partition or the reason why it has none.
 
     Args:
@@ -68,15 +68,15 @@ class Choice:
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
-        >>> batch = Model((Price(8.0, 8.0, 8.0, stash_bytes=80),) * 8)
+        >>> batch = ModelPrices((Price(8.0, 8.0, 8.0, stash_bytes=80),) * 8)
         >>> choice = choose(batch.share, 2, [4, 8], [Device(memory_bytes=160)] * 2)
         >>> str(choice.best), choice.partition.boundaries, choice.partition.seconds
         ('chimera:2x8', (0, 4, 8), 96.0)
     """
 
-    best: Candidate
+    best: PipelineCandidate
     partition: Partition
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[PipelineCandidate, ...]
     skipped: int
 
     def __str__(self) -> str:
@@ -103,7 +103,8 @@ def choose(
     """The fastest schedule, microbatches, stash and partition within the memory.
 
     Args:
-        prices: from a number of microbatches to the prices of a model for one of them; `Model.share` divides a batch's.
+        prices: from a number of microbatches to the prices of a model for one of them; `ModelPrices.share`
+            divides a batch's.
         ranks: p, devices on the pipe axis.
         microbatches: the numbers to try.
         devices: of each rank in order; `None`: alike devices without a memory bound.
@@ -120,8 +121,8 @@ def choose(
     for name in names or ():
         if name not in synchronous:
             raise unknown("synchronous schedule", name, synchronous)
-    refusals: list[Candidate] = []
-    feasible: list[Candidate] = []
+    refusals: list[PipelineCandidate] = []
+    feasible: list[PipelineCandidate] = []
     nearest: TooLarge | None = None
     skipped = 0
     best = float("inf")
@@ -160,8 +161,8 @@ def _candidates(
     microbatches: Sequence[int],
     chunks: Sequence[int],
     stashes: Sequence[Stash],
-    refusals: list[Candidate],
-) -> Iterator[tuple[Schedule, Candidate]]:
+    refusals: list[PipelineCandidate],
+) -> Iterator[tuple[Schedule, PipelineCandidate]]:
     """The defined schedules, the likeliest to be fast first, so that most are skipped; others become refusals."""
     priority = {name: place for place, name in enumerate(("zb-v", "zb-h1", "zb-h2", "dualpipe-v", "lockstep"))}
     for stash in stashes:
@@ -169,7 +170,7 @@ def _candidates(
             for name in sorted(names, key=lambda name: priority.get(name, len(priority))):
                 method = METHODS[name]
                 for v in sorted({1, *chunks}) if method.interleaves else (None,):
-                    candidate = Candidate(name, ranks, count, v, stash)
+                    candidate = PipelineCandidate(name, ranks, count, v, stash)
                     try:
                         schedule = method.schedule(ranks, count, v)
                     except UserError as error:
@@ -180,7 +181,7 @@ def _candidates(
 
 def _least(prices: Prices, schedule: Schedule, stash: Stash) -> float:
     """Seconds if no rank ever idled and every block ran on its fastest kind of device."""
-    models = [prices] if isinstance(prices, Model) else list(prices.values())
+    models = [prices] if isinstance(prices, ModelPrices) else list(prices.values())
     forwards = 2 if stash == "input" else 1
     seconds = 0.0
     for blocks in zip(*(model.blocks for model in models), strict=True):

@@ -79,7 +79,7 @@ class BoundedCuts:
     bound: float
 
 
-class Chain:
+class BlockChain:
     """A chain of blocks that is cut into stages of one block or more.
 
     Args:

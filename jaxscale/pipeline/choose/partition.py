@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxscale.errors import UserError, unknown
-from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX, Chain, features
+from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX, BlockChain, features
 from jaxscale.pipeline.choose.footprint import footprints
 from jaxscale.pipeline.choose.price import Device, Price
 from jaxscale.pipeline.clock.costs import Costs
@@ -47,7 +47,7 @@ _CLOSE = 1e-9  # relative distance at which a bound meets the seconds
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class ModelPrices:
     """The prices of a model on one kind of device.
 
     Args:
@@ -62,10 +62,10 @@ class Model:
     last: Price | None = None
     shared_bytes: float = 0
 
-    def share(self, parts: float) -> "Model":
+    def share(self, parts: float) -> "ModelPrices":
         """The prices of one of `parts` microbatches, from those of a whole batch whose time is proportional."""
         first, last = (None if price is None else price.share(parts) for price in (self.first, self.last))
-        return Model(tuple(block.share(parts) for block in self.blocks), first, last, self.shared_bytes)
+        return ModelPrices(tuple(block.share(parts) for block in self.blocks), first, last, self.shared_bytes)
 
 
 class TooLarge(UserError):
@@ -95,7 +95,7 @@ class Partition:
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
-        >>> model = Model((Price(1, 1, 1),) * 6, last=Price(2, 2, 2))
+        >>> model = ModelPrices((Price(1, 1, 1),) * 6, last=Price(2, 2, 2))
         >>> fastest = partition(model, METHODS["gpipe"].schedule(2, 4))
         >>> fastest.boundaries, fastest.seconds, fastest.exact
         ((0, 4, 6), 60.0, True)
@@ -137,7 +137,7 @@ class Partition:
 
 
 def partition(
-    model: Model | Mapping[str, Model],
+    model: ModelPrices | Mapping[str, ModelPrices],
     schedule: Schedule,
     devices: Sequence[Device] | None = None,
     *,
@@ -160,7 +160,7 @@ def partition(
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
-        >>> prices = {"new": Model((Price(1, 1, 1),) * 9), "old": Model((Price(2, 2, 2),) * 9)}
+        >>> prices = {"new": ModelPrices((Price(1, 1, 1),) * 9), "old": ModelPrices((Price(2, 2, 2),) * 9)}
         >>> devices = [Device(kind="new"), Device(kind="old")]
         >>> partition(prices, METHODS["lockstep"].schedule(2, 16), devices).boundaries
         (0, 6, 9)
@@ -177,7 +177,7 @@ class _Problem:
 
     def __init__(
         self,
-        model: Model | Mapping[str, Model],
+        model: ModelPrices | Mapping[str, ModelPrices],
         schedule: Schedule,
         devices: Sequence[Device] | None,
         stash: Stash,
@@ -187,7 +187,7 @@ class _Problem:
         if len(self.devices) != schedule.ranks:
             raise UserError(f"partition: {len(self.devices)} devices for the {schedule.ranks} ranks of {schedule.name}")
         kinds = sorted({device.kind for device in self.devices})
-        models = dict.fromkeys(kinds, model) if isinstance(model, Model) else dict(model)
+        models = dict.fromkeys(kinds, model) if isinstance(model, ModelPrices) else dict(model)
         for kind in kinds:
             if kind not in models:
                 raise unknown("kind of device", kind, models)
@@ -208,7 +208,7 @@ class _Problem:
             )
         rank_kind = [kinds.index(device.kind) for device in self.devices]
         tables = [features(prices.blocks, prices.first, prices.last, stash == "input") for prices in self.models]
-        self.chain = Chain(schedule.stages, tables, [rank_kind[rank] for rank in schedule.routes[0]])
+        self.chain = BlockChain(schedule.stages, tables, [rank_kind[rank] for rank in schedule.routes[0]])
         self.clock = Clock(schedule)
         self._pass_features = np.zeros((len(self.clock.passes), len(FEATURES)))
         for index, (kind, _) in enumerate(self.clock.passes):

@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Kind
-from jaxscale.pipeline.run.passes import At, Context, FromInput, FromResiduals, StageFunction
+from jaxscale.pipeline.run.passes import At, FromInput, FromResiduals, StageContext, StageFunction
 from jaxscale.pipeline.run.pools import differentiable, empty, read, read_in_place, vary, where, write
 from jaxscale.pipeline.run.tables import IDLE, KINDS, Tables
 
@@ -196,11 +196,11 @@ class Actions:
             value = jax.tree.map(lambda new, old: jnp.where(live, new, old), value, read(pool, slot))
         return write(pool, slot, value)
 
-    def _context(self, row: Row) -> Context:
+    def _context(self, row: Row) -> StageContext:
         microbatch = read(self._batch, row["microbatch"])
         weights = read(self._weights, row["chunk"])
         at = At(row["stage"], row["microbatch"], read_in_place(self._frozen, row["chunk"]))
-        return Context(weights, self._shared, microbatch, at, self._key)
+        return StageContext(weights, self._shared, microbatch, at, self._key)
 
     def _vary(self, tree: Any) -> Any:
         return vary(tree, self._manual)

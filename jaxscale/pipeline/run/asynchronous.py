@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.run.passes import At, Context, FromInput, FromResiduals, StageFunction
+from jaxscale.pipeline.run.passes import At, FromInput, FromResiduals, StageContext, StageFunction
 from jaxscale.pipeline.run.pipemare import Remedies, delay_of
 from jaxscale.pipeline.run.pools import empty, gradients, read, vary, where, write
 from jaxscale.pipeline.run.stream import COLUMNS, Stream
@@ -275,18 +275,18 @@ class Asynchronous:
         zeros = self._vary(_zeros(self.x))
         return FromResiduals(self.stage, self._vary, self._sample_context(state, microbatch, key), zeros, split=False)
 
-    def _sample_context(self, state: dict[str, Any], microbatch: Any, key: Any) -> Context:
+    def _sample_context(self, state: dict[str, Any], microbatch: Any, key: Any) -> StageContext:
         """The context of a sample action, for its shapes."""
         weights, shared = jax.tree.map(lambda leaf: leaf[0], self._compute_weights(state["parameters"]))
-        return self._vary(Context(weights, shared, microbatch, At(jnp.int32(0), jnp.int32(0)), key))
+        return self._vary(StageContext(weights, shared, microbatch, At(jnp.int32(0), jnp.int32(0)), key))
 
-    def _row_context(self, state: dict[str, Any], row: dict[str, Any], pair: Any) -> Context:
+    def _row_context(self, state: dict[str, Any], row: dict[str, Any], pair: Any) -> StageContext:
         """The context of the action of this row, from (weights, shared)."""
         slots = jax.tree.leaves(state["batch"])[0].shape[0]
         microbatch, key = (read(state[name], row["microbatch"] % slots) for name in ("batch", "key"))
         at = At(lax.axis_index(self.axis), row["microbatch"] % (slots - self.stream.carried))
         weights, shared = pair
-        return self._vary(Context(weights, shared, microbatch, at, key))
+        return self._vary(StageContext(weights, shared, microbatch, at, key))
 
     def _microbatches(self, in_flight: InFlight) -> int:
         """Microbatches that enter with each call."""

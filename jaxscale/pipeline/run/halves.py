@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jaxscale.compat import rebind, rebind_checkpoint, scan_counts, varying_axes
-from jaxscale.programs.inline import Constant, Program, Step, inline
+from jaxscale.programs.inline import Constant, InlinedProgram, Step, inline
 from jaxscale.trees import leaf_bytes
 
 ARITHMETIC = {"add", "add_any", "max", "min", "mul", "neg", "sign", "sub"}
@@ -178,7 +178,7 @@ def program_halves(
 
 
 def _early_sums(
-    program: Program, first_values: set[int], second_values: set[int], cheap: set[int], unready: set[int]
+    program: InlinedProgram, first_values: set[int], second_values: set[int], cheap: set[int], unready: set[int]
 ) -> set[int]:
     """Sums for the second half that the first half should make, since more bytes would cross for them alone."""
     needed = _closure(program, second_values) - first_values
@@ -206,7 +206,7 @@ def _early_sums(
     }
 
 
-def _closure(program: Program, targets: Iterable[int]) -> set[int]:
+def _closure(program: InlinedProgram, targets: Iterable[int]) -> set[int]:
     """The target values and every value that they depend on."""
     needed = set(targets)
     for step in reversed(program.steps):
@@ -406,7 +406,7 @@ def _unready_flags(step: Step, ready: set[int]) -> list[bool]:
     return [isinstance(atom, int) and atom not in ready for atom in step.inputs]
 
 
-def _bytes(program: Program, numbers: Iterable[int]) -> int:
+def _bytes(program: InlinedProgram, numbers: Iterable[int]) -> int:
     return sum(leaf_bytes(program.avals[number]) for number in numbers)
 
 

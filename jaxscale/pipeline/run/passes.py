@@ -36,7 +36,7 @@ class At(NamedTuple):
     frozen: Any = None
 
 
-class Context(NamedTuple):
+class StageContext(NamedTuple):
     """The arguments of a stage besides its input; the same in forward and backward, so they are not remembered."""
 
     weights: Any
@@ -70,30 +70,30 @@ class FromInput:
     def __init__(self, stage: StageFunction, vary: Vary) -> None:
         self._stage, self._vary = stage, vary
 
-    def forward(self, context: Context, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    def forward(self, context: StageContext, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """The message to the next stage, the sums, and the values to remember."""
         y, _, sums = self._stage(context.weights, context.shared, x, *context[2:])
         return y, sums, ()
 
-    def backward(self, context: Context, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
+    def backward(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
         """Gradients of weights, shared weights and input, from the gradient of the output."""
         del stash
         weights, shared, dx = self._pull(lambda w, s, x: (w, s, x), context, x, g)
         return weights, shared, gradients(dx, x)
 
-    def inner(self, context: Context, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    def inner(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """Gradients of shared weights and input, and the values for the outer half."""
         del stash
         shared, dx = self._pull(lambda w, s, x: (s, x), context, x, g)
         return shared, gradients(dx, x), ()
 
-    def outer(self, context: Context, x: Any, stash: Any, g: Any, cut: Any) -> Any:
+    def outer(self, context: StageContext, x: Any, stash: Any, g: Any, cut: Any) -> Any:
         """Gradients of the weights."""
         del stash, cut
         (weights,) = self._pull(lambda w, s, x: (w,), context, x, g)
         return weights
 
-    def _pull(self, select: Callable[..., tuple[Any, ...]], context: Context, x: Any, g: Any) -> tuple[Any, ...]:
+    def _pull(self, select: Callable[..., tuple[Any, ...]], context: StageContext, x: Any, g: Any) -> tuple[Any, ...]:
         """Gradients with respect to some of (weights, shared, x) alone, so XLA need not remove the others."""
         arguments = (context.weights, context.shared, x)
         places = select(0, 1, 2)
@@ -124,13 +124,13 @@ class FromResiduals:
         self,
         stage: StageFunction,
         vary: Vary,
-        context: Context,
+        context: StageContext,
         x: Any,
         *,
         split: bool,
         hosted: Collection[str] = (),
     ) -> None:
-        def forward(context: Context, x: Any) -> Any:
+        def forward(context: StageContext, x: Any) -> Any:
             def run(weights: Any, shared: Any, x: Any) -> Any:
                 y, objective, sums = stage(weights, shared, x, *context[2:])
                 return (y, objective), sums
@@ -159,14 +159,14 @@ class FromResiduals:
             self._halves = divide(self._gradients_by_half, context, zeros, x, kept=(True, True, False))
         self.cut: tuple[Any, ...] = self._halves.cut if self._halves else ()
 
-    def _classify(self, context: Context) -> None:
+    def _classify(self, context: StageContext) -> None:
         """Sort residuals into inputs of the stage, remembered ones, and those recomputed from weights and stage."""
         jaxpr = self._program.jaxpr
         inputs = {var: place for place, var in enumerate(jaxpr.invars)}
         context_leaves = len(jax.tree.leaves(context))
         # without "at" the head of the last stage, behind a `cond` on the stage's number, would lie in every slot
         free_fields = ("weights", "shared", "at")
-        fields = zip(Context._fields, context, strict=True)
+        fields = zip(StageContext._fields, context, strict=True)
         free = [name in free_fields for name, tree in fields for _ in jax.tree.leaves(tree)]
         free += [False] * (len(jaxpr.invars) - context_leaves)
         self._input_numbers: dict[int, int] = {}
@@ -187,35 +187,35 @@ class FromResiduals:
         outputs = {self._span.start + place for place in places}
         return prune(self._program, [number in outputs for number in range(len(self._program.jaxpr.outvars))])
 
-    def forward(self, context: Context, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    def forward(self, context: StageContext, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """As `FromInput.forward`."""
         flat = jex.jaxpr_as_fun(self._program)(*jax.tree.leaves((context, x)))
         (y, _), _, sums = jax.tree.unflatten(self._results_tree, flat)
         residuals = flat[self._span]
         return y, sums, tuple(_key_data(residuals[place]) for place in self._stash_places)
 
-    def backward(self, context: Context, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
+    def backward(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
         """As `FromInput.backward`; reads no input."""
         (weights, shared), dx = self._gradients(context, stash, g)
         return weights, shared, gradients(dx, x)
 
-    def inner(self, context: Context, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    def inner(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """As `FromInput.inner`; reads no input."""
         assert self._halves is not None
         (shared, dx), cut = self._halves.first(context, list(stash), g)
         return shared, gradients(dx, x), cut
 
-    def outer(self, context: Context, x: Any, stash: Any, g: Any, cut: Any) -> Any:
+    def outer(self, context: StageContext, x: Any, stash: Any, g: Any, cut: Any) -> Any:
         """As `FromInput.outer`; reads neither input nor incoming gradient."""
         assert self._halves is not None
         return self._halves.second(cut, context, list(stash), g)
 
-    def _gradients_by_half(self, context: Context, stash: Any, g: Any) -> tuple[Any, Any]:
+    def _gradients_by_half(self, context: StageContext, stash: Any, g: Any) -> tuple[Any, Any]:
         """((shared, dx), weights). If `shared` were outer, gradients of logits would wait in slots of all ranks."""
         (weights, shared), dx = self._gradients(context, stash, g)
         return (shared, dx), weights
 
-    def _gradients(self, context: Context, stash: Any, g: Any) -> tuple[Any, Any]:
+    def _gradients(self, context: StageContext, stash: Any, g: Any) -> tuple[Any, Any]:
         inputs = jax.tree.leaves(context)
         residuals: dict[int, Any] = {place: inputs[input_number] for place, input_number in self._input_numbers.items()}
         operands = [value for value, reads in zip(inputs, self._recompute_reads, strict=False) if reads]

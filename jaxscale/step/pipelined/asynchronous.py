@@ -42,7 +42,7 @@ from jaxscale.pipeline.run.stream import stream
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.recipe.plan import version_1
 from jaxscale.replicas.codec import Codec
-from jaxscale.replicas.reduce import Leaf, Stage, squared_residuals
+from jaxscale.replicas.reduce import GradientExchange, GradientLeaf, squared_residuals
 from jaxscale.state.batches import batch_shapes
 from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS, Layout
@@ -125,18 +125,18 @@ class AsyncPipeline:
         correction = correction if plan.correction is None else plan.correction
         return Remedies(anneal=anneal, correction=correction or None)
 
-    def _codec_stage(self) -> Stage | None:
+    def _codec_stage(self) -> GradientExchange | None:
         """The codec at work on the gradients of one stage, whole on each of its devices; `None` where XLA reduces."""
         planned = self.planned
         if not isinstance(planned.plan.reduce, Codec):
             return None
         stacked, shared = self.synchronous.split(planned.pure_model.params)
         leaves = {
-            name: Leaf((self.stages.depth, *leaf.shape[1:]), PartitionSpec(), layers=True)
+            name: GradientLeaf((self.stages.depth, *leaf.shape[1:]), PartitionSpec(), layers=True)
             for name, leaf in stacked.items()
         }
-        leaves |= {name: Leaf(leaf.shape, PartitionSpec()) for name, leaf in shared.items()}
-        return Stage(planned.plan.reduce, self.layout.mesh, leaves, REPLICA_AXIS, planned.pure_model.seed)
+        leaves |= {name: GradientLeaf(leaf.shape, PartitionSpec()) for name, leaf in shared.items()}
+        return GradientExchange(planned.plan.reduce, self.layout.mesh, leaves, REPLICA_AXIS, planned.pure_model.seed)
 
     # -- one stage -----------------------------------------------------------------------------------------------------
 
@@ -193,7 +193,9 @@ class AsyncPipeline:
         carry |= {"owned": owned, "free": free, "watch": watch, "codes": codes, "squares": squares}
         return jax.tree.map(lambda leaf: leaf[None], self.synchronous.split(after)), carry
 
-    def _reduced(self, codec: Stage, gradients: Any, states: Any, updates: Array) -> tuple[dict[str, Array], Any]:
+    def _reduced(
+        self, codec: GradientExchange, gradients: Any, states: Any, updates: Array
+    ) -> tuple[dict[str, Array], Any]:
         """One stage's gradients averaged over the replicas, manual over the axes that are left: kernels want all."""
 
         def inside(gradients: Any, states: Any, updates: Array) -> tuple[dict[str, Array], Any]:

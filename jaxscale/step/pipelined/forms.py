@@ -216,7 +216,7 @@ FLAT = "flat"
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class StagePlace:
     """Where a parameter lies among those of its stage.
 
     Args:
@@ -236,14 +236,14 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class MessageForm:
     """Messages of unlike shapes in one form: a flat array for each type, as long as the longest message asks for.
 
     Args:
         shapes: what crosses each boundary: trees of `jax.ShapeDtypeStruct`.
 
     Example:
-        >>> wire = Wire([(jnp.ones((2, 3)),), (jnp.ones(4), jnp.ones(1, int))])
+        >>> wire = MessageForm([(jnp.ones((2, 3)),), (jnp.ones(4), jnp.ones(1, int))])
         >>> packed = wire.pack((jnp.arange(4.0), jnp.array([7])))
         >>> {name: leaf.tolist() for name, leaf in packed.items()}
         {'float32': [0.0, 1.0, 2.0, 3.0, 0.0, 0.0], 'int32': [7]}
@@ -312,14 +312,14 @@ class ChainForm:
         return f"{self.stages.chain}/layers/"
 
     @functools.cached_property
-    def places(self) -> dict[str, Row]:
+    def places(self) -> dict[str, StagePlace]:
         """Where each parameter of a block lies among those of its stage."""
         starts, places, sizes = self.stages.starts, {}, [0] * len(self.stages.layers)
         for name, leaf in named_leaves(self.planned.pure_model.params).items():
             if self.is_staged(name):
                 block = int(name.removeprefix(self._prefix).split("/")[0])
                 stage = sum(start <= block for start in starts) - 1
-                places[name] = Row(stage, sizes[stage], leaf.shape)
+                places[name] = StagePlace(stage, sizes[stage], leaf.shape)
                 sizes[stage] = places[name].end
         return places
 
@@ -389,11 +389,11 @@ class ChainForm:
             cut = Cut(jnp.zeros((0,), jnp.int32), self.stages.starts, False, between)
             return _traced_cut(planned, cut, score, {**absent, **shared}, microbatch, key)
 
-        def wire(run: Any, x: Any) -> Wire:
+        def wire(run: Any, x: Any) -> MessageForm:
             shapes = [jax.eval_shape(lambda x: x, x)]
             for start, stop in itertools.pairwise(ends):
                 shapes.append(jax.eval_shape(run(start, stop), shapes[-1]))
-            return Wire(shapes)
+            return MessageForm(shapes)
 
         def before(stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
             def between(run: Any, x: Any) -> Any:
