@@ -17,6 +17,7 @@ import collections
 import dataclasses
 import gzip
 import hashlib
+import importlib
 import importlib.util
 import itertools
 import json
@@ -114,9 +115,17 @@ def draws(only: Sequence[str] | None) -> dict[str, Any]:
     return named
 
 
+def _either(*paths: str) -> Any:
+    """The module at the first path that this checkout has."""
+    path = next(
+        path for path in paths if importlib.util.find_spec(path.rpartition(".")[0]) and importlib.util.find_spec(path)
+    )
+    return importlib.import_module(path)
+
+
 def of_checkout(texts: dict[str, str]) -> dict[str, str]:
     """The techniques as this checkout spells them: plans of version 1 have no groups."""
-    from jaxscale.recipe.plan import Plan
+    Plan = _either("jaxscale.recipe.plan", "jaxscale.step.plan").Plan
 
     if "offload" in {field.name for field in dataclasses.fields(Plan)}:
         return texts
@@ -221,7 +230,7 @@ def programs_of_tpu(arguments: argparse.Namespace) -> int:
 
     from composing.twins import plan_of
 
-    from jaxscale.compiler.compile import compile_report
+    compile_report = _either("jaxscale.compiler.compile", "jaxscale.platforms.compile").compile_report
     from jaxscale.planning.program import lowered_step
     from jaxscale.platforms.platform import Platform
 
