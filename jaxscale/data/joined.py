@@ -43,8 +43,8 @@ def pieces(texts: Iterable[str], marker: Marker | None, characters: int) -> Iter
     """The texts, short ones joined up to `characters`; a text that contains the marker stays alone.
 
     Example:
-        >>> list(pieces(["a", "b", "c|", "d", "long"], Marker("|", 0), 3))
-        [Piece(text='a|b', parts=2), Piece(text='c|', parts=1), Piece(text='d', parts=1), Piece(text='long', parts=1)]
+        >>> [tuple(piece) for piece in pieces(["a", "b", "c|", "d", "long"], Marker("|", 0), 3)]
+        [('a|b', 2), ('c|', 1), ('d', 1), ('long', 1)]
     """
     if marker is None:
         yield from (JoinedTexts(text, 1) for text in texts)

@@ -54,11 +54,11 @@ def cut(
 
     Example:
         >>> cut((16, 1024, 4096), 4, None)
-        Cut(dim=0, pieces=16)
+        SliceCut(dim=0, pieces=16)
         >>> cut((16, 1024), 4, None)
-        Cut(dim=0, pieces=1)
+        SliceCut(dim=0, pieces=1)
         >>> cut((4096, 4096), 4, None), cut((4096, 4096), 4, None, units=(2048, 1))
-        (Cut(dim=0, pieces=4), Cut(dim=1, pieces=4))
+        (SliceCut(dim=0, pieces=4), SliceCut(dim=1, pieces=4))
     """
     local_shape = tuple(shape) if sharding is None else sharding.shard_shape(tuple(shape))
     local_bytes = math.prod(local_shape) * itemsize

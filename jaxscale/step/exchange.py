@@ -225,8 +225,13 @@ class CodecResiduals:
             if key == RESIDUAL:
                 prefix = f"{self.name}/{count}/{key}/{name}"
                 return naming.behind_replicas(which == ALL, leaf, lambda one: naming.of_param(prefix, (), name, one))
-            facts = (str(stage.codec), stage.leaves[name], tuple(stage.mesh.shape.items())[1:])
-            return plain(f"{self.name}/{count}/{stage.codec} {zlib.crc32(repr(facts).encode()):08x}/{key}/{name}", leaf)
+            gradient = stage.leaves[name]
+            fields = ", ".join(
+                f"{field.name}={getattr(gradient, field.name)!r}" for field in dataclasses.fields(gradient)
+            )
+            # checkpoints hold the hash: a class may get another name, and this text keeps its own
+            facts = f"({str(stage.codec)!r}, Leaf({fields}), {tuple(stage.mesh.shape.items())[1:]!r})"
+            return plain(f"{self.name}/{count}/{stage.codec} {zlib.crc32(facts.encode()):08x}/{key}/{name}", leaf)
 
         return jax.tree_util.tree_map_with_path(part, abstract.extra[self.name])
 

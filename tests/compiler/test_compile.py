@@ -156,11 +156,11 @@ def test_a_script_sends_its_own_functions_and_a_cache_that_cannot_be_written_is_
     monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path / "file"))
     script = tmp_path / "script.py"
     script.write_text(
-        "from jaxscale.compiler.compile import Recipe, compile_report\n"
+        "from jaxscale.compiler.compile import ProgramRecipe, compile_report\n"
         "from jaxscale.compiler.compile_child import example\n"
         "def mine(devices):\n    return example(devices)\n"
         "if __name__ == '__main__':\n"
-        "    recipe = Recipe('tests.compiler.programs:made_by', (mine,))\n"
+        "    recipe = ProgramRecipe('tests.compiler.programs:made_by', (mine,))\n"
         "    print(compile_report(recipe, 'cpu x 2').flop)\n"
     )
     root = str(pathlib.Path(__file__).parents[2])

@@ -91,7 +91,7 @@ def test_processes_that_race_get_one_whole_entry(corpus, cache):
     program = (
         "import json, sys\n"
         "from jaxscale.data.cache import open_corpus\n"
-        "from jaxscale.data.documents import Recipe\n"
+        "from jaxscale.data.documents import DocumentRecipe\n"
         "from jaxscale.data.tokenizer import Bytes\n"
         "sys.stdin.readline()\n"
         f"found = open_corpus([{str(corpus)!r}], Bytes(), {RECIPE!r})\n"

@@ -17,7 +17,6 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.state.canonical import Canonical
 from jaxscale.step.build import build
 from tests.plans import plan_of
 
@@ -78,7 +77,7 @@ def trajectory(experiment, plan, batch):
         state, metrics = step.run(state, placed)
         numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         if i == 0:
-            canonical = Canonical(step).take_apart(state)
+            canonical = step.to_canonical(state)
             first = {k: np.asarray(v) for k, v in canonical.items() if k.startswith("params/")}
     return np.array(numbers), first
 

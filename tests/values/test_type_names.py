@@ -14,7 +14,7 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.values import changes, from_json, to_json
 from jaxscale.values.type_names import _EARLIER, _PUBLIC, _WHERE, type_name, type_of
 
-INNER = {"Evaluation", "Llama3Scaling", "Opened"}
+INNER = {"HeldOut", "Llama3Scaling", "Opened"}
 """Public dataclasses of which only fields of their own class, and results, are made."""
 
 
