@@ -50,9 +50,9 @@ def compiled_flop(experiment: Experiment, plan: Plan) -> int:
     batch = step.abstract_batch(batch_shapes(experiment))
     text = step.step_fn.lower(step.layout.abstract, batch).compile().as_text()
     assert text is not None, "the CPU's compiler prints its programs"
-    found = program_flop(HloProgram(text))
-    assert found.unknown_loops == 0, "every loop over layers says how often it runs"
-    return found.total
+    flop_of_program = program_flop(HloProgram(text))
+    assert flop_of_program.unknown_loops == 0, "every loop over layers says how often it runs"
+    return flop_of_program.total
 
 
 def losses(experiment: Experiment, plan: Plan) -> list[float]:

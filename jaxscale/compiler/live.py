@@ -16,7 +16,7 @@ from collections import defaultdict
 from jaxscale.compiler.hlo_program import HloProgram, integers
 from jaxscale.compiler.hlo_source import Sources
 from jaxscale.compiler.live_names import ARGUMENT, Names, phase_of
-from jaxscale.compiler.report import KINDS, Kind, LivePlace, LiveTensor
+from jaxscale.compiler.report import KINDS, Kind, LiveBytes, LiveTensor
 
 MOMENTS = 400
 """Approximate number of moments of a timeline."""
@@ -38,7 +38,7 @@ class Live:
     """
 
     tensors: tuple[LiveTensor, ...]
-    timeline: tuple[LivePlace, ...]
+    timeline: tuple[LiveBytes, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
 
 def _sweep(
     order: list[str], values: list[_Value], kinds: dict[_Value, Kind], names: Names
-) -> tuple[list[_Value], tuple[LivePlace, ...]]:
+) -> tuple[list[_Value], tuple[LiveBytes, ...]]:
     """The values alive at the peak, one per buffer, and the timeline."""
     begins: dict[int, list[_Value]] = defaultdict(list)
     ends: dict[int, list[_Value]] = defaultdict(list)
@@ -188,7 +188,7 @@ def _sweep(
         ends[value.end + 1].append(value)
     alive: dict[tuple[int, int], list[_Value]] = defaultdict(list)
     totals: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-    moments: list[LivePlace] = []
+    moments: list[LiveBytes] = []
     peak_bytes, peak = -1, []
 
     def change(value: _Value, added: bool) -> None:
@@ -207,7 +207,7 @@ def _sweep(
         for value in begins[index]:
             change(value, True)
         phase = phase_of(names.op_name(order[index])) if index < len(order) else None
-        moments.append(LivePlace(index, {kind: count for kind, count in totals.items() if count}, phase))
+        moments.append(LiveBytes(index, {kind: count for kind, count in totals.items() if count}, phase))
         if sum(totals.values()) > peak_bytes:
             peak_bytes, peak = (
                 sum(totals.values()),
@@ -221,7 +221,7 @@ def _rank(value: _Value) -> tuple[int, int]:
     return value.bytes, value.start
 
 
-def _sampled(moments: list[LivePlace]) -> tuple[LivePlace, ...]:
+def _sampled(moments: list[LiveBytes]) -> tuple[LiveBytes, ...]:
     """The fullest moment of each stretch: peaks stay, and the list stays short."""
     stretch = -(-len(moments) // MOMENTS)
     return tuple(

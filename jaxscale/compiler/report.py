@@ -98,7 +98,7 @@ class LiveTensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class LivePlace:
+class LiveBytes:
     """Live bytes at one place of the compiled schedule.
 
     Args:
@@ -163,7 +163,7 @@ class CompileReport:
     oom: OutOfMemory | None = None
     crashed: str | None = None
     live: tuple[LiveTensor, ...] | None = None
-    timeline: tuple[LivePlace, ...] | None = None
+    timeline: tuple[LiveBytes, ...] | None = None
     seconds: float = 0.0
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     attached: bool = False

@@ -72,9 +72,8 @@ class Family:
 
 def _linear(theirs: str, ours: str) -> tuple[TensorRule, ...]:
     """A torch Linear: weight (out, in), perhaps a bias."""
-    return TensorRule(f"{theirs}.weight", (f"{ours}.weight",), order=(1, 0)), TensorRule(
-        f"{theirs}.bias", (f"{ours}.bias",)
-    )
+    weight = TensorRule(f"{theirs}.weight", (f"{ours}.weight",), order=(1, 0))
+    return weight, TensorRule(f"{theirs}.bias", (f"{ours}.bias",))
 
 
 def _conv1d(theirs: str, *ours: str) -> tuple[TensorRule, ...]:

@@ -1,1 +1,1 @@
-"""Files of a run: its source, directory, metrics and samples, read without JAX."""
+"""Files of a run: its source, its directory, metrics and samples."""

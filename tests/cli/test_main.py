@@ -241,8 +241,8 @@ def test_the_doctor_exits_with_what_it_found(trained: list, monkeypatch, capsys,
     import jaxscale.training.doctor
     from jaxscale.training.doctor import Diagnosis, Finding, Section
 
-    found = Diagnosis((Section("devices", (Finding("gpu support", "a GPU is here", state, "pip install it"),)),))
-    monkeypatch.setattr(jaxscale.training.doctor, "doctor", lambda: found)
+    diagnosis = Diagnosis((Section("devices", (Finding("gpu support", "a GPU is here", state, "pip install it"),)),))
+    monkeypatch.setattr(jaxscale.training.doctor, "doctor", lambda: diagnosis)
     assert main(["doctor"]) == code
     assert "a GPU is here" in capsys.readouterr().out
     monkeypatch.setenv("FORCE_COLOR", "1")

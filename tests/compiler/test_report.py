@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from jaxscale.compiler.collectives import Collective
-from jaxscale.compiler.report import CompileReport, LivePlace, LiveTensor, OutOfMemory, out_of_memory
+from jaxscale.compiler.report import CompileReport, LiveBytes, LiveTensor, OutOfMemory, out_of_memory
 
 GIB = 2**30
 # as libtpu 0.0.51, 0.0.42 and XLA's own allocator print them
@@ -58,7 +58,7 @@ REPORT = CompileReport(
         Collective("all-reduce", None, 2, 1, "f32", "main"),
     ),
     live=(LiveTensor("layers/mlp", 64, "kept", "bf16[4,8]", "forward", True),),
-    timeline=(LivePlace(0, {"argument": 48}), LivePlace(9, {"argument": 48, "kept": 64}, "backward")),
+    timeline=(LiveBytes(0, {"argument": 48}), LiveBytes(9, {"argument": 48, "kept": 64}, "backward")),
     seconds=1.5,
     versions={"jax": "0.12.0"},
     key="abc",

@@ -14,7 +14,7 @@ from jaxscale.pipeline.choose.partition import ModelPrices, Partition, Stash, pa
 from jaxscale.pipeline.choose.price import Device, Price
 from jaxscale.pipeline.choose.virtual_workers import virtual_workers
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.many import Clock
+from jaxscale.pipeline.clock.many_costs import Clock
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.schedule import Kind, Schedule
 from jaxscale.pipeline.schedules import METHODS
@@ -263,7 +263,7 @@ def test_what_is_refused() -> None:
 
 
 def test_one_device() -> None:
-    found = partition(ModelPrices((ALIKE,) * 3), METHODS["gpipe"].schedule(1, 2))
-    assert isinstance(found, Partition)
-    assert (found.boundaries, found.seconds, found.exact) == ((0, 3), 18.0, True)
+    parts = partition(ModelPrices((ALIKE,) * 3), METHODS["gpipe"].schedule(1, 2))
+    assert isinstance(parts, Partition)
+    assert (parts.boundaries, parts.seconds, parts.exact) == ((0, 3), 18.0, True)
     assert len(footprints(METHODS["gpipe"].schedule(1, 2))) == 1

@@ -9,7 +9,7 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.choose.exhaustive import fastest, orders
 from jaxscale.pipeline.choose.search import bound, search
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.orders import BatchClock
+from jaxscale.pipeline.clock.many_orders import BatchClock
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.schedule import Action, Kind, Schedule
 from jaxscale.pipeline.schedules import METHODS

@@ -26,11 +26,11 @@ def _priced(monkeypatch):
     """Block i takes 1 + i / 8 on the faster chip."""
 
     def prices(experiment, platform, ranks, microbatches):
-        found = ModelPrices(tuple(Price(1 + i / 8, 1 + i / 8, 1.0) for i in range(7)), last=Price(0.5, 0.5, 0.5))
+        model = ModelPrices(tuple(Price(1 + i / 8, 1 + i / 8, 1.0) for i in range(7)), last=Price(0.5, 0.5, 0.5))
         taken.append((platform.devices, ranks, microbatches))
         return ModelPrices(
-            tuple(block.times(SLOWER[platform.chip.name]) for block in found.blocks),
-            last=found.last.times(SLOWER[platform.chip.name]),
+            tuple(block.times(SLOWER[platform.chip.name]) for block in model.blocks),
+            last=model.last.times(SLOWER[platform.chip.name]),
         )
 
     taken: list[tuple[int, int, int]] = []

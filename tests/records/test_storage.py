@@ -1,4 +1,4 @@
-"""Runs in buckets: what `jaxscale/records/storage.py` says is proven."""
+"""Runs in buckets: the claims of `jaxscale/records/storage.py`."""
 
 import os
 import tempfile

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.orders import BatchClock
+from jaxscale.pipeline.clock.many_orders import BatchClock
 from jaxscale.pipeline.schedule import Action, Kind
 
 _BATCH = 20_000

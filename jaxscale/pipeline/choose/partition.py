@@ -32,7 +32,7 @@ from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX, BlockChain, feat
 from jaxscale.pipeline.choose.footprint import footprints
 from jaxscale.pipeline.choose.price import Device, Price
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.many import Clock, Path
+from jaxscale.pipeline.clock.many_costs import Clock, Path
 from jaxscale.pipeline.run.tables import Stash
 from jaxscale.pipeline.schedule import Kind, Schedule
 from jaxscale.values.byte_sizes import bytes_at_least

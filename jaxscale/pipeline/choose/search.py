@@ -30,7 +30,7 @@ import numpy as np
 from jaxscale.errors import UserError
 from jaxscale.pipeline.choose.exhaustive import fastest, few
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.orders import KINDS, BatchClock
+from jaxscale.pipeline.clock.many_orders import KINDS, BatchClock
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.schedule import Action, Kind, Schedule
 from jaxscale.pipeline.schedules.searched import NAME

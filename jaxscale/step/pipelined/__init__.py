@@ -1,1 +1,1 @@
-"""The train steps of pipelines: stages, their gradients, and the pipeline that never drains."""
+"""Train steps of pipelines: gradients by a schedule, and the pipeline that never drains."""
