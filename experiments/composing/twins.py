@@ -238,7 +238,7 @@ def steps_of(draw: Draw) -> tuple[int, int]:
     What the second update reads (momenta in few bits, residuals) shows in the third loss; what replicas of DiLoCo keep
     of one meeting, behind the next; what the first message in one bit leaves, two steps on. SOAP only gathers
     statistics in its first step. Gradients in one bit have one magnitude, which momenta in few bits hold exactly: only
-    the second momenta are rounded, and show in the fourth loss.
+    the second momenta are rounded, and Lion, which takes signs, shows that in the fifth loss.
     """
     plan = draw.plan
     waiting = 0
@@ -250,7 +250,9 @@ def steps_of(draw: Draw) -> tuple[int, int]:
     shown = 3
     if "diloco" in plan:
         shown = 1 + 2 * Diloco.parse(plan["diloco"]).every
-    elif draw.optimizer.get("name") in (*ONE_BIT, "soap") or ",start=1" in codec or exact_at_first:
+    elif exact_at_first:
+        shown = 5
+    elif draw.optimizer.get("name") in (*ONE_BIT, "soap") or ",start=1" in codec:
         shown = 4
     return waiting, shown
 
