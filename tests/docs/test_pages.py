@@ -13,14 +13,14 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.values import override
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TECHNIQUES = [page for page in PAGES if page.parent.name == "techniques"]
 BLOCK = re.compile(r"^```python( \{ \.slow \})?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PARTS = ("## Mathematics", "## When to use it", "## Picture")
 
 
 def named(pages: list[Path]) -> list[object]:
-    return [pytest.param(page, id=page.relative_to(ROOT / "docs" / "pages").as_posix()) for page in pages]
+    return [pytest.param(page, id=page.relative_to(ROOT / "docs").as_posix()) for page in pages]
 
 
 def run_blocks(page: Path, *, slow: bool) -> None:
@@ -62,7 +62,7 @@ def pages_of(items: list[object]) -> Iterator[str]:
 
 def test_the_navigation_has_every_page():
     navigation = tomllib.loads((ROOT / "docs" / "zensical.toml").read_text())["project"]["nav"]
-    assert sorted(pages_of(navigation)) == [page.relative_to(ROOT / "docs" / "pages").as_posix() for page in PAGES]
+    assert sorted(pages_of(navigation)) == [page.relative_to(ROOT / "docs").as_posix() for page in PAGES]
 
 
 @pytest.mark.parametrize("page", named(PAGES))
