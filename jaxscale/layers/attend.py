@@ -2,7 +2,7 @@
 
 | implementation | file | stores | for |
 |---|---|---|---|
-| plain | attention_plain | T x S scores per head | short sequences, decoding; the definition |
+| plain | attend | T x S scores per head | short sequences, decoding; the definition |
 | chunked | attention_chunked | chunk x chunk scores per head | long sequences anywhere |
 | tpu, gpu | attention_kernel | no scores | TPU; GPUs of compute capability 9.0 |
 | splash | attention_splash | no scores | TPU, for calls that our kernel does not support |
@@ -12,14 +12,18 @@
 import math
 from typing import Any, Literal, get_args
 
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
 from jaxscale.errors import UserError, unknown
 from jaxscale.layers.attention_chunked import attend_chunked
-from jaxscale.layers.attention_kernel import KERNELS, attend_kernel, place, why_not_kernel
-from jaxscale.layers.attention_plain import attend_plain
+from jaxscale.layers.attention_kernel import KERNELS, attend_kernel, why_not_kernel
 from jaxscale.layers.attention_splash import attend_splash, why_not_splash
-from jaxscale.layers.taken import took
-from jaxscale.layers.visibility import Visibility
+from jaxscale.layers.traced_device import note_selection, traced_device
 from jaxscale.typing import Array, Float, Int
+from pallas_kernels.attention.reference import UNSEEN, scores
+from pallas_kernels.attention.visibility import Visibility
 
 Implementation = Literal["auto", "plain", "chunked", "tpu", "gpu", "cudnn", "splash"]
 
@@ -91,14 +95,45 @@ def attend(
     selected, reason = _choose(implementation, q, k, v, visibility, settings)
     if selected in KERNELS:
         return attend_kernel(q, k, v, visibility, implementation=selected, **settings)
-    took("attention", selected, reason)
+    note_selection("attention", selected, reason)
+    if selected == "splash":
+        platform = traced_device()[0]
+        if platform != "tpu":
+            raise UserError(
+                f"attention 'splash' is a TPU kernel, and this runs on {platform}: take 'chunked' or 'auto'"
+            )
+        return attend_splash(q, k, v, visibility, **settings)
     if selected == "plain":
-        return attend_plain(q, k, v, visibility, **settings)
-    if selected == "chunked":
-        return attend_chunked(q, k, v, visibility, chunk=chunk, **settings)
-    if place()[0] != "tpu":
-        raise UserError(f"attention 'splash' is a TPU kernel, and this runs on {place()[0]}: take 'chunked' or 'auto'")
-    return attend_splash(q, k, v, visibility, **settings)
+        return _attend_plain(q, k, v, visibility, scale, soft_cap)
+    q, remaining_scale = _scaled(q, scale)
+    return attend_chunked(q, k, v, visibility, scale=remaining_scale, soft_cap=soft_cap, chunk=chunk)
+
+
+def _scaled(q: Any, scale: float) -> tuple[Any, float]:
+    """`q` scaled, and the remaining scale of the scores: a narrow `q` is scaled only if that rounds nothing."""
+    if q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5:
+        return q * jnp.asarray(scale, q.dtype), 1.0
+    return q, scale
+
+
+def _attend_plain(q: Any, k: Any, v: Any, visibility: Visibility, scale: float, soft_cap: float | None) -> Any:
+    """Attention with all scores at once, differentiated by JAX, which keeps the probabilities in the type of `v`."""
+    batch, queries, heads, width = q.shape
+    keys, groups = k.shape[1:3]
+    grouped = heads != groups
+    q = q.reshape(batch, queries, groups, heads // groups, width) if grouped else q
+    q, remaining_scale = _scaled(q, scale)
+    attention_scores = scores(q, k, remaining_scale, soft_cap)
+    if visibility.trivial:
+        probabilities = jax.nn.softmax(attention_scores, -1)
+    else:
+        visible = visibility.mask(jnp.arange(queries), jnp.arange(keys))
+        visible = jnp.expand_dims(visible, (1, 2) if grouped else 1)
+        probabilities = jax.nn.softmax(jnp.where(visible, attention_scores, UNSEEN), -1)
+        if visibility.may_be_blind(queries, keys):
+            probabilities = jnp.where(jnp.any(visible, -1, keepdims=True), probabilities, 0.0)
+    out = jnp.einsum("bkgts,bskh->btkgh" if grouped else "bnts,bsnh->btnh", probabilities.astype(v.dtype), v)
+    return checkpoint_name(out.reshape(batch, queries, heads, width), "attention_out")
 
 
 def _choose(
@@ -109,7 +144,7 @@ def _choose(
         raise unknown("implementation of attention", implementation, get_args(Implementation))
     if implementation != "auto":
         return implementation, f"{implementation} is named"
-    platform, (queries, keys) = place()[0], (q.shape[1], k.shape[1])
+    platform, (queries, keys) = traced_device()[0], (q.shape[1], k.shape[1])
     reason = "kernels are for TPU and GPU"
     if platform in ("tpu", "gpu"):
         refusal = why_not_kernel(platform, q, k, v, visibility, **settings)

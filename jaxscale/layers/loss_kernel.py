@@ -1,8 +1,7 @@
 """Cross-entropy by the TPU kernel of `pallas_kernels.cross_entropy`, which never stores logits.
 
-It computes each logit three times, where chunks compute it once: it saves memory, and is selected by name. A kernel is
-code of one device, so under a layout it runs in a `shard_map`: rows and positions, and the rows of the head, sharded by
-the rules.
+It computes each logit three times, where chunks compute it once: it saves memory, and is selected by name. Under a
+layout, rows and positions, and the rows of the head, are sharded by the rules.
 """
 
 from typing import Any
@@ -11,7 +10,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxscale.errors import UserError
-from jaxscale.sharding.place import current, spec
+from jaxscale.layers.shards import axes_by_dim, on_each_device
+from jaxscale.sharding.place import current
 
 
 def sums(
@@ -56,29 +56,14 @@ def sums(
     head = head.astype(hidden.dtype)
     if layout is None:
         return run(hidden, head, targets, weights)
-    mesh, rules = layout
-    row_spec = PartitionSpec(*spec(targets.shape, ("batch", "inner_seq"), mesh, rules))
-    vocab_spec = PartitionSpec(*spec(head.shape, ("vocab", None), mesh, rules))
-    sum_axes, vocab_axes = _axes(row_spec), _axes(vocab_spec)
+    rows, positions = axes_by_dim(targets.shape, "batch", "inner_seq")
+    vocab_axes = axes_by_dim(head.shape, "vocab", None)[0]
     if len(vocab_axes) > 1:
         raise UserError(f"cross_entropy: words are sharded over {', '.join(vocab_axes)}, and the kernel takes one axis")
 
     def local(*arrays: Any) -> tuple[Any, Any]:
         local_sums = run(*arrays, vocab_axis=vocab_axes[0] if vocab_axes else None)
-        return jax.lax.psum(local_sums, sum_axes) if sum_axes else local_sums
+        return jax.lax.psum(local_sums, (*rows, *positions)) if rows or positions else local_sums
 
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(row_spec, vocab_spec, row_spec, row_spec),
-        out_specs=PartitionSpec(),
-        # within a region that is manual over some axes (a pipeline's), the kernel becomes manual over the others
-        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-        check_vma=False,
-    )(hidden, head, targets, weights)
-
-
-def _axes(partition: PartitionSpec) -> tuple[str, ...]:
-    """All mesh axes of a partition."""
-    entries = ((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in partition)
-    return tuple(axis for entry in entries for axis in entry)
+    by_row, by_word = PartitionSpec(rows, positions), PartitionSpec(vocab_axes)
+    return on_each_device(local, (by_row, by_word, by_row, by_row), PartitionSpec())(hidden, head, targets, weights)

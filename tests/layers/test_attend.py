@@ -17,10 +17,10 @@ from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.errors import UserError
 from jaxscale.layers.attend import attend
 from jaxscale.layers.attention_splash import attend_splash
-from jaxscale.layers.visibility import Visibility
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import layout
 from jaxscale.sharding.rules import AxisRules
+from pallas_kernels.attention.visibility import Visibility
 
 SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 2, 2, 2, 3, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
 POSITIONS = jnp.array([[0, 1, 2, 0, 1, 2, 3, 4, 0, 0, 0], [7, 7, 0, 1, 2, 3, 4, 5, 6, 7, 8]])

@@ -1,0 +1,63 @@
+"""Kernels on a mesh: the shards of arrays under the layout in force, and code that runs on each device.
+
+A kernel is code of one device, so under a layout it runs in a `shard_map`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.sharding.place import current, spec
+
+
+def axes_by_dim(shape: Sequence[int], *names: str | None) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes that shard each dim of an array under the layout in force, `()` for a dim that is whole.
+
+    Args:
+        shape: of the array.
+        names: the logical axis of each dim.
+    """
+    layout = current()
+    partition = () if layout is None else spec(shape, names, *layout)
+    entries = (*partition, *(None,) * (len(shape) - len(partition)))
+    return tuple((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries)
+
+
+def shard_count(axes: Sequence[str]) -> int:
+    """The number of shards of a dim over these mesh axes."""
+    # by hand: a sharding on a mesh with manual axes, inside a pipeline, does not report its shards
+    layout = current()
+    return 1 if layout is None else math.prod(layout[0].shape[axis] for axis in axes)
+
+
+def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`function` in a `shard_map` over the mesh of the layout in force.
+
+    Within a region that is manual over some axes (a pipeline's), it becomes manual over the others.
+    """
+    layout = current()
+    assert layout is not None
+    mesh = layout[0]
+    axis_names = set(mesh.axis_names) - set(mesh.manual_axes)
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False
+    )
+
+
+def key_heads_for_shards(k: Any, v: Any, query_heads: int, shards: int, dim: int) -> tuple[Any, Any]:
+    """Keys and values, repeated until each of the shards of query heads has its key heads on the same device.
+
+    Args:
+        k, v: keys and values.
+        query_heads: number of query heads.
+        shards: of the query heads.
+        dim: of the heads, in `k` and `v`.
+    """
+    key_heads = k.shape[dim]
+    if key_heads % shards == 0:
+        return k, v
+    copies = shards // key_heads if shards % key_heads == 0 else query_heads // key_heads
+    return jnp.repeat(k, copies, dim), jnp.repeat(v, copies, dim)
