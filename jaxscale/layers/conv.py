@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.blocks import Context
 from jaxscale.errors import UserError
 from jaxscale.layers.linear import Initializer, add_bias
+from jaxscale.layers.norm import as_row
 from jaxscale.sharding.place import constrain
 from jaxscale.typing import Array, Float
 
@@ -180,18 +181,15 @@ class BatchNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         over = tuple(range(x.ndim - 1))
 
-        def row(v: Array) -> Array:
-            return v.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + v.shape)
-
         if context.key is None:
             mean, var = self.mean[...], self.var[...]
         else:
             mean = wide.mean(over)
-            var = jnp.square(wide - row(mean)).mean(over)
+            var = jnp.square(wide - as_row(mean, x)).mean(over)
             for running, batch in ((self.mean, mean), (self.var, var)):
                 running[...] = self.momentum * running[...] + (1 - self.momentum) * jax.lax.stop_gradient(batch)
         scale = jax.lax.rsqrt(var + self.eps) * self.weight[...].astype(jnp.float32)
-        return ((wide - row(mean)) * row(scale) + row(self.bias[...])).astype(x.dtype)
+        return ((wide - as_row(mean, x)) * as_row(scale, x) + as_row(self.bias[...], x)).astype(x.dtype)
 
 
 def max_pool(

@@ -9,9 +9,9 @@ from flax import nnx
 from jaxscale.typing import Array, Float
 
 
-def _over_rows(gain: jax.Array, x: jax.Array) -> jax.Array:
-    """A vector in float32, with the rank of `x`."""
-    return gain.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + gain.shape)
+def as_row(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """A vector over the last dim of `x`, in float32 and with the rank of `x`."""
+    return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
 class RMSNorm(nnx.Module):
@@ -38,7 +38,7 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         # not jnp.square, whose derivative keeps 2 * wide besides wide
         y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
-        gain = _over_rows(self.weight[...], x)
+        gain = as_row(self.weight[...], x)
         return (y * (1 + gain if self.plus_one else gain)).astype(x.dtype)
 
 
@@ -66,7 +66,7 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, -1, keepdims=True)
         y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
-        y = y * _over_rows(self.weight[...], x)
+        y = y * as_row(self.weight[...], x)
         if self.bias is not None:
-            y = y + _over_rows(self.bias[...], x)
+            y = y + as_row(self.bias[...], x)
         return y.astype(x.dtype)

@@ -5,7 +5,6 @@ block's arrays enter the wrapped function as arguments, never by closure, and th
 is returned.
 """
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -19,22 +18,8 @@ from flax import nnx
 from jaxscale import blocks
 from jaxscale.blocks import BlockFunction, Call, Context, Cut, Wrapper
 from jaxscale.errors import UserError
+from jaxscale.layers.layer_group import LayerGroup, concatenated, restack, slice_layers
 from jaxscale.typing import PyTree
-
-
-def unstack(tree: PyTree, layers: int) -> list[PyTree]:
-    """Split a stacked tree of leaves (L, ...) into L trees of leaves (...), one per layer.
-
-    Example:
-        >>> [part["w"].tolist() for part in unstack({"w": jnp.arange(2)}, 2)]
-        [0, 1]
-    """
-    return [jax.tree.map(lambda leaf, layer=layer: leaf[layer], tree) for layer in range(layers)]
-
-
-def restack(trees: Sequence[PyTree]) -> PyTree:
-    """The inverse of `unstack`."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def _states(module: nnx.Module) -> tuple[Any, Any, Any]:
@@ -86,20 +71,11 @@ class Stack(nnx.Module):
             if len(self.groups) == 1:
                 return [build(rngs)]
             graphdef, state = nnx.split(rngs)
-            return [
-                build(
-                    nnx.merge(
-                        graphdef,
-                        jax.tree.map(lambda leaf, layers_of_group=layers_of_group: leaf[layers_of_group], state),
-                    )
-                )
-                for layers_of_group in self._spans()
-            ]
+            return [build(nnx.merge(graphdef, slice_layers(state, span, layers))) for span in self._spans()]
 
-        for layers_of_group, module in zip(
-            self._spans(), nnx.split_rngs(splits=layers)(build_groups)(rngs), strict=True
-        ):
-            setattr(self, group_name(layers_of_group.start), module)
+        modules = nnx.split_rngs(splits=layers)(build_groups)(rngs)
+        for span, module in zip(self._spans(), modules, strict=True):
+            setattr(self, group_name(span.start), module)
 
     def _spans(self) -> list[slice]:
         """The layers of each group, as slices."""
@@ -172,12 +148,12 @@ class Stack(nnx.Module):
                     continue
                 rows = slice(start - span.start, stop - span.start)
                 inputs = (
-                    *_slice((params, state), rows, span.stop - span.start),
+                    *slice_layers((params, state), rows, span.stop - span.start),
                     jnp.arange(start, stop, dtype=jnp.int32),
-                    _slice(per_layer, slice(start, stop), self.count),
+                    slice_layers(per_layer, slice(start, stop), self.count),
                 )
                 settings = [cycle[layer % len(cycle)] for layer in range(start, start + len(cycle))]
-                group = _LayerGroup(
+                group = LayerGroup(
                     [block_function(graphdef, layer_settings) for layer_settings in settings],
                     wrapper,
                     treatment.unroll,
@@ -195,10 +171,10 @@ class Stack(nnx.Module):
         elif one_by_one:
             x, results = blocks.run(calls, x)
             states_and_outputs = [restack(results)]
-        new_state, output = _concatenated(states_and_outputs)
+        new_state, output = concatenated(states_and_outputs)
         for span in self._spans():
             if new_state:
-                nnx.update(getattr(self, group_name(span.start)), _slice(new_state, span, self.count))
+                nnx.update(getattr(self, group_name(span.start)), slice_layers(new_state, span, self.count))
         return (x, output) if outputs else x
 
     def _stage(self, cut: Cut, cycle: Sequence[Callable[[Any], BlockFunction]]) -> Callable[[Any], Any]:
@@ -224,13 +200,13 @@ class Stack(nnx.Module):
 
         def run(x: Any) -> Any:
             for start, stop, wrapper in treatment.runs(rows):
-                group = _LayerGroup(
+                group = LayerGroup(
                     [_gathered(block_of(graphdef), cut) for block_of in cycle],
                     _skip_padding(wrapper) if cut.padded else wrapper,
                     treatment.unroll,
                     treatment.segment,
                 )
-                stage_rows = _slice(inputs, slice(start, stop), rows)
+                stage_rows = slice_layers(inputs, slice(start, stop), rows)
                 if treatment.sequence is not None or not self.scan:
                     x, _ = blocks.run(group.calls(stage_rows, stop - start), x)
                 else:
@@ -285,110 +261,6 @@ def in_one_stack(name: str) -> tuple[str, int]:
     if not groups:
         return name, 0
     return name[: groups[-1].start(1)] + name[groups[-1].end(1) :], int(groups[-1][2])
-
-
-def _slice(tree: PyTree, rows: slice, layers: int) -> PyTree:
-    """A slice of the layers of leaves (L, ...)."""
-    if (rows.start, rows.stop) == (0, layers):
-        return tree
-    return jax.tree.map(lambda leaf: leaf[rows], tree)
-
-
-def _concatenated(trees: Sequence[PyTree]) -> PyTree:
-    """The inverse of `_slice`, over all parts."""
-    return trees[0] if len(trees) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)
-
-
-@dataclasses.dataclass(frozen=True)
-class _LayerGroup:
-    """Neighbouring layers with the same wrapper.
-
-    Inputs are trees of leaves (n, ...): parameters, other state, the layers' numbers, per-layer arguments.
-
-    Args:
-        cycle: the blocks of the first layers; later layers repeat them in order.
-        wrapper: applied to each block.
-        unroll: layers per iteration.
-        segment: layers per segment, of which only the first one's input is kept; `None` for one level.
-    """
-
-    cycle: Sequence[BlockFunction]
-    wrapper: Wrapper
-    unroll: int
-    segment: int | None
-
-    def calls(self, inputs: PyTree, layers: int) -> list[Call]:
-        """One call per layer."""
-        wrapped = [self.wrapper(block, False) for block in self.cycle]
-        return [
-            Call(wrapped[layer % len(wrapped)], (params, state), (index, per_layer))
-            for layer, (params, state, index, per_layer) in enumerate(unstack(inputs, layers))
-        ]
-
-    def scan_layers(self, x: Any, inputs: PyTree, layers: int) -> tuple[Any, PyTree]:
-        """`x` after the layers, and their results; the layers of a last, incomplete cycle run one by one."""
-        full_layers = layers - layers % len(self.cycle)
-        results = []
-        if full_layers:
-            loop = self._cycles if self.segment is None else self._segments
-            x, part_results = loop(x, _slice(inputs, slice(0, full_layers), layers), full_layers)
-            results.append(part_results)
-        if full_layers < layers:
-            tail_calls = self.calls(_slice(inputs, slice(full_layers, layers), layers), layers - full_layers)
-            x, part_results = blocks.one_after_another(tail_calls, x)
-            results.append(restack(part_results))
-        return x, _concatenated(results)
-
-    def _cycles(self, x: Any, inputs: PyTree, layers: int, in_loop: bool = False) -> tuple[Any, PyTree]:
-        """A scan over whole cycles; `in_loop`: inside the body of another loop."""
-        period = len(self.cycle)
-        count = layers // period
-        unroll = min(count, max(1, self.unroll // period))
-        # a loop of one iteration is no loop to XLA
-        rolled = (in_loop or count > 1) and self.unroll == 1
-        wrapped = [self.wrapper(block, rolled) for block in self.cycle]
-
-        def step(x: Any, inputs: PyTree) -> tuple[Any, PyTree]:
-            layer_results = []
-            for block, layer_inputs in zip(wrapped, [inputs] if period == 1 else unstack(inputs, period), strict=True):
-                x, layer_result = block(*layer_inputs[:2], x, *layer_inputs[2:])
-                layer_results.append(layer_result)
-            return x, layer_results[0] if period == 1 else restack(layer_results)
-
-        x, scan_results = jax.lax.scan(step, x, inputs if period == 1 else _folded(inputs, count), unroll=unroll)
-        return x, scan_results if period == 1 else _unfolded(scan_results)
-
-    def _segments(self, x: Any, inputs: PyTree, layers: int) -> tuple[Any, PyTree]:
-        """A scan over segments, each recomputed in the backward pass; a shorter one follows."""
-        assert self.segment is not None
-        period = len(self.cycle)
-        size = min(layers, max(1, self.segment // period) * period)
-        count = layers // size
-        full_layers = count * size
-
-        def segment_function(size: int, rolled: bool) -> Callable[..., Any]:
-            return blocks.run_again(lambda x, inputs: self._cycles(x, inputs, size, rolled), rolled=rolled)
-
-        x, results = jax.lax.scan(
-            segment_function(size, count > 1), x, _folded(_slice(inputs, slice(0, full_layers), layers), count)
-        )
-        results = _unfolded(results)
-        if full_layers < layers:
-            x, tail_results = segment_function(layers - full_layers, False)(
-                x, _slice(inputs, slice(full_layers, layers), layers)
-            )
-            results = _concatenated([results, tail_results])
-        return x, results
-
-
-def _folded(tree: PyTree, count: int) -> PyTree:
-    """Leaves (n, ...) as (count, n / count, ...)."""
-    return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), tree)
-
-
-def _unfolded(tree: PyTree) -> PyTree:
-    """The inverse of `_folded`."""
-    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), tree)
 
 
 class Chain(nnx.Module):

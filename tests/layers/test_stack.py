@@ -12,10 +12,11 @@ from jaxscale.blocks import Context, Treatment
 from jaxscale.errors import UserError
 from jaxscale.layers.conv import BatchNorm
 from jaxscale.layers.dropout import Dropout
+from jaxscale.layers.layer_group import restack, unstack
 from jaxscale.layers.linear import Linear
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.norm import RMSNorm
-from jaxscale.layers.stack import Chain, Stack, restack, unstack
+from jaxscale.layers.stack import Chain, Stack
 
 
 class Block(nnx.Module):
