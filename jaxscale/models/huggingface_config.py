@@ -17,65 +17,19 @@ from jaxscale.models.decoder import Llama3Scaling
 REQUIRED: Any = object()
 """Default of a required key."""
 
-HARMLESS = frozenset(
-    {
-        "architectures",
-        "model_type",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "use_cache",
-        "_name_or_path",
-        "auto_map",
-        "tokenizer_class",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "cls_token_id",
-        "decoder_start_token_id",
-        "label2id",
-        "problem_type",
-        "finetuning_task",
-        "task_specific_params",
-        "prefix",
-        "return_dict",
-        "output_hidden_states",
-        "output_attentions",
-        "torchscript",
-        "chunk_size_feed_forward",
-        "do_sample",
-        "max_length",
-        "min_length",
-        "temperature",
-        "top_k",
-        "top_p",
-        "repetition_penalty",
-        "num_beams",
-        "cache_implementation",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "attn_implementation",
-        "is_llama_config",
-        "transformers.js_config",
-        "unsloth_version",
-        "unsloth_fixed",
-        "keys_to_ignore_at_inference",
-        "n_ctx",
-        "gradient_checkpointing",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "initializer_factor",
-        "reorder_and_upcast_attn",
-        "encoder_stride",
-        "pooler_act",
-        "pooler_output_size",
-    }
-)
-"""Keys without effect on the trained network: bookkeeping, generation, runtimes."""
+_BOOKKEEPING = ("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
+_BOOKKEEPING += ("auto_map", "tokenizer_class", "label2id", "problem_type", "finetuning_task", "task_specific_params")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id")
+_GENERATION = ("prefix", "do_sample", "max_length", "min_length", "temperature", "top_k", "top_p", "num_beams")
+_GENERATION += ("repetition_penalty", "use_cache", "cache_implementation", "keys_to_ignore_at_inference")
+_RUNTIME = ("return_dict", "output_hidden_states", "output_attentions", "torchscript", "chunk_size_feed_forward")
+_RUNTIME += ("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "gradient_checkpointing")
+_RUNTIME += ("transformers.js_config", "unsloth_version", "unsloth_fixed", "is_llama_config")
+_GPT2 = ("n_ctx", "reorder_and_upcast_attn", "initializer_factor", "summary_activation", "summary_first_dropout")
+_GPT2 += ("summary_proj_to_labels", "summary_type", "summary_use_proj")
+_VIT = ("encoder_stride", "pooler_act", "pooler_output_size")
+HARMLESS = frozenset((*_BOOKKEEPING, *_TOKENS, *_GENERATION, *_RUNTIME, *_GPT2, *_VIT))
+"""Keys without effect on the trained network."""
 
 ROPE_KEYS = {
     "factor": "factor",
@@ -314,18 +268,15 @@ class SlidingWindows:
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         """Our field `windows`, as its shortest pattern."""
-        layers, window = file.get("num_hidden_layers", kind=int), file.get("sliding_window", self.default, int)
-        has_windows, first_window_layer = (
-            file.get("use_sliding_window", self.alternating, bool),
-            file.get("max_window_layers", 0, int),
-        )
+        layers = file.get("num_hidden_layers", kind=int)
+        window = file.get("sliding_window", self.default, int)
+        has_windows = file.get("use_sliding_window", self.alternating, bool)
+        first_window_layer = file.get("max_window_layers", 0, int)
         if self.alternating:
-            older_kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+            windowed = [layer % 2 == 0 for layer in range(layers)]
         else:
-            older_kinds = [
-                "sliding_attention" if has_windows and layer >= first_window_layer else "full_attention"
-                for layer in range(layers)
-            ]
+            windowed = [has_windows and layer >= first_window_layer for layer in range(layers)]
+        older_kinds = ["sliding_attention" if sliding else "full_attention" for sliding in windowed]
         kinds = file.get("layer_types", older_kinds, list)
         if len(kinds) != layers or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
             raise file.error("layer_types", f"full_attention or sliding_attention for each of {layers} layers")

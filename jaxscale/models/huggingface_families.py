@@ -70,22 +70,17 @@ class Family:
     zeros: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def _linear(theirs: str, ours: str) -> tuple[TensorRule, ...]:
-    """A torch Linear: weight (out, in), perhaps a bias."""
-    weight = TensorRule(f"{theirs}.weight", (f"{ours}.weight",), order=(1, 0))
-    return weight, TensorRule(f"{theirs}.bias", (f"{ours}.bias",))
-
-
-def _conv1d(theirs: str, *ours: str) -> tuple[TensorRule, ...]:
-    """GPT-2's Conv1D: weight (in, out), perhaps of several concatenated projections."""
+def _weight_and_bias(theirs: str, *ours: str, order: tuple[int, ...] | None = None) -> tuple[TensorRule, ...]:
+    """A norm, or GPT-2's Conv1D: weight (in, out), perhaps of several concatenated projections; perhaps a bias."""
     return (
-        TensorRule(f"{theirs}.weight", tuple(f"{path}.weight" for path in ours)),
+        TensorRule(f"{theirs}.weight", tuple(f"{path}.weight" for path in ours), order),
         TensorRule(f"{theirs}.bias", tuple(f"{path}.bias" for path in ours)),
     )
 
 
-def _norm(theirs: str, ours: str) -> tuple[TensorRule, ...]:
-    return TensorRule(f"{theirs}.weight", (f"{ours}.weight",)), TensorRule(f"{theirs}.bias", (f"{ours}.bias",))
+def _linear(theirs: str, ours: str) -> tuple[TensorRule, ...]:
+    """A torch Linear: weight (out, in), perhaps a bias."""
+    return _weight_and_bias(theirs, ours, order=(1, 0))
 
 
 _LLAMA_LAYER = "model.layers.{layer}."
@@ -98,11 +93,10 @@ _LLAMA_RULES = (
     *_linear(_LLAMA_LAYER + "mlp.gate_proj", "blocks.layers.mlp.gate"),
     *_linear(_LLAMA_LAYER + "mlp.up_proj", "blocks.layers.mlp.up"),
     *_linear(_LLAMA_LAYER + "mlp.down_proj", "blocks.layers.mlp.down"),
-    *_norm(_LLAMA_LAYER + "input_layernorm", "blocks.layers.attention_norm"),
-    *_norm("model.norm", "norm"),
+    *_weight_and_bias(_LLAMA_LAYER + "input_layernorm", "blocks.layers.attention_norm"),
+    *_weight_and_bias("model.norm", "norm"),
     TensorRule("lm_head.weight", ("head.weight",)),
 )
-_LLAMA_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 _LLAMA_KEYS = (
     Key("vocab_size", "vocab"),
     Key("max_position_embeddings", "context"),
@@ -131,16 +125,16 @@ LLAMA = Family(
         Activation("hidden_act", gated=True),
         Only("pretraining_tp", (1,)),
     ),
-    rules=(*_LLAMA_RULES, *_norm(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm")),
+    rules=(*_LLAMA_RULES, *_weight_and_bias(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm")),
     prefix="model.",
     ignored=("rotary_emb.inv_freq",),
-    copies=_LLAMA_COPIES,
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
-QWEN3 = Family(
+QWEN3 = dataclasses.replace(
+    LLAMA,
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    value=Decoder,
     settles={"scaled_init": False, "qk_norm": True},
     pieces=(
         *_LLAMA_KEYS,
@@ -153,19 +147,16 @@ QWEN3 = Family(
     ),
     rules=(
         *_LLAMA_RULES,
-        *_norm(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm"),
-        *_norm(_LLAMA_LAYER + "self_attn.q_norm", "blocks.layers.attention.q_norm"),
-        *_norm(_LLAMA_LAYER + "self_attn.k_norm", "blocks.layers.attention.k_norm"),
+        *_weight_and_bias(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm"),
+        *_weight_and_bias(_LLAMA_LAYER + "self_attn.q_norm", "blocks.layers.attention.q_norm"),
+        *_weight_and_bias(_LLAMA_LAYER + "self_attn.k_norm", "blocks.layers.attention.k_norm"),
     ),
-    prefix="model.",
-    ignored=("rotary_emb.inv_freq",),
-    copies=_LLAMA_COPIES,
 )
 
-GEMMA2 = Family(
+GEMMA2 = dataclasses.replace(
+    LLAMA,
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
-    value=Decoder,
     settles={"scaled_init": False, "norm_plus_one": True, "post_norms": True, "embedding_scale": True},
     pieces=(
         *_LLAMA_KEYS,
@@ -182,13 +173,10 @@ GEMMA2 = Family(
     ),
     rules=(
         *_LLAMA_RULES,
-        *_norm(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.attention_post_norm"),
-        *_norm(_LLAMA_LAYER + "pre_feedforward_layernorm", "blocks.layers.mlp_norm"),
-        *_norm(_LLAMA_LAYER + "post_feedforward_layernorm", "blocks.layers.mlp_post_norm"),
+        *_weight_and_bias(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.attention_post_norm"),
+        *_weight_and_bias(_LLAMA_LAYER + "pre_feedforward_layernorm", "blocks.layers.mlp_norm"),
+        *_weight_and_bias(_LLAMA_LAYER + "post_feedforward_layernorm", "blocks.layers.mlp_post_norm"),
     ),
-    prefix="model.",
-    ignored=("rotary_emb.inv_freq",),
-    copies=_LLAMA_COPIES,
 )
 
 _GPT2_LAYER = "transformer.h.{layer}."
@@ -216,13 +204,13 @@ GPT2 = Family(
     rules=(
         TensorRule("transformer.wte.weight", ("embedding.weight",)),
         TensorRule("transformer.wpe.weight", ("positions.weight",)),
-        *_norm(_GPT2_LAYER + "ln_1", "blocks.layers.attention_norm"),
-        *_conv1d(_GPT2_LAYER + "attn.c_attn", *(f"blocks.layers.attention.{name}" for name in "qkv")),
-        *_conv1d(_GPT2_LAYER + "attn.c_proj", "blocks.layers.attention.out"),
-        *_norm(_GPT2_LAYER + "ln_2", "blocks.layers.mlp_norm"),
-        *_conv1d(_GPT2_LAYER + "mlp.c_fc", "blocks.layers.mlp.up"),
-        *_conv1d(_GPT2_LAYER + "mlp.c_proj", "blocks.layers.mlp.down"),
-        *_norm("transformer.ln_f", "norm"),
+        *_weight_and_bias(_GPT2_LAYER + "ln_1", "blocks.layers.attention_norm"),
+        *_weight_and_bias(_GPT2_LAYER + "attn.c_attn", *(f"blocks.layers.attention.{name}" for name in "qkv")),
+        *_weight_and_bias(_GPT2_LAYER + "attn.c_proj", "blocks.layers.attention.out"),
+        *_weight_and_bias(_GPT2_LAYER + "ln_2", "blocks.layers.mlp_norm"),
+        *_weight_and_bias(_GPT2_LAYER + "mlp.c_fc", "blocks.layers.mlp.up"),
+        *_weight_and_bias(_GPT2_LAYER + "mlp.c_proj", "blocks.layers.mlp.down"),
+        *_weight_and_bias("transformer.ln_f", "norm"),
         TensorRule("lm_head.weight", ("head.weight",)),
     ),
     prefix="transformer.",
@@ -262,15 +250,15 @@ VIT = Family(
             shape=("patch", "patch", "channels", "embed"),
         ),
         TensorRule("vit.embeddings.patch_embeddings.projection.bias", ("patches.bias",)),
-        *_norm(_VIT_LAYER + "layernorm_before", "blocks.layers.attention_norm"),
+        *_weight_and_bias(_VIT_LAYER + "layernorm_before", "blocks.layers.attention_norm"),
         *_linear(_VIT_LAYER + "attention.attention.query", "blocks.layers.attention.q"),
         *_linear(_VIT_LAYER + "attention.attention.key", "blocks.layers.attention.k"),
         *_linear(_VIT_LAYER + "attention.attention.value", "blocks.layers.attention.v"),
         *_linear(_VIT_LAYER + "attention.output.dense", "blocks.layers.attention.out"),
-        *_norm(_VIT_LAYER + "layernorm_after", "blocks.layers.mlp_norm"),
+        *_weight_and_bias(_VIT_LAYER + "layernorm_after", "blocks.layers.mlp_norm"),
         *_linear(_VIT_LAYER + "intermediate.dense", "blocks.layers.mlp.up"),
         *_linear(_VIT_LAYER + "output.dense", "blocks.layers.mlp.down"),
-        *_norm("vit.layernorm", "norm"),
+        *_weight_and_bias("vit.layernorm", "norm"),
         *_linear("classifier", "head"),
     ),
     prefix="vit.",

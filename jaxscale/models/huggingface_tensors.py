@@ -21,8 +21,6 @@ from jaxscale.models.huggingface_families import Family, TensorRule
 STACKED = ".layers."
 """Parameters below an attribute of this name (a `Stack`'s) have a leading dim of layers."""
 
-Shapes = Mapping[str, tuple[int, ...]]
-
 
 class Stacked:
     """Separate arrays of layers as one lazily read array (layers, ...).
@@ -88,46 +86,68 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _rules(family: Family, shapes: Shapes) -> list[TensorRule]:
-    """The rules that apply to these parameters; together they name each parameter once."""
+@dataclasses.dataclass(frozen=True)
+class TensorPlace:
+    """One of their tensors in a model: a rule for one layer.
+
+    Args:
+        rule: names the tensor and the parameters.
+        layer: its number; `None` for a tensor that is not in layers.
+        part_shapes: shapes of the rule's parameters, of one layer.
+        ordered_shape: shape of the tensor, its dims in our order.
+    """
+
+    rule: TensorRule
+    layer: int | None
+    part_shapes: list[tuple[int, ...]]
+    ordered_shape: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of their tensor."""
+        order = self.rule.order or range(len(self.ordered_shape))
+        return tuple(self.ordered_shape[order.index(dim)] for dim in range(len(order)))
+
+    def split(self, tensor: np.ndarray) -> list[np.ndarray]:
+        """Their tensor as our parameters, as views if numpy can."""
+        ordered = tensor if self.rule.order is None else tensor.transpose(self.rule.order)
+        if self.rule.shape is not None:
+            return [ordered.reshape(self.part_shapes[0])]
+        ends = np.cumsum([shape[-1] for shape in self.part_shapes])[:-1].tolist()
+        return np.split(ordered, ends, axis=-1)
+
+    def join(self, parts: list[np.ndarray]) -> np.ndarray:
+        """The inverse of `split`."""
+        joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        joined = joined.reshape(self.ordered_shape)
+        return joined if self.rule.order is None else joined.transpose(np.argsort(self.rule.order))
+
+
+def _places(family: Family, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorPlace]:
+    """Every tensor of a model in the family's format, by name.
+
+    Args:
+        family: its rules apply where the model has their parameters; together they name each parameter once.
+        model: the model value.
+        shapes: of its parameters, by path.
+    """
     rules = [rule for rule in family.rules if all(path in shapes for path in rule.ours)]
     covered = sorted(path for rule in rules for path in rule.ours)
     assert covered == sorted(shapes), f"{family.architecture}: no rule, or two, for {set(covered) ^ set(shapes)}"
-    return rules
-
-
-def _layers(rule: TensorRule, shapes: Shapes) -> int | None:
-    """The number of tensors that a rule names, one per layer; `None` if it names one, not in layers."""
-    return shapes[rule.ours[0]][0] if "{layer}" in rule.theirs else None
-
-
-def _layer_shapes(rule: TensorRule, shapes: Shapes) -> list[tuple[int, ...]]:
-    """Shapes of a rule's parameters, of one layer."""
-    return [shapes[path] if _layers(rule, shapes) is None else shapes[path][1:] for path in rule.ours]
-
-
-def _ordered_shape(rule: TensorRule, shapes: Shapes, model: Any) -> tuple[int, ...]:
-    """Shape of a rule's tensor, its dims in our order."""
-    if rule.shape is not None:
-        sizes = [getattr(model, size) if isinstance(size, str) else size for size in rule.shape]
-        known_size = math.prod(size for size in sizes if size != -1)
-        return tuple(math.prod(_layer_shapes(rule, shapes)[0]) // known_size if size == -1 else size for size in sizes)
-    parts = _layer_shapes(rule, shapes)
-    return (*parts[0][:-1], sum(part[-1] for part in parts))
-
-
-def _their_shape(rule: TensorRule, shapes: Shapes, model: Any) -> tuple[int, ...]:
-    ordered = _ordered_shape(rule, shapes, model)
-    return ordered if rule.order is None else tuple(ordered[rule.order.index(dim)] for dim in range(len(ordered)))
-
-
-def _expected(rules: list[TensorRule], shapes: Shapes, model: Any) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a model in the family's format."""
-    return {
-        rule.theirs.replace("{layer}", str(layer)): _their_shape(rule, shapes, model)
-        for rule in rules
-        for layer in range(_layers(rule, shapes) or 1)
-    }
+    places = {}
+    for rule in rules:
+        in_layers = "{layer}" in rule.theirs
+        part_shapes = [shapes[path][1:] if in_layers else shapes[path] for path in rule.ours]
+        if rule.shape is None:
+            ordered_shape = (*part_shapes[0][:-1], sum(shape[-1] for shape in part_shapes))
+        else:
+            sizes = [getattr(model, size) if isinstance(size, str) else size for size in rule.shape]
+            remaining_size = math.prod(part_shapes[0]) // math.prod(size for size in sizes if size != -1)
+            ordered_shape = tuple(remaining_size if size == -1 else size for size in sizes)
+        for layer in range(shapes[rule.ours[0]][0]) if in_layers else (None,):
+            name = rule.theirs.replace("{layer}", str(layer))
+            places[name] = TensorPlace(rule, layer, part_shapes, ordered_shape)
+    return places
 
 
 def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any]:
@@ -139,29 +159,22 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
     folder = Path(folder)
     tensors = dict(safetensors_folder.read(folder))
     shapes = _shapes(model)
-    rules = _rules(family, shapes)
-    expected = _expected(rules, shapes, model)
+    expected = _places(family, model, shapes)
     if family.prefix and not any(name.startswith(family.prefix) for name in tensors):
         full_names = {name.removeprefix(family.prefix): name for name in expected}
         tensors = {full_names.get(name, name): tensor for name, tensor in tensors.items()}
     _check_names(folder, family, expected, tensors)
-    for name, shape in expected.items():
-        if tensors[name].shape != shape:
-            raise UserError(
-                f"{folder}: tensor {name} has shape {tensors[name].shape}, and config.json asks for {shape}"
-            )
-        if not (tensors[name].dtype.name == "bfloat16" or np.issubdtype(tensors[name].dtype, np.floating)):
-            raise UserError(f"{folder}: tensor {name} has dtype {tensors[name].dtype}, expected floating point numbers")
-    params: dict[str, Any] = {}
-    for rule in rules:
-        layers = _layers(rule, shapes)
-        parts = [
-            _split(tensors[rule.theirs.replace("{layer}", str(layer))], rule, _layer_shapes(rule, shapes))
-            for layer in range(layers or 1)
-        ]
-        for path, arrays in zip(rule.ours, zip(*parts, strict=True), strict=True):
-            params[path] = arrays[0] if layers is None else Stacked(list(arrays))
-    return nested({path: params[path] for path in shapes})
+    params: dict[str, list[np.ndarray]] = {path: [] for path in shapes}
+    for name, place in expected.items():
+        tensor = tensors[name]
+        if tensor.shape != place.shape:
+            raise UserError(f"{folder}: tensor {name} has shape {tensor.shape}, and config.json asks for {place.shape}")
+        if not (tensor.dtype.name == "bfloat16" or np.issubdtype(tensor.dtype, np.floating)):
+            raise UserError(f"{folder}: tensor {name} has dtype {tensor.dtype}, expected floating point numbers")
+        for path, part in zip(place.rule.ours, place.split(tensor), strict=True):
+            params[path].append(part)
+    in_layers = {path: place.layer is not None for place in expected.values() for path in place.rule.ours}
+    return nested({path: Stacked(parts) if in_layers[path] else parts[0] for path, parts in params.items()})
 
 
 def _check_names(folder: Path, family: Family, expected: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
@@ -191,22 +204,6 @@ def _and_more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _split(tensor: np.ndarray, rule: TensorRule, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
-    """One of their tensors as our parameters, as views if numpy can."""
-    ordered = tensor if rule.order is None else tensor.transpose(rule.order)
-    if rule.shape is not None:
-        return [ordered.reshape(shapes[0])]
-    ends = np.cumsum([shape[-1] for shape in shapes])[:-1].tolist()
-    return np.split(ordered, ends, axis=-1)
-
-
-def _join(arrays: list[np.ndarray], rule: TensorRule, ordered_shape: tuple[int, ...]) -> np.ndarray:
-    """The inverse of `_split`."""
-    joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
-    joined = joined.reshape(ordered_shape)
-    return joined if rule.order is None else joined.transpose(np.argsort(rule.order))
-
-
 def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: np.dtype) -> dict[str, Deferred]:
     """Parameters of `model` under their names, each computed on access.
 
@@ -232,19 +229,11 @@ def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: 
         assert leaf.shape == shape, f"parameter {path}: got shape {leaf.shape}, the model has {shape}"
         return leaf.astype(dtype)
 
-    def tensor(rule: TensorRule, layer: int | None) -> Deferred:
-        def make() -> np.ndarray:
-            parts = [
-                parameter(path, layer, shape)
-                for path, shape in zip(rule.ours, _layer_shapes(rule, shapes), strict=True)
-            ]
-            return _join(parts, rule, _ordered_shape(rule, shapes, model))
+    def tensor(place: TensorPlace) -> np.ndarray:
+        paths_and_shapes = zip(place.rule.ours, place.part_shapes, strict=True)
+        return place.join([parameter(path, place.layer, shape) for path, shape in paths_and_shapes])
 
-        return Deferred(_their_shape(rule, shapes, model), dtype, make)
-
-    tensors: dict[str, Deferred] = {}
-    for rule in _rules(family, shapes):
-        layers = _layers(rule, shapes)
-        for layer in range(layers or 1):
-            tensors[rule.theirs.replace("{layer}", str(layer))] = tensor(rule, None if layers is None else layer)
-    return tensors
+    return {
+        name: Deferred(place.shape, dtype, functools.partial(tensor, place))
+        for name, place in _places(family, model, shapes).items()
+    }
