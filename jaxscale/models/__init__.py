@@ -5,6 +5,7 @@
 | decoder, decoder_module | `Decoder`: Llama, GPT-2, Qwen3, Gemma-2 by its fields |
 | vit, vit_module | `ViT` |
 | resnet, resnet_module | `ResNet` |
+| field_checks | checks of fields that these values share |
 | classify | cross-entropy and accuracy of image classifiers |
 | huggingface | `load`, `save`, `Pretrained`: folders of transformers |
 | huggingface_config, huggingface_families, huggingface_tensors, safetensors_folder | the parts of `huggingface` |

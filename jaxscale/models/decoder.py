@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxscale.errors import UserError
+from jaxscale.models.field_checks import check_counts, check_positive, check_rates
 from jaxscale.values import check_types
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 MlpKind = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "relu", "relu_squared", "silu"]
 GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "reglu"})
-COUNTS = ("vocab", "context", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
-POSITIVE = ("norm_eps", "rotary_base", "attention_soft_cap", "final_soft_cap", "attention_scale", "init_std")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +48,8 @@ class Llama3Scaling:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_context"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"rotary_scaling.{name}: got {getattr(self, name)!r}, expected a number > 0")
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
+        check_positive(self, names, "rotary_scaling.")
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"rotary_scaling: got low_freq_factor {self.low_freq_factor} and high_freq_factor "
@@ -147,16 +145,10 @@ class Decoder:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}: got {value}, expected a whole number >= 1")
-        for name in POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise UserError(f"{name}: got {value!r}, expected a number > 0")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout: got {self.dropout!r}, expected a rate from 0 up to, and not including, 1")
+        check_counts(self, ("vocab", "context", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp"))
+        positive = ("norm_eps", "rotary_base", "attention_soft_cap", "final_soft_cap", "attention_scale", "init_std")
+        check_positive(self, positive)
+        check_rates(self, ("dropout",))
         if not (self.z_loss >= 0 and math.isfinite(self.z_loss)):
             raise UserError(f"z_loss: got {self.z_loss!r}, expected a weight >= 0 (1e-4 is usual)")
         if self.head_dim is None and self.embed % self.heads:

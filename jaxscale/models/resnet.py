@@ -9,6 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxscale.errors import UserError
+from jaxscale.models.field_checks import check_counts, check_rates
 from jaxscale.values import check_types
 
 if TYPE_CHECKING:
@@ -56,16 +57,13 @@ class ResNet:
 
     def __post_init__(self) -> None:
         check_types(self)
-        counts = {"classes": self.classes, "channels": self.channels, "width": self.width}
-        counts |= {f"stages[{stage}]": blocks for stage, blocks in enumerate(self.stages)}
-        for name, value in counts.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name}: got {value!r}, expected a whole number >= 1")
+        check_counts(self, ("classes", "channels", "width"))
+        for stage, blocks in enumerate(self.stages):
+            if blocks < 1:
+                raise UserError(f"stages[{stage}]: got {blocks!r}, expected a whole number >= 1")
         if not self.stages:
             raise UserError("stages: got (), expected the number of blocks of each stage, such as (2, 2, 2, 2)")
-        for name in ("momentum", "smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"{name}: got {getattr(self, name)!r}, expected at least 0 and less than 1")
+        check_rates(self, ("momentum", "smoothing"))
 
     @property
     def features(self) -> int:

@@ -7,10 +7,10 @@ JAX nor Flax.
 """
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxscale.errors import UserError
+from jaxscale.models.field_checks import check_counts, check_positive, check_rates
 from jaxscale.values import check_types
 
 if TYPE_CHECKING:
@@ -74,23 +74,13 @@ class ViT:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("classes", "image", "patch", "channels", "layers", "embed", "heads", "mlp"):
-            value = getattr(self, name)
-            if value is None and name == "mlp":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name}: got {value!r}, expected a whole number >= 1")
+        check_counts(self, ("classes", "image", "patch", "channels", "layers", "embed", "heads", "mlp"))
         if self.image % self.patch:
             raise UserError(f"patch: got {self.patch}, expected a divisor of image {self.image}")
         if self.embed % self.heads:
             raise UserError(f"heads: got {self.heads}, expected a divisor of embed {self.embed}")
-        for name in ("dropout", "smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"{name}: got {getattr(self, name)!r}, expected at least 0 and less than 1")
-        for name in ("norm_eps", "init_std"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise UserError(f"{name}: got {value!r}, expected a number > 0")
+        check_rates(self, ("dropout", "smoothing"))
+        check_positive(self, ("norm_eps", "init_std"))
 
     @property
     def patches(self) -> int:
