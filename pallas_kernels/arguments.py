@@ -41,7 +41,7 @@ def arrays(kernel: str, **given: Any) -> None:
         Traceback (most recent call last):
         ValueError: grouped_matmul: got sizes of type list, expected an array: take jnp.asarray(sizes)
     """
-    for name, one in given.items():
-        if one is not None and not (hasattr(one, "shape") and hasattr(one, "dtype")):
-            kind = type(one).__name__
+    for name, array in given.items():
+        if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            kind = type(array).__name__
             raise ValueError(f"{kernel}: got {name} of type {kind}, expected an array: take jnp.asarray({name})")

@@ -147,10 +147,10 @@ def launch_in_place(
         The changed state.
     """
     more = {"interpret": interpreter("gpu", interpret)} if interpret else {}
-    refs = [jax.new_ref(one) for one in state]
+    refs = [jax.new_ref(array) for array in state]
 
-    def scoped(*given: Any) -> None:
-        pl.run_scoped(lambda *own: body(*given, *own), *scratch, collective_axes=())
+    def scoped(*operand_refs: Any) -> None:
+        pl.run_scoped(lambda *scratch_refs: body(*operand_refs, *scratch_refs), *scratch, collective_axes=())
 
     pl.kernel(
         scoped,
@@ -161,7 +161,7 @@ def launch_in_place(
         cost_estimate=cost,
         **more,
     )(*args, *refs)
-    return tuple(jax.freeze(one) for one in refs)
+    return tuple(jax.freeze(array) for array in refs)
 
 
 def wide(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:

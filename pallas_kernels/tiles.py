@@ -104,14 +104,14 @@ def tiles(
     """
     near: list[tuple[float, Mapping[str, Any]]] = []
     for entry in entries(chip) if chip else ():
-        found = entry["case"]
-        if entry["kernel"] == kernel and found.keys() == case.keys():
-            away = sum(_distance(found[name], case[name]) for name in case)
+        facts = entry["case"]
+        if entry["kernel"] == kernel and facts.keys() == case.keys():
+            away = sum(_distance(facts[name], case[name]) for name in case)
             near += [(away, entry["tiles"])] if math.isfinite(away) else []
-    for _, found in sorted(near, key=lambda one: one[0]):
-        made = make(**{name: tuple(v) if isinstance(v, list) else v for name, v in found.items()})
-        if fits(made):
-            return made
+    for _, facts in sorted(near, key=lambda one: one[0]):
+        candidate = make(**{name: tuple(v) if isinstance(v, list) else v for name, v in facts.items()})
+        if fits(candidate):
+            return candidate
     return rule()
 
 

@@ -253,7 +253,7 @@ def _kernel_forward(
     run = dispatch.first_order("cross_entropy", functools.partial(tpu.forward, **options))
     lse, hit = terms.over_shards(*run(x, head, mine, words))
     # rows of ignored labels may hold anything, and 0 * NaN is NaN
-    lse, hit = (jnp.where(labels < 0, 0.0, one) for one in (lse, hit))
+    lse, hit = (jnp.where(labels < 0, 0.0, score) for score in (lse, hit))
     losses, penalties = terms.part(lse, hit)
     losses = losses + penalties
     sums = jnp.sum(weights * losses), jnp.sum(weights * penalties)
