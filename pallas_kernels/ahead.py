@@ -1,9 +1,9 @@
-"""Chips that need not be here: their compilers, what these say of a program, and libtpu's schedule of its kernels.
+"""Chips that need not be here: their compilers, reports of these on a program, and libtpu's schedule of its kernels.
 
 libtpu compiles for chips by name and dumps its final schedule as text: one VLIW bundle issues in a cycle, and code that
-runs under a condition is a region that a branch leaps over. CUDA's plugin compiles for a GPU of which it is told what
-the driver would say; ptxas tells the bytes of registers that it spills. Neither says how long a program takes: waits
-for DMA, for instance, are not seen.
+runs under a condition is a region that a branch leaps over. CUDA's plugin compiles for a GPU that is described to it;
+ptxas reports the bytes of registers that it spills. Neither reports how long a program takes: waits for DMA, for
+instance, are not seen.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} runtime_version {
 device_description_str: "NVIDIA {name}"
 """
 _SPILLS = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-"""A kernel's, in ptxas's line on its stack frame: a warning says the same numbers again."""
+"""A kernel's, in ptxas's line on its stack frame: a warning repeats the same numbers."""
 _BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +(\w\w)? *: (>*)(.*)")
 _BRANCH = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
 
@@ -44,7 +44,7 @@ _BRANCH = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
 def prepare() -> None:
     """Set the environment that compilers of chips which are not here must find when they are loaded.
 
-    Flags of XLA for other platforms are dropped, for a compiler ends the process at one that it does not know.
+    Flags of XLA for other platforms are dropped, because a compiler ends the process at an unknown flag.
     """
     of_others = ("--xla_force_host_platform_device_count", "--xla_cpu_")
     other_flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(of_others)]

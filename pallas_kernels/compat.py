@@ -15,7 +15,7 @@ Interpret = bool | Literal["races"]
 def interpreter(platform: str, interpret: Interpret) -> Any:
     """What a Pallas call takes as `interpret`.
 
-    Under `jax.shard_map` the TPU's wants check_vma=False: on JAX 0.10 and 0.12 it mixes types that vary over mesh axes
+    Under `jax.shard_map` the TPU's needs check_vma=False: on JAX 0.10 and 0.12 it mixes types that vary over mesh axes
     with its own, which do not.
 
     Args:
@@ -78,7 +78,7 @@ def varying_like(value: Any, *operands: Any) -> Any:
     """`value`, known to vary over every manual mesh axis that an operand varies over.
 
     Args:
-        value: an array: a Mosaic GPU kernel's result, whose type says nothing of axes.
+        value: an array: a Mosaic GPU kernel's result, whose type carries no axes.
         operands: arrays that it was made of.
     """
     axes = frozenset[str]().union(*(_varying(one) for one in operands)) - _varying(value)
@@ -97,7 +97,7 @@ def filled(shape: tuple[int, ...], dtype: Any, value: float, *operands: Any) -> 
 
 
 def varies(one: Any) -> bool:
-    """Whether an array's type says that it varies over manual mesh axes (`jax.shard_map`, unless check_vma=False)."""
+    """Whether an array varies over manual mesh axes by its type (`jax.shard_map`, unless check_vma=False)."""
     return bool(_varying(one))
 
 
@@ -114,8 +114,8 @@ def finite_inverse(x: Any) -> Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    is_public = hasattr(pltpu, "reciprocal")  # from JAX 0.12 on
-    reciprocal: Any = pltpu.reciprocal if is_public else pl.reciprocal  # pyright: ignore[reportAttributeAccessIssue]
+    in_tpu_module = hasattr(pltpu, "reciprocal")  # from JAX 0.12 on
+    reciprocal: Any = pltpu.reciprocal if in_tpu_module else pl.reciprocal  # pyright: ignore[reportAttributeAccessIssue]
     return reciprocal(x, full_range=False)
 
 

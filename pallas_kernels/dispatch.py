@@ -6,7 +6,7 @@ and `by_platform` lets lowering decide (`jax.lax.platform_dependent`): no backen
 a machine that is not here has the kernels of that machine. A custom_vjp calls `by_platform` inside its forward and
 inside its backward, with the same `Choice`: around it every branch's residuals would be kept.
 
-An implementation that the caller names runs, or raises and says why it cannot. Only a named one may be interpreted.
+An implementation that the caller names runs, or raises an error with the reason. Only a named one may be interpreted.
 What calls inside a program take can be named from outside it (`naming`), and listened to (`noting`): the answer to "am
 I on the fast path?" is what was chosen while the program was traced.
 """

@@ -51,7 +51,7 @@ class Target:
 
     Args:
         platform: "tpu", "gpu", "cpu"; None where lowering decides.
-        chip: "v5e", "h200", ..; None where nobody said.
+        chip: "v5e", "h200", ..; None where it is not given.
 
     Raises:
         ValueError: an unknown platform.
@@ -87,7 +87,7 @@ def target(platform: str | None = None, *arrays: Any) -> Target:
     """The target of what is being traced, or run at once.
 
     A TPU of which no chip is named is taken for one for which kernels were compiled (`PROVED`): where programs are
-    lowered for a TPU that is not here, nothing tells which. A GPU of which none is named is not taken for a Hopper.
+    lowered for a TPU that is not here, its chip is not known. A GPU without a named chip is not taken for a Hopper.
 
     Args:
         platform: "tpu v5e", "gpu h200", "gpu", "cpu"; in place of the chip JAX's `device_kind`, which need not be a
@@ -129,7 +129,7 @@ def _device(arrays: Sequence[Any]) -> Any:
 
 
 def _named(platform: str) -> Target:
-    """The target of a name that somebody gave."""
+    """The target of a platform's name."""
     if platform.lower() in _TPUS:
         return Target("tpu", _TPUS[platform.lower()])
     kind, _, chip = platform.partition(" ")

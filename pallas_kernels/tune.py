@@ -144,7 +144,7 @@ def best(tried: Sequence[Tried]) -> Tried | None:
 
 
 def entry(kernel: str, facts: dict[str, int | str], tiles: Any, measured: str, command: str) -> dict[str, Any]:
-    """What `tiles/<chip>.json` says of a case.
+    """The entry of `tiles/<chip>.json` for a case.
 
     Args:
         kernel: its name.
@@ -222,7 +222,7 @@ def _timed(shapes: tuple[Any, ...], programs: Sequence[Any], device: Any, donate
 
 
 def tune(kernel: str, chip: str, command: str, only: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Try every tiling of every case, and say what came of it.
+    """Try every tiling of every case, and print the results.
 
     Args:
         kernel: a name of `NAMES`.
@@ -231,7 +231,7 @@ def tune(kernel: str, chip: str, command: str, only: Sequence[str] = ()) -> list
         only: names of cases; all of them by default.
 
     Returns:
-        Entries of the chip's file; one with tiles `None` says that the rule's are the ones to take.
+        Entries of the chip's file; one with tiles `None` means that the rule's tiles are best.
 
     Raises:
         ValueError: an unknown kernel, chip or case; a chip that is not here, and whose compiler is not installed.
@@ -353,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write(chip: str, tuned_entries: Sequence[Mapping[str, Any]]) -> None:
-    """Put entries into a chip's file, and say what came of it.
+    """Write entries into a chip's file, and print whether it changed.
 
     Args:
         chip: its name.

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, SupportsInt, runtime_che
 import numpy as np
 
 from jaxscale.data import source
-from jaxscale.data.joined import JoinedTexts, Marker, marker_of, pieces, taken_apart
+from jaxscale.data.joined import JoinedTexts, Marker, join_texts, marker_of, separate
 from jaxscale.errors import UserError, unknown
 
 KINDS = ("byte", "char")
@@ -237,7 +237,7 @@ class Subwords:
                     _, parts = zip(*group, strict=True)
                     if not marker_checked:
                         marker_checked, marker = True, self._marker(parts[:_PROVED])
-                    joined = list(pieces(parts, marker, _CHUNK))
+                    joined = list(join_texts(parts, marker, _CHUNK))
                     # the fast variant omits the offsets of tokens in the text, which are not needed
                     encode = self._model.encode_batch_fast
                     encoding = executor.submit(encode, [piece.text for piece in joined], add_special_tokens=False)
@@ -245,7 +245,7 @@ class Subwords:
                 if pending and (len(pending) == 2 or not group):
                     finished_group, joined, encoding = pending.pop(0)
                     yield _encoded(
-                        finished_group, *taken_apart([piece.ids for piece in encoding.result()], joined, marker)
+                        finished_group, *separate([piece.ids for piece in encoding.result()], joined, marker)
                     )
 
     def _marker(self, texts: Sequence[str]) -> Marker | None:

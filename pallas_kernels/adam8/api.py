@@ -50,7 +50,7 @@ DEFAULT = Settings()
 
 
 def hyper(learning_rate: Any, count: Any, settings: Settings, *, factor: Any = 1.0, go: Any = True) -> Array:
-    """What changes from step to step, as `adam8` wants it.
+    """The numbers that change from step to step, as `adam8` takes them.
 
     Args:
         learning_rate: of this step.
@@ -197,7 +197,7 @@ def facts(case: Case) -> dict[str, int | str]:
 
 
 def tiles_for(case: Case, where: Target) -> tpu.Tiles:
-    """What the TPU's kernel takes of a case on a chip: what was tuned there, else what its rule says."""
+    """Tiles of the TPU kernel for a case on a chip: the tuned ones, else the rule's."""
     allowed = tpu.candidates(case, where.chip)
     return files.tiles("adam8", where.chip, facts(case), tpu.Tiles, lambda: allowed[0], lambda found: found in allowed)
 

@@ -152,7 +152,7 @@ def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles) -> None:
 
     def one(block: Any, correct_root: Array) -> Array:
         at = rows(block)
-        # Mosaic wants no index into one row
+        # Mosaic refuses an index into one row
         row = slice(0, 1) if ms.shape[0] == 1 else pl.ds(first + block, 1), slice(None)
         weight, grad = p[at], g[at].astype(f32)
         square = grad * grad

@@ -2,7 +2,7 @@
 
 The output and the log-sum-exp of each query's scores carry the residual names of `NAMES`: a rematerialization policy
 that keeps them spares the backward a second run of the forward. A call is code of one device; under a mesh, wrap it in
-`jax.shard_map`, with keys and values whole along the sequence; queries may be a part of it, and say which.
+`jax.shard_map`, with keys and values whole along the sequence; queries may be a part of it, given by `query_offset`.
 """
 
 import dataclasses
@@ -349,7 +349,7 @@ def _filled(problem: Problem, module: Any, step: int) -> Problem:
 
 
 class _Arrays:
-    """Arrays as a kernel takes them: lengths that are multiples of LENGTH, a width of heads that it knows, and its
+    """Arrays as a kernel takes them: lengths that are multiples of LENGTH, a width of heads that it supports, and its
     order of dims (on TPU heads come before positions: Mosaic tiles the last two dims).
 
     Keys that fill up are hidden by segment ids, unless positions hide them already.

@@ -5,7 +5,7 @@ than `window` positions back. Positions count from 0 on both sides, also where S
 offset where one is given. A query that sees no key gives 0, and its log-sum-exp is -inf; one with a value that is not
 finite gives NaN, and so does one whose scores are all -inf, or one of them +inf or NaN.
 
-Two exceptions: the kernels cannot tell scores that are all -inf (below -5e29 counts as that) from none where segment
+Two exceptions: the kernels cannot distinguish scores that are all -inf (or below -5e29) from no scores where segment
 ids or a window may leave a query no key, or where ids hide keys that fill up a length (causal is False, or T > S, and S
 no multiple of 128): there they give 0. And a value (of `v`) that is not finite makes queries NaN from which it is
 hidden: all of them here, with kernels and chunks those of its tiles.

@@ -231,5 +231,5 @@ class Sizes:
 
 
 def div(a: Any, b: int) -> Any:
-    """a // b of what is not negative: without the code for signs, which knows no chip but the one at hand."""
+    """a // b of numbers that are not negative, without the code for signs."""
     return a // b if isinstance(a, np.ndarray) else lax.div(a, jnp.int32(b))

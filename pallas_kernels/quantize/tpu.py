@@ -72,7 +72,7 @@ def _down_columns(x: Any, codes: Any, scales: Any, *, block: int, bits: int) -> 
     def one(i: Any, _: None) -> None:
         f = x[pl.ds(pl.multiple_of(i * block, block), block), :].astype(jnp.float32)
         top = jnp.max(jnp.abs(f), 0, keepdims=True)
-        row = slice(0, 1) if scales.shape[0] == 1 else pl.ds(first + i, 1)  # Mosaic wants no index into one row
+        row = slice(0, 1) if scales.shape[0] == 1 else pl.ds(first + i, 1)  # Mosaic refuses an index into one row
         scales[row, :] = top
         code = coded(f, inverse(top, bits), bits)
         code = packed(code[:held], code[held:]) if bits == 4 else code

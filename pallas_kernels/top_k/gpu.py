@@ -64,7 +64,7 @@ def _along_rows(x: Any, values: Any, places: Any, *, k: int, rows: int) -> None:
 
         f = load_rows(x.at[at], layout).astype(jnp.float32)
         place = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout).astype(jnp.float32)
-        # a place and what a magnitude does not say, as one float: a round looks for nothing else
+        # a place, the sign, and whether it is NaN, as one float: a round looks for nothing else
         code = 4 * place + jnp.where(f < 0, 1.0, 0.0) + jnp.where(f != f, 2.0, 0.0)
 
         def one(n: Any, a: Any) -> Any:

@@ -83,7 +83,7 @@ def _down_columns(x: Any, values: Any, places: Any, *found: Any, block: int, k: 
 
         def round_(n: Any, a: Any) -> Any:
             value, at, a = _round(f, a, place, 0)
-            row = slice(0, 1) if values.shape[0] == 1 else pl.ds(i * k + n, 1)  # Mosaic wants no index into one row
+            row = slice(0, 1) if values.shape[0] == 1 else pl.ds(i * k + n, 1)  # Mosaic refuses an index into one row
             held[row, :], places[row, :] = value, at
             return a
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxscale.data import tokenizer
-from jaxscale.data.joined import marker_of, pieces
+from jaxscale.data.joined import join_texts, marker_of
 from jaxscale.data.tokenizer import Bytes, Characters, Subwords
 from jaxscale.errors import UserError
 
@@ -130,7 +130,7 @@ def test_short_texts_are_joined_at_a_special_token_without_changing_their_ids():
     assert marker is not None
     assert marker.text == "<eos>"
     texts = [*words * 40, "this<eos>spells it", "<eos>", *words]
-    assert len(list(pieces(texts, marker, 1024))) < len(texts) / 2
+    assert len(list(join_texts(texts, marker, 1024))) < len(texts) / 2
     assert joined(list(ours.encode_all(texts)), texts) == [ours.encode(text).tolist() for text in texts]
 
 
