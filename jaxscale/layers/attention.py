@@ -147,7 +147,7 @@ class Attention(nnx.Module):
             if context.attention not in ("plain", "chunked"):
                 settings["implementation"] = "auto"  # kernels support no cache, and a plan that names one still samples
         # under a sharded sequence, one gather of keys and values, and one scatter of their gradients
-        k, v = (move(x, _KEYS_ALONG_QUERIES, _KEYS) for x in (k, v))
+        k, v = (move(array, _KEYS_ALONG_QUERIES, _KEYS) for array in (k, v))
         y = attend(q, k, v, **settings)
         y = constrain(y, "batch", "inner_seq", "heads", "head_dim")
         y = self.out(y.reshape(batch, length, self.heads * self.head_dim), context)
