@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxscale.cli import arguments
-from jaxscale.cli.commands import COMMANDS, Draw, Explain, Fit, Train
+from jaxscale.cli.commands import COMMANDS, TAKES_FIELDS
+from jaxscale.cli.experiment_commands import load_experiment
 from jaxscale.errors import Diverged, Preempted, UserError
 
 MISTAKE, DIVERGED, PREEMPTED, INTERRUPTED = 2, 4, 75, 130
@@ -46,12 +47,8 @@ def _run(request: arguments.Arguments) -> int:
         _show_help(request)
         return 0
     assert request.command is not None
-    COMMANDS[request.command](**request.early).check()
-    from jaxscale.cli.usage import parse
-
-    command = parse(request.command, request.own)
-    code = command.run(request.fields) if isinstance(command, Train | Fit | Explain | Draw) else command.run()
-    return code or 0
+    command = COMMANDS[request.command](**request.values)
+    return (command.run(request.fields) if isinstance(command, TAKES_FIELDS) else command.run()) or 0
 
 
 def _show_help(request: arguments.Arguments) -> None:
@@ -59,12 +56,12 @@ def _show_help(request: arguments.Arguments) -> None:
 
     if request.command is None:
         return usage.show_all()
-    if getattr(COMMANDS[request.command], "takes_fields", False) and "file" in request.early:
+    if "file" in request.values:
         from jaxscale.records.outline import outline
 
-        command: Any = COMMANDS[request.command](**request.early)
+        command: Any = COMMANDS[request.command](**request.values)
         file = outline(command.file, command.variant)
-        experiment, _ = command.load(request.fields)
+        experiment, _ = load_experiment(command, request.fields)
         return usage.show(request.command, experiment, file.variants)
     return usage.show(request.command)
 
