@@ -3,10 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 from pathlib import Path
 
 from jaxscale.errors import UserError
+from jaxscale.figures import markup
+from jaxscale.figures.markup import Markup, element, joined, write_figure, write_text
 from jaxscale.pipeline.charts.svg import svg_chart
 from jaxscale.pipeline.charts.text import PLAIN, columns_per_second, text_chart
 from jaxscale.pipeline.clock.simulate import Simulation, simulate
@@ -86,32 +87,27 @@ class Chart:
         ]
         return "\n".join(lines)
 
-    def svg(self) -> str:
+    def svg(self) -> Markup:
         """The chart alone, as an image."""
         panels = [(self._heading(name, simulation), simulation) for name, simulation in self.drawn]
         return svg_chart(panels, clock=self.clock)
 
     def html(self) -> str:
         """A page: chart, numbers, and the action under the pointer, with its microbatch highlighted."""
-        return page(", ".join(name for name, _ in self.drawn), self.svg() + self.html_table() + self.html_legend())
+        title = ", ".join(name for name, _ in self.drawn)
+        return page(title, joined([self.svg(), self.html_table(), self.html_legend()]))
 
     def _repr_html_(self) -> str:
-        return self.svg() + self.html_table()
+        return joined([self.svg(), self.html_table()])
 
-    def html_table(self) -> str:
+    def html_table(self) -> Markup:
         """The numbers of each schedule, as a table of a page."""
-        heads = "".join(f"<th>{escape(head)}</th>" for head in self._heads())
-        rows = "".join(
-            f"<tr><td>{escape(name)}</td>"
-            + "".join(f"<td class=r>{escape(cell)}</td>" for cell in self._numbers(simulation))
-            + "</tr>"
-            for name, simulation in self.drawn
-        )
-        return f"<table><tr>{heads}</tr>{rows}</table>"
+        rows = [[name, *self._numbers(simulation)] for name, simulation in self.drawn]
+        return markup.table(rows, self._heads(), numeric=range(1, 9))
 
-    def html_legend(self) -> str:
+    def html_legend(self) -> Markup:
         """The legend as paragraphs of a page."""
-        return "".join(f"<p>{escape(line)}</p>" for line in self.legend().splitlines())
+        return joined([element("p", line) for line in self.legend().splitlines()])
 
     def write(self, path: str | Path) -> None:
         """Write a file of the type of its suffix.
@@ -119,17 +115,11 @@ class Chart:
         Raises:
             UserError: a suffix other than .svg, .html or .csv; a CSV of several schedules; a path that fails.
         """
-        path = Path(path)
         check_file(path, [simulation.schedule for _, simulation in self.drawn])
-        writers = {
-            ".svg": lambda: self.svg() + "\n",
-            ".html": self.html,
-            ".csv": lambda: to_csv(self.drawn[0][1].schedule),
-        }
-        try:
-            path.write_text(writers[path.suffix]())
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror}; give another name") from error
+        if Path(path).suffix == ".csv":
+            write_text(path, to_csv(self.drawn[0][1].schedule))
+        else:
+            write_figure(path, lambda: self.svg() + "\n", self.html)
 
     def _heading(self, name: str, simulation: Simulation) -> str:
         state = "" if simulation.period is None else " in the steady state"
@@ -141,17 +131,8 @@ class Chart:
         return any(any(simulation.live_bytes) for _, simulation in self.drawn)
 
     def _heads(self) -> list[str]:
-        return [
-            "",
-            "time",
-            "each",
-            "bubble",
-            "own span",
-            "live",
-            *(["live bytes"] if self._priced else []),
-            "weights",
-            "apart",
-        ]
+        live_bytes = ["live bytes"] if self._priced else []
+        return ["", "time", "each", "bubble", "own span", "live", *live_bytes, "weights", "apart"]
 
     def _numbers(self, simulation: Simulation) -> list[str]:
         dataflow = simulate(simulation.schedule, simulation.costs, "dataflow")
@@ -190,10 +171,8 @@ def page(title: str, body: str) -> str:
         title: plain text.
         body: HTML, with charts of `Chart.svg`.
     """
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-        f"<h1>{escape(title)}</h1><p id=told>Point at an action.</p>{body}<script>{_SCRIPT}</script></html>\n"
-    )
+    description = element("p", "Point at an action.", id="action")
+    return markup.page(title, element("h1", title), description, Markup(body), style=_STYLE, script=_SCRIPT)
 
 
 def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
@@ -231,18 +210,14 @@ def _weights(schedule: Schedule) -> float:
     return max(copies) * schedule.ranks / schedule.stages
 
 
-_STYLE = (
-    ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;"
-    "padding:0 1rem}h1{font-size:1.3rem}svg{width:100%;height:auto}p{margin:.1rem 0}"
-    "#told{font-weight:600;position:sticky;top:0;background:Canvas;padding:.3rem 0}"
-    "table{border-collapse:collapse;margin:1rem 0}td,th{padding:.15rem .7rem;text-align:left;"
-    "border-bottom:1px solid #8883}th{text-align:right}.r{text-align:right;font-variant-numeric:tabular-nums}"
+_STYLE = markup.STYLE + (
+    "h1{font-size:1.3rem}#action{font-weight:600;position:sticky;top:0;background:Canvas;padding:.3rem 0}"
     "svg.on g[data-m]{opacity:.25}svg.on g.on{opacity:1}"
 )
 _SCRIPT = (
-    "const told=document.getElementById('told');document.addEventListener('mouseover',e=>{"
+    "const action=document.getElementById('action');document.addEventListener('mouseover',e=>{"
     "const g=e.target.closest('g[data-m]'),s=e.target.closest('svg');"
     "document.querySelectorAll('.on').forEach(o=>o.classList.remove('on'));if(!g)return;s.classList.add('on');"
-    "told.textContent=g.querySelector('title').textContent;"
+    "action.textContent=g.querySelector('title').textContent;"
     "s.querySelectorAll(`g[data-m=\"${g.dataset.m}\"]`).forEach(o=>o.classList.add('on'))})"
 )

@@ -8,6 +8,7 @@ it.
 import math
 from collections.abc import Callable, Sequence
 
+from jaxscale.figures.axes import ticks
 from jaxscale.pipeline.clock.simulate import Simulation, Span
 from jaxscale.pipeline.schedule import Action, Kind
 
@@ -33,22 +34,23 @@ def text_chart(
 ) -> str:
     """The chart of a simulation, with the most live activations at the right of each rank.
 
-    Args:
-        simulation: to be drawn.
-        width: columns of the terminal.
-        per_second: columns of a second; `None`: to fill the width (`columns_per_second`).
-        color: whether to use the escape sequences of a terminal.
-        clock: the format of a time.
+        Args:
+            simulation: to be drawn.
+            width: columns of the terminal.
+            per_second: columns of a second; `None`: to fill the width (`columns_per_second`).
+            color: whether to use the escape sequences of a terminal.
+            clock: the format of a time.
 
-    Example:
-        >>> from jaxscale.pipeline.clock.costs import Costs
-        >>> from jaxscale.pipeline.schedules import METHODS
-        >>> from jaxscale.pipeline.clock.simulate import simulate
-        >>> schedule = METHODS["1f1b"].schedule(2, 3)
-        >>> print(text_chart(simulate(schedule, Costs.alike(schedule)), 50))
-        rank 0 │F0F1    B0══F2B1══  B2══│ 2 live
-        rank 1 │  F0B0══F1B1══F2B2══    │ 1 live
-               0   2   4   6   8   10  12
+        Example:
+            >>> from jaxscale.pipeline.clock.costs import Costs
+            >>> from jaxscale.pipeline.schedules import METHODS
+            >>> from jaxscale.figures.axes import ticks
+    from jaxscale.pipeline.clock.simulate import simulate
+            >>> schedule = METHODS["1f1b"].schedule(2, 3)
+            >>> print(text_chart(simulate(schedule, Costs.alike(schedule)), 50))
+            rank 0 │F0F1    B0══F2B1══  B2══│ 2 live
+            rank 1 │  F0B0══F1B1══F2B2══    │ 1 live
+                   0   2   4   6   8   10  12
     """
     schedule = simulation.schedule
     per_second = columns_per_second([simulation], width) if per_second is None else per_second
@@ -92,25 +94,12 @@ def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:
         >>> axis(1.2, 40, "{:g}".format)
         '0     5     10    15    20    25    30'
     """
-    line, seconds = "", columns / per_second
-    for number in range(int(seconds / step_of(seconds)) + 1):
-        time = number * step_of(seconds)
-        label, place = clock(time) if number else "0", round(time * per_second)
+    line = ""
+    for time in ticks(0.0, columns / per_second, 8):
+        label, place = clock(time) if time else "0", round(time * per_second)
         if place >= len(line) + bool(line):
             line += " " * (place - len(line)) + label
     return line
-
-
-def step_of(seconds: float, most: int = 8) -> float:
-    """The distance of ticks on an axis: 1, 2 or 5 times a power of ten, no more than `most` of them.
-
-    Example:
-        >>> step_of(33.0), step_of(0.0049)
-        (5.0, 0.001)
-    """
-    least_step = seconds / most
-    power = math.floor(math.log10(least_step))
-    return next(step for factor in (1, 2, 5, 10) if (step := float(f"{factor}e{power}")) >= least_step * (1 - 1e-9))
 
 
 def _name(simulation: Simulation, rank: int) -> str:
