@@ -16,6 +16,7 @@ from jaxscale.cli.experiment_commands import load_experiment
 from jaxscale.errors import Diverged, Preempted, UserError
 
 MISTAKE, DIVERGED, PREEMPTED, INTERRUPTED = 2, 4, 75, 130
+CODES = {UserError: MISTAKE, Diverged: DIVERGED, Preempted: PREEMPTED, KeyboardInterrupt: INTERRUPTED}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,18 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # without the line of code
     try:
         return _run(arguments.read(sys.argv[1:] if argv is None else argv))
-    except UserError as error:
-        _print_error(error)
-        return MISTAKE
-    except Diverged as error:
-        _print_error(error)
-        return DIVERGED
-    except Preempted as error:
-        _print_error(error)
-        return PREEMPTED
-    except KeyboardInterrupt as error:
-        _print_error(str(error) or "interrupted")
-        return INTERRUPTED
+    except tuple(CODES) as error:
+        print(f"jaxscale: {str(error) or 'interrupted'}", file=sys.stderr)
+        return next(code for kind, code in CODES.items() if isinstance(error, kind))
     except SystemExit as system_exit:  # help was shown
         return system_exit.code if isinstance(system_exit.code, int) else 0
     finally:
@@ -64,7 +56,3 @@ def _show_help(request: arguments.Arguments) -> None:
         experiment, _ = load_experiment(command, request.fields)
         return usage.show(request.command, experiment, file.variants)
     return usage.show(request.command)
-
-
-def _print_error(message: object) -> None:
-    print(f"jaxscale: {message}", file=sys.stderr)

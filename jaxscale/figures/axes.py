@@ -27,7 +27,7 @@ def ticks(low: float, high: float, most: float = 6) -> list[float]:
     """
     step = round_step(high - low, most)
     indices = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-    return [float(f"{index * step:.12g}") for index in indices]
+    return [float(f"{index * step:.15g}") for index in indices]
 
 
 def byte_ticks(high: float) -> list[float]:

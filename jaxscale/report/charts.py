@@ -191,19 +191,13 @@ def _bounds(finite: np.ndarray) -> tuple[float, float, int]:
 
 def _tick_text(values: Sequence[float]) -> Callable[[float], str]:
     """A formatter with as many decimals as distinguish the ticks."""
-    gap = min((abs(b - a) for a, b in pairwise(values) if a != b), default=abs(values[0]) if values else 1.0)
-    biggest = max((abs(value) for value in values), default=1.0)
+    gap = min((after - before for before, after in pairwise(values) if after > before), default=1.0)
+    biggest = max(map(abs, values), default=1.0)
+    decimals = max(0, -math.floor(math.log10(gap) + 1e-9))
     if biggest >= 1e5:
         return short
-    if biggest < 1e-3:
-        return _scientific
-    decimals = max(0, -math.floor(math.log10(gap) + 1e-9))
-    return lambda value: f"{value:,.{decimals}f}".replace("-", "\N{MINUS SIGN}") if value else "0"
-
-
-def _scientific(value: float) -> str:
-    mantissa, _, power = f"{value:.1e}".partition("e")
-    return f"{mantissa.removesuffix('.0')}e{int(power)}".replace("-", "\N{MINUS SIGN}") if value else "0"
+    form = "{:.2g}" if biggest < 1e-3 else f"{{:,.{decimals}f}}"
+    return lambda value: form.format(value).replace("e-0", "e-").replace("-", "\N{MINUS SIGN}") if value else "0"
 
 
 def _mark_labels(marks: Sequence[Mark], x_of: Callable[[float], float]) -> list[Markup]:

@@ -21,18 +21,9 @@ from jaxscale.records.storage import run_path
 from jaxscale.report.charts import Mark, Series, line_chart, smooth
 from jaxscale.report.pictures import memory_bar, mesh_picture, parameter_table
 from jaxscale.report.sentences import mesh_of, plan_in_words
+from jaxscale.report.summary import FILE, STATUS
 from jaxscale.values.units import count, duration, field, number, rate, round_size, short, size
 
-FILE = "report.html"
-
-_STATUS = {
-    "finished": "Finished",
-    "preempted": "Preempted: start it again to continue",
-    "diverged": "Diverged",
-    "running": "Running",
-    "stopped": "Stopped without a final event",
-    "empty": "Nothing measured yet",
-}
 _EVENT_COLORS = {
     "compile": 1,
     "kernels": 1,
@@ -101,7 +92,8 @@ def _header(run: RunRecord) -> Markup:
     parts += [f"variant {run.source['variant']}"] if run.source.get("variant") else []
     parts += [f"seed {run.experiment['seed']}"] if "seed" in run.experiment else []
     parts += [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start))] if start is not None else []
-    status = element("span", _STATUS[run.status], class_=f"status {run.status}")
+    words = STATUS[run.status][0]
+    status = element("span", words[0].upper() + words[1:], class_=f"status {run.status}")
     header = element(
         "header",
         element("div", element("h1", run.name), status, class_="title"),
@@ -160,46 +152,39 @@ def _charts(run: RunRecord) -> list[Markup]:
     if held_out:
         curves.append(Series("held out", held_out.column("step"), held_out.column("loss"), "dots", 2))
     loss_chart = line_chart("Loss", curves, unit="nats per target token", marks=marks, tall=True)
-    rate_field = "tokens_per_second"
-    seconds_field = "step_seconds"
+    tokens_unit = "target tokens per second"
     charts = [
-        _metric_chart(train, "learning_rate", "Learning rate", color=3, from_zero=True),
-        _metric_chart(
-            train,
-            rate_field,
-            "Throughput",
-            unit="target tokens per second",
-            color=1,
-            text=count,
-            ticks_text=short,
-            from_zero=True,
-        )
-        or _metric_chart(train, seconds_field, "Step", color=1, text=duration, ticks_text=duration, from_zero=True),
-        _metric_chart(train, "grad_norm", "Gradient norm", color=4),
+        _metric_chart(train, "learning_rate", "Learning rate", color=3),
+        _metric_chart(train, "tokens_per_second", "Throughput", unit=tokens_unit, color=1, text=count, ticks_text=short)
+        or _metric_chart(train, "step_seconds", "Step", color=1, text=duration, ticks_text=duration),
+        _metric_chart(train, "grad_norm", "Gradient norm", color=4, from_zero=False),
     ]
     if run.device_memory is not None:
         name, column = run.device_memory
         base = 1024.0 ** math.floor(math.log(max(float(np.nanmax(column)), 1.0), 1024))
-        options: dict[str, Any] = {"text": size, "ticks_text": round_size, "ticks_base": base, "from_zero": True}
-        charts.append(_metric_chart(train, name, "Device memory", color=5, **options))
+        bytes_texts: dict[str, Any] = {"text": size, "ticks_text": round_size, "ticks_base": base}
+        charts.append(_metric_chart(train, name, "Device memory", color=5, **bytes_texts))
     if run.mfu is not None:
-        options = {"text": "{:.1%}".format, "ticks_text": "{:.0%}".format, "from_zero": True}
-        charts.append(_metric_chart(train, "mfu", "Model FLOP utilization", color=7, **options))
-    elif np.isfinite(train.column("flop_per_second")).any():
-        options = {"text": lambda v: rate(v, "FLOP/s"), "ticks_text": short, "from_zero": True}
-        charts.append(_metric_chart(train, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **options))
+        texts = {"text": "{:.1%}".format, "ticks_text": "{:.0%}".format}
+        charts.append(_metric_chart(train, "mfu", "Model FLOP utilization", color=7, **texts))
+    else:
+        texts = {"text": lambda flop: rate(flop, "FLOP/s"), "ticks_text": short}
+        charts.append(_metric_chart(train, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **texts))
     sheets = [_sheet(None, chart) for chart in charts if chart]
     sections = [_sheet(None, loss_chart)] if loss_chart else []
     return sections + ([element("div", sheets, class_="pair")] if sheets else [])
 
 
-def _metric_chart(rows: MetricsRows, name: str, title: str, *, color: int, unit: str = "", **options: Any) -> Markup:
+def _metric_chart(
+    rows: MetricsRows, name: str, title: str, *, color: int, from_zero: bool = True, **options: Any
+) -> Markup:
+    """The chart of a field of the metrics; empty without a finite value."""
     steps, values = rows.column("step"), rows.column(name)
     curves = [Series(title.lower(), steps, values, "line", color)]
     if len(values) > 200 and name not in ("learning_rate", "memory_bytes"):
         curves = [Series("each step", steps, values, "faint", color)]
         curves += [Series("smoothed", steps, smooth(values, len(values) / 50), "line", color)]
-    return line_chart(title, curves, unit=unit, **options)
+    return line_chart(title, curves, from_zero=from_zero, **options)
 
 
 def _plan(run: RunRecord) -> list[Markup]:

@@ -158,20 +158,11 @@ _STATE = {
     "int4": "Moments are kept in 4 bits, the second without a zero, a scale for each block of a column.",
     "fp8": "Moments are kept as 8-bit floating point (e4m3), a scale for each block of a column.",
 }
-_DESCRIBED = frozenset(
-    (
-        "version",
-        "type",
-        "mesh",
-        "zero",
-        "sequence_parallel",
-        "microbatches",
-        "pipeline",
-        "precision",
-        "matmul",
-        "reduce",
-    )
-) | frozenset(("diloco", "memory", "offload", "state", "kernels", "unroll", "rules"))
+_DESCRIBED = (
+    "version", "type", "mesh", "zero", "sequence_parallel", "microbatches", "pipeline", "precision", "matmul", "reduce",
+    "diloco", "memory", "offload", "state", "kernels", "unroll", "rules",
+)  # fmt: skip
+"""Fields with sentences, and those without an effect of their own."""
 
 
 def _options(text: str) -> dict[str, str]:

@@ -367,6 +367,11 @@ def test_wide_ranges_are_logarithmic_and_a_rare_spike_is_counted():
     assert "<svg" in line_chart("x", [Series("a", steps[:1], np.array([0.0]))])
 
 
+@pytest.mark.parametrize("values", [[1.0, 1 + 4e-16], [1e15, 1e15 + 1], [-1e-5, 3e-5], [7.0, 7.0], [1e300, -1e300]])
+def test_every_range_has_an_axis(values):
+    assert "<svg" in line_chart("x", [Series("a", np.arange(2.0), np.array(values))])
+
+
 @pytest.mark.parametrize("sizes", [{}, {"data": 2}, {"data": 2, "fsdp": 4}, {"replica": 2, "fsdp": 2, "tensor": 2}])
 def test_every_device_of_a_small_mesh_is_drawn_once(sizes):
     devices = math.prod(sizes.values())
