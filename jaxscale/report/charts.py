@@ -24,7 +24,9 @@ BUCKETS = 500
 """Buckets of a thinned curve, of at most two points each: as many as a chart has pixels."""
 
 _UNITS = 1000.0
+"""Width and height of the curves' image, in its own units."""
 _MARKS = 40
+"""The most marks that a chart shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,11 +148,8 @@ def line_chart(
     tick_text = ticks_text or ("{:g}".format if logarithmic else _tick_text(levels))
     step_text = short if last >= 1e6 else "{:,.0f}".format
     labels = [element("span", tick_text(level), class_="y", style=f"top:{y_of(level):.2%}") for level in levels]
-    labels += [
-        element("span", step_text(step), class_="x", style=f"left:{x_of(step):.2%}")
-        for step in ticks(first, last, 5)
-        if step == int(step)
-    ]
+    steps = [step for step in ticks(first, last, 5) if step == int(step)]
+    labels += [element("span", step_text(step), class_="x", style=f"left:{x_of(step):.2%}") for step in steps]
     labels += _mark_labels(marks, x_of) if tall else []
     keys = [element("span", element("i"), curve.label, class_=f"key c{curve.color} {curve.style}") for curve in series]
     notes = [f"{outside_count} point{'s' * (outside_count > 1)} outside the frame"] if outside_count else []
@@ -163,13 +162,12 @@ def line_chart(
         element("span", keys, class_="legend") if tall and len(keys) > 1 else None,
         element("small", ", ".join(notes), class_="note") if notes else None,
     )
-    read_out = (element("div", class_="cursor"), element("div", class_="tip"))
+    plot = (image, labels, element("div", class_="cursor"), element("div", class_="tip"))
+    description = _description(title, series, text)
     return element(
         "figure",
         element("figcaption", caption),
-        element(
-            "div", image, labels, read_out, class_="plot", tabindex=0, role="img", aria_label=_aria(title, series, text)
-        ),
+        element("div", plot, class_="plot", tabindex=0, role="img", aria_label=description),
         element("script", _readout(series, marks, text, first, last), type="application/json"),
         class_="chart tall" if tall else "chart",
     )
@@ -180,12 +178,12 @@ def _bounds(finite: np.ndarray) -> tuple[float, float, int]:
     low, high = float(finite.min()), float(finite.max())
     if len(finite) < 50:
         return low, high, 0
-    p1, p99 = (float(p) for p in np.percentile(finite, [1, 99]))
-    reach = 4 * (p99 - p1)
-    if reach > 0 and high > p99 + reach:
-        high = p99 + (p99 - p1) * 0.5
-    if reach > 0 and low < p1 - reach:
-        low = p1 - (p99 - p1) * 0.5
+    p1, p99 = np.percentile(finite, [1, 99]).tolist()
+    spread = p99 - p1
+    if spread > 0 and high > p99 + 4 * spread:
+        high = p99 + 0.5 * spread
+    if spread > 0 and low < p1 - 4 * spread:
+        low = p1 - 0.5 * spread
     return low, high, int(((finite > high) | (finite < low)).sum())
 
 
@@ -208,12 +206,8 @@ def _mark_labels(marks: Sequence[Mark], x_of: Callable[[float], float]) -> list[
         if not groups or x - groups[-1][0] >= 0.14:
             groups.append((x, []))
         groups[-1][1].append(mark.label)
-    return [
-        element(
-            "span", ", ".join(dict.fromkeys(names)), class_="rule before" if x > 0.7 else "rule", style=f"left:{x:.2%}"
-        )
-        for x, names in groups
-    ]
+    texts = [(x, ", ".join(dict.fromkeys(names)), " before" * (x > 0.7)) for x, names in groups]
+    return [element("span", text, class_=f"rule{side}", style=f"left:{x:.2%}") for x, text, side in texts]
 
 
 def _curve(curve: Series, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> Markup:
@@ -250,6 +244,7 @@ def _readout(
     return Markup(json.dumps(chart, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"))
 
 
-def _aria(title: str, series: Sequence[Series], text: Callable[[float], str]) -> str:
-    finite_values = [(curve.label, curve.values[np.isfinite(curve.values)]) for curve in series]
-    return f"{title}: " + "; ".join(f"{label} from {text(v[0])} to {text(v[-1])}" for label, v in finite_values)
+def _description(title: str, series: Sequence[Series], text: Callable[[float], str]) -> str:
+    """The chart for a screen reader: the first and the last finite value of each curve."""
+    values = [(curve.label, curve.values[np.isfinite(curve.values)]) for curve in series]
+    return f"{title}: " + "; ".join(f"{label} from {text(ends[0])} to {text(ends[-1])}" for label, ends in values)

@@ -105,23 +105,21 @@ def _header(run: RunRecord) -> Markup:
 
 def _figures(run: RunRecord) -> Markup | None:
     """The most important figures of the run."""
-    figures: list[tuple[str, str, str]] = []
-    if run.best is not None:
-        figures.append(("Best held-out loss", number(run.best[1]), f"at step {run.best[0]:,}"))
-    if run.final is not None and run.final != run.best:
-        figures.append(("Last held-out loss", number(run.final[1]), f"at step {run.final[0]:,}"))
     train = run.rows("train")
+    losses: dict[str, tuple[int, Any] | None] = {"Best held-out loss": run.best}
+    if run.final != run.best:
+        losses["Last held-out loss"] = run.final
     if run.final is None and train:
-        figures.append(("Training loss", number(train[-1].get("loss")), f"at step {train[-1]['step']:,}"))
+        losses["Training loss"] = train[-1]["step"], train[-1].get("loss")
+    figures = [(name, number(point[1]), f"at step {point[0]:,}") for name, point in losses.items() if point is not None]
     if run.metrics:
         figures.append(("Steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else ""))
     if run.tokens is not None:
         figures.append(("Target tokens", count(run.tokens), ""))
     if run.seconds is not None and run.metrics:
-        events = run.events("compile")
-        seconds = events.column("seconds")
-        seconds = float(seconds[np.isfinite(seconds)].sum())
-        figures.append(("Time", duration(run.seconds), f"{duration(seconds)} compiling" if seconds else ""))
+        compile_seconds = float(np.nansum(run.events("compile").column("seconds")))
+        compile_note = f"{duration(compile_seconds)} compiling" if compile_seconds else ""
+        figures.append(("Time", duration(run.seconds), compile_note))
     if run.tokens_per_second is not None:
         note = f"{run.mfu:.1%} MFU" if run.mfu is not None else ""
         figures.append(("Tokens per second", count(run.tokens_per_second), note))
@@ -165,7 +163,7 @@ def _charts(run: RunRecord) -> list[Markup]:
         bytes_texts: dict[str, Any] = {"text": size, "ticks_text": round_size, "ticks_base": base}
         charts.append(_metric_chart(train, name, "Device memory", color=5, **bytes_texts))
     if run.mfu is not None:
-        texts = {"text": "{:.1%}".format, "ticks_text": "{:.0%}".format}
+        texts: dict[str, Any] = {"text": "{:.1%}".format, "ticks_text": "{:.0%}".format}
         charts.append(_metric_chart(train, "mfu", "Model FLOP utilization", color=7, **texts))
     else:
         texts = {"text": lambda flop: rate(flop, "FLOP/s"), "ticks_text": short}

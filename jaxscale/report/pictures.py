@@ -26,8 +26,6 @@ _KIND_COLORS = (
 _LONGEST_SIDE = 44.0
 """Longest side of a parameter's picture, in pixels."""
 
-TIMES = "\N{MULTIPLICATION SIGN}"
-
 
 def mesh_picture(sizes: dict[str, int], devices: int) -> Markup:
     """The devices of a mesh as a grid of numbered squares.
@@ -39,10 +37,9 @@ def mesh_picture(sizes: dict[str, int], devices: int) -> Markup:
         devices: number of devices, where the mesh has no axis.
     """
     axes = list(sizes.items())
-    column_axis = axes[-1] if axes else ("device", max(1, devices))
-    row_axis = axes[-2] if len(axes) > 1 else None
+    lengths = [length for _, length in axes] or [max(1, devices)]
     groups = axes[:-2]
-    rows, columns = (row_axis[1] if row_axis else 1), column_axis[1]
+    rows, columns = (lengths[-2] if len(lengths) > 1 else 1), lengths[-1]
     grids = []
     for group in _drawn_indices(math.prod(length for _, length in groups)):
         if group is None:
@@ -58,12 +55,10 @@ def mesh_picture(sizes: dict[str, int], devices: int) -> Markup:
         name = element("figcaption", _group_name(groups, group), class_="group") if groups else None
         style = f"--columns:{min(columns, _SHOWN)}"
         grids.append(element("figure", name, element("div", cells, class_="cells", style=style)))
-    directions = [(axis, length, "groups") for axis, length in groups]
-    directions += [(*row_axis, "down")] if row_axis else []
-    directions += [(*column_axis, "across")] if axes else []
+    directions = [*["groups"] * len(groups), *["down", "across"][-len(axes) :]]
     keys = [
         element("span", _swatch(_axis_color(axis)), element("b", axis), f" {length} {direction}", class_="key")
-        for axis, length, direction in directions
+        for (axis, length), direction in zip(axes, directions, strict=False)
     ]
     return element("div", element("div", grids, class_="grids"), element("div", keys, class_="legend"), class_="mesh")
 
@@ -85,7 +80,7 @@ def _group_name(groups: Sequence[tuple[str, int]], index: int) -> str:
     return ", ".join(f"{axis} {place}" for (axis, _), place in zip(groups, indices, strict=True))
 
 
-def cut_picture(shape: Sequence[int], parts: Sequence[int]) -> Markup:
+def shard_picture(shape: Sequence[int], parts: Sequence[int]) -> Markup:
     """A parameter as a rectangle cut into its shards, the first device's filled; dims beyond two show as a pile.
 
     Args:
@@ -122,8 +117,8 @@ def parameter_table(parameters: Sequence[Any], sizes: dict[str, int], most: int 
     for param in valid[:most]:
         shape, spec = list(param["shape"]), _spec(param.get("spec"), len(param["shape"]))
         parts = [math.prod(sizes.get(axis, 1) for axis in axes) for axes in spec]
-        cells = [cut_picture(shape, parts), _breakable(str(param.get("name")))]
-        cells += [f" {TIMES} ".join(f"{dim:,}" for dim in shape) or "scalar", _placement(spec, sizes)]
+        cells = [shard_picture(shape, parts), _breakable(str(param.get("name")))]
+        cells += [" \N{MULTIPLICATION SIGN} ".join(f"{dim:,}" for dim in shape) or "scalar", _placement(spec, sizes)]
         rows.append([*cells, str(param.get("dtype") or ""), *_sizes([param])])
     smaller = valid[most:]
     rest = [("", f"{count(len(smaller))} smaller ones", "", "", "", *_sizes(smaller))] if smaller else []

@@ -91,6 +91,7 @@ def read_json(path: Any) -> Any:
 
 
 def _dump(value: Any, hint: Any) -> Any:
+    """The JSON of a value in a field of a declared type."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -105,10 +106,9 @@ def _dump(value: Any, hint: Any) -> Any:
         fields = {name: _dump(getattr(value, name), inner) for name, inner in field_types(type(value)).items()}
         return {_TYPE: type_name(_code_name(type(value))), **fields} if names_its_class(hint) else fields
     if isinstance(value, tuple | list):
-        single = [member for member in members(hint) if (get_origin(member) or member) in (tuple, list)]
-        return [
-            _dump(item, inner) for item, inner in zip(value, item_hints((*single, Any)[0], len(value)), strict=True)
-        ]
+        sequence_hints = [member for member in members(hint) if (get_origin(member) or member) in (tuple, list)]
+        hints = item_hints((*sequence_hints, Any)[0], len(value))
+        return [_dump(item, inner) for item, inner in zip(value, hints, strict=True)]
     if isinstance(value, Mapping):
         inner = ([get_args(member)[1] for member in members(hint) if len(get_args(member)) == 2] or [Any])[0]
         return {str(key): _dump(item, inner) for key, item in value.items()}

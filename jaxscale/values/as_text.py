@@ -49,7 +49,7 @@ def override(value: T, changes: Mapping[str, str]) -> T:
     nested: dict[str, Any] = {}
     for key, text in changes.items():
         path = key.replace("-", "_")
-        _find(value, path, key)
+        _check_path(value, path, key)
         level = nested
         *parents, leaf = path.split(".")
         for index, parent in enumerate(parents):
@@ -138,7 +138,7 @@ def _number(text: str, hint: type, path: str) -> int | float:
     return number
 
 
-def _find(value: Any, path: str, key: str) -> None:
+def _check_path(value: Any, path: str, key: str) -> None:
     """Check that the dotted path leads to a field that text can set."""
     record, hint = value, Any
     parts = path.split(".")

@@ -18,16 +18,16 @@ def number(value: float | None, digits: int = 4) -> str:
     if value is None:
         return ""
     if not math.isfinite(value):
-        return _minus(repr(float(value)))
+        return _with_minus(repr(float(value)))
     if value == 0:
         return "0"
     magnitude = math.floor(math.log10(abs(value)))
     if not -5 <= magnitude < 9:
-        head, _, power = f"{value:.{digits - 1}e}".partition("e")
-        return f"{_minus(head)}e{int(power)}"
+        mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+        return f"{_with_minus(mantissa)}e{int(power)}"
     rounded = round(value, digits - 1 - magnitude)
     places = max(0, digits - 1 - magnitude)
-    return _minus(f"{rounded:,.{places}f}")
+    return _with_minus(f"{rounded:,.{places}f}")
 
 
 def count(value: float) -> str:
@@ -39,7 +39,7 @@ def count(value: float) -> str:
     """
     scaled, letter = _scaled(value, _COUNTS)
     if letter:
-        return f"{_three(scaled)} {letter}"
+        return f"{_three_digits(scaled)} {letter}"
     return f"{value / 1e3:.0f} k" if abs(value) >= 1e5 else f"{round(value):,}"
 
 
@@ -51,7 +51,7 @@ def size(value: float) -> str:
         ('512 B', '1.50 MiB', '80.0 GiB')
     """
     scaled, unit = _scaled(value, _BYTES)
-    return f"{_three(scaled)} {unit}" if unit else f"{value:.0f} B"
+    return f"{_three_digits(scaled)} {unit}" if unit else f"{value:.0f} B"
 
 
 def round_size(value: float) -> str:
@@ -73,7 +73,7 @@ def rate(value: float, unit: str) -> str:
         '3.21 TFLOP/s'
     """
     scaled, letter = _scaled(value, _DECIMAL)
-    return f"{_three(scaled)} {letter}{unit}"
+    return f"{_three_digits(scaled)} {letter}{unit}"
 
 
 def short(value: float) -> str:
@@ -84,7 +84,7 @@ def short(value: float) -> str:
         ('20 k', '2.5 G', '0')
     """
     scaled, letter = _scaled(value, _DECIMAL)
-    return f"{_minus(f'{scaled:.4g}')} {letter}".rstrip()
+    return f"{_with_minus(f'{scaled:.4g}')} {letter}".rstrip()
 
 
 def duration(seconds: float) -> str:
@@ -97,7 +97,7 @@ def duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 60:
-        return f"{_three(seconds * 1e3)} ms" if seconds < 0.1 else f"{_three(seconds)} s"
+        return f"{_three_digits(seconds * 1e3)} ms" if seconds < 0.1 else f"{_three_digits(seconds)} s"
     for unit_seconds, part_seconds, names in (
         (86400, 3600, ("d", "h")),
         (3600, 60, ("h", "min")),
@@ -118,7 +118,7 @@ def field(name: str, value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if name.endswith("seconds") and math.isfinite(value):
-        return duration(value) if value >= 0.5 else f"{_three(value * 1e3)} ms"
+        return duration(value) if value >= 0.5 else f"{_three_digits(value * 1e3)} ms"
     if name.endswith("bytes") and math.isfinite(value):
         return size(value)
     if name.endswith("flop") and math.isfinite(value):
@@ -131,11 +131,13 @@ def _scaled(value: float, scales: Sequence[tuple[float, str]]) -> tuple[float, s
     return next(((value / scale, unit) for scale, unit in scales if abs(value) >= scale), (value, ""))
 
 
-def _three(value: float) -> str:
+def _three_digits(value: float) -> str:
+    """A number with three significant digits, and no power of ten."""
     if value == 0:
         return "0"
     return f"{value:.{max(0, 2 - max(0, math.floor(math.log10(abs(value)))))}f}"
 
 
-def _minus(text: str) -> str:
+def _with_minus(text: str) -> str:
+    """The text with minus signs for hyphens."""
     return text.replace("-", "\N{MINUS SIGN}")

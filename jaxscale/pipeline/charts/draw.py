@@ -67,25 +67,27 @@ class Chart:
 
     def table(self) -> str:
         """The numbers of each schedule, in columns."""
-        rows = [self._heads(), *([name, *self._numbers(simulation)] for name, simulation in self.drawn)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        heads, rows = self._columns()
+        cells = [heads, *rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells
         )
 
     def legend(self) -> str:
         """The meaning of the table's columns."""
         steady = any(simulation.period is not None for _, simulation in self.drawn)
         state = "; asynchronous: in the steady state" if steady else ""
-        lines = [
-            f"each: time for each microbatch{state}",
-            f"bubble: idle share of all devices' time{state}",
-            "own span: the same between each device's first action and its last",
-            "live: activations that the fullest device waits with, in microbatches of its part of the model",
-            "weights: how often the fullest device holds the weights of its part of the model",
-            "apart: the time with a program for each device, which waits for what it needs alone",
-        ]
-        return "\n".join(lines)
+        return "\n".join(
+            (
+                f"each: time for each microbatch{state}",
+                f"bubble: idle share of all devices' time{state}",
+                "own span: the same between each device's first action and its last",
+                "live: activations that the fullest device waits with, in microbatches of its part of the model",
+                "weights: how often the fullest device holds the weights of its part of the model",
+                "apart: the time with a program for each device, which waits for what it needs alone",
+            )
+        )
 
     def svg(self) -> Markup:
         """The chart alone, as an image."""
@@ -102,8 +104,8 @@ class Chart:
 
     def html_table(self) -> Markup:
         """The numbers of each schedule, as a table of a page."""
-        rows = [[name, *self._numbers(simulation)] for name, simulation in self.drawn]
-        return markup.table(rows, self._heads(), numeric=range(1, 9))
+        heads, rows = self._columns()
+        return markup.table(rows, heads, numeric=range(1, len(heads)))
 
     def html_legend(self) -> Markup:
         """The legend as paragraphs of a page."""
@@ -126,25 +128,24 @@ class Chart:
         live = max(simulation.live_shares)
         return f"{name}: {self.clock(simulation.seconds)}, bubble {simulation.bubble:.1%}{state}, {live:g} live"
 
-    @property
-    def _priced(self) -> bool:
-        return any(any(simulation.live_bytes) for _, simulation in self.drawn)
+    def _columns(self) -> tuple[list[str], list[list[str]]]:
+        """Heads of the table, and a row for each schedule."""
+        rows = [self._numbers(simulation) for _, simulation in self.drawn]
+        return ["", *rows[0]], [[name, *row.values()] for (name, _), row in zip(self.drawn, rows, strict=True)]
 
-    def _heads(self) -> list[str]:
-        live_bytes = ["live bytes"] if self._priced else []
-        return ["", "time", "each", "bubble", "own span", "live", *live_bytes, "weights", "apart"]
-
-    def _numbers(self, simulation: Simulation) -> list[str]:
-        dataflow = simulate(simulation.schedule, simulation.costs, "dataflow")
-        cells = [
-            self.clock(simulation.seconds),
-            self.clock(simulation.seconds_per_microbatch),
-            f"{simulation.bubble:.1%}",
-            f"{abs(simulation.bubble_own_span):.1%}",
-            f"{max(simulation.live_shares):g}",
-        ]
-        cells += [size(max(simulation.live_bytes))] if self._priced else []
-        return [*cells, f"{_weights(simulation.schedule):g}", self.clock(dataflow.seconds)]
+    def _numbers(self, simulation: Simulation) -> dict[str, str]:
+        """The numbers of a schedule by the heads of their columns."""
+        has_bytes = any(any(drawn.live_bytes) for _, drawn in self.drawn)
+        return {
+            "time": self.clock(simulation.seconds),
+            "each": self.clock(simulation.seconds_per_microbatch),
+            "bubble": f"{simulation.bubble:.1%}",
+            "own span": f"{abs(simulation.bubble_own_span):.1%}",
+            "live": f"{max(simulation.live_shares):g}",
+            **({"live bytes": size(max(simulation.live_bytes))} if has_bytes else {}),
+            "weights": f"{_weights(simulation.schedule):g}",
+            "apart": self.clock(simulate(simulation.schedule, simulation.costs, "dataflow").seconds),
+        }
 
 
 def drawable(plan: PipelinePlan, updates: int | None = None) -> Schedule:

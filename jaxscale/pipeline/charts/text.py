@@ -17,7 +17,7 @@ PLAIN = str.maketrans({"─": "-", "═": "=", "┄": ".", "│": "|"})
 """For terminals without these letters."""
 COLORS = {Kind.F: (75, 67), Kind.B: (114, 71), Kind.I: (80, 37), Kind.W: (215, 172), Kind.U: (176, 133)}
 """Of the 256 terminal colors: one for a rank's first stage, one for its later stages."""
-LEAST = 24
+LEAST_COLUMNS = 24
 """The least number of columns for time, however narrow the terminal."""
 
 Cell = tuple[str, Kind | None, bool]
@@ -74,7 +74,7 @@ def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
     Every action gets a whole number of columns if all can, though some of the width stays unused.
     """
     columns = min(width - len(_name(run, 0)) - len(f"││ {max(run.live_shares):g} live") for run in simulations)
-    per_second = max(columns, LEAST) / max(run.seconds for run in simulations)
+    per_second = max(columns, LEAST_COLUMNS) / max(run.seconds for run in simulations)
     lengths = {end - start for run in simulations for _, start, end in _actions(run) if end - start > 1e-9 * end}
     shortest = min(lengths)
     shortest_columns = per_second * shortest
