@@ -126,7 +126,7 @@ def test_the_page_stands_alone(tmp_path: Path):
     assert "<title>&lt;1f1b&gt;, &lt;chimera&gt;</title>" in page
     assert page.count("<svg") == 1
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    assert f'<td class="n">{chart.drawn[0][1].bubble:.1%}</td>' in page
+    assert f'<td class="n">{chart.simulations[0][1].bubble:.1%}</td>' in page
     chart.write(tmp_path / "chart.svg")
     assert ET.parse(tmp_path / "chart.svg").getroot().tag == f"{SVG}svg"
 

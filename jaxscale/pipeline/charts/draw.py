@@ -27,7 +27,7 @@ class Chart:
     """Charts and numbers of simulated schedules.
 
     Args:
-        drawn: name and simulation of each.
+        simulations: name and simulation of each schedule.
         timed: whether costs are seconds; otherwise they have any unit.
 
     Example:
@@ -40,7 +40,7 @@ class Chart:
         zb-h1:4x8    27  3.375   11.1%      5.9%     4        1     27
     """
 
-    drawn: tuple[tuple[str, Simulation], ...]
+    simulations: tuple[tuple[str, Simulation], ...]
     timed: bool = False
 
     @property
@@ -56,11 +56,11 @@ class Chart:
             color: whether it shows colors.
             unicode: whether it shows letters beyond ASCII.
         """
-        per_second = columns_per_second([simulation for _, simulation in self.drawn], width)
+        per_second = columns_per_second([simulation for _, simulation in self.simulations], width)
         parts = []
-        for name, simulation in self.drawn:
+        for name, simulation in self.simulations:
             chart = text_chart(simulation, per_second=per_second, color=color, clock=self.clock)
-            parts.append(f"{name}\n{chart}" if len(self.drawn) > 1 else chart)
+            parts.append(f"{name}\n{chart}" if len(self.simulations) > 1 else chart)
         parts.append(f"{self.table()}\n\n{self.legend()}")
         text = "\n\n".join(parts)
         return text if unicode else text.translate(PLAIN)
@@ -76,7 +76,7 @@ class Chart:
 
     def legend(self) -> str:
         """The meaning of the table's columns."""
-        steady = any(simulation.period is not None for _, simulation in self.drawn)
+        steady = any(simulation.period is not None for _, simulation in self.simulations)
         state = "; asynchronous: in the steady state" if steady else ""
         return "\n".join(
             (
@@ -91,12 +91,12 @@ class Chart:
 
     def svg(self) -> Markup:
         """The chart alone, as an image."""
-        panels = [(self._heading(name, simulation), simulation) for name, simulation in self.drawn]
+        panels = [(self._heading(name, simulation), simulation) for name, simulation in self.simulations]
         return svg_chart(panels, clock=self.clock)
 
     def html(self) -> str:
         """A page: chart, numbers, and the action under the pointer, with its microbatch highlighted."""
-        title = ", ".join(name for name, _ in self.drawn)
+        title = ", ".join(name for name, _ in self.simulations)
         return page(title, joined([self.svg(), self.html_table(), self.html_legend()]))
 
     def _repr_html_(self) -> str:
@@ -117,9 +117,9 @@ class Chart:
         Raises:
             UserError: a suffix other than .svg, .html or .csv; a CSV of several schedules; a path that fails.
         """
-        check_file(path, [simulation.schedule for _, simulation in self.drawn])
+        check_file(path, [simulation.schedule for _, simulation in self.simulations])
         if Path(path).suffix == ".csv":
-            write_text(path, to_csv(self.drawn[0][1].schedule))
+            write_text(path, to_csv(self.simulations[0][1].schedule))
         else:
             write_figure(path, lambda: self.svg() + "\n", self.html)
 
@@ -130,12 +130,12 @@ class Chart:
 
     def _columns(self) -> tuple[list[str], list[list[str]]]:
         """Heads of the table, and a row for each schedule."""
-        rows = [self._numbers(simulation) for _, simulation in self.drawn]
-        return ["", *rows[0]], [[name, *row.values()] for (name, _), row in zip(self.drawn, rows, strict=True)]
+        rows = [self._numbers(simulation) for _, simulation in self.simulations]
+        return ["", *rows[0]], [[name, *row.values()] for (name, _), row in zip(self.simulations, rows, strict=True)]
 
     def _numbers(self, simulation: Simulation) -> dict[str, str]:
         """The numbers of a schedule by the heads of their columns."""
-        has_bytes = any(any(drawn.live_bytes) for _, drawn in self.drawn)
+        has_bytes = any(any(other.live_bytes) for _, other in self.simulations)
         return {
             "time": self.clock(simulation.seconds),
             "each": self.clock(simulation.seconds_per_microbatch),
@@ -181,7 +181,7 @@ def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
 
     Args:
         path: of the file.
-        schedules: the drawn ones.
+        schedules: those to be drawn.
 
     Raises:
         UserError: a suffix other than .svg, .html or .csv; a CSV of several schedules, or of an asynchronous one; a

@@ -34,23 +34,22 @@ def text_chart(
 ) -> str:
     """The chart of a simulation, with the most live activations at the right of each rank.
 
-        Args:
-            simulation: to be drawn.
-            width: columns of the terminal.
-            per_second: columns of a second; `None`: to fill the width (`columns_per_second`).
-            color: whether to use the escape sequences of a terminal.
-            clock: the format of a time.
+    Args:
+        simulation: to be drawn.
+        width: columns of the terminal.
+        per_second: columns of a second; `None`: to fill the width (`columns_per_second`).
+        color: whether to use the escape sequences of a terminal.
+        clock: the format of a time.
 
-        Example:
-            >>> from jaxscale.pipeline.clock.costs import Costs
-            >>> from jaxscale.pipeline.schedules import METHODS
-            >>> from jaxscale.figures.axes import ticks
-    from jaxscale.pipeline.clock.simulate import simulate
-            >>> schedule = METHODS["1f1b"].schedule(2, 3)
-            >>> print(text_chart(simulate(schedule, Costs.alike(schedule)), 50))
-            rank 0 │F0F1    B0══F2B1══  B2══│ 2 live
-            rank 1 │  F0B0══F1B1══F2B2══    │ 1 live
-                   0   2   4   6   8   10  12
+    Example:
+        >>> from jaxscale.pipeline.clock.costs import Costs
+        >>> from jaxscale.pipeline.schedules import METHODS
+        >>> from jaxscale.pipeline.clock.simulate import simulate
+        >>> schedule = METHODS["1f1b"].schedule(2, 3)
+        >>> print(text_chart(simulate(schedule, Costs.alike(schedule)), 50))
+        rank 0 │F0F1    B0══F2B1══  B2══│ 2 live
+        rank 1 │  F0B0══F1B1══F2B2══    │ 1 live
+               0   2   4   6   8   10  12
     """
     schedule = simulation.schedule
     per_second = columns_per_second([simulation], width) if per_second is None else per_second
