@@ -66,22 +66,21 @@ def _tyro_class(cls: type[Command], experiment: Any) -> type[Any]:
     return typed_class
 
 
-def _fields(value: Any) -> list[Any]:
-    """A text field for each field of a value, with nested dataclasses."""
-    cls = type(value)
-    texts, fields = field_help(cls), []
-    hints = values.field_types(cls)
-    for name, hint in hints.items():
-        item = getattr(value, name)
-        if values.is_record(item):
-            nested = dataclasses.make_dataclass(type(item).__name__, _fields(item), frozen=True)
-            nested.__doc__ = _plain(_summary(type(item)) or texts.get(name, ""))
+def _fields(record: Any) -> list[Any]:
+    """A text field for each field of a dataclass's value, with nested dataclasses."""
+    descriptions, fields = field_help(type(record)), []
+    for name, hint in values.field_types(type(record)).items():
+        value, description = getattr(record, name), descriptions.get(name, "")
+        if values.is_record(value):
+            nested = dataclasses.make_dataclass(type(value).__name__, _fields(value), frozen=True)
+            nested.__doc__ = _plain(_summary(type(value)) or description)
             fields.append((name, nested, dataclasses.field(default_factory=nested)))
         elif not _is_code(hint):
+            text = values.spell(value)
             argument = tyro.conf.arg(
-                metavar=_metavar(hint), help=_plain(texts.get(name, "")), help_behavior_hint=f"(default: {spell(item)})"
+                metavar=_metavar(hint), help=_plain(description), help_behavior_hint=f"(default: {text})"
             )
-            fields.append((name, Annotated[str, argument], dataclasses.field(default=spell(item))))
+            fields.append((name, Annotated[str, argument], dataclasses.field(default=text)))
     return fields
 
 
@@ -94,20 +93,6 @@ def _is_code(hint: Any) -> bool:
 def _plain(text: str) -> str:
     """A docstring's text as help: `None` is spelled none on the command line."""
     return text.replace("`None`", "none").replace("`", "")
-
-
-def spell(value: Any) -> str:
-    """A value, spelled for the command line.
-
-    Example:
-        >>> spell(None), spell(True), spell(("a", "b")), spell(0.5)
-        ('none', 'true', 'a, b', '0.5')
-    """
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple | list):
-        return ", ".join(map(spell, value)) or "()"
-    return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)
 
 
 def _metavar(hint: Any) -> str:

@@ -44,7 +44,7 @@ def svg(width: float, height: float, label: str, *parts: Any, style: str = _STYL
     )
 
 
-def text(x: float, y: float, content: Any, anchor: str | None = None, **attributes: Any) -> Markup:
+def svg_text(x: float, y: float, content: Any, anchor: str | None = None, **attributes: Any) -> Markup:
     """Text whose start, middle or end (`anchor`) is at a point."""
     return element("text", content, x=float(x), y=float(y), text_anchor=anchor, **attributes)
 
@@ -71,7 +71,7 @@ def legend(
         if x > left and x + width > right:
             x, y = left, y + 20
         parts += [element("rect", x=float(x), y=float(y), width=12, height=12, **attributes)]
-        parts += [text(x + 17, y + 10, meaning)]
+        parts += [svg_text(x + 17, y + 10, meaning)]
         x += width
     return joined(parts), y + 20 - top
 
@@ -107,17 +107,17 @@ class Frame:
 
     def grid(self, values: Iterable[float], label: Callable[[float], str]) -> Markup:
         """Labelled lines at values of the vertical axis."""
-        labels = [(self.level(v, "grid"), text(self.left - 8, self.y_of(v) + 4, label(v), "end")) for v in values]
+        labels = [(self.level(v, "grid"), svg_text(self.left - 8, self.y_of(v) + 4, label(v), "end")) for v in values]
         return joined(labels)
 
     def labels(self, values: Iterable[float], label: Callable[[float], str]) -> Markup:
         """Labels at values of the horizontal axis."""
         y = self.height - self.bottom + 16
-        return joined([text(self.x_of(value), y, label(value), "middle") for value in values])
+        return joined([svg_text(self.x_of(value), y, label(value), "middle") for value in values])
 
     def title(self, content: str) -> Markup:
         """The title of the horizontal axis."""
-        return text((self.left + self.width - self.right) / 2, self.height - 4, content, "middle")
+        return svg_text((self.left + self.width - self.right) / 2, self.height - 4, content, "middle")
 
     def level(self, value: float, class_: str) -> Markup:
         """A line across, at a value of the vertical axis."""

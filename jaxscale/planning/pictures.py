@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxscale.figures import markup
 from jaxscale.figures.axes import byte_ticks, thin, ticks
-from jaxscale.figures.frame import COLORS, Frame, dot, legend, svg, text
+from jaxscale.figures.frame import COLORS, Frame, dot, legend, svg, svg_text
 from jaxscale.figures.markup import Markup, element, joined
 from jaxscale.planning.timeline import Item
 from jaxscale.values.units import size
@@ -66,11 +66,11 @@ def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, turn
         lower = upper
     if limit is not None and limit <= top_bytes:
         parts.append(frame.level(limit, "limit"))
-        parts.append(text(frame.width - frame.right - 4, frame.y_of(limit) - 5, f"limit {size(limit)}", "end"))
+        parts.append(svg_text(frame.width - frame.right - 4, frame.y_of(limit) - 5, f"limit {size(limit)}", "end"))
     if turn is not None and 0 < turn < len(moments):
         parts.append(frame.rule(turn, "turn"))
-        parts.append(text(frame.x_of(turn) + 5, frame.top + 12, "backward"))
-        parts.append(text(frame.x_of(turn) - 5, frame.top + 12, "forward", "end"))
+        parts.append(svg_text(frame.x_of(turn) + 5, frame.top + 12, "backward"))
+        parts.append(svg_text(frame.x_of(turn) - 5, frame.top + 12, "forward", "end"))
     parts.append(frame.title("operations in order; a loop's body is drawn once"))
     entries = [({"fill": color}, kind) for kind, color in zip(kinds, itertools.cycle(COLORS))]
     kinds_legend, height = legend(entries, frame.left, frame.height + 12, frame.width)
@@ -91,7 +91,7 @@ def curve(points: Sequence[Point], limit: int | None = None) -> str:
     parts = [_plan_axes(frame, "{:.2f}x".format), frame.title("bytes per device")]
     if limit is not None and limit <= frame.across[1]:
         parts.append(frame.rule(limit, "limit"))
-        parts.append(text(frame.x_of(limit) - 5, frame.top + 12, f"limit {size(limit)}", "end"))
+        parts.append(svg_text(frame.x_of(limit) - 5, frame.top + 12, f"limit {size(limit)}", "end"))
     labels: list[tuple[float, float, float]] = []
     for point in sorted(points, key=lambda point: not point.chosen):
         x, y = frame.x_of(point.bytes), frame.y_of(min(point.cost, edge_cost))
@@ -102,7 +102,7 @@ def curve(points: Sequence[Point], limit: int | None = None) -> str:
         if has_room or point.chosen:  # a label that would overlap another is shown only as a tooltip
             labels.append((x, y, half_width))
             above = f" {point.cost:.1f}x" if point.cost > edge_cost else ""
-            parts.append(text(x, y - 11, point.name + above, "middle"))
+            parts.append(svg_text(x, y - 11, point.name + above, "middle"))
     return svg(frame.width, frame.height, "time against memory", parts)
 
 
@@ -135,9 +135,9 @@ def lines(curves: Mapping[str, Sequence[Point]], across_name: str) -> str:
         for point, place in zip(plans, places, strict=True):
             parts.append(dot(*place, 3.5, color, f"{point.name}: {size(point.bytes)}, {point.cost - 1:+.1%}"))
         y = frame.top + 12 + 18 * index
-        parts += [dot(right_edge + 14, y - 4, 4, color), text(right_edge + 24, y, rule)]
+        parts += [dot(right_edge + 14, y - 4, 4, color), svg_text(right_edge + 24, y, rule)]
     if any(point.cost > edge_cost for point in points):
-        parts.append(text(right_edge - 4, frame.top + 14, "at this edge: cost above the scale", "end"))
+        parts.append(svg_text(right_edge - 4, frame.top + 14, "at this edge: cost above the scale", "end"))
     return svg(frame.width, max(frame.height, frame.top + 18 * len(curves)), "time against memory", parts)
 
 

@@ -122,6 +122,20 @@ def parse(text: str, hint: Any, path: str) -> Any:
     )
 
 
+def spell(value: Any) -> str:
+    """The text that `parse` reads back as the value.
+
+    Example:
+        >>> spell(None), spell(True), spell(("a", "b")), spell(0.5)
+        ('none', 'true', 'a, b', '0.5')
+    """
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return ", ".join(map(spell, value)) or "()"
+    return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)
+
+
 def _number(text: str, hint: type, path: str) -> int | float:
     try:
         number = float(text) if hint is float else int(text)

@@ -7,9 +7,9 @@ import pytest
 
 from jaxscale.cli import main
 from jaxscale.cli.commands import COMMANDS
-from jaxscale.cli.usage import field_help, spell
+from jaxscale.cli.usage import field_help
 from jaxscale.records.source import load
-from jaxscale.values import override
+from jaxscale.values import override, spell
 
 
 def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> str:

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from jaxscale.figures.frame import Frame, dot, legend, svg, text
+from jaxscale.figures.frame import Frame, dot, legend, svg, svg_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -20,7 +20,9 @@ def test_an_image_of_a_frame():
     frame = Frame((0, 2), (0, 10))
     labels = frame.grid([0, 5], "{} GB".format), frame.labels([1], "at {}".format), frame.title("a < b")
     area = frame.area([0, 2], [0, 0], [10, 5], "red", "<kind>")
-    image = ElementTree.fromstring(svg(960, 380, "a & b", labels, area, dot(1, 2, 3, "blue"), text(1, 2, "<", "end")))
+    image = ElementTree.fromstring(
+        svg(960, 380, "a & b", labels, area, dot(1, 2, 3, "blue"), svg_text(1, 2, "<", "end"))
+    )
     assert [node.text for node in image.iter(f"{SVG}text")] == ["0 GB", "5 GB", "at 1", "a < b", "<"]
     path = image.find(f"{SVG}path")
     assert path is not None

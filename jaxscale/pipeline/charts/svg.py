@@ -6,7 +6,7 @@ The pointer shows an action's description (`<title>`); `draw.py` puts the image 
 from collections.abc import Callable, Sequence
 
 from jaxscale.figures.axes import ticks
-from jaxscale.figures.frame import PER_LETTER, legend, svg, text
+from jaxscale.figures.frame import PER_LETTER, legend, svg, svg_text
 from jaxscale.figures.markup import Markup, element
 from jaxscale.pipeline.clock.simulate import Simulation
 from jaxscale.pipeline.schedule import Action, Kind
@@ -63,12 +63,12 @@ def _panel(
     plot_top, plot_height = top + HEADING, row * schedule.ranks
     bottom = plot_top + plot_height
     parts = [
-        text(LEFT, top + 18, heading, class_="h"),
+        svg_text(LEFT, top + 18, heading, class_="h"),
         element("rect", class_="n", x=LEFT, y=plot_top, width=seconds * per_second, height=plot_height),
     ]
     for rank, (order, spans) in enumerate(zip(schedule.orders, simulation.spans, strict=True)):
         y, first = plot_top + row * rank, schedule.stages_of(rank)[0]
-        parts.append(text(LEFT - 8, y + row / 2 + 4, f"rank {rank}", "end"))
+        parts.append(svg_text(LEFT - 8, y + row / 2 + 4, f"rank {rank}", "end"))
         for action, (start, end) in zip(order, spans, strict=True):
             x, width = LEFT + start * per_second, (end - start) * per_second
             is_later = action.stage != first
@@ -79,12 +79,14 @@ def _panel(
                 element("rect", class_=shade, x=x, y=y + 1, width=box_width, height=row - 2),
             ]
             if action.kind is not Kind.U and width > number_width:
-                content.append(text(x + width / 2, y + row / 2 + 4, action.microbatch, class_="m" + " d" * is_later))
+                content.append(
+                    svg_text(x + width / 2, y + row / 2 + 4, action.microbatch, class_="m" + " d" * is_later)
+                )
             parts.append(element("g", content, data_m=action.microbatch))
     for time in ticks(0.0, seconds, 10):
         x = LEFT + time * per_second
         parts.append(element("path", class_="t", d=f"M{x:.2f} {bottom:.0f}v4"))
-        parts.append(text(x, bottom + 16, clock(time) if time else "0", "middle"))
+        parts.append(svg_text(x, bottom + 16, clock(time) if time else "0", "middle"))
     return parts, HEADING + plot_height + AXIS
 
 
