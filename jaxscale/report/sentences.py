@@ -207,17 +207,16 @@ def _pipeline(text: str) -> str:
 
 
 def _mesh(sizes: dict[str, int], *, automatic: bool) -> str:
+    devices = math.prod(sizes.values())
+    axes = [f"along {axis} ({_AXES.get(axis, 'an axis of its own')})" for axis in sizes]
     if not sizes:
         text = "A single device."
     elif len(sizes) == 1:
-        ((axis, size),) = sizes.items()
-        text = f"{size} devices along {axis} ({_AXES.get(axis, 'an axis of its own')})."
+        text = f"{devices} devices {axes[0]}."
     else:
         shape = " \N{MULTIPLICATION SIGN} ".join(map(str, sizes.values()))
-        axes = "; ".join(
-            f"{size} along {axis} ({_AXES.get(axis, 'an axis of its own')})" for axis, size in sizes.items()
-        )
-        text = f"{math.prod(sizes.values())} devices as {shape}: {axes}."
+        parts = "; ".join(f"{size} {axis}" for size, axis in zip(sizes.values(), axes, strict=True))
+        text = f"{devices} devices as {shape}: {parts}."
     return text + (" The plan named no mesh: these are the devices of the machine." if automatic else "")
 
 
