@@ -129,5 +129,6 @@ def synopsis(name: str) -> str:
 
 
 def _near_flag(word: str, flags: Iterable[str]) -> str:
+    """The nearest flag as a suggestion, or the list of all."""
     flag_names = [f"--{flag.replace('_', '-')}" for flag in flags]
     return near_miss(word, flag_names) or f"; there are {', '.join([*flag_names, '--help'])}"

@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(request: arguments.Arguments) -> int:
+    """Show the help, or run the subcommand; returns the exit code."""
     if request.help:
         _show_help(request)
         return 0
@@ -44,6 +45,7 @@ def _run(request: arguments.Arguments) -> int:
 
 
 def _show_help(request: arguments.Arguments) -> None:
+    """Show the help of the program, of a subcommand, or of a subcommand with its experiment's fields."""
     from jaxscale.cli import usage
 
     if request.command is None:

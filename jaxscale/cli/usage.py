@@ -40,6 +40,7 @@ def show(name: str, experiment: Any = None, variants: dict[str, str] | None = No
 
 
 def _summary(cls: type) -> str:
+    """The first line of a class's docstring."""
     return (cls.__doc__ or "").partition("\n")[0]
 
 

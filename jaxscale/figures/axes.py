@@ -59,3 +59,13 @@ def thin(steps: np.ndarray, values: np.ndarray, buckets: int) -> tuple[np.ndarra
         indices.update(map(int, ends))
     order = np.array(sorted(indices))
     return steps[order], values[order]
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of `count` indices, evenly spread, with both ends.
+
+    Example:
+        >>> spread(9, 3), spread(2, 5), spread(0, 5)
+        ([0, 4, 8], [0, 1], [])
+    """
+    return np.linspace(0, count - 1, min(count, most)).astype(int).tolist()

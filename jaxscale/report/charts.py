@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxscale.figures.axes import thin, ticks
+from jaxscale.figures.axes import spread, thin, ticks
 from jaxscale.figures.markup import Markup, element
 from jaxscale.values.units import number, short
 
@@ -231,7 +231,7 @@ def _readout(
     """The JSON for the page's script: steps and formatted values of each curve, evenly thinned."""
     curves = []
     for curve in series:
-        indices = np.unique(np.linspace(0, len(curve.steps) - 1, min(len(curve.steps), BUCKETS)).astype(int))
+        indices = spread(len(curve.steps), BUCKETS)
         curves.append(
             {
                 "label": curve.label,

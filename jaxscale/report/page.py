@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.figures.axes import spread
 from jaxscale.figures.markup import Markup, element, joined, page, table
 from jaxscale.records.metrics import MetricsRows
 from jaxscale.records.record import RunRecord
@@ -35,7 +36,9 @@ _EVENT_COLORS = {
     "finished": 3,
 }
 _SAMPLE_CHARACTERS = 4000
+"""The most characters of a sample on the page."""
 _EVENTS = 60
+"""The most lines of events on the page."""
 
 
 def write_report(run_dir: Any) -> Any:
@@ -83,10 +86,12 @@ def report_html(run: RunRecord) -> str:
 
 
 def _sheet(title: str | None, *content: Any) -> Markup:
+    """A box of the page, with a heading."""
     return element("div", element("h3", title) if title else None, content, class_="sheet")
 
 
 def _header(run: RunRecord) -> Markup:
+    """Name, status and origin of the run, what could not be read, and the most important figures."""
     start = next((row["time"] for row in run.metrics if isinstance(row.get("time"), int | float)), None)
     parts = [run.path]
     parts += [f"variant {run.source['variant']}"] if run.source.get("variant") else []
@@ -133,6 +138,7 @@ def _figures(run: RunRecord) -> Markup | None:
 
 
 def _charts(run: RunRecord) -> list[Markup]:
+    """The loss over the whole width, and smaller charts of other metrics below it."""
     train, held_out = run.rows("train"), run.rows("eval")
     steps = train.column("step")
     loss = train.column("loss")
@@ -216,19 +222,21 @@ def _plan(run: RunRecord) -> list[Markup]:
 
 
 def _samples(samples: Iterable[Sample]) -> list[Markup]:
+    """The newest samples, and a fold with some of the earlier ones."""
     newest_first = sorted(samples, key=lambda sample: -sample.step)
     newest = [sample for sample in newest_first if sample.step == newest_first[0].step]
     older = newest_first[len(newest) :]
     sheets = [_sample(sample) for sample in newest[:6]]
     if older:
         # show a few, spread over the run
-        selection = [older[i] for i in np.unique(np.linspace(0, len(older) - 1, min(12, len(older))).astype(int))]
+        selection = [older[index] for index in spread(len(older), 12)]
         extent = f"{len(selection)} of {len(older)}" if len(selection) < len(older) else str(len(older))
         sheets.append(element("details", element("summary", f"Earlier samples ({extent})"), map(_sample, selection)))
     return sheets
 
 
 def _sample(sample: Sample) -> Markup:
+    """A sample with its prompt marked, cut to the page's limit."""
     text, prompt = sample.text[:_SAMPLE_CHARACTERS], sample.prompt[:_SAMPLE_CHARACTERS].lstrip("\n")
     omitted_count = len(sample.text) - len(text)
     note = f"… {omitted_count:,} more characters in samples.txt"
@@ -246,6 +254,7 @@ def _visible(text: str) -> str:
 
 
 def _events(run: RunRecord) -> Markup | None:
+    """A lane of dots for each name of an event, above the events in order."""
     rows = run.rows("event")
     if not rows:
         return None
@@ -253,7 +262,7 @@ def _events(run: RunRecord) -> Markup | None:
     lanes = []
     for name in dict.fromkeys(str(row.get("name")) for row in rows):
         steps = [row["step"] for row in rows if row.get("name") == name]
-        dot_steps = sorted({steps[i] for i in np.linspace(0, len(steps) - 1, min(len(steps), 80)).astype(int)})
+        dot_steps = sorted({steps[index] for index in spread(len(steps), 80)})
         color = f"c{_EVENT_COLORS.get(name, 6)}"
         dots = [
             element("i", class_=color, style=f"left:{step / last_step:.2%}", title=f"step {step:,}")
@@ -296,6 +305,7 @@ def _details(row: dict[str, Any]) -> str:
 
 
 def _reproduce(run: RunRecord) -> Markup | None:
+    """The command, the versions, and every field of the experiment and the plan."""
     versions = run.source.get("versions")
     facts = {key: run.source[key] for key in ("sha256", "git", "platform") if run.source.get(key)}
     facts |= versions if isinstance(versions, dict) else {}
@@ -309,6 +319,7 @@ def _reproduce(run: RunRecord) -> Markup | None:
 
 
 def _facts(facts: dict[str, Any]) -> Markup:
+    """A table of names and values."""
     rows = [(key, element("span", str(value)[:400], class_="mono")) for key, value in facts.items()]
     return table(rows, class_="facts")
 

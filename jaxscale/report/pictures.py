@@ -64,18 +64,22 @@ def mesh_picture(sizes: dict[str, int], devices: int) -> Markup:
 
 
 def _axis_color(axis: str) -> int:
+    """Number of a mesh axis's colour in the page's palette."""
     return _AXIS_COLORS.get(axis, 6)
 
 
 def _swatch(color: int, **attributes: str) -> Markup:
+    """A patch of a colour of the page's palette."""
     return element("i", class_=f"c{color}", **attributes)
 
 
 def _drawn_indices(count: int) -> list[int | None]:
+    """Indices along an axis that are drawn; `None` is a gap."""
     return [*range(count)] if count <= _SHOWN else [*range(_SHOWN - 2), None, count - 1]
 
 
 def _group_name(groups: Sequence[tuple[str, int]], index: int) -> str:
+    """The place of a group along each of the axes that form groups, such as "replica 0, data 3"."""
     indices = np.unravel_index(index, [length for _, length in groups])
     return ", ".join(f"{axis} {place}" for (axis, _), place in zip(groups, indices, strict=True))
 
@@ -140,6 +144,7 @@ def _spec(spec: Any, dims: int) -> list[list[str]]:
 
 
 def _placement(spec: list[list[str]], sizes: dict[str, int]) -> list[Markup]:
+    """A tag for each mesh axis of more than one device that shards a dim."""
     tags = [
         element("span", f"dim {dim} on {axis}", class_=f"tag c{_axis_color(axis)}")
         for dim, axes in enumerate(spec)

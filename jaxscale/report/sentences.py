@@ -189,6 +189,7 @@ def _kernels(text: str) -> list[tuple[str, str]]:
 
 
 def _pipeline(text: str) -> str:
+    """The effects of a pipeline's options, by its text form."""
     options = _options(text)
     stages = options.get("stages")
     blocks = "of as many blocks each" if stages is None else f"of {stages.replace('+', ', ')} blocks"
@@ -207,6 +208,7 @@ def _pipeline(text: str) -> str:
 
 
 def _mesh(sizes: dict[str, int], *, automatic: bool) -> str:
+    """Devices along each axis; `automatic` if the plan named no mesh."""
     devices = math.prod(sizes.values())
     axes = [f"along {axis} ({_AXES.get(axis, 'an axis of its own')})" for axis in sizes]
     if not sizes:
@@ -221,6 +223,7 @@ def _mesh(sizes: dict[str, int], *, automatic: bool) -> str:
 
 
 def _batch(batch: int, sizes: dict[str, int], microbatches: int) -> str:
+    """Rows of the global batch, of a part of it, and its microbatches."""
     parts = sizes.get("replica", 1) * sizes.get("data", 1) * sizes.get("fsdp", 1)
     text = f"{batch:,} rows"
     if parts > 1 and batch % parts == 0:
@@ -231,6 +234,7 @@ def _batch(batch: int, sizes: dict[str, int], microbatches: int) -> str:
 
 
 def _precision(plan: dict[str, Any]) -> str:
+    """Dtypes of the computation, of matrix products and of the reduction of gradients."""
     precision, matmul = plan["precision"], str(plan.get("matmul"))
     passes = _MATMUL.get(matmul)
     products = f" Layers round the operands of products to {_PRODUCTS[matmul]}." if matmul in _PRODUCTS else ""

@@ -72,6 +72,7 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
 
 
 def _lines(run: RunRecord) -> list[tuple[str, str]]:
+    """Names and texts of the run's most important figures."""
     lines: list[tuple[str, str]] = []
     rows = run.rows("train")
     if run.best is not None and run.final is not None:

@@ -134,6 +134,7 @@ def _code_name(code: Any) -> str:
 
 
 def _arguments(positional: Iterable[Any], named: Mapping[str, Any]) -> list[str]:
+    """Arguments of a call as text."""
     return [*map(_argument, positional), *(f"{name}={_argument(value)}" for name, value in named.items())]
 
 

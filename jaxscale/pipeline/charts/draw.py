@@ -124,6 +124,7 @@ class Chart:
             write_figure(path, lambda: self.svg() + "\n", self.html)
 
     def _heading(self, name: str, simulation: Simulation) -> str:
+        """The line above a schedule's panel."""
         state = "" if simulation.period is None else " in the steady state"
         live = max(simulation.live_shares)
         return f"{name}: {self.clock(simulation.seconds)}, bubble {simulation.bubble:.1%}{state}, {live:g} live"

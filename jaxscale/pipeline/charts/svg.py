@@ -13,6 +13,7 @@ from jaxscale.pipeline.schedule import Action, Kind
 
 WIDTH, LEFT, RIGHT = 1000, 64, 12
 HEADING, AXIS = 26, 26
+"""Heights of a panel's heading and of its axis."""
 COLORS = {Kind.F: "#4e79a7", Kind.B: "#59a14f", Kind.I: "#76b7b2", Kind.W: "#f28e2b", Kind.U: "#b07aa1"}
 WORDS = {
     Kind.F: "forward",
@@ -91,6 +92,7 @@ def _panel(
 
 
 def _description(action: Action, rank: int) -> str:
+    """An action in words."""
     return f"{action}: {WORDS[action.kind]} of microbatch {action.microbatch}, stage {action.stage}, rank {rank}"
 
 

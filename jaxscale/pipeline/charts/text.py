@@ -102,6 +102,7 @@ def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:
 
 
 def _name(simulation: Simulation, rank: int) -> str:
+    """A rank's name at the left of its line, as wide as the longest."""
     return f"rank {rank:<{len(str(simulation.schedule.ranks - 1))}} "
 
 
@@ -132,6 +133,7 @@ def _cells(
 
 
 def _label(action: Action) -> str:
+    """The letter of an action's kind and the number of its microbatch."""
     return f"{action.kind.value}{action.microbatch}"
 
 
