@@ -11,13 +11,14 @@ from html import escape
 from pathlib import Path
 
 from jaxscale.errors import UserError
+from jaxscale.figures.markup import framed, write_figure
 from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.selectors import SELECTORS
 from jaxscale.planning.cheapest import searched_rules, valid_menu
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import Fit, fit
-from jaxscale.planning.pictures import Point, curve, framed, page, stacked, table, write_picture
+from jaxscale.planning.pictures import Point, curve, page, stacked, table
 from jaxscale.planning.prices import Prices
 from jaxscale.planning.program import lowered_step
 from jaxscale.planning.timeline import Item
@@ -101,7 +102,7 @@ class Explained:
         Raises:
             UserError: the file cannot be written.
         """
-        write_picture(path, self.svg, self.html)
+        write_figure(path, self.svg, self.html)
 
 
 def explain(

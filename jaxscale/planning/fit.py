@@ -14,12 +14,13 @@ from typing import Any
 from jaxscale.compiler.report import CompileReport
 from jaxscale.compiler.usable import host_share, usable_bytes
 from jaxscale.errors import UserError
+from jaxscale.figures.markup import framed, write_figure
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.pipeline.clock.simulate import Simulation
 from jaxscale.planning import accuracy
 from jaxscale.planning.cheapest import NothingFits, cheapest_fit
 from jaxscale.planning.estimate import Estimate, estimate
-from jaxscale.planning.pictures import framed, page, stacked, table, write_picture
+from jaxscale.planning.pictures import page, stacked, table
 from jaxscale.planning.pipeline_choice import pipeline_choice
 from jaxscale.planning.program import lowered_step
 from jaxscale.planning.stage_prices import simulated
@@ -216,7 +217,7 @@ class Fit:
         Raises:
             UserError: the file cannot be written.
         """
-        write_picture(path, self.svg, self.html)
+        write_figure(path, self.svg, self.html)
 
 
 def fit(

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.errors import UserError
+from jaxscale.figures.markup import framed, write_figure
 from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.stack_plan import least_bytes
-from jaxscale.planning.pictures import Point, framed, lines, page, write_picture
+from jaxscale.planning.pictures import Point, lines, page
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Chip, Platform
 from jaxscale.programs import roofline
@@ -114,7 +115,7 @@ class Menu:
         Raises:
             UserError: the file cannot be written.
         """
-        write_picture(path, self.svg, self.html)
+        write_figure(path, self.svg, self.html)
 
 
 def menu(

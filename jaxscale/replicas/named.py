@@ -75,9 +75,9 @@ did you mean 'start'?
             raise UserError(f"codec {text!r}: {error}") from None
 
     def __str__(self) -> str:
-        value = f":{_text(getattr(self, self.value))}{self.unit}" if self.value else ""
+        value = f":{values.spell(getattr(self, self.value))}{self.unit}" if self.value else ""
         options = [
-            f",{field.name}={_text(getattr(self, field.name))}"
+            f",{field.name}={values.spell(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
             if field.name != self.value and getattr(self, field.name) != field.default
         ]
@@ -94,7 +94,3 @@ did you mean 'start'?
         """
         value = f":{cls.value.upper()}{cls.unit}" if cls.value else ""
         return f"{cls.name}{value}" + "".join(f"[,{key}=...]" for key in values.field_types(cls) if key != cls.value)
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

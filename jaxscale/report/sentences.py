@@ -158,20 +158,11 @@ _STATE = {
     "int4": "Moments are kept in 4 bits, the second without a zero, a scale for each block of a column.",
     "fp8": "Moments are kept as 8-bit floating point (e4m3), a scale for each block of a column.",
 }
-_DESCRIBED = frozenset(
-    (
-        "version",
-        "type",
-        "mesh",
-        "zero",
-        "sequence_parallel",
-        "microbatches",
-        "pipeline",
-        "precision",
-        "matmul",
-        "reduce",
-    )
-) | frozenset(("diloco", "memory", "offload", "state", "kernels", "unroll", "rules"))
+_DESCRIBED = (
+    "version", "type", "mesh", "zero", "sequence_parallel", "microbatches", "pipeline", "precision", "matmul", "reduce",
+    "diloco", "memory", "offload", "state", "kernels", "unroll", "rules",
+)  # fmt: skip
+"""Fields with sentences, and those without an effect of their own."""
 
 
 def _options(text: str) -> dict[str, str]:
@@ -198,6 +189,7 @@ def _kernels(text: str) -> list[tuple[str, str]]:
 
 
 def _pipeline(text: str) -> str:
+    """The effects of a pipeline's options, by its text form."""
     options = _options(text)
     stages = options.get("stages")
     blocks = "of as many blocks each" if stages is None else f"of {stages.replace('+', ', ')} blocks"
@@ -216,21 +208,22 @@ def _pipeline(text: str) -> str:
 
 
 def _mesh(sizes: dict[str, int], *, automatic: bool) -> str:
+    """Devices along each axis; `automatic` if the plan named no mesh."""
+    devices = math.prod(sizes.values())
+    axes = [f"along {axis} ({_AXES.get(axis, 'an axis of its own')})" for axis in sizes]
     if not sizes:
         text = "A single device."
     elif len(sizes) == 1:
-        ((axis, size),) = sizes.items()
-        text = f"{size} devices along {axis} ({_AXES.get(axis, 'an axis of its own')})."
+        text = f"{devices} devices {axes[0]}."
     else:
         shape = " \N{MULTIPLICATION SIGN} ".join(map(str, sizes.values()))
-        axes = "; ".join(
-            f"{size} along {axis} ({_AXES.get(axis, 'an axis of its own')})" for axis, size in sizes.items()
-        )
-        text = f"{math.prod(sizes.values())} devices as {shape}: {axes}."
+        parts = "; ".join(f"{size} {axis}" for size, axis in zip(sizes.values(), axes, strict=True))
+        text = f"{devices} devices as {shape}: {parts}."
     return text + (" The plan named no mesh: these are the devices of the machine." if automatic else "")
 
 
 def _batch(batch: int, sizes: dict[str, int], microbatches: int) -> str:
+    """Rows of the global batch, of a part of it, and its microbatches."""
     parts = sizes.get("replica", 1) * sizes.get("data", 1) * sizes.get("fsdp", 1)
     text = f"{batch:,} rows"
     if parts > 1 and batch % parts == 0:
@@ -241,6 +234,7 @@ def _batch(batch: int, sizes: dict[str, int], microbatches: int) -> str:
 
 
 def _precision(plan: dict[str, Any]) -> str:
+    """Dtypes of the computation, of matrix products and of the reduction of gradients."""
     precision, matmul = plan["precision"], str(plan.get("matmul"))
     passes = _MATMUL.get(matmul)
     products = f" Layers round the operands of products to {_PRODUCTS[matmul]}." if matmul in _PRODUCTS else ""

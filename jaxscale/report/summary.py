@@ -8,11 +8,12 @@ import numpy as np
 
 from jaxscale.records.record import RunRecord, Status
 from jaxscale.records.storage import run_path
-from jaxscale.report.page import FILE
 from jaxscale.report.sentences import plan_in_words
 from jaxscale.values.units import count, duration, number, rate, size
 
-_STATUS: dict[Status, tuple[str, str]] = {
+FILE = "report.html"
+"""The report's name in the run's folder."""
+STATUS: dict[Status, tuple[str, str]] = {
     "finished": ("finished", "green"),
     "preempted": ("preempted; start it again to continue", "yellow"),
     "diverged": ("diverged", "red"),
@@ -20,6 +21,7 @@ _STATUS: dict[Status, tuple[str, str]] = {
     "stopped": ("stopped without a final event; start it again to continue", "yellow"),
     "empty": ("nothing measured yet", "dim"),
 }
+"""Words and terminal colour of each status."""
 
 
 def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> str:
@@ -51,11 +53,11 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
         color_system="standard" if color else None,
         highlight=False,
     )
-    word, style = _STATUS[run.status]
+    words, style = STATUS[run.status]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row(Text(run.name, style="bold not dim"), Text(word, style=f"bold {style}"))
+    table.add_row(Text(run.name, style="bold not dim"), Text(words, style=f"bold {style}"))
     lines = _lines(run)
     for name, text in lines:
         table.add_row(name, Text(text))
@@ -70,6 +72,7 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
 
 
 def _lines(run: RunRecord) -> list[tuple[str, str]]:
+    """Names and texts of the run's most important figures."""
     lines: list[tuple[str, str]] = []
     rows = run.rows("train")
     if run.best is not None and run.final is not None:

@@ -11,7 +11,7 @@ code is rebuilt from its file, not from its name. Left out: enums and generic da
 
 from jaxscale.values.annotations import describe, field_types, is_record
 from jaxscale.values.as_json import from_json, has_code, read_json, to_json
-from jaxscale.values.as_text import override, parse, paths
+from jaxscale.values.as_text import override, parse, paths, spell
 from jaxscale.values.check import check_types
 from jaxscale.values.difference import ABSENT, Difference, difference
 from jaxscale.values.earlier import changes
@@ -31,5 +31,6 @@ __all__ = [
     "parse",
     "paths",
     "read_json",
+    "spell",
     "to_json",
 ]

@@ -91,6 +91,7 @@ def read_json(path: Any) -> Any:
 
 
 def _dump(value: Any, hint: Any) -> Any:
+    """The JSON of a value in a field of a declared type."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -105,10 +106,9 @@ def _dump(value: Any, hint: Any) -> Any:
         fields = {name: _dump(getattr(value, name), inner) for name, inner in field_types(type(value)).items()}
         return {_TYPE: type_name(_code_name(type(value))), **fields} if names_its_class(hint) else fields
     if isinstance(value, tuple | list):
-        single = [member for member in members(hint) if (get_origin(member) or member) in (tuple, list)]
-        return [
-            _dump(item, inner) for item, inner in zip(value, item_hints((*single, Any)[0], len(value)), strict=True)
-        ]
+        sequence_hints = [member for member in members(hint) if (get_origin(member) or member) in (tuple, list)]
+        hints = item_hints((*sequence_hints, Any)[0], len(value))
+        return [_dump(item, inner) for item, inner in zip(value, hints, strict=True)]
     if isinstance(value, Mapping):
         inner = ([get_args(member)[1] for member in members(hint) if len(get_args(member)) == 2] or [Any])[0]
         return {str(key): _dump(item, inner) for key, item in value.items()}
@@ -134,6 +134,7 @@ def _code_name(code: Any) -> str:
 
 
 def _arguments(positional: Iterable[Any], named: Mapping[str, Any]) -> list[str]:
+    """Arguments of a call as text."""
     return [*map(_argument, positional), *(f"{name}={_argument(value)}" for name, value in named.items())]
 
 
@@ -194,6 +195,7 @@ def load(data: Any, hint: Any, path: str) -> Any:
 
 
 def _load_record(data: Any, cls: type, path: str) -> Any:
+    """The value of a dataclass from a JSON object."""
     hints = field_types(cls)
     upgraded = getattr(cls, "upgraded_json", None)  # for classes whose earlier versions had other fields
     data = data if upgraded is None else upgraded(data)
@@ -204,22 +206,27 @@ def _load_record(data: Any, cls: type, path: str) -> Any:
             dotted = f"{path}.{name}" if path else name
             raise UserError(f"unknown field {dotted!r}: {cls.__name__} has {', '.join(hints)}{near_miss(name, hints)}")
     values = {name: load(item, hints[name], f"{path}.{name}" if path else name) for name, item in data.items()}
-    required = {
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
-    for name in hints:
-        if name in required - set(values):
-            raise UserError(f"{path}.{name}".lstrip(".") + " is missing, and has no default")
+    for field in dataclasses.fields(cls):
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if field.init and not has_default and field.name not in values:
+            raise UserError(f"{path}.{field.name}".lstrip(".") + " is missing, and has no default")
     try:
         return cls(**values)
     except UserError as error:
         raise located(error, path, list(hints)) from None
 
 
-def first_that_accepts(read: Callable[[Any], Any], hint: Any, path: str, data: Any) -> Any:
-    """The result of the first alternative that accepts; if only one is not `None`, its error is raised."""
+def first_that_accepts(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -> Any:
+    """The value of some data as the first alternative of a union that accepts it.
+
+    If only one alternative is not `None`, its error is raised.
+
+    Args:
+        load_as: the value of the data as one alternative, or a `UserError`.
+        hint: the union.
+        path: names the value in messages.
+        data: JSON data, or text.
+    """
     alternatives = [member for member in members(hint) if member is not types.NoneType]
     alternatives.sort(key=lambda member: member is str)  # text would swallow every other alternative
     if accepts_none(hint):
@@ -227,7 +234,7 @@ def first_that_accepts(read: Callable[[Any], Any], hint: Any, path: str, data: A
             return None
         if len(alternatives) == 1:
             try:
-                return read(alternatives[0])
+                return load_as(alternatives[0])
             except UserError as error:
                 text = str(error)
                 start, middle, end = text.partition(f", expected {describe(alternatives[0])}")
@@ -235,7 +242,7 @@ def first_that_accepts(read: Callable[[Any], Any], hint: Any, path: str, data: A
     form_error: UserError | None = None
     for member in alternatives:
         try:
-            return read(member)
+            return load_as(member)
         except UserError as error:
             # the error of a class with a text form is the most specific for a text of more than a word
             if has_text_form(member) and isinstance(data, str) and not data.strip().isalnum():

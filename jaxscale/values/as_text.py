@@ -1,5 +1,6 @@
 """Fields by dotted path, and their values by text: `--plan.mesh fsdp:4`."""
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -49,7 +50,7 @@ def override(value: T, changes: Mapping[str, str]) -> T:
     nested: dict[str, Any] = {}
     for key, text in changes.items():
         path = key.replace("-", "_")
-        _find(value, path, key)
+        _check_path(value, path, key)
         level = nested
         *parents, leaf = path.split(".")
         for index, parent in enumerate(parents):
@@ -122,23 +123,32 @@ def parse(text: str, hint: Any, path: str) -> Any:
     )
 
 
+def spell(value: Any) -> str:
+    """The text that `parse` reads back as the value.
+
+    Example:
+        >>> spell(None), spell(True), spell(("a", "b")), spell(0.5)
+        ('none', 'true', 'a, b', '0.5')
+    """
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return ", ".join(map(spell, value)) or "()"
+    return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)
+
+
 def _number(text: str, hint: type, path: str) -> int | float:
-    try:
-        number = float(text) if hint is float else int(text)
-    except ValueError:
-        try:  # 1e4 is a whole number too
-            number = float(text)
-        except ValueError:
-            raise wrong(path, text, hint) from None
-        if hint is int and not number.is_integer():
-            raise wrong(path, text, hint) from None
-        number = int(number) if hint is int else number
-    if math.isnan(number):
+    """The number of a text; 1e4 is a whole number too."""
+    number = math.nan
+    for kind in (float, hint):
+        with contextlib.suppress(ValueError):
+            number = kind(text)
+    if isinstance(number, float) and (math.isnan(number) or (hint is int and not number.is_integer())):
         raise wrong(path, text, hint)
-    return number
+    return hint(number)
 
 
-def _find(value: Any, path: str, key: str) -> None:
+def _check_path(value: Any, path: str, key: str) -> None:
     """Check that the dotted path leads to a field that text can set."""
     record, hint = value, Any
     parts = path.split(".")
@@ -157,19 +167,17 @@ def _find(value: Any, path: str, key: str) -> None:
 
 
 def _near_path(path: str, known: Sequence[str]) -> str:
-    """A suggestion of a path: the nearest as a whole, or one with the same last part."""
-    last = path.rpartition(".")[2]
-    same_tail = [candidate for candidate in known if candidate.rpartition(".")[2] == last]
-    nearest = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
-    if nearest and same_tail and path not in known:
-        ratio = difflib.SequenceMatcher(None, path, nearest[0]).ratio()
-        nearest = nearest if ratio >= 0.8 else same_tail
-    suggestions = nearest or same_tail or difflib.get_close_matches(last, [*known], n=1, cutoff=0.6)
+    """A suggestion of a path: the nearest as a whole, or one with the same or nearly the same last part."""
+    by_last_part = {candidate.rpartition(".")[2]: candidate for candidate in reversed(known)}
+    last_part = path.rpartition(".")[2]
+    same_last_part = [by_last_part[last_part]] if last_part in by_last_part else []
+    nearest = difflib.get_close_matches(path, known, n=1)
+    if nearest and same_last_part and difflib.SequenceMatcher(None, path, nearest[0]).ratio() < 0.8:
+        nearest = same_last_part
+    suggestions = nearest or same_last_part or difflib.get_close_matches(last_part, known, n=1)
     if not suggestions:
-        near_tails = difflib.get_close_matches(
-            last, [candidate.rpartition(".")[2] for candidate in known], n=1, cutoff=0.75
-        )
-        suggestions = [candidate for candidate in known if near_tails and candidate.rpartition(".")[2] == near_tails[0]]
+        near_last_parts = difflib.get_close_matches(last_part, by_last_part, n=1, cutoff=0.75)
+        suggestions = [by_last_part[near_last_part] for near_last_part in near_last_parts]
     return f"; did you mean {suggestions[0]!r}?" if suggestions else f"; known are {', '.join(known)}"
 
 
@@ -179,6 +187,7 @@ def _narrowed(hint: Any, value: Any) -> Any:
 
 
 def _replace(value: Any, changes: Mapping[str, Any], path: str) -> Any:
+    """The value with some fields replaced: by text, or, for fields of a nested value, by changes of its own."""
     hints = field_types(type(value))
     values = {}
     for name, change in changes.items():

@@ -39,9 +39,9 @@ def changes(value: Any, earlier: Any) -> list[Difference]:
 def _aligned(value: Any, new_json: Any, old_json: Any) -> tuple[Any, Any]:
     """The JSON of a value and the earlier JSON, without irrelevant differences."""
     if isinstance(new_json, dict) and isinstance(old_json, dict):
-        new_json, old_json = dict(new_json), dict(old_json)
-        upgraded = getattr(type(value), "upgraded_json", None)
-        old_json = old_json if upgraded is None else dict(upgraded(old_json))
+        new_json = dict(new_json)
+        upgraded_json = getattr(type(value), "upgraded_json", dict)
+        old_json = dict(upgraded_json(old_json))
         if isinstance(old_json.get("type"), str):
             old_json["type"] = type_name(old_json["type"])
         if is_record(value) and new_json.get("type") == old_json.get("type"):
@@ -62,6 +62,7 @@ def _aligned(value: Any, new_json: Any, old_json: Any) -> tuple[Any, Any]:
 
 
 def _items(value: Any) -> dict[str, Any]:
+    """The values inside a mapping or a dataclass by their names in JSON."""
     if isinstance(value, Mapping):
         return {str(name): item for name, item in value.items()}
     return {name: getattr(value, name) for name in field_types(type(value))} if is_record(value) else {}
@@ -89,6 +90,7 @@ def _is_place(value: Any) -> bool:
 
 
 def _without_place(paths: Any, place: str) -> Any:
+    """One or several paths without what may differ between machines (the module's docstring)."""
     if place == "content":
         return "a place"
     return [_without_place(item, place) for item in paths] if isinstance(paths, list) else PurePath(paths).name

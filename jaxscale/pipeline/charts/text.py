@@ -8,6 +8,7 @@ it.
 import math
 from collections.abc import Callable, Sequence
 
+from jaxscale.figures.axes import ticks
 from jaxscale.pipeline.clock.simulate import Simulation, Span
 from jaxscale.pipeline.schedule import Action, Kind
 
@@ -16,7 +17,7 @@ PLAIN = str.maketrans({"─": "-", "═": "=", "┄": ".", "│": "|"})
 """For terminals without these letters."""
 COLORS = {Kind.F: (75, 67), Kind.B: (114, 71), Kind.I: (80, 37), Kind.W: (215, 172), Kind.U: (176, 133)}
 """Of the 256 terminal colors: one for a rank's first stage, one for its later stages."""
-LEAST = 24
+LEAST_COLUMNS = 24
 """The least number of columns for time, however narrow the terminal."""
 
 Cell = tuple[str, Kind | None, bool]
@@ -72,7 +73,7 @@ def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
     Every action gets a whole number of columns if all can, though some of the width stays unused.
     """
     columns = min(width - len(_name(run, 0)) - len(f"││ {max(run.live_shares):g} live") for run in simulations)
-    per_second = max(columns, LEAST) / max(run.seconds for run in simulations)
+    per_second = max(columns, LEAST_COLUMNS) / max(run.seconds for run in simulations)
     lengths = {end - start for run in simulations for _, start, end in _actions(run) if end - start > 1e-9 * end}
     shortest = min(lengths)
     shortest_columns = per_second * shortest
@@ -92,28 +93,16 @@ def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:
         >>> axis(1.2, 40, "{:g}".format)
         '0     5     10    15    20    25    30'
     """
-    line, seconds = "", columns / per_second
-    for number in range(int(seconds / step_of(seconds)) + 1):
-        time = number * step_of(seconds)
-        label, place = clock(time) if number else "0", round(time * per_second)
+    line = ""
+    for time in ticks(0.0, columns / per_second, 8):
+        label, place = clock(time) if time else "0", round(time * per_second)
         if place >= len(line) + bool(line):
             line += " " * (place - len(line)) + label
     return line
 
 
-def step_of(seconds: float, most: int = 8) -> float:
-    """The distance of ticks on an axis: 1, 2 or 5 times a power of ten, no more than `most` of them.
-
-    Example:
-        >>> step_of(33.0), step_of(0.0049)
-        (5.0, 0.001)
-    """
-    least_step = seconds / most
-    power = math.floor(math.log10(least_step))
-    return next(step for factor in (1, 2, 5, 10) if (step := float(f"{factor}e{power}")) >= least_step * (1 - 1e-9))
-
-
 def _name(simulation: Simulation, rank: int) -> str:
+    """A rank's name at the left of its line, as wide as the longest."""
     return f"rank {rank:<{len(str(simulation.schedule.ranks - 1))}} "
 
 
@@ -144,6 +133,7 @@ def _cells(
 
 
 def _label(action: Action) -> str:
+    """The letter of an action's kind and the number of its microbatch."""
     return f"{action.kind.value}{action.microbatch}"
 
 
