@@ -9,18 +9,12 @@ from jaxscale.blocks import BlockFunction, Wrapper, as_it_is, keep_nothing, run_
 from jaxscale.memory.plan import MemoryPlan
 
 
-def keep_dots(primitive: Any, *inputs: Any, **params: Any) -> Any:
-    """Policy of "dots": the results of matrix products are kept."""
-    return jax.checkpoint_policies.dots_saveable(primitive, *inputs, **params)
-
-
-# separate functions, to distinguish blocks that a plan wrapped from the user's checkpoints in a traced program
-POLICIES: dict[str, Any] = {"dots": keep_dots, "full": keep_nothing}
-
-
 @dataclasses.dataclass(frozen=True)
 class KeepBy:
-    """One of JAX's policies, by its name in `jax.checkpoint_policies`."""
+    """One of JAX's policies, by its name in `jax.checkpoint_policies`.
+
+    Its type distinguishes blocks that a plan wrapped from the user's checkpoints in a traced program.
+    """
 
     name: str
 
@@ -36,9 +30,10 @@ def policy_of(plan: MemoryPlan) -> Any:
         >>> policy_of(MemoryPlan.parse("jax:dots_saveable"))
         KeepBy(name='dots_saveable')
     """
-    if plan.rule == "jax":
-        return KeepBy(str(plan.name))
-    return POLICIES.get(plan.rule)
+    if plan.rule == "full":
+        return keep_nothing
+    name = "dots_saveable" if plan.rule == "dots" else plan.name if plan.rule == "jax" else None
+    return None if name is None else KeepBy(name)
 
 
 def wrapper(plan: MemoryPlan) -> Wrapper:

@@ -23,8 +23,11 @@ from jaxscale.memory.chain import (
     saves,
     square_root,
 )
+from jaxscale.memory.decision import ChainDecision
+from jaxscale.memory.keep_named import keeping
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.rotor import rotor
+from jaxscale.memory.save_set import EVERYTHING
 
 CHAIN_RULES = ("none", "full", "sqrt", "periodic", "revolve", "chain")
 """Rules of a `MemoryPlan` for chains."""
@@ -82,6 +85,15 @@ def chain_treatment(nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None = 
         return _run(nodes, options, calls, x)
 
     return Treatment(sequence=run)
+
+
+def treatment_of_chain(decision: ChainDecision) -> Treatment:
+    """The treatment of blocks under a decision for a chain."""
+    options = [
+        [blocks.as_it_is if save.keep == (EVERYTHING,) else keeping([save]) for save in saves]
+        for saves in decision.options
+    ]
+    return chain_treatment(decision.nodes, options)
 
 
 def _run(

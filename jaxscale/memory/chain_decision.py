@@ -1,4 +1,4 @@
-"""Decide a memory plan for a chain of blocks: from traced blocks to stages with options, to nodes, to a treatment.
+"""Decide a memory plan for a chain of blocks: from traced blocks to stages with options, to nodes.
 
 Each block's menu is the lower convex hull of its optimal save sets (`graph.menu`), from keeping all to keeping nothing.
 A budget bounds the bytes kept for a later backward pass, as everywhere: inputs of blocks, and their kept values. The
@@ -7,14 +7,13 @@ working memory of the running block and gradients are not included (`chain.simul
 
 from collections.abc import Sequence
 
-from jaxscale.blocks import Treatment, Wrapper, as_it_is
 from jaxscale.errors import UserError
 from jaxscale.memory.chain import Option, Stage, saves, simulate, times_run
-from jaxscale.memory.chain_apply import chain_nodes, chain_treatment
+from jaxscale.memory.chain_apply import chain_nodes
 from jaxscale.memory.decision import ChainDecision, Decision, SaveSet
-from jaxscale.memory.graph import EVERYTHING, Objective, menu, save_set
-from jaxscale.memory.keep_named import keeping
-from jaxscale.memory.plan import MemoryPlan
+from jaxscale.memory.graph import menu
+from jaxscale.memory.plan import MemoryPlan, Objective
+from jaxscale.memory.save_set import EVERYTHING, cost_of, save_set
 from jaxscale.memory.stack_plan import hull
 from jaxscale.platforms.platform import Chip
 from jaxscale.programs import roofline
@@ -29,6 +28,11 @@ _TIE = 1e-6
 """FLOP charged per recomputed byte of values that cost none."""
 
 
+def default_objective(chip: Chip | None) -> Objective:
+    """Seconds on a chip with known rates, else FLOP."""
+    return "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
+
+
 def block_options(graph: BlockGraph, objective: Objective, points: int = POINTS) -> tuple[SaveSet, ...]:
     """Ways to keep a block: everything first, then by falling bytes down to nothing."""
     everything = save_set(graph, (EVERYTHING,))
@@ -41,7 +45,7 @@ def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: Object
 
     A backward pass takes twice the forward pass, and while it runs needs every value that it reads.
     """
-    seconds = graph.seconds if objective == "seconds" else float(graph.flop)
+    seconds = float(cost_of(graph, objective))
     needed, inputs = set(graph.needed), set(graph.inputs)
     needed_output_bytes = sum(graph.values[index].bytes for index in needed & set(graph.outputs))
 
@@ -53,7 +57,8 @@ def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: Object
         recomputed_bytes = max(0, graph.needed_bytes - needed_output_bytes - kept_bytes)
         # of plans of equal FLOP prefer the one that recomputes fewer values
         extra_seconds = save.seconds if objective == "seconds" else save.flop + _TIE * recomputed_bytes
-        return Option(kept_bytes, extra_seconds, recomputed_bytes, _name(save))
+        name = "everything" if save.keep == (EVERYTHING,) else ", ".join(save.keep) or "nothing"
+        return Option(kept_bytes, extra_seconds, recomputed_bytes, name)
 
     passed_bytes = sum(graph.values[index].bytes for index in inputs & set(graph.outputs) & set(graph.carried))
     return Stage(seconds, 2 * seconds, graph.output_bytes, tuple(map(option, options)), passed_bytes=passed_bytes)
@@ -75,7 +80,7 @@ def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None
             f"memory {plan}: this model's blocks are no chain ({len(calls)} calls of blocks, some in a loop); build it "
             "of one layers.Chain or one layers.Stack, or take save:BYTES"
         )
-    objective: Objective = "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
+    objective = default_objective(chip)
     graphs = {call.fingerprint: call.graph for call in calls}
     points = POINTS if len(graphs) > 1 else ALIKE_POINTS
     options = {kind: block_options(graph, objective, points) for kind, graph in graphs.items()}
@@ -99,16 +104,3 @@ def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None
         flop=flop,
         seconds=max(0.0, cost.seconds - least) if objective == "seconds" else 0.0,
     )
-
-
-def treatment_of_chain(decision: ChainDecision) -> Treatment:
-    """The treatment of blocks under a decision for a chain."""
-    return chain_treatment(decision.nodes, [[_wrapper(save) for save in menu] for menu in decision.options])
-
-
-def _wrapper(save: SaveSet) -> Wrapper:
-    return as_it_is if save.keep == (EVERYTHING,) else keeping([save])
-
-
-def _name(save: SaveSet) -> str:
-    return "everything" if save.keep == (EVERYTHING,) else ", ".join(save.keep) or "nothing"

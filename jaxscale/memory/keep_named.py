@@ -17,10 +17,10 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.blocks import BlockFunction, Wrapper, as_it_is, run_again
+from jaxscale.blocks import BlockFunction, run_again
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import EVERYTHING, value_index
+from jaxscale.memory.save_set import EVERYTHING, value_index
 from jaxscale.programs.block import MARK, graph_of
 from jaxscale.programs.inline import InlinedProgram, inline
 
@@ -166,8 +166,3 @@ def _policy(closed: Any, args: Sequence[Any], program: InlinedProgram, save: Sav
 def _residual_name(name: str) -> str:
     """The name that an operation gives to its residual."""
     return re.sub(r" \(\d+\)$", "", name)
-
-
-def keeping_or_not(save: SaveSet | None) -> Wrapper:
-    """The wrapper of one save set; for `None`, the one that returns blocks unchanged."""
-    return as_it_is if save is None else keeping([save])

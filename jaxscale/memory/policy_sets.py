@@ -5,8 +5,8 @@ A policy accepts or rejects kinds of operations; accepted results that the backw
 
 from jaxscale.errors import unknown
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import EVERYTHING, recompute, save_set
 from jaxscale.memory.plan import POLICIES
+from jaxscale.memory.save_set import EVERYTHING, recompute, save_set
 from jaxscale.programs.block import BlockGraph
 
 

@@ -17,7 +17,7 @@ computes 40 times as fast on a similar link, which hides a tenth of their copies
 from collections.abc import Callable, Mapping
 
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import Host
+from jaxscale.memory.save_set import Host
 from jaxscale.memory.selectors.autoswap import autoswap
 from jaxscale.memory.selectors.capuchin import capuchin
 from jaxscale.memory.selectors.pofo import pofo

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import EVERYTHING, Host, recompute, save_set
+from jaxscale.memory.save_set import EVERYTHING, Host, recompute, save_set
 from jaxscale.programs.block import BlockGraph
 from jaxscale.values.byte_sizes import bytes_text
 

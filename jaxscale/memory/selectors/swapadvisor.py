@@ -8,7 +8,7 @@ memory pools, both of which are XLA's. The search is seeded: the same block give
 import random
 
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import Host
+from jaxscale.memory.save_set import Host
 from jaxscale.memory.selectors.swap import chosen, everything, idle_values, moved_to_fit
 from jaxscale.programs.block import BlockGraph
 

@@ -6,7 +6,7 @@ which is XLA's, and its fusing of swaps.
 """
 
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import Host
+from jaxscale.memory.save_set import Host
 from jaxscale.memory.selectors.swap import idle_values, swap
 from jaxscale.programs.block import BlockGraph
 

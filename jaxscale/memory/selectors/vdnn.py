@@ -6,7 +6,7 @@ out: its choice of slower convolutions that need less workspace, and its prefetc
 """
 
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import Host
+from jaxscale.memory.save_set import Host
 from jaxscale.memory.selectors.swap import idle_values, swap
 from jaxscale.programs.block import BlockGraph
 
