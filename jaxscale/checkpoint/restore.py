@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxscale.checkpoint.store import Checkpoints, Description
+from jaxscale.checkpoint.store import Checkpoints, Description, Restored
 from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.records import directory as place
@@ -34,10 +34,6 @@ class Trained:
     step: Any
     state: Any
     description: Description
-
-    def tokenizer(self) -> Any:
-        """The tokenizer of the run's data, or `None`."""
-        return read_tokenizer(self.directory)
 
 
 def read_tokenizer(directory: Any) -> Any:
@@ -66,6 +62,22 @@ def write_tokenizer(directory: Any, tokenizer: Any) -> None:
         (run_path(directory) / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
 
 
+def restore_newest(directory: Any, step: Any) -> Restored:
+    """A run's newest checkpoint, with its optimizer state.
+
+    Args:
+        directory: the run directory.
+        step: the train step to restore it for.
+
+    Raises:
+        UserError: there is no checkpoint, or none that verifies.
+    """
+    restored = Checkpoints(run_path(directory) / place.CHECKPOINTS, write=False).restore(step.canonical_abstract())
+    if restored is None:
+        raise UserError(f"{directory} has no checkpoint yet: train it until its first save")
+    return restored
+
+
 def restore_parameters(
     directory: Any,
     *,
@@ -89,9 +101,7 @@ def restore_parameters(
     """
     import jax
 
-    folder = run_path(directory)
-    if not (folder / place.EXPERIMENT).exists():
-        raise UserError(f"{folder} holds no run: expected {place.EXPERIMENT} there; give the directory of a run")
+    folder = place.existing_run(directory)
     if experiment is None:
         from jaxscale.records.source import load_experiment
 

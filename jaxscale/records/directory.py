@@ -80,6 +80,18 @@ def writing(directory: Any) -> Iterator[None]:
         ) from error
 
 
+def existing_run(directory: Any) -> Any:
+    """The path of a directory that holds a run.
+
+    Raises:
+        UserError: it holds none.
+    """
+    path = run_path(directory)
+    if not (path / EXPERIMENT).exists():
+        raise UserError(f"{path} holds no run: expected {EXPERIMENT} there; give the directory of a run")
+    return path
+
+
 def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, Any] | None:
     """The experiment.json of the run in the directory, which must be of the same experiment.
 

@@ -9,34 +9,27 @@ from jaxscale.errors import Diverged, Preempted, UserError
 from jaxscale.records import directory as place
 from jaxscale.training.journal import Journal
 
-_OTHER_PROCESS = "a signal to another process"
 
-
-def stopped_before_the_first_step(journal: Journal, n: int, by: str) -> NoReturn:
-    """Stop without a save.
+def preempted(journal: Journal, n: int, signal: str, *, saved: bool) -> NoReturn:
+    """Stop after a signal.
 
     Args:
         journal: the run's journal.
-        n: updates of the checkpoint that it started from.
-        by: the signal; empty if another process received it.
+        n: updates made.
+        signal: its name; empty if another process received it.
+        saved: step `n` was run and saved; else `n` are the updates of the checkpoint that the run started from.
     """
-    by = by or _OTHER_PROCESS
+    by = signal or "a signal to another process"
     journal.event(n, "preempted", by=by)
     journal.report()
+    if saved:
+        raise Preempted(f"stopped by {by} after step {n}, and saved: start the run again to continue it")
     if n:
         raise Preempted(
             f"stopped by {by} before step {n + 1}; the checkpoint of step {n} is intact: start the run again to "
             "continue it"
         )
     raise KeyboardInterrupt(f"stopped by {by} before the first step: nothing is lost, start the run again")
-
-
-def preempted(journal: Journal, n: int, by: str) -> NoReturn:
-    """Stop after step `n`, which has been saved; `by` as above."""
-    by = by or _OTHER_PROCESS
-    journal.event(n, "preempted", by=by)
-    journal.report()
-    raise Preempted(f"stopped by {by} after step {n}, and saved: start the run again to continue it")
 
 
 def diverged(journal: Journal, checkpoints: Checkpoints, n: int, metrics: Mapping[str, float]) -> NoReturn:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.records import directory as place
-from jaxscale.records.metrics import MetricsLog
+from jaxscale.records.metrics import Kind, MetricsLog
 from jaxscale.records.processes import is_first
 from jaxscale.training.display import Display
 
@@ -41,25 +41,25 @@ class Journal:
         """Show a line."""
         self._display.say(text)
 
-    def event(self, n: int, name: str, **fields: Any) -> None:
-        """Log an event after step `n`."""
+    def _append(self, n: int, kind: Kind, **fields: Any) -> None:
+        """Log a row for step `n`."""
         if self._log is not None:
             with place.writing(self.folder):
-                self._log.event(n, name, **fields)
+                self._log.append(n, kind, **fields)
+
+    def event(self, n: int, name: str, **fields: Any) -> None:
+        """Log an event after step `n`."""
+        self._append(n, "event", name=name, **fields)
 
     def step(self, n: int, row: Mapping[str, Any]) -> None:
         """Log and show the metrics of step `n`."""
-        if self._log is not None:
-            with place.writing(self.folder):
-                self._log.train(n, **row)
-        self._display.show(n, dict(row))
+        self._append(n, "train", **row)
+        self._display.show(n, row)
 
     def evaluated(self, n: int, metrics: Mapping[str, float], *, better: bool) -> None:
         """Log and show the held-out metrics after step `n`."""
-        if self._log is not None:
-            with place.writing(self.folder):
-                self._log.eval(n, **metrics)
-        accuracy = "".join(f", {name} {value:.4f}" for name, value in metrics.items() if name == "accuracy")
+        self._append(n, "eval", **metrics)
+        accuracy = f", accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
         self.say(f"step {n}: held-out loss {metrics['loss']:.4f}{accuracy}{' (best)' if better else ''}")
 
     def sampled(self, n: int, prompt: str, text: str) -> None:

@@ -7,7 +7,8 @@ from jax import P
 from jax.sharding import AxisType, NamedSharding
 
 from jaxscale.errors import UserError
-from jaxscale.training.profile import Profiler, ProfileRange, device_times, kind_of, summary_of
+from jaxscale.training.device_times import device_times, kind_of, summary_of
+from jaxscale.training.profile import Profiler, ProfileRange
 
 
 @pytest.mark.parametrize(("text", "first", "stop"), [("10:13", 10, 13), ("7", 7, 8), (" 1 : 2 ", 1, 2)])

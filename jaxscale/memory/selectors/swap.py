@@ -5,7 +5,7 @@ twice as long.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
@@ -94,13 +94,20 @@ def everything(graph: BlockGraph, budget: int) -> SaveSet | None:
     return save_set(graph, (EVERYTHING,)) if graph.needed_bytes <= budget else None
 
 
-def swap(graph: BlockGraph, budget: int, host: Host, order: Sequence[Idle]) -> SaveSet:
-    """The save set that moves values to the host, in this order, until the others fit; small values go last.
+def swap(graph: BlockGraph, budget: int, host: Host, order: Callable[[Idle], float]) -> SaveSet:
+    """The save set that moves values to the host, in an order, until the others fit; small values go last.
+
+    Args:
+        graph: of the block, with seconds.
+        budget: bytes kept on the device besides the block's inputs.
+        host: gets the other values.
+        order: the value of the least key moves first.
 
     Raises:
         UserError: the host's budget is too small.
     """
-    return everything(graph, budget) or chosen(graph, host, order, moved_to_fit(budget, host, order))
+    values = sorted(idle_values(graph), key=order)
+    return everything(graph, budget) or chosen(graph, host, values, moved_to_fit(budget, host, values))
 
 
 def moved_to_fit(budget: int, host: Host, order: Sequence[Idle]) -> list[Idle]:
