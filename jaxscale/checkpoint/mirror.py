@@ -48,9 +48,9 @@ def upload(save: Any, local: Path, target: Any) -> Future[None]:
             shutil.rmtree(local.parent, ignore_errors=True)
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
-    done = thread.submit(run)
+    future = thread.submit(run)
     thread.shutdown(wait=False)  # accepts no further tasks; the submitted one continues
-    return done
+    return future
 
 
 def staging(path: Any) -> Path:
@@ -78,6 +78,7 @@ def local_copy(path: Any, *, arrays: bool = True) -> Iterator[Any]:
 
 
 def _download(source: Any, target: Path, arrays: bool) -> None:
+    """Copy a folder of a bucket to a local one."""
     target.mkdir(parents=True)
     for item in source.iterdir():
         if not item.is_dir():

@@ -126,6 +126,7 @@ def restore_parameters(
 
 
 def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
+    """A step with the run's model and precision on these devices, without the run's optimizer."""
     from jaxscale.layers.loss import CHUNK
     from jaxscale.optim.optimizer import Optimizer
     from jaxscale.recipe.kernels import Kernels

@@ -42,7 +42,7 @@ class Checkpoints:
 
     def __init__(self, folder: Any, *, keep: int = 3, best: bool = True, write: bool = True) -> None:
         self.folder = _path(folder)
-        self._keep, self._best, self._write = keep, best, write
+        self._keep, self._best = keep, best
         self._running: tuple[Description, Any] | None = None
         self._descriptions: dict[int, Description] = {}
         if write:
@@ -192,6 +192,7 @@ class Checkpoints:
         )
 
     def _prune(self) -> None:
+        """Delete the checkpoints that need not be kept."""
         steps = self.steps()
         survivors = set(steps[-max(self._keep, 1) :])
         if self._best:
@@ -202,6 +203,7 @@ class Checkpoints:
                 self._descriptions.pop(step, None)
 
     def _clean(self) -> None:
+        """Remove half-written checkpoints of a killed run."""
         for item in self.folder.iterdir() if self.folder.is_dir() else ():  # a bucket has no empty folders
             is_partial = _UNFINISHED in item.name
             if is_remote(item) and item.name.isdigit():  # in a bucket, a file marks the commit
@@ -210,6 +212,7 @@ class Checkpoints:
                 item.rmtree(missing_ok=True)
 
     def _set_aside(self, damaged: Mapping[int, str]) -> None:
+        """Rename damaged checkpoints to STEP.damaged."""
         if damaged and is_first():
             for step in damaged:
                 aside = self.folder / f"{self._folder(step).name}.damaged"
@@ -262,6 +265,7 @@ def save_memory_warning(state_bytes: int, copy_bytes: int, device: Any) -> str |
 
 
 def _check_reachable(folder: Any) -> None:
+    """Refuse a bucket that several processes cannot save to together."""
     import jax
 
     if is_mirrored(folder) and jax.process_count() > 1:
@@ -272,6 +276,7 @@ def _check_reachable(folder: Any) -> None:
 
 
 def _path(folder: Any) -> Any:
+    """The absolute path object of a folder, as Orbax requires."""
     from etils import epath
 
     # Orbax requires absolute paths

@@ -104,11 +104,11 @@ def _restore(path: Any, abstract: Mapping[str, Any]) -> Restored:
         return content, change
 
     content, change = on_all(read, DamagedError)
-    saved = content["arrays"]
-    abstract = {name: leaf for name, leaf in change.abstract.items() if name in saved}
-    arrays = on_all(lambda: _load(path, saved, abstract), DamagedError)
+    entries = content["arrays"]
+    abstract = {name: leaf for name, leaf in change.abstract.items() if name in entries}
+    arrays = on_all(lambda: _load(path, entries, abstract), DamagedError)
     sums = checksums(arrays)  # equal on all processes
-    mismatches = [name for name in abstract if list(sums[name]) != saved[name][2:]]
+    mismatches = [name for name in abstract if list(sums[name]) != entries[name][2:]]
     if mismatches:
         suffix = f" and {len(mismatches) - 1} more" if len(mismatches) > 1 else ""
         raise DamagedError(f"the checksum of array {mismatches[0]!r}{suffix} does not match its content")
@@ -116,6 +116,7 @@ def _restore(path: Any, abstract: Mapping[str, Any]) -> Restored:
 
 
 def _load(path: Any, entries: Mapping[str, Any], abstract: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a checkpoint in the dtypes that they were saved in, with the requested shardings."""
     import jax
     from orbax.checkpoint import v1 as ocp
 
@@ -162,6 +163,7 @@ def read_content(path: Any) -> dict[str, Any]:
 
 
 def _check_arrays(entries: Mapping[str, Any], abstract: Mapping[str, Any], path: Any) -> None:
+    """Refuse a checkpoint that lacks an array of the model, or has one of another shape."""
     from jaxscale.state.canonical import OPTIONAL
 
     for name, leaf in abstract.items():
@@ -179,6 +181,7 @@ def _check_arrays(entries: Mapping[str, Any], abstract: Mapping[str, Any], path:
 
 
 def _cast(arrays: dict[str, Any], abstract: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays in the requested dtypes."""
     import jax
 
     from jaxscale.sharding.memory_space import to_device

@@ -7,25 +7,18 @@ Rules for chains of blocks and for offload are in `chain_decision.py` and `selec
 import dataclasses
 from collections.abc import Sequence
 
-from jaxscale.blocks import Treatment, as_it_is
 from jaxscale.errors import UserError
-from jaxscale.memory.apply import wrapper
 from jaxscale.memory.chain import square_root
-from jaxscale.memory.chain_apply import treatment_of_chain
 from jaxscale.memory.chain_decision import decide_chain, default_objective
 from jaxscale.memory.decision import Decision, Group, SaveSet, StackDecision, read_decision
 from jaxscale.memory.greedy import greedy
-from jaxscale.memory.keep_named import keeping
 from jaxscale.memory.plan import FORMS, MemoryPlan, Objective
-from jaxscale.memory.policy_sets import policy_set
-from jaxscale.memory.save_set import EVERYTHING, Host, save_set
+from jaxscale.memory.save_set import EVERYTHING, Host, policy_set, save_set
 from jaxscale.memory.selectors import SELECTORS
 from jaxscale.memory.stack_plan import plan_stack, share, stack_totals, too_small, totals
 from jaxscale.platforms.platform import Chip, chips
 from jaxscale.programs.block import BlockGraph
 from jaxscale.programs.collect import BlockCall
-
-_POLICIES = {"dots": "dots_saveable", "full": "nothing_saveable"}
 
 
 def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = None) -> Decision:
@@ -52,8 +45,7 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
         case "none":
             return _uniform(plan, calls, [save_set(graph, (EVERYTHING,)) for graph in kinds.values()])
         case "dots" | "full" | "jax":
-            policy = plan.name or _POLICIES[plan.rule]
-            return _uniform(plan, calls, [policy_set(graph, policy) for graph in kinds.values()])
+            return _uniform(plan, calls, [policy_set(graph, str(plan.policy)) for graph in kinds.values()])
         case "sqrt" | "periodic" if _scanned(calls):
             return _segments(plan, calls)
         case "sqrt" | "periodic" | "revolve" | "chain":
@@ -107,26 +99,6 @@ def _rooms(plan: MemoryPlan, calls: Sequence[BlockCall], fewer: str = "") -> lis
     full_bytes = sum(call.count * call.graph.needed_bytes for call in calls)
     share_kept = min(1.0, (budget - inputs) / full_bytes) if full_bytes else 1.0
     return [(graph, int(graph.needed_bytes * share_kept)) for graph in kinds_of(calls).values()]
-
-
-def treatment_for(decision: Decision, *, unroll: int = 1) -> Treatment:
-    """The treatment of blocks under a decision, for `blocks.treating`.
-
-    Args:
-        decision: of `decide`, or read from a file.
-        unroll: layers per iteration of a scan over layers.
-    """
-    if decision.plan.rule in ("none", "dots", "full", "jax"):
-        return Treatment(wrapper(decision.plan), unroll)
-    if decision.chain is not None:
-        return treatment_of_chain(decision.chain)
-    stack = decision.stack
-    if stack is None:
-        return Treatment(keeping(decision.saves), unroll)
-    groups = tuple((group.layers, as_it_is if group.save is None else keeping([group.save])) for group in stack.groups)
-    if len(groups) == 1:
-        return Treatment(groups[0][1], unroll, segment=stack.segment)
-    return Treatment(unroll=unroll, segment=stack.segment, groups=groups)
 
 
 def _scanned(calls: Sequence[BlockCall]) -> bool:

@@ -70,13 +70,13 @@ def solve(
     return _Program(graph, objective, host, names).at(budget)
 
 
-def smallest(graph: BlockGraph, most: float, *, objective: Objective = "flop") -> SaveSet:
-    """The smallest save set of a block whose cost is at most `most`.
+def smallest(graph: BlockGraph, max_cost: float, *, objective: Objective = "flop") -> SaveSet:
+    """The smallest save set of a block whose cost is at most `max_cost`.
 
     Args:
         graph: of the block, with seconds where `objective` is "seconds".
-        most: recomputed FLOP of matrix products, or modelled seconds.
-        objective: which of the two `most` is.
+        max_cost: recomputed FLOP of matrix products, or modelled seconds.
+        objective: which of the two `max_cost` is.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -86,7 +86,7 @@ def smallest(graph: BlockGraph, most: float, *, objective: Objective = "flop") -
         >>> smallest(graph, 0).bytes, smallest(graph, 512).bytes
         (128, 0)
     """
-    return _Program(graph, objective, None, None).within(most)
+    return _Program(graph, objective, None, None).within(max_cost)
 
 
 def menu(
@@ -150,14 +150,14 @@ class _Program:
         check_request(graph, 0, objective)
         self.graph, self.host = graph, host
         self.objective: Objective = objective
-        allowed = None if names is None else {value_index(graph, name) for name in names}
+        allowed_indices = None if names is None else {value_index(graph, name) for name in names}
         self.equations = sorted(recompute(graph, ()).equations)
         # values of one name are kept together or not at all
         self.groups: dict[str, list[int]] = {}
         for index in self._candidates():
             mark = graph.values[index].mark
             assert mark is not None, "candidates have a name"
-            if allowed is None or index in allowed:
+            if allowed_indices is None or index in allowed_indices:
                 self.groups.setdefault(mark, []).append(index)
         self.marks = list(self.groups)
         self.size = {mark: sum(graph.values[i].bytes for i in self.groups[mark]) for mark in self.marks}
@@ -186,6 +186,7 @@ class _Program:
         return candidates
 
     def _build(self) -> None:
+        """The rows, columns and costs of the integer program."""
         import numpy as np
         from scipy.sparse import csr_array
 
@@ -239,9 +240,10 @@ class _Program:
                 for kind, mark in column
                 if kind == "host"
             ]
-        entries = [(row, number, factor) for row, (terms, _) in enumerate(rows) for number, factor in terms.items()]
-        factors, indices = [f for _, _, f in entries], ([r for r, _, _ in entries], [n for _, n, _ in entries])
-        self.matrix = csr_array((factors, indices), shape=(len(rows), len(column)))
+        row_numbers = [row for row, (terms, _) in enumerate(rows) for _ in terms]
+        columns = [number for terms, _ in rows for number in terms]
+        factors = [factor for terms, _ in rows for factor in terms.values()]
+        self.matrix = csr_array((factors, (row_numbers, columns)), shape=(len(rows), len(column)))
         self.least = np.array([least for _, least in rows])
         self.cost, self.scale = cost, scale
         self.bytes = np.zeros(len(column))
@@ -262,24 +264,25 @@ class _Program:
         everything = budget >= self.graph.needed_bytes and cost_of(save, self.objective) > 0
         return save_set(self.graph, (EVERYTHING,)) if everything else save
 
-    def within(self, most: float) -> SaveSet:
-        """The smallest set whose cost is at most `most`."""
+    def within(self, max_cost: float) -> SaveSet:
+        """The smallest set whose cost is at most `max_cost`."""
         everything = save_set(self.graph, (EVERYTHING,))
-        if cost_of(self.at(self.graph.needed_bytes), self.objective) > most:
+        if cost_of(self.at(self.graph.needed_bytes), self.objective) > max_cost:
             return everything
-        room = most / self.scale
+        room = max_cost / self.scale
         solution = self._solve(self.bytes, self.graph.needed_bytes, room * (1 + 1e-9) + 1e-9)
         if solution is None:
             return everything
         save = self._set(solution)
-        return save if cost_of(save, self.objective) <= most * (1 + 1e-9) else everything
+        return save if cost_of(save, self.objective) <= max_cost * (1 + 1e-9) else everything
 
     def _set(self, solution: Any) -> SaveSet:
-        chosen = {kind: [] for kind in ("keep", "host")}
+        """The save set of a solution."""
+        names: dict[str, list[str]] = {"keep": [], "host": []}
         for (kind, mark), number in self.column.items():
-            if kind in chosen and solution[number] > 0.5:
-                chosen[kind] += [self.graph.values[index].name for index in self.groups[str(mark)]]
-        return save_set(self.graph, chosen["keep"], chosen["host"], self.host)
+            if kind in names and solution[number] > 0.5:
+                names[kind] += [self.graph.values[index].name for index in self.groups[str(mark)]]
+        return save_set(self.graph, names["keep"], names["host"], self.host)
 
     def _solve(self, objective: Any, budget: int, spent: float = math.inf) -> Any:
         """The choices that minimize an objective within bytes and cost; `None` if there are none."""

@@ -132,6 +132,7 @@ def keeping(saves: Sequence[SaveSet]) -> Keeping:
 
 
 def _matching_save(program: InlinedProgram, by_block: Mapping[str, SaveSet]) -> SaveSet:
+    """The save set that was made for a block."""
     fingerprint = program.fingerprint()
     if fingerprint not in by_block:
         expected = ", ".join(sorted(by_block)) or "(none)"

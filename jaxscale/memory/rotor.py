@@ -78,9 +78,9 @@ def rotor(
         14.0
     """
     problem = _Problem(tuple(stages), input_bytes, bound)
-    least = problem.least()
-    if budget < least:
-        raise _infeasible(problem, budget, least)
+    least_bytes = problem.least()
+    if budget < least_bytes:
+        raise _infeasible(problem, budget, least_bytes)
     table = _Table(problem, problem.grid(budget - input_bytes, slots))
     for slot in table.slots():
         nodes = table.nodes(0, problem.count - 1, slot)
@@ -106,7 +106,8 @@ def least_budget(stages: Sequence[Stage], input_bytes: int, bound: Bound = "aliv
     return _Problem(tuple(stages), input_bytes, bound).least()
 
 
-def _infeasible(problem: "_Problem", budget: int, least: int) -> UserError:
+def _infeasible(problem: "_Problem", budget: int, least_bytes: int) -> UserError:
+    """The error for a budget below the least possible."""
     needs = [
         min(problem.save_need(index, option, index) for option in range(len(stage.options)))
         for index, stage in enumerate(problem.stages)
@@ -116,7 +117,7 @@ def _infeasible(problem: "_Problem", budget: int, least: int) -> UserError:
     meaning = "kept and alive" if problem.bound == "alive" else "kept"
     return UserError(
         f"a budget of {bytes_text(budget)} {meaning} for a chain of {problem.count} stages: the least possible is "
-        f"{bytes_at_least(least)}, of which stage {index} alone takes {bytes_at_least(stage_bytes[index])}; "
+        f"{bytes_at_least(least_bytes)}, of which stage {index} alone takes {bytes_at_least(stage_bytes[index])}; "
         "more microbatches, a smaller batch, or a cut of that stage in two would lower it"
     )
 
@@ -343,6 +344,7 @@ class _Table:
         return shifted
 
     def _fill(self) -> None:
+        """Fill the table of unlike stages, by last and first stage."""
         problem, grid, count = self.problem, self.grid, self.problem.count
         self._rows = [np.empty((count - first, grid.length)) for first in range(count)]
         work = np.empty((count, grid.length))
@@ -372,6 +374,7 @@ class _Table:
                     after_cut[first] = self._shifted(best, self._size(first - 1, first)) + problem.elapsed[first]
 
     def _fill_alike(self) -> None:
+        """Fill the table of alike stages, by the number of stages."""
         problem, grid, count = self.problem, self.grid, self.problem.count
         self._rows = [np.empty((count, grid.length))]
         rows = self._rows[0]

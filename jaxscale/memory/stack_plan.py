@@ -74,6 +74,7 @@ def _two_level_inputs(layers: int, segment: int) -> int:
 
 
 def _two_levels(graph: BlockGraph, layers: int, budget: int, objective: Objective) -> StackDecision:
+    """The cheapest stack whose segments run again, within a budget below that of all blocks' inputs."""
     carried = graph.carried_bytes
     least_budget = least_bytes(graph, layers)
     if budget < least_budget:
@@ -157,11 +158,11 @@ def share(calls: Sequence[BlockCall], budget: int, *, objective: Objective = "fl
         [(kind, graph)] = graphs.items()
         return (solve(graph, room // counts[kind], objective=objective),)
     menus = {kind: menu(graph, objective=objective) for kind, graph in graphs.items()}
-    chosen = _choose([(counts[kind], menus[kind]) for kind in graphs], room, objective)
-    spare = room - sum(counts[save.block] * save.bytes for save in chosen)
+    points = _choose([(counts[kind], menus[kind]) for kind in graphs], room, objective)
+    spare = room - sum(counts[save.block] * save.bytes for save in points)
     # the curves have gaps: each kind in turn gets the spare bytes
     saves = []
-    for save in chosen:
+    for save in points:
         count = counts[save.block]
         better = solve(graphs[save.block], save.bytes + spare // count, objective=objective)
         better = better if cost_of(better, objective) < cost_of(save, objective) else save

@@ -275,6 +275,7 @@ class _Board:
 
 
 def _record(event: Any) -> bytes:
+    """An event as a record of a TensorBoard file."""
     from tensorboardX.record_writer import masked_crc32c
 
     payload = event.SerializeToString()

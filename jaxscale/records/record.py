@@ -218,6 +218,7 @@ def _overrides(overrides: Any) -> list[str]:
 
 
 def _read_json(path: Any, unread: list[str]) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is none, or, after a line in `unread`, if it cannot be read."""
     if not path.exists():
         return {}
     try:

@@ -210,7 +210,9 @@ def load_experiment(run_dir: Any) -> "Experiment":
         # the plan of the run replaces any other
         with superseded() if run_plan is not None else contextlib.nullcontext():
             original = _call(source.text, folder / FOLDER / str(source.file), origin, source.variant)
-        fields = {k: v for k, v in source.overrides.items() if run_plan is None or not k.startswith("plan.")}
+        fields = {
+            name: text for name, text in source.overrides.items() if run_plan is None or not name.startswith("plan.")
+        }
         experiment = _apply(original, plan, fields)
     except UserError as error:
         raise UserError(f"{error}\n{hint}" if hint else str(error)) from None

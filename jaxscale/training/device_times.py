@@ -235,6 +235,7 @@ def kind_of(name: str) -> Kind:
 
 
 def _device_time(device: str, lines: list[list[TracedEvent]]) -> DeviceTime:
+    """The time of one device, from the operations of each of its lines."""
     seconds: dict[tuple[str, Kind], float] = collections.defaultdict(float)
     counts: collections.Counter[tuple[str, Kind]] = collections.Counter()
     for line in lines:
@@ -273,6 +274,7 @@ def _self_times(line: list[TracedEvent]) -> Iterator[tuple[TracedEvent, float]]:
 
 
 def _seconds(seconds: float) -> str:
+    """Seconds with four digits and a unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale:
             return f"{seconds / scale:.4g} {unit}"

@@ -76,6 +76,7 @@ class Display:
             self._progress = None
 
     def _start(self) -> Any:
+        """The live line of a terminal, started at the first call."""
         if self._progress is None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

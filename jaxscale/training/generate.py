@@ -175,6 +175,7 @@ def decode(
 
 @functools.cache
 def _program() -> Any:
+    """The compiled program that decodes a window."""
     import jax
     import jax.numpy as jnp
     from flax import nnx

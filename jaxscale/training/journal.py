@@ -41,35 +41,35 @@ class Journal:
         """Show a line."""
         self._display.say(text)
 
-    def _append(self, n: int, kind: Kind, **fields: Any) -> None:
-        """Log a row for step `n`."""
+    def _append(self, step: int, kind: Kind, **fields: Any) -> None:
+        """Log a row for a step."""
         if self._log is not None:
             with place.writing(self.folder):
-                self._log.append(n, kind, **fields)
+                self._log.append(step, kind, **fields)
 
-    def event(self, n: int, name: str, **fields: Any) -> None:
-        """Log an event after step `n`."""
-        self._append(n, "event", name=name, **fields)
+    def event(self, step: int, name: str, **fields: Any) -> None:
+        """Log an event after a step."""
+        self._append(step, "event", name=name, **fields)
 
-    def step(self, n: int, row: Mapping[str, Any]) -> None:
-        """Log and show the metrics of step `n`."""
-        self._append(n, "train", **row)
-        self._display.show(n, row)
+    def step(self, step: int, row: Mapping[str, Any]) -> None:
+        """Log and show the metrics of a step."""
+        self._append(step, "train", **row)
+        self._display.show(step, row)
 
-    def evaluated(self, n: int, metrics: Mapping[str, float], *, better: bool) -> None:
-        """Log and show the held-out metrics after step `n`."""
-        self._append(n, "eval", **metrics)
+    def evaluated(self, step: int, metrics: Mapping[str, float], *, better: bool) -> None:
+        """Log and show the held-out metrics after a step."""
+        self._append(step, "eval", **metrics)
         accuracy = f", accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
-        self.say(f"step {n}: held-out loss {metrics['loss']:.4f}{accuracy}{' (best)' if better else ''}")
+        self.say(f"step {step}: held-out loss {metrics['loss']:.4f}{accuracy}{' (best)' if better else ''}")
 
-    def sampled(self, n: int, prompt: str, text: str) -> None:
-        """Store and show a text that was drawn after step `n`."""
+    def sampled(self, step: int, prompt: str, text: str) -> None:
+        """Store and show a text that was drawn after a step."""
         from jaxscale.records.samples import append_sample
 
         if is_first():
             with place.writing(self.folder):
-                append_sample(self.folder, n, prompt, text)
-        self.say(f"--- step {n}\n{prompt}{text}\n---")
+                append_sample(self.folder, step, prompt, text)
+        self.say(f"--- step {step}\n{prompt}{text}\n---")
 
     def flush(self) -> None:
         """Write out buffered lines; in a bucket they are buffered."""

@@ -169,6 +169,7 @@ class _Training:
             source.write(self.folder)
 
     def _finished_before(self, step: int) -> Run:
+        """The result of a run whose newest checkpoint is that of its last step."""
         run = Run(self.folder, self.experiment, self.plan, devices=self.devices)
         if is_first() and not (self.folder / "report.html").exists():
             self.journal.report()
@@ -236,6 +237,7 @@ class _Training:
     # -- the steps -----------------------------------------------------------------------------------------------------
 
     def _train(self) -> Run:
+        """Train from the newest checkpoint, or from the initial state, to the last step."""
         with Stop() as stop:
             state = self._start()
             self.agreement = Agreement(self.step.mesh)
@@ -306,6 +308,7 @@ class _Training:
         return state
 
     def _compile(self, batch: Mapping[str, Any]) -> None:
+        """Compile the step; show and log its memory, FLOP and kernels."""
         for line in self.step.describe():
             self.journal.say(line)
         excluded_count = left_out()
@@ -341,6 +344,7 @@ class _Training:
             )
 
     def _settle_pending(self, pending: tuple[int, Any, Any] | None) -> tuple[bool, bool]:
+        """Settle a step in flight; returns whether to stop, and whether to save by the clock."""
         if pending is None:
             return False, False
         self._settle(pending[0], pending[1])
@@ -350,7 +354,7 @@ class _Training:
         """Wait for the metrics of step `n`, and log them."""
         import jax
 
-        scalars = {name: value.item() for name, value in jax.device_get(dict(metrics)).items()}
+        scalars = {name: scalar.item() for name, scalar in jax.device_get(dict(metrics)).items()}
         self.tokens += (tokens := round(scalars["weight"]))
         self.meter.add(tokens)
         if scalars["skipped"] > self.skipped:

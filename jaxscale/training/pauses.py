@@ -43,37 +43,39 @@ class Pauses:
         minutes = self.experiment.checkpoint.minutes
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
-    def due(self, n: int) -> bool:
-        """Whether the number of step `n` makes a pause due."""
+    def due(self, updates: int) -> bool:
+        """Whether a pause is due after this number of updates."""
         intervals = self.experiment.evaluation.every, self.experiment.samples.every, self.experiment.checkpoint.every
-        return any(_is_due(n, interval) for interval in intervals)
+        return any(_is_due(updates, interval) for interval in intervals)
 
-    def __call__(self, n: int, tokens: int, state: Any, data_state: Any, *, stopping: bool, save_now: bool) -> None:
-        """Evaluate, sample and save after step `n`, as far as they are due.
+    def __call__(
+        self, updates: int, tokens: int, state: Any, data_state: Any, *, stopping: bool, save_now: bool
+    ) -> None:
+        """Evaluate, sample and save after a step, as far as they are due.
 
         Args:
-            n: updates so far; all three are due after the last.
+            updates: number of updates so far; all three are due after the last.
             tokens: target tokens so far.
             state: the train state.
             data_state: state of the iterator over batches.
             stopping: the run stops early, after this step.
             save_now: a checkpoint is due by the clock.
         """
-        last = n == self.experiment.steps
+        last = updates == self.experiment.steps
         checkpoint, better = self.experiment.checkpoint, False
         self.held_out = None
-        if last or _is_due(n, self.experiment.evaluation.every):
-            better = self._evaluate(n, state)
-        if last or _is_due(n, self.experiment.samples.every):
-            self._sample(n, state)
-        if last or stopping or save_now or _is_due(n, checkpoint.every) or (better and checkpoint.best):
-            self._save(n, tokens, state, data_state, wait=last or stopping)
+        if last or _is_due(updates, self.experiment.evaluation.every):
+            better = self._evaluate(updates, state)
+        if last or _is_due(updates, self.experiment.samples.every):
+            self._sample(updates, state)
+        if last or stopping or save_now or _is_due(updates, checkpoint.every) or (better and checkpoint.best):
+            self._save(updates, tokens, state, data_state, wait=last or stopping)
 
     def poll(self) -> None:
         """Log a checkpoint that was committed since the last call."""
         self._log(self.checkpoints.poll())
 
-    def _evaluate(self, n: int, state: Any) -> bool:
+    def _evaluate(self, updates: int, state: Any) -> bool:
         """Measure and log the held-out loss; returns whether it is the least so far."""
         batches = self.experiment.evaluation.batches
         metrics = held_out_means(self.step, self.data, state, batches, one_at_a_time=self.one_at_a_time)
@@ -83,20 +85,22 @@ class Pauses:
         better = self.best is None or metrics["loss"] < self.best
         if better:
             self.best = metrics["loss"]
-        self.journal.evaluated(n, metrics, better=better)
+        self.journal.evaluated(updates, metrics, better=better)
         return better
 
-    def _sample(self, n: int, state: Any) -> None:
+    def _sample(self, updates: int, state: Any) -> None:
+        """Draw, store and show the samples of the experiment."""
         from jaxscale.training.generate import draw_samples
 
         for prompt, text in draw_samples(self.experiment, self.data.tokenizer, lambda: self.step.module(state)):
-            self.journal.sampled(n, prompt, text)
+            self.journal.sampled(updates, prompt, text)
 
-    def _save(self, n: int, tokens: int, state: Any, data_state: Any, *, wait: bool) -> None:
+    def _save(self, updates: int, tokens: int, state: Any, data_state: Any, *, wait: bool) -> None:
+        """Save a checkpoint in the background; with `wait`, return once it is committed."""
         self._log(self.checkpoints.wait())
         self._save_began = time.perf_counter()
         description = Description(
-            step=n,
+            step=updates,
             tokens=tokens,
             data=data_state,
             experiment=self.experiment.name,

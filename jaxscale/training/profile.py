@@ -167,6 +167,7 @@ class Profiler:
 
 
 def _upload(source: Path, target: Any) -> None:
+    """Copy the files of a local folder to a bucket."""
     for file in sorted(source.rglob("*")):
         if file.is_file():
             target_file = target / str(file.relative_to(source))

@@ -131,6 +131,7 @@ class Run:
         return continuations(self.module, self.experiment.model, tokenizer, prompt, sampling)
 
     def _restore(self) -> None:
+        """Build the step and restore its newest checkpoint, unless the state is in memory."""
         if self._state is not None:
             return
         from jaxscale.checkpoint.restore import restore_newest

@@ -12,8 +12,7 @@ from jaxscale.errors import UserError
 from jaxscale.memory.graph import menu, smallest, solve
 from jaxscale.memory.greedy import greedy
 from jaxscale.memory.plan import POLICIES
-from jaxscale.memory.policy_sets import policy_set
-from jaxscale.memory.save_set import EVERYTHING, Host, exposed_seconds, recompute, save_set
+from jaxscale.memory.save_set import EVERYTHING, Host, exposed_seconds, policy_set, recompute, save_set
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.block import BlockGraph, Equation, Value, block_graph
 

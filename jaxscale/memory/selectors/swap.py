@@ -107,7 +107,7 @@ def swap(graph: BlockGraph, budget: int, host: Host, order: Callable[[Idle], flo
         UserError: the host's budget is too small.
     """
     values = sorted(idle_values(graph), key=order)
-    return everything(graph, budget) or chosen(graph, host, values, moved_to_fit(budget, host, values))
+    return everything(graph, budget) or set_without(graph, host, values, moved_to_fit(budget, host, values))
 
 
 def moved_to_fit(budget: int, host: Host, order: Sequence[Idle]) -> list[Idle]:
@@ -131,7 +131,7 @@ def moved_to_fit(budget: int, host: Host, order: Sequence[Idle]) -> list[Idle]:
     return moved
 
 
-def chosen(graph: BlockGraph, host: Host, values: Iterable[Idle], moved: Iterable[Idle]) -> SaveSet:
+def set_without(graph: BlockGraph, host: Host, values: Iterable[Idle], moved: Iterable[Idle]) -> SaveSet:
     """The save set that keeps all values but the moved ones."""
     moved_set = set(moved)
     return save_set(
