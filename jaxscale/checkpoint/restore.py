@@ -4,7 +4,6 @@ The optimizer's state stays on the disk. The rebuilt step computes as the run di
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from jaxscale.checkpoint.store import Checkpoints, Description, Restored
@@ -84,7 +83,6 @@ def restore_parameters(
     experiment: Experiment | None = None,
     best: bool = False,
     split: bool = False,
-    devices: Sequence[Any] | None = None,
 ) -> Trained:
     """The parameters of a run's newest checkpoint, or of its best one.
 
@@ -94,7 +92,6 @@ def restore_parameters(
         best: take the checkpoint with the least held-out loss.
         split: shard batch and parameters (ZeRO 3) over the devices, for evaluation, in the run's microbatches; else
             one device holds everything, if it fits there.
-        devices: devices to run on; all by default.
 
     Raises:
         UserError: no run, no checkpoint, or none that verifies.
@@ -111,7 +108,7 @@ def restore_parameters(
     if not checkpoints.steps() or (best and checkpoint_step is None):
         condition = "with a held-out loss " if best and checkpoints.steps() else ""
         raise UserError(f"{folder} has no checkpoint {condition}yet: train it until its first save")
-    step = _step(experiment, list(jax.devices() if devices is None else devices), split)
+    step = _step(experiment, jax.devices(), split)
     abstract = step.canonical_abstract()
     trained_leaves = {name: leaf for name, leaf in abstract.items() if name.split("/")[0] in ("params", "rest")}
     restored = checkpoints.restore(trained_leaves, step=checkpoint_step)

@@ -115,7 +115,7 @@ def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None
 
     Args:
         plan: by a rule of `CHAIN_RULES`.
-        calls: the model's blocks (`costs.collect`), per device and microbatch, with seconds where `chip` is given.
+        calls: the model's blocks (`programs.collect`), per device and microbatch, with seconds where `chip` is given.
         chip: its seconds are minimized; without one, recomputed FLOP.
 
     Raises:

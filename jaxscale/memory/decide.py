@@ -26,7 +26,7 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
 
     Args:
         plan: by any rule but `fit`.
-        calls: the model's blocks (`costs.collect`), per device and microbatch, with seconds where `chip` is given.
+        calls: the model's blocks (`programs.collect`), per device and microbatch, with seconds where `chip` is given.
         chip: its seconds are minimized if the plan specifies no objective.
 
     Raises:

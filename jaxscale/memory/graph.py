@@ -20,33 +20,17 @@ The solver is HiGHS, through scipy.
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.plan import Objective
-from jaxscale.memory.save_set import (
-    EVERYTHING,
-    Host,
-    check_request,
-    cost_of,
-    hidden_seconds,
-    recompute,
-    save_set,
-    value_index,
-)
+from jaxscale.memory.save_set import EVERYTHING, Host, check_request, cost_of, hidden_seconds, recompute, save_set
 from jaxscale.programs.block import BlockGraph
 
 
-def solve(
-    graph: BlockGraph,
-    budget: int,
-    *,
-    objective: Objective = "flop",
-    host: Host | None = None,
-    names: Iterable[str] | None = None,
-) -> SaveSet:
+def solve(graph: BlockGraph, budget: int, *, objective: Objective = "flop", host: Host | None = None) -> SaveSet:
     """The save set of least cost within a budget, and of several such sets the smallest.
 
     Args:
@@ -54,7 +38,6 @@ def solve(
         budget: bytes kept on the device, besides the block's inputs.
         objective: the cost to minimize: recomputed FLOP of matrix products, or modelled seconds.
         host: host memory for offloaded values; requires the objective "seconds".
-        names: of the values that may be kept on the device; any by default.
 
     Raises:
         UserError: a negative budget; the objective "seconds" for a graph without a chip.
@@ -67,7 +50,7 @@ def solve(
         >>> solve(graph, 0).flop, solve(graph, 128).flop, solve(graph, 128).keep
         (512, 0, ('dot_general',))
     """
-    return _Program(graph, objective, host, names).at(budget)
+    return _Program(graph, objective, host).at(budget)
 
 
 def smallest(graph: BlockGraph, max_cost: float, *, objective: Objective = "flop") -> SaveSet:
@@ -86,7 +69,7 @@ def smallest(graph: BlockGraph, max_cost: float, *, objective: Objective = "flop
         >>> smallest(graph, 0).bytes, smallest(graph, 512).bytes
         (128, 0)
     """
-    return _Program(graph, objective, None, None).within(max_cost)
+    return _Program(graph, objective, None).within(max_cost)
 
 
 def menu(
@@ -106,7 +89,7 @@ def menu(
     """
     if isinstance(points, int):
         return _menu(graph, points, objective, host)
-    program = _Program(graph, objective, host, None)
+    program = _Program(graph, objective, host)
     save_by_bytes = {size.bytes: size for size in map(program.at, points)}
     return tuple(save_by_bytes[size] for size in sorted(save_by_bytes))
 
@@ -114,7 +97,7 @@ def menu(
 @functools.lru_cache(maxsize=64)
 def _menu(graph: BlockGraph, points: int, objective: Objective, host: Host | None) -> tuple[SaveSet, ...]:
     """Cached, because several budgets of one model, and several rules, need the same curve."""
-    program = _Program(graph, objective, host, None)
+    program = _Program(graph, objective, host)
     saves = [program.at(0), program.at(graph.needed_bytes)]
     saves = saves[:1] if saves[0].bytes == saves[1].bytes else saves
     # (lower save set, higher save set, start and stop of the budgets between them that were not tried yet)
@@ -142,7 +125,7 @@ def _menu(graph: BlockGraph, points: int, objective: Objective, host: Host | Non
 class _Program:
     """The integer program of a graph, built once for all budgets."""
 
-    def __init__(self, graph: BlockGraph, objective: Objective, host: Host | None, names: Iterable[str] | None):
+    def __init__(self, graph: BlockGraph, objective: Objective, host: Host | None) -> None:
         if objective == "flop" and host is not None:
             raise UserError(
                 "a save set solved for flop takes nothing to the host: copies cost seconds; ask for seconds"
@@ -150,15 +133,13 @@ class _Program:
         check_request(graph, 0, objective)
         self.graph, self.host = graph, host
         self.objective: Objective = objective
-        allowed_indices = None if names is None else {value_index(graph, name) for name in names}
         self.equations = sorted(recompute(graph, ()).equations)
         # values of one name are kept together or not at all
         self.groups: dict[str, list[int]] = {}
         for index in self._candidates():
             mark = graph.values[index].mark
             assert mark is not None, "candidates have a name"
-            if allowed_indices is None or index in allowed_indices:
-                self.groups.setdefault(mark, []).append(index)
+            self.groups.setdefault(mark, []).append(index)
         self.marks = list(self.groups)
         self.size = {mark: sum(graph.values[i].bytes for i in self.groups[mark]) for mark in self.marks}
         self._build()

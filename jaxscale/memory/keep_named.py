@@ -102,10 +102,12 @@ class Keeping:
             if self.later and isinstance(policy, KeepNamed):
                 policy = KeepNamed(policy.keep | self.hosted)
 
+            def name_kept(number: int, value: Any) -> Any:
+                return checkpoint_name(value, tags[number]) if number in tags else value
+
             def run(consts: Any, args: Any) -> list[Any]:
                 leaves = jax.tree.leaves(args if prepare is None else prepare(args))
-                inputs = (*consts, *leaves)
-                return program.run(inputs, lambda n, value: checkpoint_name(value, tags[n]) if n in tags else value)
+                return program.run((*consts, *leaves), name_kept)
 
             recomputed = run_again(run, rolled=rolled, policy=policy)
             return jax.tree.unflatten(jax.tree.structure(shapes), recomputed(closed.consts, args))
@@ -150,6 +152,7 @@ def _tags(program: InlinedProgram, save: SaveSet, later: bool) -> dict[int, str]
 
 
 def _policy(closed: Any, args: Sequence[Any], program: InlinedProgram, save: SaveSet) -> KeepNamed:
+    """The policy that keeps the values of a save set, after a check that the block has them."""
     block_names = set(program.names().values())
     residuals = [name for name in (*save.keep, *save.offload) if name not in block_names]
     if residuals:

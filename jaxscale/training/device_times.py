@@ -29,6 +29,10 @@ _MATMUL = re.compile(
 _COPY = re.compile(r"\bcopy(?!.*fusion)|memcpy|memset|transfer|infeed|outfeed|host-?offload", re.IGNORECASE)
 
 
+_SHOWN = 12
+"""Operations of the busiest device in a summary."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TracedEvent:
     """One execution of an operation on a device.
@@ -109,49 +113,49 @@ class Summary:
 
     Args:
         devices: the devices of the traced processes.
-        steps: how many steps were traced; None if unknown.
+        steps: how many steps were traced.
     """
 
     devices: tuple[DeviceTime, ...]
-    steps: int | None = None
+    steps: int
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
-    def lines(self, top: int = 12) -> Iterator[str]:
-        """The lines of the page: shares of every device, then the `top` operations of the busiest."""
+    def lines(self) -> Iterator[str]:
+        """The lines of the page: shares of every device, then the operations of the busiest that take longest."""
         if not self.devices:
             yield "no operation of a device is in the trace"
             return
-        steps = self.steps or 1
-        yield f"{self.steps} step(s) traced; seconds are per step" if self.steps else "seconds are of the whole trace"
+        yield f"{self.steps} step(s) traced; seconds are per step"
         yield ""
         yield f"{'device':<16}{'span':>10}{'busy':>8}{'longest gap':>14}" + "".join(f"{kind:>12}" for kind in KINDS)
         for device in self.devices:
             shares = "".join(f"{device.share(kind):>12.1%}" for kind in KINDS)
-            span, gap = _seconds(device.span / steps), _seconds(device.longest_gap)
+            span, gap = _seconds(device.span / self.steps), _seconds(device.longest_gap)
             yield f"{device.device:<16}{span:>10}{device.busy_share:>8.1%}{gap:>14}{shares}"
         busiest = max(self.devices, key=lambda device: device.busy)
         yield ""
         yield f"{busiest.device}: operations by self time"
         yield f"{'seconds':>10}{'share':>8}{'times':>9}  {'kind':<12}name"
-        for operation in busiest.operations[:top]:
+        for operation in busiest.operations[:_SHOWN]:
             share = operation.seconds / busiest.seconds if busiest.seconds else 0.0
             yield (
-                f"{_seconds(operation.seconds / steps):>10}{share:>8.1%}{operation.count / steps:>9.4g}"
+                f"{_seconds(operation.seconds / self.steps):>10}{share:>8.1%}{operation.count / self.steps:>9.4g}"
                 f"  {operation.kind:<12}{operation.name[:80]}"
             )
-        remainder = busiest.operations[top:]
+        remainder = busiest.operations[_SHOWN:]
         if remainder:
-            yield f"{_seconds(sum(operation.seconds for operation in remainder) / steps):>10}  {len(remainder)} more"
+            seconds = sum(operation.seconds for operation in remainder) / self.steps
+            yield f"{_seconds(seconds):>10}  {len(remainder)} more"
 
 
-def summary_of(folder: Any, steps: int | None = None) -> Summary:
+def summary_of(folder: Any, steps: int) -> Summary:
     """The summary of the newest trace under a folder.
 
     Args:
         folder: the folder passed to `jax.profiler.start_trace`.
-        steps: how many steps were traced, to print times per step.
+        steps: how many steps were traced.
 
     Raises:
         UserError: there is no trace.

@@ -51,7 +51,7 @@ class Pauses:
     def __call__(
         self, updates: int, tokens: int, state: Any, data_state: Any, *, stopping: bool, save_now: bool
     ) -> None:
-        """Evaluate, sample and save after a step, as far as they are due.
+        """Evaluate, sample and save after a step, whichever are due.
 
         Args:
             updates: number of updates so far; all three are due after the last.

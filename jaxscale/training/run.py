@@ -143,7 +143,7 @@ class Run:
     # -- for people ----------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """The most important figures, in a few lines: see `training.summary.summary`."""
+        """The most important figures, in a few lines: see `report.summary.summary`."""
         from jaxscale.report.summary import summary
 
         return summary(self.dir)

@@ -92,7 +92,7 @@ def test_a_run_resumed_after_the_range_traces_nothing(tmp_path):
 
 def test_no_trace_is_the_users_mistake(tmp_path):
     with pytest.raises(UserError, match="no trace in"):
-        summary_of(tmp_path)
+        summary_of(tmp_path, 1)
 
 
 def planes(text: str):
