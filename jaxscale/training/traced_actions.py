@@ -112,8 +112,7 @@ def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
     forwards = sum(action.kind.value == "F" for action in schedule.orders[0])
     counts = collections.Counter(
         len(spans)
-        for names in [actions["operations"].get("F", ())]
-        for name in names
+        for name in actions["operations"].get("F", ())
         for timeline in ranks.get(0, ())
         if (spans := timeline.get(name))
     )
