@@ -86,7 +86,7 @@ def chain_treatment(nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None = 
         options: for each stage a wrapper per option; by default one, which keeps everything.
 
     Example:
-        >>> from jaxscale.blocks import one_after_another
+        >>> from jaxscale.memory.chain import revolve
         >>> block = Call(lambda weight, x: (weight * x, None), (2.0,))
         >>> treatment = chain_treatment(revolve(3, 1))
         >>> float(treatment.sequence([block] * 3, 1.0)[0])
