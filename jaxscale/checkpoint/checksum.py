@@ -49,6 +49,7 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
 
 
 def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
+    """The bits of each element as uint32, those of 64 bits in a new last dim."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     try:

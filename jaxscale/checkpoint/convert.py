@@ -8,7 +8,7 @@ import dataclasses
 import shutil
 from typing import Any
 
-from jaxscale.checkpoint.restore import TOKENIZER
+from jaxscale.checkpoint.restore import TOKENIZER, restore_newest
 from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.errors import UserError
 from jaxscale.records import directory as place
@@ -40,8 +40,7 @@ def convert_state(run: Any, to: Any, out: Any = None) -> str:
     target = run_path(f"{str(run).rstrip('/')}-{to}" if out is None else out)
     if is_remote(folder) or is_remote(target):
         raise UserError(f"convert-state {run}: both directories must be on a disk; copy the run to one")
-    if not (folder / place.EXPERIMENT).exists():
-        raise UserError(f"{folder} holds no run: expected {place.EXPERIMENT} there; give the directory of a run")
+    place.existing_run(folder)
     if target.exists():
         raise UserError(f"{target} exists: give another directory (--out)")
     experiment = load_experiment(folder)
@@ -49,9 +48,7 @@ def convert_state(run: Any, to: Any, out: Any = None) -> str:
     mesh, zero = MeshSpec(fsdp=count), 3 if count > 1 else 0
     step_plan = Plan(mesh=mesh, zero=zero, precision=plan.precision, state=StatePlan(to, plan.state.master))
     step = build(dataclasses.replace(experiment, batch=count, plan=step_plan), step_plan)
-    restored = Checkpoints(folder / place.CHECKPOINTS, write=False).restore(step.canonical_abstract())
-    if restored is None:
-        raise UserError(f"{folder} has no checkpoint yet: train it until its first save")
+    restored = restore_newest(folder, step)
     plan = dataclasses.replace(plan, state=dataclasses.replace(plan.state, moments=to))
     with place.writing(target):
         target.mkdir(parents=True)

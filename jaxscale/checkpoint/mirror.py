@@ -9,7 +9,7 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,41 +29,32 @@ def is_mirrored(path: Any) -> bool:
     return is_remote(path) and not str(path).startswith("gs://")
 
 
-class Upload:
-    """A save to a local folder that is then uploaded to a bucket.
+def upload(save: Any, local: Path, target: Any) -> Future[None]:
+    """Upload a save to a local folder to a bucket, in the background.
 
     Args:
-        response: Orbax's response to the save; `result()` waits for it.
+        save: Orbax's response to the save; `result()` waits for it.
         local: the folder it writes; removed in the end.
         target: path in the bucket.
     """
 
-    def __init__(self, response: Any, local: Path, target: Any) -> None:
-        self._response, self._local, self._target = response, local, target
-        thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
-        self._done = thread.submit(self._run)
-        thread.shutdown(wait=False)  # accepts no further tasks; the submitted one continues
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._response.result()
-            files = [file for file in self._local.rglob("*") if file.is_file()]
+            save.result()
+            files = [file for file in local.rglob("*") if file.is_file()]
             for file in sorted(files, key=lambda file: file.name == COMMITTED):
-                _copy(file, self._target / file.relative_to(self._local).as_posix())
+                _copy(file, target / file.relative_to(local).as_posix())
         finally:
-            shutil.rmtree(self._local.parent, ignore_errors=True)
+            shutil.rmtree(local.parent, ignore_errors=True)
 
-    def result(self, timeout: float | None = None) -> None:
-        """Wait for the upload.
-
-        Raises:
-            TimeoutError: the upload is still running.
-        """
-        self._done.result(timeout)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
+    future = thread.submit(run)
+    thread.shutdown(wait=False)  # accepts no further tasks; the submitted one continues
+    return future
 
 
 def staging(path: Any) -> Path:
-    """A new local path with the name of `path`, for `Upload`."""
+    """A new local path with the name of `path`, for `upload`."""
     return Path(tempfile.mkdtemp(prefix="jaxscale-checkpoint-")) / path.name
 
 
@@ -87,6 +78,7 @@ def local_copy(path: Any, *, arrays: bool = True) -> Iterator[Any]:
 
 
 def _download(source: Any, target: Path, arrays: bool) -> None:
+    """Copy a folder of a bucket to a local one."""
     target.mkdir(parents=True)
     for item in source.iterdir():
         if not item.is_dir():

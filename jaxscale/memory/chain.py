@@ -354,6 +354,7 @@ def revolve(stages: int, slots: int) -> Nodes:
 
 
 def _revolve(first: int, count: int, slots: int) -> Nodes:
+    """`revolve` for the stages from `first` on."""
     if count == 1:
         return (Save(first),)
     head = count - 1 if slots == 1 else _head(count, slots)

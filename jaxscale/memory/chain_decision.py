@@ -1,4 +1,4 @@
-"""Decide a memory plan for a chain of blocks: from traced blocks to stages with options, to nodes, to a treatment.
+"""Decide a memory plan for a chain of blocks: from traced blocks to stages with options, to nodes.
 
 Each block's menu is the lower convex hull of its optimal save sets (`graph.menu`), from keeping all to keeping nothing.
 A budget bounds the bytes kept for a later backward pass, as everywhere: inputs of blocks, and their kept values. The
@@ -7,26 +7,76 @@ working memory of the running block and gradients are not included (`chain.simul
 
 from collections.abc import Sequence
 
-from jaxscale.blocks import Treatment, Wrapper, as_it_is
 from jaxscale.errors import UserError
-from jaxscale.memory.chain import Option, Stage, saves, simulate, times_run
-from jaxscale.memory.chain_apply import chain_nodes, chain_treatment
+from jaxscale.memory.chain import (
+    Nodes,
+    Option,
+    Stage,
+    keep_all,
+    keep_inputs,
+    periodic,
+    revolve,
+    saves,
+    simulate,
+    square_root,
+    times_run,
+)
 from jaxscale.memory.decision import ChainDecision, Decision, SaveSet
-from jaxscale.memory.graph import EVERYTHING, Objective, menu, save_set
-from jaxscale.memory.keep_named import keeping
-from jaxscale.memory.plan import MemoryPlan
+from jaxscale.memory.graph import menu
+from jaxscale.memory.plan import MemoryPlan, Objective
+from jaxscale.memory.rotor import rotor
+from jaxscale.memory.save_set import EVERYTHING, cost_of, save_set
 from jaxscale.memory.stack_plan import hull
 from jaxscale.platforms.platform import Chip
 from jaxscale.programs import roofline
 from jaxscale.programs.block import BlockGraph
 from jaxscale.programs.collect import BlockCall
 
+CHAIN_RULES = ("none", "full", "sqrt", "periodic", "revolve", "chain")
+"""Rules of a `MemoryPlan` for chains."""
 POINTS = 8
 """Save sets solved for each of several kinds of block."""
 ALIKE_POINTS = 23
 """Save sets solved if all blocks are of one kind, for which Rotor's table is small."""
 _TIE = 1e-6
 """FLOP charged per recomputed byte of values that cost none."""
+
+
+def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> Nodes:
+    """Resolve a memory plan for a chain.
+
+    Args:
+        plan: by a rule of `CHAIN_RULES`.
+        stages: cost of each block; only `chain` reads more than their number.
+        input_bytes: of the first block's input.
+
+    Raises:
+        UserError: the budget is below the least possible.
+
+    Example:
+        >>> chain_nodes(MemoryPlan.parse("periodic:1"), [Stage(1.0, 2.0, 8)] * 2, 8)
+        (Remat(nodes=(Save(stage=0, option=0),)), Save(stage=1, option=0))
+    """
+    count = len(stages)
+    match plan.rule:
+        case "none":
+            return keep_all(count)
+        case "full":
+            return keep_inputs(count)
+        case "sqrt":
+            return periodic(count, square_root(count))
+        case "periodic" if plan.count is not None:
+            return periodic(count, plan.count)
+        case "revolve" if plan.count is not None:
+            return revolve(count, plan.count)
+        case "chain" if plan.budget is not None:
+            return rotor(stages, input_bytes, plan.budget, bound="kept").nodes
+    raise UserError(f"memory plan {plan} is not one of a chain of blocks: take {', '.join(CHAIN_RULES)}")
+
+
+def default_objective(chip: Chip | None) -> Objective:
+    """Seconds on a chip with known rates, else FLOP."""
+    return "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
 
 
 def block_options(graph: BlockGraph, objective: Objective, points: int = POINTS) -> tuple[SaveSet, ...]:
@@ -41,9 +91,9 @@ def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: Object
 
     A backward pass takes twice the forward pass, and while it runs needs every value that it reads.
     """
-    seconds = graph.seconds if objective == "seconds" else float(graph.flop)
-    needed, inputs = set(graph.needed), set(graph.inputs)
-    needed_output_bytes = sum(graph.values[index].bytes for index in needed & set(graph.outputs))
+    seconds = float(cost_of(graph, objective))
+    needed_indices, input_indices = set(graph.needed), set(graph.inputs)
+    needed_output_bytes = sum(graph.values[index].bytes for index in needed_indices & set(graph.outputs))
 
     def option(save: SaveSet) -> Option:
         # the output is always kept, as the next block's input
@@ -53,9 +103,10 @@ def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: Object
         recomputed_bytes = max(0, graph.needed_bytes - needed_output_bytes - kept_bytes)
         # of plans of equal FLOP prefer the one that recomputes fewer values
         extra_seconds = save.seconds if objective == "seconds" else save.flop + _TIE * recomputed_bytes
-        return Option(kept_bytes, extra_seconds, recomputed_bytes, _name(save))
+        name = "everything" if save.keep == (EVERYTHING,) else ", ".join(save.keep) or "nothing"
+        return Option(kept_bytes, extra_seconds, recomputed_bytes, name)
 
-    passed_bytes = sum(graph.values[index].bytes for index in inputs & set(graph.outputs) & set(graph.carried))
+    passed_bytes = sum(graph.values[index].bytes for index in input_indices & set(graph.outputs) & set(graph.carried))
     return Stage(seconds, 2 * seconds, graph.output_bytes, tuple(map(option, options)), passed_bytes=passed_bytes)
 
 
@@ -63,8 +114,8 @@ def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None
     """Decide a memory plan for a model whose blocks are one chain, or one stack, which is then not scanned.
 
     Args:
-        plan: by a rule of `chain_apply.CHAIN_RULES`.
-        calls: the model's blocks (`costs.collect`), per device and microbatch, with seconds where `chip` is given.
+        plan: by a rule of `CHAIN_RULES`.
+        calls: the model's blocks (`programs.collect`), per device and microbatch, with seconds where `chip` is given.
         chip: its seconds are minimized; without one, recomputed FLOP.
 
     Raises:
@@ -75,40 +126,27 @@ def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None
             f"memory {plan}: this model's blocks are no chain ({len(calls)} calls of blocks, some in a loop); build it "
             "of one layers.Chain or one layers.Stack, or take save:BYTES"
         )
-    objective: Objective = "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
+    objective = default_objective(chip)
     graphs = {call.fingerprint: call.graph for call in calls}
     points = POINTS if len(graphs) > 1 else ALIKE_POINTS
     options = {kind: block_options(graph, objective, points) for kind, graph in graphs.items()}
-    kinds = {kind: block_stage(graph, options[kind], objective) for kind, graph in graphs.items()}
+    stage_by_kind = {kind: block_stage(graph, options[kind], objective) for kind, graph in graphs.items()}
     order = [call.fingerprint for call in calls for _ in range(call.count)]
-    stages = [kinds[kind] for kind in order]
+    stages = [stage_by_kind[kind] for kind in order]
     nodes = chain_nodes(plan, stages, calls[0].input_bytes)
     cost = simulate(nodes, stages, calls[0].input_bytes)
-    chosen = [options[order[save.stage]][save.option] for save in saves(nodes)]
+    save_sets = [options[order[save.stage]][save.option] for save in saves(nodes)]
     flop = sum(
         (runs - 1) * graphs[kind].flop + save.flop
-        for runs, kind, save in zip(times_run(nodes), order, chosen, strict=True)
+        for runs, kind, save in zip(times_run(nodes), order, save_sets, strict=True)
     )
-    least = sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
+    least_seconds = sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
     return Decision(
         plan,
         chain=ChainDecision(nodes, tuple(options[kind] for kind in order)),
-        blocks=tuple(kinds),
+        blocks=tuple(graphs),
         layers=len(stages),
         bytes=cost.kept_bytes,
         flop=flop,
-        seconds=max(0.0, cost.seconds - least) if objective == "seconds" else 0.0,
+        seconds=max(0.0, cost.seconds - least_seconds) if objective == "seconds" else 0.0,
     )
-
-
-def treatment_of_chain(decision: ChainDecision) -> Treatment:
-    """The treatment of blocks under a decision for a chain."""
-    return chain_treatment(decision.nodes, [[_wrapper(save) for save in menu] for menu in decision.options])
-
-
-def _wrapper(save: SaveSet) -> Wrapper:
-    return as_it_is if save.keep == (EVERYTHING,) else keeping([save])
-
-
-def _name(save: SaveSet) -> str:
-    return "everything" if save.keep == (EVERYTHING,) else ", ".join(save.keep) or "nothing"

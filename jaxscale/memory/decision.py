@@ -18,7 +18,7 @@ class SaveSet:
     The block's inputs are always kept. Bytes, FLOP and seconds are of one block, per device and microbatch.
 
     Args:
-        block: fingerprint of the block (`costs.block.BlockGraph`).
+        block: fingerprint of the block (`programs.block.BlockGraph`).
         keep: names of the values kept on the device.
         offload: names of the values kept in host memory.
         bytes: of the values kept on the device.

@@ -18,135 +18,19 @@ so the memory of the recomputation differs between save sets only by the bytes t
 The solver is HiGHS, through scipy.
 """
 
-import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
-from jaxscale.errors import UserError, unknown
+from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
+from jaxscale.memory.plan import Objective
+from jaxscale.memory.save_set import EVERYTHING, Host, check_request, cost_of, hidden_seconds, recompute, save_set
 from jaxscale.programs.block import BlockGraph
 
-Objective = Literal["flop", "seconds"]
-EVERYTHING = "*"
-"""In place of names: every residual is kept, as without a plan."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Host:
-    """Host memory as a place for values of a block.
-
-    Args:
-        budget: bytes there, per device and microbatch of one block.
-        bandwidth: bytes/s between host and device, each way.
-        hidden_forward: seconds of the forward pass that hide copies to the host; by default the block's own.
-        hidden_backward: seconds of the backward pass that hide copies back; by default twice the forward pass.
-        names: of the values that may be offloaded; `None` for any.
-    """
-
-    budget: int
-    bandwidth: float
-    hidden_forward: float | None = None
-    hidden_backward: float | None = None
-    names: frozenset[str] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Recompute:
-    """The equations of a block that the backward pass recomputes.
-
-    Args:
-        flop: of matrix products, convolutions and kernels.
-        seconds: by roofline; 0 without a chip.
-        equations: their indices.
-    """
-
-    flop: int
-    seconds: float
-    equations: frozenset[int]
-
-
-def recompute(graph: BlockGraph, kept: Iterable[int]) -> Recompute:
-    """The equations to recompute when these values are kept: every equation that leads to a needed value.
-
-    Args:
-        graph: of the block.
-        kept: indices of values, on the device or on the host.
-    """
-    available_indices = set(kept)
-    runs: set[int] = set()
-    missing = [index for index in graph.needed if index not in available_indices]
-    while missing:
-        producer = graph.values[missing.pop()].producer
-        if producer >= 0 and producer not in runs:
-            runs.add(producer)
-            missing += [index for index in graph.equations[producer].inputs if index not in available_indices]
-    equations = [graph.equations[index] for index in sorted(runs)]
-    return Recompute(sum(e.flop for e in equations), sum(e.seconds for e in equations), frozenset(runs))
-
-
-def exposed_seconds(graph: BlockGraph, host: Host | None, host_bytes: int, recomputed: float) -> float:
-    """Seconds of copies to and from the host that the block's own work does not hide."""
-    if host is None or not host_bytes:
-        return 0.0
-    copy_seconds = host_bytes / host.bandwidth
-    hidden_forward, hidden_backward = _hidden_seconds(graph, host)
-    return max(0.0, copy_seconds - hidden_forward) + max(0.0, copy_seconds - hidden_backward - recomputed)
-
-
-def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = (), host: Host | None = None) -> SaveSet:
-    """A save set of these names, with its bytes and its cost.
-
-    Args:
-        graph: of the block.
-        keep: names of values kept on the device.
-        offload: names of values in host memory.
-        host: sets the seconds of copies.
-
-    Raises:
-        UserError: the block has no such name, or the value cannot be kept by name.
-    """
-    keep, offload = tuple(keep), tuple(offload)
-    if keep == (EVERYTHING,):
-        return SaveSet(graph.fingerprint, keep, (), graph.needed_bytes, 0, 0, 0.0)
-    kept_indices, offloaded_indices = ([value_index(graph, name) for name in names] for names in (keep, offload))
-    recomputed = recompute(graph, (*kept_indices, *offloaded_indices))
-    size, host_size = (
-        sum(graph.values[index].bytes for index in indices) for indices in (kept_indices, offloaded_indices)
-    )
-    seconds = recomputed.seconds + exposed_seconds(graph, host, host_size, recomputed.seconds)
-    order = {graph.values[index].name: index for index in (*kept_indices, *offloaded_indices)}
-    by_order = [tuple(sorted(names, key=order.__getitem__)) for names in (keep, offload)]
-    return SaveSet(graph.fingerprint, by_order[0], by_order[1], size, host_size, recomputed.flop, seconds)
-
-
-def value_index(graph: BlockGraph, name: str) -> int:
-    """Index of the value with this name, which can be kept by name.
-
-    Raises:
-        UserError: there is none; the message suggests a near name.
-    """
-    index = graph.by_name.get(name)
-    if index is None or graph.values[index].mark is None:
-        names = [value.name for value in graph.values if value.mark is not None]
-        if index is None:
-            raise unknown(f"value of block {graph.fingerprint}", name, names)
-        raise UserError(
-            f"value {name!r} of block {graph.fingerprint} is inside an operation with its own derivative that does "
-            f"not name it: expected one of {', '.join(names[:8])}, ..."
-        )
-    return index
-
-
-def solve(
-    graph: BlockGraph,
-    budget: int,
-    *,
-    objective: Objective = "flop",
-    host: Host | None = None,
-    names: Iterable[str] | None = None,
-) -> SaveSet:
+def solve(graph: BlockGraph, budget: int, *, objective: Objective = "flop", host: Host | None = None) -> SaveSet:
     """The save set of least cost within a budget, and of several such sets the smallest.
 
     Args:
@@ -154,7 +38,6 @@ def solve(
         budget: bytes kept on the device, besides the block's inputs.
         objective: the cost to minimize: recomputed FLOP of matrix products, or modelled seconds.
         host: host memory for offloaded values; requires the objective "seconds".
-        names: of the values that may be kept on the device; any by default.
 
     Raises:
         UserError: a negative budget; the objective "seconds" for a graph without a chip.
@@ -167,16 +50,16 @@ def solve(
         >>> solve(graph, 0).flop, solve(graph, 128).flop, solve(graph, 128).keep
         (512, 0, ('dot_general',))
     """
-    return _Program(graph, objective, host, names).at(budget)
+    return _Program(graph, objective, host).at(budget)
 
 
-def smallest(graph: BlockGraph, most: float, *, objective: Objective = "flop") -> SaveSet:
-    """The smallest save set of a block whose cost is at most `most`.
+def smallest(graph: BlockGraph, max_cost: float, *, objective: Objective = "flop") -> SaveSet:
+    """The smallest save set of a block whose cost is at most `max_cost`.
 
     Args:
         graph: of the block, with seconds where `objective` is "seconds".
-        most: recomputed FLOP of matrix products, or modelled seconds.
-        objective: which of the two `most` is.
+        max_cost: recomputed FLOP of matrix products, or modelled seconds.
+        objective: which of the two `max_cost` is.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -186,7 +69,7 @@ def smallest(graph: BlockGraph, most: float, *, objective: Objective = "flop") -
         >>> smallest(graph, 0).bytes, smallest(graph, 512).bytes
         (128, 0)
     """
-    return _Program(graph, objective, None, None).within(most)
+    return _Program(graph, objective, None).within(max_cost)
 
 
 def menu(
@@ -206,7 +89,7 @@ def menu(
     """
     if isinstance(points, int):
         return _menu(graph, points, objective, host)
-    program = _Program(graph, objective, host, None)
+    program = _Program(graph, objective, host)
     save_by_bytes = {size.bytes: size for size in map(program.at, points)}
     return tuple(save_by_bytes[size] for size in sorted(save_by_bytes))
 
@@ -214,16 +97,20 @@ def menu(
 @functools.lru_cache(maxsize=64)
 def _menu(graph: BlockGraph, points: int, objective: Objective, host: Host | None) -> tuple[SaveSet, ...]:
     """Cached, because several budgets of one model, and several rules, need the same curve."""
-    program = _Program(graph, objective, host, None)
+    program = _Program(graph, objective, host)
     saves = [program.at(0), program.at(graph.needed_bytes)]
     saves = saves[:1] if saves[0].bytes == saves[1].bytes else saves
     # (lower save set, higher save set, start and stop of the budgets between them that were not tried yet)
     gaps = [(saves[0], saves[1], saves[0].bytes + 1, saves[1].bytes)] if len(saves) > 1 else []
+
+    def area(gap: tuple[SaveSet, SaveSet, int, int]) -> float:
+        return (gap[3] - gap[2]) * (cost_of(gap[0], objective) - cost_of(gap[1], objective))
+
     for _ in range(points - 2):
         gaps = [gap for gap in gaps if gap[2] < gap[3]]
         if not gaps:
             break
-        low, high, start, stop = gap = max(gaps, key=lambda gap: (gap[3] - gap[2]) * program.saved(gap[0], gap[1]))
+        low, high, start, stop = gap = max(gaps, key=area)
         gaps.remove(gap)
         budget = (start + stop) // 2
         middle = program.at(budget)
@@ -235,38 +122,30 @@ def _menu(graph: BlockGraph, points: int, objective: Objective, host: Host | Non
     return tuple(sorted(saves, key=lambda save: save.bytes))
 
 
-def _hidden_seconds(graph: BlockGraph, host: Host) -> tuple[float, float]:
-    forward = graph.seconds if host.hidden_forward is None else host.hidden_forward
-    return forward, 2 * graph.seconds if host.hidden_backward is None else host.hidden_backward
-
-
 class _Program:
     """The integer program of a graph, built once for all budgets."""
 
-    def __init__(self, graph: BlockGraph, objective: Objective, host: Host | None, names: Iterable[str] | None):
+    def __init__(self, graph: BlockGraph, objective: Objective, host: Host | None) -> None:
         if objective == "flop" and host is not None:
             raise UserError(
                 "a save set solved for flop takes nothing to the host: copies cost seconds; ask for seconds"
             )
-        if objective == "seconds" and graph.equations and not graph.seconds:
-            raise UserError("seconds of a block need a chip whose rates are known: give one, or solve for flop")
-        self.graph, self.objective, self.host = graph, objective, host
-        allowed = None if names is None else {value_index(graph, name) for name in names}
+        check_request(graph, 0, objective)
+        self.graph, self.host = graph, host
+        self.objective: Objective = objective
         self.equations = sorted(recompute(graph, ()).equations)
         # values of one name are kept together or not at all
         self.groups: dict[str, list[int]] = {}
         for index in self._candidates():
             mark = graph.values[index].mark
             assert mark is not None, "candidates have a name"
-            if allowed is None or index in allowed:
-                self.groups.setdefault(mark, []).append(index)
+            self.groups.setdefault(mark, []).append(index)
         self.marks = list(self.groups)
         self.size = {mark: sum(graph.values[i].bytes for i in self.groups[mark]) for mark in self.marks}
         self._build()
 
     def _cost(self, equation: int) -> float:
-        step = self.graph.equations[equation]
-        return step.flop if self.objective == "flop" else step.seconds
+        return cost_of(self.graph.equations[equation], self.objective)
 
     def _candidates(self) -> list[int]:
         """Values worth keeping: not those that follow at no cost from a smaller value or the block's inputs."""
@@ -288,6 +167,7 @@ class _Program:
         return candidates
 
     def _build(self) -> None:
+        """The rows, columns and costs of the integer program."""
         import numpy as np
         from scipy.sparse import csr_array
 
@@ -310,8 +190,8 @@ class _Program:
         cost = np.zeros(len(column))
         for equation in self.equations:
             cost[column["run", equation]] = self._cost(equation) / scale
-        rows: list[dict[int, float]] = []
-        least: list[float] = []
+        # the terms of a row by column, and the least value of their sum
+        rows: list[tuple[dict[int, float], float]] = []
         mark_of = {index: mark for mark, indices in self.groups.items() for index in indices}
 
         def availability(index: int) -> dict[int, float]:
@@ -321,33 +201,31 @@ class _Program:
                 terms |= {number: 1.0 for number in columns if number is not None}
             return terms
 
-        for index in graph.needed:
-            rows.append(availability(index))
-            least.append(1.0)
+        rows += [(availability(index), 1.0) for index in graph.needed]
         for equation in self.equations:
             for index in graph.equations[equation].inputs:
                 if graph.values[index].producer >= 0:
-                    rows.append({**availability(index), column["run", equation]: -1.0})
-                    least.append(0.0)
+                    rows.append(({**availability(index), column["run", equation]: -1.0}, 0.0))
         if host is not None:
             copies = {column["host", mark]: self.size[mark] for kind, mark in column if kind == "host"}
-            hidden_forward, hidden_backward = _hidden_seconds(graph, host)
+            hidden_forward, hidden_backward = hidden_seconds(graph, host)
             cost[column["out", ""]] = cost[column["back", ""]] = 1.0
             copy_seconds = {number: -size / host.bandwidth / scale for number, size in copies.items()}
-            rows.append({**copy_seconds, column["out", ""]: 1.0})
-            least.append(-hidden_forward / scale)
+            rows.append(({**copy_seconds, column["out", ""]: 1.0}, -hidden_forward / scale))
             rerun_seconds = {column["run", equation]: self._cost(equation) / scale for equation in self.equations}
-            rows.append({**copy_seconds, **rerun_seconds, column["back", ""]: 1.0})
-            least.append(-hidden_backward / scale)
-            rows.append({number: -size / self.unit for number, size in copies.items()})
-            least.append(-host.budget / self.unit)
-            for number, mark in ((number, mark) for (kind, mark), number in column.items() if kind == "host"):
-                rows.append({number: -1.0, column["keep", mark]: -1.0})
-                least.append(-1.0)
-        entries = [(row, number, factor) for row, terms in enumerate(rows) for number, factor in terms.items()]
-        factors, indices = [f for _, _, f in entries], ([r for r, _, _ in entries], [n for _, n, _ in entries])
-        self.matrix = csr_array((factors, indices), shape=(len(rows), len(column)))
-        self.least = np.array(least)
+            rows.append(({**copy_seconds, **rerun_seconds, column["back", ""]: 1.0}, -hidden_backward / scale))
+            host_sizes = {number: -size / self.unit for number, size in copies.items()}
+            rows.append((host_sizes, -host.budget / self.unit))
+            rows += [
+                ({column["host", mark]: -1.0, column["keep", mark]: -1.0}, -1.0)
+                for kind, mark in column
+                if kind == "host"
+            ]
+        row_numbers = [row for row, (terms, _) in enumerate(rows) for _ in terms]
+        columns = [number for terms, _ in rows for number in terms]
+        factors = [factor for terms, _ in rows for factor in terms.values()]
+        self.matrix = csr_array((factors, (row_numbers, columns)), shape=(len(rows), len(column)))
+        self.least = np.array([least for _, least in rows])
         self.cost, self.scale = cost, scale
         self.bytes = np.zeros(len(column))
         for mark in marks:
@@ -355,43 +233,37 @@ class _Program:
 
     def at(self, budget: int) -> SaveSet:
         """The optimum for a budget in bytes."""
-        if budget < 0:
-            raise UserError(f"save set: got a budget of {budget} bytes, expected 0 or more")
+        check_request(self.graph, budget, self.objective)
         best = self._solve(self.cost, budget)
         if best is None:
             raise RuntimeError(f"the integer program of block {self.graph.fingerprint} has no answer")
         spent = float(self.cost @ best)
         # the smallest set of this cost, if the solver's tolerance lets it find one
         small = self._solve(self.bytes, budget, spent * (1 + 1e-9) + 1e-9)
-        save = min((self._set(solution) for solution in (best, small) if solution is not None), key=self._price)
-        everything = budget >= self.graph.needed_bytes and self._price(save)[0] > 0
+        solutions = (self._set(solution) for solution in (best, small) if solution is not None)
+        save = min(solutions, key=lambda save: (cost_of(save, self.objective), save.bytes))
+        everything = budget >= self.graph.needed_bytes and cost_of(save, self.objective) > 0
         return save_set(self.graph, (EVERYTHING,)) if everything else save
 
-    def within(self, most: float) -> SaveSet:
-        """The smallest set whose cost is at most `most`."""
+    def within(self, max_cost: float) -> SaveSet:
+        """The smallest set whose cost is at most `max_cost`."""
         everything = save_set(self.graph, (EVERYTHING,))
-        if self._price(self.at(self.graph.needed_bytes))[0] > most:
+        if cost_of(self.at(self.graph.needed_bytes), self.objective) > max_cost:
             return everything
-        room = most / self.scale
+        room = max_cost / self.scale
         solution = self._solve(self.bytes, self.graph.needed_bytes, room * (1 + 1e-9) + 1e-9)
         if solution is None:
             return everything
         save = self._set(solution)
-        return save if self._price(save)[0] <= most * (1 + 1e-9) else everything
-
-    def _price(self, save: SaveSet) -> tuple[float, int]:
-        return (save.flop if self.objective == "flop" else save.seconds), save.bytes
-
-    def saved(self, small: SaveSet, large: SaveSet) -> float:
-        """Cost that the larger of two sets saves over the smaller."""
-        return self._price(small)[0] - self._price(large)[0]
+        return save if cost_of(save, self.objective) <= max_cost * (1 + 1e-9) else everything
 
     def _set(self, solution: Any) -> SaveSet:
-        chosen = {kind: [] for kind in ("keep", "host")}
+        """The save set of a solution."""
+        names: dict[str, list[str]] = {"keep": [], "host": []}
         for (kind, mark), number in self.column.items():
-            if kind in chosen and solution[number] > 0.5:
-                chosen[kind] += [self.graph.values[index].name for index in self.groups[str(mark)]]
-        return save_set(self.graph, chosen["keep"], chosen["host"], self.host)
+            if kind in names and solution[number] > 0.5:
+                names[kind] += [self.graph.values[index].name for index in self.groups[str(mark)]]
+        return save_set(self.graph, names["keep"], names["host"], self.host)
 
     def _solve(self, objective: Any, budget: int, spent: float = math.inf) -> Any:
         """The choices that minimize an objective within bytes and cost; `None` if there are none."""

@@ -11,9 +11,9 @@ values.
 
 from typing import Literal
 
-from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import Objective, recompute, save_set
+from jaxscale.memory.plan import Objective
+from jaxscale.memory.save_set import check_request, cost_of, recompute, save_set
 from jaxscale.programs.block import BlockGraph
 
 Score = Literal["ratio", "dtr_static"]
@@ -39,18 +39,14 @@ def greedy(graph: BlockGraph, budget: int, score: Score = "ratio", *, objective:
         >>> [greedy(graph, budget).flop for budget in (0, 128, 256)]
         [1024, 512, 0]
     """
-    if budget < 0:
-        raise UserError(f"save set: got a budget of {budget} bytes, expected 0 or more")
-    if objective == "seconds" and graph.equations and not graph.seconds:
-        raise UserError("seconds of a block need a chip whose rates are known: give one, or ask for flop")
+    check_request(graph, budget, objective)
 
     def cost(kept_indices: frozenset[int]) -> float:
-        recomputed = recompute(graph, kept_indices)
-        return recomputed.flop if objective == "flop" else recomputed.seconds
+        return cost_of(recompute(graph, kept_indices), objective)
 
     clock, last_read = 0.0, [0.0] * len(graph.values)
     for equation in graph.equations:
-        clock += equation.flop if objective == "flop" else equation.seconds
+        clock += cost_of(equation, objective)
         for index in equation.inputs:
             last_read[index] = clock
     kept_indices = _worth_keeping(graph)
@@ -63,9 +59,8 @@ def greedy(graph: BlockGraph, budget: int, score: Score = "ratio", *, objective:
         ) -> tuple[float, int]:
             # of values of equal cost, the largest is evicted first
             stale = clock - last_read[index] + clock * 1e-6 if score == "dtr_static" else 1.0
-            return (cost(kept_indices - {index}) - kept_cost) / (
-                graph.values[index].bytes * stale or 1.0
-            ), -graph.values[index].bytes
+            size = graph.values[index].bytes
+            return (cost(kept_indices - {index}) - kept_cost) / (size * stale or 1.0), -size
 
         evicted = min(sorted(kept_indices), key=badness)
         kept_indices -= {evicted}

@@ -17,10 +17,10 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.blocks import BlockFunction, Wrapper, as_it_is, run_again
+from jaxscale.blocks import BlockFunction, run_again
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import EVERYTHING, value_index
+from jaxscale.memory.save_set import EVERYTHING, value_index
 from jaxscale.programs.block import MARK, graph_of
 from jaxscale.programs.inline import InlinedProgram, inline
 
@@ -102,10 +102,12 @@ class Keeping:
             if self.later and isinstance(policy, KeepNamed):
                 policy = KeepNamed(policy.keep | self.hosted)
 
+            def name_kept(number: int, value: Any) -> Any:
+                return checkpoint_name(value, tags[number]) if number in tags else value
+
             def run(consts: Any, args: Any) -> list[Any]:
                 leaves = jax.tree.leaves(args if prepare is None else prepare(args))
-                inputs = (*consts, *leaves)
-                return program.run(inputs, lambda n, value: checkpoint_name(value, tags[n]) if n in tags else value)
+                return program.run((*consts, *leaves), name_kept)
 
             recomputed = run_again(run, rolled=rolled, policy=policy)
             return jax.tree.unflatten(jax.tree.structure(shapes), recomputed(closed.consts, args))
@@ -132,6 +134,7 @@ def keeping(saves: Sequence[SaveSet]) -> Keeping:
 
 
 def _matching_save(program: InlinedProgram, by_block: Mapping[str, SaveSet]) -> SaveSet:
+    """The save set that was made for a block."""
     fingerprint = program.fingerprint()
     if fingerprint not in by_block:
         expected = ", ".join(sorted(by_block)) or "(none)"
@@ -149,6 +152,7 @@ def _tags(program: InlinedProgram, save: SaveSet, later: bool) -> dict[int, str]
 
 
 def _policy(closed: Any, args: Sequence[Any], program: InlinedProgram, save: SaveSet) -> KeepNamed:
+    """The policy that keeps the values of a save set, after a check that the block has them."""
     block_names = set(program.names().values())
     residuals = [name for name in (*save.keep, *save.offload) if name not in block_names]
     if residuals:
@@ -166,8 +170,3 @@ def _policy(closed: Any, args: Sequence[Any], program: InlinedProgram, save: Sav
 def _residual_name(name: str) -> str:
     """The name that an operation gives to its residual."""
     return re.sub(r" \(\d+\)$", "", name)
-
-
-def keeping_or_not(save: SaveSet | None) -> Wrapper:
-    """The wrapper of one save set; for `None`, the one that returns blocks unchanged."""
-    return as_it_is if save is None else keeping([save])

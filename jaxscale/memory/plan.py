@@ -151,6 +151,11 @@ class MemoryPlan:
             name=arguments.get("POLICY"),
         )
 
+    @property
+    def policy(self) -> str | None:
+        """Name of JAX's policy that the plan applies to every block; `None` for other rules."""
+        return {"dots": "dots_saveable", "full": "nothing_saveable", "jax": self.name}.get(self.rule)
+
     def __str__(self) -> str:
         parts = [self.rule, self.selector]
         parts += [None if self.budget is None else bytes_text(self.budget)]

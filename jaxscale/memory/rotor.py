@@ -15,7 +15,7 @@ Else kept sizes are rounded to the nearest slot, plans are read from the table f
 true bytes (`chain.simulate`) are within the budget is taken: rounding errors cancel, where rounding up would add them.
 Alike stages need one table by length instead of one by (first, last).
 
-Left out: plans that keep a value beyond its segment (non-persistent), and offload, which `memory/selectors.py` has.
+Left out: plans that keep a value beyond its segment (non-persistent), and offload, which `memory/selectors/` has.
 """
 
 import dataclasses
@@ -78,10 +78,10 @@ def rotor(
         14.0
     """
     problem = _Problem(tuple(stages), input_bytes, bound)
-    least = problem.least()
-    if budget < least:
-        raise _infeasible(problem, budget, least)
-    table = problem.table(budget - input_bytes, slots)
+    least_bytes = problem.least()
+    if budget < least_bytes:
+        raise _infeasible(problem, budget, least_bytes)
+    table = _Table(problem, problem.grid(budget - input_bytes, slots))
     for slot in table.slots():
         nodes = table.nodes(0, problem.count - 1, slot)
         cost = simulate(nodes, stages, input_bytes)
@@ -106,7 +106,8 @@ def least_budget(stages: Sequence[Stage], input_bytes: int, bound: Bound = "aliv
     return _Problem(tuple(stages), input_bytes, bound).least()
 
 
-def _infeasible(problem: "_Problem", budget: int, least: int) -> UserError:
+def _infeasible(problem: "_Problem", budget: int, least_bytes: int) -> UserError:
+    """The error for a budget below the least possible."""
     needs = [
         min(problem.save_need(index, option, index) for option in range(len(stage.options)))
         for index, stage in enumerate(problem.stages)
@@ -116,7 +117,7 @@ def _infeasible(problem: "_Problem", budget: int, least: int) -> UserError:
     meaning = "kept and alive" if problem.bound == "alive" else "kept"
     return UserError(
         f"a budget of {bytes_text(budget)} {meaning} for a chain of {problem.count} stages: the least possible is "
-        f"{bytes_at_least(least)}, of which stage {index} alone takes {bytes_at_least(stage_bytes[index])}; "
+        f"{bytes_at_least(least_bytes)}, of which stage {index} alone takes {bytes_at_least(stage_bytes[index])}; "
         "more microbatches, a smaller batch, or a cut of that stage in two would lower it"
     )
 
@@ -181,29 +182,19 @@ class _Problem:
         if not hasattr(self, "_least"):
             self._least: dict[tuple[int, int], tuple[int, int]] = {}
             for first, last in self._spans():
-                choices = [
-                    (
-                        max(
-                            self.save_need(first, option, last),
-                            self.saved(first, option) + self._least_of(first + 1, last) if first < last else 0,
-                        ),
-                        -1 - option,
-                    )
-                    for option in range(len(self.stages[first].options))
-                ]
-                choices += [
-                    (
-                        max(
-                            self.gradients[last + 1] + self.run_need[first][c - first - 1],
-                            self.kept[first][c - first - 1] + self._least_of(c, last),
-                            self._least_of(first, c - 1),
-                        ),
-                        c,
-                    )
-                    for c in range(first + 1, last + 1)
-                ]
+                choices = self._least_choices(first, last)
                 self._least[self._key(first, last)] = min(choices, key=lambda choice: choice[0])
         return self.input_bytes + self._least_of(0, self.count - 1)
+
+    def _least_choices(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Least bytes of stages first..last by how they begin: -1 - option saves the first, c reruns first..c-1."""
+        for option in range(len(self.stages[first].options)):
+            later_bytes = self.saved(first, option) + self._least_of(first + 1, last) if first < last else 0
+            yield max(self.save_need(first, option, last), later_bytes), -1 - option
+        for cut in range(first + 1, last + 1):
+            run_bytes = self.gradients[last + 1] + self.run_need[first][cut - first - 1]
+            later_bytes = self.kept[first][cut - first - 1] + self._least_of(cut, last)
+            yield max(run_bytes, later_bytes, self._least_of(first, cut - 1)), cut
 
     def least_nodes(self, first: int, last: int) -> Nodes:
         """The plan that needs the least memory."""
@@ -229,23 +220,11 @@ class _Problem:
 
     # -- the least time ------------------------------------------------------------------------------------------------
 
-    def table(self, free: int, slots: int) -> "_Table":
-        """The solved table for `free` bytes besides the chain's input."""
-        grid = self._grid(free, slots)
-        return _Table(self, grid)
-
-    def _grid(self, free: int, slots: int) -> "_Grid":
-        kept_sizes = np.array(
-            sorted(
-                {
-                    self.saved(index, option)
-                    for index, stage in enumerate(self.stages)
-                    for option in range(len(stage.options))
-                }
-                | {size for row in self.kept for size in row}
-            ),
-            dtype=np.float64,
-        )
+    def grid(self, free: int, slots: int) -> "_Grid":
+        """The grid of a table for `free` bytes besides the chain's input."""
+        sizes = {self.saved(i, option) for i, stage in enumerate(self.stages) for option in range(len(stage.options))}
+        sizes.update(size for row in self.kept for size in row)
+        kept_sizes = np.array(sorted(sizes), dtype=np.float64)
         unit = math.gcd(*(int(size) for size in kept_sizes)) or 1
         slots = 4 * slots if self.alike else slots
         if free // unit <= slots:
@@ -303,14 +282,8 @@ class _Table:
     def slots(self) -> Iterator[int]:
         """Slots of the plans to try, the cheapest plan first; one slot for each cost."""
         row = self.row(0, self.problem.count - 1)
-        seconds = -1.0
-        for slot in range(len(row) - 1, -1, -1):
-            if not np.isfinite(row[slot]):
-                return
-            if row[slot] != seconds:
-                seconds = float(row[slot])
-                # the least slot of this cost takes the least memory
-                yield int(np.argmax(row <= seconds))
+        for seconds in np.unique(row[np.isfinite(row)]):
+            yield int(np.argmax(row <= seconds))  # the least slot of this cost takes the least memory
 
     def nodes(self, first: int, last: int, slot: int) -> Nodes:
         """The plan that C(first, last, slot) is the cost of."""
@@ -318,13 +291,13 @@ class _Table:
         while first <= last:
             stage, choices = problem.stages[first], []
             for option in range(len(stage.options)):
-                slot_after = slot - self.grid.size(problem.saved(first, option))
-                fits = slot >= self.grid.first(problem.save_need(first, option, last))
-                fits = fits and (slot_after >= 0 or first == last)
-                seconds_after = (
-                    0.0 if first == last else float(self.row(first + 1, last)[slot_after]) if fits else math.inf
-                )
-                choices.append((problem.save_seconds(first, option) + seconds_after if fits else math.inf, -1 - option))
+                slot_after, seconds = slot - self.grid.size(problem.saved(first, option)), math.inf
+                if slot >= self.grid.first(problem.save_need(first, option, last)):
+                    if first == last:
+                        seconds = problem.save_seconds(first, option)
+                    elif slot_after >= 0:
+                        seconds = problem.save_seconds(first, option) + float(self.row(first + 1, last)[slot_after])
+                choices.append((seconds, -1 - option))
             for cut in range(first + 1, last + 1):
                 slot_after = slot - self._size(first, cut)
                 if slot_after < 0 or slot < self._run_first(first, cut, last):
@@ -358,9 +331,8 @@ class _Table:
             first_slot = grid.first(problem.save_need(first, option, last))
             first_slot = first_slot if first == last else max(first_slot, size)
             if first_slot < grid.length:
-                seconds_after = (
-                    0.0 if first == last else self.row(first + 1, last)[first_slot - size : grid.length - size]
-                )
+                later = slice(first_slot - size, grid.length - size)
+                seconds_after = 0.0 if first == last else self.row(first + 1, last)[later]
                 np.minimum(best[first_slot:], seconds_after + seconds, out=best[first_slot:])
         return best
 
@@ -372,6 +344,7 @@ class _Table:
         return shifted
 
     def _fill(self) -> None:
+        """Fill the table of unlike stages, by last and first stage."""
         problem, grid, count = self.problem, self.grid, self.problem.count
         self._rows = [np.empty((count - first, grid.length)) for first in range(count)]
         work = np.empty((count, grid.length))
@@ -401,6 +374,7 @@ class _Table:
                     after_cut[first] = self._shifted(best, self._size(first - 1, first)) + problem.elapsed[first]
 
     def _fill_alike(self) -> None:
+        """Fill the table of alike stages, by the number of stages."""
         problem, grid, count = self.problem, self.grid, self.problem.count
         self._rows = [np.empty((count, grid.length))]
         rows = self._rows[0]
@@ -413,7 +387,7 @@ class _Table:
             if last:
                 candidates = work[:last]
                 # segments of 1, 2, .. stages, and the stages after each
-                np.add(rows[:last], after_cut[last - 1 :: -1] if last else after_cut[:0], out=candidates)
+                np.add(rows[:last], after_cut[last - 1 :: -1], out=candidates)
                 candidates += forward_seconds[:last]
                 for index in range(last):
                     candidates[index, : self._run_first(0, index + 1, last)] = np.inf

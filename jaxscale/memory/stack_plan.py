@@ -16,23 +16,15 @@ from collections.abc import Sequence
 
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import Group, SaveSet, StackDecision
-from jaxscale.memory.graph import Host, Objective, menu, solve
+from jaxscale.memory.graph import menu, solve
+from jaxscale.memory.plan import Objective
+from jaxscale.memory.save_set import Host, cost_of
 from jaxscale.programs.block import BlockGraph
 from jaxscale.programs.collect import BlockCall
 from jaxscale.values.byte_sizes import bytes_at_least, bytes_text
 
 GROUPS_GAIN = 0.005
 """Share of the cost of a step (three forward passes) that a second group must save: it is compiled separately."""
-
-
-def cost_of(save: SaveSet, objective: Objective) -> float:
-    """Recomputed FLOP or modelled seconds of a save set."""
-    return save.flop if objective == "flop" else save.seconds
-
-
-def work_of(graph: BlockGraph, objective: Objective) -> float:
-    """FLOP or modelled seconds of a block's forward pass."""
-    return graph.flop if objective == "flop" else graph.seconds
 
 
 def plan_stack(
@@ -59,7 +51,7 @@ def plan_stack(
     uniform = solve(graph, room // layers, objective=objective, host=host)
     mixed = _mixture(menu(graph, objective=objective, host=host), layers, room, objective)
     gain = layers * cost_of(uniform, objective) - sum(g.layers * cost_of(g.save, objective) for g in mixed if g.save)
-    if len(mixed) > 1 and gain > GROUPS_GAIN * 3 * layers * work_of(graph, objective):
+    if len(mixed) > 1 and gain > GROUPS_GAIN * 3 * layers * cost_of(graph, objective):
         return StackDecision(mixed)
     return StackDecision((Group(layers, uniform),))
 
@@ -82,22 +74,22 @@ def _two_level_inputs(layers: int, segment: int) -> int:
 
 
 def _two_levels(graph: BlockGraph, layers: int, budget: int, objective: Objective) -> StackDecision:
+    """The cheapest stack whose segments run again, within a budget below that of all blocks' inputs."""
     carried = graph.carried_bytes
     least_budget = least_bytes(graph, layers)
     if budget < least_budget:
         raise too_small(budget, least_budget)
     curve = menu(graph, objective=objective)
-    best: tuple[float, int, int] | None = None
+    candidates: list[tuple[float, int, int]] = []  # cost, inputs and segment
     for segment in range(2, layers + 1):
-        room = budget - _two_level_inputs(layers, segment) * carried
-        if room >= 0:
-            point = max((save for save in curve if save.bytes <= room // segment), key=lambda save: save.bytes)
-            candidate = (cost_of(point, objective), _two_level_inputs(layers, segment), segment)
-            best = candidate if best is None else min(best, candidate)
-    assert best is not None, "the least number of inputs fits"
-    segment = best[2]
-    room = budget - _two_level_inputs(layers, segment) * carried
-    return StackDecision((Group(layers, solve(graph, room // segment, objective=objective)),), segment)
+        inputs = _two_level_inputs(layers, segment)
+        if budget >= inputs * carried:
+            room = (budget - inputs * carried) // segment
+            point = max((save for save in curve if save.bytes <= room), key=lambda save: save.bytes)
+            candidates.append((cost_of(point, objective), inputs, segment))
+    _, inputs, segment = min(candidates)
+    save = solve(graph, (budget - inputs * carried) // segment, objective=objective)
+    return StackDecision((Group(layers, save),), segment)
 
 
 def too_small(budget: int, least: int, fewer: str = "") -> UserError:
@@ -131,7 +123,7 @@ def _above(first: SaveSet, middle: SaveSet, last: SaveSet, objective: Objective)
 def _mixture(curve: Sequence[SaveSet], layers: int, room: int, objective: Objective) -> tuple[Group, ...]:
     """The cheapest one or two groups of layers whose save sets lie on the hull."""
     points = hull(curve, objective)
-    best: tuple[float, tuple[Group, ...]] | None = None
+    mixtures: list[tuple[float, tuple[Group, ...]]] = []
     for low, high in zip(points, (*points[1:], points[-1]), strict=True):
         if low.bytes * layers > room:
             break
@@ -139,10 +131,8 @@ def _mixture(curve: Sequence[SaveSet], layers: int, room: int, objective: Object
         count_high = layers if not extra_bytes else min(layers, (room - low.bytes * layers) // extra_bytes)
         groups = tuple(Group(count, save) for count, save in ((layers - count_high, low), (count_high, high)) if count)
         cost = sum(group.layers * cost_of(group.save, objective) for group in groups if group.save is not None)
-        if best is None or cost < best[0]:
-            best = (cost, groups)
-    assert best is not None, "keeping nothing takes no room"
-    return best[1]
+        mixtures.append((cost, groups))
+    return min(mixtures, key=lambda mixture: mixture[0])[1]
 
 
 def share(calls: Sequence[BlockCall], budget: int, *, objective: Objective = "flop") -> tuple[SaveSet, ...]:
@@ -168,11 +158,11 @@ def share(calls: Sequence[BlockCall], budget: int, *, objective: Objective = "fl
         [(kind, graph)] = graphs.items()
         return (solve(graph, room // counts[kind], objective=objective),)
     menus = {kind: menu(graph, objective=objective) for kind, graph in graphs.items()}
-    chosen = _choose([(counts[kind], menus[kind]) for kind in graphs], room, objective)
-    spare = room - sum(counts[save.block] * save.bytes for save in chosen)
+    points = _choose([(counts[kind], menus[kind]) for kind in graphs], room, objective)
+    spare = room - sum(counts[save.block] * save.bytes for save in points)
     # the curves have gaps: each kind in turn gets the spare bytes
     saves = []
-    for save in chosen:
+    for save in points:
         count = counts[save.block]
         better = solve(graphs[save.block], save.bytes + spare // count, objective=objective)
         better = better if cost_of(better, objective) < cost_of(save, objective) else save

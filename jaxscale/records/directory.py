@@ -80,6 +80,18 @@ def writing(directory: Any) -> Iterator[None]:
         ) from error
 
 
+def existing_run(directory: Any) -> Any:
+    """The path of a directory that holds a run.
+
+    Raises:
+        UserError: it holds none.
+    """
+    path = run_path(directory)
+    if not (path / EXPERIMENT).exists():
+        raise UserError(f"{path} holds no run: expected {EXPERIMENT} there; give the directory of a run")
+    return path
+
+
 def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, Any] | None:
     """The experiment.json of the run in the directory, which must be of the same experiment.
 
@@ -98,9 +110,10 @@ def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, A
         stored_json = values.read_json(path)
     except UserError as error:
         raise UserError(f"{error}; restore it from a copy, or give another directory (--out)") from error
-    diffs = [d for d in values.changes(experiment, stored_json) if d.path.split(".")[0] not in MAY_CHANGE]
-    if diffs:
-        listing = "; ".join(map(str, diffs[:8])) + (f"; and {len(diffs) - 8} more" if len(diffs) > 8 else "")
+    changes = values.changes(experiment, stored_json)
+    changes = [change for change in changes if change.path.split(".")[0] not in MAY_CHANGE]
+    if changes:
+        listing = "; ".join(map(str, changes[:8])) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")
         raise UserError(
             f"{run_path(directory)} holds a run of another experiment: {listing}. A run that is continued may change "
             f"{', '.join(MAY_CHANGE)}; give this one another directory (--out)"

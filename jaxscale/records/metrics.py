@@ -67,8 +67,8 @@ class MetricsLog:
         >>> import tempfile
         >>> folder = tempfile.mkdtemp()
         >>> with MetricsLog(folder, tensorboard=False) as log:
-        ...     _ = log.train(1, loss=2.5)
-        ...     _ = log.event(1, "checkpoint", seconds=0.1)
+        ...     _ = log.append(1, "train", loss=2.5)
+        ...     _ = log.append(1, "event", name="checkpoint", seconds=0.1)
         >>> [row["loss"] for row in read_metrics(folder, "train")]
         [2.5]
     """
@@ -79,21 +79,18 @@ class MetricsLog:
         self._lines = open_append(path)
         self._board = _Board(directory) if tensorboard else None
 
-    def train(self, step: int, **fields: Any) -> dict[str, Any]:
-        """Appends the metrics of the update that led to `step`; returns the row."""
-        return self._append(step, "train", fields)
+    def append(self, step: int, kind: Kind, **fields: Any) -> dict[str, Any]:
+        """Appends a row, and returns it.
 
-    def eval(self, step: int, **fields: Any) -> dict[str, Any]:
-        """Appends a held-out measurement of the parameters after `step` updates."""
-        return self._append(step, "eval", fields)
-
-    def event(self, step: int, name: str, **fields: Any) -> dict[str, Any]:
-        """Appends an event: compile, checkpoint, resume, preempted, skipped, diverged, finished, ..."""
-        return self._append(step, "event", {"name": name, **fields})
-
-    def _append(self, step: int, kind: Kind, fields: dict[str, Any]) -> dict[str, Any]:
+        Args:
+            step: updates so far.
+            kind: "train" for the metrics of the update that led to `step`; "eval" for held-out metrics of the
+                parameters after it; "event" with a `name`: compile, checkpoint, resume, preempted, skipped, ...
+            fields: the measurements.
+        """
         row: dict[str, Any] = {"step": int(step), "kind": kind, "time": round(time.time(), 3)}
-        row |= {name: _plain(value) for name, value in fields.items()}
+        # a Python number for a scalar of numpy or JAX: a float32 becomes the float of the same value
+        row |= {name: value.item() if hasattr(value, "item") else value for name, value in fields.items()}
         self._lines.write(encode(row))
         if self._board is not None:
             self._board.add(row)
@@ -216,11 +213,6 @@ def drop_torn_line(path: Any) -> int:
         return len(line)
 
 
-def _plain(value: Any) -> Any:
-    """A Python number for a scalar of numpy or JAX; a float32 becomes the float of the same value."""
-    return value.item() if hasattr(value, "item") else value
-
-
 _TRAIN_TAGS = {"step_seconds": "speed", "tokens_per_second": "speed", "flop_per_second": "speed", "mfu": "speed"}
 
 
@@ -283,6 +275,7 @@ class _Board:
 
 
 def _record(event: Any) -> bytes:
+    """An event as a record of a TensorBoard file."""
     from tensorboardX.record_writer import masked_crc32c
 
     payload = event.SerializeToString()

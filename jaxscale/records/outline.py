@@ -86,6 +86,7 @@ def _bound_names(node: ast.stmt) -> list[str]:
 
 
 def _variants(tree: ast.Module, functions: Mapping[str, ast.FunctionDef]) -> dict[str, str] | None:
+    """Names in `VARIANTS`, each with the first line of its docstring; `None` if it is no literal dict."""
     for node in tree.body:
         if "VARIANTS" not in _bound_names(node):
             continue

@@ -82,6 +82,7 @@ def on_all(make: Callable[[], _Result], mild: type[Exception]) -> _Result:
 
 
 def _greatest(number: int) -> int:
+    """The greatest of the numbers of all processes."""
     import jax
 
     if jax.process_count() == 1:

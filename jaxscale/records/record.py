@@ -34,7 +34,7 @@ class RunRecord:
         experiment: experiment.json, empty where it is missing; likewise the next ones.
         plan: plan.json.
         layout: layout.json: mesh, parameters, memory by kind.
-        source: the JSON files of source/, merged: path, variant, overrides, seed, versions.
+        source: source/source.json: path, variant, overrides, seed, versions.
         samples: the blocks of samples.txt.
         unread: one line for each file that exists and could not be read.
     """
@@ -57,18 +57,14 @@ class RunRecord:
         """
         folder = run_path(directory)
         unread: list[str] = []
-        sources = sorted((folder / "source").glob("*.json")) if (folder / "source").is_dir() else []
-        source: dict[str, Any] = {}
-        for path in sources:
-            source |= _read_json(path, unread)
-        experiment = _read_json(folder / "experiment.json", unread)
-        plan = _read_json(folder / "plan.json", unread)
+        names = ("experiment.json", "plan.json", "layout.json", "source/source.json")
+        experiment, plan, layout, source = (_read_json(folder / name, unread) for name in names)
         return cls(
             directory=str(directory),
             metrics=read_metrics(directory),
-            experiment=_unwrapped(experiment, "experiment"),
-            plan=upgraded(_unwrapped(plan, "plan")),
-            layout=_read_json(folder / "layout.json", unread),
+            experiment=experiment,
+            plan=upgraded(plan),
+            layout=layout,
             source=source,
             samples=tuple(read_samples(directory)),
             unread=tuple(unread),
@@ -139,14 +135,12 @@ class RunRecord:
     def tokens_per_second(self) -> float | None:
         """Median over steps; of more than twenty, the first ten, which warm up, are left out."""
         rates = self.rows("train").column("tokens_per_second")
-        rates = rates[10:] if len(rates) > 20 else rates
-        return float(np.nanmedian(rates)) if np.isfinite(rates).any() else None
+        return _median(rates[10:] if len(rates) > 20 else rates)
 
     @property
     def mfu(self) -> float | None:
         """Median model FLOP utilization, where the chip's peak is known."""
-        mfu = self.rows("train").column("mfu")
-        return float(np.nanmedian(mfu)) if np.isfinite(mfu).any() else None
+        return _median(self.rows("train").column("mfu"))
 
     @property
     def seconds(self) -> float | None:
@@ -164,22 +158,18 @@ class RunRecord:
     @property
     def memory(self) -> dict[str, float]:
         """Bytes per device by kind of tensor, of the compiled step."""
-        kinds = self.layout.get("memory")
-        if isinstance(kinds, dict) and kinds:
-            return {str(kind): float(value) for kind, value in kinds.items() if isinstance(value, int | float)}
+        if self.layout.get("memory"):
+            return _numbers(self.layout["memory"])
         events = self.events("compile")
         if not events:
             return {}
         names = {"argument_bytes": "parameters, optimizer state, batch", "temp_bytes": "gradients and activations"}
-        last = events[-1]
-        return {kind: float(last[name]) for name, kind in names.items() if isinstance(last.get(name), int | float)}
+        return _numbers({kind: events[-1].get(name) for name, kind in names.items()})
 
     @property
     def host_memory(self) -> dict[str, float]:
         """Bytes of host memory per device, by kind of tensor; empty where all tensors are on the device."""
-        kinds = self.layout.get("host_memory")
-        items = kinds.items() if isinstance(kinds, dict) else ()
-        return {str(kind): float(value) for kind, value in items if isinstance(value, int | float)}
+        return _numbers(self.layout.get("host_memory"))
 
     @property
     def device_memory(self) -> tuple[str, np.ndarray] | None:
@@ -215,8 +205,6 @@ class RunRecord:
     @property
     def command(self) -> str | None:
         """The command that repeats this run."""
-        if self.source.get("command"):
-            return str(self.source["command"])
         if not self.path:
             return None
         words = [self.path, str(self.source.get("variant") or ""), *map(str, _overrides(self.source.get("overrides")))]
@@ -230,6 +218,7 @@ def _overrides(overrides: Any) -> list[str]:
 
 
 def _read_json(path: Any, unread: list[str]) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is none, or, after a line in `unread`, if it cannot be read."""
     if not path.exists():
         return {}
     try:
@@ -243,6 +232,12 @@ def _read_json(path: Any, unread: list[str]) -> dict[str, Any]:
     return content
 
 
-def _unwrapped(content: dict[str, Any], key: str) -> dict[str, Any]:
-    inner = content.get(key)
-    return inner if isinstance(inner, dict) and "name" not in content and "zero" not in content else content
+def _numbers(content: Any) -> dict[str, float]:
+    """The numbers of a JSON object by name; none of other JSON."""
+    items = content.items() if isinstance(content, dict) else ()
+    return {str(name): float(value) for name, value in items if isinstance(value, int | float)}
+
+
+def _median(column: np.ndarray) -> float | None:
+    """Median of the numbers of a column; `None` if it has none."""
+    return float(np.nanmedian(column)) if np.isfinite(column).any() else None

@@ -75,7 +75,7 @@ class Source:
     @property
     def module(self) -> str | None:
         """Name of the module that the text runs as."""
-        return None if self.path is None else _module(Path(self.path))
+        return None if self.path is None else f"experiment.{Path(self.path).stem}"
 
     def remake(self) -> "Experiment":
         """The same experiment, made again in this or another process."""
@@ -199,18 +199,20 @@ def load_experiment(run_dir: Any) -> "Experiment":
     assert source.path is not None
     origin = _origin(source, folder)
     plan = None if source.plan is None else values.from_json(Plan, source.plan, str(folder / FOLDER / FACTS))
-    hint = (
-        ""
-        if origin.exists()
-        else f"{folder} was made by {origin}, which is no longer there: what lies beside it (data, tokenizer, modules) "
-        "is not found unless it is put back"
-    )
+    hint = ""
+    if not origin.exists():
+        hint = (
+            f"{folder} was made by {origin}, which is no longer there: what lies beside it (data, tokenizer, modules) "
+            "is not found unless it is put back"
+        )
     try:
         provide(source.text)
         # the plan of the run replaces any other
         with superseded() if run_plan is not None else contextlib.nullcontext():
             original = _call(source.text, folder / FOLDER / str(source.file), origin, source.variant)
-        fields = {k: v for k, v in source.overrides.items() if run_plan is None or not k.startswith("plan.")}
+        fields = {
+            name: text for name, text in source.overrides.items() if run_plan is None or not name.startswith("plan.")
+        }
         experiment = _apply(original, plan, fields)
     except UserError as error:
         raise UserError(f"{error}\n{hint}" if hint else str(error)) from None
@@ -236,15 +238,11 @@ def _apply(experiment: "Experiment", plan: "Plan | None", overrides: Mapping[str
     return values.override(experiment, overrides) if overrides else experiment
 
 
-def _module(origin: Path) -> str:
-    return f"experiment.{origin.stem}"
-
-
 def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experiment":
     """Run the text as the module at `origin` and call its function; messages name `file`."""
     from jaxscale.recipe.experiment import Experiment
 
-    module = types.ModuleType(_module(origin))
+    module = types.ModuleType(f"experiment.{origin.stem}")
     module.__file__ = str(origin)
     # dataclasses and pickles look their module up by name
     sys.modules[module.__name__] = module
@@ -265,15 +263,13 @@ def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experimen
             raise UserError(f"{file}: {call} is a {type(function).__name__}, expected a function that takes nothing")
         experiment = function()
     except UserError as error:
-        place = _location(error, str(file))
+        place, _ = _place(error, str(file))
         raise UserError(f"{place}: {error}" if place else str(error)) from None
     except Exception as error:
+        place, line = _place(error, str(file))
         if isinstance(error, ImportError) and new_path(error) is not None:
-            place = _location(error, str(file)) or file
-            raise UserError(f"{place}: {error.name} has moved: import {new_path(error)}") from None
-        place = _location(error, str(file)) or str(file)
-        line = _line(error, str(file))
-        raise UserError(f"{place}: {call} raised {type(error).__name__}: {error}{line}") from error
+            raise UserError(f"{place or file}: {error.name} has moved: import {new_path(error)}") from None
+        raise UserError(f"{place or file}: {call} raised {type(error).__name__}: {error}{line}") from error
     finally:
         sys.path.remove(str(origin.parent))
     if not isinstance(experiment, Experiment):
@@ -281,17 +277,9 @@ def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experimen
     return experiment
 
 
-def _frame(error: BaseException, file: str) -> traceback.FrameSummary | None:
-    """The last frame of the experiment file itself."""
+def _place(error: BaseException, file: str) -> tuple[str, str]:
+    """Where the experiment file itself was when an error arose, and its line of code; empty if it was not running."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return frames[-1] if frames else None
-
-
-def _location(error: BaseException, file: str) -> str:
-    frame = _frame(error, file)
-    return f"{file}, line {frame.lineno}" if frame else ""
-
-
-def _line(error: BaseException, file: str) -> str:
-    frame = _frame(error, file)
-    return f"\n    {frame.line}" if frame and frame.line else ""
+    if not frames:
+        return "", ""
+    return f"{file}, line {frames[-1].lineno}", f"\n    {frames[-1].line}" if frames[-1].line else ""

@@ -15,6 +15,7 @@ and several processes in one bucket.
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,17 @@ def run_path(path: Any) -> Any:
     from etils import epath
 
     return epath.Path(path)
+
+
+@contextlib.contextmanager
+def _path_in_errors(path: Any) -> Iterator[None]:
+    """Add the path to an OSError without one, such as those of `write`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), os.fspath(path)) from error
 
 
 class LocalAppender:
@@ -108,17 +120,3 @@ def open_append(path: Any) -> Appender:
         OSError: with the path as its `filename`, from here or from a later write: the disk is full, or read-only.
     """
     return RemoteAppender(run_path(path)) if is_remote(path) else LocalAppender(run_path(path))
-
-
-class _path_in_errors:  # noqa: N801 - reads as the statement it is
-    """Adds the path to an OSError without one, such as those of `write`."""
-
-    def __init__(self, path: Any):
-        self.path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
-            raise OSError(error.errno, os.strerror(error.errno), os.fspath(self.path)) from error

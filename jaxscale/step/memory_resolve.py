@@ -13,8 +13,8 @@ import jax
 from jaxscale.blocks import Treatment
 from jaxscale.compat import runs_recomputation_early
 from jaxscale.errors import UserError
-from jaxscale.memory.apply import wrapper
-from jaxscale.memory.decide import decide, kinds_of, treatment_for
+from jaxscale.memory.apply import treatment_for, wrapper
+from jaxscale.memory.decide import decide, kinds_of
 from jaxscale.memory.decision import Decision, read_decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.platforms.detect import chip_of

@@ -23,9 +23,9 @@ from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.memory.apply import policy_of
 from jaxscale.memory.chain import Save
 from jaxscale.memory.decision import Decision
-from jaxscale.memory.graph import EVERYTHING
 from jaxscale.memory.keep_named import KeepNamed, keep_everything
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.memory.save_set import EVERYTHING
 from jaxscale.programs.flop import FORMULAS
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan

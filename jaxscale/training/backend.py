@@ -14,11 +14,6 @@ from typing import Any
 from jaxscale.platforms.detect import accelerators, hush_absent_gpus
 
 
-def has_accelerator(devices: Path = Path("/dev")) -> bool:
-    """Whether the system has a TPU or GPU, without starting a backend."""
-    return bool(accelerators(devices))
-
-
 def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """CPU cores that this process may use: its affinity, or a container's quota if that is less."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -40,7 +35,7 @@ def start_backend() -> None:
 
     hush_absent_gpus()
     config: Any = jax.config
-    if not os.environ.get("JAX_PLATFORMS") and not config.jax_platforms and not has_accelerator():
+    if not os.environ.get("JAX_PLATFORMS") and not config.jax_platforms and not accelerators():
         config.update("jax_platforms", "cpu")
     # -1 is JAX's own default; the environment's JAX_NUM_CPU_DEVICES shows here too
     is_count_set = config.jax_num_cpu_devices != -1 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")

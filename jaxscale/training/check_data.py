@@ -33,18 +33,13 @@ def check_data(experiment: Experiment, data: Any) -> None:
         raise UserError(
             f"the data has {facts['classes']} classes, and model.classes is {classes}: set it to {facts['classes']}"
         )
-    shape, model_shape = facts.get("shape"), _image_shape(experiment.model)
-    if shape is not None and any(b not in (None, a) for a, b in zip(shape, model_shape, strict=True)):
-        images, model = (" x ".join("any" if n is None else str(n) for n in sizes) for sizes in (shape, model_shape))
+    side = getattr(experiment.model, "image", None)
+    shape, model_shape = facts.get("shape"), (side, side, getattr(experiment.model, "channels", None))  # `None`: any
+    if shape is not None and any(taken not in (None, size) for size, taken in zip(shape, model_shape, strict=True)):
+        images, model = (" x ".join(str(size or "any") for size in dims) for dims in (shape, model_shape))
         raise UserError(f"the images are {images}, and the model takes {model}: set its image and channels")
     length = getattr(experiment.data, "context", None)
     if context is not None and length is not None and length > context:
         raise UserError(
             f"data.context is {length}, and model.context is {context} positions: set data.context to {context}"
         )
-
-
-def _image_shape(model: Any) -> tuple[int | None, int | None, int | None]:
-    """Height, width and channels of a model's images; `None` where any fit."""
-    side = getattr(model, "image", None)
-    return side, side, getattr(model, "channels", None)

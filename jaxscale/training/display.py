@@ -3,9 +3,13 @@
 It receives every step and shows a few per second, so that it costs a fast step only microseconds.
 """
 
+import datetime
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
+
+from jaxscale.values.units import count
 
 _LIVE_SECONDS, _FILE_SECONDS = 0.2, 20.0
 
@@ -41,7 +45,7 @@ class Display:
         self._end_line()
         print(text, flush=True)
 
-    def show(self, step: int, row: dict[str, Any]) -> None:
+    def show(self, step: int, row: Mapping[str, Any]) -> None:
         """Update the live line.
 
         Args:
@@ -51,11 +55,12 @@ class Display:
         if self._quiet or (time.monotonic() - self._shown_at < self._interval and step < self._steps):
             return
         self._shown_at = time.monotonic()
-        text = f"loss {row['loss']:.4f}  {_si(row.get('tokens_per_second', 0.0))} tokens/s"
+        text = f"loss {row['loss']:.4f}  {count(row.get('tokens_per_second', 0.0))} tokens/s"
         if "mfu" in row:
             text += f"  mfu {row['mfu']:.1%}"
         if self._notebook:
-            remaining = _clock((self._steps - step) * row.get("step_seconds", 0.0))
+            seconds = round((self._steps - step) * row.get("step_seconds", 0.0))
+            remaining = datetime.timedelta(seconds=seconds)
             print(f"\rstep {step}/{self._steps}  {text}  {remaining} left ", end="", flush=True)
             self._open_line = True
         elif self.live:
@@ -71,6 +76,7 @@ class Display:
             self._progress = None
 
     def _start(self) -> Any:
+        """The live line of a terminal, started at the first call."""
         if self._progress is None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -90,16 +96,3 @@ class Display:
         if self._open_line:
             print(flush=True)
             self._open_line = False
-
-
-def _si(value: float) -> str:
-    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.0f}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

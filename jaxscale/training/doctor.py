@@ -213,6 +213,7 @@ def diagnose(machine: Machine) -> Diagnosis:
 
 
 def _versions(machine: Machine) -> Iterator[Finding]:
+    """Versions of Python and of the packages, and those that do not fit together."""
     yield Finding("python", machine.python)
     for name in ("jaxscale", *REQUIRED):
         version = machine.versions.get(name)
@@ -232,6 +233,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
 
 
 def _devices(machine: Machine) -> Iterator[Finding]:
+    """The devices that JAX found, and accelerators that it does not use."""
     platform = machine.platform
     if platform is None:
         yield Finding("devices", f"none: {machine.failure}", "missing", "unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu")
@@ -268,6 +270,7 @@ def _devices(machine: Machine) -> Iterator[Finding]:
 
 
 def _chip(platform: Platform) -> Iterator[Finding]:
+    """The chip, and its peak where the tables have one."""
     chip = platform.chip
     yield Finding("devices", f"{platform.devices} x {chip.device_kinds[0]} ({platform})")
     peak = platform.chip.peak("bfloat16") or platform.chip.peak("float16")
@@ -299,6 +302,7 @@ def _kernels(machine: Machine) -> Iterator[Finding]:
 
 
 def _memory(machine: Machine) -> Iterator[Finding]:
+    """Main memory, and the memory of each device."""
     if machine.host_memory is not None:
         yield Finding("host", size(machine.host_memory))
     platform = machine.platform
@@ -311,6 +315,7 @@ def _memory(machine: Machine) -> Iterator[Finding]:
 
 
 def _disk(machine: Machine) -> Iterator[Finding]:
+    """Free bytes of the folders that a run writes to."""
     for (label, path), free in machine.disks.items():
         scarce = free < _DISK_MARGIN
         to_do = "checkpoints and caches may not fit: free some, or give --out another disk" if scarce else ""
@@ -321,6 +326,7 @@ def _disk(machine: Machine) -> Iterator[Finding]:
 
 
 def _optional(machine: Machine) -> Iterator[Finding]:
+    """The extras of this package, and what each lacks."""
     for extra, (packages, purpose) in OPTIONAL.items():
         absent = [name for name in packages if name not in machine.modules]
         if absent:
@@ -331,6 +337,7 @@ def _optional(machine: Machine) -> Iterator[Finding]:
 
 
 def _version(name: str) -> str | None:
+    """Version of a package; `None` if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -5,6 +5,7 @@ newer half becomes the prompt of the next window: every token is drawn from at l
 and the model never sees a position that it was not trained on.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,29 @@ from jaxscale.recipe.experiment import Experiment
 
 _PREFILL = 16
 """Shorter prompts are fed token by token; of longer ones a power of two of their tokens at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the tokens after a prompt are drawn.
+
+    Args:
+        tokens: number of tokens to draw for each prompt.
+        temperature: logits are divided by it; 0 takes the most likely token.
+        seed: seed of the draws, which in row i at position p depend on seed, i and p alone.
+    """
+
+    tokens: int = 200
+    temperature: float = 0.8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise UserError(f"tokens: got {self.tokens!r}, expected a whole number >= 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature: got {self.temperature!r}, expected 0 (the most likely token) or more")
+        if not -(2**31) <= self.seed < 2**31:
+            raise UserError(f"seed: got {self.seed!r}, expected a whole number from -2**31 up to, not including, 2**31")
 
 
 def generate(
@@ -43,34 +67,12 @@ def generate(
     Raises:
         UserError: no run or checkpoint there, a model that does not generate, an empty prompt.
     """
-    from jaxscale.checkpoint.restore import restore_parameters
+    from jaxscale.checkpoint.restore import read_tokenizer, restore_parameters
 
-    check(tokens, temperature, seed)
-    restored = restore_parameters(run, best=best)
-    model = restored.experiment.model
-    tokenizer = restored.tokenizer()
-    if not can_generate(model, tokenizer):
-        raise UserError(
-            f"{type(model).__name__} with this data does not generate text: that takes a KV cache and a tokenizer"
-        )
-    prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt)
-    module = restored.step.module(restored.state)
-    texts = continuations(module, model, tokenizer, prompts, tokens=tokens, temperature=temperature, seed=seed)
-    return texts[0] if isinstance(prompt, str) else texts
-
-
-def check(tokens: int, temperature: float, seed: int = 0) -> None:
-    """Refuse settings that are out of range.
-
-    Raises:
-        UserError: naming the setting.
-    """
-    if tokens < 1:
-        raise UserError(f"tokens: got {tokens!r}, expected a whole number >= 1")
-    if not (temperature >= 0 and temperature < float("inf")):
-        raise UserError(f"temperature: got {temperature!r}, expected 0 (the most likely token) or more")
-    if not -(2**31) <= seed < 2**31:
-        raise UserError(f"seed: got {seed!r}, expected a whole number from -2**31 up to, not including, 2**31")
+    sampling = Sampling(tokens, temperature, seed)
+    trained = restore_parameters(run, best=best)
+    module = trained.step.module(trained.state)
+    return continuations(module, trained.experiment.model, read_tokenizer(run), prompt, sampling)
 
 
 def can_generate(model: Any, tokenizer: Any) -> bool:
@@ -79,34 +81,32 @@ def can_generate(model: Any, tokenizer: Any) -> bool:
 
 
 def continuations(
-    module: Any,
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[str],
-    *,
-    tokens: int,
-    temperature: float = 0.8,
-    seed: int = 0,
-) -> list[str]:
-    """A continuation of each prompt, all decoded together.
+    module: Any, model: Any, tokenizer: Any, prompt: str | Sequence[str], sampling: Sampling
+) -> str | list[str]:
+    """The continuation of a prompt, or of each of several, which are decoded together.
 
     Args:
         module: the model's module with its parameters.
         model: the model value.
-        tokenizer: tokenizer of its training data.
-        prompts: texts of at least one token.
-        tokens: tokens to add to each.
-        temperature: 0 is greedy.
-        seed: seed of the draws.
+        tokenizer: tokenizer of its training data; `None` if they are not text.
+        prompt: the text to continue, or several, of at least one token.
+        sampling: how to draw.
+
+    Raises:
+        UserError: a model that does not generate, or an empty prompt.
     """
+    if not can_generate(model, tokenizer):
+        raise UserError(
+            f"{type(model).__name__} with this data does not generate text: that takes a KV cache and a tokenizer"
+        )
     sequences = []
-    for prompt in prompts:
-        ids = np.asarray(tokenizer.encode(prompt), np.int32)
+    for text in (prompt,) if isinstance(prompt, str) else prompt:
+        ids = np.asarray(tokenizer.encode(text), np.int32)
         if not len(ids):
-            raise UserError(f"prompt {prompt!r} has no token: give at least one character, such as a line break")
+            raise UserError(f"prompt {text!r} has no token: give at least one character, such as a line break")
         sequences.append(ids)
-    rows = decode(module, model, sequences, tokens=tokens, temperature=temperature, seed=seed, choices=tokenizer.size)
-    return [tokenizer.decode(row) for row in rows]
+    texts = [tokenizer.decode(ids) for ids in decode(module, model, sequences, sampling, choices=tokenizer.size)]
+    return texts[0] if isinstance(prompt, str) else texts
 
 
 def draw_samples(experiment: Experiment, tokenizer: Any, module: Callable[[], Any]) -> list[tuple[str, str]]:
@@ -120,27 +120,13 @@ def draw_samples(experiment: Experiment, tokenizer: Any, module: Callable[[], An
     samples = experiment.samples
     if not samples.prompts or not can_generate(experiment.model, tokenizer):
         return []
-    texts = continuations(
-        module(),
-        experiment.model,
-        tokenizer,
-        samples.prompts,
-        tokens=samples.tokens,
-        temperature=samples.temperature,
-        seed=experiment.seed,
-    )
+    sampling = Sampling(samples.tokens, samples.temperature, experiment.seed)
+    texts = continuations(module(), experiment.model, tokenizer, samples.prompts, sampling)
     return list(zip(samples.prompts, texts, strict=True))
 
 
 def decode(
-    module: Any,
-    model: Any,
-    prompts: Sequence[np.ndarray],
-    *,
-    tokens: int,
-    temperature: float = 0.8,
-    seed: int = 0,
-    choices: int | None = None,
+    module: Any, model: Any, prompts: Sequence[np.ndarray], sampling: Sampling, *, choices: int | None = None
 ) -> list[np.ndarray]:
     """Tokens drawn after each prompt.
 
@@ -148,9 +134,7 @@ def decode(
         module: the model's module with its parameters.
         model: the model value: `context` positions, `init_cache`.
         prompts: int32 ids, of any lengths above 0.
-        tokens: number of tokens to draw for each.
-        temperature: 0 is greedy.
-        seed: seed of the draws, which in row i at position p depend on seed, i and p alone.
+        sampling: how to draw.
         choices: ids below this may be drawn; all by default.
 
     Returns:
@@ -160,12 +144,14 @@ def decode(
     from flax import nnx
 
     longest = max(len(prompt) for prompt in prompts)
-    width = min(model.context, _power_of_two_from(longest + tokens - 1))
+    # the least power of two that suffices
+    width = min(model.context, 1 << (longest + sampling.tokens - 2).bit_length())
     sequences = [np.asarray(prompt, np.int32) for prompt in prompts]
-    starts = [len(ids) for ids in sequences]
+    ends = [len(ids) + sampling.tokens for ids in sequences]
     graphdef, state = nnx.split(module)
-    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(np.arange(len(sequences)))
-    while any(len(ids) - start < tokens for ids, start in zip(sequences, starts, strict=True)):
+    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(sampling.seed), row))(np.arange(len(sequences)))
+    temperature = float(sampling.temperature)
+    while any(len(ids) < end for ids, end in zip(sequences, ends, strict=True)):
         # a full window keeps its newer half
         prefixes = [ids if len(ids) < width else ids[-max(width // 2, 1) :] for ids in sequences]
         window = np.zeros((len(prefixes), width), np.int32)
@@ -175,21 +161,21 @@ def decode(
         offsets = np.array([len(ids) for ids in sequences], np.int32) - lengths
         shortest = int(lengths.min())
         prefill = 0 if shortest <= _PREFILL else 1 << ((shortest - 1).bit_length() - 1)
-        draws = _window(
-            graphdef, state, model, window, lengths, offsets, keys, float(temperature), prefill, choices or model.vocab
+        draws = _program()(
+            graphdef, state, model, window, lengths, offsets, keys, temperature, prefill, choices or model.vocab
         )
-        sequences = [
-            np.concatenate([ids, row[length - 1 :]]) for ids, row, length in zip(sequences, draws, lengths, strict=True)
-        ]
-    return [ids[start : start + tokens] for ids, start in zip(sequences, starts, strict=True)]
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
 
-
-def _power_of_two_from(count: int) -> int:
-    return 1 << max(count - 1, 0).bit_length()
+            draws = multihost_utils.process_allgather(draws, tiled=True)
+        rows = zip(sequences, np.asarray(draws), lengths, strict=True)
+        sequences = [np.concatenate([ids, row[length - 1 :]]) for ids, row, length in rows]
+    return [ids[end - sampling.tokens : end] for ids, end in zip(sequences, ends, strict=True)]
 
 
 @functools.cache
 def _program() -> Any:
+    """The compiled program that decodes a window."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -236,14 +222,3 @@ def _program() -> Any:
         return draws.T
 
     return window
-
-
-def _window(*arguments: Any) -> np.ndarray:
-    import jax
-
-    tokens = _program()(*arguments)
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        return np.asarray(multihost_utils.process_allgather(tokens, tiled=True))
-    return np.asarray(tokens)

@@ -52,10 +52,7 @@ class Run:
         Raises:
             UserError: there is no run.
         """
-        path = run_path(directory)
-        if not (path / place.EXPERIMENT).exists():
-            raise UserError(f"{path} holds no run: expected {place.EXPERIMENT} there; give the directory of a run")
-        return cls(path)
+        return cls(place.existing_run(directory))
 
     # -- measurements --------------------------------------------------------------------------------------------------
 
@@ -127,33 +124,26 @@ class Run:
     ) -> Any:
         """The model's continuation of a prompt, or of several: see `training.generate.generate`."""
         from jaxscale.checkpoint.restore import read_tokenizer
-        from jaxscale.training.generate import can_generate, check, continuations
+        from jaxscale.training.generate import Sampling, continuations
 
-        check(tokens, temperature)
-        model = self.experiment.model
+        sampling = Sampling(tokens, temperature, seed)
         tokenizer = self._data.tokenizer if self._data is not None else read_tokenizer(self.dir)
-        if not can_generate(model, tokenizer):
-            raise UserError(f"{type(model).__name__} with this data does not generate text")
-        prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt)
-        texts = continuations(self.module, model, tokenizer, prompts, tokens=tokens, temperature=temperature, seed=seed)
-        return texts[0] if isinstance(prompt, str) else texts
+        return continuations(self.module, self.experiment.model, tokenizer, prompt, sampling)
 
     def _restore(self) -> None:
+        """Build the step and restore its newest checkpoint, unless the state is in memory."""
         if self._state is not None:
             return
-        from jaxscale.checkpoint.store import Checkpoints
+        from jaxscale.checkpoint.restore import restore_newest
         from jaxscale.step.build import build
 
         step = build(self.experiment, self._plan, devices=self._devices)
-        restored = Checkpoints(self.dir / place.CHECKPOINTS, write=False).restore(step.canonical_abstract())
-        if restored is None:
-            raise UserError(f"{self.dir} has no checkpoint yet: train it until its first save")
-        self._train_step, self._state = step, step.from_canonical(restored.arrays)
+        self._train_step, self._state = step, step.from_canonical(restore_newest(self.dir, step).arrays)
 
     # -- for people ----------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """The most important figures, in a few lines: see `training.summary.summary`."""
+        """The most important figures, in a few lines: see `report.summary.summary`."""
         from jaxscale.report.summary import summary
 
         return summary(self.dir)

@@ -43,6 +43,7 @@ class Stop:
         self._before.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Note the first signal; let a second one end the process, or interrupt the notebook."""
         if not self.requested:
             self.requested = signal.Signals(number).name
             return

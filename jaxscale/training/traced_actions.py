@@ -8,8 +8,7 @@ once, and the rank of each device. It is written with the trace, while the progr
 import collections
 import json
 import re
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from jaxscale.pipeline.clock.measured import Timeline, measured
 from jaxscale.pipeline.clock.simulate import Simulation, Span
 from jaxscale.recipe.plan import Plan, read_plan
 from jaxscale.records.storage import is_remote
-from jaxscale.training.profile import FOLDER, newest_trace
+from jaxscale.training.device_times import newest_trace, operations_of, traced_event
+from jaxscale.training.profile import FOLDER
 
 ACTIONS, PLAN = "actions.json", "plan.json"
 _SCOPE = re.compile(r'op_name="[^"]*\bpipeline_([FBIW])\b')
@@ -101,7 +101,8 @@ def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
     if not actions["operations"]:
         raise UserError(f"{trace}: this program has no branch for each kind of action, and devices do not idle in it")
     operation_names = {name for names in actions["operations"].values() for name in names}
-    timelines = _timelines(newest_trace(trace), operation_names)
+    with newest_trace(trace) as processes:
+        timelines = _timelines((plane for data in processes for plane in data.planes), operation_names)
     ranks: dict[int, list[Timeline]] = {}
     for device, rank in actions["ranks"].items():
         if int(device) in timelines:
@@ -111,8 +112,7 @@ def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
     forwards = sum(action.kind.value == "F" for action in schedule.orders[0])
     counts = collections.Counter(
         len(spans)
-        for names in [actions["operations"].get("F", ())]
-        for name in names
+        for name in actions["operations"].get("F", ())
         for timeline in ranks.get(0, ())
         if (spans := timeline.get(name))
     )
@@ -148,43 +148,27 @@ def traced_plan(folder: Any) -> Plan:
     return plan
 
 
-def _timelines(files: Any, operations: set[str]) -> dict[int, Timeline]:
-    """The times of operations on each device of a trace, in seconds."""
-    from jax.profiler import ProfileData
-
+def _timelines(planes: Iterable[Any], names: set[str]) -> dict[int, Timeline]:
+    """When the operations of these names ran on each device of a trace, in seconds."""
     timelines: dict[int, dict[str, list[Span]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as in `profile.summary_of`
-        for file in files:
-            for plane in ProfileData.from_file(str(file)).planes:
-                _read_plane(plane, operations, timelines)
-    return {device: {name: sorted(spans) for name, spans in timeline.items()} for device, timeline in timelines.items()}
-
-
-def _read_plane(plane: Any, operations: set[str], timelines: Mapping[int, Mapping[str, list[Span]]]) -> None:
-    accelerator = re.fullmatch(r"/device:(?:TPU|GPU):(\d+)", plane.name)
-    is_host = plane.name == "/host:CPU"
-    if accelerator is None and not is_host:
-        return
-    events, ends = [], {}
-    for line in plane.lines:
-        if accelerator is not None and line.name != "XLA Ops" and not line.name.startswith("Stream"):
-            continue
-        for event in line.events:
-            name = str(event.name).split(" = ")[0].lstrip("%")
-            stats = dict(event.stats)
-            if is_host and name.startswith("end: "):
-                ends[stats.get("_c")] = event.start_ns + event.duration_ns
-                continue
-            name = str(stats.get("hlo_op", name))
-            if name in operations and str(stats.get("hlo_module", "jit__step")).startswith("jit__step"):
-                if is_host and "hlo_op" not in stats:
-                    continue
-                device = int(accelerator[1]) if accelerator else int(stats.get("device_ordinal", 0))
-                events.append((device, name, event.start_ns, event.start_ns + event.duration_ns, stats.get("_p")))
-    for device, name, start, end, producer in events:
+    for plane in planes:
         # a CPU's work in other threads ends after the call has returned, with a separate event
-        timelines[device][name].append((start * 1e-9, max(end, ends.get(producer, end)) * 1e-9))
+        host_events = (event for line in plane.lines for event in line.events if plane.name == "/host:CPU")
+        ends = {
+            event.stats.get("_c"): event.end
+            for event in map(traced_event, host_events)
+            if event.name.startswith("end: ")
+        }
+        for device, operations in operations_of(plane):
+            number = re.fullmatch(r"[CGT]PU:(\d+)", device)
+            if number is None:
+                continue
+            for operation in operations:
+                name = str(operation.stats.get("hlo_op", operation.name))
+                if name in names and str(operation.stats.get("hlo_module", "jit__step")).startswith("jit__step"):
+                    end = max(operation.end, ends.get(operation.stats.get("_p"), operation.end))
+                    timelines[int(number[1])][name].append((operation.start * 1e-9, end * 1e-9))
+    return {device: {name: sorted(spans) for name, spans in timeline.items()} for device, timeline in timelines.items()}
 
 
 def _number(device: Any) -> int:

@@ -15,8 +15,9 @@ from jaxscale.layers.conv import BatchNorm
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.norm import RMSNorm
 from jaxscale.layers.stack import Chain, Stack
+from jaxscale.memory.apply import chain_treatment
 from jaxscale.memory.chain import Option, Remat, Save, Stage, keep_all, periodic, revolve, simulate
-from jaxscale.memory.chain_apply import CHAIN_RULES, chain_nodes, chain_treatment
+from jaxscale.memory.chain_decision import CHAIN_RULES, chain_nodes
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.rotor import rotor
 from jaxscale.programs.flop import count_flop

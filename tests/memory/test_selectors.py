@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.errors import UserError
-from jaxscale.memory.graph import Host, recompute, save_set, solve, value_index
+from jaxscale.memory.graph import solve
 from jaxscale.memory.plan import Selector
+from jaxscale.memory.save_set import Host, recompute, save_set, value_index
 from jaxscale.memory.selectors import SELECTORS
 from jaxscale.memory.selectors.swap import idle_values
 from jaxscale.platforms.platform import Platform

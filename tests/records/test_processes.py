@@ -13,8 +13,8 @@ from jaxscale.errors import UserError
 from jaxscale.records import processes
 from jaxscale.records.metrics import read_metrics
 
-PROGRAM = Path(__file__).with_name("process.py")
-RESTORING = Path(__file__).with_name("restoring.py")
+PROGRAM = Path(__file__).parents[1] / "training" / "process.py"
+RESTORING = PROGRAM.with_name("restoring.py")
 
 
 def free_port():

@@ -8,7 +8,7 @@ runs; and feedback when a copy comes late.
 """
 
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import Host, save_set
+from jaxscale.memory.save_set import Host, save_set
 from jaxscale.memory.selectors.swap import Idle, everything, idle_values
 from jaxscale.programs.block import BlockGraph
 

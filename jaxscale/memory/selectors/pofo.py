@@ -7,7 +7,8 @@ does not do.
 """
 
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import Host, solve
+from jaxscale.memory.graph import solve
+from jaxscale.memory.save_set import Host
 from jaxscale.memory.selectors.swap import everything
 from jaxscale.programs.block import BlockGraph
 

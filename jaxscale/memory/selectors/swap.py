@@ -5,11 +5,11 @@ twice as long.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import EVERYTHING, Host, recompute, save_set
+from jaxscale.memory.save_set import EVERYTHING, Host, recompute, save_set
 from jaxscale.programs.block import BlockGraph
 from jaxscale.values.byte_sizes import bytes_text
 
@@ -94,13 +94,20 @@ def everything(graph: BlockGraph, budget: int) -> SaveSet | None:
     return save_set(graph, (EVERYTHING,)) if graph.needed_bytes <= budget else None
 
 
-def swap(graph: BlockGraph, budget: int, host: Host, order: Sequence[Idle]) -> SaveSet:
-    """The save set that moves values to the host, in this order, until the others fit; small values go last.
+def swap(graph: BlockGraph, budget: int, host: Host, order: Callable[[Idle], float]) -> SaveSet:
+    """The save set that moves values to the host, in an order, until the others fit; small values go last.
+
+    Args:
+        graph: of the block, with seconds.
+        budget: bytes kept on the device besides the block's inputs.
+        host: gets the other values.
+        order: the value of the least key moves first.
 
     Raises:
         UserError: the host's budget is too small.
     """
-    return everything(graph, budget) or chosen(graph, host, order, moved_to_fit(budget, host, order))
+    values = sorted(idle_values(graph), key=order)
+    return everything(graph, budget) or set_without(graph, host, values, moved_to_fit(budget, host, values))
 
 
 def moved_to_fit(budget: int, host: Host, order: Sequence[Idle]) -> list[Idle]:
@@ -124,7 +131,7 @@ def moved_to_fit(budget: int, host: Host, order: Sequence[Idle]) -> list[Idle]:
     return moved
 
 
-def chosen(graph: BlockGraph, host: Host, values: Iterable[Idle], moved: Iterable[Idle]) -> SaveSet:
+def set_without(graph: BlockGraph, host: Host, values: Iterable[Idle], moved: Iterable[Idle]) -> SaveSet:
     """The save set that keeps all values but the moved ones."""
     moved_set = set(moved)
     return save_set(

@@ -8,8 +8,8 @@ memory pools, both of which are XLA's. The search is seeded: the same block give
 import random
 
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import Host
-from jaxscale.memory.selectors.swap import chosen, everything, idle_values, moved_to_fit
+from jaxscale.memory.save_set import Host
+from jaxscale.memory.selectors.swap import everything, idle_values, moved_to_fit, set_without
 from jaxscale.programs.block import BlockGraph
 
 POPULATION, GENERATIONS, MUTATION = 32, 40, 0.05
@@ -26,12 +26,12 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
     values = idle_values(graph)
     moved = moved_to_fit(budget, host, values)  # a first solution, which raises if there is none
     if not moved:
-        return everything(graph, budget) or chosen(graph, host, values, ())
+        return everything(graph, budget) or set_without(graph, host, values, ())
     rng = random.Random(0)
     Genes = tuple[bool, ...]  # whether each value moves
 
     def evaluate(genes: Genes) -> tuple[float, SaveSet]:
-        save = chosen(graph, host, values, [v for v, moves in zip(values, genes, strict=True) if moves])
+        save = set_without(graph, host, values, [v for v, moves in zip(values, genes, strict=True) if moves])
         excess_bytes = max(0, save.bytes - budget) + max(0, save.host_bytes - host.budget)
         return save.seconds + (graph.seconds * (1 + excess_bytes / max(budget, 1)) * 1e3 if excess_bytes else 0.0), save
 
