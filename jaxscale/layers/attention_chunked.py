@@ -11,7 +11,6 @@ positions that balances causal work (the device of the last positions sees most 
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from jaxscale.layers.attention_plain import UNSEEN, scale_exactly
 from jaxscale.layers.visibility import Visibility
+from jaxscale.sharding.partition import dim_axes, shard_count
 from jaxscale.sharding.place import Layout, constrain, current, spec, under
 from jaxscale.typing import Array, Float
 
@@ -83,11 +83,10 @@ def attend_chunked(
 def _query_axes(batch: int, queries: int) -> tuple[tuple[str, ...], int]:
     """The mesh axes that shard query positions, and the number of shards."""
     layout = current()
-    partition = () if layout is None else spec((batch, queries), ("batch", "inner_seq"), *layout)
-    if layout is None or len(partition) < 2:
+    if layout is None:
         return (), 1
-    axes = (partition[1],) if isinstance(partition[1], str) else tuple(partition[1])
-    return axes, math.prod(layout[0].shape[axis] for axis in axes)
+    _, axes = dim_axes(spec((batch, queries), ("batch", "inner_seq"), *layout), 2)
+    return axes, shard_count(layout[0], axes)
 
 
 def _chunks(x: Any, width: int) -> Any:

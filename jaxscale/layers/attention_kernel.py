@@ -8,7 +8,6 @@ sees most keys: of n devices it works 2 - 1 / n times as long as the mean, and t
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxscale.errors import UserError
 from jaxscale.layers.visibility import Visibility
+from jaxscale.sharding.partition import dim_axes, shard_count
 from jaxscale.sharding.place import current, spec
 from jaxscale.typing import Array, Float
 
@@ -86,7 +86,7 @@ def _partition(q: Any, mesh: Any, rules: Any) -> tuple[Any, Any, Any]:
 
 def _parts(mesh: Any, axes: Any) -> int:
     """The number of shards of a dim over these mesh axes."""
-    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+    return shard_count(mesh, dim_axes((axes,))[0])
 
 
 def attend_kernel(

@@ -6,7 +6,6 @@ ordered by their index. A width of heads that is no multiple of 128 is padded wi
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
 from jaxscale.layers.visibility import Visibility
+from jaxscale.sharding.partition import dim_axes, shard_count
 from jaxscale.sharding.place import current, spec
 from jaxscale.typing import Array, Float
 
@@ -49,9 +49,7 @@ def _query_shards(queries: int) -> int:
 
 def _parts(mesh: Any, partition: PartitionSpec, dim: int) -> int:
     """The number of shards of a dim."""
-    axes = partition[dim] if dim < len(partition) else None
-    axes = (axes,) if isinstance(axes, str) else axes or ()
-    return math.prod(mesh.shape[axis] for axis in axes)
+    return shard_count(mesh, dim_axes(partition, dim + 1)[dim])
 
 
 def attend_splash(

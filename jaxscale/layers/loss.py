@@ -7,7 +7,6 @@ end.
 """
 
 import functools
-import math
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -18,6 +17,7 @@ from jaxscale.blocks import Loss
 from jaxscale.errors import UserError, unknown
 from jaxscale.layers.linear import matmul
 from jaxscale.layers.taken import took
+from jaxscale.sharding.partition import dim_axes, shard_count
 from jaxscale.sharding.place import Layout, constrain, current, spec, under
 from jaxscale.typing import Array, Float, Int
 
@@ -169,9 +169,8 @@ def _shards(hidden: Any) -> _Shards:
         return _Shards(1, 1)
     mesh, rules = layout
     partition = spec(hidden.shape[:2], ("batch", "inner_seq"), mesh, rules)
-    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in (*partition, None, None)[:2]]
     # by hand: a sharding on a mesh with manual axes, inside a pipeline, does not report its shards
-    return _Shards(*(math.prod(mesh.shape[axis] for axis in axes) for axes in entries))
+    return _Shards(*(shard_count(mesh, axes) for axes in dim_axes(partition, 2)))
 
 
 def _split(x: Any, shards: _Shards, chunk: int) -> Any:

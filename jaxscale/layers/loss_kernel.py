@@ -11,6 +11,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxscale.errors import UserError
+from jaxscale.sharding.partition import axes_of
 from jaxscale.sharding.place import current, spec
 
 
@@ -59,7 +60,7 @@ def sums(
     mesh, rules = layout
     row_spec = PartitionSpec(*spec(targets.shape, ("batch", "inner_seq"), mesh, rules))
     vocab_spec = PartitionSpec(*spec(head.shape, ("vocab", None), mesh, rules))
-    sum_axes, vocab_axes = _axes(row_spec), _axes(vocab_spec)
+    sum_axes, vocab_axes = axes_of(row_spec), axes_of(vocab_spec)
     if len(vocab_axes) > 1:
         raise UserError(f"cross_entropy: words are sharded over {', '.join(vocab_axes)}, and the kernel takes one axis")
 
@@ -76,9 +77,3 @@ def sums(
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         check_vma=False,
     )(hidden, head, targets, weights)
-
-
-def _axes(partition: PartitionSpec) -> tuple[str, ...]:
-    """All mesh axes of a partition."""
-    entries = ((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in partition)
-    return tuple(axis for entry in entries for axis in entry)
