@@ -10,7 +10,7 @@ import contextvars
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxscale.errors import UserError
 from jaxscale.held_back import held_back
+from jaxscale.scoped import scoped
 from jaxscale.typing import Array, Float, Int, Key, Shaped
 
 
@@ -228,14 +229,9 @@ _PLAIN = Treatment()
 _treatment: contextvars.ContextVar[Treatment] = contextvars.ContextVar("blocks", default=_PLAIN)
 
 
-@contextlib.contextmanager
-def treating(treatment: Treatment) -> Iterator[None]:
+def treating(treatment: Treatment) -> contextlib.AbstractContextManager[None]:
     """Blocks traced inside get this treatment."""
-    token = _treatment.set(treatment)
-    try:
-        yield
-    finally:
-        _treatment.reset(token)
+    return scoped(_treatment, treatment)
 
 
 def wrapping(wrapper: Wrapper, *, unroll: int = 1) -> contextlib.AbstractContextManager[None]:
@@ -270,18 +266,13 @@ def unroll() -> int:
 _grouping: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("grouping", default=())
 
 
-@contextlib.contextmanager
-def grouping(layers: tuple[int, ...]) -> Iterator[None]:
+def grouping(layers: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
     """While a model is built inside, a stack of `sum(layers)` blocks keeps its parameters as a stack for each group.
 
     Layers with different treatments need separate stacks: to slice a stack inside the step takes a copy of it. The
     parameters and the canonical form of a train state are those of one stack. `()` builds one stack.
     """
-    token = _grouping.set(tuple(layers))
-    try:
-        yield
-    finally:
-        _grouping.reset(token)
+    return scoped(_grouping, tuple(layers))
 
 
 def groups_of(layers: int) -> tuple[int, ...]:
@@ -319,14 +310,9 @@ class Cut:
 _cut: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default=None)
 
 
-@contextlib.contextmanager
-def cutting(cut: Cut) -> Iterator[None]:
+def cutting(cut: Cut) -> contextlib.AbstractContextManager[None]:
     """The model's stack is cut in this way while tracing inside."""
-    token = _cut.set(cut)
-    try:
-        yield
-    finally:
-        _cut.reset(token)
+    return scoped(_cut, cut)
 
 
 def cut() -> Cut | None:
