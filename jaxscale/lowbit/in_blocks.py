@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.programs.elementwise import first_mixing
+from jaxscale.trees import shapes_of
 
 Path = tuple[Any, ...]
 IMPOSSIBLE = -4.0
@@ -96,7 +97,7 @@ def views_of(rule: optax.GradientTransformation, gradients: Any, state: Any) -> 
             if owner is None or blocked.setdefault(owner, shape) != shape:
                 return None
     views = InBlocks(blocked, whole)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), gradients)
+    shapes = shapes_of(gradients)
     cut_shapes = jax.eval_shape(views.cut, shapes)
     if first_mixing(rule, shapes) is not None or _operations(rule, shapes) != _operations(rule, cut_shapes):
         return None

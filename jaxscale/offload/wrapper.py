@@ -33,7 +33,7 @@ from jaxscale.offload.slices import SLICE_BYTES, SliceCut
 from jaxscale.offload.updates import by_host_cpu, constants_there, cuts_of, in_slices, owners_of
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.sharding.memory_space import HOST_KIND, check_host_memory, on_host, rehearses, to_device, to_host
-from jaxscale.trees import path_name
+from jaxscale.trees import path_name, shapes_of
 from jaxscale.typing import Array, Params
 
 
@@ -96,7 +96,7 @@ def offload_state(
 
     def sliced(params: Params, extra: Mapping[str, Any]) -> list[SliceCut]:
         _check_sliceable(inner, params, extra)
-        return cuts_of(inner, _shapes(params), _param_shardings(params, shardings), slice_bytes)
+        return cuts_of(inner, shapes_of(params), _param_shardings(params, shardings), slice_bytes)
 
     def init(params: Any) -> Any:
         leaves = jax.tree.leaves(params)
@@ -128,7 +128,7 @@ def offload_state(
             new_updates, new_state = by_host_cpu(update_on_cpu, (updates, state, params), (updates, state))
             return to_device(new_updates), placed(new_state)
         cuts = sliced(updates if params is None else params, extra)
-        shapes, _ = jax.eval_shape(functools.partial(inner.update, **extra), *_shapes((updates, state, params)))
+        shapes, _ = jax.eval_shape(functools.partial(inner.update, **extra), *shapes_of((updates, state, params)))
         promoted = jax.tree.map(lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), updates, shapes)
 
         def step(params: Any, old: tuple[Params, Any]) -> tuple[Params, Any]:
@@ -200,10 +200,6 @@ def _divides(sharding: NamedSharding, leaf: Any, param: Array) -> bool:
 
 def _is_traced(x: Any) -> bool:
     return isinstance(x, Tracer)
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _host_flags(state: Any, regex: re.Pattern[str]) -> Any:

@@ -7,7 +7,7 @@ arXiv 2102.02888). So both rules run in two phases of n replicas, whose messages
     warm-up   each sends its gradient g_i; the exact mean updates m and v, as in Adam
     frozen    each sends m_i = b1 m + (1 - b1) g_i; the codec's mean of them is the next m; v is constant
 
-`Messages` computes a replica's message, the rules take the mean of messages, and `over_replicas` joins both with a
+`Messages` computes a replica's message, the rules take the mean of messages, and `over_replicas.py` joins both with a
 codec. 1-bit LAMB (Li et al. 2021, arXiv 2104.06069) also freezes the trust ratio of each layer, at its running mean,
 and corrects it by the ratio of the frozen variance to one estimated from the change of m, by a tenth a step at most.
 
@@ -19,34 +19,17 @@ Adam, which schedules its variance and the steps between messages.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jaxscale.errors import UserError
 from jaxscale.lowbit.quantize import decode, is_quantized
 from jaxscale.optim.leaves import ParamInfo, facts_of
+from jaxscale.optim.per_layer import Rule
 from jaxscale.typing import Array, Bool, Float, Int
-
-Rule = optax.GradientTransformation
-
-
-@runtime_checkable
-class MomentumCodec(Protocol):
-    """Averages messages over an axis, such as `compression.OneBit()`."""
-
-    def init(self, shape: Any, key: Any, n: int, *, layers: bool = False) -> Any:
-        """The state of one leaf on one of n devices."""
-        ...
-
-    def reduce(
-        self, gradient: Any, state: Any, axis: str, key: Any = None, step: Any = None, *, layers: bool = False
-    ) -> tuple[Any, Any]:
-        """The mean of a leaf over the axis, and the new state."""
-        ...
 
 
 class OneBitState(NamedTuple):
@@ -321,80 +304,6 @@ def clipped(rule: Rule, messages: Messages) -> Rule:
         mean = jax.tree.map(lambda clipped_leaf, leaf: jnp.where(frozen, leaf, clipped_leaf), clipped_updates, updates)
         steps, rule_state = rule.update(mean, state[1], params)
         return steps, (clip_state, rule_state)
-
-    return optax.GradientTransformation(init, update)
-
-
-class OverReplicasState(NamedTuple):
-    """State of a replica.
-
-    Args:
-        rule: the rule's state, equal on all replicas.
-        owed: the codec's state of each parameter, in order; empty where the mean is exact.
-    """
-
-    rule: Any
-    owed: tuple[Any, ...]
-
-
-def over_replicas(
-    rule: Rule,
-    messages: Messages,
-    codec: MomentumCodec,
-    axis: str,
-    replicas: int,
-    *,
-    leaves: Any = None,
-    small: int = 256,
-) -> Rule:
-    """A rule that takes the gradients of one replica, inside a `jax.shard_map` or `jax.vmap` of that axis.
-
-    Our train step does the same by `compression.reduce.Stage`, which also supports several devices in a replica.
-
-    Args:
-        rule: `one_bit_adam` or `one_bit_lamb`.
-        messages: with the same b1 and freeze step.
-        codec: averages momenta, without random draws; in the warm-up means are exact.
-        axis: name of the replicas' axis.
-        replicas: number of replicas.
-        leaves: tree of `ParamInfo` like the parameters; the codec takes stacked layers one by one.
-        small: numbers of a layer below which its mean is exact; the means of gains and biases always are.
-
-    Example:
-        >>> from jaxscale.replicas import OneBit
-        >>> rule = over_replicas(one_bit_adam(0.1, 1), Messages(0.9, 1), OneBit(), "r", 2)
-        >>> params = {"w": jnp.ones((16, 16))}
-        >>> gradients = {"w": jnp.stack([jnp.ones((16, 16)), jnp.zeros((16, 16))])}
-        >>> step = jax.vmap(lambda g: rule.update(g, rule.init(params), params)[0], axis_name="r")
-        >>> print(step(gradients)["w"][:, 0, 0].round(3))
-        [-0.1 -0.1]
-    """
-
-    def stacked(leaf: ParamInfo) -> bool:
-        return leaf.stack > 0
-
-    def coded(leaf: ParamInfo) -> bool:
-        return leaf.kind != "vector" and leaf.rows * leaf.columns >= small
-
-    def init(params: Any) -> OverReplicasState:
-        pairs = zip(jax.tree.leaves(params), facts_of(leaves, params), strict=True)
-        owed = [codec.init(p.shape, None, replicas, layers=stacked(f)) if coded(f) else {} for p, f in pairs]
-        return OverReplicasState(rule.init(params), tuple(owed))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OverReplicasState]:
-        message, norm, frozen = messages(updates, state.rule)
-        good = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
-        count, treedef = messages.count(state.rule), jax.tree.structure(updates)
-        means, owed = [], []
-        for leaf, x, old_owed in zip(facts_of(leaves, updates), jax.tree.leaves(message), state.owed, strict=True):
-            mean, new_owed = lax.pmean(x, axis), old_owed
-            if coded(leaf):
-                coded_mean, new_owed = codec.reduce(x, old_owed, axis, None, count, layers=stacked(leaf))
-                mean = jnp.where(frozen, coded_mean, mean)
-            means.append(jnp.where(good, mean, jnp.nan))
-            owed.append(jax.tree.map(lambda new, old: jnp.where(good & frozen, new, old), new_owed, old_owed))
-        steps, rule_state = rule.update(treedef.unflatten(means), state.rule, params)
-        return steps, OverReplicasState(rule_state, tuple(owed))
 
     return optax.GradientTransformation(init, update)
 

@@ -197,7 +197,7 @@ class Optimizer:
 
         Args:
             steps: updates of the run, for the schedule.
-            leaves: tree of `jaxscale.optim.leaves.Leaf` like the parameters.
+            leaves: tree of `jaxscale.optim.leaves.ParamInfo` like the parameters.
         """
         import optax
 
@@ -213,7 +213,7 @@ class Optimizer:
 
         Args:
             steps: updates of the run, for the schedule.
-            leaves: tree of `jaxscale.optim.leaves.Leaf` like the parameters.
+            leaves: tree of `jaxscale.optim.leaves.ParamInfo` like the parameters.
         """
         import jax
 
@@ -221,7 +221,7 @@ class Optimizer:
         if self.custom is not None:
             return self.custom(rate)
         mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if self.decay == "matrices" else None
-        return RULES[self.name].make(RuleSettings(rate, self.options(), leaves, mask, steps))
+        return RULES[self.name].make(RuleSettings(self.name, rate, self.options(), leaves, mask, steps))
 
     def messages(self, steps: int) -> Any:
         """The replicas' messages, `one_bit.Messages`, if the rule takes their mean; else `None`.

@@ -56,46 +56,49 @@ def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False, whole: 
     def init(params: Any) -> Any:
         if not jax.tree.leaves(params):  # a placeholder, of `optax.tree.map_params`
             return rule.init(params)
-        form, facts = _state_form(rule), facts_of(leaves, params)
-        columns: list[list[Any]] = []
-        for param, leaf in zip(jax.tree.leaves(params), facts, strict=True):
-            arrays = _as_tensors(param, leaf, matrices)
-            stacked = leaf.stack > 0
-            states = jax.vmap(lambda p: form.trees(rule.init(p)))(arrays) if stacked else form.trees(rule.init(arrays))
-            columns.append([jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), tree) for tree in states])
-        shared, treedef = form.shared(rule.init(_PLACEHOLDER)), jax.tree.structure(params)
-        return form.joined([treedef.unflatten(entries) for entries in zip(*columns, strict=True)], shared)
+        form, treedef = _state_form(rule), jax.tree.structure(params)
+
+        def init_tensor(param: Any) -> list[Any]:
+            return form.split(rule.init(param))[0]
+
+        states_by_leaf: list[list[Any]] = []
+        for param, leaf in zip(jax.tree.leaves(params), facts_of(leaves, params), strict=True):
+            init_tensors = jax.vmap(init_tensor) if leaf.stack else init_tensor
+            states = init_tensors(_as_tensors(param, leaf, matrices))
+            states_by_leaf.append(jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), states))
+        _, shared = form.split(rule.init(_PLACEHOLDER))
+        return form.joined([treedef.unflatten(states) for states in zip(*states_by_leaf, strict=True)], shared)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         form, treedef = _state_form(rule), jax.tree.structure(updates)
         facts = facts_of(leaves, updates)
-        shared = form.shared(state)
-        param_trees = [treedef.flatten_up_to(tree) for tree in form.trees(state)]
+        state_trees, shared = form.split(state)
+        states_by_leaf = list(zip(*map(treedef.flatten_up_to, state_trees), strict=True)) or [()] * len(facts)
         param_leaves = [None] * len(facts) if params is None else treedef.flatten_up_to(params)
         new_updates: list[Any] = []
         new_states: list[list[Any]] = []
         new_shared: list[Any] = shared
-        for number, (leaf, update, param) in enumerate(zip(facts, jax.tree.leaves(updates), param_leaves, strict=True)):
 
-            def update_tensor(update: Array, state_trees: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
-                new_update, new_state = rule.update(update, form.joined(state_trees, shared), param)
-                return new_update, form.trees(new_state), form.shared(new_state)
+        def update_tensor(update: Array, states: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
+            new_update, new_state = rule.update(update, form.joined(states, shared), param)
+            return new_update, *form.split(new_state)
 
-            arrays = update, [state_trees[number] for state_trees in param_trees], param
+        for leaf, update, states, param in zip(
+            facts, jax.tree.leaves(updates), states_by_leaf, param_leaves, strict=True
+        ):
+            arrays = update, list(states), param
             if whole:
                 arrays = _gathered(arrays, leaf)
             tensors = jax.tree.map(lambda x, leaf=leaf: _as_tensors(x, leaf, matrices), arrays)
             update_tensors = jax.vmap(update_tensor, out_axes=(0, 0, None)) if leaf.stack else update_tensor
-            new_update, state_trees, new_shared = update_tensors(*tensors)
-            outputs = (
-                new_update.reshape(update.shape),
-                [jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), tree) for tree in state_trees],
-            )
+            new_update, leaf_states, new_shared = update_tensors(*tensors)
+            new_update = new_update.reshape(update.shape)
+            leaf_states = jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), leaf_states)
             if whole:
-                outputs = _resharded(_gathered(outputs, leaf), leaf)
-            new_updates.append(outputs[0])
-            new_states.append(outputs[1])
-        trees = [treedef.unflatten(entries) for entries in zip(*new_states, strict=True)]
+                new_update, leaf_states = _resharded(_gathered((new_update, leaf_states), leaf), leaf)
+            new_updates.append(new_update)
+            new_states.append(leaf_states)
+        trees = [treedef.unflatten(states) for states in zip(*new_states, strict=True)]
         return treedef.unflatten(new_updates), form.joined(trees, new_shared)
 
     return optax.GradientTransformation(init, update)
@@ -150,6 +153,26 @@ def by_kind(rules: Mapping[str, Rule], kind: Callable[[ParamInfo], str], leaves:
     return optax.GradientTransformation(init, update)
 
 
+def matrices_by(
+    rule: Rule, adam: Rule, rate: float | Callable[[Any], Any], weight_decay: float, leaves: Any, mask: Any
+) -> Rule:
+    """A rule for matrices and Adam for all else, with weight decay and a learning rate for both.
+
+    Args:
+        rule: of matrices.
+        adam: of all other parameters.
+        rate: learning rate, or a schedule.
+        weight_decay: decoupled.
+        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes and paths.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+    """
+    return optax.chain(
+        by_kind({"matrix": rule, "rest": adam}, lambda leaf: "matrix" if leaf.kind == "matrix" else "rest", leaves),
+        optax.add_decayed_weights(weight_decay, mask=mask),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _StateForm:
     """Positions of trees like the parameters in the state of a rule.
@@ -162,20 +185,13 @@ class _StateForm:
     treedef: Any
     of_params: tuple[bool, ...]
 
-    def trees(self, state: Any) -> list[Any]:
-        """The trees like the parameters."""
-        return [
-            part for part, is_tree in zip(self.treedef.flatten_up_to(state), self.of_params, strict=True) if is_tree
-        ]
-
-    def shared(self, state: Any) -> list[Any]:
-        """The state that all parameters share."""
-        return [
-            part for part, is_tree in zip(self.treedef.flatten_up_to(state), self.of_params, strict=True) if not is_tree
-        ]
+    def split(self, state: Any) -> tuple[list[Any], list[Any]]:
+        """The trees like the parameters, and the state that all parameters share."""
+        parts = list(zip(self.treedef.flatten_up_to(state), self.of_params, strict=True))
+        return [part for part, is_tree in parts if is_tree], [part for part, is_tree in parts if not is_tree]
 
     def joined(self, trees: list[Any], shared: list[Any]) -> Any:
-        """The state from `trees` and `shared`."""
+        """The inverse of `split`."""
         tree_iter, shared_iter = iter(trees), iter(shared)
         return self.treedef.unflatten([next(tree_iter if is_tree else shared_iter) for is_tree in self.of_params])
 
