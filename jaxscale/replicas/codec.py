@@ -26,6 +26,7 @@ from jax import lax
 from jaxscale.compat import varying_axes
 from jaxscale.errors import UserError
 from jaxscale.replicas.named import NamedCodec
+from jaxscale.trees import tree_bytes
 from jaxscale.typing import Array, Float, Int, Key
 
 State = dict[str, Any]
@@ -206,6 +207,26 @@ class Codec(NamedCodec):
     def owed(self, gradient: Array, state: State) -> Array:
         """The value to send: the gradient plus the residual of earlier messages."""
         return gradient + state["residual"] if self.feedback else gradient
+
+
+def computed_once(message: Any) -> Any:
+    """A message that XLA does not compute again wherever this device decodes it.
+
+    The residual is measured against the very bytes that are sent.
+    """
+    return lax.optimization_barrier(message)
+
+
+@functools.lru_cache(maxsize=1024)
+def message_bytes(codec: Any, *inputs: jax.ShapeDtypeStruct) -> int:
+    """Bytes of a codec's message.
+
+    Args:
+        codec: with a method `encode`.
+        inputs: shapes of the arrays that it encodes.
+    """
+    key = jax.random.key(0) if codec.random else None
+    return tree_bytes(jax.eval_shape(lambda *arrays: codec.encode(*arrays, key), *inputs))
 
 
 def matrix(shape: Sequence[int]) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.errors import UserError
 from jaxscale.replicas import wire
 from jaxscale.replicas.codec import Codec
+from jaxscale.sharding.partition import axes_of, dim_axes, shard_count
 from jaxscale.typing import Array, Float, Int, Key
 
 SMALL = 256
@@ -62,7 +63,7 @@ class GradientLeaf:
     @property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes over which the gradient is split, in the order of its dims."""
-        return tuple(a for e in self.spec if e is not None for a in ((e,) if isinstance(e, str) else e))
+        return axes_of(self.spec)
 
 
 class Reduced(NamedTuple):
@@ -135,13 +136,12 @@ class GradientExchange:
     def local(self, name: str) -> tuple[int, ...]:
         """Shape of a gradient on one device."""
         leaf = self.leaves[name]
-        entries = [*leaf.spec, *(None,) * (len(leaf.shape) - len(leaf.spec))]
-        splits = [math.prod(self.mesh.shape[a] for a in ((e,) if isinstance(e, str) else e or ())) for e in entries]
-        return tuple(size // n for size, n in zip(leaf.shape, splits, strict=True))
+        dims = zip(leaf.shape, dim_axes(leaf.spec, len(leaf.shape)), strict=True)
+        return tuple(size // shard_count(self.mesh, axes) for size, axes in dims)
 
     def shards(self, name: str) -> int:
         """Number of shards of a gradient."""
-        return math.prod(self.mesh.shape[axis] for axis in self.leaves[name].axes)
+        return shard_count(self.mesh, self.leaves[name].axes)
 
     @functools.cached_property
     def coded(self) -> tuple[str, ...]:

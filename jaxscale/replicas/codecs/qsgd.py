@@ -9,7 +9,8 @@ import dataclasses
 from typing import ClassVar
 
 from jaxscale.errors import UserError
-from jaxscale.replicas.block_codes import BlockCodes
+from jaxscale.replicas.codecs.block_codes import BlockCodes
+from jaxscale.replicas.integers import Integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,5 @@ class QSGD(BlockCodes):
         if self.bits not in (4, 8):
             raise UserError(f"bits: got {self.bits}, expected 4 or 8: others take no fewer bytes")
 
-    @property
-    def width(self) -> int:
-        """Bits of a code."""
-        return self.bits
+    def _rule(self, length: int) -> Integers:
+        return Integers(self.bits, min(self.block, length))
