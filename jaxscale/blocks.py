@@ -31,7 +31,7 @@ class Context:
         key: PRNG key of the step; `None` for a deterministic pass (evaluation, generation).
         examples: index of every row in the global batch, so that a mask does not depend on mesh or microbatches.
         dtype: type to compute in, as a name ("bfloat16"); `None` computes in the type of the parameters.
-        matmul: precision of matrix products, a name in `low_precision.RECIPES` ("int8"); `None` multiplies in `dtype`.
+        matmul: recipe of matrix products, a name in `lowbit.products.RECIPES`; `None` multiplies in `dtype`.
         attention: implementation of attention: "auto", "plain", "chunked" or "splash".
         loss_chunk: target positions of one row scored at a time by the loss; `None` scores all at once.
         loss: implementation of the loss: "auto", "chunked", "reference" or "tpu".
@@ -210,6 +210,11 @@ class Treatment:
             shown = ", ".join(str(layers) for layers, _ in self.groups)
             raise UserError(f"groups of {shown} layers: expected at least one in each")
 
+    def with_wrappers(self, change: Callable[[Wrapper], Wrapper]) -> "Treatment":
+        """The same treatment with every wrapper changed."""
+        groups = tuple((layers, change(wrapper)) for layers, wrapper in self.groups)
+        return dataclasses.replace(self, wrapper=change(self.wrapper), groups=groups)
+
     def runs(self, layers: int) -> list[tuple[int, int, Wrapper]]:
         """Start, stop and wrapper of each group of a stack with this number of layers.
 
@@ -256,11 +261,6 @@ def wrap(block: BlockFunction, *, rolled: bool) -> BlockFunction:
 def run(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
     """Run unlike blocks in sequence under the current plan: the last `x`, and each block's result."""
     return (_treatment.get().sequence or one_after_another)(calls, x)
-
-
-def unroll() -> int:
-    """Layers per iteration of a scan over layers, under the current plan."""
-    return _treatment.get().unroll
 
 
 _grouping: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("grouping", default=())

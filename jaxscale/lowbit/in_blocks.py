@@ -26,7 +26,7 @@ IMPOSSIBLE = -4.0
 
 @dataclasses.dataclass(frozen=True)
 class InBlocks:
-    """Views in blocks of an update's trees, for the parameters with quantized state.
+    """Reshapes an update's trees so that each block is a dim, for the parameters with quantized state.
 
     Args:
         blocked: by the parameter's path, its shape with the second-minor dim cut into blocks.
@@ -123,8 +123,9 @@ def _operations(rule: optax.GradientTransformation, shapes: Any) -> list[Any]:
     def operations_of(jaxpr: Any) -> list[Any]:
         operations = []
         for eqn in jaxpr.eqns:
-            settings = [x for x in eqn.params.values() if isinstance(x, int | float | str)]
-            operations.append((eqn.primitive.name, settings, [number(v.val) for v in eqn.invars if hasattr(v, "val")]))
+            settings = [setting for setting in eqn.params.values() if isinstance(setting, int | float | str)]
+            literals = [number(atom.val) for atom in eqn.invars if hasattr(atom, "val")]
+            operations.append((eqn.primitive.name, settings, literals))
             for value in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
                 inner = getattr(value, "jaxpr", value)
                 operations += operations_of(inner) if hasattr(inner, "eqns") else []

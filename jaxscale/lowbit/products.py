@@ -191,10 +191,6 @@ def _product(x: Any, w: Any, recipe: ProductGrids) -> Any:
     return _multiply(x, w, grids, ((x.ndim - 1,), (0,)), x.dtype)
 
 
-def _product_forward(x: Any, w: Any, recipe: ProductGrids) -> Any:
-    return _product(x, w, recipe), (x, w)
-
-
 def _product_backward(recipe: ProductGrids, residuals: Any, dy: Any) -> Any:
     x, w = residuals
     tokens, last = tuple(range(x.ndim - 1)), (x.ndim - 1,)
@@ -203,7 +199,7 @@ def _product_backward(recipe: ProductGrids, residuals: Any, dy: Any) -> Any:
     return dx, dw
 
 
-_product.defvjp(_product_forward, _product_backward)
+_product.defvjp(lambda x, w, recipe: (_product(x, w, recipe), (x, w)), _product_backward)
 
 
 def product(x: Float[Array, "*B I"], w: Float[Array, "I O"], recipe: str) -> Float[Array, "*B O"]:

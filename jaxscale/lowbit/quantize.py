@@ -36,7 +36,7 @@ class Quantized:
     Args:
         codes: of the array's shape, in the dtype of its map.
         scale: float32, of that shape with the second-minor dim divided by the block.
-        map: name of the codes' map, in `maps.MAPS`.
+        map: name of the codes' map, in `codebooks.MAPS`.
         block: numbers of a column that share a scale.
 
     Example:
@@ -81,10 +81,10 @@ def encode(x: Array, map: str, block: int, key: Key | None = None, *, by_rows: b
 
     Args:
         x: of two dims or more, any floating dtype. NaN and infinities become 0.
-        map: name of the codes' map, in `maps.MAPS`; an unsigned one needs x >= 0.
+        map: name of the codes' map, in `codebooks.MAPS`; an unsigned one needs x >= 0.
         block: numbers of a column that share a scale; divides the second-minor dim.
         key: rounds stochastically, so that the mean over keys is `x`; `None` rounds to the nearest.
-        by_rows: of `scales`.
+        by_rows: see `scales`.
 
     Raises:
         UserError: the block does not divide, the array has no columns, or there is no such map.
@@ -132,7 +132,7 @@ def codes(x: Array, scale: Array, map: str, block: int, key: Key | None = None, 
         map: name of the codes' map.
         block: numbers of a column that share a scale.
         key: rounds stochastically.
-        repeated: of `beside`.
+        repeated: see `beside`.
     """
     m = MAPS[map]
     numbers, inverse = beside(_finite(x), 1 / jnp.maximum(scale, LEAST), repeated)
@@ -152,7 +152,7 @@ def decode(q: Quantized, *, repeated: bool = False) -> Float[Array, "..."]:
 
     Args:
         q: codes and scales.
-        repeated: of `beside`.
+        repeated: see `beside`.
 
     Example:
         >>> decode(zeros((2, 2), "linear4_unsigned", 2)).tolist()

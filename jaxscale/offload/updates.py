@@ -11,7 +11,7 @@ Two ways to apply an optax rule, of one signature, that hold at most a slice of 
 `plainly` applies it without offload. All three take the norm for clipping, and whether the step is good, since a later
 `where` over old and new state would need both whole on the device.
 
-Plans use these functions. For custom training loops there is `hosted.offload_state`, a wrapper of a rule.
+Plans use these functions. For custom training loops there is `wrapper.offload_state`, a wrapper of a rule.
 """
 
 import functools
@@ -136,8 +136,12 @@ def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def value_of(atom: Any) -> Any:
+            return atom.val if hasattr(atom, "val") else values[atom]
+
         for eqn in jaxpr.eqns:
-            operands = [x.val if hasattr(x, "val") else values[x] for x in eqn.invars]
+            operands = [value_of(atom) for atom in eqn.invars]
             inner = eqn.params.get("jaxpr")
             if eqn.primitive.name in ("jit", "pjit") and inner is not None:
                 outputs = run(inner.jaxpr, inner.consts, operands)
@@ -148,7 +152,7 @@ def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
                     operands = [x if jax.numpy.ndim(x) == 0 else to_host(x) for x in operands]
                 outputs = rebind(eqn, operands)
             values |= dict(zip(eqn.outvars, outputs, strict=True))
-        return [x.val if hasattr(x, "val") else values[x] for x in jaxpr.outvars]
+        return [value_of(atom) for atom in jaxpr.outvars]
 
     def loop(params: Any, operands: Sequence[Any]) -> list[Any]:
         body, (num_consts, num_carry) = params["jaxpr"], scan_counts(params)
@@ -189,7 +193,7 @@ def cuts_of(
         cut(leaf.shape, leaf.dtype.itemsize, sharding, slice_bytes, unit)
         for leaf, sharding, unit in zip(leaves, shardings, units, strict=True)
     ]
-    return [c if c.pieces > 1 else SliceCut() for c in cuts]
+    return [slice_cut if slice_cut.pieces > 1 else SliceCut() for slice_cut in cuts]
 
 
 def in_slices(
@@ -220,8 +224,8 @@ def in_slices(
     owners = jax.tree.leaves(owners_of(rule, old[1], treedef))
     shared_ids = [i for i, owner in enumerate(owners) if owner < 0]
     new_leaves, new_states = list(leaves), list(states)
-    for pieces in sorted({c.pieces for c in cuts}):
-        param_ids = [i for i, c in enumerate(cuts) if c.pieces == pieces]
+    for pieces in sorted({slice_cut.pieces for slice_cut in cuts}):
+        param_ids = [i for i, slice_cut in enumerate(cuts) if slice_cut.pieces == pieces]
         state_ids = [i for i, owner in enumerate(owners) if owner in param_ids]
 
         def step_slices(

@@ -93,8 +93,9 @@ def fused(
         if not any(uses_kernel):
             return plain(gradients, state, params, norm, good)
 
-        def rule_part(tree: list[Any]) -> Any:
-            return treedef.unflatten([optax.MaskedNode() if m else x for m, x in zip(uses_kernel, tree, strict=True)])
+        def rule_part(entries: list[Any]) -> Any:
+            pairs = zip(entries, uses_kernel, strict=True)
+            return treedef.unflatten([optax.MaskedNode() if by_kernel else entry for entry, by_kernel in pairs])
 
         factor = jnp.ones(()) if clip is None else jnp.where(norm < clip, 1.0, clip / norm)
         old = (rule_part(weights), (adam._replace(mu=rule_part(mu), nu=rule_part(nu)), *inner[1:]))
@@ -110,7 +111,7 @@ def fused(
         )
         rule_trees = (by_rule[0], by_rule[1][0].mu, by_rule[1][0].nu)
         new_weights, new_mu, new_nu = map(treedef.flatten_up_to, rule_trees)
-        for i in (i for i, m in enumerate(uses_kernel) if m):
+        for i in (number for number, by_kernel in enumerate(uses_kernel) if by_kernel):
             decay = adamw.weight_decay if decays[i] else 0.0
             settings = Settings(mu[i].block, adamw.b1, adamw.b2, adamw.eps, decay, _MAPS[mu[i].map, nu[i].map])
             step = functools.partial(adam8, settings=settings, platform=platform)

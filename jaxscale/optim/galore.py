@@ -42,7 +42,7 @@ def galore(
         every: updates between new projections, each a singular value decomposition.
         b1, b2, eps: Adam's.
         weight_decay: lambda.
-        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes and paths.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Example:

@@ -110,7 +110,7 @@ def facts_of(leaves: Any, tree: Any) -> list[ParamInfo]:
     """The `ParamInfo` of each array of a tree, in order.
 
     Args:
-        leaves: tree of `ParamInfo` like it; `None` judges by shapes and paths.
+        leaves: tree of `ParamInfo` like it; `None` derives it from shapes and paths.
         tree: of arrays. An array of some of its leaf's layers has that kind; one of any other shape is a placeholder,
             and counts as a vector.
     """

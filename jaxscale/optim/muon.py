@@ -63,7 +63,7 @@ def muon(
             Gaussian matrices differ by 4 %.
         b1, b2, eps: AdamW's.
         weight_decay: decoupled.
-        leaves: tree of `ParamInfo` like the parameters, with shardings where there is a mesh; `None` judges by shapes.
+        leaves: tree of `ParamInfo` like the parameters, with their shardings; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Example:
@@ -99,7 +99,7 @@ def scale_by_muon(
         momentum: decay of the average of gradients.
         scale: of an orthogonal update.
         precision: of the orthogonalisation and its messages between devices.
-        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes and paths.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
     """
 
     def init(params: Any) -> MuonState:
@@ -115,9 +115,9 @@ def scale_by_muon(
         facts = facts_of(leaves, updates)
         members = [number for number, leaf in enumerate(facts) if leaf.kind == "matrix"]
         matrices = orthogonal([arrays[n] for n in members], [facts[n] for n in members], precision)
-        for number, x in zip(members, matrices, strict=True):
-            leaf = facts[number]
-            arrays[number] = factor(leaf.rows, leaf.columns // leaf.parts, scale) * x.astype(arrays[number].dtype)
+        for number, matrix in zip(members, matrices, strict=True):
+            leaf, dtype = facts[number], arrays[number].dtype
+            arrays[number] = factor(leaf.rows, leaf.columns // leaf.parts, scale) * matrix.astype(dtype)
         return treedef.unflatten(arrays), MuonState(step, mu)
 
     return optax.GradientTransformation(init, update)

@@ -214,8 +214,8 @@ def one_bit_lamb(
         freeze: updates before the variance is frozen.
         b1, b2, eps: Adam's.
         weight_decay: lambda.
-        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes. Stacked layers are each a tensor, and
-            gains and biases have no ratio, as in `large_batch.lamb`.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths. Each of stacked layers
+            is a tensor, and gains and biases have no ratio, as in `large_batch.lamb`.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
         smooth: decay of the mean of the trust ratio.
         factors: bounds of f.
@@ -236,9 +236,10 @@ def one_bit_lamb(
         def per_tensor(value: float) -> Any:
             if not jax.tree.leaves(params):  # a placeholder, of `optax.tree.map_params`
                 return params
-            facts = facts_of(leaves, params)
-            arrays = [jnp.full(_per_tensor_shape(leaf), value, jnp.float32) for leaf in facts]
-            return jax.tree.structure(params).unflatten(arrays)
+            shapes = [
+                (*leaf.shape[: leaf.stack], *(1,) * (len(leaf.shape) - leaf.stack)) for leaf in facts_of(leaves, params)
+            ]
+            return jax.tree.structure(params).unflatten([jnp.full(shape, value, jnp.float32) for shape in shapes])
 
         mu, nu, fresh = (optax.tree.zeros_like(params) for _ in range(3))
         return OneBitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh, per_tensor(0.0), per_tensor(1.0))
@@ -301,8 +302,7 @@ def clipped(rule: Rule, messages: Messages) -> Rule:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         clipped_updates, clip_state = clip.update(updates, state[0], params)
         frozen = messages.frozen(state)
-        mean = jax.tree.map(lambda clipped_leaf, leaf: jnp.where(frozen, leaf, clipped_leaf), clipped_updates, updates)
-        steps, rule_state = rule.update(mean, state[1], params)
+        steps, rule_state = rule.update(optax.tree.where(frozen, updates, clipped_updates), state[1], params)
         return steps, (clip_state, rule_state)
 
     return optax.GradientTransformation(init, update)
@@ -340,11 +340,6 @@ def _corrected(moment: Array, decay: float, count: Array) -> Array:
 
 def _direction(m: Array, v: Array, eps: float) -> Array:
     return jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0.0)
-
-
-def _per_tensor_shape(leaf: ParamInfo) -> tuple[int, ...]:
-    """Shape of an array with one number for each tensor of a leaf."""
-    return (*leaf.shape[: leaf.stack], *(1,) * (len(leaf.shape) - leaf.stack))
 
 
 def _reduce_tensors(x: Array, leaf: ParamInfo, reduce: Callable[..., Array]) -> Array:

@@ -54,7 +54,7 @@ class Optimizer:
     is refused; `None` takes the rule's default. lars, lamb, one_bit_lamb, muon, soap and galore treat each layer of a
     stacked array as a tensor, and a kernel as the matrix (everything else, last dim). The last three update projections
     and kernels; embeddings, head, gains and biases get AdamW, at the same learning rate. one_bit_adam and one_bit_lamb
-    need a replica axis in the mesh, over which `compression.OneBit` averages momenta once the variance is frozen; from
+    need a replica axis in the mesh, over which `replicas.OneBit` averages momenta once the variance is frozen; from
     then on each replica clips its own gradient. schedule_free trains, and is evaluated, at a point between its average
     and its fast iterate.
 

@@ -63,8 +63,10 @@ def over_replicas(
         return leaf.kind != "vector" and leaf.rows * leaf.columns >= small
 
     def init(params: Any) -> OverReplicasState:
-        pairs = zip(jax.tree.leaves(params), facts_of(leaves, params), strict=True)
-        owed = [codec.init(p.shape, None, replicas, layers=f.stack > 0) if coded(f) else {} for p, f in pairs]
+        owed = (
+            codec.init(leaf.shape, None, replicas, layers=leaf.stack > 0) if coded(leaf) else {}
+            for leaf in facts_of(leaves, params)
+        )
         return OverReplicasState(rule.init(params), tuple(owed))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OverReplicasState]:

@@ -36,7 +36,7 @@ def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False, whole: 
     Args:
         rule: an optax transformation that treats each parameter by itself. State that is not like the parameters, such
             as a count, may not depend on gradients.
-        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes, and treats nothing as stacked.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes, with nothing stacked.
         matrices: pass tensors of kind "matrix" to the rule as matrices (everything else, last dim).
         whole: gather each tensor first, for a rule that decomposes it; XLA would spread the products over axes that
             replicate it, slow ones too.
@@ -88,14 +88,15 @@ def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False, whole: 
         ):
             arrays = update, list(states), param
             if whole:
-                arrays = _gathered(arrays, leaf)
+                arrays = _constrained(arrays, leaf, whole=True)
             tensors = jax.tree.map(lambda x, leaf=leaf: _as_tensors(x, leaf, matrices), arrays)
             update_tensors = jax.vmap(update_tensor, out_axes=(0, 0, None)) if leaf.stack else update_tensor
             new_update, leaf_states, new_shared = update_tensors(*tensors)
             new_update = new_update.reshape(update.shape)
             leaf_states = jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), leaf_states)
             if whole:
-                new_update, leaf_states = _resharded(_gathered((new_update, leaf_states), leaf), leaf)
+                whole_arrays = _constrained((new_update, leaf_states), leaf, whole=True)
+                new_update, leaf_states = _constrained(whole_arrays, leaf, whole=False)
             new_updates.append(new_update)
             new_states.append(leaf_states)
         trees = [treedef.unflatten(states) for states in zip(*new_states, strict=True)]
@@ -119,7 +120,7 @@ def by_kind(rules: Mapping[str, Rule], kind: Callable[[ParamInfo], str], leaves:
     Args:
         rules: by name. Each must treat parameters one by one.
         kind: returns the name of a leaf's rule.
-        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes and paths.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
 
     Example:
         >>> rule = by_kind({"m": optax.sgd(1.0), "v": optax.sgd(0.1)}, lambda leaf: leaf.kind[0])
@@ -163,7 +164,7 @@ def matrices_by(
         adam: of all other parameters.
         rate: learning rate, or a schedule.
         weight_decay: decoupled.
-        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes and paths.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
     """
     return optax.chain(
@@ -201,45 +202,32 @@ def _state_form(rule: Rule) -> _StateForm:
     return _StateForm(treedef, tuple(isinstance(part, _Placeholder) for part in parts))
 
 
-def _gathered(arrays: Any, leaf: ParamInfo) -> Any:
-    """Arrays with each tensor of a leaf whole on a device; layers keep their sharding."""
+def _constrained(arrays: Any, leaf: ParamInfo, *, whole: bool) -> Any:
+    """Arrays with each tensor of a leaf whole on a device, or those of the leaf's shape in its sharding."""
     if leaf.sharding is None:
         return arrays
-    sharding = _sharding(leaf, PartitionSpec(*leaf.sharding.spec[: leaf.stack]))
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), arrays)
+    spec = leaf.sharding.spec[: leaf.stack] if whole else leaf.sharding.spec  # layers keep their sharding
+    region_mesh = jax.sharding.get_abstract_mesh()  # of one replica, inside a manual region
+    sharding = NamedSharding(leaf.sharding.mesh if region_mesh.empty else region_mesh, PartitionSpec(*spec))
 
+    def constrain(x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x, sharding) if whole or x.shape == leaf.shape else x
 
-def _resharded(arrays: Any, leaf: ParamInfo) -> Any:
-    """Arrays with those of the leaf's shape in its sharding."""
-    if leaf.sharding is None:
-        return arrays
-    sharding = _sharding(leaf, leaf.sharding.spec)
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding) if x.shape == leaf.shape else x, arrays)
-
-
-def _sharding(leaf: ParamInfo, spec: PartitionSpec) -> NamedSharding:
-    """A sharding on the leaf's devices, or on those of the current region of one replica."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return NamedSharding(leaf.sharding.mesh if mesh.empty else mesh, spec)
-
-
-def _is_matrix(leaf: ParamInfo, matrices: bool) -> bool:
-    return matrices and leaf.kind == "matrix"
+    return jax.tree.map(constrain, arrays)
 
 
 def _as_tensors(x: Any, leaf: ParamInfo, matrices: bool) -> Any:
     """An array of a leaf with its tensors along one dim, which an unstacked leaf lacks."""
-    if leaf.stack == 0 and not (_is_matrix(leaf, matrices) and x.shape == leaf.shape):
+    becomes_matrix = matrices and leaf.kind == "matrix" and x.shape == leaf.shape
+    if leaf.stack == 0 and not becomes_matrix:
         return x
-    inner = x.shape[leaf.stack :]
-    if _is_matrix(leaf, matrices) and x.shape == leaf.shape:
-        inner = (leaf.rows, leaf.columns)
+    inner = (leaf.rows, leaf.columns) if becomes_matrix else x.shape[leaf.stack :]
     return x.reshape((leaf.tensors, *inner) if leaf.stack else inner)
 
 
 def _as_leaf(x: Any, leaf: ParamInfo, matrices: bool) -> Any:
     """The inverse of `_as_tensors`."""
     inner = x.shape[1:] if leaf.stack else x.shape
-    if _is_matrix(leaf, matrices) and inner == (leaf.rows, leaf.columns):
+    if matrices and leaf.kind == "matrix" and inner == (leaf.rows, leaf.columns):
         inner = leaf.shape[leaf.stack :]
     return x.reshape((*leaf.shape[: leaf.stack], *inner))

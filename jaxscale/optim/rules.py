@@ -22,7 +22,7 @@ class RuleSettings:
         name: of the rule, a key of `RULES`.
         rate: learning rate by the number of updates made.
         options: value of each option of the rule.
-        leaves: tree of `jaxscale.optim.leaves.ParamInfo` like the parameters; `None` judges by shapes.
+        leaves: tree of `jaxscale.optim.leaves.ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
         steps: updates of the run.
     """

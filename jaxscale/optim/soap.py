@@ -43,7 +43,7 @@ def soap(
         every: updates between new bases.
         max_dim: longest side that has a basis.
         weight_decay: decoupled.
-        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes and paths.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Example:

@@ -202,7 +202,8 @@ class Codec(NamedCodec):
 
     def _resize(self, states: State, shape: tuple[int, ...], n: int) -> State:
         """Every replica takes the mean of residuals, and of states that are equal on all replicas."""
-        return {name: _repeat(jnp.mean(array, 0), n) for name, array in states.items()}
+        means = {name: jnp.mean(array, 0) for name, array in states.items()}
+        return {name: jnp.broadcast_to(mean, (n, *mean.shape)) for name, mean in means.items()}
 
     def owed(self, gradient: Array, state: State) -> Array:
         """The value to send: the gradient plus the residual of earlier messages."""
@@ -242,10 +243,6 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
 def _keys(key: Key | None, layers: int, first: int) -> Key | None:
     """A key for each layer, which depends on the layer's number alone."""
     return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(layers))
-
-
-def _repeat(value: Array, n: int) -> Array:
-    return jnp.broadcast_to(value, (n, *value.shape))
 
 
 def _typed_like(value: Array, like: Array) -> Array:

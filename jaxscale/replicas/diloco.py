@@ -161,7 +161,7 @@ def diloco(
         outer: optimizer of the shared weights; `None` is `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
         every: steps of each replica between two synchronisations.
         axis: name of the replicas' axis.
-        codec: averages displacements, such as `compression.Int8()`, without random draws. `None` sends them in full.
+        codec: averages displacements, such as `replicas.Int8()`, without random draws. `None` sends them in full.
         replicas: number of replicas; for the codec only.
 
     Returns:

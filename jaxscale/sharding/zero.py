@@ -45,10 +45,11 @@ def split(
     if count == 1 or any(axis in axes for axes in dims):
         return whole
     local_shape = [size // shard_count(mesh, axes) for size, axes in zip(shape, dims, strict=True)]
-    candidates = [d for d, size in enumerate(local_shape) if size % count == 0 and not (names and names[d] == "layers")]
+    fixed = [name == "layers" for name in names or ()] or [False] * len(shape)
+    candidates = [dim for dim, size in enumerate(local_shape) if size % count == 0 and not fixed[dim]]
     if not candidates:
         return whole
-    dim = max(candidates, key=lambda d: (local_shape[d], d))
+    dim = max(candidates, key=lambda dim: (local_shape[dim], dim))
     return spec_of([*dims[:dim], (*dims[dim], axis), *dims[dim + 1 :]])
 
 
@@ -115,7 +116,8 @@ def over(old: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placemen
         mesh: the mesh.
     """
     specs = {field: getattr(old, field) for field in ("master", "state", "gradient")}
-    old_dims, new_dims = (dim_axes(s, len(shape)) for s in (old.state, split(shape, None, old.state, mesh, axis)))
+    new_state = split(shape, None, old.state, mesh, axis)
+    old_dims, new_dims = dim_axes(old.state, len(shape)), dim_axes(new_state, len(shape))
     dim = next((dim for dim in range(len(shape)) if old_dims[dim] != new_dims[dim]), None)
     if dim is None:  # a dim of a coarser placement may divide
         new_specs = {field: split(shape, None, spec, mesh, axis) for field, spec in specs.items()}
