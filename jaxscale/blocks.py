@@ -296,7 +296,7 @@ class Cut:
         numbers: layer number of each row of the stack's parameters; -1 for a padding row.
         starts: the first layer of every stage.
         padded: some stage has padding rows.
-        between: runs in place of the blocks.
+        between: called with a function that runs the stage's blocks, and the first block's input, in place of both.
         gather: gathers a block's parameters, right before it runs, from the device's shards.
     """
 

@@ -66,12 +66,12 @@ def radix_4(x: Float[Array, "*B"], top: float) -> Float[Array, "*B"]:
         >>> radix_4(jnp.array([0.6, 2.4, 2.5, -100.0, 0.001]), 64.0).tolist()
         [0.25, 1.0, 4.0, -64.0, 0.0]
     """
-    magnitude, rounded, next_smaller = jnp.abs(x), jnp.zeros_like(x), 0.0
+    magnitude, total, lower_level = jnp.abs(x), jnp.zeros_like(x), 0.0
     for k in reversed(range(STEPS)):
-        value = top / 4.0**k
-        rounded += jnp.where(magnitude >= (next_smaller + value) / 2, value - next_smaller, 0.0)
-        next_smaller = value
-    return jnp.where(x < 0, -rounded, rounded)
+        level = top / 4.0**k
+        total += jnp.where(magnitude >= (lower_level + level) / 2, level - lower_level, 0.0)
+        lower_level = level
+    return jnp.where(x < 0, -total, total)
 
 
 @dataclasses.dataclass(frozen=True)

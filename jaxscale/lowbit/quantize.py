@@ -136,14 +136,14 @@ def codes(x: Array, scale: Array, map: str, block: int, key: Key | None = None, 
     """
     m = MAPS[map]
     numbers, inverse = beside(_finite(x), 1 / jnp.maximum(scale, LEAST), repeated)
-    scaled = jnp.clip(numbers * inverse, -1.0 if m.signed else 0.0, 1.0)
-    nearest = m.encode(scaled)
+    ratios = jnp.clip(numbers * inverse, -1.0 if m.signed else 0.0, 1.0)
+    nearest = m.encode(ratios)
     if key is not None:
         nearest_value = m.decode(nearest)
-        neighbours = neighbour(m, nearest, scaled > nearest_value)
+        neighbours = neighbour(m, nearest, ratios > nearest_value)
         gap = m.decode(neighbours) - nearest_value
-        probability = (scaled - nearest_value) / jnp.where(gap == 0, 1, gap)
-        nearest = jnp.where(jax.random.uniform(key, scaled.shape) < probability, neighbours, nearest)
+        probability = (ratios - nearest_value) / jnp.where(gap == 0, 1, gap)
+        nearest = jnp.where(jax.random.uniform(key, ratios.shape) < probability, neighbours, nearest)
     return nearest.reshape(x.shape)
 
 
@@ -178,10 +178,10 @@ def beside(x: Array, scale: Array, repeated: bool = False) -> tuple[Array, Array
         >>> [a.shape for a in beside(jnp.ones((6, 2)), jnp.ones((3, 2)), repeated=True)]
         [(6, 2), (6, 2)]
     """
-    blocked = _blocked(x.shape, x.shape[-2] // scale.shape[-2])
+    blocked_shape = _blocked(x.shape, x.shape[-2] // scale.shape[-2])
     if repeated:
-        return x, jnp.broadcast_to(scale[..., None, :], blocked).reshape(x.shape)
-    return x.reshape(blocked), scale[..., None, :]
+        return x, jnp.broadcast_to(scale[..., None, :], blocked_shape).reshape(x.shape)
+    return x.reshape(blocked_shape), scale[..., None, :]
 
 
 def zeros(shape: tuple[int, ...], map: str, block: int) -> Quantized:

@@ -115,7 +115,7 @@ def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) ->
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
         old = (params, state if clip is None else state[1])
-        step = constants_there(functools.partial(_step, rule, clip=clip))
+        step = with_host_constants(functools.partial(_step, rule, clip=clip))
         new = by_host_cpu(step, (gradients, old, norm, good), old)
         weights, new_state = jax.tree.map(lambda new, old: new if lies_on_host(old) else to_device(new), new, old)
         return weights, new_state if clip is None else (state[0], new_state)
@@ -128,7 +128,7 @@ def by_host_cpu(function: Callable[..., Any], args: Any, like: Any) -> Any:
     return compute_on_host(function, jax.tree.map(lambda _: jax.memory.Space.Host, like))(*to_host(args))
 
 
-def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of arrays in host memory whose constants lie there too, also within loops.
 
     JAX would place them on the device.
@@ -166,12 +166,12 @@ def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
         last_carry, ys = jax.lax.scan(step, carry, xs, **settings)
         return [*last_carry, *ys]
 
-    def with_host_constants(*args: Any) -> Any:
+    def run_program(*args: Any) -> Any:
         program, out_shapes = jax.make_jaxpr(function, return_shape=True)(*shapes_of(args))
         outputs = run(program.jaxpr, program.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out_shapes), outputs)
 
-    return with_host_constants
+    return run_program
 
 
 def cuts_of(

@@ -31,7 +31,7 @@ from jaxscale.errors import UserError, unknown
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.lowbit.quantized import dequantize
 from jaxscale.offload.slices import SLICE_BYTES, SliceCut
-from jaxscale.offload.updates import by_host_cpu, constants_there, cuts_of, in_slices, owners_of
+from jaxscale.offload.updates import by_host_cpu, cuts_of, in_slices, owners_of, with_host_constants
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.sharding.memory_space import HOST_KIND, check_host_memory, on_host, rehearses, to_device, to_host
 from jaxscale.sharding.partition import dividing
@@ -126,19 +126,19 @@ def offload_state(
         _check_on_host(state, regex)
         state = placed(state)
         if run == "host":
-            update_on_cpu = constants_there(functools.partial(inner.update, **extra))
+            update_on_cpu = with_host_constants(functools.partial(inner.update, **extra))
             new_updates, new_state = by_host_cpu(update_on_cpu, (updates, state, params), (updates, state))
             return to_device(new_updates), placed(new_state)
         cuts = sliced(updates if params is None else params, extra)
         shapes, _ = jax.eval_shape(functools.partial(inner.update, **extra), *shapes_of((updates, state, params)))
-        promoted = jax.tree.map(lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), updates, shapes)
+        promoted_gradients = jax.tree.map(lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), updates, shapes)
 
         def step(params: Any, old: tuple[Params, Any]) -> tuple[Params, Any]:
             gradients = optax.tree.cast_like(old[0], updates)
             new_updates, new_state = inner.update(gradients, old[1], params, **extra)
             return optax.tree.cast_like(new_updates, old[0]), new_state
 
-        new_updates, new_state = in_slices(inner, cuts, step, params, (promoted, state))
+        new_updates, new_state = in_slices(inner, cuts, step, params, (promoted_gradients, state))
         return optax.tree.cast_like(new_updates, shapes), placed(new_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

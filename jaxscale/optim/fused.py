@@ -99,8 +99,8 @@ def fused(
 
         factor = jnp.ones(()) if clip is None else jnp.where(norm < clip, 1.0, clip / norm)
         old = (rule_part(weights), (adam._replace(mu=rule_part(mu), nu=rule_part(nu)), *inner[1:]))
-        clipped = [g if clip is None else g * factor.astype(g.dtype) for g in grads]
-        updates, new_state = rule.update(rule_part(clipped), old[1], old[0])
+        clipped_gradients = [g if clip is None else g * factor.astype(g.dtype) for g in grads]
+        updates, new_state = rule.update(rule_part(clipped_gradients), old[1], old[0])
         by_rule = optax.tree.where(good, (optax.apply_updates(old[0], updates), new_state), old)
         hyperparams = hyper(
             adamw.rate(schedule_state.count),

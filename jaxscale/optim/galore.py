@@ -65,7 +65,7 @@ def _matrix_by_matrix(update: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(gradient: Any, state: Any, params: Any = None) -> Any:
         counts = update(gradient, state, params)  # only its counts are used, and so computed
-        own_results = update_one_by_one(gradient, state, params)
-        return jax.tree.map(lambda array, count: array if jnp.ndim(array) else count, own_results, counts)
+        results = update_one_by_one(gradient, state, params)
+        return jax.tree.map(lambda array, count: array if jnp.ndim(array) else count, results, counts)
 
     return run

@@ -109,8 +109,8 @@ def scale_by_muon(
         step = state.step + 1
         mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
         next_mean = optax.tree.bias_correction(mu, momentum, step + 1)
-        corrected = optax.tree.bias_correction(updates, momentum, step)
-        nesterov = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, next_mean, corrected)
+        corrected_updates = optax.tree.bias_correction(updates, momentum, step)
+        nesterov = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, next_mean, corrected_updates)
         arrays, treedef = jax.tree.flatten(nesterov)
         facts = facts_of(leaves, updates)
         members = [number for number, leaf in enumerate(facts) if leaf.kind == "matrix"]

@@ -174,8 +174,8 @@ def one_bit_adam(
         return OneBitState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params), optax.tree.zeros_like(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitState]:
-        new_state, corrected = _moments(updates, state, b1, b2, freeze)
-        return jax.tree.map(lambda m, v: _direction(m, v, eps), *corrected), new_state
+        new_state, corrected_moments = _moments(updates, state, b1, b2, freeze)
+        return jax.tree.map(lambda m, v: _direction(m, v, eps), *corrected_moments), new_state
 
     return optax.chain(
         optax.GradientTransformation(init, update),
@@ -265,8 +265,8 @@ def one_bit_lamb(
             u = step + weight_decay * w if decayed else step
             trust = _trust_ratio(w, u, leaf)
             ratio = jnp.where(frozen, ratio, smooth * ratio + (1 - smooth) * trust)
-            corrected = _corrected(v_fresh, b2, moments.count)
-            drift = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected) + eps), leaf, jnp.max)
+            corrected_fresh = _corrected(v_fresh, b2, moments.count)
+            drift = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected_fresh) + eps), leaf, jnp.max)
             share = jnp.minimum(1.0, _norms(step, leaf) / jnp.maximum(_norms(u, leaf), jnp.finfo(jnp.float32).tiny))
             factor = jnp.clip(share * drift + 1 - share, *factors)
             factor = jnp.where(frozen, jnp.clip(factor, (1 - change) * old_f, (1 + change) * old_f), old_f)

@@ -120,16 +120,16 @@ class Optimizer:
     def __post_init__(self) -> None:
         check_types(self)
         for field in _POSITIVE:
-            value = getattr(self, field)
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            setting = getattr(self, field)
+            if setting is not None and not (setting > 0 and math.isfinite(setting)):
                 raise UserError(f"optimizer.{field}: got {value!r}, expected a number above 0")
         for field in _NOT_NEGATIVE:
-            value = getattr(self, field)
-            if value is not None and not (value >= 0 and math.isfinite(value)):
+            setting = getattr(self, field)
+            if setting is not None and not (setting >= 0 and math.isfinite(setting)):
                 raise UserError(f"optimizer.{field}: got {value!r}, expected 0 or more")
         for field in _SHARES:
-            value = getattr(self, field)
-            if value is not None and not 0 <= value < 1:
+            setting = getattr(self, field)
+            if setting is not None and not 0 <= setting < 1:
                 raise UserError(f"optimizer.{field}: got {value!r}, expected a number from 0 up to, not including, 1")
         if self.freeze is not None and self.freeze >= 1 and self.freeze != int(self.freeze):
             raise UserError(f"optimizer.freeze: got {self.freeze!r}, expected whole updates, or a share below 1")

@@ -148,8 +148,8 @@ def by_kind(rules: Mapping[str, Rule], kind: Callable[[ParamInfo], str], leaves:
             masked_params = None if params is None else masked(params, name)
             new_updates, states[name] = rule.update(masked(updates, name), state.states[name], masked_params)
             updates_by_rule[name] = treedef.flatten_up_to(new_updates)
-        merged = [updates_by_rule[kind(leaf)][number] for number, leaf in enumerate(facts)]
-        return treedef.unflatten(merged), ByKindState(states)
+        updates_by_leaf = [updates_by_rule[kind(leaf)][number] for number, leaf in enumerate(facts)]
+        return treedef.unflatten(updates_by_leaf), ByKindState(states)
 
     return optax.GradientTransformation(init, update)
 

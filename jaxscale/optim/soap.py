@@ -127,11 +127,11 @@ def _update_array(
     delay = jnp.int32(any(basis.ndim == 2 for basis in bases))
     number = jnp.maximum(updates_made + 1 - delay, 1)
     is_first = updates_made < delay
-    rotated = _rotated(g, bases)
+    rotated_gradient = _rotated(g, bases)
     new_mu = b1 * mu + (1 - b1) * g
-    new_nu = b2 * nu + (1 - b2) * jnp.square(rotated)
-    corrected = _rotated(new_mu, bases) / (1 - b1**number)
-    step = _rotated(corrected / (jnp.sqrt(new_nu / (1 - b2**number)) + eps), bases, back=True)
+    new_nu = b2 * nu + (1 - b2) * jnp.square(rotated_gradient)
+    corrected_mean = _rotated(new_mu, bases) / (1 - b1**number)
+    step = _rotated(corrected_mean / (jnp.sqrt(new_nu / (1 - b2**number)) + eps), bases, back=True)
     mu, nu = jnp.where(is_first, mu, new_mu), jnp.where(is_first, nu, new_nu)
     products = (lambda: _product(g, g.T), lambda: _product(g.T, g))
     statistics = tuple(

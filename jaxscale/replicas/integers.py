@@ -75,8 +75,8 @@ class Integers:
         scale = jnp.max(jnp.abs(blocks), -1)
         # a block whose scale is zero or has an infinite inverse becomes zeros
         inverse = jnp.where(scale > 2.0**-100, self.levels / scale, 0.0)
-        scaled = blocks * inverse[..., None]
-        integers = jnp.round(scaled) if key is None else jnp.floor(scaled + jax.random.uniform(key, scaled.shape))
+        ratios = blocks * inverse[..., None]
+        integers = jnp.round(ratios) if key is None else jnp.floor(ratios + jax.random.uniform(key, ratios.shape))
         codes = jnp.clip(integers, -self.levels, self.levels).astype(jnp.int8)
         return Coded(_two_in_a_byte(codes) if self.bits <= 4 else codes, scale)
 

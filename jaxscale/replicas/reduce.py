@@ -269,8 +269,8 @@ class GradientExchange:
         def local(states: States) -> States:
             merged: States = {}
             for name, state in self._without_leading_dims(states).items():
-                gathered = jax.tree.map(lambda array: lax.all_gather(array, self.axis), state)
-                single = self.codec.resize(gathered, self.local(name), 1, layers=self.leaves[name].layers)
+                gathered_state = jax.tree.map(lambda array: lax.all_gather(array, self.axis), state)
+                single = self.codec.resize(gathered_state, self.local(name), 1, layers=self.leaves[name].layers)
                 merged[name] = {key: single[key][0] if key == RESIDUAL else single[key] for key in self.lasting(name)}
             return merged
 
