@@ -234,8 +234,6 @@ def one_bit_lamb(
 
     def init(params: Any) -> OneBitLambState:
         def per_tensor(value: float) -> Any:
-            if not jax.tree.leaves(params):  # a placeholder, of `optax.tree.map_params`
-                return params
             shapes = [
                 (*leaf.shape[: leaf.stack], *(1,) * (len(leaf.shape) - leaf.stack)) for leaf in facts_of(leaves, params)
             ]

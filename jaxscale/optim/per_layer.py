@@ -137,8 +137,6 @@ def by_kind(rules: Mapping[str, Rule], kind: Callable[[ParamInfo], str], leaves:
         )
 
     def init(params: Any) -> ByKindState:
-        if not jax.tree.leaves(params):
-            return ByKindState({name: rule.init(params) for name, rule in rules.items()})
         return ByKindState({name: rule.init(masked(params, name)) for name, rule in rules.items()})
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
