@@ -7,12 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-SEPARATOR = "/"
-
 
 def path_name(path: tuple[Any, ...]) -> str:
     """A key path as one name, its parts joined by "/"."""
-    return jax.tree_util.keystr(path, simple=True, separator=SEPARATOR)
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

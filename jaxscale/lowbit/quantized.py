@@ -182,9 +182,14 @@ def quantize_state(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def dequantize(state: Any) -> Any:
-    """A state with float32 arrays in place of quantized ones: the state of the wrapped rule."""
-    return _map_quantized(decode, state)
+def dequantize(state: Any, *, repeated: bool = False) -> Any:
+    """A state with float32 arrays in place of quantized ones: the state of the wrapped rule.
+
+    Args:
+        state: of `quantize_state`.
+        repeated: see `beside`.
+    """
+    return _map_quantized(functools.partial(decode, repeated=repeated), state)
 
 
 def placed(state: Any, shardings: Any) -> Any:
@@ -231,7 +236,7 @@ def _update_recomputed(update: Any, state: Any, repeated: bool, in_blocks: Any =
         repeated: see `beside`, for scales and codes.
         in_blocks: a function from the quantized state to the new state that gives scales; `None` takes `update`.
     """
-    updates, new_state = update(_map_quantized(functools.partial(decode, repeated=repeated), state))
+    updates, new_state = update(dequantize(state, repeated=repeated))
     scale_state = in_blocks(state) if in_blocks else update(_disguised(state, -1.0, repeated))[1]
     code_state = update(_disguised(state, -2.0, repeated))[1]
 
@@ -245,12 +250,12 @@ def _update_recomputed(update: Any, state: Any, repeated: bool, in_blocks: Any =
 def _disguised(state: Any, bound: float, repeated: bool) -> Any:
     """The decoded state by another expression: codes change only where a scale is below `bound`, as none is."""
 
-    def decode_disguised(q: Any) -> Any:
+    def disguise(q: Any) -> Any:
         codes_array, scale = beside(q.codes, q.scale, repeated)
-        codes_array = jnp.where(scale < bound, jnp.zeros((), codes_array.dtype), codes_array).reshape(q.shape)
-        return decode(dataclasses.replace(q, codes=codes_array), repeated=repeated)
+        codes_array = jnp.where(scale < bound, jnp.zeros((), codes_array.dtype), codes_array)
+        return dataclasses.replace(q, codes=codes_array.reshape(q.shape))
 
-    return _map_quantized(decode_disguised, state)
+    return dequantize(_map_quantized(disguise, state), repeated=repeated)
 
 
 def _map_quantized(function: Any, state: Any, *trees: Any) -> Any:

@@ -133,7 +133,7 @@ def offload_state(
         shapes, _ = jax.eval_shape(functools.partial(inner.update, **extra), *shapes_of((updates, state, params)))
         promoted_gradients = jax.tree.map(lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), updates, shapes)
 
-        def step(params: Any, old: tuple[Params, Any]) -> tuple[Params, Any]:
+        def step(params: Any, old: tuple[Params, Any]) -> tuple[Any, Any]:
             gradients = optax.tree.cast_like(old[0], updates)
             new_updates, new_state = inner.update(gradients, old[1], params, **extra)
             return optax.tree.cast_like(new_updates, old[0]), new_state
