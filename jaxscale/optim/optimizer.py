@@ -5,7 +5,7 @@ The update rules and their options are in `rules.py`. `custom` takes any other o
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from jaxscale.errors import UserError
@@ -119,18 +119,9 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for field in _POSITIVE:
-            setting = getattr(self, field)
-            if setting is not None and not (setting > 0 and math.isfinite(setting)):
-                raise UserError(f"optimizer.{field}: got {value!r}, expected a number above 0")
-        for field in _NOT_NEGATIVE:
-            setting = getattr(self, field)
-            if setting is not None and not (setting >= 0 and math.isfinite(setting)):
-                raise UserError(f"optimizer.{field}: got {value!r}, expected 0 or more")
-        for field in _SHARES:
-            setting = getattr(self, field)
-            if setting is not None and not 0 <= setting < 1:
-                raise UserError(f"optimizer.{field}: got {value!r}, expected a number from 0 up to, not including, 1")
+        self._check_range(_POSITIVE, lambda setting: 0 < setting < math.inf, "a number above 0")
+        self._check_range(_NOT_NEGATIVE, lambda setting: 0 <= setting < math.inf, "0 or more")
+        self._check_range(_SHARES, lambda setting: 0 <= setting < 1, "a number from 0 up to, not including, 1")
         if self.freeze is not None and self.freeze >= 1 and self.freeze != int(self.freeze):
             raise UserError(f"optimizer.freeze: got {self.freeze!r}, expected whole updates, or a share below 1")
         if self.custom is not None:
@@ -147,6 +138,12 @@ class Optimizer:
                     f"optimizer.schedule: got {self.schedule}, and {self.name} takes "
                     f"{' or '.join(RULES[self.name].schedules)}: it averages in place of a falling rate"
                 )
+
+    def _check_range(self, fields: Sequence[str], in_range: Callable[[float], bool], expected: str) -> None:
+        for field in fields:
+            setting = getattr(self, field)
+            if setting is not None and not in_range(setting):
+                raise UserError(f"optimizer.{field}: got {setting!r}, expected {expected}")
 
     def options(self) -> dict[str, Any]:
         """Every option of the rule by name: the set fields, and defaults for the others.
