@@ -6,7 +6,8 @@ import dataclasses
 from typing import ClassVar
 
 from jaxscale.errors import UserError
-from jaxscale.replicas.integers import Coded, Integers
+from jaxscale.replicas import integers
+from jaxscale.replicas.integers import Coded
 from jaxscale.replicas.two_phase import TwoPhase
 from jaxscale.typing import Array, Key
 
@@ -32,16 +33,16 @@ class BlockCodes(TwoPhase):
         """A block, or the whole chunk if it is smaller, rounded up to a whole byte."""
         return min(self.block, elements + elements % 2)
 
-    def _rule(self, length: int) -> Integers:
-        return Integers(self.width, min(self.block, length))
+    def _bits(self) -> int:
+        return self.width
 
     def encode(self, chunks: Array, filled: Array, key: Key | None) -> Coded:
         """Codes and scales."""
-        return self._rule(chunks.shape[-1]).encode(chunks, key if self.random else None)
+        return integers.encode(chunks, self._bits(), min(self.block, chunks.shape[-1]), key if self.random else None)
 
     def decode(self, message: Coded, elements: int) -> Array:
         """The decoded chunks, float32."""
-        return self._rule(elements).decode(message)
+        return integers.decode(message, self._bits())
 
 
 @dataclasses.dataclass(frozen=True)

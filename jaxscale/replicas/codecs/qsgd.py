@@ -10,7 +10,6 @@ from typing import ClassVar
 
 from jaxscale.errors import UserError
 from jaxscale.replicas.codecs.block_codes import BlockCodes
-from jaxscale.replicas.integers import Integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,5 +38,5 @@ class QSGD(BlockCodes):
         if self.bits not in (4, 8):
             raise UserError(f"bits: got {self.bits}, expected 4 or 8: others take no fewer bytes")
 
-    def _rule(self, length: int) -> Integers:
-        return Integers(self.bits, min(self.block, length))
+    def _bits(self) -> int:
+        return self.bits
