@@ -74,10 +74,10 @@ def over_replicas(
         good = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
         count, treedef = messages.count(state.rule), jax.tree.structure(updates)
         means, owed = [], []
-        for leaf, x, old_owed in zip(facts_of(leaves, updates), jax.tree.leaves(message), state.owed, strict=True):
-            mean, new_owed = lax.pmean(x, axis), old_owed
+        for leaf, array, old_owed in zip(facts_of(leaves, updates), jax.tree.leaves(message), state.owed, strict=True):
+            mean, new_owed = lax.pmean(array, axis), old_owed
             if coded(leaf):
-                coded_mean, new_owed = codec.reduce(x, old_owed, axis, None, count, layers=leaf.stack > 0)
+                coded_mean, new_owed = codec.reduce(array, old_owed, axis, None, count, layers=leaf.stack > 0)
                 mean = jnp.where(frozen, coded_mean, mean)
             means.append(jnp.where(good, mean, jnp.nan))
             owed.append(optax.tree.where(good & frozen, new_owed, old_owed))

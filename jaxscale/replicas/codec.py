@@ -8,7 +8,7 @@ alone. With error feedback, the error of a message goes into a residual that is 
     sum of residuals after + n * mean = sum of gradients + sum of residuals before.
 
 Every rule is per layer: a leaf of stacked layers is mapped over its first dim, and a matrix is (everything else, last
-axis). `OnePhase` and `TwoPhase` codecs define `encode` and `decode` only; each file of `codecs/` defines one and is
+axis). `OnePhase` and `TwoPhase` codecs define `encode` and `decode` only; those in the files of `codecs/` are
 discovered by import. Left out here: the choice of leaves, NaN and Inf, metrics (`reduce.py`).
 """
 
