@@ -202,8 +202,7 @@ class Codec(NamedCodec):
 
     def _resize(self, states: State, shape: tuple[int, ...], n: int) -> State:
         """Every replica takes the mean of residuals, and of states that are equal on all replicas."""
-        means = {name: jnp.mean(array, 0) for name, array in states.items()}
-        return {name: jnp.broadcast_to(mean, (n, *mean.shape)) for name, mean in means.items()}
+        return {name: jnp.broadcast_to(jnp.mean(array, 0), (n, *array.shape[1:])) for name, array in states.items()}
 
     def owed(self, gradient: Array, state: State) -> Array:
         """The value to send: the gradient plus the residual of earlier messages."""
