@@ -10,7 +10,7 @@ import contextvars
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxscale.errors import UserError
 from jaxscale.held_back import held_back
+from jaxscale.scoped import scoped
 from jaxscale.typing import Array, Float, Int, Key, Shaped
 
 
@@ -30,7 +31,7 @@ class Context:
         key: PRNG key of the step; `None` for a deterministic pass (evaluation, generation).
         examples: index of every row in the global batch, so that a mask does not depend on mesh or microbatches.
         dtype: type to compute in, as a name ("bfloat16"); `None` computes in the type of the parameters.
-        matmul: precision of matrix products, a name in `low_precision.RECIPES` ("int8"); `None` multiplies in `dtype`.
+        matmul: recipe of matrix products, a name in `lowbit.products.RECIPES`; `None` multiplies in `dtype`.
         attention: implementation of attention: "auto", "plain", "chunked" or "splash".
         loss_chunk: target positions of one row scored at a time by the loss; `None` scores all at once.
         loss: implementation of the loss: "auto", "chunked", "reference" or "tpu".
@@ -209,6 +210,11 @@ class Treatment:
             shown = ", ".join(str(layers) for layers, _ in self.groups)
             raise UserError(f"groups of {shown} layers: expected at least one in each")
 
+    def with_wrappers(self, change: Callable[[Wrapper], Wrapper]) -> "Treatment":
+        """The same treatment with every wrapper changed."""
+        groups = tuple((layers, change(wrapper)) for layers, wrapper in self.groups)
+        return dataclasses.replace(self, wrapper=change(self.wrapper), groups=groups)
+
     def runs(self, layers: int) -> list[tuple[int, int, Wrapper]]:
         """Start, stop and wrapper of each group of a stack with this number of layers.
 
@@ -228,14 +234,9 @@ _PLAIN = Treatment()
 _treatment: contextvars.ContextVar[Treatment] = contextvars.ContextVar("blocks", default=_PLAIN)
 
 
-@contextlib.contextmanager
-def treating(treatment: Treatment) -> Iterator[None]:
+def treating(treatment: Treatment) -> contextlib.AbstractContextManager[None]:
     """Blocks traced inside get this treatment."""
-    token = _treatment.set(treatment)
-    try:
-        yield
-    finally:
-        _treatment.reset(token)
+    return scoped(_treatment, treatment)
 
 
 def wrapping(wrapper: Wrapper, *, unroll: int = 1) -> contextlib.AbstractContextManager[None]:
@@ -262,26 +263,16 @@ def run(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
     return (_treatment.get().sequence or one_after_another)(calls, x)
 
 
-def unroll() -> int:
-    """Layers per iteration of a scan over layers, under the current plan."""
-    return _treatment.get().unroll
-
-
 _grouping: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("grouping", default=())
 
 
-@contextlib.contextmanager
-def grouping(layers: tuple[int, ...]) -> Iterator[None]:
+def grouping(layers: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
     """While a model is built inside, a stack of `sum(layers)` blocks keeps its parameters as a stack for each group.
 
     Layers with different treatments need separate stacks: to slice a stack inside the step takes a copy of it. The
     parameters and the canonical form of a train state are those of one stack. `()` builds one stack.
     """
-    token = _grouping.set(tuple(layers))
-    try:
-        yield
-    finally:
-        _grouping.reset(token)
+    return scoped(_grouping, tuple(layers))
 
 
 def groups_of(layers: int) -> tuple[int, ...]:
@@ -305,7 +296,7 @@ class Cut:
         numbers: layer number of each row of the stack's parameters; -1 for a padding row.
         starts: the first layer of every stage.
         padded: some stage has padding rows.
-        between: runs in place of the blocks.
+        between: called with a function that runs the stage's blocks, and the first block's input, in place of both.
         gather: gathers a block's parameters, right before it runs, from the device's shards.
     """
 
@@ -319,14 +310,9 @@ class Cut:
 _cut: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default=None)
 
 
-@contextlib.contextmanager
-def cutting(cut: Cut) -> Iterator[None]:
+def cutting(cut: Cut) -> contextlib.AbstractContextManager[None]:
     """The model's stack is cut in this way while tracing inside."""
-    token = _cut.set(cut)
-    try:
-        yield
-    finally:
-        _cut.reset(token)
+    return scoped(_cut, cut)
 
 
 def cut() -> Cut | None:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxscale.layers.linear import Initializer
 from jaxscale.sharding import place
-from jaxscale.sharding.zero import placed_axes
+from jaxscale.sharding.partition import axes_of
 from jaxscale.typing import Array, Float, Int
 
 
@@ -27,7 +27,7 @@ def _rows(table: Any, index: Any) -> Any:
     if rules is None or not getattr(mesh, "manual_axes", ()):
         return _looked_up(table, index)
     spec = place.spec(index.shape, ("batch", "seq", *(None,) * index.ndim)[: index.ndim], mesh, rules)
-    axes = placed_axes(spec)
+    axes = set(axes_of(spec))
     if not axes:
         return _looked_up(table, index)
     replicated = PartitionSpec()

@@ -3,13 +3,14 @@
 A kernel is code of one device, so under a layout it runs in a `shard_map`.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxscale.sharding import partition
+from jaxscale.sharding.partition import dim_axes
 from jaxscale.sharding.place import current, spec
 
 
@@ -21,16 +22,14 @@ def axes_by_dim(shape: Sequence[int], *names: str | None) -> tuple[tuple[str, ..
         names: the logical axis of each dim.
     """
     layout = current()
-    partition = () if layout is None else spec(shape, names, *layout)
-    entries = (*partition, *(None,) * (len(shape) - len(partition)))
-    return tuple((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries)
+    return dim_axes(() if layout is None else spec(shape, names, *layout), len(shape))
 
 
 def shard_count(axes: Sequence[str]) -> int:
     """The number of shards of a dim over these mesh axes."""
     # by hand: a sharding on a mesh with manual axes, inside a pipeline, does not report its shards
     layout = current()
-    return 1 if layout is None else math.prod(layout[0].shape[axis] for axis in axes)
+    return 1 if layout is None else partition.shard_count(layout[0], axes)
 
 
 def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -62,14 +62,19 @@ class Map:
         return bool(jnp.issubdtype(self.dtype, jnp.integer))
 
     @property
+    def limits(self) -> tuple[int, int]:
+        """The lowest and the highest of integer codes."""
+        highest = int(jnp.iinfo(self.dtype).max)
+        return -highest if self.dtype == jnp.int8 else 0, highest
+
+    @property
     def table(self) -> np.ndarray:
         """The numbers of all codes, ascending, float32; for dynamic maps, equal to bitsandbytes' to the bit."""
         if self.name.startswith("dynamic"):
             return dynamic_table(self.bits, self.signed)
         if self.integer:
-            limits = jnp.iinfo(self.dtype)
-            lowest = -int(limits.max) if self.signed else int(limits.min)
-            codes = np.arange(lowest, int(limits.max) + 1)
+            lowest, highest = self.limits
+            codes = np.arange(lowest, highest + 1)
         else:
             codes = np.arange(2**self.bits, dtype=np.uint8).view(self.dtype).astype(np.float32)
             codes = codes[np.isfinite(codes) & (codes >= (-np.inf if self.signed else 0))]
@@ -241,7 +246,5 @@ def neighbour(map: Map, codes: Array, above: Array) -> Array:
     """
     if not map.integer:
         raise UserError(f"map {map.name!r} can't round stochastically: take one of integer codes, such as 'soft8'")
-    limits = jnp.iinfo(map.dtype)
-    lowest = -int(limits.max) if map.dtype == jnp.int8 else int(limits.min)
     neighbours = codes.astype(jnp.int32) + jnp.where(above, 1, -1)
-    return jnp.clip(neighbours, lowest, int(limits.max)).astype(map.dtype)
+    return jnp.clip(neighbours, *map.limits).astype(map.dtype)

@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.programs.elementwise import first_mixing
+from jaxscale.trees import shapes_of
 
 Path = tuple[Any, ...]
 IMPOSSIBLE = -4.0
@@ -25,26 +26,28 @@ IMPOSSIBLE = -4.0
 
 @dataclasses.dataclass(frozen=True)
 class InBlocks:
-    """Views in blocks of an update's trees, for the parameters with quantized state.
+    """Reshapes an update's trees so that each block is a dim, for the parameters with quantized state.
 
     Args:
-        blocked: by the parameter's path, its shape with the second-minor dim cut into blocks.
-        whole: by the parameter's path, its shape.
+        blocked_shapes: by the parameter's path, its shape with the second-minor dim cut into blocks.
+        whole_shapes: by the parameter's path, its shape.
     """
 
-    blocked: dict[Path, tuple[int, ...]]
-    whole: dict[Path, tuple[int, ...]]
+    blocked_shapes: dict[Path, tuple[int, ...]]
+    whole_shapes: dict[Path, tuple[int, ...]]
 
     def cut(self, tree: Any) -> Any:
         """A tree of gradients, parameters or state in blocks."""
 
         def cut_leaf(path: Path, x: Any) -> Any:
-            owner = owner_of(path, self.whole)
-            if owner not in self.blocked or x.shape != self.whole[owner]:
+            owner = owner_of(path, self.whole_shapes)
+            if owner not in self.blocked_shapes or x.shape != self.whole_shapes[owner]:
                 return x
             if is_quantized(x):
-                return dataclasses.replace(x, codes=x.codes.reshape(self.blocked[owner]), scale=x.scale[..., None, :])
-            return x.reshape(self.blocked[owner])
+                return dataclasses.replace(
+                    x, codes=x.codes.reshape(self.blocked_shapes[owner]), scale=x.scale[..., None, :]
+                )
+            return x.reshape(self.blocked_shapes[owner])
 
         return jax.tree_util.tree_map_with_path(cut_leaf, tree, is_leaf=is_quantized)
 
@@ -58,7 +61,7 @@ class InBlocks:
             state: in blocks.
         """
         scales = {
-            owner_of(path, self.whole): q.scale
+            owner_of(path, self.whole_shapes): q.scale
             for path, q in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]
             if is_quantized(q)
         }
@@ -88,15 +91,15 @@ def views_of(rule: optax.GradientTransformation, gradients: Any, state: Any) -> 
         >>> jax.eval_shape(views.cut, params)["w"].shape
         (2, 256, 8)
     """
-    whole = {path: leaf.shape for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]}
-    blocked = {}
+    whole_shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]}
+    blocked_shapes = {}
     for path, q in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]:
         if is_quantized(q):
-            owner, shape = owner_of(path, whole), (*q.shape[:-2], q.shape[-2] // q.block, q.block, q.shape[-1])
-            if owner is None or blocked.setdefault(owner, shape) != shape:
+            owner, shape = owner_of(path, whole_shapes), (*q.shape[:-2], q.shape[-2] // q.block, q.block, q.shape[-1])
+            if owner is None or blocked_shapes.setdefault(owner, shape) != shape:
                 return None
-    views = InBlocks(blocked, whole)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), gradients)
+    views = InBlocks(blocked_shapes, whole_shapes)
+    shapes = shapes_of(gradients)
     cut_shapes = jax.eval_shape(views.cut, shapes)
     if first_mixing(rule, shapes) is not None or _operations(rule, shapes) != _operations(rule, cut_shapes):
         return None
@@ -122,8 +125,9 @@ def _operations(rule: optax.GradientTransformation, shapes: Any) -> list[Any]:
     def operations_of(jaxpr: Any) -> list[Any]:
         operations = []
         for eqn in jaxpr.eqns:
-            settings = [x for x in eqn.params.values() if isinstance(x, int | float | str)]
-            operations.append((eqn.primitive.name, settings, [number(v.val) for v in eqn.invars if hasattr(v, "val")]))
+            settings = [setting for setting in eqn.params.values() if isinstance(setting, int | float | str)]
+            literals = [number(atom.val) for atom in eqn.invars if hasattr(atom, "val")]
+            operations.append((eqn.primitive.name, settings, literals))
             for value in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
                 inner = getattr(value, "jaxpr", value)
                 operations += operations_of(inner) if hasattr(inner, "eqns") else []

@@ -66,12 +66,12 @@ def radix_4(x: Float[Array, "*B"], top: float) -> Float[Array, "*B"]:
         >>> radix_4(jnp.array([0.6, 2.4, 2.5, -100.0, 0.001]), 64.0).tolist()
         [0.25, 1.0, 4.0, -64.0, 0.0]
     """
-    magnitude, rounded, next_smaller = jnp.abs(x), jnp.zeros_like(x), 0.0
+    magnitude, total, lower_level = jnp.abs(x), jnp.zeros_like(x), 0.0
     for k in reversed(range(STEPS)):
-        value = top / 4.0**k
-        rounded += jnp.where(magnitude >= (next_smaller + value) / 2, value - next_smaller, 0.0)
-        next_smaller = value
-    return jnp.where(x < 0, -rounded, rounded)
+        level = top / 4.0**k
+        total += jnp.where(magnitude >= (lower_level + level) / 2, level - lower_level, 0.0)
+        lower_level = level
+    return jnp.where(x < 0, -total, total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,10 +191,6 @@ def _product(x: Any, w: Any, recipe: ProductGrids) -> Any:
     return _multiply(x, w, grids, ((x.ndim - 1,), (0,)), x.dtype)
 
 
-def _product_forward(x: Any, w: Any, recipe: ProductGrids) -> Any:
-    return _product(x, w, recipe), (x, w)
-
-
 def _product_backward(recipe: ProductGrids, residuals: Any, dy: Any) -> Any:
     x, w = residuals
     tokens, last = tuple(range(x.ndim - 1)), (x.ndim - 1,)
@@ -203,7 +199,7 @@ def _product_backward(recipe: ProductGrids, residuals: Any, dy: Any) -> Any:
     return dx, dw
 
 
-_product.defvjp(_product_forward, _product_backward)
+_product.defvjp(lambda x, w, recipe: (_product(x, w, recipe), (x, w)), _product_backward)
 
 
 def product(x: Float[Array, "*B I"], w: Float[Array, "I O"], recipe: str) -> Float[Array, "*B O"]:

@@ -36,7 +36,7 @@ class Quantized:
     Args:
         codes: of the array's shape, in the dtype of its map.
         scale: float32, of that shape with the second-minor dim divided by the block.
-        map: name of the codes' map, in `maps.MAPS`.
+        map: name of the codes' map, in `codebooks.MAPS`.
         block: numbers of a column that share a scale.
 
     Example:
@@ -81,10 +81,10 @@ def encode(x: Array, map: str, block: int, key: Key | None = None, *, by_rows: b
 
     Args:
         x: of two dims or more, any floating dtype. NaN and infinities become 0.
-        map: name of the codes' map, in `maps.MAPS`; an unsigned one needs x >= 0.
+        map: name of the codes' map, in `codebooks.MAPS`; an unsigned one needs x >= 0.
         block: numbers of a column that share a scale; divides the second-minor dim.
         key: rounds stochastically, so that the mean over keys is `x`; `None` rounds to the nearest.
-        by_rows: of `scales`.
+        by_rows: see `scales`.
 
     Raises:
         UserError: the block does not divide, the array has no columns, or there is no such map.
@@ -132,18 +132,18 @@ def codes(x: Array, scale: Array, map: str, block: int, key: Key | None = None, 
         map: name of the codes' map.
         block: numbers of a column that share a scale.
         key: rounds stochastically.
-        repeated: of `beside`.
+        repeated: see `beside`.
     """
     m = MAPS[map]
     numbers, inverse = beside(_finite(x), 1 / jnp.maximum(scale, LEAST), repeated)
-    scaled = jnp.clip(numbers * inverse, -1.0 if m.signed else 0.0, 1.0)
-    nearest = m.encode(scaled)
+    ratios = jnp.clip(numbers * inverse, -1.0 if m.signed else 0.0, 1.0)
+    nearest = m.encode(ratios)
     if key is not None:
         nearest_value = m.decode(nearest)
-        neighbours = neighbour(m, nearest, scaled > nearest_value)
+        neighbours = neighbour(m, nearest, ratios > nearest_value)
         gap = m.decode(neighbours) - nearest_value
-        probability = (scaled - nearest_value) / jnp.where(gap == 0, 1, gap)
-        nearest = jnp.where(jax.random.uniform(key, scaled.shape) < probability, neighbours, nearest)
+        probability = (ratios - nearest_value) / jnp.where(gap == 0, 1, gap)
+        nearest = jnp.where(jax.random.uniform(key, ratios.shape) < probability, neighbours, nearest)
     return nearest.reshape(x.shape)
 
 
@@ -152,7 +152,7 @@ def decode(q: Quantized, *, repeated: bool = False) -> Float[Array, "..."]:
 
     Args:
         q: codes and scales.
-        repeated: of `beside`.
+        repeated: see `beside`.
 
     Example:
         >>> decode(zeros((2, 2), "linear4_unsigned", 2)).tolist()
@@ -178,10 +178,10 @@ def beside(x: Array, scale: Array, repeated: bool = False) -> tuple[Array, Array
         >>> [a.shape for a in beside(jnp.ones((6, 2)), jnp.ones((3, 2)), repeated=True)]
         [(6, 2), (6, 2)]
     """
-    blocked = _blocked(x.shape, x.shape[-2] // scale.shape[-2])
+    blocked_shape = _blocked(x.shape, x.shape[-2] // scale.shape[-2])
     if repeated:
-        return x, jnp.broadcast_to(scale[..., None, :], blocked).reshape(x.shape)
-    return x.reshape(blocked), scale[..., None, :]
+        return x, jnp.broadcast_to(scale[..., None, :], blocked_shape).reshape(x.shape)
+    return x.reshape(blocked_shape), scale[..., None, :]
 
 
 def zeros(shape: tuple[int, ...], map: str, block: int) -> Quantized:

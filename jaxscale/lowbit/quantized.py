@@ -165,10 +165,10 @@ def quantize_state(
         def state_in_blocks(state: Any) -> Any:
             views = None if extra else views_of(inner, updates, state)
             if views is None:
-                return update_float32(_decoded(_disguised(state, -1.0, True), True))[1]
+                return update_float32(_disguised(state, -1.0, True))[1]
             state = views.cut(state)
             inputs = [views.disguised(views.cut(tree), state) for tree in (updates, params)]
-            return inner.update(inputs[0], _decoded(_disguised(state, -1.0, True), True), inputs[1])[1]
+            return inner.update(inputs[0], _disguised(state, -1.0, True), inputs[1])[1]
 
         by_platform = {
             "cpu": functools.partial(_update_once, update_float32),
@@ -182,9 +182,14 @@ def quantize_state(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def dequantize(state: Any) -> Any:
-    """A state with float32 arrays in place of quantized ones: the state of the wrapped rule."""
-    return _decoded(state)
+def dequantize(state: Any, *, repeated: bool = False) -> Any:
+    """A state with float32 arrays in place of quantized ones: the state of the wrapped rule.
+
+    Args:
+        state: of `quantize_state`.
+        repeated: see `beside`.
+    """
+    return _map_quantized(functools.partial(decode, repeated=repeated), state)
 
 
 def placed(state: Any, shardings: Any) -> Any:
@@ -196,12 +201,7 @@ def placed(state: Any, shardings: Any) -> Any:
         state: with `Quantized` nodes, of arrays or shapes.
         shardings: tree of shardings, one for each leaf and each quantized array.
     """
-    return jax.tree.map(
-        lambda leaf, place: dataclasses.replace(leaf, codes=place, scale=place) if is_quantized(leaf) else place,
-        state,
-        shardings,
-        is_leaf=is_quantized,
-    )
+    return _map_quantized(lambda q, place: dataclasses.replace(q, codes=place, scale=place), state, shardings)
 
 
 def state_bytes(state: Any) -> tuple[int, int]:
@@ -220,7 +220,7 @@ def state_bytes(state: Any) -> tuple[int, int]:
 
 def _update_once(update: Any, state: Any) -> tuple[Params, Any]:
     """Decode, update, encode: for CPU, where arithmetic is the bottleneck and memory is not."""
-    updates, new_state = update(_decoded(state))
+    updates, new_state = update(dequantize(state))
     return updates, _map_quantized(lambda q, new: encode(new, q.map, q.block, by_rows=True), state, new_state)
 
 
@@ -233,44 +233,41 @@ def _update_recomputed(update: Any, state: Any, repeated: bool, in_blocks: Any =
     Args:
         update: the rule, on a state in float32.
         state: quantized.
-        repeated: of `beside`, for scales and codes.
+        repeated: see `beside`, for scales and codes.
         in_blocks: a function from the quantized state to the new state that gives scales; `None` takes `update`.
     """
-    updates, new_state = update(_decoded(state, repeated))
-    scale_state = in_blocks(state) if in_blocks else update(_decoded(_disguised(state, -1.0, repeated), repeated))[1]
-    code_state = update(_decoded(_disguised(state, -2.0, repeated), repeated))[1]
+    updates, new_state = update(dequantize(state, repeated=repeated))
+    scale_state = in_blocks(state) if in_blocks else update(_disguised(state, -1.0, repeated))[1]
+    code_state = update(_disguised(state, -2.0, repeated))[1]
 
-    def encode_leaf(q: Any, plain: Any, scale_state: Any, code_state: Any) -> Any:
-        if not is_quantized(q):
-            return plain
-        scale = scales(scale_state, q.map, q.block).reshape(q.scale.shape)
-        return dataclasses.replace(q, codes=codes(code_state, scale, q.map, q.block, repeated=repeated), scale=scale)
+    def encode_leaf(q: Any, scale_array: Any, code_array: Any, _: Any) -> Any:
+        scale = scales(scale_array, q.map, q.block).reshape(q.scale.shape)
+        return dataclasses.replace(q, codes=codes(code_array, scale, q.map, q.block, repeated=repeated), scale=scale)
 
-    return updates, jax.tree.map(encode_leaf, state, new_state, scale_state, code_state, is_leaf=is_quantized)
+    return updates, _map_quantized(encode_leaf, state, scale_state, code_state, new_state)
 
 
 def _disguised(state: Any, bound: float, repeated: bool) -> Any:
-    """The same state by another expression: codes change only where a scale is below `bound`, as none is."""
+    """The decoded state by another expression: codes change only where a scale is below `bound`, as none is."""
 
     def disguise(q: Any) -> Any:
-        if not is_quantized(q):
-            return q
         codes_array, scale = beside(q.codes, q.scale, repeated)
-        return dataclasses.replace(
-            q, codes=jnp.where(scale < bound, jnp.zeros((), codes_array.dtype), codes_array).reshape(q.shape)
-        )
+        codes_array = jnp.where(scale < bound, jnp.zeros((), codes_array.dtype), codes_array)
+        return dataclasses.replace(q, codes=codes_array.reshape(q.shape))
 
-    return jax.tree.map(disguise, state, is_leaf=is_quantized)
-
-
-def _map_quantized(function: Any, state: Any, new_state: Any) -> Any:
-    return jax.tree.map(lambda q, x: function(q, x) if is_quantized(q) else x, state, new_state, is_leaf=is_quantized)
+    return dequantize(_map_quantized(disguise, state), repeated=repeated)
 
 
-def _decoded(state: Any, repeated: bool = False) -> Any:
-    return jax.tree.map(
-        lambda leaf: decode(leaf, repeated=repeated) if is_quantized(leaf) else leaf, state, is_leaf=is_quantized
-    )
+def _map_quantized(function: Any, state: Any, *trees: Any) -> Any:
+    """A function of the quantized arrays of a state, and of entries of further trees like it.
+
+    All else is that of the last tree.
+    """
+
+    def mapped(*entries: Any) -> Any:
+        return function(*entries) if is_quantized(entries[0]) else entries[-1]
+
+    return jax.tree.map(mapped, state, *trees, is_leaf=is_quantized)
 
 
 def _choose_maps(
@@ -280,7 +277,7 @@ def _choose_maps(
     signed, unsigned, max_block = _MAPS[states]
     max_block = policy.block or max_block
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-    shardings: list[Any] = [None] * len(flat) if local is None else jax.tree.leaves(local, is_leaf=_is_local)
+    shardings: list[Any] = [None] * len(flat) if local is None else treedef.flatten_up_to(local)
     stacked_flags: list[Any] = [False] * len(flat) if layers is None else treedef.flatten_up_to(layers)
     owners = {path: (leaf.shape, *facts) for (path, leaf), *facts in zip(flat, shardings, stacked_flags, strict=True)}
 
@@ -299,10 +296,6 @@ def _choose_maps(
 
     state_leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
     return [choice(path, leaf) for path, leaf in state_leaves]
-
-
-def _is_local(x: Any) -> bool:
-    return isinstance(x, Sharding | tuple | jax.ShapeDtypeStruct)
 
 
 def _local_shape(shape: tuple[int, ...], local: Any) -> tuple[int, ...]:

@@ -83,9 +83,11 @@ def joined(params: Any, state: SplitState) -> Any:
         params: bfloat16 leaves are joined; others are unchanged.
         state: of `split_weights`.
     """
-    return jax.tree.map(
-        lambda c, p: p if isinstance(c, optax.MaskedNode) else join(p, c), state.correction, params, is_leaf=_is_masked
-    )
+
+    def join_leaf(correction: Any, param: Array) -> Array:
+        return param if _is_masked(correction) else join(param, correction)
+
+    return jax.tree.map(join_leaf, state.correction, params, is_leaf=_is_masked)
 
 
 def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -133,15 +135,15 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
         steps, inner_state = inner.update(in_float32(updates), state.inner, weights, **extra)
 
         def split_leaf(correction: Any, old: Array, weights: Array, step: Array) -> tuple[Any, Any]:
-            if isinstance(correction, optax.MaskedNode):
+            if _is_masked(correction):
                 return step, correction
             weight, correction = split(weights + step)
             return weight.astype(jnp.float32) - old.astype(jnp.float32), correction
 
         pairs = jax.tree.map(split_leaf, state.correction, params, weights, steps, is_leaf=_is_masked)
         treedef = jax.tree.structure(params)
-        trees = [treedef.unflatten([pair[i] for pair in treedef.flatten_up_to(pairs)]) for i in (0, 1)]
-        return trees[0], SplitState(trees[1], inner_state)
+        new_updates, corrections = map(treedef.unflatten, zip(*treedef.flatten_up_to(pairs), strict=True))
+        return new_updates, SplitState(corrections, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

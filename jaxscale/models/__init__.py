@@ -14,8 +14,9 @@
 The names of this module load on first use; a value imports neither JAX nor Flax.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxscale.lazy import lazy_names
 
 _WHERE = {
     "CrossEntropy": "jaxscale.models.foreign",
@@ -50,10 +51,4 @@ __all__ = [
     "linen_model",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'jaxscale.models' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _WHERE)

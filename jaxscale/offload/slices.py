@@ -101,11 +101,11 @@ def sweep(
         length = array.shape[dim] // pieces
         return to_device(jax.lax.dynamic_slice_in_dim(array, number * length, length, dim))
 
-    def replaced(array: Array, dim: int, number: Any, new: Array) -> Array:
-        new = to_host(new) if on_host(array) else new
+    def replaced(array: Array, dim: int, number: Any, new_slice: Array) -> Array:
+        new_slice = to_host(new_slice) if on_host(array) else new_slice
         if pieces == 1:
-            return new
-        return jax.lax.dynamic_update_slice_in_dim(array, new, number * new.shape[dim], dim)
+            return new_slice
+        return jax.lax.dynamic_update_slice_in_dim(array, new_slice, number * new_slice.shape[dim], dim)
 
     dims = [dim for _, dim in written]
 
@@ -113,7 +113,8 @@ def sweep(
         arrays, carry = state
         slices = [slice_of(array, dim, number) for array, dim in zip(arrays, dims, strict=True)]
         new_slices, carry = body([slice_of(array, dim, number) for array, dim in read], slices, carry)
-        return [replaced(a, d, number, n) for a, d, n in zip(arrays, dims, new_slices, strict=True)], carry
+        places = zip(arrays, dims, new_slices, strict=True)
+        return [replaced(array, dim, number, new_slice) for array, dim, new_slice in places], carry
 
     initial = ([array for array, _ in written], carry)
     return step(0, initial) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, initial)

@@ -11,9 +11,10 @@ Two ways to apply an optax rule, of one signature, that hold at most a slice of 
 `plainly` applies it without offload. All three take the norm for clipping, and whether the step is good, since a later
 `where` over old and new state would need both whole on the device.
 
-Plans use these functions. For custom training loops there is `hosted.offload_state`, a wrapper of a rule.
+Plans use these functions. For custom training loops there is `wrapper.offload_state`, a wrapper of a rule.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from jaxscale.offload.slices import SLICE_BYTES, SliceCut, cut, sweep
 from jaxscale.programs.elementwise import check_elementwise
 from jaxscale.sharding.memory_space import on_host as lies_on_host
 from jaxscale.sharding.memory_space import to_device, to_host
+from jaxscale.trees import shapes_of
 from jaxscale.typing import Array, Float, Params
 
 Advance = Callable[[Params, Any, Params, Any, Any], tuple[Params, Any]]
@@ -46,8 +48,7 @@ def plainly(optimizer: optax.GradientTransformation) -> Advance:
     """
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
-        updates, new_state = optimizer.update(gradients, state, params)
-        return _where(good, (optax.apply_updates(params, updates), new_state), (params, state))
+        return _step(optimizer, gradients, (params, state), norm, good)
 
     return advance
 
@@ -92,9 +93,7 @@ def streamed(
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
         def step(gradients: Params, old: tuple[Params, Any]) -> tuple[Params, Any]:
-            clipped = jax.tree.map(lambda g: _clipped(g, norm, clip), gradients)
-            updates, new_state = rule.update(clipped, old[1], old[0])
-            return _where(good, (optax.apply_updates(old[0], updates), new_state), old)
+            return _step(rule, gradients, old, norm, good, clip)
 
         weights, new_state = in_slices(rule, cuts, step, gradients, (params, state if clip is None else state[1]))
         return weights, new_state if clip is None else (state[0], new_state)
@@ -115,15 +114,9 @@ def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) ->
     """
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
-        inner = state if clip is None else state[1]
-
-        def update(gradients: Params, old: tuple[Params, Any], norm: Any, good: Any) -> tuple[Params, Any]:
-            clipped = jax.tree.map(lambda g: _clipped(g, norm, clip), gradients)
-            updates, new_state = rule.update(clipped, old[1], old[0])
-            return _where(good, (optax.apply_updates(old[0], updates), new_state), old)
-
-        old = (params, inner)
-        new = by_host_cpu(constants_there(update), (gradients, old, norm, good), old)
+        old = (params, state if clip is None else state[1])
+        step = with_host_constants(functools.partial(_step, rule, clip=clip))
+        new = by_host_cpu(step, (gradients, old, norm, good), old)
         weights, new_state = jax.tree.map(lambda new, old: new if lies_on_host(old) else to_device(new), new, old)
         return weights, new_state if clip is None else (state[0], new_state)
 
@@ -135,19 +128,20 @@ def by_host_cpu(function: Callable[..., Any], args: Any, like: Any) -> Any:
     return compute_on_host(function, jax.tree.map(lambda _: jax.memory.Space.Host, like))(*to_host(args))
 
 
-def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of arrays in host memory whose constants lie there too, also within loops.
 
     JAX would place them on the device.
     """
 
-    def struct(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
     def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def value_of(atom: Any) -> Any:
+            return atom.val if hasattr(atom, "val") else values[atom]
+
         for eqn in jaxpr.eqns:
-            operands = [x.val if hasattr(x, "val") else values[x] for x in eqn.invars]
+            operands = [value_of(atom) for atom in eqn.invars]
             inner = eqn.params.get("jaxpr")
             if eqn.primitive.name in ("jit", "pjit") and inner is not None:
                 outputs = run(inner.jaxpr, inner.consts, operands)
@@ -158,7 +152,7 @@ def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
                     operands = [x if jax.numpy.ndim(x) == 0 else to_host(x) for x in operands]
                 outputs = rebind(eqn, operands)
             values |= dict(zip(eqn.outvars, outputs, strict=True))
-        return [x.val if hasattr(x, "val") else values[x] for x in jaxpr.outvars]
+        return [value_of(atom) for atom in jaxpr.outvars]
 
     def loop(params: Any, operands: Sequence[Any]) -> list[Any]:
         body, (num_consts, num_carry) = params["jaxpr"], scan_counts(params)
@@ -172,13 +166,12 @@ def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
         last_carry, ys = jax.lax.scan(step, carry, xs, **settings)
         return [*last_carry, *ys]
 
-    def with_host_constants(*args: Any) -> Any:
-        shapes = jax.tree.map(struct, args)
-        program, out_shapes = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    def run_program(*args: Any) -> Any:
+        program, out_shapes = jax.make_jaxpr(function, return_shape=True)(*shapes_of(args))
         outputs = run(program.jaxpr, program.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out_shapes), outputs)
 
-    return with_host_constants
+    return run_program
 
 
 def cuts_of(
@@ -200,7 +193,7 @@ def cuts_of(
         cut(leaf.shape, leaf.dtype.itemsize, sharding, slice_bytes, unit)
         for leaf, sharding, unit in zip(leaves, shardings, units, strict=True)
     ]
-    return [c if c.pieces > 1 else SliceCut() for c in cuts]
+    return [slice_cut if slice_cut.pieces > 1 else SliceCut() for slice_cut in cuts]
 
 
 def in_slices(
@@ -230,9 +223,9 @@ def in_slices(
     states, state_def = jax.tree.flatten(old[1])
     owners = jax.tree.leaves(owners_of(rule, old[1], treedef))
     shared_ids = [i for i, owner in enumerate(owners) if owner < 0]
-    result_leaves, result_states = list(leaves), list(states)
-    for pieces in sorted({c.pieces for c in cuts}):
-        param_ids = [i for i, c in enumerate(cuts) if c.pieces == pieces]
+    new_leaves, new_states = list(leaves), list(states)
+    for pieces in sorted({slice_cut.pieces for slice_cut in cuts}):
+        param_ids = [i for i, slice_cut in enumerate(cuts) if slice_cut.pieces == pieces]
         state_ids = [i for i, owner in enumerate(owners) if owner in param_ids]
 
         def step_slices(
@@ -242,27 +235,25 @@ def in_slices(
             param_ids: list[int] = param_ids,
             state_ids: list[int] = state_ids,
         ) -> tuple[list[Array], Any]:
-            old_leaves = _only_at(leaves, param_ids, written_slices[: len(param_ids)])
-            old_states = _only_at(states, state_ids, written_slices[len(param_ids) :])
+            leaf_slices = _only_at(leaves, param_ids, written_slices[: len(param_ids)])
+            state_slices = _only_at(states, state_ids, written_slices[len(param_ids) :])
             for i in shared_ids:
-                old_states[i] = to_device(states[i])
+                state_slices[i] = to_device(states[i])
             slices = treedef.unflatten(_only_at(read_leaves, param_ids, read_slices)) if read_leaves else None
-            output = step(slices, (treedef.unflatten(old_leaves), state_def.unflatten(old_states)))
-            new_leaves, new_states = treedef.flatten_up_to(output[0]), state_def.flatten_up_to(output[1])
-            new_slices = [new_leaves[i] for i in param_ids] + [new_states[i] for i in state_ids]
-            return new_slices, [new_states[i] for i in shared_ids]
+            stepped = step(slices, (treedef.unflatten(leaf_slices), state_def.unflatten(state_slices)))
+            leaf_slices, state_slices = treedef.flatten_up_to(stepped[0]), state_def.flatten_up_to(stepped[1])
+            new_slices = [leaf_slices[i] for i in param_ids] + [state_slices[i] for i in state_ids]
+            return new_slices, [state_slices[i] for i in shared_ids]
 
         reads = [(read_leaves[i], cuts[i].dim) for i in param_ids] if read_leaves else []
         writes = [(leaves[i], cuts[i].dim) for i in param_ids]
         writes += [(states[i], cuts[owners[i]].dim) for i in state_ids]
-        outputs, last_carry = sweep(step_slices, pieces, reads, writes, [to_device(states[i]) for i in shared_ids])
-        for i, output in zip(param_ids, outputs[: len(param_ids)], strict=True):
-            result_leaves[i] = output
-        for i, output in zip(state_ids, outputs[len(param_ids) :], strict=True):
-            result_states[i] = output
-        for i, output in zip(shared_ids, last_carry, strict=True):
-            result_states[i] = output
-    return treedef.unflatten(result_leaves), state_def.unflatten(result_states)
+        arrays, shared = sweep(step_slices, pieces, reads, writes, [to_device(states[i]) for i in shared_ids])
+        for i, array in zip(param_ids, arrays[: len(param_ids)], strict=True):
+            new_leaves[i] = array
+        for i, array in zip(state_ids + shared_ids, arrays[len(param_ids) :] + shared, strict=True):
+            new_states[i] = array
+    return treedef.unflatten(new_leaves), state_def.unflatten(new_states)
 
 
 def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Array, ""]:
@@ -287,34 +278,33 @@ def _add_squares(read: list[Array], written: list[Array], total: Array) -> tuple
     return written, total + jnp.sum(jnp.square(read[0].astype(jnp.float32)))
 
 
-def _where(good: Any, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
+def _step(
+    rule: optax.GradientTransformation,
+    gradients: Params,
+    old: tuple[Params, Any],
+    norm: Any,
+    good: Any,
+    clip: float | None = None,
+) -> tuple[Params, Any]:
+    """The new weights and state, or the old ones if the step is not good."""
 
+    def clipped(gradient: Array) -> Array:
+        """As by `optax.clip_by_global_norm`, to the bit."""
+        return jnp.where(norm < clip, gradient, (gradient / norm.astype(gradient.dtype)) * clip)
 
-def _clipped(gradient: Array, norm: Array, clip: float | None) -> Array:
-    """A gradient clipped as by `optax.clip_by_global_norm`, to the bit."""
-    if clip is None:
-        return gradient
-    return jnp.where(norm < clip, gradient, (gradient / norm.astype(gradient.dtype)) * clip)
+    params, state = old
+    gradients = gradients if clip is None else jax.tree.map(clipped, gradients)
+    updates, new_state = rule.update(gradients, state, params)
+    return optax.tree.where(good, (optax.apply_updates(params, updates), new_state), old)
 
 
 def owners_of(rule: optax.GradientTransformation, state: Any, treedef: Any) -> Any:
     """For each leaf of a state, the number of its parameter; -1 for none."""
-    return _of_params(
+    return optax.tree.map_params(
         rule,
         lambda leaf, number: jax.tree.map(lambda _: number, leaf),
         state,
         treedef.unflatten(range(treedef.num_leaves)),
-    )
-
-
-def _of_params(rule: optax.GradientTransformation, function: Callable[..., Any], state: Any, *trees: Any) -> Any:
-    """Map a function over a state's entries of parameters (arrays, quantized, empty nodes); other leaves give -1."""
-    return optax.tree.map_params(
-        rule,
-        function,
-        state,
-        *trees,
         transform_non_params=lambda _: -1,
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode) or is_quantized(leaf),
     )
@@ -324,13 +314,11 @@ def _units(rule: optax.GradientTransformation, params: Params) -> list[tuple[int
     """For each dim of each parameter, a divisor of slice lengths: the blocks of its quantized state."""
     leaves, treedef = jax.tree.flatten(params)
     units = [[1] * len(leaf.shape) for leaf in leaves]
-
-    def note(leaf: Any, number: int) -> Any:
-        if is_quantized(leaf):
-            units[number][-2] = math.lcm(units[number][-2], leaf.block)
-        return leaf
-
-    _of_params(rule, note, jax.eval_shape(rule.init, params), treedef.unflatten(range(len(leaves))))
+    state = jax.eval_shape(rule.init, params)
+    trees = (state, owners_of(rule, state, treedef))
+    for entry, owner in zip(*(jax.tree.leaves(tree, is_leaf=is_quantized) for tree in trees), strict=True):
+        if is_quantized(entry):
+            units[owner.codes][-2] = math.lcm(units[owner.codes][-2], entry.block)
     return [tuple(unit) for unit in units]
 
 

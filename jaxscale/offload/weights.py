@@ -107,11 +107,7 @@ def streaming(treatment: Treatment) -> Treatment:
 
         return wrapped
 
-    return dataclasses.replace(
-        treatment,
-        wrapper=fetching(treatment.wrapper),
-        groups=tuple((layers, fetching(wrapper)) for layers, wrapper in treatment.groups),
-    )
+    return treatment.with_wrappers(fetching)
 
 
 def offloading_later(treatment: Treatment) -> Treatment:
@@ -126,22 +122,14 @@ def offloading_later(treatment: Treatment) -> Treatment:
     def delayed(wrapper: Wrapper) -> Wrapper:
         return dataclasses.replace(wrapper, later=True) if isinstance(wrapper, Keeping) else wrapper
 
-    return dataclasses.replace(
-        treatment,
-        wrapper=delayed(treatment.wrapper),
-        groups=tuple((layers, delayed(wrapper)) for layers, wrapper in treatment.groups),
-        hosted=frozenset().union(*(wrapper.hosted for wrapper in keeping)),
-    )
+    hosted = frozenset().union(*(wrapper.hosted for wrapper in keeping))
+    return dataclasses.replace(treatment.with_wrappers(delayed), hosted=hosted)
 
 
 def fetched(args: Any) -> Any:
     """The arguments of a block, with every `Streamed` weight on the device."""
-    return jax.tree.map(_fetch_leaf, args, is_leaf=_is_streamed)
 
+    def is_streamed(leaf: Any) -> bool:
+        return isinstance(leaf, Streamed)
 
-def _is_streamed(leaf: Any) -> bool:
-    return isinstance(leaf, Streamed)
-
-
-def _fetch_leaf(leaf: Any) -> Any:
-    return leaf.fetch() if _is_streamed(leaf) else leaf
+    return jax.tree.map(lambda leaf: leaf.fetch() if is_streamed(leaf) else leaf, args, is_leaf=is_streamed)

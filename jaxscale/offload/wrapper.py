@@ -1,7 +1,7 @@
 """A wrapper of any optax rule whose state lies in host memory between steps.
 
 An update returns the updates of all weights, so these lie on the device, in the memory of the gradients; the state is
-moved in slices to the device and back, as in `offloaded.streamed` (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv
+moved in slices to the device and back, as in `updates.streamed` (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv
 2104.07857). Moving all of it at once saves nothing: the compiler keeps it on the device while the update runs.
 
 A step of AdamW over 192 MiB of weights, with its gradients, compiled for one chip (JAX 0.12.0.1, 2026-11-22; wrapped,
@@ -28,12 +28,14 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError, unknown
-from jaxscale.lowbit.quantize import decode, is_quantized
+from jaxscale.lowbit.quantize import is_quantized
+from jaxscale.lowbit.quantized import dequantize
 from jaxscale.offload.slices import SLICE_BYTES, SliceCut
-from jaxscale.offload.updates import by_host_cpu, constants_there, cuts_of, in_slices, owners_of
+from jaxscale.offload.updates import by_host_cpu, cuts_of, in_slices, owners_of, with_host_constants
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.sharding.memory_space import HOST_KIND, check_host_memory, on_host, rehearses, to_device, to_host
-from jaxscale.trees import path_name
+from jaxscale.sharding.partition import dividing
+from jaxscale.trees import path_name, shapes_of
 from jaxscale.typing import Array, Params
 
 
@@ -96,13 +98,13 @@ def offload_state(
 
     def sliced(params: Params, extra: Mapping[str, Any]) -> list[SliceCut]:
         _check_sliceable(inner, params, extra)
-        return cuts_of(inner, _shapes(params), _param_shardings(params, shardings), slice_bytes)
+        return cuts_of(inner, shapes_of(params), _param_shardings(params, shardings), slice_bytes)
 
     def init(params: Any) -> Any:
         leaves = jax.tree.leaves(params)
         if not leaves:  # a placeholder, of `optax.tree.map_params`
             return inner.init(params)
-        if not any(_is_traced(leaf) for leaf in leaves):
+        if not any(isinstance(leaf, Tracer) for leaf in leaves):
             params = jax.tree.map(jnp.asarray, params)
         platform = _check_devices(jax.tree.leaves(params))
         shapes = jax.eval_shape(inner.init, params)
@@ -114,7 +116,7 @@ def offload_state(
                 'offload_state: run="host" with a quantized state, or split weights: the TPU compiler crashes on it; '
                 'take "streamed", or quantize_state(rule, "float32") without split_weights'
             )
-        if any(_is_traced(leaf) for leaf in leaves):
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
             return placed(inner.init(params))
         return jax.jit(inner.init, out_shardings=_shardings(inner, params, shapes, _host_flags(shapes, regex)))(params)
 
@@ -124,20 +126,20 @@ def offload_state(
         _check_on_host(state, regex)
         state = placed(state)
         if run == "host":
-            update_on_cpu = constants_there(functools.partial(inner.update, **extra))
+            update_on_cpu = with_host_constants(functools.partial(inner.update, **extra))
             new_updates, new_state = by_host_cpu(update_on_cpu, (updates, state, params), (updates, state))
             return to_device(new_updates), placed(new_state)
         cuts = sliced(updates if params is None else params, extra)
-        shapes, _ = jax.eval_shape(functools.partial(inner.update, **extra), *_shapes((updates, state, params)))
-        promoted = jax.tree.map(lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), updates, shapes)
+        shapes, _ = jax.eval_shape(functools.partial(inner.update, **extra), *shapes_of((updates, state, params)))
+        promoted_gradients = jax.tree.map(lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), updates, shapes)
 
-        def step(params: Any, old: tuple[Params, Any]) -> tuple[Params, Any]:
-            gradients = jax.tree.map(lambda x, g: x.astype(g.dtype), old[0], updates)
+        def step(params: Any, old: tuple[Params, Any]) -> tuple[Any, Any]:
+            gradients = optax.tree.cast_like(old[0], updates)
             new_updates, new_state = inner.update(gradients, old[1], params, **extra)
-            return jax.tree.map(lambda new, x: new.astype(x.dtype), new_updates, old[0]), new_state
+            return optax.tree.cast_like(new_updates, old[0]), new_state
 
-        new_updates, new_state = in_slices(inner, cuts, step, params, (promoted, state))
-        return jax.tree.map(lambda x, s: x.astype(s.dtype), new_updates, shapes), placed(new_state)
+        new_updates, new_state = in_slices(inner, cuts, step, params, (promoted_gradients, state))
+        return optax.tree.cast_like(new_updates, shapes), placed(new_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -148,8 +150,8 @@ def _check_devices(leaves: Sequence[Array]) -> str:
     Raises:
         UserError: its devices have no host memory, or it is a CPU of one device.
     """
-    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves if _is_traced(leaf)]
-    mesh = next((m for m in meshes if not m.empty), None)
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves if isinstance(leaf, Tracer)]
+    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
     if mesh is not None and mesh.abstract_device is not None and mesh.abstract_device.platform != "cpu":
         return mesh.abstract_device.platform
     if meshes:
@@ -192,18 +194,8 @@ def _shardings(rule: optax.GradientTransformation, params: Params, state: Any, h
 
 def _divides(sharding: NamedSharding, leaf: Any, param: Array) -> bool:
     """Whether an array divides over a mesh in the same way as its parameter."""
-    if leaf.ndim != param.ndim:
-        return False
-    shards = [dim // local for dim, local in zip(param.shape, sharding.shard_shape(param.shape), strict=True)]
-    return all(dim % count == 0 for dim, count in zip(leaf.shape, shards, strict=True))
-
-
-def _is_traced(x: Any) -> bool:
-    return isinstance(x, Tracer)
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    leaf_spec, param_spec = (dividing(sharding.spec, shape, sharding.mesh) for shape in (leaf.shape, param.shape))
+    return leaf.ndim == param.ndim and leaf_spec == param_spec
 
 
 def _host_flags(state: Any, regex: re.Pattern[str]) -> Any:
@@ -235,10 +227,10 @@ def _check_any_on_host(state: Any, regex: re.Pattern[str]) -> None:
 def _check_sliceable(rule: optax.GradientTransformationExtraArgs, params: Params, extra: Mapping[str, Any]) -> None:
     """Refuse a rule that can't be run slice by slice; quantized arrays are decoded for the check."""
 
-    def init(params: Any) -> Any:
-        return jax.tree.map(lambda x: decode(x) if is_quantized(x) else x, rule.init(params), is_leaf=is_quantized)
-
-    operation = first_mixing(optax.GradientTransformation(init, functools.partial(rule.update, **extra)), params)
+    float32_rule = optax.GradientTransformation(
+        lambda params: dequantize(rule.init(params)), functools.partial(rule.update, **extra)
+    )
+    operation = first_mixing(float32_rule, params)
     if operation is not None:
         raise UserError(
             f"offload_state: this optimizer's update mixes elements of a tensor ({operation}), so it can't be run "

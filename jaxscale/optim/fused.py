@@ -93,16 +93,15 @@ def fused(
         if not any(uses_kernel):
             return plain(gradients, state, params, norm, good)
 
-        def rule_part(tree: list[Any]) -> Any:
-            return treedef.unflatten([optax.MaskedNode() if m else x for m, x in zip(uses_kernel, tree, strict=True)])
+        def rule_part(entries: list[Any]) -> Any:
+            pairs = zip(entries, uses_kernel, strict=True)
+            return treedef.unflatten([optax.MaskedNode() if by_kernel else entry for entry, by_kernel in pairs])
 
         factor = jnp.ones(()) if clip is None else jnp.where(norm < clip, 1.0, clip / norm)
         old = (rule_part(weights), (adam._replace(mu=rule_part(mu), nu=rule_part(nu)), *inner[1:]))
-        clipped = [g if clip is None else g * factor.astype(g.dtype) for g in grads]
-        updates, new_state = rule.update(rule_part(clipped), old[1], old[0])
-        by_rule = jax.tree.map(
-            lambda new, old: jnp.where(good, new, old), (optax.apply_updates(old[0], updates), new_state), old
-        )
+        clipped_gradients = [g if clip is None else g * factor.astype(g.dtype) for g in grads]
+        updates, new_state = rule.update(rule_part(clipped_gradients), old[1], old[0])
+        by_rule = optax.tree.where(good, (optax.apply_updates(old[0], updates), new_state), old)
         hyperparams = hyper(
             adamw.rate(schedule_state.count),
             optax.safe_increment(adam.count),
@@ -110,21 +109,18 @@ def fused(
             factor=factor,
             go=good,
         )
-        weights, new_mu, new_nu = list(weights), *(list(tree) for tree in (mu, nu))
-        for i in (i for i, m in enumerate(uses_kernel) if m):
+        rule_trees = (by_rule[0], by_rule[1][0].mu, by_rule[1][0].nu)
+        new_weights, new_mu, new_nu = map(treedef.flatten_up_to, rule_trees)
+        for i in (number for number, by_kernel in enumerate(uses_kernel) if by_kernel):
             decay = adamw.weight_decay if decays[i] else 0.0
             settings = Settings(mu[i].block, adamw.b1, adamw.b2, adamw.eps, decay, _MAPS[mu[i].map, nu[i].map])
             step = functools.partial(adam8, settings=settings, platform=platform)
-            weights[i], new_mu[i], new_nu[i] = _step_leaf(
+            new_weights[i], new_mu[i], new_nu[i] = _step_leaf(
                 step, shardings[i], weights[i], grads[i], mu[i], nu[i], hyperparams
             )
-        rule_trees = [treedef.flatten_up_to(tree) for tree in (by_rule[0], by_rule[1][0].mu, by_rule[1][0].nu)]
-        merged = [
-            treedef.unflatten([k if m else r for m, k, r in zip(uses_kernel, kernel_leaves, rule_leaves, strict=True)])
-            for kernel_leaves, rule_leaves in zip((weights, new_mu, new_nu), rule_trees, strict=True)
-        ]
-        new_state = (by_rule[1][0]._replace(mu=merged[1], nu=merged[2]), *by_rule[1][1:])
-        return merged[0], new_state if clip is None else (state[0], new_state)
+        new_adam = by_rule[1][0]._replace(mu=treedef.unflatten(new_mu), nu=treedef.unflatten(new_nu))
+        new_state = (new_adam, *by_rule[1][1:])
+        return treedef.unflatten(new_weights), new_state if clip is None else (state[0], new_state)
 
     return advance
 

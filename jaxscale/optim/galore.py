@@ -15,7 +15,7 @@ import optax
 from optax import contrib
 
 from jaxscale.compat import one_by_one
-from jaxscale.optim.per_layer import Rule, by_kind, per_layer
+from jaxscale.optim.per_layer import Rule, matrices_by, per_layer
 
 
 def galore(
@@ -42,7 +42,7 @@ def galore(
         every: updates between new projections, each a singular value decomposition.
         b1, b2, eps: Adam's.
         weight_decay: lambda.
-        leaves: tree of `Leaf` like the parameters; `None` judges by shapes and paths.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Example:
@@ -53,14 +53,10 @@ def galore(
         >>> sorted({leaf.shape for leaf in optax.tree.get(state, "projector").values()})
         [(8, 1)]
     """
-    inner = contrib.scale_by_galore(rank, every, base_optimizer=optax.scale_by_adam(b1, b2, eps))
+    adam = optax.scale_by_adam(b1, b2, eps)
+    inner = contrib.scale_by_galore(rank, every, base_optimizer=adam)
     inner = optax.GradientTransformation(inner.init, _matrix_by_matrix(inner.update))
-    rules = {"matrix": per_layer(inner, leaves, matrices=True, whole=True), "rest": optax.scale_by_adam(b1, b2, eps)}
-    return optax.chain(
-        by_kind(rules, lambda leaf: "matrix" if leaf.kind == "matrix" else "rest", leaves),
-        optax.add_decayed_weights(weight_decay, mask=mask),
-        optax.scale_by_learning_rate(rate),
-    )
+    return matrices_by(per_layer(inner, leaves, matrices=True, whole=True), adam, rate, weight_decay, leaves, mask)
 
 
 def _matrix_by_matrix(update: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +65,7 @@ def _matrix_by_matrix(update: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(gradient: Any, state: Any, params: Any = None) -> Any:
         counts = update(gradient, state, params)  # only its counts are used, and so computed
-        own_results = update_one_by_one(gradient, state, params)
-        return jax.tree.map(lambda array, count: array if jnp.ndim(array) else count, own_results, counts)
+        results = update_one_by_one(gradient, state, params)
+        return jax.tree.map(lambda array, count: array if jnp.ndim(array) else count, results, counts)
 
     return run

@@ -117,7 +117,7 @@ def lars(
         momentum: mu.
         trust: tau. The paper's 0.001 is for learning rates 20 times as large: only their product matters.
         weight_decay: lambda.
-        leaves: tree of `Leaf` like the parameters; `None` judges by shapes.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     References:
@@ -159,7 +159,7 @@ def lamb(
         rate: learning rate, or a schedule.
         b1, b2, eps: Adam's.
         weight_decay: lambda.
-        leaves: tree of `Leaf` like the parameters; `None` judges by shapes.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     References:

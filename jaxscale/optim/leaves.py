@@ -110,12 +110,14 @@ def facts_of(leaves: Any, tree: Any) -> list[ParamInfo]:
     """The `ParamInfo` of each array of a tree, in order.
 
     Args:
-        leaves: tree of `ParamInfo` like it; `None` judges by shapes and paths.
+        leaves: tree of `ParamInfo` like it; `None` derives it from shapes and paths.
         tree: of arrays. An array of some of its leaf's layers has that kind; one of any other shape is a placeholder,
             and counts as a vector.
     """
-    leaf_list = jax.tree.structure(tree).flatten_up_to(leaves_of(tree) if leaves is None else leaves)
     shapes = [tuple(array.shape) for array in jax.tree.leaves(tree)]
+    if not shapes:  # a placeholder, of `optax.tree.map_params`
+        return []
+    leaf_list = jax.tree.structure(tree).flatten_up_to(leaves_of(tree) if leaves is None else leaves)
 
     def leaf_for(leaf: ParamInfo, shape: tuple[int, ...]) -> ParamInfo:
         if leaf.shape == shape:

@@ -26,7 +26,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.optim.leaves import ParamInfo, facts_of
-from jaxscale.optim.per_layer import Rule, by_kind
+from jaxscale.optim.per_layer import Rule, matrices_by
+from jaxscale.sharding.partition import axes_of, dim_axes, shard_count
 from jaxscale.typing import Array, Float, Params
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -62,7 +63,7 @@ def muon(
             Gaussian matrices differ by 4 %.
         b1, b2, eps: AdamW's.
         weight_decay: decoupled.
-        leaves: tree of `ParamInfo` like the parameters, with shardings where there is a mesh; `None` judges by shapes.
+        leaves: tree of `ParamInfo` like the parameters, with their shardings; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Example:
@@ -73,12 +74,8 @@ def muon(
         >>> [round(float(x), 1) for x in jnp.diag(update["w"])]  # singular values 3 and 0.1
         [-0.7, -1.1]
     """
-    rules = {"matrix": scale_by_muon(momentum, scale, precision, leaves), "rest": optax.scale_by_adam(b1, b2, eps)}
-    return optax.chain(
-        by_kind(rules, lambda leaf: "matrix" if leaf.kind == "matrix" else "rest", leaves),
-        optax.add_decayed_weights(weight_decay, mask=mask),
-        optax.scale_by_learning_rate(rate),
-    )
+    rule = scale_by_muon(momentum, scale, precision, leaves)
+    return matrices_by(rule, optax.scale_by_adam(b1, b2, eps), rate, weight_decay, leaves, mask)
 
 
 class MuonState(NamedTuple):
@@ -102,7 +99,7 @@ def scale_by_muon(
         momentum: decay of the average of gradients.
         scale: of an orthogonal update.
         precision: of the orthogonalisation and its messages between devices.
-        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes and paths.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
     """
 
     def init(params: Any) -> MuonState:
@@ -112,15 +109,15 @@ def scale_by_muon(
         step = state.step + 1
         mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
         next_mean = optax.tree.bias_correction(mu, momentum, step + 1)
-        corrected = optax.tree.bias_correction(updates, momentum, step)
-        nesterov = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, next_mean, corrected)
+        corrected_updates = optax.tree.bias_correction(updates, momentum, step)
+        nesterov = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, next_mean, corrected_updates)
         arrays, treedef = jax.tree.flatten(nesterov)
         facts = facts_of(leaves, updates)
         members = [number for number, leaf in enumerate(facts) if leaf.kind == "matrix"]
         matrices = orthogonal([arrays[n] for n in members], [facts[n] for n in members], precision)
-        for number, x in zip(members, matrices, strict=True):
-            leaf = facts[number]
-            arrays[number] = factor(leaf.rows, leaf.columns // leaf.parts, scale) * x.astype(arrays[number].dtype)
+        for number, matrix in zip(members, matrices, strict=True):
+            leaf, dtype = facts[number], arrays[number].dtype
+            arrays[number] = factor(leaf.rows, leaf.columns // leaf.parts, scale) * matrix.astype(dtype)
         return treedef.unflatten(arrays), MuonState(step, mu)
 
     return optax.GradientTransformation(init, update)
@@ -174,7 +171,7 @@ def orthogonal(arrays: Sequence[Array], leaves: Sequence[ParamInfo], precision: 
     matrices = [_matrices(array.astype(precision), leaf) for array, leaf in zip(arrays, leaves, strict=True)]
     for number, (stack, leaf) in enumerate(zip(matrices, leaves, strict=True)):
         axes = _axes(leaf)
-        divides = not axes or stack.shape[0] % _shard_count(leaf, axes) == 0
+        divides = not axes or stack.shape[0] % shard_count(leaf.sharding.mesh, axes) == 0
         # stacks of one shape that do not divide the mesh alone may do so together
         group = number if divides else (stack.shape[1:], axes, leaf.sharding.mesh, leaf.sharding.spec[leaf.stack :])
         stacks[group].append(number)
@@ -185,7 +182,7 @@ def orthogonal(arrays: Sequence[Array], leaves: Sequence[ParamInfo], precision: 
         leaf = leaves[members[0]]
         axes = _axes(leaf)
         if axes:
-            stack = jnp.pad(stack, ((0, -len(stack) % _shard_count(leaf, axes)), (0, 0), (0, 0)))
+            stack = jnp.pad(stack, ((0, -len(stack) % shard_count(leaf.sharding.mesh, axes)), (0, 0), (0, 0)))
             route = _route(leaf)
             stack = _move_along(newton_schulz(_move_along(stack, route)), route[::-1])
         else:
@@ -211,10 +208,8 @@ def _route(leaf: ParamInfo) -> list[NamedSharding]:
     One dim at a time: XLA turns a move of several at once into a gather.
     """
     mesh, route = leaf.sharding.mesh, []
-    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in leaf.sharding.spec]
-    entries += [()] * (len(leaf.shape) - len(entries))
     if leaf.stack == 1 and len(leaf.shape) == 3 and leaf.parts == 1:
-        stacked, rows, columns = entries
+        stacked, rows, columns = dim_axes(leaf.sharding.spec, 3)
         route = [(stacked, rows, columns), ((*stacked, *columns), rows, ()), ((*stacked, *columns, *rows), (), ())]
         route = [dims for number, dims in enumerate(route) if dims not in route[:number]]
     else:
@@ -242,9 +237,4 @@ def _axes(leaf: ParamInfo) -> tuple[str, ...]:
     """Mesh axes over which the leaf is sharded."""
     if leaf.sharding is None:
         return ()
-    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in leaf.sharding.spec]
-    return tuple(axis for entry in entries for axis in entry if leaf.sharding.mesh.shape[axis] > 1)
-
-
-def _shard_count(leaf: ParamInfo, axes: Sequence[str]) -> int:
-    return math.prod(leaf.sharding.mesh.shape[axis] for axis in axes)
+    return tuple(axis for axis in axes_of(leaf.sharding.spec) if leaf.sharding.mesh.shape[axis] > 1)

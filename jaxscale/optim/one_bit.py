@@ -7,7 +7,7 @@ arXiv 2102.02888). So both rules run in two phases of n replicas, whose messages
     warm-up   each sends its gradient g_i; the exact mean updates m and v, as in Adam
     frozen    each sends m_i = b1 m + (1 - b1) g_i; the codec's mean of them is the next m; v is constant
 
-`Messages` computes a replica's message, the rules take the mean of messages, and `over_replicas` joins both with a
+`Messages` computes a replica's message, the rules take the mean of messages, and `over_replicas.py` joins both with a
 codec. 1-bit LAMB (Li et al. 2021, arXiv 2104.06069) also freezes the trust ratio of each layer, at its running mean,
 and corrects it by the ratio of the frozen variance to one estimated from the change of m, by a tenth a step at most.
 
@@ -19,34 +19,17 @@ Adam, which schedules its variance and the steps between messages.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jaxscale.errors import UserError
 from jaxscale.lowbit.quantize import decode, is_quantized
 from jaxscale.optim.leaves import ParamInfo, facts_of
+from jaxscale.optim.per_layer import Rule
 from jaxscale.typing import Array, Bool, Float, Int
-
-Rule = optax.GradientTransformation
-
-
-@runtime_checkable
-class MomentumCodec(Protocol):
-    """Averages messages over an axis, such as `compression.OneBit()`."""
-
-    def init(self, shape: Any, key: Any, n: int, *, layers: bool = False) -> Any:
-        """The state of one leaf on one of n devices."""
-        ...
-
-    def reduce(
-        self, gradient: Any, state: Any, axis: str, key: Any = None, step: Any = None, *, layers: bool = False
-    ) -> tuple[Any, Any]:
-        """The mean of a leaf over the axis, and the new state."""
-        ...
 
 
 class OneBitState(NamedTuple):
@@ -191,8 +174,8 @@ def one_bit_adam(
         return OneBitState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params), optax.tree.zeros_like(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitState]:
-        new_state, corrected = _moments(updates, state, b1, b2, freeze)
-        return jax.tree.map(lambda m, v: _direction(m, v, eps), *corrected), new_state
+        new_state, corrected_moments = _moments(updates, state, b1, b2, freeze)
+        return jax.tree.map(lambda m, v: _direction(m, v, eps), *corrected_moments), new_state
 
     return optax.chain(
         optax.GradientTransformation(init, update),
@@ -231,8 +214,8 @@ def one_bit_lamb(
         freeze: updates before the variance is frozen.
         b1, b2, eps: Adam's.
         weight_decay: lambda.
-        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes. Stacked layers are each a tensor, and
-            gains and biases have no ratio, as in `large_batch.lamb`.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths. Each of stacked layers
+            is a tensor, and gains and biases have no ratio, as in `large_batch.lamb`.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
         smooth: decay of the mean of the trust ratio.
         factors: bounds of f.
@@ -251,11 +234,10 @@ def one_bit_lamb(
 
     def init(params: Any) -> OneBitLambState:
         def per_tensor(value: float) -> Any:
-            if not jax.tree.leaves(params):  # a placeholder, of `optax.tree.map_params`
-                return params
-            facts = facts_of(leaves, params)
-            arrays = [jnp.full(_per_tensor_shape(leaf), value, jnp.float32) for leaf in facts]
-            return jax.tree.structure(params).unflatten(arrays)
+            shapes = [
+                (*leaf.shape[: leaf.stack], *(1,) * (len(leaf.shape) - leaf.stack)) for leaf in facts_of(leaves, params)
+            ]
+            return jax.tree.structure(params).unflatten([jnp.full(shape, value, jnp.float32) for shape in shapes])
 
         mu, nu, fresh = (optax.tree.zeros_like(params) for _ in range(3))
         return OneBitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh, per_tensor(0.0), per_tensor(1.0))
@@ -281,8 +263,8 @@ def one_bit_lamb(
             u = step + weight_decay * w if decayed else step
             trust = _trust_ratio(w, u, leaf)
             ratio = jnp.where(frozen, ratio, smooth * ratio + (1 - smooth) * trust)
-            corrected = _corrected(v_fresh, b2, moments.count)
-            drift = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected) + eps), leaf, jnp.max)
+            corrected_fresh = _corrected(v_fresh, b2, moments.count)
+            drift = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected_fresh) + eps), leaf, jnp.max)
             share = jnp.minimum(1.0, _norms(step, leaf) / jnp.maximum(_norms(u, leaf), jnp.finfo(jnp.float32).tiny))
             factor = jnp.clip(share * drift + 1 - share, *factors)
             factor = jnp.where(frozen, jnp.clip(factor, (1 - change) * old_f, (1 + change) * old_f), old_f)
@@ -318,83 +300,8 @@ def clipped(rule: Rule, messages: Messages) -> Rule:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         clipped_updates, clip_state = clip.update(updates, state[0], params)
         frozen = messages.frozen(state)
-        mean = jax.tree.map(lambda clipped_leaf, leaf: jnp.where(frozen, leaf, clipped_leaf), clipped_updates, updates)
-        steps, rule_state = rule.update(mean, state[1], params)
+        steps, rule_state = rule.update(optax.tree.where(frozen, updates, clipped_updates), state[1], params)
         return steps, (clip_state, rule_state)
-
-    return optax.GradientTransformation(init, update)
-
-
-class OverReplicasState(NamedTuple):
-    """State of a replica.
-
-    Args:
-        rule: the rule's state, equal on all replicas.
-        owed: the codec's state of each parameter, in order; empty where the mean is exact.
-    """
-
-    rule: Any
-    owed: tuple[Any, ...]
-
-
-def over_replicas(
-    rule: Rule,
-    messages: Messages,
-    codec: MomentumCodec,
-    axis: str,
-    replicas: int,
-    *,
-    leaves: Any = None,
-    small: int = 256,
-) -> Rule:
-    """A rule that takes the gradients of one replica, inside a `jax.shard_map` or `jax.vmap` of that axis.
-
-    Our train step does the same by `compression.reduce.Stage`, which also supports several devices in a replica.
-
-    Args:
-        rule: `one_bit_adam` or `one_bit_lamb`.
-        messages: with the same b1 and freeze step.
-        codec: averages momenta, without random draws; in the warm-up means are exact.
-        axis: name of the replicas' axis.
-        replicas: number of replicas.
-        leaves: tree of `ParamInfo` like the parameters; the codec takes stacked layers one by one.
-        small: numbers of a layer below which its mean is exact; the means of gains and biases always are.
-
-    Example:
-        >>> from jaxscale.replicas import OneBit
-        >>> rule = over_replicas(one_bit_adam(0.1, 1), Messages(0.9, 1), OneBit(), "r", 2)
-        >>> params = {"w": jnp.ones((16, 16))}
-        >>> gradients = {"w": jnp.stack([jnp.ones((16, 16)), jnp.zeros((16, 16))])}
-        >>> step = jax.vmap(lambda g: rule.update(g, rule.init(params), params)[0], axis_name="r")
-        >>> print(step(gradients)["w"][:, 0, 0].round(3))
-        [-0.1 -0.1]
-    """
-
-    def stacked(leaf: ParamInfo) -> bool:
-        return leaf.stack > 0
-
-    def coded(leaf: ParamInfo) -> bool:
-        return leaf.kind != "vector" and leaf.rows * leaf.columns >= small
-
-    def init(params: Any) -> OverReplicasState:
-        pairs = zip(jax.tree.leaves(params), facts_of(leaves, params), strict=True)
-        owed = [codec.init(p.shape, None, replicas, layers=stacked(f)) if coded(f) else {} for p, f in pairs]
-        return OverReplicasState(rule.init(params), tuple(owed))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OverReplicasState]:
-        message, norm, frozen = messages(updates, state.rule)
-        good = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
-        count, treedef = messages.count(state.rule), jax.tree.structure(updates)
-        means, owed = [], []
-        for leaf, x, old_owed in zip(facts_of(leaves, updates), jax.tree.leaves(message), state.owed, strict=True):
-            mean, new_owed = lax.pmean(x, axis), old_owed
-            if coded(leaf):
-                coded_mean, new_owed = codec.reduce(x, old_owed, axis, None, count, layers=stacked(leaf))
-                mean = jnp.where(frozen, coded_mean, mean)
-            means.append(jnp.where(good, mean, jnp.nan))
-            owed.append(jax.tree.map(lambda new, old: jnp.where(good & frozen, new, old), new_owed, old_owed))
-        steps, rule_state = rule.update(treedef.unflatten(means), state.rule, params)
-        return steps, OverReplicasState(rule_state, tuple(owed))
 
     return optax.GradientTransformation(init, update)
 
@@ -431,11 +338,6 @@ def _corrected(moment: Array, decay: float, count: Array) -> Array:
 
 def _direction(m: Array, v: Array, eps: float) -> Array:
     return jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0.0)
-
-
-def _per_tensor_shape(leaf: ParamInfo) -> tuple[int, ...]:
-    """Shape of an array with one number for each tensor of a leaf."""
-    return (*leaf.shape[: leaf.stack], *(1,) * (len(leaf.shape) - leaf.stack))
 
 
 def _reduce_tensors(x: Array, leaf: ParamInfo, reduce: Callable[..., Array]) -> Array:

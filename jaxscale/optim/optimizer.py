@@ -5,7 +5,7 @@ The update rules and their options are in `rules.py`. `custom` takes any other o
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from jaxscale.errors import UserError
@@ -54,7 +54,7 @@ class Optimizer:
     is refused; `None` takes the rule's default. lars, lamb, one_bit_lamb, muon, soap and galore treat each layer of a
     stacked array as a tensor, and a kernel as the matrix (everything else, last dim). The last three update projections
     and kernels; embeddings, head, gains and biases get AdamW, at the same learning rate. one_bit_adam and one_bit_lamb
-    need a replica axis in the mesh, over which `compression.OneBit` averages momenta once the variance is frozen; from
+    need a replica axis in the mesh, over which `replicas.OneBit` averages momenta once the variance is frozen; from
     then on each replica clips its own gradient. schedule_free trains, and is evaluated, at a point between its average
     and its fast iterate.
 
@@ -119,18 +119,9 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for field in _POSITIVE:
-            value = getattr(self, field)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise UserError(f"optimizer.{field}: got {value!r}, expected a number above 0")
-        for field in _NOT_NEGATIVE:
-            value = getattr(self, field)
-            if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise UserError(f"optimizer.{field}: got {value!r}, expected 0 or more")
-        for field in _SHARES:
-            value = getattr(self, field)
-            if value is not None and not 0 <= value < 1:
-                raise UserError(f"optimizer.{field}: got {value!r}, expected a number from 0 up to, not including, 1")
+        self._check_range(_POSITIVE, lambda setting: 0 < setting < math.inf, "a number above 0")
+        self._check_range(_NOT_NEGATIVE, lambda setting: 0 <= setting < math.inf, "0 or more")
+        self._check_range(_SHARES, lambda setting: 0 <= setting < 1, "a number from 0 up to, not including, 1")
         if self.freeze is not None and self.freeze >= 1 and self.freeze != int(self.freeze):
             raise UserError(f"optimizer.freeze: got {self.freeze!r}, expected whole updates, or a share below 1")
         if self.custom is not None:
@@ -147,6 +138,12 @@ class Optimizer:
                     f"optimizer.schedule: got {self.schedule}, and {self.name} takes "
                     f"{' or '.join(RULES[self.name].schedules)}: it averages in place of a falling rate"
                 )
+
+    def _check_range(self, fields: Sequence[str], in_range: Callable[[float], bool], expected: str) -> None:
+        for field in fields:
+            setting = getattr(self, field)
+            if setting is not None and not in_range(setting):
+                raise UserError(f"optimizer.{field}: got {setting!r}, expected {expected}")
 
     def options(self) -> dict[str, Any]:
         """Every option of the rule by name: the set fields, and defaults for the others.
@@ -197,7 +194,7 @@ class Optimizer:
 
         Args:
             steps: updates of the run, for the schedule.
-            leaves: tree of `jaxscale.optim.leaves.Leaf` like the parameters.
+            leaves: tree of `jaxscale.optim.leaves.ParamInfo` like the parameters.
         """
         import optax
 
@@ -213,7 +210,7 @@ class Optimizer:
 
         Args:
             steps: updates of the run, for the schedule.
-            leaves: tree of `jaxscale.optim.leaves.Leaf` like the parameters.
+            leaves: tree of `jaxscale.optim.leaves.ParamInfo` like the parameters.
         """
         import jax
 
@@ -221,7 +218,7 @@ class Optimizer:
         if self.custom is not None:
             return self.custom(rate)
         mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if self.decay == "matrices" else None
-        return RULES[self.name].make(RuleSettings(rate, self.options(), leaves, mask, steps))
+        return RULES[self.name].make(RuleSettings(self.name, rate, self.options(), leaves, mask, steps))
 
     def messages(self, steps: int) -> Any:
         """The replicas' messages, `one_bit.Messages`, if the rule takes their mean; else `None`.

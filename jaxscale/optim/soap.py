@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.compat import one_by_one
-from jaxscale.optim.per_layer import Rule, by_kind, per_layer
+from jaxscale.optim.per_layer import Rule, matrices_by, per_layer
 from jaxscale.typing import Array, Params
 
 
@@ -43,7 +43,7 @@ def soap(
         every: updates between new bases.
         max_dim: longest side that has a basis.
         weight_decay: decoupled.
-        leaves: tree of `Leaf` like the parameters; `None` judges by shapes and paths.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Example:
@@ -52,16 +52,8 @@ def soap(
         >>> sorted(leaf.shape for leaf in jax.tree.leaves(state) if leaf.size == 9)  # statistics and basis of the rows
         [(3, 3), (3, 3)]
     """
-    matrix = per_layer(scale_by_soap(b1, b2, eps, every, max_dim), leaves, matrices=True, whole=True)
-    return optax.chain(
-        by_kind(
-            {"matrix": matrix, "rest": optax.scale_by_adam(b1, b2, eps)},
-            lambda leaf: "matrix" if leaf.kind == "matrix" else "rest",
-            leaves,
-        ),
-        optax.add_decayed_weights(weight_decay, mask=mask),
-        optax.scale_by_learning_rate(rate),
-    )
+    rule = per_layer(scale_by_soap(b1, b2, eps, every, max_dim), leaves, matrices=True, whole=True)
+    return matrices_by(rule, optax.scale_by_adam(b1, b2, eps), rate, weight_decay, leaves, mask)
 
 
 class Sides(NamedTuple):
@@ -135,11 +127,11 @@ def _update_array(
     delay = jnp.int32(any(basis.ndim == 2 for basis in bases))
     number = jnp.maximum(updates_made + 1 - delay, 1)
     is_first = updates_made < delay
-    rotated = _rotated(g, bases)
+    rotated_gradient = _rotated(g, bases)
     new_mu = b1 * mu + (1 - b1) * g
-    new_nu = b2 * nu + (1 - b2) * jnp.square(rotated)
-    corrected = _rotated(new_mu, bases) / (1 - b1**number)
-    step = _rotated(corrected / (jnp.sqrt(new_nu / (1 - b2**number)) + eps), bases, back=True)
+    new_nu = b2 * nu + (1 - b2) * jnp.square(rotated_gradient)
+    corrected_mean = _rotated(new_mu, bases) / (1 - b1**number)
+    step = _rotated(corrected_mean / (jnp.sqrt(new_nu / (1 - b2**number)) + eps), bases, back=True)
     mu, nu = jnp.where(is_first, mu, new_mu), jnp.where(is_first, nu, new_nu)
     products = (lambda: _product(g, g.T), lambda: _product(g.T, g))
     statistics = tuple(

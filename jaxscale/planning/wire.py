@@ -15,10 +15,10 @@ from jaxscale.platforms import megascale
 from jaxscale.platforms.platform import Platform
 from jaxscale.replicas import wire
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.slices import across
 from jaxscale.state.layout import REPLICA_AXIS
 from jaxscale.step.exchange import leaves_of_gradients
 from jaxscale.step.train_step import TrainStep
+from jaxscale.tpu_slices import across
 from jaxscale.values.units import size
 
 

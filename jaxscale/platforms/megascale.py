@@ -2,14 +2,14 @@
 
 libtpu compiles one program per slice: collectives inside a slice number that slice's devices from 0, and one across
 slices becomes a host transfer (`send`) by the megascale runtime, with the kind in an undocumented attribute. The mesh
-axes across slices follow from the order of axes (`jaxscale/slices.py`).
+axes across slices follow from the order of axes (`jaxscale/tpu_slices.py`).
 """
 
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxscale.slices import across
+from jaxscale.tpu_slices import across
 
 KINDS: dict[str, Any] = {
     "ALL_REDUCE": "all-reduce",

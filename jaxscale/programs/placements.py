@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxscale.compat import scan_counts
 from jaxscale.programs.flat import FlatProgram, Operation, carries
+from jaxscale.sharding.partition import dim_axes
 from jaxscale.trees import leaf_bytes
 
 Dims = tuple[tuple[str, ...], ...]
@@ -111,9 +112,7 @@ def place(
 
 def dims_of(sharding: Any, rank: int) -> Dims:
     """Mesh axes per dim of a `NamedSharding`."""
-    spec = getattr(sharding, "spec", None) or ()
-    entries = [() if e is None or not isinstance(e, str | tuple) else (e,) if isinstance(e, str) else e for e in spec]
-    return tuple(entries[:rank]) + ((),) * (rank - len(entries))
+    return dim_axes(getattr(sharding, "spec", None) or (), rank)[:rank]
 
 
 def _unsharded(shape: Any) -> Dims:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxscale.programs.inline import InlinedProgram, Step
+from jaxscale.sharding.partition import dim_axes
 from jaxscale.trees import leaf_bytes
 
 Axes = tuple[str, ...]
@@ -94,8 +95,7 @@ def spread_of_spec(spec: Any, rank: int) -> Spread:
         >>> spread_of_spec(P(("data", "fsdp"), None, "tensor"), 4)
         (('data', 'fsdp'), (), ('tensor',), ())
     """
-    entries = [() if not isinstance(axes, str | tuple) else (axes,) if isinstance(axes, str) else axes for axes in spec]
-    return tuple(entries + [()] * (rank - len(entries)))
+    return dim_axes(spec, rank)
 
 
 def parts(spread: Spread, sizes: Mapping[str, int]) -> tuple[int, ...]:

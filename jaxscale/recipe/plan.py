@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 from jaxscale.errors import UserError
@@ -16,6 +16,7 @@ from jaxscale.recipe.plan_json import MOVED, OF_PIPELINE, upgraded
 from jaxscale.recipe.requests import Facts
 from jaxscale.replicas.diloco import Diloco
 from jaxscale.replicas.named import NamedCodec
+from jaxscale.scoped import scoped
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.values import check_types, from_json, read_json, to_json
@@ -83,17 +84,12 @@ class StatePlan:
 _superseded: contextvars.ContextVar[bool] = contextvars.ContextVar("superseded", default=False)
 
 
-@contextlib.contextmanager
-def superseded() -> Iterator[None]:
+def superseded() -> contextlib.AbstractContextManager[None]:
     """Inside, plans in the form of version 1 are made without their fields that have moved: another plan takes over.
 
     The file of an earlier run makes its plan so, and the plan that ran is in plan.json.
     """
-    token = _superseded.set(True)
-    try:
-        yield
-    finally:
-        _superseded.reset(token)
+    return scoped(_superseded, True)
 
 
 def _refusing_moved(cls: type[T]) -> type[T]:

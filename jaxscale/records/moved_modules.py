@@ -19,6 +19,8 @@ MOVED = {
     "jaxscale.optim.quantize": "jaxscale.lowbit.quantize",
     "jaxscale.optim.quantized": "jaxscale.lowbit.quantized",
     "jaxscale.optim.split_weights": "jaxscale.lowbit.split_weights",
+    "jaxscale.replicas.codecs.int4": "jaxscale.replicas.codecs.block_codes",
+    "jaxscale.replicas.codecs.int8": "jaxscale.replicas.codecs.block_codes",
     "jaxscale.step.experiment": "jaxscale.recipe.experiment",
     "jaxscale.step.kernels": "jaxscale.recipe.kernels",
     "jaxscale.step.plan": "jaxscale.recipe.plan",

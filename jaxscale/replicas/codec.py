@@ -8,7 +8,7 @@ alone. With error feedback, the error of a message goes into a residual that is 
     sum of residuals after + n * mean = sum of gradients + sum of residuals before.
 
 Every rule is per layer: a leaf of stacked layers is mapped over its first dim, and a matrix is (everything else, last
-axis). `OnePhase` and `TwoPhase` codecs define `encode` and `decode` only; each file of `codecs/` defines one and is
+axis). `OnePhase` and `TwoPhase` codecs define `encode` and `decode` only; those in the files of `codecs/` are
 discovered by import. Left out here: the choice of leaves, NaN and Inf, metrics (`reduce.py`).
 """
 
@@ -26,6 +26,7 @@ from jax import lax
 from jaxscale.compat import varying_axes
 from jaxscale.errors import UserError
 from jaxscale.replicas.named import NamedCodec
+from jaxscale.trees import tree_bytes
 from jaxscale.typing import Array, Float, Int, Key
 
 State = dict[str, Any]
@@ -201,11 +202,31 @@ class Codec(NamedCodec):
 
     def _resize(self, states: State, shape: tuple[int, ...], n: int) -> State:
         """Every replica takes the mean of residuals, and of states that are equal on all replicas."""
-        return {name: _repeat(jnp.mean(array, 0), n) for name, array in states.items()}
+        return {name: jnp.broadcast_to(jnp.mean(array, 0), (n, *array.shape[1:])) for name, array in states.items()}
 
     def owed(self, gradient: Array, state: State) -> Array:
         """The value to send: the gradient plus the residual of earlier messages."""
         return gradient + state["residual"] if self.feedback else gradient
+
+
+def computed_once(message: Any) -> Any:
+    """A message that XLA does not compute again wherever this device decodes it.
+
+    The residual is measured against the very bytes that are sent.
+    """
+    return lax.optimization_barrier(message)
+
+
+@functools.lru_cache(maxsize=1024)
+def message_bytes(codec: Any, *inputs: jax.ShapeDtypeStruct) -> int:
+    """Bytes of a codec's message.
+
+    Args:
+        codec: with a method `encode`.
+        inputs: shapes of the arrays that it encodes.
+    """
+    key = jax.random.key(0) if codec.random else None
+    return tree_bytes(jax.eval_shape(lambda *arrays: codec.encode(*arrays, key), *inputs))
 
 
 def matrix(shape: Sequence[int]) -> tuple[int, int]:
@@ -221,10 +242,6 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
 def _keys(key: Key | None, layers: int, first: int) -> Key | None:
     """A key for each layer, which depends on the layer's number alone."""
     return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(layers))
-
-
-def _repeat(value: Array, n: int) -> Array:
-    return jnp.broadcast_to(value, (n, *value.shape))
 
 
 def _typed_like(value: Array, like: Array) -> Array:

@@ -161,7 +161,7 @@ def diloco(
         outer: optimizer of the shared weights; `None` is `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
         every: steps of each replica between two synchronisations.
         axis: name of the replicas' axis.
-        codec: averages displacements, such as `compression.Int8()`, without random draws. `None` sends them in full.
+        codec: averages displacements, such as `replicas.Int8()`, without random draws. `None` sends them in full.
         replicas: number of replicas; for the codec only.
 
     Returns:
@@ -201,20 +201,16 @@ def diloco(
         treedef = jax.tree.structure(params)
 
         def meet() -> Any:
-            displacements = jax.tree.leaves(
-                jax.tree.map(lambda shared, local: shared - local, state.shared, local_params)
-            )
-            means, owed = [], []
-            for number, displacement in enumerate(displacements):
-                if codec is None:
-                    means.append(lax.pmean(displacement, axis))
-                    continue
-                mean, codec_state = codec.reduce(displacement, state.owed[number], axis, None, count)
-                means.append(mean)
-                owed.append(codec_state)
+            displacements, owed = jax.tree.leaves(optax.tree.sub(state.shared, local_params)), ()
+            if codec is None:
+                means = [lax.pmean(displacement, axis) for displacement in displacements]
+            else:
+                pairs = zip(displacements, state.owed, strict=True)
+                reduced = [codec.reduce(displacement, old_owed, axis, None, count) for displacement, old_owed in pairs]
+                means, owed = zip(*reduced, strict=True)
             outer_updates, outer_state = outer.update(treedef.unflatten(means), state.outer, state.shared)
             shared = optax.apply_updates(state.shared, outer_updates)
-            return jax.tree.map(lambda new, old: new - old, shared, params), shared, outer_state, tuple(owed)
+            return optax.tree.sub(shared, params), shared, outer_state, owed
 
         def skip() -> Any:
             return steps, state.shared, state.outer, state.owed

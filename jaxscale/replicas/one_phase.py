@@ -6,7 +6,6 @@ form and are far smaller than the leaf, such as the largest elements and their p
 
 import abc
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -16,7 +15,7 @@ from jax import lax
 
 from jaxscale.compat import all_gather_alike
 from jaxscale.replicas import wire
-from jaxscale.replicas.codec import Codec, State
+from jaxscale.replicas.codec import Codec, State, computed_once, message_bytes
 from jaxscale.typing import Array, Float, Key
 
 
@@ -37,17 +36,10 @@ class OnePhase(Codec):
     def decode(self, message: Any, elements: int) -> Float[Array, "elements"]:
         """The leaf that a message encodes, float32; the same bits on every device."""
 
-    def message(self, flat: Float[Array, "elements"], key: Key | None) -> Any:
-        """`encode`, computed once: the residual is measured against the very bytes that are sent.
-
-        XLA would else compute the message again wherever this device decodes it.
-        """
-        return lax.optimization_barrier(self.encode(flat, key))
-
     def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
         device_key = None if key is None else jax.random.fold_in(key, lax.axis_index(axis))
         owed = self.owed(gradient, state)
-        message = self.message(owed.reshape(-1), device_key)
+        message = computed_once(self.encode(owed.reshape(-1), device_key))
         mean = self.mean(message, gradient.size, axis).reshape(gradient.shape)
         if not self.feedback:
             return mean, {}
@@ -69,12 +61,4 @@ class OnePhase(Codec):
         return total / lax.axis_size(axis)
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
-        return wire.all_gather(_message_bytes(self, math.prod(shape)), n)
-
-
-@functools.lru_cache(maxsize=1024)
-def _message_bytes(codec: OnePhase, elements: int) -> int:
-    """Bytes of a message."""
-    key = jax.random.key(0) if codec.random else None
-    flat = jax.ShapeDtypeStruct((elements,), jnp.float32)
-    return wire.message_bytes(jax.eval_shape(lambda x: codec.encode(x, key), flat))
+        return wire.all_gather(message_bytes(self, jax.ShapeDtypeStruct((math.prod(shape),), jnp.float32)), n)

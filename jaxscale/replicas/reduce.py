@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.errors import UserError
 from jaxscale.replicas import wire
 from jaxscale.replicas.codec import Codec
+from jaxscale.sharding.partition import axes_of, dim_axes, shard_count
 from jaxscale.typing import Array, Float, Int, Key
 
 SMALL = 256
@@ -39,6 +40,14 @@ States = dict[str, dict[str, Any]]
 def squared_residuals(states: States) -> Float[Array, ""]:
     """Squared norm of the residuals in these states."""
     return sum((jnp.sum(jnp.square(state[RESIDUAL])) for state in states.values() if RESIDUAL in state), jnp.zeros(()))
+
+
+def _indexed(states: States, index: int | None) -> States:
+    """States indexed along the dim of replicas, and along that of shards if they have one."""
+    return {
+        name: {key: array[index] if key == RESIDUAL else array[index, index] for key, array in state.items()}
+        for name, state in states.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +71,7 @@ class GradientLeaf:
     @property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes over which the gradient is split, in the order of its dims."""
-        return tuple(a for e in self.spec if e is not None for a in ((e,) if isinstance(e, str) else e))
+        return axes_of(self.spec)
 
 
 class Reduced(NamedTuple):
@@ -135,13 +144,12 @@ class GradientExchange:
     def local(self, name: str) -> tuple[int, ...]:
         """Shape of a gradient on one device."""
         leaf = self.leaves[name]
-        entries = [*leaf.spec, *(None,) * (len(leaf.shape) - len(leaf.spec))]
-        splits = [math.prod(self.mesh.shape[a] for a in ((e,) if isinstance(e, str) else e or ())) for e in entries]
-        return tuple(size // n for size, n in zip(leaf.shape, splits, strict=True))
+        dims = zip(leaf.shape, dim_axes(leaf.spec, len(leaf.shape)), strict=True)
+        return tuple(size // shard_count(self.mesh, axes) for size, axes in dims)
 
     def shards(self, name: str) -> int:
         """Number of shards of a gradient."""
-        return math.prod(self.mesh.shape[axis] for axis in self.leaves[name].axes)
+        return shard_count(self.mesh, self.leaves[name].axes)
 
     @functools.cached_property
     def coded(self) -> tuple[str, ...]:
@@ -162,25 +170,25 @@ class GradientExchange:
         return self.codec.wire_bytes(shape, n, layers=layers) < wire.exact(shape, n)
 
     @property
-    def plain_bytes(self) -> int:
-        """Bytes of the message of uncompressed gradients."""
-        return wire.FLOAT32 * sum(math.prod(self.local(name)) for name in self.plain)
+    def _plain_bytes(self) -> int:
+        """Bytes that one device sends of the uncompressed gradients."""
+        return wire.all_reduce(wire.FLOAT32 * sum(math.prod(self.local(name)) for name in self.plain), self.replicas)
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that one device sends over the slow axis in a step, with the last codec of the timetable."""
-        return self._coded_bytes(self.codec) + wire.all_reduce(self.plain_bytes, self.replicas)
+        return self._sent_bytes[-1] + self._plain_bytes
 
     @property
     def program_bytes(self) -> int:
         """Bytes of all messages in the compiled step, which contains every codec of the timetable."""
-        return sum(self._sent_bytes) + wire.all_reduce(self.plain_bytes, self.replicas)
+        return sum(self._sent_bytes) + self._plain_bytes
 
     def wire_bytes_at(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Bytes that one device sends in the step after `step` updates."""
         starts = jnp.array([first for first, _ in self.codec.timetable])
-        plain = wire.all_reduce(self.plain_bytes, self.replicas)
-        return jnp.array([coded + plain for coded in self._sent_bytes], jnp.float32)[jnp.sum(step >= starts) - 1]
+        step_bytes = jnp.array([sent + self._plain_bytes for sent in self._sent_bytes], jnp.float32)
+        return step_bytes[jnp.sum(step >= starts) - 1]
 
     @functools.cached_property
     def _sent_bytes(self) -> tuple[int, ...]:
@@ -201,15 +209,6 @@ class GradientExchange:
 
     # -- states --------------------------------------------------------------------------------------------------------
 
-    def _state_leaf(self, name: str, key: str, shape: tuple[int, ...], *, merged: bool = False) -> GradientLeaf:
-        """Global shape and placement of a state, of all replicas or merged into one."""
-        leaf, n, slow_axis = self.leaves[name], (self.replicas,), (self.axis,)
-        if merged:
-            n, slow_axis = (), ()
-        if key == RESIDUAL:
-            return GradientLeaf((*n, *leaf.shape), PartitionSpec(*slow_axis, *leaf.spec))
-        return GradientLeaf((*n, self.shards(name), *shape), PartitionSpec(*slow_axis, leaf.axes or None))
-
     def _init(self, name: str, key: Key) -> dict[str, Array]:
         leaf = self.leaves[name]
         return self.codec.init(self.local(name), key, self.replicas, layers=leaf.layers, first=leaf.first)
@@ -220,27 +219,25 @@ class GradientExchange:
         key = jax.eval_shape(lambda: jax.random.key(0))
         return {name: jax.eval_shape(functools.partial(self._init, name), key) for name in self.coded}
 
-    def _state_leaves(self, *, merged: bool = False) -> dict[str, dict[str, GradientLeaf]]:
-        return {
-            name: {
-                key: self._state_leaf(name, key, state.shape, merged=merged)
-                for key, state in states.items()
-                if not merged or key in self.lasting(name)
-            }
-            for name, states in self._state_shapes.items()
-        }
-
     def abstract(self, *, one: bool = False) -> Any:
         """Shapes, dtypes and placements of the states of all replicas, or of the one state that `merged` returns."""
         return {
             name: {
-                key: jax.ShapeDtypeStruct(
-                    leaf.shape, self._state_shapes[name][key].dtype, sharding=NamedSharding(self.mesh, leaf.spec)
-                )
-                for key, leaf in states.items()
+                key: self._abstract_state(name, key, state, one)
+                for key, state in states.items()
+                if not one or key in self.lasting(name)
             }
-            for name, states in self._state_leaves(merged=one).items()
+            for name, states in self._state_shapes.items()
         }
+
+    def _abstract_state(self, name: str, key: str, state: Any, one: bool) -> jax.ShapeDtypeStruct:
+        leaf = self.leaves[name]
+        shape, spec = (self.shards(name), *state.shape), (leaf.axes or None,)
+        if key == RESIDUAL:
+            shape, spec = leaf.shape, leaf.spec
+        if not one:
+            shape, spec = (self.replicas, *shape), (self.axis, *spec)
+        return jax.ShapeDtypeStruct(shape, state.dtype, sharding=NamedSharding(self.mesh, PartitionSpec(*spec)))
 
     def shardings(self, *, merged: bool = False) -> Any:
         """Placements of the states."""
@@ -272,8 +269,8 @@ class GradientExchange:
         def local(states: States) -> States:
             merged: States = {}
             for name, state in self._without_leading_dims(states).items():
-                gathered = jax.tree.map(lambda array: lax.all_gather(array, self.axis), state)
-                single = self.codec.resize(gathered, self.local(name), 1, layers=self.leaves[name].layers)
+                gathered_state = jax.tree.map(lambda array: lax.all_gather(array, self.axis), state)
+                single = self.codec.resize(gathered_state, self.local(name), 1, layers=self.leaves[name].layers)
                 merged[name] = {key: single[key][0] if key == RESIDUAL else single[key] for key in self.lasting(name)}
             return merged
 
@@ -295,16 +292,10 @@ class GradientExchange:
 
     def _with_leading_dims(self, states: States) -> States:
         """States of a device with leading dims for replicas and shards."""
-        return {
-            name: {key: array[None] if key == RESIDUAL else array[None, None] for key, array in state.items()}
-            for name, state in states.items()
-        }
+        return _indexed(states, None)
 
     def _without_leading_dims(self, states: States) -> States:
-        return {
-            name: {key: array[0] if key == RESIDUAL else array[0, 0] for key, array in state.items()}
-            for name, state in states.items()
-        }
+        return _indexed(states, 0)
 
     # -- the stage -----------------------------------------------------------------------------------------------------
 
@@ -368,14 +359,13 @@ class GradientExchange:
         if not self.plain:
             return {}
         flat = jnp.concatenate([gradients[name].reshape(-1) for name in self.plain])
-        ends = [0]
-        for name in self.plain:
-            ends.append(ends[-1] + math.prod(self.local(name)))
         flat = lax.psum(flat, self.axis) / self.replicas
-        return {
-            name: flat[start:end].reshape(self.local(name))
-            for name, start, end in zip(self.plain, ends, ends[1:], strict=False)
-        }
+        means, start = {}, 0
+        for name in self.plain:
+            shape = self.local(name)
+            means[name] = flat[start : start + math.prod(shape)].reshape(shape)
+            start += math.prod(shape)
+        return means
 
     def _residual_norm(self, states: States) -> Array:
         squares = jnp.zeros(())

@@ -10,7 +10,6 @@ arXiv:2102.02888), so that
 
 import abc
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -21,7 +20,7 @@ from jax import lax
 
 from jaxscale.compat import all_gather_alike
 from jaxscale.replicas import wire
-from jaxscale.replicas.codec import Codec, State
+from jaxscale.replicas.codec import Codec, State, computed_once, message_bytes
 from jaxscale.typing import Array, Key
 
 
@@ -47,13 +46,6 @@ class TwoPhase(Codec):
     def multiple(self, elements: int) -> int:
         """The number that must divide the length of a chunk which holds at least `elements`."""
 
-    def message(self, chunks: Array, filled: Array, key: Key | None) -> Any:
-        """`encode`, computed once: the residual is measured against the very bytes that are sent.
-
-        XLA would else compute the message again wherever this device decodes it.
-        """
-        return lax.optimization_barrier(self.encode(chunks, filled, key))
-
     def chunk(self, elements: int, n: int) -> int:
         """Length of each of n chunks that together hold `elements`."""
         min_length = math.ceil(elements / n)
@@ -74,7 +66,7 @@ class TwoPhase(Codec):
 
         owed = self.owed(gradient, state)
         chunks = _padded(owed.reshape(-1), n * length).reshape(n, length)
-        message = self.message(chunks, jnp.asarray(filled), chunk_key)
+        message = computed_once(self.encode(chunks, jnp.asarray(filled), chunk_key))
         messages = jax.tree.map(lambda array: lax.all_to_all(array, axis, 0, 0, tiled=True), message)
         chunk_mean = jnp.mean(self.decode(messages, length), 0)
         if self.feedback:
@@ -82,7 +74,7 @@ class TwoPhase(Codec):
         device_filled = jnp.asarray(filled)[device]
         if n * length != elements:
             chunk_mean = jnp.where(jnp.arange(length) < device_filled, chunk_mean, 0.0)
-        mean_message = self.message(chunk_mean[None], device_filled[None], mean_key)
+        mean_message = computed_once(self.encode(chunk_mean[None], device_filled[None], mean_key))
         mean_messages = jax.tree.map(lambda array: all_gather_alike(array, axis), mean_message)
         leaf_mean = _unpadded(self.decode(mean_messages, length), gradient.shape)
         if not self.feedback:
@@ -93,7 +85,8 @@ class TwoPhase(Codec):
         return leaf_mean, {"residual": owed - _unpadded(self.decode(message, length), gradient.shape), "server": server}
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
-        message = _message_bytes(self, self.chunk(math.prod(shape), n), n)
+        chunks = jax.ShapeDtypeStruct((n, self.chunk(math.prod(shape), n)), jnp.float32)
+        message = message_bytes(self, chunks, jax.ShapeDtypeStruct((n,), jnp.int32))
         return wire.all_to_all(message, n) + wire.all_gather(message // n, n)
 
     def _resize(self, states: State, shape: tuple[int, ...], n: int) -> State:
@@ -111,11 +104,3 @@ def _padded(flat: Array, length: int) -> Array:
 
 def _unpadded(chunks: Array, shape: tuple[int, ...]) -> Array:
     return chunks.reshape(-1)[: math.prod(shape)].reshape(shape)
-
-
-@functools.lru_cache(maxsize=1024)
-def _message_bytes(codec: TwoPhase, length: int, n: int) -> int:
-    """Bytes of a message of n chunks."""
-    key = jax.random.key(0) if codec.random else None
-    chunks = jax.ShapeDtypeStruct((n, length), jnp.float32)
-    return wire.message_bytes(jax.eval_shape(lambda x: codec.encode(x, jnp.full(n, length), key), chunks))

@@ -6,11 +6,6 @@ The compile report counts what a compiled program sends; latency is left out.
 
 import math
 from collections.abc import Sequence
-from typing import Any
-
-import jax
-
-from jaxscale.trees import tree_bytes
 
 FLOAT32 = 4
 """Bytes of a float32."""
@@ -54,8 +49,3 @@ def exact(shape: Sequence[int], n: int) -> int:
         4.0
     """
     return all_reduce(FLOAT32 * math.prod(shape), n)
-
-
-def message_bytes(message: Any) -> int:
-    """Bytes of a message, given as arrays or their shapes."""
-    return tree_bytes(jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), message))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxscale.errors import UserError, unknown
-from jaxscale.slices import across
+from jaxscale.tpu_slices import across
 from jaxscale.values import check_types
 
 AXES = ("replica", "data", "pipe", "fsdp", "expert", "sequence", "tensor")

@@ -7,13 +7,14 @@ it is the identity, so that the same model file runs on one device, in a noteboo
 import contextlib
 import contextvars
 import functools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxscale.scoped import scoped
+from jaxscale.sharding.partition import shard_count, spec_of
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.typing import Array
 
@@ -33,19 +34,14 @@ def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[Non
     return under((mesh, rules))
 
 
-@contextlib.contextmanager
-def under(layout: Layout | None) -> Iterator[None]:
+def under(layout: Layout | None) -> contextlib.AbstractContextManager[None]:
     """As `layout`, for a value that `current` returned earlier.
 
     JAX may trace the rules of a `custom_vjp` later than the call and under another layout: that of a step around the
     manual region of a pipeline's stage. Rules that place arrays take the layout of the call as a static argument, and
     trace under it.
     """
-    token = _layout.set(layout)
-    try:
-        yield
-    finally:
-        _layout.reset(token)
+    return scoped(_layout, layout)
 
 
 def current() -> Layout | None:
@@ -64,17 +60,12 @@ def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any, rules: Ax
             f"got {len(names)} logical axes {tuple(names)} for an array of shape {tuple(shape)}: name each dim"
         )
     used_axes: set[str] = set()
-    entries: list[tuple[str, ...] | None] = []
+    dims: list[tuple[str, ...]] = []
     for size, name in zip(shape, names, strict=True):
         axes = tuple(axis for axis in rules.axes(name) if mesh.shape[axis] > 1 and axis not in used_axes)
-        if axes and size % math.prod(mesh.shape[axis] for axis in axes) == 0:
-            used_axes.update(axes)
-            entries.append(axes)
-        else:
-            entries.append(None)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*(entry[0] if entry and len(entry) == 1 else entry for entry in entries))
+        dims.append(axes if size % shard_count(mesh, axes) == 0 else ())
+        used_axes.update(dims[-1])
+    return spec_of(dims)
 
 
 def constrain(x: Array, *names: str | None) -> Array:

@@ -62,10 +62,10 @@ class AxisRules:
     def __post_init__(self) -> None:
         check_types(self)
         for field in dataclasses.fields(self):
-            for axis in getattr(self, field.name):
+            axes = getattr(self, field.name)
+            for axis in axes:
                 if axis not in AXES:
                     raise unknown(f"mesh axis for {field.name}", axis, AXES)
-            axes = getattr(self, field.name)
             if len(set(axes)) < len(axes):
                 raise UserError(f"{field.name}: got {', '.join(axes)}: name each mesh axis once")
 

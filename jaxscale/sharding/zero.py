@@ -13,13 +13,13 @@ HSDP applies the same rules to a mesh that also has a data or replica axis: spli
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
 from jaxscale.sharding import place
+from jaxscale.sharding.partition import dim_axes, shard_count, spec_of
 from jaxscale.sharding.rules import AxisRules
 
 Stage = Literal[0, 1, 2, 3]
@@ -41,30 +41,16 @@ def split(
         mesh: the mesh.
         axis: mesh axis to split over.
     """
-    count = mesh.shape[axis]
-    entries = list(whole) + [None] * (len(shape) - len(whole))
-    if count == 1 or axis in placed_axes(whole):
+    count, dims = mesh.shape[axis], dim_axes(whole, len(shape))
+    if count == 1 or any(axis in axes for axes in dims):
         return whole
-
-    def local(dim: int) -> int:
-        entry = entries[dim]
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        return shape[dim] // math.prod(mesh.shape[a] for a in axes)
-
-    candidates = [d for d in range(len(shape)) if local(d) % count == 0 and not (names and names[d] == "layers")]
+    local_shape = [size // shard_count(mesh, axes) for size, axes in zip(shape, dims, strict=True)]
+    fixed = [name == "layers" for name in names or ()] or [False] * len(shape)
+    candidates = [dim for dim, size in enumerate(local_shape) if size % count == 0 and not fixed[dim]]
     if not candidates:
         return whole
-    dim = max(candidates, key=lambda d: (local(d), d))
-    entry = entries[dim]
-    entries[dim] = axis if entry is None else ((entry,) if isinstance(entry, str) else tuple(entry)) + (axis,)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
-
-
-def placed_axes(spec: PartitionSpec) -> set[str]:
-    """Mesh axes that a PartitionSpec uses."""
-    return {axis for entry in spec if entry is not None for axis in ((entry,) if isinstance(entry, str) else entry)}
+    dim = max(candidates, key=lambda dim: (local_shape[dim], dim))
+    return spec_of([*dims[:dim], (*dims[dim], axis), *dims[dim + 1 :]])
 
 
 def without(spec: PartitionSpec, axis: str) -> PartitionSpec:
@@ -74,9 +60,7 @@ def without(spec: PartitionSpec, axis: str) -> PartitionSpec:
         >>> list(without(PartitionSpec("tensor", ("fsdp", "pipe")), "fsdp"))
         ['tensor', 'pipe']
     """
-    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-    entries = [tuple(name for name in entry if name != axis) for entry in entries]
-    return PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in entries))
+    return spec_of([tuple(name for name in axes if name != axis) for axes in dim_axes(spec)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,21 +115,21 @@ def over(old: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placemen
         shape: of the parameter.
         mesh: the mesh.
     """
-    fields = ("master", "state", "gradient")
-    finest = [*old.state, *(None,) * (len(shape) - len(old.state))]
+    specs = {field: getattr(old, field) for field in ("master", "state", "gradient")}
     new_state = split(shape, None, old.state, mesh, axis)
-    if new_state == old.state:  # a dim of a coarser placement may divide
-        return dataclasses.replace(old, **{name: split(shape, None, getattr(old, name), mesh, axis) for name in fields})
-    dim = next(dim for dim, entry in enumerate(new_state) if entry != finest[dim])
-    return dataclasses.replace(old, **{name: _split_first(getattr(old, name), dim, axis) for name in fields})
+    old_dims, new_dims = dim_axes(old.state, len(shape)), dim_axes(new_state, len(shape))
+    dim = next((dim for dim in range(len(shape)) if old_dims[dim] != new_dims[dim]), None)
+    if dim is None:  # a dim of a coarser placement may divide
+        new_specs = {field: split(shape, None, spec, mesh, axis) for field, spec in specs.items()}
+    else:
+        new_specs = {field: _split_first(spec, dim, axis) for field, spec in specs.items()}
+    return dataclasses.replace(old, **new_specs)
 
 
 def _split_first(spec: PartitionSpec, dim: int, axis: str) -> PartitionSpec:
     """A PartitionSpec with a dim split over one more axis, ahead of the axes that split it already."""
-    entries = [*spec, *(None,) * (dim + 1 - len(spec))]
-    entry = entries[dim]
-    entries[dim] = axis if entry is None else (axis, *((entry,) if isinstance(entry, str) else entry))
-    return PartitionSpec(*entries)
+    dims = dim_axes(spec, dim + 1)
+    return spec_of([*dims[:dim], (axis, *dims[dim]), *dims[dim + 1 :]])
 
 
 def stacked_over(single: Placement, axis: str) -> Placement:

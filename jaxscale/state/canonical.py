@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.layers.stack import in_one_stack
 from jaxscale.sharding.memory_space import in_memory_of, on_host, to_device, to_host
+from jaxscale.sharding.partition import dim_axes, dividing, spec_of
 from jaxscale.sharding.zero import split
 from jaxscale.state.extra import EXTRAS, StateExtra
 from jaxscale.state.layout import Layout, local_bytes
@@ -237,18 +238,14 @@ def _spec(leaf: jax.ShapeDtypeStruct, part: Part) -> PartitionSpec:
     """Placement of a leaf's arrays: the leaf's own where it still divides without padding and layers."""
     if part.key:
         return PartitionSpec()
-    entries = list(leaf.sharding.spec) + [None] * (len(leaf.shape) - len(leaf.sharding.spec))
     mesh = leaf.sharding.mesh
-    for dim, entry in enumerate(entries):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        ways = functools.reduce(lambda n, axis: n * mesh.shape[axis], axes, 1)
-        if part.shape[dim] % ways:
-            entries[dim] = None
+    spec = dividing(leaf.sharding.spec, part.shape, mesh)
     if part.stacked is None:
-        return PartitionSpec(*entries)
-    layers = entries.pop(part.stacked)
-    spec = PartitionSpec(*entries)
-    for axis in () if layers is None else (layers,) if isinstance(layers, str) else layers:
+        return spec
+    dims = list(dim_axes(spec, part.stacked + 1))
+    layer_axes = dims.pop(part.stacked)
+    spec = spec_of(dims)
+    for axis in layer_axes:
         # a layer that lay on one stage's device is split over all of them, not copied to them
         spec = split([size for dim, size in enumerate(part.shape) if dim != part.stacked], None, spec, mesh, axis)
     return spec

@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxscale.lowbit.codebooks import MAPS
 from jaxscale.lowbit.quantize import Quantized, decode, encode
 from jaxscale.lowbit.split_weights import join, split
 from jaxscale.sharding.memory_space import to_device
+from jaxscale.sharding.partition import dividing
 from jaxscale.state.canonical import PARAMS
 from jaxscale.state.naming import CODES, SCALE
 from jaxscale.typing import Array
@@ -208,9 +209,5 @@ def _changed(old: Form, new: Form, targets: tuple[tuple[Any, NamedSharding], ...
 
 def fitting(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     """The sharding of an array of another shape: whole along the dims that do not divide."""
-    mesh, entries = sharding.mesh, list(sharding.spec)[: len(shape)]
-    for dim, entry in enumerate(entries):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        if shape[dim] % functools.reduce(lambda ways, axis: ways * mesh.shape[axis], axes, 1):
-            entries[dim] = None
-    return NamedSharding(mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
+    spec = dividing(sharding.spec, shape, sharding.mesh)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

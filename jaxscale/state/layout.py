@@ -15,8 +15,9 @@ from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.offload.weights import of_a_block
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.memory_space import HOST_KIND
+from jaxscale.sharding.partition import axes_of
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.sharding.zero import Placement, over, placed_axes, placement, stacked_over
+from jaxscale.sharding.zero import Placement, over, placement, stacked_over
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState, Watch
 from jaxscale.trees import leaf_bytes, named_leaves, path_name
@@ -220,7 +221,7 @@ class Layout:
 
     def check_axes_used(self, model: Any) -> None:
         """Refuse a mesh axis on which nothing lies: a request without effect."""
-        used = {axis for p in self.placements.values() for axis in placed_axes(p.compute)} | set(BATCH_AXES)
+        used = {axis for p in self.placements.values() for axis in axes_of(p.compute)} | set(BATCH_AXES)
         used |= set() if self.plan.pipeline is None else {PIPE_AXIS}
         if getattr(model, "context", None) is not None:
             used |= set(self.rules.seq)
@@ -269,7 +270,7 @@ class Layout:
         """Parameters that ZeRO was asked to split and could not: no dim divides."""
         if not self.plan.zero or self.mesh.shape["fsdp"] == 1:
             return []
-        return [name for name, p in self.placements.items() if "fsdp" not in placed_axes(p.state)]
+        return [name for name, p in self.placements.items() if "fsdp" not in axes_of(p.state)]
 
     def table(self) -> dict[str, Any]:
         """The layout as plain data, for the report: mesh, and parameters with where they lie, the biggest first."""

@@ -14,8 +14,9 @@ from jaxscale.lowbit.quantized import quantize_state
 from jaxscale.lowbit.split_weights import split_weights
 from jaxscale.optim.large_batch import lamb
 from jaxscale.optim.leaves import leaf_of, leaves_of
-from jaxscale.optim.one_bit import Messages, clipped, one_bit_adam, one_bit_lamb, over_replicas
+from jaxscale.optim.one_bit import Messages, clipped, one_bit_adam, one_bit_lamb
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.optim.over_replicas import over_replicas
 from jaxscale.replicas import OneBit
 
 N, FREEZE, STEPS = 4, 3, 7

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.errors import UserError
-from jaxscale.replicas.codec import State
+from jaxscale.replicas.codec import State, computed_once
 from jaxscale.replicas.codecs.topk import TopK
 from jaxscale.typing import Array, Key
 
@@ -57,7 +57,7 @@ class DGC(TopK):
             gradient = gradient * jnp.minimum(1.0, self.clip / lax.axis_size(axis) ** 0.5 / jnp.maximum(norm, 1e-30))
         momentum = self.momentum * state["momentum"] + gradient
         owed = state["residual"] + momentum
-        message = self.message(owed.reshape(-1), None)
+        message = computed_once(self.encode(owed.reshape(-1), None))
         ones = message._replace(values=jnp.ones_like(message.values))
         mean = self.mean(message, owed.size, axis).reshape(owed.shape)
         unsent = 1.0 - self.decode(ones, owed.size).reshape(owed.shape)

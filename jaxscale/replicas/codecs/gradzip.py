@@ -55,8 +55,8 @@ class GradZip(LowRank):
         gram = times(factor.T, factor)
         mean = jnp.trace(gram) / self.rank
         # scaled to a mean of 1, so that gradients of any magnitude stay within the range of float32
-        scaled = gram / jnp.maximum(mean, 2.0**-100) + self.ridge * jnp.eye(self.rank)
-        solution = _solved(scaled, product.T).T
+        scaled_gram = gram / jnp.maximum(mean, 2.0**-100) + self.ridge * jnp.eye(self.rank)
+        solution = _solved(scaled_gram, product.T).T
         return solution / jnp.maximum(mean, 2.0**-100)
 
 

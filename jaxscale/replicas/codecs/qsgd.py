@@ -9,7 +9,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxscale.errors import UserError
-from jaxscale.replicas.block_codes import BlockCodes
+from jaxscale.replicas.codecs.block_codes import BlockCodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,5 @@ class QSGD(BlockCodes):
         if self.bits not in (4, 8):
             raise UserError(f"bits: got {self.bits}, expected 4 or 8: others take no fewer bytes")
 
-    @property
-    def width(self) -> int:
-        """Bits of a code."""
+    def _bits(self) -> int:
         return self.bits

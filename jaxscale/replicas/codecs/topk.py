@@ -13,22 +13,46 @@ is sent about every hundredth step, with its accumulated residual, and that dela
   fraction.
 
 The delay also bounds the rate (Stich et al., 2018, arXiv:1809.07599; `tests/replicas/test_feedback.py`).
+
+Every block sends the same number of elements, so that no leaf is sorted as a whole and an offset takes two bytes; if a
+block is the whole leaf, they are its largest. In blocks a kernel selects them if the chip has one
+(`pallas_kernels.top_k`): XLA sorts. Left out: values in fewer bits.
 """
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
 
 from jaxscale.errors import UserError
-from jaxscale.replicas.largest import Kept, Largest
 from jaxscale.replicas.one_phase import OnePhase
-from jaxscale.typing import Array, Float, Key
+from jaxscale.typing import Array, Float, Int, Key
+from pallas_kernels.dispatch import Explanation, listening, note
+from pallas_kernels.target import target
+from pallas_kernels.top_k.api import top_k
 
 FIRST_FRACTION = 0.25
 """First fraction of the warm-up; the next are its powers: 25, 6.25, 1.56, 0.39 % (arXiv:1712.01887, section 3.3)."""
 
 MOST = 128
 """Most elements that kernels select in a block (`pallas_kernels.top_k`)."""
+
+OFFSETS = 2**16
+"""Elements of the largest block whose offsets are uint16."""
+
+
+class Kept(NamedTuple):
+    """The largest elements of each block.
+
+    Args:
+        values: float32.
+        offsets: position of each within its block: uint16, or int32 if the block is the whole leaf.
+    """
+
+    values: Float[Array, "blocks kept"]
+    offsets: Int[Array, "blocks kept"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +69,9 @@ class TopK(OnePhase):
         ('topk:0.01', 'topk:0.001,block=none')
         >>> [(step, codec.fraction) for step, codec in TopK(0.01).timetable]
         [(0, 0.25), (34, 0.0625), (67, 0.015625), (100, 0.01)]
+        >>> codec = TopK(0.5, block=4)
+        >>> codec.decode(codec.encode(jnp.array([1.0, -5.0, 0.5, 2.0, 0.1]), None), 5)
+        Array([ 0. , -5. ,  0. ,  2. ,  0.1], dtype=float32)
         >>> TopK(0.0001)
         Traceback (most recent call last):
         jaxscale.errors.UserError: fraction 0.0001 of blocks of 1024 is no element: give block=16384
@@ -60,17 +87,40 @@ class TopK(OnePhase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Largest(self.fraction, self.block)
+        if not 0 < self.fraction <= 1:
+            raise UserError(f"fraction: got {self.fraction}, expected a part of the elements in (0, 1], such as 0.01")
+        if self.block is not None and not 1 <= self.block <= OFFSETS:
+            raise UserError(f"block: got {self.block}, expected 1 to {OFFSETS} elements, or none for the whole leaf")
+        if self.block is not None and round(self.fraction * self.block) < 1:
+            least_block = 2 ** math.ceil(math.log2(1 / self.fraction))
+            remedy = f"block={least_block}" if least_block <= OFFSETS else "block=none"
+            raise UserError(f"fraction {self.fraction} of blocks of {self.block} is no element: give {remedy}")
         if self.warmup < 0:
             raise UserError(f"warmup: got {self.warmup}, expected a number of steps >= 0")
 
+    def sizes(self, elements: int) -> tuple[int, int, int]:
+        """(blocks, elements of a block, sent elements of a block) of a leaf of `elements`."""
+        block = elements if self.block is None else min(self.block, elements)
+        return math.ceil(elements / block), block, max(1, round(self.fraction * block))
+
     def encode(self, flat: Float[Array, "elements"], key: Key | None) -> Kept:
-        """The largest elements and their positions."""
-        return Largest(self.fraction, self.block).encode(flat)
+        """The largest elements by magnitude, and their positions."""
+        blocks, block, count = self.sizes(flat.size)
+        rows = jnp.pad(flat, (0, blocks * block - flat.size)).reshape(blocks, block)
+        if self.block is None:
+            if listening():
+                note(Explanation("top_k", target(), "reference", {}, "kernels are of blocks, and this is a whole leaf"))
+            _, offsets = lax.top_k(jnp.abs(rows), count)
+            return Kept(jnp.take_along_axis(rows, offsets, -1), offsets)
+        values, offsets = top_k(rows, count, block=block, axis=-1)
+        return Kept(values, offsets.astype(jnp.uint16))
 
     def decode(self, message: Kept, elements: int) -> Float[Array, "elements"]:
         """A leaf of these elements, and zeros elsewhere."""
-        return Largest(self.fraction, self.block).decode(message, elements)
+        blocks, block, _ = self.sizes(elements)
+        positions = jnp.arange(blocks)[:, None] * block + message.offsets.astype(jnp.int32)
+        flat = jnp.zeros(blocks * block, jnp.float32)
+        return flat.at[positions].set(message.values, unique_indices=True, mode="promise_in_bounds")[:elements]
 
     def fractions(self) -> tuple[float, ...]:
         """Fractions of the warm-up, each for equally many steps, and the final fraction.

@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Cut
+from jaxscale.sharding.partition import dim_axes
 from jaxscale.sharding.zero import without
 from jaxscale.state.layout import PIPE_AXIS
 from jaxscale.state.stages import Stages
@@ -193,8 +194,8 @@ class StackForm:
         specs = {"/".join(name[start:]): read_spec(planned, "/".join(name)) for name in names}
 
         def whole(path: Any, leaf: Array) -> Array:
-            for dim, entry in enumerate(specs[path_name(path)]):
-                if "fsdp" in ((entry,) if isinstance(entry, str) else entry or ()):
+            for dim, axes in enumerate(dim_axes(specs[path_name(path)])):
+                if "fsdp" in axes:
                     # the first dim of a placement is the layers', which a block has no more
                     leaf = jax.lax.all_gather(leaf, "fsdp", axis=dim - 1, tiled=True)
             return leaf

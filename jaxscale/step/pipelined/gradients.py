@@ -29,7 +29,7 @@ from jaxscale.pipeline.run.passes import At
 from jaxscale.pipeline.run.tables import Tables, tabulate
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.sharding.memory_space import to_device
-from jaxscale.sharding.zero import placed_axes
+from jaxscale.sharding.partition import axes_of, dim_axes, spec_of
 from jaxscale.state.batches import microbatches
 from jaxscale.state.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS
 from jaxscale.state.stages import Stages
@@ -338,14 +338,14 @@ class Pipelined:
         planned = self.planned
         if planned.plan.reduce == "bfloat16":
             gradient = gradient.astype(jnp.bfloat16)
-        done = {PIPE_AXIS, *({"fsdp"} & placed_axes(read_spec(planned, name)))}
+        done = {PIPE_AXIS, *({"fsdp"} & set(axes_of(read_spec(planned, name))))}
         over = [
             axis
             for axis in MANUAL
             if axis not in apart_axes and not (planned.pure_model.stacked(name) and axis in done)
         ]
-        for dim, entry in enumerate(spec):
-            for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
+        for dim, axes in enumerate(dim_axes(spec)):
+            for axis in axes:
                 if axis in over:
                     over.remove(axis)
                     gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
@@ -355,12 +355,7 @@ class Pipelined:
 
 def _manual_axes(spec: PartitionSpec) -> PartitionSpec:
     """The manual axes of a placement: what `shard_map` takes."""
-    entries = []
-    for entry in spec:
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        manual = tuple(axis for axis in axes if axis in MANUAL)
-        entries.append(manual if len(manual) > 1 else manual[0] if manual else None)
-    return PartitionSpec(*entries)
+    return spec_of([tuple(axis for axis in axes if axis in MANUAL) for axes in dim_axes(spec)])
 
 
 def _of_replicas(specs: Specs) -> Specs:

@@ -1,0 +1,87 @@
+"""1-bit Adam and 1-bit LAMB for custom training loops: a rule that takes the gradients of one replica."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxscale.optim.leaves import ParamInfo, facts_of
+from jaxscale.optim.one_bit import Messages
+from jaxscale.optim.per_layer import Rule
+from jaxscale.replicas.codec import Codec
+
+
+class OverReplicasState(NamedTuple):
+    """State of a replica.
+
+    Args:
+        rule: the rule's state, equal on all replicas.
+        owed: the codec's state of each parameter, in order; empty where the mean is exact.
+    """
+
+    rule: Any
+    owed: tuple[Any, ...]
+
+
+def over_replicas(
+    rule: Rule,
+    messages: Messages,
+    codec: Codec,
+    axis: str,
+    replicas: int,
+    *,
+    leaves: Any = None,
+    small: int = 256,
+) -> Rule:
+    """A rule that takes the gradients of one replica, inside a `jax.shard_map` or `jax.vmap` of that axis.
+
+    Our train step does the same by `replicas.reduce.GradientExchange`, also for replicas of several devices.
+
+    Args:
+        rule: `one_bit_adam` or `one_bit_lamb`.
+        messages: with the same b1 and freeze step.
+        codec: averages momenta, without random draws; in the warm-up means are exact.
+        axis: name of the replicas' axis.
+        replicas: number of replicas.
+        leaves: tree of `ParamInfo` like the parameters; the codec takes stacked layers one by one.
+        small: numbers of a layer below which its mean is exact; the means of gains and biases always are.
+
+    Example:
+        >>> from jaxscale.optim.one_bit import one_bit_adam
+        >>> from jaxscale.replicas import OneBit
+        >>> rule = over_replicas(one_bit_adam(0.1, 1), Messages(0.9, 1), OneBit(), "r", 2)
+        >>> params = {"w": jnp.ones((16, 16))}
+        >>> gradients = {"w": jnp.stack([jnp.ones((16, 16)), jnp.zeros((16, 16))])}
+        >>> step = jax.vmap(lambda g: rule.update(g, rule.init(params), params)[0], axis_name="r")
+        >>> print(step(gradients)["w"][:, 0, 0].round(3))
+        [-0.1 -0.1]
+    """
+
+    def coded(leaf: ParamInfo) -> bool:
+        return leaf.kind != "vector" and leaf.rows * leaf.columns >= small
+
+    def init(params: Any) -> OverReplicasState:
+        owed = (
+            codec.init(leaf.shape, None, replicas, layers=leaf.stack > 0) if coded(leaf) else {}
+            for leaf in facts_of(leaves, params)
+        )
+        return OverReplicasState(rule.init(params), tuple(owed))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OverReplicasState]:
+        message, norm, frozen = messages(updates, state.rule)
+        good = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
+        count, treedef = messages.count(state.rule), jax.tree.structure(updates)
+        means, owed = [], []
+        for leaf, array, old_owed in zip(facts_of(leaves, updates), jax.tree.leaves(message), state.owed, strict=True):
+            mean, new_owed = lax.pmean(array, axis), old_owed
+            if coded(leaf):
+                coded_mean, new_owed = codec.reduce(array, old_owed, axis, None, count, layers=leaf.stack > 0)
+                mean = jnp.where(frozen, coded_mean, mean)
+            means.append(jnp.where(good, mean, jnp.nan))
+            owed.append(optax.tree.where(good & frozen, new_owed, old_owed))
+        steps, rule_state = rule.update(treedef.unflatten(means), state.rule, params)
+        return steps, OverReplicasState(rule_state, tuple(owed))
+
+    return optax.GradientTransformation(init, update)
