@@ -18,9 +18,10 @@ from typing import Any
 
 from jaxscale.platforms.platform import Chip
 from jaxscale.programs import roofline
+from jaxscale.programs.dims import Dims, dims_of_spec, local_bytes
 from jaxscale.programs.flop import equation_flop
 from jaxscale.programs.inline import InlinedProgram, Step, inline
-from jaxscale.programs.spread import Spread, local_bytes, propagate, spread_of_spec
+from jaxscale.programs.spread import propagate
 from jaxscale.sharding import place
 
 MARK = "jaxscale:"
@@ -187,22 +188,22 @@ def graph_of(
     program = inline(closed)
     vjp_program, result_count = _forward_and_residuals(program, closed.consts)
     names, carried = _input_names(closed, args, activations)
-    input_spreads: dict[int, Spread] = {}
+    input_dims: dict[int, Dims] = {}
     leaves = [None] * (len(program.inputs) - len(jax.tree.leaves(args))) + jax.tree.leaves(args)
     for index, leaf in enumerate(leaves):
         number = vjp_program.inputs[index]
         sharding: Any = getattr(leaf, "sharding", None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
         if leaf is not None and hasattr(sharding, "spec"):
-            input_spreads[number] = spread_of_spec(sharding.spec, len(leaf.shape))
+            input_dims[number] = dims_of_spec(sharding.spec, len(leaf.shape))
             mesh = dict(sharding.mesh.shape) | dict(mesh)
-    has_placements = bool(input_spreads) or any(step.primitive == "sharding_constraint" for step in vjp_program.steps)
+    has_placements = bool(input_dims) or any(step.primitive == "sharding_constraint" for step in vjp_program.steps)
     if not has_placements:
         for index in carried:
             shape = getattr(vjp_program.avals[vjp_program.inputs[index]], "shape", ())
             if shape:
-                input_spreads[vjp_program.inputs[index]] = (batch, *((),) * (len(shape) - 1))
-    spread = propagate(vjp_program, input_spreads, mesh)
-    return _Builder(vjp_program, spread, mesh, chip).build(program.fingerprint(), names, carried, result_count)
+                input_dims[vjp_program.inputs[index]] = (batch, *((),) * (len(shape) - 1))
+    dims = propagate(vjp_program, input_dims, mesh)
+    return _Builder(vjp_program, dims, mesh, chip).build(program.fingerprint(), names, carried, result_count)
 
 
 def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tuple[InlinedProgram, int]:
@@ -259,10 +260,8 @@ def _input_names(closed: Any, args: Sequence[Any], activations: Sequence[int]) -
 class _Builder:
     """The graph of a program that returns results, then residuals."""
 
-    def __init__(
-        self, program: InlinedProgram, spread: Mapping[int, Spread], mesh: Mapping[str, int], chip: Chip | None
-    ):
-        self.program, self.spread, self.mesh, self.chip = program, spread, mesh, chip
+    def __init__(self, program: InlinedProgram, dims: Mapping[int, Dims], mesh: Mapping[str, int], chip: Chip | None):
+        self.program, self.dims, self.mesh, self.chip = program, dims, mesh, chip
         self.values: list[Value] = []
         self.equations: list[Equation] = []
         self.index_of: dict[int, int] = {}
@@ -300,7 +299,7 @@ class _Builder:
         aval = self.program.avals[number]
         self.name_counts[name] += 1
         name = name if self.name_counts[name] == 1 else f"{name} ({self.name_counts[name]})"
-        size = local_bytes(aval, self.spread[number], self.mesh)
+        size = local_bytes(aval, self.dims[number], self.mesh)
         self.values.append(Value(name, tuple(aval.shape), str(aval.dtype), size, producer, mark, source))
         self.index_of[number] = len(self.values) - 1
         return self.index_of[number]
@@ -356,11 +355,11 @@ class _Builder:
 
     def _shards(self, step: Step) -> int:
         """Number of devices that share an operation's FLOP: along the axes of its results and summed dims."""
-        axes = {axis for number in step.outputs if number is not None for dim in self.spread[number] for axis in dim}
+        axes = {axis for number in step.outputs if number is not None for dim in self.dims[number] for axis in dim}
         first = step.inputs[0] if step.inputs else None
         if step.primitive == "dot_general" and isinstance(first, int):
             contracted = step.eqn.params["dimension_numbers"][0][0]
-            axes |= {axis for dim in contracted for axis in self.spread[first][dim]}
+            axes |= {axis for dim in contracted for axis in self.dims[first][dim]}
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
 
 

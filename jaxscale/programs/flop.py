@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxscale.programs.walk import is_jaxpr, opened
+
 
 @dataclasses.dataclass(frozen=True)
 class Flop:
@@ -100,7 +102,7 @@ def equation_flop(eqn: Any) -> int:
 
 def jaxpr_flop(jaxpr: Any, used: Sequence[bool] | None = None) -> Flop:
     """FLOP of a jaxpr, closed or open, for the outputs marked in `used`: see `count_flop`."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    jaxpr = opened(jaxpr)
     used = [True] * len(jaxpr.outvars) if used is None else used
     live = {var for var, needed in zip(jaxpr.outvars, used, strict=True) if needed and not hasattr(var, "val")}
     total = Flop()
@@ -128,12 +130,10 @@ def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
     if name == "shard_map":
         shards = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
         return jaxpr_flop(params["jaxpr"]) * shards
-    callees = [value for value in params.values() if hasattr(getattr(value, "jaxpr", value), "eqns")]
-    if callees:
-        # jit, remat, custom_vjp and similar calls run one program
-        same_outputs = len(callees) == 1 and len(getattr(callees[0], "jaxpr", callees[0]).outvars) == len(used)
-        return sum((jaxpr_flop(jaxpr, used if same_outputs else None) for jaxpr in callees), Flop())
-    return Flop()
+    callees = [value for value in params.values() if is_jaxpr(value)]
+    # jit, remat, custom_vjp and similar calls run one program
+    same_outputs = len(callees) == 1 and len(opened(callees[0]).outvars) == len(used)
+    return sum((jaxpr_flop(jaxpr, used if same_outputs else None) for jaxpr in callees), Flop())
 
 
 def _dot_flop(eqn: Any) -> int:

@@ -16,17 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.compat import rebind
+from jaxscale.programs.walk import Constant, evaluate, is_jaxpr, opened
 
 OPENED = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 """Primitives that only call the program they hold."""
 ALIASES = frozenset({"name", "sharding_constraint", "optimization_barrier", "pvary"})
 """Primitives that return their operands."""
-
-
-class Constant(NamedTuple):
-    """A number written in the program."""
-
-    value: Any
 
 
 class Step(NamedTuple):
@@ -53,9 +48,9 @@ class Step(NamedTuple):
     def alias(self) -> bool:
         """Whether the results are the operands under another name or placement."""
         if self.primitive.startswith("custom_vjp_call"):
-            callee = self.eqn.params.get("call_jaxpr", self.eqn.params.get("fun_jaxpr"))
-            eqns = getattr(getattr(callee, "jaxpr", callee), "eqns", None)
-            return len(self.inputs) == len(self.outputs) == 1 and bool(eqns) and _all_aliases(eqns)
+            eqns = getattr(_custom_callee(self.eqn), "eqns", ())
+            only_aliases = all(eqn.primitive.name in ALIASES for eqn in eqns)
+            return len(self.inputs) == len(self.outputs) == 1 and bool(eqns) and only_aliases
         return self.primitive in ALIASES
 
 
@@ -148,33 +143,27 @@ def inline(closed: Any) -> InlinedProgram:
     avals: list[Any] = []
     steps: list[Step] = []
 
-    def new_number(var: Any) -> int:
-        avals.append(var.aval)
-        return len(avals) - 1
+    def new_numbers(variables: Sequence[Any]) -> tuple[int, ...]:
+        avals.extend(var.aval for var in variables)
+        return tuple(range(len(avals) - len(variables), len(avals)))
 
-    def walk(jaxpr: Any, env: dict[Any, int | Constant], scope: tuple[str, ...]) -> list[int | Constant]:
-        def read(var: Any) -> int | Constant:
-            return Constant(var.val) if hasattr(var, "val") else env[var]
+    def append_steps(jaxpr: Any, inputs: Sequence[int | Constant], scope: tuple[str, ...]) -> list[int | Constant]:
+        """Append the steps of a jaxpr, and return its results."""
 
-        for eqn in jaxpr.eqns:
+        def append(eqn: Any, operands: list[int | Constant]) -> Sequence[int | Constant]:
             callee = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if eqn.primitive.name in OPENED else None
-            operands = tuple(read(var) for var in eqn.invars)
             if callee is not None and _only_wraps(eqn):
-                body, consts = getattr(callee, "jaxpr", callee), getattr(callee, "consts", ())
-                body_env: dict[Any, int | Constant] = dict(zip(body.constvars, map(Constant, consts), strict=True))
-                body_env |= dict(zip(body.invars, operands, strict=True))
-                results = walk(body, body_env, (*scope, _function_name(eqn)))
-                env.update(zip(eqn.outvars, results, strict=True))
-            else:
-                numbers = tuple(new_number(var) for var in eqn.outvars)
-                env.update(zip(eqn.outvars, numbers, strict=True))
-                steps.append(Step(eqn, operands, numbers, scope))
-        return [read(var) for var in jaxpr.outvars]
+                constants = map(Constant, getattr(callee, "consts", ()))
+                return append_steps(opened(callee), [*constants, *operands], (*scope, _function_name(eqn)))
+            results = new_numbers(eqn.outvars)
+            steps.append(Step(eqn, tuple(operands), results, scope))
+            return results
+
+        return evaluate(jaxpr, inputs, append)
 
     jaxpr = closed.jaxpr
-    inputs = tuple(new_number(var) for var in (*jaxpr.constvars, *jaxpr.invars))
-    env: dict[Any, int | Constant] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
-    outputs = tuple(walk(jaxpr, env, ()))
+    inputs = new_numbers((*jaxpr.constvars, *jaxpr.invars))
+    outputs = tuple(append_steps(jaxpr, inputs, ()))
     return InlinedProgram(_live(steps, outputs), inputs, outputs, tuple(avals))
 
 
@@ -188,10 +177,6 @@ def _live(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[Ste
     return tuple(reversed(live_steps))
 
 
-def _all_aliases(eqns: Sequence[Any]) -> bool:
-    return all(eqn.primitive.name in ALIASES for eqn in eqns)
-
-
 def _only_wraps(eqn: Any) -> bool:
     """Whether a call specifies no shardings."""
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
@@ -202,9 +187,13 @@ def _function_name(eqn: Any) -> str:
     """The function's name for a call, else the primitive's."""
     name = eqn.params.get("name")
     if eqn.primitive.name.startswith("custom_"):
-        inner = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))
-        name = getattr(getattr(getattr(inner, "jaxpr", inner), "debug_info", None), "func_name", name)
+        name = getattr(getattr(_custom_callee(eqn), "debug_info", None), "func_name", name)
     return name.strip("<>_") if isinstance(name, str) and name.strip("<>_") else eqn.primitive.name
+
+
+def _custom_callee(eqn: Any) -> Any:
+    """The open jaxpr of a function with a custom derivative."""
+    return opened(eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr")))
 
 
 def _shape(aval: Any) -> str:
@@ -213,10 +202,10 @@ def _shape(aval: Any) -> str:
 
 def _text(value: Any) -> str:
     """A param as text without addresses, functions, placements and layer indices."""
-    if hasattr(getattr(value, "jaxpr", value), "eqns"):
-        jaxpr = getattr(value, "jaxpr", value)
+    if is_jaxpr(value):
         lines = [
-            f"{eqn.primitive.name}{_text(eqn.params)}{[_shape(v.aval) for v in eqn.outvars]}" for eqn in jaxpr.eqns
+            f"{eqn.primitive.name}{_text(eqn.params)}{[_shape(v.aval) for v in eqn.outvars]}"
+            for eqn in opened(value).eqns
         ]
         return f"{{{';'.join(lines)}}}"
     if isinstance(value, dict):

@@ -7,19 +7,40 @@ operands use the same mesh axis, the activations keep it and the weight is gathe
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from jaxscale.compat import scan_counts
+from jaxscale.programs.dims import (
+    Dims,
+    Link,
+    Shape,
+    dims_of,
+    dims_of_spec,
+    links,
+    local_bytes,
+    local_shape,
+    parts,
+    shape_of,
+    summed_dims,
+)
 from jaxscale.programs.flat import FlatProgram, Operation, carries
-from jaxscale.trees import leaf_bytes
-
-Dims = tuple[tuple[str, ...], ...]
-"""Mesh axes of each dim."""
 
 _FIXPOINT = 3
 _SMALL = 2**16  # elements; below this, tiles hardly matter
+
+_UPDATES = (
+    "slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "dynamic_update_slice", "scatter", "scatter-add",
+    "scatter_add", "scatter-mul",
+)  # fmt: skip
+"""Operations whose result has the placement of their first operand, where dims have the same size."""
+
+_FOLLOWED = (
+    "transpose", "sharding_constraint", "convert_element_type", "reduce_precision", "mul", "add_any",
+    "optimization_barrier",
+)  # fmt: skip
+"""Operations whose operands are computed where their result is needed."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,12 +71,14 @@ class Placements:
 
     def bytes_of(self, shape: Any, dims: Dims, *, host: bool = False) -> int:
         """Bytes per device of an abstract value in device memory, or in host memory with `host`; 0 if elsewhere."""
-        if not hasattr(shape, "shape") or not hasattr(shape, "dtype") or in_host_memory(shape) != host:
+        if in_host_memory(shape) != host:
             return 0
-        elements = math.prod(shape.shape)
-        parts = [-(-size // self.ways(axes)) for size, axes in zip(shape.shape, dims, strict=True)]
-        size = leaf_bytes(shape) * math.prod(parts) // elements if elements else 0
-        return int(size * padding(parts)) if self.tiled and not host else size
+        size = local_bytes(shape, dims, self.sizes)
+        return (
+            int(size * padding(local_shape(shape.shape, dims, self.sizes)))
+            if size and self.tiled and not host
+            else size
+        )
 
 
 def in_host_memory(shape: Any) -> bool:
@@ -109,75 +132,52 @@ def place(
     return placements
 
 
-def dims_of(sharding: Any, rank: int) -> Dims:
-    """Mesh axes per dim of a `NamedSharding`."""
-    spec = getattr(sharding, "spec", None) or ()
-    entries = [() if e is None or not isinstance(e, str | tuple) else (e,) if isinstance(e, str) else e for e in spec]
-    return tuple(entries[:rank]) + ((),) * (rank - len(entries))
-
-
-def _unsharded(shape: Any) -> Dims:
-    return ((),) * len(getattr(shape, "shape", ()))
+def _unsharded(aval: Any) -> Dims:
+    return ((),) * len(shape_of(aval))
 
 
 def _backward(program: FlatProgram, placements: Placements) -> None:
     """Propagate placements from outputs back to inputs, so that a value is computed where its reader needs it."""
+    arguments = set(program.inputs)
     for operation in reversed(program.operations):
-        if operation.kind == "dot_general":
-            _backward_product(program, operation, placements)
-        if operation.kind == "transpose" and operation.inputs[0] not in (None, *program.inputs):
-            axes, order = placements.dims[operation.outputs[0]], operation.params["permutation"]
-            input_dims = tuple(axes[order.index(d)] for d in range(len(order)))
-            if _shards(placements, input_dims) > _shards(placements, placements.dims[operation.inputs[0]]):
-                placements.dims[operation.inputs[0]] = input_dims
-        if operation.kind not in (
-            "sharding_constraint",
-            "convert_element_type",
-            "reduce_precision",
-            "mul",
-            "add_any",
-            "optimization_barrier",
-        ):
+        if operation.kind not in ("dot_general", *_FOLLOWED):
             continue
-        for value, output in zip(operation.inputs, operation.outputs * len(operation.inputs), strict=False):
-            if value is None or value in program.inputs:
+        for index, value in enumerate(operation.inputs):
+            if value is None or value in arguments:
                 continue
-            if getattr(program.shapes[value], "shape", None) != program.shapes[output].shape:
+            if operation.kind == "dot_general":
+                placements.dims[value] = _operand_dims(program, operation, index, placements)
                 continue
-            dims, output_dims = placements.dims[value], placements.dims[output]
-            if _shards(placements, output_dims) > _shards(placements, dims):
-                placements.dims[value] = output_dims
+            output = operation.outputs[index % len(operation.outputs)]
+            output_dims, shape = placements.dims[output], shape_of(program.shapes[value])
+            order = operation.params.get("permutation", range(len(shape)))
+            if tuple(shape[dim] for dim in order) != shape_of(program.shapes[output]):
+                continue
+            dims = tuple(output_dims[order.index(dim)] for dim in range(len(shape)))
+            if _shards(placements, dims) > _shards(placements, placements.dims[value]):
+                placements.dims[value] = dims
 
 
-def _backward_product(program: FlatProgram, operation: Operation, placements: Placements) -> None:
-    """Give the axes of a product's dims to the same dims of its operands, where those are unsharded."""
-    contracted, batched = operation.params["dimension_numbers"]
-    output_dims = placements.dims[operation.outputs[0]]
-    output_dim = len(batched[0])
-    for side, value in enumerate(operation.inputs):
-        rank = 0 if value is None else len(placements.dims[value])
-        free_dims = [d for d in range(rank) if d not in contracted[side] and d not in batched[side]]
-        targets = [*batched[side], *free_dims]
-        sources = [*range(len(batched[0])), *range(output_dim, output_dim + len(free_dims))]
-        output_dim += len(free_dims)
-        if value is None or value in program.inputs:
-            continue
-        value_dims = list(placements.dims[value])
-        for target, source in zip(targets, sources, strict=True):
-            used_axes = {axis for axes in value_dims for axis in axes}
-            if not value_dims[target] and not used_axes & set(output_dims[source]):
-                value_dims[target] = output_dims[source]
-        placements.dims[value] = tuple(value_dims)
+def _operand_dims(program: FlatProgram, operation: Operation, index: int, placements: Placements) -> Dims:
+    """Dims of an operand of a product, with the axes of the result's dims where the operand is unsharded."""
+    result = operation.outputs[0]
+    shapes = [None if value is None else shape_of(program.shapes[value]) for value in operation.inputs]
+    dims = list(placements.dims[operation.inputs[index]])
+    for operand, dim, result_dim in links("dot_general", operation.params, shapes, shape_of(program.shapes[result])):
+        result_axes = placements.dims[result][result_dim]
+        if operand == index and not dims[dim] and not {axis for axes in dims for axis in axes} & set(result_axes):
+            dims[dim] = result_axes
+    return tuple(dims)
 
 
 def _shards(placements: Placements, dims: Dims) -> int:
     """Number of shards of a value."""
-    return math.prod(placements.ways(axes) for axes in dims)
+    return math.prod(parts(dims, placements.sizes))
 
 
 def _forward(program: FlatProgram, operation: Operation, index: int, placements: Placements) -> None:
     """Propagate placements from an operation's operands to its results."""
-    shapes = [None if value is None else program.shapes[value] for value in operation.inputs]
+    avals = [None if value is None else program.shapes[value] for value in operation.inputs]
     dims = [() if value is None else placements.dims[value] for value in operation.inputs]
     kind = operation.kind
     if kind in ("scan", "while"):
@@ -192,50 +192,73 @@ def _forward(program: FlatProgram, operation: Operation, index: int, placements:
     elif kind == "enter":
         output_dims = [tuple(tuple(axis for axis in axes if axis not in operation.manual) for axes in dims[0])]
     elif kind == "leave":
-        manual_axes = dims_of(_Spec(operation.params["spec"]), len(dims[0]))
+        manual_axes = dims_of_spec(operation.params["spec"], len(dims[0]))
         output_dims = [tuple((*manual, *axes) for manual, axes in zip(manual_axes, dims[0], strict=True))]
     elif kind == "shard_map":
         output_dims = [
-            dims_of(_Spec(spec), len(program.shapes[v].shape))
-            for v, spec in zip(operation.outputs, operation.params["out_specs"], strict=True)
-        ]
-    elif kind in _RULES:
-        output = program.shapes[operation.outputs[0]]
-        first_dims = _RULES[kind](operation.params, shapes, dims, output, placements)
-        if kind == "dot_general":
-            placements.gathered[index] = _gathered_bytes(operation, shapes, dims, placements)
-            (left, right), _ = operation.params["dimension_numbers"]
-            if any("fsdp" in set(dims[0][a]) & set(dims[1][b]) for a, b in zip(left, right, strict=True)):
-                placements.summed.add(index)
-        output_dims = [
-            first_dims if program.shapes[v].shape == output.shape else _elementwise(program.shapes[v], shapes, dims)
-            for v in operation.outputs
+            dims_of_spec(spec, len(program.shapes[value].shape))
+            for value, spec in zip(operation.outputs, operation.params["out_specs"], strict=True)
         ]
     else:
-        output_dims = [_elementwise(program.shapes[value], shapes, dims) for value in operation.outputs]
+        if kind == "dot_general":
+            placements.gathered[index] = _gathered_bytes(operation, avals, dims, placements)
+            pairs = summed_dims(kind, operation.params)
+            if any("fsdp" in set(dims[0][left]) & set(dims[1][right]) for left, right in pairs):
+                placements.summed.add(index)
+        output_dims = [_result_dims(operation, avals, dims, program.shapes[v], placements) for v in operation.outputs]
     for value, value_dims in zip(operation.outputs, output_dims, strict=True):
         placements.dims[value] = value_dims
 
 
-@dataclasses.dataclass(frozen=True)
-class _Spec:
-    spec: Any
-
-
-def _elementwise(output: Any, shapes: Sequence[Any], dims: Sequence[Dims]) -> Dims:
-    """Dims of an elementwise result: the axes of the operands of its shape, each axis once."""
-    shape = getattr(output, "shape", ())
-    merged: list[tuple[str, ...]] = [()] * len(shape)
+def _result_dims(
+    operation: Operation, avals: Sequence[Any], dims: Sequence[Dims], result: Any, placements: Placements
+) -> Dims:
+    """Dims of a result: the axes of linked dims of the operands, each axis once."""
+    kind, params = operation.kind, operation.params
+    shapes = [None if aval is None else shape_of(aval) for aval in avals]
+    shape = shape_of(result)
+    result_links = links(kind, params, shapes, shape)
+    summed_axes: set[str] = set()
+    if kind == "dot_general" and result_links is not None:
+        # the larger operand keeps its axes; one along which both operands are summed is used up
+        sizes = [placements.bytes_of(aval, axes) for aval, axes in zip(avals, dims, strict=True)]
+        result_links = sorted(result_links, key=lambda link: -sizes[link[0]])
+        summed_axes.update(*(set(dims[0][a]) & set(dims[1][b]) for a, b in summed_dims(kind, params)))
+    elif kind == "conv_general_dilated" and result_links is not None:
+        result_links = [link for link in result_links if link[0] == 0]  # the kernel is gathered
+    elif kind == "gather":
+        result_links = _gather_links(params, shapes, shape)
+    elif result_links is None:
+        result_links = _same_dims(shapes[:1] if kind in _UPDATES else shapes, shape)
+    result_dims: list[tuple[str, ...]] = [()] * len(shape)
     used_axes: set[str] = set()
-    for operand, operand_dims in zip(shapes, dims, strict=True):
-        if operand is None or len(getattr(operand, "shape", ())) != len(shape):
-            continue
-        for dim, axes in enumerate(operand_dims):
-            free_axes = tuple(axis for axis in axes if axis not in used_axes)
-            if free_axes and not merged[dim] and operand.shape[dim] == shape[dim]:
-                merged[dim] = free_axes
-                used_axes.update(free_axes)
-    return tuple(merged)
+    for operand, dim, result_dim in result_links:
+        axes = tuple(axis for axis in dims[operand][dim] if axis not in used_axes)
+        # an equal dim has equal parts; one of a reshaped array may not divide
+        fits = shapes[operand][dim] == shape[result_dim] or shape[result_dim] % placements.ways(axes) == 0
+        if axes and not result_dims[result_dim] and fits:
+            result_dims[result_dim] = axes
+            used_axes.update(axes)
+    return tuple(tuple(axis for axis in axes if axis not in summed_axes) for axes in result_dims)
+
+
+def _same_dims(shapes: Sequence[Shape | None], result: Shape) -> Iterable[Link]:
+    """Links of an elementwise operation."""
+    for operand, shape in enumerate(shapes):
+        if shape is not None and len(shape) == len(result):
+            yield from ((operand, dim, dim) for dim in range(len(result)) if shape[dim] == result[dim])
+
+
+def _gather_links(params: Any, shapes: Sequence[Shape | None], result: Shape) -> Iterable[Link]:
+    """Gathered rows have the placement of their indices; dims taken whole have that of the table."""
+    numbers = params["dimension_numbers"]
+    table, indices = shapes[0] or (), shapes[1] or ()
+    row_dims = [dim for dim in range(len(result)) if dim not in numbers.offset_dims]
+    yield from ((1, dim, target) for dim, target in zip(range(len(indices) - 1), row_dims, strict=False))
+    table_dims = [dim for dim in range(len(table)) if dim not in numbers.collapsed_slice_dims]
+    for dim, target in zip(table_dims, numbers.offset_dims, strict=False):
+        if table[dim] == result[target]:
+            yield 0, dim, target
 
 
 def _loop(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
@@ -292,33 +315,6 @@ def _cond(
     return output_dims
 
 
-def _dot(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    """Dims of a product: batch, left operand, right operand; the larger operand keeps its axes."""
-    contracted, batched = params["dimension_numbers"]
-    rank = len(batched[0])
-    sources: list[dict[int, int]] = []  # for each operand, from the result's dims to its own
-    for side in (0, 1):
-        free_dims = [d for d in range(len(dims[side])) if d not in contracted[side] and d not in batched[side]]
-        sources.append(dict(enumerate(batched[side])) | {rank + n: d for n, d in enumerate(free_dims)})
-        rank += len(free_dims)
-    sizes = [
-        placements.bytes_of(shape, axes) if shape is not None else 0 for shape, axes in zip(shapes, dims, strict=True)
-    ]
-    output_dims: list[tuple[str, ...]] = [()] * rank
-    used_axes: set[str] = set()
-    for side in sorted((0, 1), key=lambda side: -sizes[side]):
-        for target, source in sources[side].items():
-            free_axes = tuple(axis for axis in dims[side][source] if axis not in used_axes)
-            if free_axes and not output_dims[target]:
-                output_dims[target] = free_axes
-                used_axes.update(free_axes)
-    # an axis along which both operands are summed is used up
-    for a, b in zip(*contracted, strict=True):
-        summed = set(dims[0][a]) & set(dims[1][b])
-        output_dims = [tuple(axis for axis in axes if axis not in summed) for axes in output_dims]
-    return tuple(output_dims)
-
-
 def _gathered_bytes(operation: Operation, shapes: Any, dims: Any, placements: Placements) -> int:
     """Bytes of an operand that is gathered because the free dims of the other operand use the same axes."""
     (left, right), (left_batch, right_batch) = operation.params["dimension_numbers"]
@@ -340,102 +336,3 @@ def _gathered_bytes(operation: Operation, shapes: Any, dims: Any, placements: Pl
             )
             total += size if size <= partner_size else 0
     return total
-
-
-def _broadcast(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    output_dims: list[tuple[str, ...]] = [()] * len(output.shape)
-    for source, target in enumerate(params["broadcast_dimensions"]):
-        if shapes[0] is not None and shapes[0].shape[source] == output.shape[target]:
-            output_dims[target] = dims[0][source]
-    return tuple(output_dims)
-
-
-def _transpose(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    return tuple(dims[0][d] for d in params["permutation"])
-
-
-def _reshape(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    """Match dims from the left by their products; a group keeps the axes of its first dim."""
-    output_dims: list[tuple[str, ...]] = [()] * len(output.shape)
-    old, new = list(shapes[0].shape), list(output.shape)
-    i = j = 0
-    while i < len(old) and j < len(new):
-        first_i, first_j, old_size, new_size = i, j, old[i], new[j]
-        while old_size != new_size:
-            if old_size < new_size and i + 1 < len(old):
-                i += 1
-                old_size *= old[i]
-            elif new_size < old_size and j + 1 < len(new):
-                j += 1
-                new_size *= new[j]
-            else:
-                return tuple(output_dims)
-        sources = [d for d in range(first_i, i + 1) if old[d] > 1] or [first_i]
-        targets = [d for d in range(first_j, j + 1) if new[d] > 1] or [first_j]
-        axes = dims[0][sources[0]]
-        if len(sources) == len(targets):
-            for source, target in zip(sources, targets, strict=True):
-                output_dims[target] = dims[0][source]
-        elif axes and new[targets[0]] % placements.ways(axes) == 0:
-            output_dims[targets[0]] = axes
-        i, j = i + 1, j + 1
-    return tuple(output_dims)
-
-
-def _reduce(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    return tuple(axes for d, axes in enumerate(dims[0]) if d not in params["axes"])
-
-
-def _squeeze(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    return tuple(axes for d, axes in enumerate(dims[0]) if d not in params["dimensions"])
-
-
-def _gather(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    """Gathered rows have the placement of their indices; dims taken whole have that of the table."""
-    numbers = params["dimension_numbers"]
-    offsets = iter(d for d in range(len(shapes[0].shape)) if d not in numbers.collapsed_slice_dims)
-    rows = iter(dims[1][:-1] if shapes[1] is not None else ())
-    output_dims: list[tuple[str, ...]] = []
-    for d in range(len(output.shape)):
-        if d in numbers.offset_dims:
-            source = next(offsets)
-            output_dims.append(dims[0][source] if shapes[0].shape[source] == output.shape[d] else ())
-        else:
-            output_dims.append(next(rows, ()))
-    used_axes: set[str] = {axis for d, axes in enumerate(output_dims) if d not in numbers.offset_dims for axis in axes}
-    return tuple(
-        axes if d not in numbers.offset_dims else tuple(axis for axis in axes if axis not in used_axes)
-        for d, axes in enumerate(output_dims)
-    )
-
-
-def _first_operand(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    """Dims of the first operand, where their sizes are unchanged."""
-    if shapes[0] is None:
-        return _unsharded(output)
-    return _elementwise(output, shapes[:1], dims[:1])
-
-
-def _conv(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    numbers = params["dimension_numbers"]
-    output_dims: list[tuple[str, ...]] = [()] * len(output.shape)
-    output_dims[numbers.out_spec[0]] = dims[0][numbers.lhs_spec[0]]
-    return tuple(output_dims)
-
-
-_RULES: dict[str, Any] = {
-    "dot_general": _dot,
-    "conv_general_dilated": _conv,
-    "broadcast_in_dim": _broadcast,
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "squeeze": _squeeze,
-    "gather": _gather,
-    **{f"reduce_{name}": _reduce for name in ("sum", "max", "min", "and", "or", "prod")},
-    "argmax": _reduce,
-    "argmin": _reduce,
-    **{f"scatter{name}": _first_operand for name in ("", "-add", "_add", "-mul")},
-    **dict.fromkeys(
-        ("slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "dynamic_update_slice"), _first_operand
-    ),
-}

@@ -7,8 +7,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.programs.dims import dims_of
 from jaxscale.programs.flat import flatten
-from jaxscale.programs.placements import dims_of, padding, place
+from jaxscale.programs.placements import padding, place
 
 SIZES = {"fsdp": 2, "tensor": 4}
 
