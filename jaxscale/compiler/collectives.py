@@ -17,32 +17,15 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, get_args
 
-from jaxscale.compiler.hlo_program import (
-    ARRAY,
-    Computation,
-    HloProgram,
-    Op,
-    array_bytes,
-    called,
-    elements,
-    integers,
-    split,
-)
+from jaxscale.compiler.hlo_program import ARRAY, Computation, HloProgram, Op, array_bytes, called, integers, split
 from jaxscale.platforms import megascale
+from jaxscale.platforms.megascale import Kind
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 Groups = frozenset[frozenset[int]]
 
-_KINDS = {
-    "all-reduce": "all-reduce",
-    "all-gather": "all-gather",
-    "reduce-scatter": "reduce-scatter",
-    "all-to-all": "all-to-all",
-    "ragged-all-to-all": "all-to-all",
-    "collective-permute": "collective-permute",
-}
+_KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Kind)} | {"ragged-all-to-all": "all-to-all"}
 # ops that move or convert a whole value, and compute nothing
 _MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "optimization-barrier", "pad"}
 _MOVES |= {"reshape", "transpose", "all-reduce-done", "async-done"}
@@ -76,14 +59,14 @@ class Collective:
     trips_known: bool = True
 
 
-def collectives(text: str, mesh: Any) -> list[Collective]:
+def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     """The collectives of a compiled program, in the order of its text.
 
     A tuple all-reduce (several arrays in one op) counts once per kind and type. Groups of one device send nothing and
     are left out.
 
     Args:
-        text: `compiled.as_text()`.
+        program: `compiled.as_text()`, or the program read from it.
         mesh: the mesh it was compiled for, or a mapping from axis name to size.
 
     Example:
@@ -96,12 +79,11 @@ def collectives(text: str, mesh: Any) -> list[Collective]:
         >>> [(c.kind, c.axes, c.bytes) for c in collectives(program, {"data": 2, "fsdp": 2})]
         [('all-reduce', ('data',), 16)]
     """
-    sizes, crossing = megascale.split(
-        dict(mesh if isinstance(mesh, Mapping) else mesh.shape), megascale.slices_of(text)
-    )
+    program = HloProgram(program) if isinstance(program, str) else program
+    mesh_sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    sizes, crossing = megascale.split(mesh_sizes, megascale.slices_of(program.text))
     devices = math.prod(sizes.values())
     axes_of = {groups_of(sizes, axes): axes for axes in _subsets(sizes)}
-    program = HloProgram(text)
     continuations = _continuations(program)
     results = []
     for computation in program.computations.values():
@@ -110,7 +92,7 @@ def collectives(text: str, mesh: Any) -> list[Collective]:
             kind = _KINDS.get(op.opcode.removesuffix("-start"))
             transfer = megascale.kind_of(op.attributes) if op.opcode == "send" else None
             if transfer is not None and runs:
-                dtype = ARRAY.findall(op.type)[0][0]
+                dtype = op.arrays[0][0]
                 results += [
                     Collective(transfer, crossing, size, runs, dtype, computation.name, in_loop, trips_known)
                     for size in _message_sizes(computation, op)
@@ -118,7 +100,7 @@ def collectives(text: str, mesh: Any) -> list[Collective]:
             if kind is None or not runs or (computation.name, op.name) in continuations:
                 continue
             if kind == "collective-permute":
-                pairs = _pairs(op.attributes)
+                pairs = _pairs(op)
                 axes = _permuted_axes(pairs, sizes)
                 members = 0 if all(a == b for a, b in pairs) else devices
             else:
@@ -206,9 +188,9 @@ def _subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     return [subset for count in range(1, len(axes) + 1) for subset in itertools.combinations(axes, count)]
 
 
-def _pairs(attributes: str) -> list[tuple[int, int]]:
-    match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
-    return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", match[1])] if match else []
+def _pairs(op: Op) -> list[tuple[int, int]]:
+    pairs = op.attribute(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}") or ""
+    return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs)]
 
 
 def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -231,9 +213,9 @@ def _continuations(program: HloProgram) -> set[tuple[str, str]]:
             continue
         first = any(_STARTS in op.attributes for op in computation.instructions.values())
         for op in computation.instructions.values():
-            channel = re.search(r"\bchannel_id=(\d+)", op.attributes) if op.opcode in _KINDS else None
+            channel = op.attribute(r"\bchannel_id=(\d+)") if op.opcode in _KINDS else None
             if channel:
-                (started if first else places).setdefault(channel[1], []).append((computation.name, op.name))
+                (started if first else places).setdefault(channel, []).append((computation.name, op.name))
     return {place for channel in started for place in places.get(channel, [])}
 
 
@@ -241,14 +223,14 @@ def _message_sizes(computation: Computation, send: Op) -> list[int]:
     """Bytes of a message between slices: of its arrays; and apart, of single numbers that XLA has packed with them, and
     of what fills up the tile of 4096 that a TPU sends for these.
     """
-    total_bytes = array_bytes(ARRAY.findall(send.type)[0])
+    total_bytes = array_bytes(send.arrays[0])
     op = computation.instructions[send.operands[0]]
     while op.opcode in ("bitcast", "copy", "reshape") or 'custom_call_target="ZeroCrop"' in op.attributes:
         op = computation.instructions[op.operands[0]]
-    part_types = [computation.instructions[name].type for name in op.operands] if op.opcode == "concatenate" else []
     sums = [0, 0]
-    for part_type in part_types:
-        sums[elements(part_type) == 1] += array_bytes(ARRAY.findall(part_type)[0])
+    for name in op.operands if op.opcode == "concatenate" else []:
+        part = computation.instructions[name]
+        sums[math.prod(part.shape) == 1] += array_bytes(part.arrays[0])
     return [size for size in (*sums, total_bytes - sum(sums)) if size] if all(sums) else [total_bytes]
 
 
@@ -256,7 +238,7 @@ def _parts(
     program: HloProgram, computation: Computation, op: Op, kind: str, members: int
 ) -> dict[tuple[Any, str], int]:
     """Bytes of each (kind, type) of a collective: one entry, unless a tuple mixes types or is sliced in part."""
-    leaves, result_type = ARRAY.findall(op.type), op.type
+    leaves, result_type = op.arrays, op.type
     if op.opcode.endswith("-start") and (kind != "all-reduce" or op.type.startswith("((")):
         # the tuple of a start holds operands, results and irrelevant contexts; that of an all-reduce may not
         operands, results = [*split(op.type[1:-1]), ""][:2]
@@ -296,8 +278,8 @@ def _slices(
     program: HloProgram, computation: Computation, use: Op, position: int, index: int | None, members: int
 ) -> bool:
     if use.opcode == "get-tuple-element":
-        element = re.search(r"index=(\d+)", use.attributes)
-        unused = element is not None and index is not None and int(element[1]) != index
+        element = use.attribute(r"index=(\d+)")
+        unused = element is not None and index is not None and int(element) != index
         return unused or _scattered(program, computation, use.name, None, members)
     if use.opcode == "tuple":
         return _scattered(program, computation, use.name, position, members)
@@ -305,7 +287,7 @@ def _slices(
         return _scattered(program, computation, use.name, index, members)
     if use.opcode == "dynamic-slice":
         operand = computation.instructions[use.operands[0]]
-        return position == 0 and elements(operand.type) == members * elements(use.type)
+        return position == 0 and math.prod(operand.shape) == members * math.prod(use.shape)
     if use.opcode in _CALLS:
         inner = program.computations[called(use.attributes)[0]]
         return _scattered(program, inner, inner.parameter(position), index, members)

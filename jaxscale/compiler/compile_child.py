@@ -157,9 +157,9 @@ def _read(compiled: Any, mesh: Any) -> dict[str, Any]:
     import jax
 
     try:
-        text = compiled.as_text()
-        flop = program_flop(HloProgram(text))
-        collective_list = tuple(collectives(text, mesh))
+        program = HloProgram(compiled.as_text())
+        flop = program_flop(program)
+        collective_list = tuple(collectives(program, mesh))
     except (AssertionError, LookupError, ValueError, jax.errors.JaxRuntimeError) as error:
         # text in a new spelling, or that XLA fails to print, must not prevent the report
         return {"unread": f"the program's text could not be read: {error!r}"}

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import re
 
-from jaxscale.compiler.hlo_program import ARRAY, Computation, HloProgram, Op, called, integers
+from jaxscale.compiler.hlo_program import Computation, HloProgram, Op, called, integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,8 @@ def program_flop(program: HloProgram) -> ProgramFlop:
         >>> program_flop(HloProgram(text)).total
         256
     """
-    entry = next((computation.name for computation in program.computations.values() if computation.is_entry), None)
-    return ProgramFlop() if entry is None else _computation(program, entry, {})
+    entries = [computation.name for computation in program.computations.values() if computation.is_entry]
+    return _computation(program, entries[0], {}) if entries else ProgramFlop()
 
 
 def _computation(program: HloProgram, name: str, flop_by_name: dict[str, ProgramFlop]) -> ProgramFlop:
@@ -78,45 +78,45 @@ def _op(program: HloProgram, computation: Computation, op: Op, flop_by_name: dic
 
 def _op_flop(computation: Computation, op: Op) -> ProgramFlop:
     if op.opcode == "dot":
-        return ProgramFlop(_dot(computation, op, _dims(op.attributes, "lhs_contracting_dims")))
+        return ProgramFlop(_dot(computation, op, _dims(op, "lhs_contracting_dims")))
     if op.opcode == "ragged-dot":
-        groups = _shape(computation, op.operands[2])[-1] if "lhs_ragged_dims" in op.attributes else 1
-        contracted = _dims(op.attributes, "lhs_contracting_dims")
-        ragged = _dims(op.attributes, "lhs_ragged_dims")
+        groups = computation.instructions[op.operands[2]].shape[-1] if "lhs_ragged_dims" in op.attributes else 1
+        contracted = _dims(op, "lhs_contracting_dims")
+        ragged = _dims(op, "lhs_ragged_dims")
         return ProgramFlop(_dot(computation, op, contracted) // (groups if set(ragged) <= set(contracted) else 1))
     if op.opcode == "convolution":
-        lhs, rhs = (_shape(computation, name) for name in op.operands[:2])
-        return ProgramFlop(_convolution(op, lhs, rhs, _result(op)))
+        lhs, rhs = (computation.instructions[name].shape for name in op.operands[:2])
+        return ProgramFlop(_convolution(op, lhs, rhs, op.shape))
     if op.opcode == "custom-call":
         return _custom_call(computation, op)
     return ProgramFlop()
 
 
 def _custom_call(computation: Computation, op: Op) -> ProgramFlop:
-    match = re.search(r'custom_call_target="([^"]*)"', op.attributes)
-    target = match[1] if match else ""
+    target = op.attribute(r'custom_call_target="([^"]*)"') or ""
     if target.startswith(("__cublas$", "__hipblas", "__triton_gemm", "__onednn$matmul")):
-        numbers = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', op.attributes)
-        contracted = integers(numbers[1]) if numbers else [len(_shape(computation, op.operands[0])) - 1]
+        numbers = op.attribute(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+        last_dim = len(computation.instructions[op.operands[0]].shape) - 1
+        contracted = [last_dim] if numbers is None else integers(numbers)
         return ProgramFlop(_dot(computation, op, contracted))
     if target.startswith("__cudnn$conv"):
-        first, second, result = (*(_shape(computation, name) for name in op.operands[:2]), _result(op))
+        first, second = (computation.instructions[name].shape for name in op.operands[:2])
+        result = op.shape  # of a tuple (result, workspace), the first
         # the text describes the forward convolution: input, kernel, output
         if "BackwardInput" in target:
             first, result = result, first
         elif "BackwardFilter" in target:
             second, result = result, second
         return ProgramFlop(_convolution(op, first, second, result))
-    declared = re.search(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)', op.attributes)
-    if declared:
-        return ProgramFlop(int(declared[1]))
+    if declared := op.attribute(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)'):
+        return ProgramFlop(int(declared))
     kernel = target in ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2")
     return ProgramFlop(silent_kernels=int(kernel))
 
 
 def _dot(computation: Computation, op: Op, contracted: list[int]) -> int:
-    shape = _shape(computation, op.operands[0])
-    return 2 * math.prod(_result(op)) * math.prod(shape[dim] for dim in contracted)
+    shape = computation.instructions[op.operands[0]].shape
+    return 2 * math.prod(op.shape) * math.prod(shape[dim] for dim in contracted)
 
 
 def _convolution(op: Op, lhs: list[int], rhs: list[int], out: list[int]) -> int:
@@ -124,8 +124,7 @@ def _convolution(op: Op, lhs: list[int], rhs: list[int], out: list[int]) -> int:
     match = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     assert match is not None, f"a convolution in an unknown spelling: {op.attributes[:80]}"
     labels = match.groups()
-    window = re.search(r"window=\{([^}]*)\}", op.attributes)
-    text = window[1] if window else ""
+    text = op.attribute(r"window=\{([^}]*)\}") or ""
     spatial = sorted(set(labels[2]) - {"b", "f"})
     sizes = _window(text, "size", "1", len(spatial))
     strides, dilations, holes = (
@@ -143,10 +142,10 @@ def _convolution(op: Op, lhs: list[int], rhs: list[int], out: list[int]) -> int:
         )
         taps *= sum(0 <= position <= (size - 1) * hole and position % hole == 0 for position in positions)
     inputs = rhs[labels[1].index("i")]  # channels of one feature group
-    groups = re.search(r"batch_group_count=(\d+)", op.attributes)
+    groups = op.attribute(r"batch_group_count=(\d+)")
     batch = out[labels[2].index("b")]
     # with batch groups an output feature uses one group's part of the batch, which is the output's whole batch
-    assert groups is None or lhs[labels[0].index("b")] == batch * int(groups[1])
+    assert groups is None or lhs[labels[0].index("b")] == batch * int(groups)
     return 2 * batch * out[labels[2].index("f")] * inputs * taps
 
 
@@ -155,17 +154,5 @@ def _window(text: str, key: str, default: str, count: int) -> list[str]:
     return match[1].split("x") if match else [default] * count
 
 
-def _dims(attributes: str, key: str) -> list[int]:
-    match = re.search(rf"\b{key}=\{{([\d,]*)\}}", attributes)
-    return integers(match[1]) if match else []
-
-
-def _shape(computation: Computation, name: str) -> list[int]:
-    match = ARRAY.search(computation.instructions[name].type)
-    return integers(match[2]) if match else []
-
-
-def _result(op: Op) -> list[int]:
-    """Shape of the result; for a library call's tuple (result, workspace), of the first."""
-    match = ARRAY.search(op.type)
-    return integers(match[2]) if match else []
+def _dims(op: Op, key: str) -> list[int]:
+    return integers(op.attribute(rf"\b{key}=\{{([\d,]*)\}}") or "")

@@ -62,8 +62,7 @@ class Sources:
 
     def _stack(self, op: Op) -> list[tuple[str, str, str]]:
         """(file, function, line) of each frame, from the innermost."""
-        frame_id = re.search(r"stack_frame_id=(\d+)", op.attributes)
-        number, stack = frame_id[1] if frame_id else "0", []
+        number, stack = op.attribute(r"stack_frame_id=(\d+)") or "0", []
         while number in self._frames:
             location, number = self._frames[number]
             frame = self._places.get(location, ("", "", ""))

@@ -8,7 +8,7 @@ outputs, and slices of them, after the value that was stacked.
 import re
 from typing import Literal
 
-from jaxscale.compiler.hlo_program import ARRAY, Computation, HloProgram, Op, array_bytes, called
+from jaxscale.compiler.hlo_program import Computation, HloProgram, Op, array_bytes, called
 from jaxscale.compiler.hlo_source import Sources
 
 Phase = Literal["forward", "backward", "recompute"]
@@ -61,37 +61,23 @@ def phase_of(op_name: str) -> Phase | None:
     return "forward" if "jvp(" in op_name else None
 
 
-def _bytes(computation: Computation, name: str) -> int:
-    op = computation.instructions.get(name)
-    array = ARRAY.search(op.type) if op is not None else None
-    return array_bytes((array[1], array[2])) if array else 0
-
-
 class Names:
     """Names for the values of a program, in the user's terms."""
 
     def __init__(self, program: HloProgram, sources: Sources) -> None:
         self.program = program
         self.sources = sources
+        self.ops = {op.name: (computation, op) for computation, op in program.instructions()}
         self.arguments = {
             f"{ARGUMENT}{op.operands[0]}": op.name
-            for computation in program.computations.values()
-            if computation.is_entry
-            for op in computation.instructions.values()
-            if op.opcode == "parameter"
-        }
-        self.ops: dict[str, tuple[Computation, Op]] = {
-            op.name: (computation, op)
-            for computation in program.computations.values()
-            for op in computation.instructions.values()
+            for computation, op in program.instructions()
+            if computation.is_entry and op.opcode == "parameter"
         }
 
     def op_name(self, name: str) -> str:
         """An instruction's scopes, as JAX recorded them; empty if there are none."""
-        if name not in self.ops:
-            return ""
-        metadata = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.ops[name][1].attributes)
-        return metadata[1].replace("\\'", "'").replace('\\"', '"') if metadata else ""
+        metadata = self.ops[name][1].attribute(r'op_name="((?:[^"\\]|\\.)*)"') if name in self.ops else None
+        return (metadata or "").replace("\\'", "'").replace('\\"', '"')
 
     def in_loop(self, name: str) -> bool:
         """Whether an instruction is inside a loop."""
@@ -135,15 +121,15 @@ class Names:
     ) -> tuple[str, tuple[int, ...]] | None:
         """The value that an instruction passes on; None if the instruction computes it."""
         if op.opcode == "get-tuple-element":
-            element = re.search(r"index=(\d+)", op.attributes)
+            element = op.attribute(r"index=(\d+)")
             assert element is not None, "the attributes specify the element"
-            return op.operands[0], (int(element[1]), *index)
+            return op.operands[0], (int(element), *index)
         if op.opcode == "tuple" and index:
             return op.operands[index[0]], index[1:]
         if op.opcode == "while" and index:
-            body = re.search(r"body=%?([\w.\-]+)", op.attributes)
+            body = op.attribute(r"body=%?([\w.\-]+)")
             assert body is not None, "a loop has a body"
-            root = self.program.computations[body[1]].root
+            root = self.program.computations[body].root
             if root is None:
                 return None
             unchanged = root.opcode == "tuple" and self._is_element(root.operands[index[0]], index[0])
@@ -156,7 +142,11 @@ class Names:
         if op.opcode in passing or (unnamed and op.opcode.endswith(("-start", "-done", "convert"))):
             return op.operands[0], ()
         if unnamed and op.opcode == "fusion":
-            widest = max(op.operands, key=lambda name: _bytes(computation, name))
+            arrays = {
+                name: computation.instructions[name].arrays if name in computation.instructions else []
+                for name in op.operands
+            }
+            widest = max(op.operands, key=lambda name: array_bytes(arrays[name][0]) if arrays[name] else 0)
             return (self._stacked(op, index) if through_stacks else None) or self._root(op) or (widest, ())
         if not through_stacks:
             return None
@@ -171,8 +161,7 @@ class Names:
         if name not in self.ops:
             return False
         computation, op = self.ops[name]
-        while op.opcode in ("bitcast", "copy") and op.operands[0] in computation.instructions:
-            op = computation.instructions[op.operands[0]]
+        op = computation.behind(op, ("bitcast", "copy"))
         if op.opcode != "get-tuple-element" or not op.attributes.lstrip(", ").startswith(f"index={index}"):
             return False
         return computation.instructions[op.operands[0]].opcode == "parameter"
@@ -200,15 +189,10 @@ class Names:
             return None
         if root.opcode == "tuple" and index:
             root, index = inner.instructions[root.operands[index[0]]], index[1:]
-        while root.opcode in ("bitcast", "copy", "convert") and root.operands[0] in inner.instructions:
-            root = inner.instructions[root.operands[0]]
+        root = inner.behind(root, ("bitcast", "copy", "convert"))
         if root.opcode == "fusion":
             return self._stacked(root, index)
         if root.opcode not in ("dynamic-update-slice", "dynamic-slice"):
             return None
         slice_op = inner.instructions[root.operands[1 if root.opcode == "dynamic-update-slice" else 0]]
-        while (
-            slice_op.opcode in ("bitcast", "copy", "reshape", "convert") and slice_op.operands[0] in inner.instructions
-        ):
-            slice_op = inner.instructions[slice_op.operands[0]]
-        return slice_op.name, ()
+        return inner.behind(slice_op, ("bitcast", "copy", "reshape", "convert")).name, ()
