@@ -25,7 +25,7 @@ from jaxscale.platforms.megascale import Kind
 
 Groups = frozenset[frozenset[int]]
 
-_KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Kind)} | {"ragged-all-to-all": "all-to-all"}
+_KINDS: dict[str, Any] = {kind: kind for kind in get_args(Kind)} | {"ragged-all-to-all": "all-to-all"}
 # ops that move or convert a whole value, and compute nothing
 _MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "optimization-barrier", "pad"}
 _MOVES |= {"reshape", "transpose", "all-reduce-done", "async-done"}

@@ -60,26 +60,26 @@ def local_bytes(aval: Any, dims: Dims, sizes: Mapping[str, int]) -> int:
     return -(-leaf_bytes(aval) * math.prod(local_shape(aval.shape, dims, sizes)) // elements) if elements else 0
 
 
-def shape_of(aval: Any) -> Shape:
-    """Shape of an abstract value; `()` if it has none, as a token."""
-    return getattr(aval, "shape", ())
+def shape_of(value: Any) -> Shape:
+    """Shape of a value, abstract or literal; `()` if it has none, as a token."""
+    return getattr(value, "shape", ())
 
 
-def links(primitive: str, params: Any, shapes: Sequence[Shape | None], result: Shape) -> Iterator[Link] | None:
+def links(primitive: str, params: Any, shapes: Sequence[Shape], result: Shape) -> list[Link] | None:
     """The linked dims of an operation that rearranges, reduces or multiplies its operands; `None` for any other.
 
     Args:
-        primitive: its name.
+        primitive: name of the operation.
         params: of the primitive.
-        shapes: of the operands; `None` for a literal.
-        result: its shape.
+        shapes: of the operands.
+        result: shape of the result.
 
     Example:
-        >>> list(links("reshape", {}, [(4, 6, 5)], (24, 1, 5)))  # the first dims of each group with the same elements
+        >>> links("reshape", {}, [(4, 6, 5)], (24, 1, 5))  # the first dims of each group with the same elements
         [(0, 0, 0), (0, 2, 2)]
     """
     rule = _RULES.get(primitive)
-    return None if rule is None or shapes[0] is None else rule(params, shapes, result)
+    return None if rule is None else list(rule(params, shapes, result))
 
 
 def summed_dims(primitive: str, params: Any) -> list[tuple[int, int]]:
@@ -91,7 +91,7 @@ def summed_dims(primitive: str, params: Any) -> list[tuple[int, int]]:
 
 
 def _broadcast(params: Any, shapes: Any, result: Shape) -> Iterator[Link]:
-    for dim, target in enumerate(params["broadcast_dimensions"]):
+    for dim, target in enumerate(map(int, params["broadcast_dimensions"])):
         if shapes[0][dim] == result[target]:
             yield 0, dim, target
 
@@ -121,7 +121,7 @@ def _product(params: Any, shapes: Any, result: Shape) -> Iterator[Link]:
         yield from ((0, left, target), (1, right, target))
     free_targets = itertools.count(len(batched[0]))
     for side in (0, 1):
-        for dim in range(len(shapes[side] or ())):
+        for dim in range(len(shapes[side])):
             if dim not in contracted[side] and dim not in batched[side]:
                 yield side, dim, next(free_targets)
 

@@ -131,15 +131,21 @@ class _Flattener:
 
     def _new_values(self, variables: Sequence[Any]) -> tuple[int, ...]:
         first = len(self.shapes)
-        self.shapes.update(enumerate((var.aval for var in variables), first))
+        for number, var in enumerate(variables, first):
+            self.shapes[number] = var.aval
         return tuple(range(first, len(self.shapes)))
 
-    def _append(self, kind: str, operands: Sequence[Atom], results: Sequence[Any], eqn: Any, **fields: Any) -> Any:
+    def _append(
+        self, kind: str, eqn: Any, operands: Sequence[Atom], results: Sequence[Any], backward: bool, **fields: Any
+    ) -> tuple[int, ...]:
         """Append an operation; return the numbers of its results."""
-        outputs = self._new_values(results)
+        inputs, outputs = tuple(map(_number, operands)), self._new_values(results)
         literals = {i: atom.value for i, atom in enumerate(operands) if isinstance(atom, Constant)}
-        fields = {"params": eqn.params, "equation": eqn, "literals": literals, "manual": self.manual, **fields}
-        self.operations.append(Operation(kind, tuple(map(_number, operands)), outputs, **fields))
+        params = fields.pop("params", eqn.params)
+        operation = Operation(
+            kind, inputs, outputs, params, backward, eqn, literals=literals, manual=self.manual, **fields
+        )
+        self.operations.append(operation)
         return outputs
 
     def _append_equations(self, jaxpr: Any, inputs: Sequence[Atom], backward: bool) -> list[Atom]:
@@ -165,7 +171,7 @@ class _Flattener:
             loop = None if body is None else flatten(body, self.manual)
             branches = eqn.params["branches"] if kind == "cond" else ()
             branches = tuple(_with_late_slices(flatten(branch, self.manual)) for branch in branches)
-            return self._append(kind, operands, eqn.outvars, eqn, backward=in_backward, loop=loop, branches=branches)
+            return self._append(kind, eqn, operands, eqn.outvars, in_backward, loop=loop, branches=branches)
 
         return evaluate(jaxpr, inputs, append)
 
@@ -178,7 +184,7 @@ class _Flattener:
             return [
                 atom
                 if isinstance(atom, Constant)
-                else self._append(kind, [atom], [result], eqn, params={"spec": spec}, backward=backward)[0]
+                else self._append(kind, eqn, [atom], [result], backward, params={"spec": spec})[0]
                 for atom, result, spec in zip(atoms, results, specs, strict=True)
             ]
 

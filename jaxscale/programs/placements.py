@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxscale.compat import scan_counts
 from jaxscale.programs.dims import (
+    Axes,
     Dims,
     Link,
     Shape,
@@ -48,6 +49,7 @@ class Placements:
     """Mesh axes along the dims of a program's values.
 
     Args:
+        program: the program.
         sizes: devices along each mesh axis.
         tiled: memory is tiled, as a TPU's.
         dims: mesh axes of each value's dims.
@@ -57,6 +59,7 @@ class Placements:
         branches: placements in the branches of a `cond`, by its index.
     """
 
+    program: FlatProgram
     sizes: Mapping[str, int]
     tiled: bool = False
     dims: dict[int, Dims] = dataclasses.field(default_factory=dict)
@@ -121,14 +124,19 @@ def place(
         >>> placements.dims[program.outputs[0]]
         (('data',), ('tensor',))
     """
-    placements = Placements(sizes, tiled)
+    placements = Placements(program, sizes, tiled)
     for value, dims in zip(program.inputs, input_dims, strict=False):
         placements.dims[value] = dims
     for value in program.inputs[len(input_dims) :]:
         placements.dims[value] = _unsharded(program.shapes[value])
     for index, operation in enumerate(program.operations):
-        _forward(program, operation, index, placements)
-    _backward(program, placements)
+        output_dims = _output_dims(operation, index, placements)
+        placements.dims |= zip(operation.outputs, output_dims, strict=True)
+    for operation in reversed(program.operations):
+        if operation.kind == "dot_general":
+            _place_product_operands(operation, placements)
+        elif operation.kind in _FOLLOWED:
+            _place_operands(operation, placements)
     return placements
 
 
@@ -136,38 +144,10 @@ def _unsharded(aval: Any) -> Dims:
     return ((),) * len(shape_of(aval))
 
 
-def _backward(program: FlatProgram, placements: Placements) -> None:
-    """Propagate placements from outputs back to inputs, so that a value is computed where its reader needs it."""
-    arguments = set(program.inputs)
-    for operation in reversed(program.operations):
-        if operation.kind not in ("dot_general", *_FOLLOWED):
-            continue
-        for index, value in enumerate(operation.inputs):
-            if value is None or value in arguments:
-                continue
-            if operation.kind == "dot_general":
-                placements.dims[value] = _operand_dims(program, operation, index, placements)
-                continue
-            output = operation.outputs[index % len(operation.outputs)]
-            output_dims, shape = placements.dims[output], shape_of(program.shapes[value])
-            order = operation.params.get("permutation", range(len(shape)))
-            if tuple(shape[dim] for dim in order) != shape_of(program.shapes[output]):
-                continue
-            dims = tuple(output_dims[order.index(dim)] for dim in range(len(shape)))
-            if _shards(placements, dims) > _shards(placements, placements.dims[value]):
-                placements.dims[value] = dims
-
-
-def _operand_dims(program: FlatProgram, operation: Operation, index: int, placements: Placements) -> Dims:
-    """Dims of an operand of a product, with the axes of the result's dims where the operand is unsharded."""
-    result = operation.outputs[0]
-    shapes = [None if value is None else shape_of(program.shapes[value]) for value in operation.inputs]
-    dims = list(placements.dims[operation.inputs[index]])
-    for operand, dim, result_dim in links("dot_general", operation.params, shapes, shape_of(program.shapes[result])):
-        result_axes = placements.dims[result][result_dim]
-        if operand == index and not dims[dim] and not {axis for axes in dims for axis in axes} & set(result_axes):
-            dims[dim] = result_axes
-    return tuple(dims)
+def _operands(operation: Operation, placements: Placements) -> list[Any]:
+    """Abstract value of each operand, or the operand itself if it is a literal."""
+    shapes = placements.program.shapes
+    return [operation.literals[i] if value is None else shapes[value] for i, value in enumerate(operation.inputs)]
 
 
 def _shards(placements: Placements, dims: Dims) -> int:
@@ -175,90 +155,126 @@ def _shards(placements: Placements, dims: Dims) -> int:
     return math.prod(parts(dims, placements.sizes))
 
 
-def _forward(program: FlatProgram, operation: Operation, index: int, placements: Placements) -> None:
-    """Propagate placements from an operation's operands to its results."""
-    avals = [None if value is None else program.shapes[value] for value in operation.inputs]
-    dims = [() if value is None else placements.dims[value] for value in operation.inputs]
-    kind = operation.kind
+def _place_operands(operation: Operation, placements: Placements) -> None:
+    """Propagate placements from results back to operands, so that a value is computed where its reader needs it."""
+    program = placements.program
+    for value, output in zip(operation.inputs, operation.outputs * len(operation.inputs), strict=False):
+        if value is None or value in program.inputs:
+            continue
+        dims = placements.dims[output]
+        if operation.kind == "transpose":
+            order = operation.params["permutation"]
+            dims = tuple(dims[order.index(dim)] for dim in range(len(order)))
+        elif shape_of(program.shapes[value]) != shape_of(program.shapes[output]):
+            continue
+        if _shards(placements, dims) > _shards(placements, placements.dims[value]):
+            placements.dims[value] = dims
+
+
+def _place_product_operands(operation: Operation, placements: Placements) -> None:
+    """Give the axes of a product's dims to the same dims of its operands, where those are unsharded."""
+    output, shapes = operation.outputs[0], [shape_of(operand) for operand in _operands(operation, placements)]
+    for operand, dim, output_dim in _links(operation, shapes, placements.program.shapes[output].shape):
+        value = operation.inputs[operand]
+        if value is None or value in placements.program.inputs:
+            continue
+        dims, axes = placements.dims[value], placements.dims[output][output_dim]
+        if not dims[dim] and not set(axes) & {axis for other_axes in dims for axis in other_axes}:
+            placements.dims[value] = (*dims[:dim], axes, *dims[dim + 1 :])
+
+
+def _output_dims(operation: Operation, index: int, placements: Placements) -> Sequence[Dims]:
+    """Dims of an operation's results, from those of its operands."""
+    operands = _operands(operation, placements)
+    dims = [
+        _unsharded(operand) if value is None else placements.dims[value]
+        for operand, value in zip(operands, operation.inputs, strict=True)
+    ]
+    kind, shapes = operation.kind, placements.program.shapes
     if kind in ("scan", "while"):
         output_dims = _loop(operation, index, dims, placements)
         if operation.manual:  # slots and sums of a pipelined step start as zeros, placed as in the loop
             states = zip(carries(operation), output_dims, strict=False)
-            placements.dims |= {v: axes for v, axes in states if v is not None and v not in program.inputs}
-    elif kind == "sharding_constraint":
-        output_dims = [dims_of(operation.params["sharding"], len(program.shapes[operation.outputs[0]].shape))]
-    elif operation.branches:
-        output_dims = _cond(program, operation, index, dims, placements)
-    elif kind == "enter":
-        output_dims = [tuple(tuple(axis for axis in axes if axis not in operation.manual) for axes in dims[0])]
-    elif kind == "leave":
+            inputs = placements.program.inputs
+            placements.dims |= {v: axes for v, axes in states if v is not None and v not in inputs}
+        return output_dims
+    if kind == "sharding_constraint":
+        return [dims_of(operation.params["sharding"], len(shapes[operation.outputs[0]].shape))]
+    if operation.branches:
+        return _cond(operation, index, dims, placements)
+    if kind == "enter":
+        return [tuple(tuple(axis for axis in axes if axis not in operation.manual) for axes in dims[0])]
+    if kind == "leave":
         manual_axes = dims_of_spec(operation.params["spec"], len(dims[0]))
-        output_dims = [tuple((*manual, *axes) for manual, axes in zip(manual_axes, dims[0], strict=True))]
-    elif kind == "shard_map":
-        output_dims = [
-            dims_of_spec(spec, len(program.shapes[value].shape))
-            for value, spec in zip(operation.outputs, operation.params["out_specs"], strict=True)
-        ]
-    else:
-        if kind == "dot_general":
-            placements.gathered[index] = _gathered_bytes(operation, avals, dims, placements)
-            pairs = summed_dims(kind, operation.params)
-            if any("fsdp" in set(dims[0][left]) & set(dims[1][right]) for left, right in pairs):
-                placements.summed.add(index)
-        output_dims = [_result_dims(operation, avals, dims, program.shapes[v], placements) for v in operation.outputs]
-    for value, value_dims in zip(operation.outputs, output_dims, strict=True):
-        placements.dims[value] = value_dims
+        return [tuple((*manual, *axes) for manual, axes in zip(manual_axes, dims[0], strict=True))]
+    if kind == "shard_map":
+        specs = operation.params["out_specs"]
+        return [dims_of_spec(spec, len(shapes[v].shape)) for v, spec in zip(operation.outputs, specs, strict=True)]
+    if kind != "dot_general":
+        return [_linked_dims(operation, operands, dims, output, placements) for output in operation.outputs]
+    pairs = summed_dims(kind, operation.params)
+    summed_axes = {axis for left, right in pairs for axis in dims[0][left] if axis in dims[1][right]}
+    placements.gathered[index] = _gathered_bytes(operation, operands, dims, summed_axes, placements)
+    if "fsdp" in summed_axes:
+        placements.summed.add(index)
+    product_dims = _linked_dims(operation, operands, dims, operation.outputs[0], placements)
+    # an axis along which both operands are summed is used up
+    return [tuple(tuple(axis for axis in axes if axis not in summed_axes) for axes in product_dims)]
 
 
-def _result_dims(
-    operation: Operation, avals: Sequence[Any], dims: Sequence[Dims], result: Any, placements: Placements
+def _linked_dims(
+    operation: Operation, operands: Sequence[Any], dims: Sequence[Dims], result: int, placements: Placements
 ) -> Dims:
-    """Dims of a result: the axes of linked dims of the operands, each axis once."""
-    kind, params = operation.kind, operation.params
-    shapes = [None if aval is None else shape_of(aval) for aval in avals]
-    shape = shape_of(result)
-    result_links = links(kind, params, shapes, shape)
-    summed_axes: set[str] = set()
-    if kind == "dot_general" and result_links is not None:
-        # the larger operand keeps its axes; one along which both operands are summed is used up
-        sizes = [placements.bytes_of(aval, axes) for aval, axes in zip(avals, dims, strict=True)]
-        result_links = sorted(result_links, key=lambda link: -sizes[link[0]])
-        summed_axes.update(*(set(dims[0][a]) & set(dims[1][b]) for a, b in summed_dims(kind, params)))
-    elif kind == "conv_general_dilated" and result_links is not None:
-        result_links = [link for link in result_links if link[0] == 0]  # the kernel is gathered
-    elif kind == "gather":
-        result_links = _gather_links(params, shapes, shape)
-    elif result_links is None:
-        result_links = _same_dims(shapes[:1] if kind in _UPDATES else shapes, shape)
-    result_dims: list[tuple[str, ...]] = [()] * len(shape)
+    """Dims of a result: the axes of the operands' dims that are linked to each, every axis once."""
+    shape = shape_of(placements.program.shapes[result])
+    shapes = [shape_of(operand) for operand in operands]
+    operation_links = _links(operation, shapes, shape)
+    if operation.kind == "dot_general":  # the larger operand keeps its axes
+        sizes = [placements.bytes_of(operand, axes) for operand, axes in zip(operands, dims, strict=True)]
+        operation_links = sorted(operation_links, key=lambda link: -sizes[link[0]])
+    result_dims: list[Axes] = [()] * len(shape)
     used_axes: set[str] = set()
-    for operand, dim, result_dim in result_links:
+    for operand, dim, result_dim in operation_links:
+        if result_dims[result_dim] or not dims[operand][dim]:
+            continue
         axes = tuple(axis for axis in dims[operand][dim] if axis not in used_axes)
-        # an equal dim has equal parts; one of a reshaped array may not divide
-        fits = shapes[operand][dim] == shape[result_dim] or shape[result_dim] % placements.ways(axes) == 0
-        if axes and not result_dims[result_dim] and fits:
+        # a group of reshaped dims keeps the axes of its first dim, where they divide it
+        if shapes[operand][dim] == shape[result_dim] or shape[result_dim] % placements.ways(axes) == 0:
             result_dims[result_dim] = axes
             used_axes.update(axes)
-    return tuple(tuple(axis for axis in axes if axis not in summed_axes) for axes in result_dims)
+    return tuple(result_dims)
 
 
-def _same_dims(shapes: Sequence[Shape | None], result: Shape) -> Iterable[Link]:
+def _links(operation: Operation, shapes: Sequence[Shape], result: Shape) -> Iterable[Link]:
+    """Linked dims of an operation's operands and of a result; the first of those linked to one dim has precedence."""
+    kind, params = operation.kind, operation.params
+    if kind == "gather":
+        return _gather_links(params, shapes, result)
+    operation_links = links(kind, params, shapes, result)
+    if operation_links is None:
+        return _same_dims(shapes[:1] if kind in _UPDATES else shapes, result)
+    # the kernel of a convolution is gathered
+    return [link for link in operation_links if kind != "conv_general_dilated" or link[0] == 0]
+
+
+def _same_dims(shapes: Sequence[Shape], result: Shape) -> Iterable[Link]:
     """Links of an elementwise operation."""
-    for operand, shape in enumerate(shapes):
-        if shape is not None and len(shape) == len(result):
-            yield from ((operand, dim, dim) for dim in range(len(result)) if shape[dim] == result[dim])
+    same_rank = [(operand, shape) for operand, shape in enumerate(shapes) if len(shape) == len(result)]
+    return [
+        (operand, dim, dim) for operand, shape in same_rank for dim, size in enumerate(result) if shape[dim] == size
+    ]
 
 
-def _gather_links(params: Any, shapes: Sequence[Shape | None], result: Shape) -> Iterable[Link]:
+def _gather_links(params: Any, shapes: Sequence[Shape], result: Shape) -> Iterable[Link]:
     """Gathered rows have the placement of their indices; dims taken whole have that of the table."""
     numbers = params["dimension_numbers"]
-    table, indices = shapes[0] or (), shapes[1] or ()
+    table, indices = shapes[:2]
     row_dims = [dim for dim in range(len(result)) if dim not in numbers.offset_dims]
-    yield from ((1, dim, target) for dim, target in zip(range(len(indices) - 1), row_dims, strict=False))
+    yield from ((1, dim, result_dim) for dim, result_dim in zip(range(len(indices) - 1), row_dims, strict=False))
     table_dims = [dim for dim in range(len(table)) if dim not in numbers.collapsed_slice_dims]
-    for dim, target in zip(table_dims, numbers.offset_dims, strict=False):
-        if table[dim] == result[target]:
-            yield 0, dim, target
+    for dim, result_dim in zip(table_dims, numbers.offset_dims, strict=False):
+        if table[dim] == result[result_dim]:
+            yield 0, dim, result_dim
 
 
 def _loop(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
@@ -297,42 +313,34 @@ def _automatic_sizes(operation: Operation, placements: Placements) -> dict[str, 
     return {axis: size for axis, size in placements.sizes.items() if axis not in operation.manual}
 
 
-def _cond(
-    program: FlatProgram, operation: Operation, index: int, dims: list[Dims], placements: Placements
-) -> list[Dims]:
+def _cond(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
     """Dims of the results: for each, those of the branch that shards it most."""
     sizes = _automatic_sizes(operation, placements)
     nested = [place(branch, dims[1:], sizes, tiled=placements.tiled) for branch in operation.branches]
     placements.branches[index] = tuple(nested)
     output_dims = []
     for number, value in enumerate(operation.outputs):
-        candidates = [
-            inner.dims[output]
-            for inner, branch in zip(nested, operation.branches, strict=True)
-            if (output := branch.outputs[number]) is not None
-        ]
-        output_dims.append(max(candidates, key=partial(_shards, placements), default=_unsharded(program.shapes[value])))
+        outputs = [(branch, branch.program.outputs[number]) for branch in nested]
+        candidates = [branch.dims[output] for branch, output in outputs if output is not None]
+        unsharded = _unsharded(placements.program.shapes[value])
+        output_dims.append(max(candidates, key=partial(_shards, placements), default=unsharded))
     return output_dims
 
 
-def _gathered_bytes(operation: Operation, shapes: Any, dims: Any, placements: Placements) -> int:
-    """Bytes of an operand that is gathered because the free dims of the other operand use the same axes."""
-    (left, right), (left_batch, right_batch) = operation.params["dimension_numbers"]
+def _gathered_bytes(
+    operation: Operation, operands: Sequence[Any], dims: Sequence[Dims], summed_axes: set[str], placements: Placements
+) -> int:
+    """Bytes of an operand of a product that is gathered because the other's free dims use the same axes."""
+    contracted, batched = operation.params["dimension_numbers"]
     total = 0
-    sides = ((0, 1, left, right, right_batch), (1, 0, right, left, left_batch))
-    for side, partner, contracted, paired, batched in sides:
-        free_axes = {axis for d, axes in enumerate(dims[partner]) if d not in (*paired, *batched) for axis in axes}
-        summed = {
-            axis for a, b in zip(contracted, paired, strict=True) for axis in set(dims[side][a]) & set(dims[partner][b])
-        }
+    for side, partner in ((0, 1), (1, 0)):
+        bound_dims = (*contracted[partner], *batched[partner])
+        free_axes = {axis for dim, axes in enumerate(dims[partner]) if dim not in bound_dims for axis in axes}
         gathered_dims = tuple(
-            tuple(axis for axis in axes if axis not in free_axes and (d not in contracted or axis in summed))
-            for d, axes in enumerate(dims[side])
+            tuple(a for a in axes if a not in free_axes and (dim not in contracted[side] or a in summed_axes))
+            for dim, axes in enumerate(dims[side])
         )
-        if any("fsdp" in axes for axes in dims[side]) and gathered_dims != dims[side] and shapes[side] is not None:
-            size = placements.bytes_of(shapes[side], gathered_dims)
-            partner_size = (
-                placements.bytes_of(shapes[partner], dims[partner]) if shapes[partner] is not None else size + 1
-            )
-            total += size if size <= partner_size else 0
+        if gathered_dims != dims[side] and any("fsdp" in axes for axes in dims[side]):
+            size = placements.bytes_of(operands[side], gathered_dims)
+            total += size if size <= placements.bytes_of(operands[partner], dims[partner]) else 0
     return total

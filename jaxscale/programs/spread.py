@@ -66,7 +66,7 @@ def propagate(program: InlinedProgram, known_dims: Mapping[int, Dims], sizes: Ma
 def _links(step: Step, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
     """Linked pairs of dims of a step's operands and results."""
     operands = [atom if isinstance(atom, int) else None for atom in step.inputs]
-    shapes = [None if number is None else shape_of(program.avals[number]) for number in operands]
+    shapes = [shape_of(program.avals[atom] if isinstance(atom, int) else atom.value) for atom in step.inputs]
     for result in step.outputs:
         if result is None:
             continue
@@ -82,9 +82,9 @@ def _links(step: Step, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
             yield (left, left_dim), (right, right_dim)
 
 
-def _same_places(shapes: Sequence[Shape | None], result: Shape) -> Iterator[Link]:
+def _same_places(shapes: Sequence[Shape], result: Shape) -> Iterator[Link]:
     """Dims of the same position and length; between arrays of different ranks only the first."""
     for index, shape in enumerate(shapes):
-        for dim, (size, result_size) in enumerate(zip(shape or (), result, strict=False)):
-            if size == result_size and (dim == 0 or len(shape or ()) == len(result)):
+        for dim, (size, result_size) in enumerate(zip(shape, result, strict=False)):
+            if size == result_size and (dim == 0 or len(shape) == len(result)):
                 yield index, dim, dim
