@@ -16,8 +16,10 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
+
+import numpy as np
 
 from jaxscale.compiler.hlo_program import ARRAY, Computation, HloProgram, Op, array_bytes, called, integers, split
 from jaxscale.platforms import megascale
@@ -86,31 +88,26 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     axes_of = {groups_of(sizes, axes): axes for axes in _subsets(sizes)}
     continuations = _continuations(program)
     results = []
-    for computation in program.computations.values():
+    for computation, op in program.instructions():
         runs, in_loop, trips_known = program.runs(computation.name)
-        for op in computation.instructions.values():
-            kind = _KINDS.get(op.opcode.removesuffix("-start"))
-            transfer = megascale.kind_of(op.attributes) if op.opcode == "send" else None
-            if transfer is not None and runs:
-                dtype = op.arrays[0][0]
-                results += [
-                    Collective(transfer, crossing, size, runs, dtype, computation.name, in_loop, trips_known)
-                    for size in _message_sizes(computation, op)
-                ]
-            if kind is None or not runs or (computation.name, op.name) in continuations:
-                continue
-            if kind == "collective-permute":
-                pairs = _pairs(op)
-                axes = _permuted_axes(pairs, sizes)
-                members = 0 if all(a == b for a, b in pairs) else devices
-            else:
-                groups = parse_groups(op.attributes, devices)
-                axes = axes_of.get(groups)
-                members = max(map(len, groups))
-            if members < 2:
-                continue
-            for (part_kind, dtype), size in _parts(program, computation, op, kind, members).items():
-                results.append(Collective(part_kind, axes, size, runs, dtype, computation.name, in_loop, trips_known))
+        kind = _KINDS.get(op.opcode.removesuffix("-start"))
+        if not runs or (computation.name, op.name) in continuations:
+            continue
+        axes, members = None, 0
+        parts: Iterable[tuple[tuple[Any, str], int]] = ()
+        if op.opcode == "send" and (transfer := megascale.kind_of(op.attributes)):
+            axes, dtype = crossing, op.arrays[0][0]
+            parts = [((transfer, dtype), size) for size in _message_sizes(computation, op)]
+        elif kind == "collective-permute":
+            pairs = _pairs(op)
+            axes, members = _permuted_axes(pairs, sizes), 0 if all(a == b for a, b in pairs) else devices
+        elif kind is not None:
+            groups = parse_groups(op.attributes, devices)
+            axes, members = axes_of.get(groups), max(map(len, groups))
+        if kind is not None and members > 1:
+            parts = _parts(program, computation, op, kind, members).items()
+        for (part_kind, dtype), size in parts:
+            results.append(Collective(part_kind, axes, size, runs, dtype, computation.name, in_loop, trips_known))
     return results
 
 
@@ -122,11 +119,15 @@ def groups_of(sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
         [[0, 2], [1, 3]]
     """
     axes = set(axes)
-    groups: dict[tuple[int, ...], set[int]] = {}
-    for device, indices in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
-        fixed_indices = tuple(0 if axis in axes else index for axis, index in zip(sizes, indices, strict=True))
-        groups.setdefault(fixed_indices, set()).add(device)
-    return frozenset(map(frozenset, groups.values()))
+    positions = [position for position, axis in enumerate(sizes) if axis in axes]
+    devices = np.moveaxis(_device_array([*sizes.values()]), positions, range(len(positions)))
+    group_size = math.prod(size for axis, size in sizes.items() if axis in axes)
+    return frozenset(map(frozenset, devices.reshape(group_size, -1).T.tolist()))
+
+
+def _device_array(shape: Sequence[int]) -> np.ndarray:
+    """Device numbers 0, 1, ... in this shape."""
+    return np.arange(math.prod(shape)).reshape(shape)
 
 
 def parse_groups(attributes: str, devices: int) -> Groups:
@@ -158,29 +159,20 @@ def _mesh_groups(text: str) -> Groups:
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match[1])}
     order = _iota(match[2]) if match[2] else range(math.prod(sizes.values()))
     # an axis of which only a part is named is split in three: the dims before the part, the part, the dims after it
-    split: dict[str, int] = {}
-    chosen = set()
+    split_sizes: dict[str, int] = {}
     parts = {name: (int(major), int(size)) for name, major, size in re.findall(r"'([^']*)':\((\d+)\)(\d+)", match[3])}
-    named_axes = set(re.findall(r"'([^']*)'", match[3]))
     for name, size in sizes.items():
         major, part_size = parts.get(name, (1, size))
-        split |= {f"{name}<": major, name: part_size, f"{name}>": size // (major * part_size)}
-        if name in named_axes:
-            chosen.add(name)
-    return frozenset(frozenset(order[position] for position in group) for group in groups_of(split, chosen))
+        split_sizes |= {f"{name}<": major, name: part_size, f"{name}>": size // (major * part_size)}
+    groups = groups_of(split_sizes, re.findall(r"'([^']*)'", match[3]))
+    return frozenset(frozenset(order[position] for position in group) for group in groups)
 
 
 def _iota(text: str) -> list[int]:
     """Device numbers of "[2,4]T(1,0)": 0, 1, ... in that shape, transposed, read row by row."""
-    shape_text, _, permutation_text = text.partition("T")
-    shape = integers(shape_text)
-    permutation = integers(permutation_text) or list(range(len(shape)))
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    ranges = (range(shape[axis]) for axis in permutation)
-    return [
-        sum(i * strides[axis] for i, axis in zip(indices, permutation, strict=True))
-        for indices in itertools.product(*ranges)
-    ]
+    shape_text, is_transposed, permutation = text.partition("T")
+    devices = _device_array(integers(shape_text))
+    return (devices.transpose(integers(permutation)) if is_transposed else devices).ravel().tolist()
 
 
 def _subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:

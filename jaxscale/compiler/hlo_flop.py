@@ -8,6 +8,7 @@ Left out: elementwise work, and kernels that declare no cost.
 """
 
 import dataclasses
+import itertools
 import math
 import re
 
@@ -96,9 +97,7 @@ def _custom_call(computation: Computation, op: Op) -> ProgramFlop:
     target = op.attribute(r'custom_call_target="([^"]*)"') or ""
     if target.startswith(("__cublas$", "__hipblas", "__triton_gemm", "__onednn$matmul")):
         numbers = op.attribute(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-        last_dim = len(computation.instructions[op.operands[0]].shape) - 1
-        contracted = [last_dim] if numbers is None else integers(numbers)
-        return ProgramFlop(_dot(computation, op, contracted))
+        return ProgramFlop(_dot(computation, op, [-1] if numbers is None else integers(numbers)))
     if target.startswith("__cudnn$conv"):
         first, second = (computation.instructions[name].shape for name in op.operands[:2])
         result = op.shape  # of a tuple (result, workspace), the first
@@ -126,21 +125,14 @@ def _convolution(op: Op, lhs: list[int], rhs: list[int], out: list[int]) -> int:
     labels = match.groups()
     text = op.attribute(r"window=\{([^}]*)\}") or ""
     spatial = sorted(set(labels[2]) - {"b", "f"})
-    sizes = _window(text, "size", "1", len(spatial))
-    strides, dilations, holes = (
-        _window(text, key, "1", len(spatial)) for key in ("stride", "rhs_dilate", "lhs_dilate")
-    )
-    pads = _window(text, "pad", "0_0", len(spatial))
+    defaults = {"size": 1, "stride": 1, "rhs_dilate": 1, "lhs_dilate": 1, "pad": 0}
+    windows = zip(*(_window(text, key, default, len(spatial)) for key, default in defaults.items()), strict=True)
     taps = 1
-    for i, label in enumerate(spatial):
-        size, hole = lhs[labels[0].index(label)], int(holes[i])
-        low_pad = int(pads[i].split("_")[0])
-        positions = (
-            o * int(strides[i]) + k * int(dilations[i]) - low_pad
-            for o in range(out[labels[2].index(label)])
-            for k in range(int(sizes[i]))
-        )
-        taps *= sum(0 <= position <= (size - 1) * hole and position % hole == 0 for position in positions)
+    for label, (kernel, stride, dilation, hole, low_pad) in zip(spatial, windows, strict=True):
+        last_position = (lhs[labels[0].index(label)] - 1) * hole
+        places = itertools.product(range(out[labels[2].index(label)]), range(kernel))
+        positions = [o * stride + k * dilation - low_pad for o, k in places]
+        taps *= sum(0 <= position <= last_position and position % hole == 0 for position in positions)
     inputs = rhs[labels[1].index("i")]  # channels of one feature group
     groups = op.attribute(r"batch_group_count=(\d+)")
     batch = out[labels[2].index("b")]
@@ -149,9 +141,10 @@ def _convolution(op: Op, lhs: list[int], rhs: list[int], out: list[int]) -> int:
     return 2 * batch * out[labels[2].index("f")] * inputs * taps
 
 
-def _window(text: str, key: str, default: str, count: int) -> list[str]:
+def _window(text: str, key: str, default: int, count: int) -> list[int]:
+    """A window's numbers along each spatial dim; of a padding "1_2", the one before the array."""
     match = re.search(rf"\b{key}=(\S+)", text)
-    return match[1].split("x") if match else [default] * count
+    return [int(number.split("_")[0]) for number in match[1].split("x")] if match else [default] * count
 
 
 def _dims(op: Op, key: str) -> list[int]:

@@ -6,15 +6,10 @@ outputs, and slices of them, after the value that was stacked.
 """
 
 import re
-from typing import Literal
 
 from jaxscale.compiler.hlo_program import Computation, HloProgram, Op, array_bytes, called
 from jaxscale.compiler.hlo_source import Sources
-
-Phase = Literal["forward", "backward", "recompute"]
-
-ARGUMENT = "argument "
-"""Prefix of an argument's number; no instruction has such a name."""
+from jaxscale.compiler.report import Phase
 
 # scopes that JAX adds to an operation
 _ADDED = re.compile(
@@ -62,14 +57,19 @@ def phase_of(op_name: str) -> Phase | None:
 
 
 class Names:
-    """Names for the values of a program, in the user's terms."""
+    """Names for the values of a program, in the user's terms.
+
+    Attributes:
+        arguments: instruction of each argument, by the argument's number.
+        ops: each instruction, by its name, with its computation.
+    """
 
     def __init__(self, program: HloProgram, sources: Sources) -> None:
         self.program = program
         self.sources = sources
         self.ops = {op.name: (computation, op) for computation, op in program.instructions()}
         self.arguments = {
-            f"{ARGUMENT}{op.operands[0]}": op.name
+            op.operands[0]: op.name
             for computation, op in program.instructions()
             if computation.is_entry and op.opcode == "parameter"
         }

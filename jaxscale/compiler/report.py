@@ -7,13 +7,14 @@ TPU it adds on-chip and host memory) and the FLOP of `cost_analysis()` (a loop's
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxscale.compiler.collectives import Collective
 from jaxscale.values import from_json, to_json
 
 Kind = Literal["argument", "output", "kept", "transient", "constant"]
-KINDS: tuple[Kind, ...] = ("argument", "output", "kept", "transient", "constant")
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Phase = Literal["forward", "backward", "recompute"]
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = r"([\d.]+)([KMGTB]?)"
@@ -92,7 +93,7 @@ class LiveTensor:
     bytes: int
     kind: Kind
     shape: str
-    phase: Literal["forward", "backward", "recompute"] | None = None
+    phase: Phase | None = None
     in_loop: bool = False
     source: str | None = None
 
@@ -109,7 +110,7 @@ class LiveBytes:
 
     at: int
     bytes: Mapping[str, int]
-    phase: Literal["forward", "backward", "recompute"] | None = None
+    phase: Phase | None = None
 
     @property
     def total(self) -> int:

@@ -9,6 +9,7 @@ elsewhere its longest branch represents it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -86,6 +87,16 @@ class FlatProgram:
     operations: list[Operation]
     shapes: dict[int, Any]
     names: dict[int, str]
+
+    @functools.cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """Indices of the operations that read each value, in order; for a value that none reads, no entry."""
+        readers: dict[int, list[int]] = {}
+        for index, operation in enumerate(self.operations):
+            for value in operation.inputs:
+                if value is not None:
+                    readers.setdefault(value, []).append(index)
+        return readers
 
 
 def flatten(jaxpr: Any, manual: frozenset[str] = frozenset()) -> FlatProgram:

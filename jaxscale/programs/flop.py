@@ -137,7 +137,11 @@ def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
 
 
 def _dot_flop(eqn: Any) -> int:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return _product_flop(eqn, eqn.params["dimension_numbers"][0][0])
+
+
+def _product_flop(eqn: Any, contracted: Sequence[int]) -> int:
+    """FLOP of a product that sums over these dims of its left operand."""
     shape = eqn.invars[0].aval.shape
     return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
 
@@ -146,38 +150,27 @@ def _ragged_dot_flop(eqn: Any) -> int:
     """Each row is multiplied only by the matrix of its group."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
-    shape = eqn.invars[0].aval.shape
-    flop = 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
-    if set(numbers.lhs_ragged_dimensions) <= set(contracted):
-        groups = eqn.invars[2].aval.shape[-1]
-        return flop // groups
-    return flop
+    groups = eqn.invars[2].aval.shape[-1] if set(numbers.lhs_ragged_dimensions) <= set(contracted) else 1
+    return _product_flop(eqn, contracted) // groups
 
 
 def _scaled_matmul_flop(eqn: Any) -> int:
     """Operands are (batch, rows, contracted)."""
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * eqn.invars[0].aval.shape[-1]
+    return _product_flop(eqn, [2])
 
 
 def _conv_flop(eqn: Any) -> int:
     """FLOP of taps on input elements: neither padding nor the holes of a dilated input count, as in XLA."""
-    params = eqn.params
+    numbers, output = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
     lhs, rhs = (var.aval.shape for var in eqn.invars[:2])
-    output = eqn.outvars[0].aval.shape
-    numbers = params["dimension_numbers"]
-    taps = 1
-    for i, (from_dim, kernel_dim, to_dim) in enumerate(
-        zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
-    ):
-        taps *= _valid_taps(
-            lhs[from_dim],
-            rhs[kernel_dim],
-            output[to_dim],
-            params["window_strides"][i],
-            params["padding"][i][0],
-            params["lhs_dilation"][i],
-            params["rhs_dilation"][i],
+    spatial_dims = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    windows = zip(*(eqn.params[n] for n in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")), strict=True)
+    taps = math.prod(
+        _valid_taps(lhs[from_dim], rhs[kernel_dim], output[to_dim], stride, low, lhs_dilation, rhs_dilation)
+        for (from_dim, kernel_dim, to_dim), (stride, (low, _), lhs_dilation, rhs_dilation) in zip(
+            spatial_dims, windows, strict=True
         )
+    )
     input_channels = rhs[numbers.rhs_spec[1]]  # of one feature group
     return 2 * output[numbers.out_spec[0]] * output[numbers.out_spec[1]] * input_channels * taps
 

@@ -31,14 +31,8 @@ def kinds_of(program: FlatProgram) -> dict[int, str]:
     if not both_passes(program):
         return {}
     kinds: dict[int, str] = {}
-    last_read: dict[int, int] = {}
-    for index, operation in enumerate(operations):
-        for value in operation.inputs:
-            if value is not None:
-                last_read[value] = index
-    for value in program.outputs:
-        if value is not None:
-            last_read[value] = len(operations)
+    last_read = {value: indices[-1] for value, indices in program.readers.items()}
+    last_read |= {value: len(operations) for value in program.outputs if value is not None}
     forward_end, backward_start = loss_range(operations)
     backward_end = max(index for index, operation in enumerate(operations) if operation.backward)
     for index, operation in enumerate(operations):
@@ -75,10 +69,9 @@ def loss_range(operations: Sequence[Operation]) -> tuple[int, int]:
 
 def _kinds_of_pipeline(program: FlatProgram, loops: Sequence[Operation]) -> dict[int, str]:
     kinds = dict.fromkeys(_converted(program, set(program.inputs), (*EXPRESSIONS, *MOVES)), "compute copy")
-    read_values = {value for operation in program.operations for value in operation.inputs}
     for operation in loops:
         for initial, final in zip(carries(operation), operation.outputs, strict=False):
-            kind = "gradients" if final in read_values else "stash"
+            kind = "gradients" if final in program.readers else "stash"
             kinds |= {value: kind for value in (initial, final) if value is not None}
     last_loop = max(map(program.operations.index, loops))
     for operation in program.operations[last_loop + 1 :]:
