@@ -215,14 +215,14 @@ def _message_sizes(computation: Computation, send: Op) -> list[int]:
     """Bytes of a message between slices: of its arrays; and apart, of single numbers that XLA has packed with them, and
     of what fills up the tile of 4096 that a TPU sends for these.
     """
-    total_bytes = array_bytes(send.arrays[0])
+    total_bytes = send.bytes
     op = computation.instructions[send.operands[0]]
     while op.opcode in ("bitcast", "copy", "reshape") or 'custom_call_target="ZeroCrop"' in op.attributes:
         op = computation.instructions[op.operands[0]]
     sums = [0, 0]
     for name in op.operands if op.opcode == "concatenate" else []:
         part = computation.instructions[name]
-        sums[math.prod(part.shape) == 1] += array_bytes(part.arrays[0])
+        sums[math.prod(part.shape) == 1] += part.bytes
     return [size for size in (*sums, total_bytes - sum(sums)) if size] if all(sums) else [total_bytes]
 
 
@@ -245,13 +245,13 @@ def _parts(
         if kind == "all-reduce":
             element = index if result_type.startswith("(") else None
             is_scatter = "all-reduce-scatter" in computation.name
-            if is_scatter or _scattered(program, computation, op.name, element, members):
+            if is_scatter or _is_scattered(program, computation, op.name, element, members):
                 part_kind = "reduce-scatter"
         parts[part_kind, leaf[0]] = parts.get((part_kind, leaf[0]), 0) + array_bytes(leaf)
     return parts
 
 
-def _scattered(program: HloProgram, computation: Computation, name: str, index: int | None, members: int) -> bool:
+def _is_scattered(program: HloProgram, computation: Computation, name: str, index: int | None, members: int) -> bool:
     """Whether every use of a value (element `index` of a tuple) takes 1/members of it."""
     op = computation.instructions[name]
     uses = computation.uses(name)
@@ -259,28 +259,28 @@ def _scattered(program: HloProgram, computation: Computation, name: str, index: 
         if computation.is_entry:
             return False
         for caller, call in program.callers.get(computation.name, []):
-            if call.opcode not in _CALLS or not _scattered(program, caller, call.name, index, members):
+            if call.opcode not in _CALLS or not _is_scattered(program, caller, call.name, index, members):
                 return False
     elif not uses:
         return False
-    return all(_slices(program, computation, use, position, index, members) for use, position in uses)
+    return all(_takes_slice(program, computation, use, position, index, members) for use, position in uses)
 
 
-def _slices(
+def _takes_slice(
     program: HloProgram, computation: Computation, use: Op, position: int, index: int | None, members: int
 ) -> bool:
     if use.opcode == "get-tuple-element":
         element = use.attribute(r"index=(\d+)")
         unused = element is not None and index is not None and int(element) != index
-        return unused or _scattered(program, computation, use.name, None, members)
+        return unused or _is_scattered(program, computation, use.name, None, members)
     if use.opcode == "tuple":
-        return _scattered(program, computation, use.name, position, members)
+        return _is_scattered(program, computation, use.name, position, members)
     if use.opcode in _MOVES:
-        return _scattered(program, computation, use.name, index, members)
+        return _is_scattered(program, computation, use.name, index, members)
     if use.opcode == "dynamic-slice":
         operand = computation.instructions[use.operands[0]]
         return position == 0 and math.prod(operand.shape) == members * math.prod(use.shape)
     if use.opcode in _CALLS:
         inner = program.computations[called(use.attributes)[0]]
-        return _scattered(program, inner, inner.parameter(position), index, members)
+        return _is_scattered(program, inner, inner.parameter(position), index, members)
     return False

@@ -39,6 +39,11 @@ class Op:
         """Shape of the result; of its first array if it is a tuple."""
         return integers(self.arrays[0][1]) if self.arrays else []
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the result; of its first array if it is a tuple."""
+        return array_bytes(self.arrays[0]) if self.arrays else 0
+
     def attribute(self, pattern: str) -> str | None:
         """The first group of a pattern in the attributes; `None` if it does not match."""
         match = re.search(pattern, self.attributes)

@@ -81,7 +81,9 @@ def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
     order, values = _values(assignment, ranges, spaces, names.arguments)
     backward = next((index for index, name in enumerate(order) if "transpose(" in names.op_name(name)), len(order))
     last_uses = _last_uses(values)
-    phases: dict[_Value, Phase | None] = {value: phase_of(names.own(value.name, value.index)) for value in values}
+    phases: dict[_Value, Phase | None] = {
+        value: phase_of(names.writer_scopes(value.name, value.index)) for value in values
+    }
     kinds: dict[_Value, Kind] = {}
     for value, phase in phases.items():
         is_kept = phase == "forward" and last_uses[value.place, value.start] >= backward
@@ -89,13 +91,13 @@ def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
     peak, timeline = _sweep(order, values, kinds, names)
     tensors = [
         LiveTensor(
-            names.called(value.name, value.index),
+            names.user_name(value.name, value.index),
             value.bytes,
             kinds[value],
             value.shape.split("{")[0],
             None if value.whole_run in ("argument", "constant") else phases[value],
             value.whole_run is None and names.in_loop(value.name),
-            names.place(value.name, value.index) if value.whole_run is None else None,
+            names.source_place(value.name, value.index) if value.whole_run is None else None,
         )
         for value in peak
     ]

@@ -11,11 +11,12 @@ elsewhere its longest branch represents it.
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxscale.compat import scan_counts
 from jaxscale.programs.walk import Constant, evaluate, opened
 
+T = TypeVar("T")
 Atom = int | Constant
 """A value's number, or a literal."""
 
@@ -115,12 +116,18 @@ def flatten(jaxpr: Any, manual: frozenset[str] = frozenset()) -> FlatProgram:
     return _Flattener(manual).program(jaxpr)
 
 
+def loop_parts(operation: Operation, items: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+    """Items of a loop's operands: of the body's constants, of the initial state, of the arrays that a scan slices."""
+    if operation.kind == "scan":
+        consts, carried = scan_counts(operation.params)
+        return items[:consts], items[consts : consts + carried], items[consts + carried :]
+    start, consts = operation.params["cond_nconsts"], operation.params["body_nconsts"]
+    return items[start : start + consts], items[start + consts :], ()
+
+
 def carries(operation: Operation) -> tuple[int | None, ...]:
     """The initial state of a loop."""
-    if operation.kind == "scan":
-        consts, carries = scan_counts(operation.params)
-        return operation.inputs[consts : consts + carries]
-    return operation.inputs[operation.params["cond_nconsts"] + operation.params["body_nconsts"] :]
+    return tuple(loop_parts(operation, operation.inputs)[1])
 
 
 class _Flattener:

@@ -23,7 +23,7 @@ def kinds_of(program: FlatProgram) -> dict[int, str]:
     loops = tick_loops(program)
     if loops:
         return _kinds_of_pipeline(program, loops)
-    copies = _converted(program, set(program.inputs))
+    copies = _conversions_of(program, set(program.inputs))
     microbatches = [operation for operation in operations if operation.loop is not None and both_passes(operation.loop)]
     if microbatches and not any(operation.params.get("reverse") for operation in operations):
         sums = {value for operation in microbatches for value in (*operation.inputs, *operation.outputs)}
@@ -68,7 +68,7 @@ def loss_range(operations: Sequence[Operation]) -> tuple[int, int]:
 
 
 def _kinds_of_pipeline(program: FlatProgram, loops: Sequence[Operation]) -> dict[int, str]:
-    kinds = dict.fromkeys(_converted(program, set(program.inputs), (*EXPRESSIONS, *MOVES)), "compute copy")
+    kinds = dict.fromkeys(_conversions_of(program, set(program.inputs), (*EXPRESSIONS, *MOVES)), "compute copy")
     for operation in loops:
         for initial, final in zip(carries(operation), operation.outputs, strict=False):
             kind = "gradients" if final in program.readers else "stash"
@@ -80,7 +80,7 @@ def _kinds_of_pipeline(program: FlatProgram, loops: Sequence[Operation]) -> dict
     return kinds
 
 
-def _converted(program: FlatProgram, inputs: set[int], primitives: Sequence[str] = EXPRESSIONS) -> set[int]:
+def _conversions_of(program: FlatProgram, inputs: set[int], primitives: Sequence[str] = EXPRESSIONS) -> set[int]:
     """Values computed from `inputs` by conversions and moves alone."""
     values: set[int] = set()
     for operation in program.operations:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jaxscale.compat import scan_counts
 from jaxscale.programs.dims import (
     Axes,
     Dims,
@@ -26,18 +25,18 @@ from jaxscale.programs.dims import (
     shape_of,
     summed_dims,
 )
-from jaxscale.programs.flat import FlatProgram, Operation, carries
+from jaxscale.programs.flat import FlatProgram, Operation, carries, loop_parts
 
 _FIXPOINT = 3
 _SMALL = 2**16  # elements; below this, tiles hardly matter
 
-_UPDATES = (
+_LIKE_FIRST_OPERAND = (
     "slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "dynamic_update_slice", "scatter", "scatter-add",
     "scatter_add", "scatter-mul",
 )  # fmt: skip
 """Operations whose result has the placement of their first operand, where dims have the same size."""
 
-_FOLLOWED = (
+_PLACED_BY_READERS = (
     "transpose", "sharding_constraint", "convert_element_type", "reduce_precision", "mul", "add_any",
     "optimization_barrier",
 )  # fmt: skip
@@ -135,7 +134,7 @@ def place(
     for operation in reversed(program.operations):
         if operation.kind == "dot_general":
             _place_product_operands(operation, placements)
-        elif operation.kind in _FOLLOWED:
+        elif operation.kind in _PLACED_BY_READERS:
             _place_operands(operation, placements)
     return placements
 
@@ -252,7 +251,7 @@ def _links(operation: Operation, shapes: Sequence[Shape], result: Shape) -> Iter
         return _gather_links(params, shapes, result)
     operation_links = links(kind, params, shapes, result)
     if operation_links is None:
-        return _same_dims(shapes[:1] if kind in _UPDATES else shapes, result)
+        return _same_dims(shapes[:1] if kind in _LIKE_FIRST_OPERAND else shapes, result)
     # the kernel of a convolution is gathered
     return [link for link in operation_links if kind != "conv_general_dilated" or link[0] == 0]
 
@@ -281,20 +280,14 @@ def _loop(operation: Operation, index: int, dims: list[Dims], placements: Placem
     """Dims of a loop's results, with a state whose dims are the same before and after the body."""
     body = operation.loop
     assert body is not None
-    if operation.kind == "scan":
-        consts, carries = scan_counts(operation.params)
-    else:
-        dims = dims[operation.params["cond_nconsts"] :]
-        consts = operation.params["body_nconsts"]
-        carries = len(dims) - consts
     sizes = _automatic_sizes(operation, placements)
-    xs = [operand_dims[1:] for operand_dims in dims[consts + carries :]]
-    state = list(dims[consts : consts + carries])
-    nested = place(body, [*dims[:consts], *state, *xs], sizes, tiled=placements.tiled)
+    consts, state, xs = map(list, loop_parts(operation, dims))
+    xs = [operand_dims[1:] for operand_dims in xs]
+    nested = place(body, [*consts, *state, *xs], sizes, tiled=placements.tiled)
     for _ in range(_FIXPOINT):
         next_state = [
             _unsharded(body.shapes[argument]) if value is None else nested.dims[value]
-            for value, argument in zip(body.outputs[:carries], body.inputs[consts:], strict=False)
+            for value, argument in zip(body.outputs[: len(state)], body.inputs[len(consts) :], strict=False)
         ]
         most_sharded = [
             a if _shards(placements, a) > _shards(placements, b) else b for a, b in zip(next_state, state, strict=True)
@@ -302,9 +295,9 @@ def _loop(operation: Operation, index: int, dims: list[Dims], placements: Placem
         if most_sharded == state:
             break
         state = most_sharded
-        nested = place(body, [*dims[:consts], *state, *xs], sizes, tiled=placements.tiled)
+        nested = place(body, [*consts, *state, *xs], sizes, tiled=placements.tiled)
     placements.loops[index] = nested
-    stacked_dims = [((), *(nested.dims[value] if value is not None else ())) for value in body.outputs[carries:]]
+    stacked_dims = [((), *(nested.dims[value] if value is not None else ())) for value in body.outputs[len(state) :]]
     return [*state, *stacked_dims]
 
 
