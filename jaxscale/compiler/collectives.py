@@ -85,7 +85,7 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     mesh_sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
     sizes, crossing = megascale.split(mesh_sizes, megascale.slices_of(program.text))
     devices = math.prod(sizes.values())
-    axes_of = {groups_of(sizes, axes): axes for axes in _subsets(sizes)}
+    axes_of = {groups_of(sizes, axes): axes for axes in _axis_subsets(sizes)}
     continuations = _continuations(program)
     results = []
     for computation, op in program.instructions():
@@ -105,7 +105,7 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
             groups = parse_groups(op.attributes, devices)
             axes, members = axes_of.get(groups), max(map(len, groups))
         if kind is not None and members > 1:
-            parts = _parts(program, computation, op, kind, members).items()
+            parts = _bytes_by_kind(program, computation, op, kind, members).items()
         for (part_kind, dtype), size in parts:
             results.append(Collective(part_kind, axes, size, runs, dtype, computation.name, in_loop, trips_known))
     return results
@@ -175,7 +175,7 @@ def _iota(text: str) -> list[int]:
     return (devices.transpose(integers(permutation)) if is_transposed else devices).ravel().tolist()
 
 
-def _subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+def _axis_subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     axes = [axis for axis, size in sizes.items() if size > 1]
     return [subset for count in range(1, len(axes) + 1) for subset in itertools.combinations(axes, count)]
 
@@ -226,7 +226,7 @@ def _message_sizes(computation: Computation, send: Op) -> list[int]:
     return [size for size in (*sums, total_bytes - sum(sums)) if size] if all(sums) else [total_bytes]
 
 
-def _parts(
+def _bytes_by_kind(
     program: HloProgram, computation: Computation, op: Op, kind: str, members: int
 ) -> dict[tuple[Any, str], int]:
     """Bytes of each (kind, type) of a collective: one entry, unless a tuple mixes types or is sliced in part."""

@@ -33,15 +33,15 @@ def main() -> None:
     folder = pathlib.Path(sys.argv[2])
     request = pickle.loads((folder / "request").read_bytes())
     try:
-        result = {"report": answer(request).json()}
+        reply = {"report": answer(request).json()}
     except UserError as error:
-        result = {"mistake": str(error)}
+        reply = {"mistake": str(error)}
     except _Elsewhere:
-        result = {"elsewhere": True}
+        reply = {"elsewhere": True}
     except Exception:  # the recipe may raise anything
-        result = {"failed": traceback.format_exc()}
+        reply = {"failed": traceback.format_exc()}
     partial_file = folder / "result.part"
-    partial_file.write_text(json.dumps(result))
+    partial_file.write_text(json.dumps(reply))
     partial_file.rename(folder / "result")
 
 

@@ -36,7 +36,7 @@ class Sources:
         # the parent is counted from 1: frame 1 has parent 1, none
         self._frames = {number: (location, str(int(parent) - 1)) for number, (location, parent) in frames.items()}
 
-    def chain(self, op: Op) -> tuple[str, ...]:
+    def module_names(self, op: Op) -> tuple[str, ...]:
         """Names of the modules that an instruction belongs to, from the outside; else of its last two functions."""
         modules, functions = [], []
         for _, function, _ in self._stack(op):

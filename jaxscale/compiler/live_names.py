@@ -103,7 +103,7 @@ class Names:
             return source
         if self.ops[op][1].opcode == "parameter" or has_scopes(self.op_name(op)):
             return name
-        return "/".join((*self.sources.chain(self.ops[op][1]), name))
+        return "/".join((*self.sources.module_names(self.ops[op][1]), name))
 
     def source_place(self, name: str, index: Index) -> str | None:
         """Source file and line of a value."""

@@ -4,6 +4,7 @@ Bytes are per device. Two numbers of compilers are left out because they are wro
 TPU it adds on-chip and host memory) and the FLOP of `cost_analysis()` (a loop's body counts once).
 """
 
+import collections
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -235,10 +236,10 @@ class CompileReport:
             lines += [f"  {name:22}{_bytes_text(count):>12}" for name, count in rows.items() if count is not None]
         if self.flop is not None:
             lines.append(f"  {'FLOP per device':22}{self.flop:>12.4g}")
-        sums: dict[tuple[str, str], int] = {}
+        sums: collections.Counter[tuple[str, str]] = collections.Counter()
         for collective in self.collectives:
             axes = "+".join(collective.axes) if collective.axes is not None else "other groups"
-            sums[collective.kind, axes] = sums.get((collective.kind, axes), 0) + collective.bytes * collective.count
+            sums[collective.kind, axes] += collective.bytes * collective.count
         lines += [f"  {f'{kind} {axes}':38}{_bytes_text(count):>12}" for (kind, axes), count in sums.items()]
         if self.live:
             lines.append("  alive at the peak:")

@@ -79,7 +79,9 @@ def collect(
     def recorder(block: Callable[..., Any], rolled: bool) -> Callable[..., Any]:
         def recorded(*inputs: Any) -> Any:
             closed, output_shapes = jax.make_jaxpr(block, return_shape=True)(*inputs)
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jax.numpy.shape(leaf), _dtype(leaf)), inputs)
+            shapes = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(jax.numpy.shape(leaf), getattr(leaf, "dtype", type(leaf))), inputs
+            )
             program = inline(closed)
             fingerprint = program.fingerprint()
             recordings.append((fingerprint, shapes, rolled))
@@ -112,7 +114,3 @@ def collect(
         if counts[index]:
             calls.append(BlockCall(fingerprint, graphs[fingerprint], shapes, counts[index], rolled, len(calls)))
     return tuple(calls)
-
-
-def _dtype(leaf: Any) -> Any:
-    return leaf.dtype if hasattr(leaf, "dtype") else type(leaf)

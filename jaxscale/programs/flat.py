@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxscale.compat import scan_counts
-from jaxscale.programs.walk import Constant, evaluate, opened
+from jaxscale.programs.walk import Constant, evaluate, live_steps, opened
 
 T = TypeVar("T")
 Atom = int | Constant
@@ -144,7 +144,7 @@ class _Flattener:
         inputs = self._new_values(jaxpr.invars)
         results = self._append_equations(jaxpr, [*self.constants, *inputs], False)
         outputs = tuple(_number(atom) for atom in results)
-        operations = _live_operations(self.operations, outputs)
+        operations, _ = live_steps(self.operations, outputs)
         return FlatProgram((*inputs, *self.constants), outputs, operations, self.shapes, self.names)
 
     def _new_values(self, variables: Sequence[Any]) -> tuple[int, ...]:
@@ -257,13 +257,3 @@ def _callee(eqn: Any) -> Any:
         if hasattr(jaxpr, "eqns") and len(jaxpr.outvars) == len(eqn.outvars):
             return jaxpr
     return None
-
-
-def _live_operations(operations: Sequence[Operation], outputs: Sequence[int | None]) -> list[Operation]:
-    live_values = {value for value in outputs if value is not None}
-    live_operations = []
-    for operation in reversed(operations):
-        if any(value in live_values for value in operation.outputs):
-            live_operations.append(operation)
-            live_values.update(value for value in operation.inputs if value is not None)
-    return live_operations[::-1]

@@ -176,11 +176,11 @@ def _conv_flop(eqn: Any) -> int:
 
 
 def _valid_taps(
-    size: int, kernel: int, output: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
+    size: int, kernel: int, output: int, stride: int, low_padding: int, lhs_dilation: int, rhs_dilation: int
 ) -> int:
     """Number of pairs of an output position and a kernel tap on an input element, along one dim."""
     last_place = (size - 1) * lhs_dilation
-    places = (o * stride + k * rhs_dilation - low for o in range(output) for k in range(kernel))
+    places = (o * stride + k * rhs_dilation - low_padding for o in range(output) for k in range(kernel))
     return sum(0 <= place <= last_place and place % lhs_dilation == 0 for place in places)
 
 

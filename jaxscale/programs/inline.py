@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.compat import rebind
-from jaxscale.programs.walk import Constant, evaluate, is_jaxpr, opened
+from jaxscale.programs.walk import Constant, evaluate, is_jaxpr, live_steps, opened
 
 OPENED = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 """Primitives that only call the program they hold."""
@@ -96,14 +96,16 @@ class InlinedProgram(NamedTuple):
             return str(order.setdefault(roots[atom], len(order)))
 
         for number in self.inputs:
-            digest.update(f"{token(number)}:{_shape(self.avals[number])};".encode())
+            digest.update(f"{token(number)}:{_shape_text(self.avals[number])};".encode())
         for step in self.steps:
             if step.primitive == "name":
                 digest.update(f"{token(step.inputs[0])}={step.eqn.params['name']};".encode())
             elif not step.alias:
-                results = [f"{token(n)}:{_shape(v.aval)}" for n, v in zip(step.outputs, step.eqn.outvars, strict=True)]
+                results = [
+                    f"{token(n)}:{_shape_text(v.aval)}" for n, v in zip(step.outputs, step.eqn.outvars, strict=True)
+                ]
                 operands = [token(atom) for atom in step.inputs]
-                digest.update(f"{step.primitive}{_text(step.eqn.params)}({operands})->{results};".encode())
+                digest.update(f"{step.primitive}{_param_text(step.eqn.params)}({operands})->{results};".encode())
         digest.update(str([token(atom) for atom in self.outputs]).encode())
         return digest.hexdigest()[:16]
 
@@ -164,17 +166,9 @@ def inline(closed: Any) -> InlinedProgram:
     jaxpr = closed.jaxpr
     inputs = new_numbers((*jaxpr.constvars, *jaxpr.invars))
     outputs = tuple(append_steps(jaxpr, inputs, ()))
-    return InlinedProgram(_live(steps, outputs), inputs, outputs, tuple(avals))
-
-
-def _live(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[Step, ...]:
-    live_values = {atom for atom in outputs if isinstance(atom, int)}
-    live_steps: list[Step] = []
-    for step in reversed(steps):
-        if step.eqn.effects or any(number in live_values for number in step.outputs):
-            live_values.update(atom for atom in step.inputs if isinstance(atom, int))
-            live_steps.append(step._replace(outputs=tuple(n if n in live_values else None for n in step.outputs)))
-    return tuple(reversed(live_steps))
+    live, read_values = live_steps(steps, outputs, lambda step: bool(step.eqn.effects))
+    live = [step._replace(outputs=tuple(n if n in read_values else None for n in step.outputs)) for step in live]
+    return InlinedProgram(tuple(live), inputs, outputs, tuple(avals))
 
 
 def _only_wraps(eqn: Any) -> bool:
@@ -196,24 +190,24 @@ def _custom_callee(eqn: Any) -> Any:
     return opened(eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr")))
 
 
-def _shape(aval: Any) -> str:
+def _shape_text(aval: Any) -> str:
     return f"{getattr(aval, 'dtype', aval)}{list(getattr(aval, 'shape', ()))}"
 
 
-def _text(value: Any) -> str:
+def _param_text(value: Any) -> str:
     """A param as text without addresses, functions, placements and layer indices."""
     if is_jaxpr(value):
         lines = [
-            f"{eqn.primitive.name}{_text(eqn.params)}{[_shape(v.aval) for v in eqn.outvars]}"
+            f"{eqn.primitive.name}{_param_text(eqn.params)}{[_shape_text(v.aval) for v in eqn.outvars]}"
             for eqn in opened(value).eqns
         ]
         return f"{{{';'.join(lines)}}}"
     if isinstance(value, dict):
         # placements exist only on a mesh
         items = [(key, item) for key, item in sorted(value.items()) if "sharding" not in key]
-        return f"{{{','.join(f'{key}={_text(item)}' for key, item in items)}}}"
+        return f"{{{','.join(f'{key}={_param_text(item)}' for key, item in items)}}}"
     if isinstance(value, tuple | list):
-        return f"({','.join(map(_text, value))})"
+        return f"({','.join(map(_param_text, value))})"
     if isinstance(value, bool | int | float | str | bytes | None):
         return repr(value)
     cls = type(value)

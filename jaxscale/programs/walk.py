@@ -66,3 +66,22 @@ def evaluate(jaxpr: Any, inputs: Sequence[Any], run: Callable[[Any, list[Any]], 
     for eqn in jaxpr.eqns:
         values.update(zip(eqn.outvars, run(eqn, [read(atom) for atom in eqn.invars]), strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def live_steps(
+    steps: Sequence[Any], results: Sequence[Any], is_effect: Callable[[Any], bool] = lambda _: False
+) -> tuple[list[Any], set[int]]:
+    """The steps that results depend on, in order, and the numbers of all values that are read.
+
+    Args:
+        steps: in order, each with the numbers of its `inputs` and `outputs`; literals are no `int`.
+        results: numbers of the results, or literals.
+        is_effect: whether a step must run even if nothing reads its outputs.
+    """
+    read_values = {atom for atom in results if isinstance(atom, int)}
+    live: list[Any] = []
+    for step in reversed(steps):
+        if is_effect(step) or not read_values.isdisjoint(step.outputs):
+            read_values.update(atom for atom in step.inputs if isinstance(atom, int))
+            live.append(step)
+    return live[::-1], read_values
