@@ -4,7 +4,7 @@ recompute it, and whether the backward pass reads it. Nothing is compiled and no
 JAX determines what the backward pass reads: the block is differentiated (`jax.vjp`) with a name on each value, and the
 graph is the program that returns results and residuals. So it contains the forward rules of functions with custom
 derivatives (`custom_vjp`, kernels), whose residuals can be kept by their names, and the derivatives that the forward
-pass computes. Names are those of the program, not of the user (`inline.Program.names`).
+pass computes. Names are those of the program, not of the user (`InlinedProgram.names`).
 
 Left out: fusion by XLA; every operation that only moves values counts its largest result once, a view nothing.
 """

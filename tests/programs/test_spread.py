@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.programs.dims import dims_of_spec, local_bytes, parts
+from jaxscale.programs.dims import dims_of_spec, parts
 from jaxscale.programs.inline import inline
 from jaxscale.programs.spread import propagate
 
@@ -71,15 +71,6 @@ def test_a_constraint_holds_forwards_and_backwards_and_a_gather_stops_it():
     assert w == ((), ("tensor",))
 
 
-def test_bytes_of_a_part_are_those_of_the_compiler():
-    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    spec = P("data", "tensor")
-    x = jax.ShapeDtypeStruct((6, 8), jnp.bfloat16)
-    place = NamedSharding(mesh, spec)
-    compiled = jax.jit(lambda x: x * 2, in_shardings=place).lower(x).compile()
-    count = local_bytes(x, dims_of_spec(spec, 2), SIZES)
-    assert count == 3 * 2 * 2 == compiled.memory_analysis().argument_size_in_bytes
-
-
-def test_what_does_not_divide_is_padded():
-    assert local_bytes(jax.ShapeDtypeStruct((5, 3), jnp.int8), (("data",), ()), SIZES) == 9
+def test_a_result_of_lower_precision_lies_where_its_operand_does():
+    made, _ = spread_of(lambda x: jax.lax.reduce_precision(x, 8, 7), (4, 8), given={0: P("data", "tensor")})
+    assert made == (("data",), ("tensor",))
