@@ -8,6 +8,7 @@ Left out: elementwise work, and kernels that declare no cost.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -50,47 +51,37 @@ def program_flop(program: HloProgram) -> ProgramFlop:
         >>> program_flop(HloProgram(text)).total
         256
     """
-    entries = [computation.name for computation in program.computations.values() if computation.is_entry]
-    return _computation_flop(program, entries[0], {}) if entries else ProgramFlop()
 
-
-def _computation_flop(program: HloProgram, name: str, flop_by_name: dict[str, ProgramFlop]) -> ProgramFlop:
-    """FLOP of one run of a computation; `flop_by_name` caches them."""
-    if name not in flop_by_name:
+    @functools.cache
+    def computation_flop(name: str) -> ProgramFlop:
         computation = program.computations[name]
-        ops = computation.instructions.values()
-        flop_by_name[name] = sum(
-            (_flop_with_calls(program, computation, op, flop_by_name) for op in ops), ProgramFlop()
-        )
-    return flop_by_name[name]
+        return sum((instruction_flop(computation, op) for op in computation.instructions.values()), ProgramFlop())
 
+    def instruction_flop(computation: Computation, op: Op) -> ProgramFlop:
+        # an asynchronous op counts at its start, not again at its end
+        names = [] if op.opcode.endswith(("-done", "-update")) else called(op.attributes)
+        inner = [computation_flop(name) for name in names]
+        if op.opcode == "conditional":
+            return max(inner, key=lambda branch: branch.total, default=ProgramFlop())
+        total = sum(inner, _own_flop(computation, op))
+        if op.opcode != "while":
+            return total
+        trips = program.trips(op)
+        unknown = total.unknown_loops + (trips is None and total.total > 0)
+        return ProgramFlop(total.total * (trips or 1), unknown, total.silent_kernels)
 
-def _flop_with_calls(
-    program: HloProgram, computation: Computation, op: Op, flop_by_name: dict[str, ProgramFlop]
-) -> ProgramFlop:
-    """FLOP of an instruction and of the computations that it calls; asynchronous ones count where they start."""
-    names = [] if op.opcode.endswith(("-done", "-update")) else called(op.attributes)
-    inner = [_computation_flop(program, name, flop_by_name) for name in names]
-    if op.opcode == "conditional":
-        return max(inner, key=lambda branch: branch.total, default=ProgramFlop())
-    total = sum(inner, _own_flop(computation, op))
-    if op.opcode != "while":
-        return total
-    trips = program.trips(op)
-    unknown = total.unknown_loops + (trips is None and total.total > 0)
-    return ProgramFlop(total.total * (trips or 1), unknown, total.silent_kernels)
+    entries = [computation.name for computation in program.computations.values() if computation.is_entry]
+    return computation_flop(entries[0]) if entries else ProgramFlop()
 
 
 def _own_flop(computation: Computation, op: Op) -> ProgramFlop:
+    """FLOP of an instruction, without those of the computations that it calls."""
     if op.opcode == "dot":
         return ProgramFlop(_product_flop(computation, op, _dims(op, "lhs_contracting_dims")))
     if op.opcode == "ragged-dot":
-        groups = computation.instructions[op.operands[2]].shape[-1] if "lhs_ragged_dims" in op.attributes else 1
-        contracted = _dims(op, "lhs_contracting_dims")
-        ragged = _dims(op, "lhs_ragged_dims")
-        return ProgramFlop(
-            _product_flop(computation, op, contracted) // (groups if set(ragged) <= set(contracted) else 1)
-        )
+        contracted, ragged = _dims(op, "lhs_contracting_dims"), _dims(op, "lhs_ragged_dims")
+        groups = computation.instructions[op.operands[2]].shape[-1] if {*ragged} <= {*contracted} and ragged else 1
+        return ProgramFlop(_product_flop(computation, op, contracted) // groups)
     if op.opcode == "convolution":
         lhs, rhs = (computation.instructions[name].shape for name in op.operands[:2])
         return ProgramFlop(_convolution_flop(op, lhs, rhs, op.shape))
@@ -132,11 +123,9 @@ def _convolution_flop(op: Op, lhs: list[int], rhs: list[int], result: list[int])
     window = op.attribute(r"window=\{([^}]*)\}") or ""
     spatial = sorted(set(result_labels) - {"b", "f"})
     defaults = {"size": 1, "stride": 1, "rhs_dilate": 1, "lhs_dilate": 1, "pad": 0}
-    windows = zip(
-        *(_window_numbers(window, key, default, len(spatial)) for key, default in defaults.items()), strict=True
-    )
+    numbers = (_window_numbers(window, key, default, len(spatial)) for key, default in defaults.items())
     taps = 1
-    for label, (kernel, stride, dilation, hole, low_pad) in zip(spatial, windows, strict=True):
+    for label, kernel, stride, dilation, hole, low_pad in zip(spatial, *numbers, strict=True):
         last_position = (lhs[lhs_labels.index(label)] - 1) * hole
         places = itertools.product(range(result[result_labels.index(label)]), range(kernel))
         positions = [o * stride + k * dilation - low_pad for o, k in places]

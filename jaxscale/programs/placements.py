@@ -128,10 +128,10 @@ def place(
         placements.dims[value] = dims
     for value in program.inputs[len(input_dims) :]:
         placements.dims[value] = _unsharded(program.shapes[value])
-    for index, operation in enumerate(program.operations):
+    for index, operation in enumerate(program.operations):  # forwards, to the results
         output_dims = _output_dims(operation, index, placements)
         placements.dims |= zip(operation.outputs, output_dims, strict=True)
-    for operation in reversed(program.operations):
+    for operation in reversed(program.operations):  # backwards, so that a value is computed where its reader needs it
         if operation.kind == "dot_general":
             _place_product_operands(operation, placements)
         elif operation.kind in _PLACED_BY_READERS:
@@ -155,7 +155,7 @@ def _shards(placements: Placements, dims: Dims) -> int:
 
 
 def _place_operands(operation: Operation, placements: Placements) -> None:
-    """Propagate placements from results back to operands, so that a value is computed where its reader needs it."""
+    """Give the dims of a result to the operands that are split less."""
     program = placements.program
     for value, output in zip(operation.inputs, operation.outputs * len(operation.inputs), strict=False):
         if value is None or value in program.inputs:
@@ -183,7 +183,7 @@ def _place_product_operands(operation: Operation, placements: Placements) -> Non
 
 
 def _output_dims(operation: Operation, index: int, placements: Placements) -> Sequence[Dims]:
-    """Dims of an operation's results, from those of its operands."""
+    """Dims of an operation's results, from those of its operands; what it gathers and sums is recorded."""
     operands = _operands(operation, placements)
     dims = [
         _unsharded(operand) if value is None else placements.dims[value]
