@@ -16,33 +16,18 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
 
-from jaxscale.compiler.hlo_program import (
-    ARRAY,
-    Computation,
-    HloProgram,
-    Op,
-    array_bytes,
-    called,
-    elements,
-    integers,
-    split,
-)
+import numpy as np
+
+from jaxscale.compiler.hlo_program import ARRAY, Computation, HloProgram, Op, array_bytes, called, integers, split
 from jaxscale.platforms import megascale
+from jaxscale.platforms.megascale import Kind
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 Groups = frozenset[frozenset[int]]
 
-_KINDS = {
-    "all-reduce": "all-reduce",
-    "all-gather": "all-gather",
-    "reduce-scatter": "reduce-scatter",
-    "all-to-all": "all-to-all",
-    "ragged-all-to-all": "all-to-all",
-    "collective-permute": "collective-permute",
-}
+_KINDS: dict[str, Any] = {kind: kind for kind in get_args(Kind)} | {"ragged-all-to-all": "all-to-all"}
 # ops that move or convert a whole value, and compute nothing
 _MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "optimization-barrier", "pad"}
 _MOVES |= {"reshape", "transpose", "all-reduce-done", "async-done"}
@@ -76,14 +61,14 @@ class Collective:
     trips_known: bool = True
 
 
-def collectives(text: str, mesh: Any) -> list[Collective]:
+def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     """The collectives of a compiled program, in the order of its text.
 
     A tuple all-reduce (several arrays in one op) counts once per kind and type. Groups of one device send nothing and
     are left out.
 
     Args:
-        text: `compiled.as_text()`.
+        program: `compiled.as_text()`, or the program read from it.
         mesh: the mesh it was compiled for, or a mapping from axis name to size.
 
     Example:
@@ -96,39 +81,33 @@ def collectives(text: str, mesh: Any) -> list[Collective]:
         >>> [(c.kind, c.axes, c.bytes) for c in collectives(program, {"data": 2, "fsdp": 2})]
         [('all-reduce', ('data',), 16)]
     """
-    sizes, crossing = megascale.split(
-        dict(mesh if isinstance(mesh, Mapping) else mesh.shape), megascale.slices_of(text)
-    )
+    program = HloProgram(program) if isinstance(program, str) else program
+    mesh_sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    sizes, crossing = megascale.split(mesh_sizes, megascale.slices_of(program.text))
     devices = math.prod(sizes.values())
-    axes_of = {groups_of(sizes, axes): axes for axes in _subsets(sizes)}
-    program = HloProgram(text)
+    axes_of = {groups_of(sizes, axes): axes for axes in _axis_subsets(sizes)}
     continuations = _continuations(program)
     results = []
-    for computation in program.computations.values():
+    for computation, op in program.instructions():
         runs, in_loop, trips_known = program.runs(computation.name)
-        for op in computation.instructions.values():
-            kind = _KINDS.get(op.opcode.removesuffix("-start"))
-            transfer = megascale.kind_of(op.attributes) if op.opcode == "send" else None
-            if transfer is not None and runs:
-                dtype = ARRAY.findall(op.type)[0][0]
-                results += [
-                    Collective(transfer, crossing, size, runs, dtype, computation.name, in_loop, trips_known)
-                    for size in _message_sizes(computation, op)
-                ]
-            if kind is None or not runs or (computation.name, op.name) in continuations:
-                continue
-            if kind == "collective-permute":
-                pairs = _pairs(op.attributes)
-                axes = _permuted_axes(pairs, sizes)
-                members = 0 if all(a == b for a, b in pairs) else devices
-            else:
-                groups = parse_groups(op.attributes, devices)
-                axes = axes_of.get(groups)
-                members = max(map(len, groups))
-            if members < 2:
-                continue
-            for (part_kind, dtype), size in _parts(program, computation, op, kind, members).items():
-                results.append(Collective(part_kind, axes, size, runs, dtype, computation.name, in_loop, trips_known))
+        kind = _KINDS.get(op.opcode.removesuffix("-start"))
+        if not runs or (computation.name, op.name) in continuations:
+            continue
+        axes, members = None, 0
+        parts: Iterable[tuple[tuple[Any, str], int]] = ()
+        if op.opcode == "send" and (transfer := megascale.kind_of(op.attributes)):
+            axes, dtype = crossing, op.arrays[0][0]
+            parts = [((transfer, dtype), size) for size in _message_sizes(computation, op)]
+        elif kind == "collective-permute":
+            pairs = _pairs(op)
+            axes, members = _permuted_axes(pairs, sizes), 0 if all(a == b for a, b in pairs) else devices
+        elif kind is not None:
+            groups = parse_groups(op.attributes, devices)
+            axes, members = axes_of.get(groups), max(map(len, groups))
+        if kind is not None and members > 1:
+            parts = _bytes_by_kind(program, computation, op, kind, members).items()
+        for (part_kind, dtype), size in parts:
+            results.append(Collective(part_kind, axes, size, runs, dtype, computation.name, in_loop, trips_known))
     return results
 
 
@@ -140,11 +119,15 @@ def groups_of(sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
         [[0, 2], [1, 3]]
     """
     axes = set(axes)
-    groups: dict[tuple[int, ...], set[int]] = {}
-    for device, indices in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
-        fixed_indices = tuple(0 if axis in axes else index for axis, index in zip(sizes, indices, strict=True))
-        groups.setdefault(fixed_indices, set()).add(device)
-    return frozenset(map(frozenset, groups.values()))
+    positions = [position for position, axis in enumerate(sizes) if axis in axes]
+    devices = np.moveaxis(_device_array([*sizes.values()]), positions, range(len(positions)))
+    group_size = math.prod(size for axis, size in sizes.items() if axis in axes)
+    return frozenset(map(frozenset, devices.reshape(group_size, -1).T.tolist()))
+
+
+def _device_array(shape: Sequence[int]) -> np.ndarray:
+    """Device numbers 0, 1, ... in this shape."""
+    return np.arange(math.prod(shape)).reshape(shape)
 
 
 def parse_groups(attributes: str, devices: int) -> Groups:
@@ -176,39 +159,30 @@ def _mesh_groups(text: str) -> Groups:
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match[1])}
     order = _iota(match[2]) if match[2] else range(math.prod(sizes.values()))
     # an axis of which only a part is named is split in three: the dims before the part, the part, the dims after it
-    split: dict[str, int] = {}
-    chosen = set()
+    split_sizes: dict[str, int] = {}
     parts = {name: (int(major), int(size)) for name, major, size in re.findall(r"'([^']*)':\((\d+)\)(\d+)", match[3])}
-    named_axes = set(re.findall(r"'([^']*)'", match[3]))
     for name, size in sizes.items():
         major, part_size = parts.get(name, (1, size))
-        split |= {f"{name}<": major, name: part_size, f"{name}>": size // (major * part_size)}
-        if name in named_axes:
-            chosen.add(name)
-    return frozenset(frozenset(order[position] for position in group) for group in groups_of(split, chosen))
+        split_sizes |= {f"{name}<": major, name: part_size, f"{name}>": size // (major * part_size)}
+    groups = groups_of(split_sizes, re.findall(r"'([^']*)'", match[3]))
+    return frozenset(frozenset(order[position] for position in group) for group in groups)
 
 
 def _iota(text: str) -> list[int]:
     """Device numbers of "[2,4]T(1,0)": 0, 1, ... in that shape, transposed, read row by row."""
-    shape_text, _, permutation_text = text.partition("T")
-    shape = integers(shape_text)
-    permutation = integers(permutation_text) or list(range(len(shape)))
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    ranges = (range(shape[axis]) for axis in permutation)
-    return [
-        sum(i * strides[axis] for i, axis in zip(indices, permutation, strict=True))
-        for indices in itertools.product(*ranges)
-    ]
+    shape_text, is_transposed, permutation = text.partition("T")
+    devices = _device_array(integers(shape_text))
+    return (devices.transpose(integers(permutation)) if is_transposed else devices).ravel().tolist()
 
 
-def _subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+def _axis_subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     axes = [axis for axis, size in sizes.items() if size > 1]
     return [subset for count in range(1, len(axes) + 1) for subset in itertools.combinations(axes, count)]
 
 
-def _pairs(attributes: str) -> list[tuple[int, int]]:
-    match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
-    return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", match[1])] if match else []
+def _pairs(op: Op) -> list[tuple[int, int]]:
+    pairs = op.attribute(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}") or ""
+    return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs)]
 
 
 def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -231,9 +205,9 @@ def _continuations(program: HloProgram) -> set[tuple[str, str]]:
             continue
         first = any(_STARTS in op.attributes for op in computation.instructions.values())
         for op in computation.instructions.values():
-            channel = re.search(r"\bchannel_id=(\d+)", op.attributes) if op.opcode in _KINDS else None
+            channel = op.attribute(r"\bchannel_id=(\d+)") if op.opcode in _KINDS else None
             if channel:
-                (started if first else places).setdefault(channel[1], []).append((computation.name, op.name))
+                (started if first else places).setdefault(channel, []).append((computation.name, op.name))
     return {place for channel in started for place in places.get(channel, [])}
 
 
@@ -241,22 +215,22 @@ def _message_sizes(computation: Computation, send: Op) -> list[int]:
     """Bytes of a message between slices: of its arrays; and apart, of single numbers that XLA has packed with them, and
     of what fills up the tile of 4096 that a TPU sends for these.
     """
-    total_bytes = array_bytes(ARRAY.findall(send.type)[0])
+    total_bytes = send.bytes
     op = computation.instructions[send.operands[0]]
     while op.opcode in ("bitcast", "copy", "reshape") or 'custom_call_target="ZeroCrop"' in op.attributes:
         op = computation.instructions[op.operands[0]]
-    part_types = [computation.instructions[name].type for name in op.operands] if op.opcode == "concatenate" else []
     sums = [0, 0]
-    for part_type in part_types:
-        sums[elements(part_type) == 1] += array_bytes(ARRAY.findall(part_type)[0])
+    for name in op.operands if op.opcode == "concatenate" else []:
+        part = computation.instructions[name]
+        sums[math.prod(part.shape) == 1] += part.bytes
     return [size for size in (*sums, total_bytes - sum(sums)) if size] if all(sums) else [total_bytes]
 
 
-def _parts(
+def _bytes_by_kind(
     program: HloProgram, computation: Computation, op: Op, kind: str, members: int
 ) -> dict[tuple[Any, str], int]:
     """Bytes of each (kind, type) of a collective: one entry, unless a tuple mixes types or is sliced in part."""
-    leaves, result_type = ARRAY.findall(op.type), op.type
+    leaves, result_type = op.arrays, op.type
     if op.opcode.endswith("-start") and (kind != "all-reduce" or op.type.startswith("((")):
         # the tuple of a start holds operands, results and irrelevant contexts; that of an all-reduce may not
         operands, results = [*split(op.type[1:-1]), ""][:2]
@@ -271,13 +245,13 @@ def _parts(
         if kind == "all-reduce":
             element = index if result_type.startswith("(") else None
             is_scatter = "all-reduce-scatter" in computation.name
-            if is_scatter or _scattered(program, computation, op.name, element, members):
+            if is_scatter or _is_scattered(program, computation, op.name, element, members):
                 part_kind = "reduce-scatter"
         parts[part_kind, leaf[0]] = parts.get((part_kind, leaf[0]), 0) + array_bytes(leaf)
     return parts
 
 
-def _scattered(program: HloProgram, computation: Computation, name: str, index: int | None, members: int) -> bool:
+def _is_scattered(program: HloProgram, computation: Computation, name: str, index: int | None, members: int) -> bool:
     """Whether every use of a value (element `index` of a tuple) takes 1/members of it."""
     op = computation.instructions[name]
     uses = computation.uses(name)
@@ -285,28 +259,28 @@ def _scattered(program: HloProgram, computation: Computation, name: str, index: 
         if computation.is_entry:
             return False
         for caller, call in program.callers.get(computation.name, []):
-            if call.opcode not in _CALLS or not _scattered(program, caller, call.name, index, members):
+            if call.opcode not in _CALLS or not _is_scattered(program, caller, call.name, index, members):
                 return False
     elif not uses:
         return False
-    return all(_slices(program, computation, use, position, index, members) for use, position in uses)
+    return all(_takes_slice(program, computation, use, position, index, members) for use, position in uses)
 
 
-def _slices(
+def _takes_slice(
     program: HloProgram, computation: Computation, use: Op, position: int, index: int | None, members: int
 ) -> bool:
     if use.opcode == "get-tuple-element":
-        element = re.search(r"index=(\d+)", use.attributes)
-        unused = element is not None and index is not None and int(element[1]) != index
-        return unused or _scattered(program, computation, use.name, None, members)
+        element = use.attribute(r"index=(\d+)")
+        unused = element is not None and index is not None and int(element) != index
+        return unused or _is_scattered(program, computation, use.name, None, members)
     if use.opcode == "tuple":
-        return _scattered(program, computation, use.name, position, members)
+        return _is_scattered(program, computation, use.name, position, members)
     if use.opcode in _MOVES:
-        return _scattered(program, computation, use.name, index, members)
+        return _is_scattered(program, computation, use.name, index, members)
     if use.opcode == "dynamic-slice":
         operand = computation.instructions[use.operands[0]]
-        return position == 0 and elements(operand.type) == members * elements(use.type)
+        return position == 0 and math.prod(operand.shape) == members * math.prod(use.shape)
     if use.opcode in _CALLS:
         inner = program.computations[called(use.attributes)[0]]
-        return _scattered(program, inner, inner.parameter(position), index, members)
+        return _is_scattered(program, inner, inner.parameter(position), index, members)
     return False

@@ -173,19 +173,19 @@ def _run(platform: Platform, request: Mapping[str, Any], destination: Target, ti
     with tempfile.TemporaryDirectory(prefix="jaxscale-compile-") as folder:
         path = pathlib.Path(folder)
         (path / "request").write_bytes(pickle.dumps({**request, "target": destination}))
-        code = _child(path, destination.environment, timeout)
-        if code is None:
+        exit_code = _child(path, destination.environment, timeout)
+        if exit_code is None:
             return CompileReport(str(platform), crashed=f"not done in {timeout:g} s: give it a longer timeout")
         try:
-            result = json.loads((path / "result").read_bytes())
+            reply = json.loads((path / "result").read_bytes())
         except (FileNotFoundError, json.JSONDecodeError):
             log = (path / "log").read_text("utf-8", "replace")
-            return CompileReport(str(platform), crashed=_death(code, log))
-    if "mistake" in result:
-        raise UserError(result["mistake"])
-    if "failed" in result:
-        raise RecipeFailed(f"the recipe failed while it made a program for {platform}:\n{result['failed']}")
-    return None if "elsewhere" in result else CompileReport.from_json(result["report"], "the compiler's child process")
+            return CompileReport(str(platform), crashed=_cause_of_failure(exit_code, log))
+    if "mistake" in reply:
+        raise UserError(reply["mistake"])
+    if "failed" in reply:
+        raise RecipeFailed(f"the recipe failed while it made a program for {platform}:\n{reply['failed']}")
+    return None if "elsewhere" in reply else CompileReport.from_json(reply["report"], "the compiler's child process")
 
 
 def _child(folder: pathlib.Path, environment: Mapping[str, str], timeout: float) -> int | None:
@@ -212,15 +212,16 @@ def _child(folder: pathlib.Path, environment: Mapping[str, str], timeout: float)
             return None
 
 
-def _death(code: int, log: str) -> str:
+def _cause_of_failure(exit_code: int, log: str) -> str:
     """Why a child ended without a result."""
     lines = [line for line in log.splitlines() if line.strip()]
     tail = "\n".join(lines[-8:])
-    if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        cause = "; this machine ran out of memory, most likely" if -code == signal.SIGKILL else ""
-        return f"the compiler died by {name}{cause}" + (f"; its last words:\n{tail}" if tail else "")
-    return f"the compiler's process ended with {code}" + (f"; its last words:\n{tail}" if tail else "")
+    last_lines = f"; its last words:\n{tail}" if tail else ""
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
+        cause = "; this machine ran out of memory, most likely" if -exit_code == signal.SIGKILL else ""
+        return f"the compiler died by {name}{cause}{last_lines}"
+    return f"the compiler's process ended with {exit_code}{last_lines}"
 
 
 def _pickled(recipe: Any) -> bytes:

@@ -33,15 +33,15 @@ def main() -> None:
     folder = pathlib.Path(sys.argv[2])
     request = pickle.loads((folder / "request").read_bytes())
     try:
-        result = {"report": answer(request).json()}
+        reply = {"report": answer(request).json()}
     except UserError as error:
-        result = {"mistake": str(error)}
+        reply = {"mistake": str(error)}
     except _Elsewhere:
-        result = {"elsewhere": True}
+        reply = {"elsewhere": True}
     except Exception:  # the recipe may raise anything
-        result = {"failed": traceback.format_exc()}
+        reply = {"failed": traceback.format_exc()}
     partial_file = folder / "result.part"
-    partial_file.write_text(json.dumps(result))
+    partial_file.write_text(json.dumps(reply))
     partial_file.rename(folder / "result")
 
 
@@ -135,12 +135,14 @@ def _compile(
         dump_options = {"xla_dump_to": dump_folder, "xla_dump_hlo_as_text": True} if explain else {}
         start = time.perf_counter()
         try:
-            compiled = lowered.compile(compiler_options={**options, **dump_options} or None)
+            compiled, message = lowered.compile(compiler_options={**options, **dump_options} or None), ""
         except jax.errors.JaxRuntimeError as error:
-            facts["seconds"] = time.perf_counter() - start
-            return _failure_report(str(error), facts, options, _live(dump_folder, devices) if explain else None)
+            compiled, message = None, str(error)
         facts["seconds"] = time.perf_counter() - start
         live = _live(dump_folder, devices) if explain else None
+    listing = {} if live is None else {"live": live.tensors, "timeline": live.timeline}
+    if compiled is None:
+        return _failure_report(message, facts, options, listing)
     memory = compiled.memory_analysis()
     names = ("argument", "output", "alias", "temp")
     return CompileReport(
@@ -148,7 +150,7 @@ def _compile(
         **{f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names},
         **{f"host_{name}_bytes": getattr(memory, f"host_{name}_size_in_bytes") for name in names},
         **_read(compiled, _mesh(compiled, devices)),
-        **_listing(live),
+        **listing,
     )
 
 
@@ -157,9 +159,9 @@ def _read(compiled: Any, mesh: Any) -> dict[str, Any]:
     import jax
 
     try:
-        text = compiled.as_text()
-        flop = program_flop(HloProgram(text))
-        collective_list = tuple(collectives(text, mesh))
+        program = HloProgram(compiled.as_text())
+        flop = program_flop(program)
+        collective_list = tuple(collectives(program, mesh))
     except (AssertionError, LookupError, ValueError, jax.errors.JaxRuntimeError) as error:
         # text in a new spelling, or that XLA fails to print, must not prevent the report
         return {"unread": f"the program's text could not be read: {error!r}"}
@@ -171,10 +173,6 @@ def _read(compiled: Any, mesh: Any) -> dict[str, Any]:
     }
 
 
-def _listing(live: Live | None) -> dict[str, Any]:
-    return {} if live is None else {"live": live.tensors, "timeline": live.timeline}
-
-
 def _live(dump: str, devices: Sequence[Any]) -> Live | None:
     try:
         return live_at_the_peak(pathlib.Path(dump), devices[0].platform)
@@ -183,9 +181,9 @@ def _live(dump: str, devices: Sequence[Any]) -> Live | None:
 
 
 def _failure_report(
-    message: str, facts: dict[str, Any], options: Mapping[str, Any], live: Live | None
+    message: str, facts: dict[str, Any], options: Mapping[str, Any], listing: Mapping[str, Any]
 ) -> CompileReport:
-    """The report of a program that was not compiled."""
+    """The report of a program that was not compiled; `listing` has its live buffers, if XLA wrote them."""
     if unknown := re.search(r"No such compile option: '([^']*)'", message):
         raise UserError(f"the compiler of {facts['platform']} has no option {unknown[1]!r}; leave it out")
     if options and "INVALID_ARGUMENT" in message and "option" in message:
@@ -197,7 +195,7 @@ def _failure_report(
     oom = out_of_memory(message)
     if oom is None:
         return CompileReport(**facts, crashed=f"the compiler gave up: {message.strip()}")
-    return CompileReport(**facts, oom=oom, **_listing(live))
+    return CompileReport(**facts, oom=oom, **listing)
 
 
 def _mesh(compiled: Any, devices: Sequence[Any]) -> Any:

@@ -8,7 +8,7 @@ values of constants.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+) = (.*)$", re.DOTALL)
@@ -28,6 +28,26 @@ class Op:
     operands: list[str]
     attributes: str
     is_root: bool
+
+    @property
+    def arrays(self) -> list[tuple[str, str]]:
+        """Each array of the result, as ("bf16", "4,8")."""
+        return ARRAY.findall(self.type)
+
+    @property
+    def shape(self) -> list[int]:
+        """Shape of the result; of its first array if it is a tuple."""
+        return integers(self.arrays[0][1]) if self.arrays else []
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the result; of its first array if it is a tuple."""
+        return array_bytes(self.arrays[0]) if self.arrays else 0
+
+    def attribute(self, pattern: str) -> str | None:
+        """The first group of a pattern in the attributes; `None` if it does not match."""
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else None
 
 
 @dataclasses.dataclass
@@ -49,6 +69,12 @@ class Computation:
         """The instruction whose result is the computation's; `None` if the text does not show it."""
         return next((op for op in self.instructions.values() if op.is_root), None)
 
+    def behind(self, op: Op, opcodes: Collection[str]) -> Op:
+        """The instruction whose value reaches `op` through instructions of these kinds."""
+        while op.opcode in opcodes and op.operands[0] in self.instructions:
+            op = self.instructions[op.operands[0]]
+        return op
+
     def parameter(self, number: int) -> str:
         """Name of the parameter with this number."""
         return next(
@@ -64,6 +90,7 @@ class HloProgram:
     """
 
     def __init__(self, text: str) -> None:
+        self.text = text
         self.computations: dict[str, Computation] = {}
         self._runs: dict[str, tuple[int, bool, bool]] = {}
         current = None
@@ -79,38 +106,39 @@ class HloProgram:
                 op = _instruction(match[2], match[3], bool(match[1]))
                 current.instructions[op.name] = op
         self.callers: dict[str, list[tuple[Computation, Op]]] = {}
-        for computation in self.computations.values():
-            for op in computation.instructions.values():
-                for inner in dict.fromkeys(called(op.attributes)):
-                    self.callers.setdefault(inner, []).append((computation, op))
+        for computation, op in self.instructions():
+            for inner in dict.fromkeys(called(op.attributes)):
+                self.callers.setdefault(inner, []).append((computation, op))
+
+    def instructions(self) -> Iterator[tuple[Computation, Op]]:
+        """Every instruction, with its computation."""
+        return (
+            (computation, op) for computation in self.computations.values() for op in computation.instructions.values()
+        )
 
     def runs(self, name: str) -> tuple[int, bool, bool]:
         """Number of runs of a computation, whether inside a loop, and whether every trip count is known."""
         if name not in self._runs:
-            if self.computations[name].is_entry:
-                self._runs[name] = (1, False, True)
-                return self._runs[name]
-            total, any_in_loop, all_trips_known = 0, False, True
+            calls = [(1, False, True)] if self.computations[name].is_entry else []
             for caller, op in self.callers.get(name, []):
                 count, in_loop, trips_known = self.runs(caller.name)
                 if op.opcode == "while":
                     trips = self.trips(op)
                     count, in_loop, trips_known = count * (trips or 1), True, trips_known and trips is not None
-                total, any_in_loop, all_trips_known = (
-                    total + count,
-                    any_in_loop or in_loop,
-                    all_trips_known and trips_known,
-                )
-            self._runs[name] = (total, any_in_loop, all_trips_known)
+                calls.append((count, in_loop, trips_known))
+            self._runs[name] = (
+                sum(call[0] for call in calls),
+                any(call[1] for call in calls),
+                all(call[2] for call in calls),
+            )
         return self._runs[name]
 
     def trips(self, loop: Op) -> int | None:
         """Trips of a while loop: the compiler's trip count, else the one bound that its condition compares with."""
-        trip_count = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
-        if trip_count:
-            return int(trip_count[1])
-        condition = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
-        computations, bounds, directions = [condition[1]] if condition else [], set(), set()
+        if trip_count := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
+            return int(trip_count)
+        condition = loop.attribute(r"condition=%?([\w.\-]+)")
+        computations, bounds, directions = [condition] if condition else [], set(), set()
         for name in computations:
             for op in self.computations[name].instructions.values():
                 computations += [inner for inner in called(op.attributes) if inner not in computations]
@@ -189,12 +217,6 @@ def called(attributes: str) -> list[str]:
     for branches in _BRANCHES.findall(attributes):
         names += [name.strip().lstrip("%") for name in branches.split(",")]
     return names
-
-
-def elements(type_: str) -> int:
-    """Elements of the first array of a type."""
-    match = ARRAY.search(type_)
-    return math.prod(integers(match[2])) if match else 0
 
 
 def array_bytes(array: tuple[str, str]) -> int:

@@ -36,7 +36,7 @@ class Sources:
         # the parent is counted from 1: frame 1 has parent 1, none
         self._frames = {number: (location, str(int(parent) - 1)) for number, (location, parent) in frames.items()}
 
-    def chain(self, op: Op) -> tuple[str, ...]:
+    def module_names(self, op: Op) -> tuple[str, ...]:
         """Names of the modules that an instruction belongs to, from the outside; else of its last two functions."""
         modules, functions = [], []
         for _, function, _ in self._stack(op):
@@ -62,8 +62,7 @@ class Sources:
 
     def _stack(self, op: Op) -> list[tuple[str, str, str]]:
         """(file, function, line) of each frame, from the innermost."""
-        frame_id = re.search(r"stack_frame_id=(\d+)", op.attributes)
-        number, stack = frame_id[1] if frame_id else "0", []
+        number, stack = op.attribute(r"stack_frame_id=(\d+)") or "0", []
         while number in self._frames:
             location, number = self._frames[number]
             frame = self._places.get(location, ("", "", ""))

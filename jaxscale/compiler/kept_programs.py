@@ -13,6 +13,7 @@ References:
     for each nested sequence; thunk_executor.cc: the order of execution. Observed in jaxlib 0.10.2 and 0.12.0.
 """
 
+import functools
 import re
 from typing import Any
 
@@ -24,7 +25,6 @@ _COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|all-to-all|ragged-all-to-all|reduce-scatter|collective-permute|collective-broadcast"
     r"|send|recv)(-start)?\("
 )
-_filtered = False
 _left_out: list[str] = []
 
 
@@ -48,16 +48,14 @@ def stays_ordered(text: str) -> bool:
     return True
 
 
+@functools.cache
 def keep_ordered_programs() -> None:
     """Make JAX's persistent compile cache neither write nor load a program that would lose its collectives' order.
 
     It applies to all later compilations of the process, in any cache folder; calls after the first have no effect.
     Programs of one device, and those of TPUs and GPUs, are kept as before.
     """
-    global _filtered
-    if not _filtered:
-        _filtered = True
-        filter_compile_cache(_may_be_kept)
+    filter_compile_cache(_may_be_kept)
 
 
 def left_out() -> int:

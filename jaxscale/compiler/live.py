@@ -12,11 +12,12 @@ import dataclasses
 import pathlib
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 
 from jaxscale.compiler.hlo_program import HloProgram, integers
 from jaxscale.compiler.hlo_source import Sources
-from jaxscale.compiler.live_names import ARGUMENT, Names, phase_of
-from jaxscale.compiler.report import KINDS, Kind, LiveBytes, LiveTensor
+from jaxscale.compiler.live_names import Names, phase_of
+from jaxscale.compiler.report import KINDS, Kind, LiveBytes, LiveTensor, Phase
 
 MOMENTS = 400
 """Approximate number of moments of a timeline."""
@@ -77,25 +78,26 @@ def live_at_the_peak(folder: pathlib.Path, kind: str) -> Live | None:
 
 def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
     names = Names(HloProgram(text), Sources(text))
-    order, values = _values(assignment, ranges, spaces)
-    values = [_with_argument_name(value, names.arguments) for value in values]
+    order, values = _values(assignment, ranges, spaces, names.arguments)
     backward = next((index for index, name in enumerate(order) if "transpose(" in names.op_name(name)), len(order))
     last_uses = _last_uses(values)
-    kinds = {}
-    for value in values:
-        phase = phase_of(names.own(value.name, value.index))
+    phases: dict[_Value, Phase | None] = {
+        value: phase_of(names.writer_scopes(value.name, value.index)) for value in values
+    }
+    kinds: dict[_Value, Kind] = {}
+    for value, phase in phases.items():
         is_kept = phase == "forward" and last_uses[value.place, value.start] >= backward
         kinds[value] = value.whole_run or ("kept" if is_kept else "transient")
     peak, timeline = _sweep(order, values, kinds, names)
     tensors = [
         LiveTensor(
-            names.called(value.name, value.index),
+            names.user_name(value.name, value.index),
             value.bytes,
             kinds[value],
             value.shape.split("{")[0],
-            None if value.whole_run in ("argument", "constant") else phase_of(names.own(value.name, value.index)),
+            None if value.whole_run in ("argument", "constant") else phases[value],
             value.whole_run is None and names.in_loop(value.name),
-            names.place(value.name, value.index) if value.whole_run is None else None,
+            names.source_place(value.name, value.index) if value.whole_run is None else None,
         )
         for value in peak
     ]
@@ -104,7 +106,9 @@ def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
     return Live(tuple(sorted(tensors, key=lambda tensor: (-tensor.bytes, tensor.name))), timeline)
 
 
-def _values(assignment: str, ranges: str, spaces: set[int]) -> tuple[list[str], list[_Value]]:
+def _values(
+    assignment: str, ranges: str, spaces: set[int], arguments: Mapping[str, str]
+) -> tuple[list[str], list[_Value]]:
     """Instructions in the order of the schedule, and the values that lie in device memory."""
     order: list[str] = []
     lifetimes: dict[tuple[str, str], tuple[int, int]] = {}
@@ -127,7 +131,7 @@ def _values(assignment: str, ranges: str, spaces: set[int]) -> tuple[list[str], 
             if kind is not None and on_device:
                 parameter = re.search(r", parameter (\d+), shape \|(.*?)\|", line)
                 # a donated argument's buffer is reused by other values; any other is named after its first value
-                name, shape = (f"{ARGUMENT}{parameter[1]}", parameter[2]) if parameter else ("", "")
+                name, shape = (arguments[parameter[1]], parameter[2]) if parameter else ("", "")
                 values.append(_Value(name, (), (number, 0), size, shape, 0, len(order), kind))
         elif on_device and (match := _VALUE.match(line)):
             name, index, _, bytes_, offset, shape = match.groups()
@@ -140,11 +144,6 @@ def _values(assignment: str, ranges: str, spaces: set[int]) -> tuple[list[str], 
         elif not line.strip() and number >= 0:
             break
     return order, values
-
-
-def _with_argument_name(value: _Value, arguments: dict[str, str]) -> _Value:
-    """The value, named after the argument's instruction instead of its number."""
-    return dataclasses.replace(value, name=arguments.get(value.name, value.name))
 
 
 def _whole_run(allocation: str) -> Kind | None:
@@ -208,11 +207,9 @@ def _sweep(
             change(value, True)
         phase = phase_of(names.op_name(order[index])) if index < len(order) else None
         moments.append(LiveBytes(index, {kind: count for kind, count in totals.items() if count}, phase))
-        if sum(totals.values()) > peak_bytes:
-            peak_bytes, peak = (
-                sum(totals.values()),
-                [max(occupants, key=_rank) for occupants in alive.values() if occupants],
-            )
+        if moments[-1].total > peak_bytes:
+            peak_bytes = moments[-1].total
+            peak = [max(occupants, key=_rank) for occupants in alive.values() if occupants]
     return peak, _sampled(moments)
 
 

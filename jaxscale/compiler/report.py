@@ -4,16 +4,18 @@ Bytes are per device. Two numbers of compilers are left out because they are wro
 TPU it adds on-chip and host memory) and the FLOP of `cost_analysis()` (a loop's body counts once).
 """
 
+import collections
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxscale.compiler.collectives import Collective
 from jaxscale.values import from_json, to_json
 
 Kind = Literal["argument", "output", "kept", "transient", "constant"]
-KINDS: tuple[Kind, ...] = ("argument", "output", "kept", "transient", "constant")
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Phase = Literal["forward", "backward", "recompute"]
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = r"([\d.]+)([KMGTB]?)"
@@ -92,7 +94,7 @@ class LiveTensor:
     bytes: int
     kind: Kind
     shape: str
-    phase: Literal["forward", "backward", "recompute"] | None = None
+    phase: Phase | None = None
     in_loop: bool = False
     source: str | None = None
 
@@ -109,7 +111,7 @@ class LiveBytes:
 
     at: int
     bytes: Mapping[str, int]
-    phase: Literal["forward", "backward", "recompute"] | None = None
+    phase: Phase | None = None
 
     @property
     def total(self) -> int:
@@ -234,10 +236,10 @@ class CompileReport:
             lines += [f"  {name:22}{_bytes_text(count):>12}" for name, count in rows.items() if count is not None]
         if self.flop is not None:
             lines.append(f"  {'FLOP per device':22}{self.flop:>12.4g}")
-        sums: dict[tuple[str, str], int] = {}
+        sums: collections.Counter[tuple[str, str]] = collections.Counter()
         for collective in self.collectives:
             axes = "+".join(collective.axes) if collective.axes is not None else "other groups"
-            sums[collective.kind, axes] = sums.get((collective.kind, axes), 0) + collective.bytes * collective.count
+            sums[collective.kind, axes] += collective.bytes * collective.count
         lines += [f"  {f'{kind} {axes}':38}{_bytes_text(count):>12}" for (kind, axes), count in sums.items()]
         if self.live:
             lines.append("  alive at the peak:")

@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.programs.elementwise import first_mixing
+from jaxscale.programs.walk import equations
 from jaxscale.trees import shapes_of
 
 Path = tuple[Any, ...]
@@ -122,16 +123,9 @@ def _operations(rule: optax.GradientTransformation, shapes: Any) -> list[Any]:
     def number(value: Any) -> Any:
         return id(value) if isinstance(value, Tracer) else np.asarray(value).item()
 
-    def operations_of(jaxpr: Any) -> list[Any]:
-        operations = []
-        for eqn in jaxpr.eqns:
-            settings = [setting for setting in eqn.params.values() if isinstance(setting, int | float | str)]
-            literals = [number(atom.val) for atom in eqn.invars if hasattr(atom, "val")]
-            operations.append((eqn.primitive.name, settings, literals))
-            for value in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-                inner = getattr(value, "jaxpr", value)
-                operations += operations_of(inner) if hasattr(inner, "eqns") else []
-        return operations
-
     program = jax.make_jaxpr(rule.update)(shapes, jax.eval_shape(rule.init, shapes), shapes)
-    return [*operations_of(program.jaxpr), *map(number, program.consts)]
+    operations: list[Any] = []
+    for eqn, _ in equations(program):
+        settings = [x for x in eqn.params.values() if isinstance(x, int | float | str)]
+        operations.append((eqn.primitive.name, settings, [number(v.val) for v in eqn.invars if hasattr(v, "val")]))
+    return [*operations, *map(number, program.consts)]

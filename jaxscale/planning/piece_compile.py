@@ -16,8 +16,9 @@ from jaxscale.planning.pieces import Piece
 from jaxscale.planning.timeline import arrays_of, carries
 from jaxscale.planning.traced import traced_step
 from jaxscale.platforms.platform import Platform
+from jaxscale.programs.dims import Dims
 from jaxscale.programs.flat import FlatProgram
-from jaxscale.programs.placements import Dims, in_host_memory
+from jaxscale.programs.placements import in_host_memory
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes

@@ -204,11 +204,6 @@ class _Sweep:
         if first_stacked is not None:
             self.stacks = {value: 0 for value in program.outputs[first_stacked:] if value is not None}
             self.stacks |= dict.fromkeys(regions.reshaped_outputs(program, RENAMED), 0) if branch else {}
-        self.users: dict[int, list[int]] = {}
-        for place, operation in enumerate(program.operations):
-            for value in operation.inputs:
-                if value is not None:
-                    self.users.setdefault(value, []).append(place)
         self.outputs = {value for value in program.outputs if value is not None}
         self.sources: dict[int, frozenset[int]] = {value: frozenset() for value in program.inputs}
         self.scattered_sums = _scattered_sums(program)
@@ -248,7 +243,7 @@ class _Sweep:
     def _readers(self, value: int) -> list[int]:
         """Indices of the operations that read a value, through views of it."""
         readers = []
-        for place in self.users.get(value, ()):
+        for place in self.program.readers.get(value, ()):
             operation = self.program.operations[place]
             readers += self._readers(operation.outputs[0]) if operation.kind in VIEWS else [place]
         return readers
@@ -267,7 +262,7 @@ class _Sweep:
     def _product_bytes(self, value: int) -> int:
         """Bytes of a product's result, in the type to which all its readers convert it."""
         result_bytes = self.bytes_of(value)
-        users = [self.program.operations[place] for place in self.users.get(value, ())]
+        users = [self.program.operations[place] for place in self.program.readers.get(value, ())]
         if value in self.outputs or not users or any(user.kind != "convert_element_type" for user in users):
             return result_bytes
         return min(result_bytes, max(self.bytes_of(user.outputs[0]) for user in users))

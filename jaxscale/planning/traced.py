@@ -6,9 +6,10 @@ from typing import Any, Literal
 from jaxscale.planning import accuracy
 from jaxscale.planning.timeline import Compiler
 from jaxscale.platforms.platform import Platform
+from jaxscale.programs.dims import dims_of
 from jaxscale.programs.flat import FlatProgram, flatten
 from jaxscale.programs.flop import jaxpr_flop
-from jaxscale.programs.placements import Placements, dims_of, place
+from jaxscale.programs.placements import Placements, place
 from jaxscale.recipe.plan import Plan
 from jaxscale.step.train_step import TrainStep
 from jaxscale.trees import path_name

@@ -3,6 +3,7 @@
 An unknown chip is no error: it becomes a Chip without a peak, so a run on it trains and reports no `mfu`.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -36,17 +37,14 @@ def detect(devices: Sequence[Any] | None = None) -> Platform:
         return Platform(chip, len(devices))
     coordinates = {(getattr(device, "slice_index", 0) or 0, *device.coords) for device in devices}
     slices = len({coordinate[0] for coordinate in coordinates})
-    corners = [
-        coordinate[1:]
-        for coordinate in coordinates
-        if coordinate[0] == min(coordinate[0] for coordinate in coordinates)
-    ]
-    sides = tuple(max(axis) - min(axis) + 1 for axis in zip(*corners, strict=True))
+    first_slice = min(coordinates)[0]
+    positions = [position for slice_index, *position in coordinates if slice_index == first_slice]
+    sides = tuple(max(axis) - min(axis) + 1 for axis in zip(*positions, strict=True))
     plane_sides = sides[:2] if sides[2:] == (1,) and chip.name in ("v5e", "v6e") else sides
     # the chips of a process may form a part of a slice that is no box
-    topology = plane_sides if math.prod(plane_sides) == len(corners) else None
+    topology = plane_sides if math.prod(plane_sides) == len(positions) else None
     chip = dataclasses.replace(chip, devices=max(1, len(devices) // len(coordinates)))
-    return Platform(chip, len(corners), topology, slices)
+    return Platform(chip, len(positions), topology, slices)
 
 
 def chip_of(device_kind: str, platform: str) -> Chip:
@@ -111,12 +109,10 @@ def _measured(chip: Chip, devices: Sequence[Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {"host_memory": host_memory()}
     if chip.kind == "cpu":
         return facts | {"memory": host_memory(), "chips_per_host": len(local)}
-    try:
+    limit = None
+    # devices of another process, and described ones, have no statistics; the error depends on the backend
+    with contextlib.suppress(Exception):
         limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    except (
-        Exception
-    ):  # devices of another process, and described ones, have no statistics; the error depends on the backend
-        limit = None
     if limit:
         facts["usable_memory"] = limit * chip.devices
         facts["memory"] = chip.memory or facts["usable_memory"]

@@ -7,11 +7,12 @@ axes across slices follow from the order of axes (`jaxscale/tpu_slices.py`).
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from jaxscale.tpu_slices import across
 
-KINDS: dict[str, Any] = {
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+KINDS: dict[str, Kind] = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
     "REDUCE_SCATTER": "reduce-scatter",
@@ -38,9 +39,6 @@ def slices_of(text: str) -> int:
     for targets in re.findall(r"_xla_megascale_target=\{\{(.*?)\}\}", text):
         slice_ids |= {int(device) // 100_000 for device in re.findall(r"\d+", targets)}
     return max(len(slice_ids), 1)
-
-
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 
 
 def kind_of(attributes: str) -> Kind | None:

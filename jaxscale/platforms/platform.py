@@ -229,40 +229,41 @@ def _count(text: str, tail: str) -> int:
     return int(match[1]) if match else 1
 
 
-def _parse_gpu(text: str, words: str) -> Platform:
-    from jaxscale.platforms.gpu import ALIASES, GPUS
+def _chip(text: str, kind: Kind, name: str, word: str, aliases: Mapping[str, str], example: str) -> Chip:
+    """The chip with a name or alias; for messages, `word` is the user's word for it."""
+    names = [chip.name for chip in chips().values() if chip.kind == kind]
+    name = aliases.get(name, name)
+    if not name:
+        raise UserError(f"platform {text!r} names no {kind}: expected one of {', '.join(names)}, such as {example!r}")
+    if name not in names:
+        raise unknown(kind, word, [*names, *aliases])
+    return chips()[name]
 
-    gpus = {chip.name: chip for chip in GPUS}
+
+def _parse_gpu(text: str, words: str) -> Platform:
+    from jaxscale.platforms.gpu import ALIASES
+
     match = re.fullmatch(r"([\w-]*?)(\s*[x:]\s*[0-9]+|[^\w-].*)?", words, re.DOTALL)
     assert match is not None, "matches any text"
     name, tail = match.groups(default="")
-    name = ALIASES.get(name, name)
-    if not name:
-        raise UserError(f"platform {text!r} names no gpu: expected one of {', '.join(gpus)}, such as 'gpu h100 x 8'")
-    if name not in gpus:
-        first_word = re.split(r"[\s:]", words)[0]  # an x in a name is no count
-        raise unknown("gpu", first_word, [*gpus, *ALIASES])
-    return Platform(gpus[name], _count(text, tail))
+    first_word = re.split(r"[\s:]", words)[0]  # an x in a name is no count
+    chip = _chip(text, "gpu", name, first_word, ALIASES, "gpu h100 x 8")
+    return Platform(chip, _count(text, tail))
 
 
 def _parse_tpu(text: str, words: str) -> Platform:
-    from jaxscale.platforms.tpu import ALIASES, TPUS, check_topology, topologies
+    from jaxscale.platforms.tpu import ALIASES, check_topology, topologies
 
-    tpus = {chip.name: chip for chip in TPUS}
     match = re.fullmatch(r"([^\s:]*)(?:\s*:\s*(\S*))?(.*)", words, re.DOTALL)
     assert match is not None, "matches any text"
     name, shape, tail = match.groups(default="")
-    name = ALIASES.get(name, name)
-    if not name:
-        raise UserError(f"platform {text!r} names no tpu: expected one of {', '.join(tpus)}, such as 'tpu v5e:4x4'")
-    if name not in tpus:
-        raise unknown("tpu", name, [*tpus, *ALIASES])
+    chip = _chip(text, "tpu", name, name, ALIASES, "tpu v5e:4x4")
     if not re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4})+", shape):
-        slices = [size for size in topologies(name) if str(math.prod(size)) == shape]
-        examples = " or ".join(f"tpu {name}:{_shape_text(size)}" for size in slices or topologies(name)[2:3])
+        slices = [size for size in topologies(chip.name) if str(math.prod(size)) == shape]
+        examples = " or ".join(f"tpu {chip.name}:{_shape_text(size)}" for size in slices or topologies(chip.name)[2:3])
         raise UserError(
             f"platform {text!r}: got {shape!r} for the topology, expected chips along each axis: {examples}"
         )
     topology = tuple(map(int, shape.split("x")))
-    check_topology(name, topology)
-    return Platform(tpus[name], math.prod(topology), topology, _count(text, tail))
+    check_topology(chip.name, topology)
+    return Platform(chip, math.prod(topology), topology, _count(text, tail))

@@ -4,7 +4,7 @@ recompute it, and whether the backward pass reads it. Nothing is compiled and no
 JAX determines what the backward pass reads: the block is differentiated (`jax.vjp`) with a name on each value, and the
 graph is the program that returns results and residuals. So it contains the forward rules of functions with custom
 derivatives (`custom_vjp`, kernels), whose residuals can be kept by their names, and the derivatives that the forward
-pass computes. Names are those of the program, not of the user (`inline.Program.names`).
+pass computes. Names are those of the program, not of the user (`InlinedProgram.names`).
 
 Left out: fusion by XLA; every operation that only moves values counts its largest result once, a view nothing.
 """
@@ -16,12 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxscale.compat import source_line
 from jaxscale.platforms.platform import Chip
 from jaxscale.programs import roofline
+from jaxscale.programs.dims import Dims, local_bytes
 from jaxscale.programs.flop import equation_flop
 from jaxscale.programs.inline import InlinedProgram, Step, inline
-from jaxscale.programs.spread import Spread, local_bytes, propagate, spread_of_spec
+from jaxscale.programs.spread import propagate
 from jaxscale.sharding import place
+from jaxscale.sharding.partition import dim_axes
 
 MARK = "jaxscale:"
 """Prefix of the generated names of a block's values, which avoids collisions with the model's names."""
@@ -187,22 +190,22 @@ def graph_of(
     program = inline(closed)
     vjp_program, result_count = _forward_and_residuals(program, closed.consts)
     names, carried = _input_names(closed, args, activations)
-    input_spreads: dict[int, Spread] = {}
+    input_dims: dict[int, Dims] = {}
     leaves = [None] * (len(program.inputs) - len(jax.tree.leaves(args))) + jax.tree.leaves(args)
     for index, leaf in enumerate(leaves):
         number = vjp_program.inputs[index]
         sharding: Any = getattr(leaf, "sharding", None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
         if leaf is not None and hasattr(sharding, "spec"):
-            input_spreads[number] = spread_of_spec(sharding.spec, len(leaf.shape))
+            input_dims[number] = dim_axes(sharding.spec, len(leaf.shape))
             mesh = dict(sharding.mesh.shape) | dict(mesh)
-    has_placements = bool(input_spreads) or any(step.primitive == "sharding_constraint" for step in vjp_program.steps)
+    has_placements = bool(input_dims) or any(step.primitive == "sharding_constraint" for step in vjp_program.steps)
     if not has_placements:
         for index in carried:
             shape = getattr(vjp_program.avals[vjp_program.inputs[index]], "shape", ())
             if shape:
-                input_spreads[vjp_program.inputs[index]] = (batch, *((),) * (len(shape) - 1))
-    spread = propagate(vjp_program, input_spreads, mesh)
-    return _Builder(vjp_program, spread, mesh, chip).build(program.fingerprint(), names, carried, result_count)
+                input_dims[vjp_program.inputs[index]] = (batch, *((),) * (len(shape) - 1))
+    dims = propagate(vjp_program, input_dims, mesh)
+    return _Builder(vjp_program, dims, mesh, chip).build(program.fingerprint(), names, carried, result_count)
 
 
 def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tuple[InlinedProgram, int]:
@@ -259,87 +262,76 @@ def _input_names(closed: Any, args: Sequence[Any], activations: Sequence[int]) -
 class _Builder:
     """The graph of a program that returns results, then residuals."""
 
-    def __init__(
-        self, program: InlinedProgram, spread: Mapping[int, Spread], mesh: Mapping[str, int], chip: Chip | None
-    ):
-        self.program, self.spread, self.mesh, self.chip = program, spread, mesh, chip
+    def __init__(self, program: InlinedProgram, dims: Mapping[int, Dims], mesh: Mapping[str, int], chip: Chip | None):
+        self.program, self.dims, self.mesh, self.chip = program, dims, mesh, chip
         self.values: list[Value] = []
         self.equations: list[Equation] = []
         self.index_of: dict[int, int] = {}
         self.name_counts: Counter[str] = Counter()
+        self.naming: dict[int, Step] = {}  # the first step that names each value
+        for step in program.steps:
+            if step.primitive == "name":
+                self.naming.setdefault(_operand(step), step)
+        read = [atom for step in program.steps for atom in step.inputs] + list(program.outputs)
+        self.reader_counts = Counter(atom for atom in read if isinstance(atom, int))
 
     def build(self, fingerprint: str, names: Sequence[str], carried: Sequence[int], result_count: int) -> BlockGraph:
-        program = self.program
-        readers = Counter(atom for step in program.steps for atom in step.inputs if isinstance(atom, int))
-        readers.update(atom for atom in program.outputs if isinstance(atom, int))
-        for number, name in zip(program.inputs, names, strict=True):
+        for number, name in zip(self.program.inputs, names, strict=True):
             self._add_value(number, name, -1)
-        # a value whose only reader names it is the same as the named value
-        namers = {_operand(s): s for s in program.steps if s.primitive == "name" and readers[_operand(s)] == 1}
-        for step in program.steps:
-            if step.primitive == "name" and namers.get(_operand(step)) is step and _operand(step) in self.index_of:
+        for step in self.program.steps:
+            operand = _operand(step) if step.primitive == "name" else -1
+            if self.reader_counts[operand] == 1 and operand in self.index_of:
+                # a value whose only reader names it is the same as the named value
                 if step.outputs[0] is not None:
-                    self.index_of[step.outputs[0]] = self.index_of[_operand(step)]
-                continue
-            self._add_equation(step, namers)
-        inputs = tuple(range(len(program.inputs)))
-        outputs = [self.index_of[atom] for atom in program.outputs[:result_count] if isinstance(atom, int)]
-        residuals = [self.index_of[atom] for atom in program.outputs[result_count:] if isinstance(atom, int)]
-        needed = sorted({index for index in residuals if index >= len(inputs)})
+                    self.index_of[step.outputs[0]] = self.index_of[operand]
+            else:
+                self._add_equation(step)
+        inputs = tuple(range(len(self.program.inputs)))
+        returned = [self.index_of.get(atom) if isinstance(atom, int) else None for atom in self.program.outputs]
+        results = [index for index in returned[:result_count] if index is not None]
+        residuals = {index for index in returned[result_count:] if index is not None and index >= len(inputs)}
         return BlockGraph(
             fingerprint,
             tuple(self.values),
             tuple(self.equations),
             inputs,
             tuple(carried),
-            tuple(dict.fromkeys(outputs)),
-            tuple(needed),
+            tuple(dict.fromkeys(results)),
+            tuple(sorted(residuals)),
         )
 
     def _add_value(self, number: int, name: str, producer: int, mark: str | None = None, source: str = "") -> int:
         aval = self.program.avals[number]
         self.name_counts[name] += 1
         name = name if self.name_counts[name] == 1 else f"{name} ({self.name_counts[name]})"
-        size = local_bytes(aval, self.spread[number], self.mesh)
+        size = local_bytes(aval, self.dims[number], self.mesh)
         self.values.append(Value(name, tuple(aval.shape), str(aval.dtype), size, producer, mark, source))
         self.index_of[number] = len(self.values) - 1
         return self.index_of[number]
 
-    def _add_equation(self, step: Step, namers: Mapping[int, Step]) -> None:
-        from jaxscale.compat import source_line
-
+    def _add_equation(self, step: Step) -> None:
         position = len(self.equations)
         inputs = tuple(dict.fromkeys(self.index_of[atom] for atom in step.inputs if isinstance(atom, int)))
         source = source_line(step.eqn)
+        if step.primitive == "name" and inputs:
+            source = self.values[inputs[0]].source
         outputs = []
         for number in step.outputs:
             if number is None:
                 continue
-            namer = step if step.primitive == "name" else namers.get(number)
-            if namer is None:
-                steps = self.program.steps
-                follower = next((s for s in steps if s.primitive == "name" and s.inputs[0] == number), None)
-                name = _assigned_name(follower) if follower else step.primitive
-                outputs.append(self._add_value(number, f"{name} (unnamed)", position, None, source))
-            else:
-                source = self.values[inputs[0]].source if namer is step and inputs else source
-                outputs.append(
-                    self._add_value(number, _assigned_name(namer), position, namer.eqn.params["name"], source)
-                )
-        flop = equation_flop(step.eqn)
-        flop = -(-flop // self._shards(step)) if flop else 0
+            naming = step if step.primitive == "name" else self.naming.get(number)
+            name, mark = step.primitive, None
+            if naming is not None:
+                name, mark = naming.eqn.params["name"].removeprefix(MARK), naming.eqn.params["name"]
+            if naming is None or (naming is not step and self.reader_counts[number] > 1):
+                name, mark = f"{name} (unnamed)", None
+            outputs.append(self._add_value(number, name, position, mark, source))
+        flop = -(-equation_flop(step.eqn) // self._shards(step))
         moved_bytes = self._moved_bytes(step, flop)
         dtype = str(step.eqn.invars[0].aval.dtype) if step.eqn.invars else "float32"
+        seconds = roofline.seconds(self.chip, flop, moved_bytes, dtype)
         self.equations.append(
-            Equation(
-                step.primitive,
-                inputs,
-                tuple(outputs),
-                flop,
-                moved_bytes,
-                roofline.seconds(self.chip, flop, moved_bytes, dtype),
-                _policies(step),
-            )
+            Equation(step.primitive, inputs, tuple(outputs), flop, moved_bytes, seconds, _policies(step))
         )
 
     def _moved_bytes(self, step: Step, flop: int) -> int:
@@ -356,21 +348,17 @@ class _Builder:
 
     def _shards(self, step: Step) -> int:
         """Number of devices that share an operation's FLOP: along the axes of its results and summed dims."""
-        axes = {axis for number in step.outputs if number is not None for dim in self.spread[number] for axis in dim}
+        axes = {axis for number in step.outputs if number is not None for dim in self.dims[number] for axis in dim}
         first = step.inputs[0] if step.inputs else None
         if step.primitive == "dot_general" and isinstance(first, int):
             contracted = step.eqn.params["dimension_numbers"][0][0]
-            axes |= {axis for dim in contracted for axis in self.spread[first][dim]}
+            axes |= {axis for dim in contracted for axis in self.dims[first][dim]}
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
 
 
 def _operand(step: Step) -> int:
     """Number of the only input of a step; -1 for a constant."""
     return step.inputs[0] if isinstance(step.inputs[0], int) else -1
-
-
-def _assigned_name(step: Step) -> str:
-    return step.eqn.params["name"].removeprefix(MARK)
 
 
 def _policies(step: Step) -> frozenset[str]:

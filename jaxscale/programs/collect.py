@@ -12,6 +12,7 @@ from typing import Any
 from jaxscale.platforms.platform import Chip
 from jaxscale.programs.block import BlockGraph, graph_of
 from jaxscale.programs.inline import inline
+from jaxscale.programs.walk import equations
 
 _NAME = "jaxscale_block_"
 
@@ -78,7 +79,9 @@ def collect(
     def recorder(block: Callable[..., Any], rolled: bool) -> Callable[..., Any]:
         def recorded(*inputs: Any) -> Any:
             closed, output_shapes = jax.make_jaxpr(block, return_shape=True)(*inputs)
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jax.numpy.shape(leaf), _dtype(leaf)), inputs)
+            shapes = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(jax.numpy.shape(leaf), getattr(leaf, "dtype", type(leaf))), inputs
+            )
             program = inline(closed)
             fingerprint = program.fingerprint()
             recordings.append((fingerprint, shapes, rolled))
@@ -102,26 +105,12 @@ def collect(
         # a new function: JAX would return a cached trace from another treatment
         model_jaxpr = jax.make_jaxpr(lambda *args: fn(*args))(*args)
     counts: Counter[int] = Counter()
-    _count_runs(model_jaxpr, 1, counts)
+    for eqn, runs in equations(model_jaxpr):
+        name = eqn.params.get("name")
+        if isinstance(name, str) and name.startswith(_NAME):
+            counts[int(name.removeprefix(_NAME))] += runs
     calls = []
     for index, (fingerprint, shapes, rolled) in enumerate(recordings):
         if counts[index]:
             calls.append(BlockCall(fingerprint, graphs[fingerprint], shapes, counts[index], rolled, len(calls)))
     return tuple(calls)
-
-
-def _dtype(leaf: Any) -> Any:
-    return leaf.dtype if hasattr(leaf, "dtype") else type(leaf)
-
-
-def _count_runs(jaxpr: Any, runs: int, counts: Counter[int]) -> None:
-    """Add the runs of each recorded block to `counts`."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name = eqn.params.get("name")
-        if isinstance(name, str) and name.startswith(_NAME):
-            counts[int(name.removeprefix(_NAME))] += runs
-        inner_runs = runs * eqn.params["length"] if eqn.primitive.name == "scan" else runs
-        for value in eqn.params.values():
-            for item in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(getattr(item, "jaxpr", item), "eqns"):
-                    _count_runs(item, inner_runs, counts)

@@ -10,6 +10,7 @@ import jax
 import optax
 
 from jaxscale.errors import UserError
+from jaxscale.programs.walk import inner_jaxprs, opened
 from jaxscale.typing import Params
 
 ELEMENTWISE = frozenset(
@@ -68,7 +69,7 @@ def check_elementwise(
 
 
 def _mixing(jaxpr: Any) -> str | None:
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    jaxpr = opened(jaxpr)
     if any(_size(v) > 1 for v in jaxpr.constvars):
         return ARRAY
     for eqn in jaxpr.eqns:
@@ -79,12 +80,7 @@ def _mixing(jaxpr: Any) -> str | None:
             continue
         if name == "bitcast_convert_type" and _size(eqn.invars[0]) == _size(eqn.outvars[0]):
             continue
-        inner = [
-            value
-            for param in eqn.params.values()
-            for value in (param if isinstance(param, tuple | list) else (param,))
-            if hasattr(getattr(value, "jaxpr", value), "eqns")
-        ]
+        inner = inner_jaxprs(eqn)
         if inner and name not in ("scan", "while"):
             operation = next((operation for operation in map(_mixing, inner) if operation is not None), None)
             if operation is not None:

@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxscale.programs.walk import is_jaxpr, opened
+
 
 @dataclasses.dataclass(frozen=True)
 class Flop:
@@ -100,7 +102,7 @@ def equation_flop(eqn: Any) -> int:
 
 def jaxpr_flop(jaxpr: Any, used: Sequence[bool] | None = None) -> Flop:
     """FLOP of a jaxpr, closed or open, for the outputs marked in `used`: see `count_flop`."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    jaxpr = opened(jaxpr)
     used = [True] * len(jaxpr.outvars) if used is None else used
     live = {var for var, needed in zip(jaxpr.outvars, used, strict=True) if needed and not hasattr(var, "val")}
     total = Flop()
@@ -128,16 +130,18 @@ def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
     if name == "shard_map":
         shards = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
         return jaxpr_flop(params["jaxpr"]) * shards
-    callees = [value for value in params.values() if hasattr(getattr(value, "jaxpr", value), "eqns")]
-    if callees:
-        # jit, remat, custom_vjp and similar calls run one program
-        same_outputs = len(callees) == 1 and len(getattr(callees[0], "jaxpr", callees[0]).outvars) == len(used)
-        return sum((jaxpr_flop(jaxpr, used if same_outputs else None) for jaxpr in callees), Flop())
-    return Flop()
+    callees = [value for value in params.values() if is_jaxpr(value)]
+    # jit, remat, custom_vjp and similar calls run one program
+    same_outputs = len(callees) == 1 and len(opened(callees[0]).outvars) == len(used)
+    return sum((jaxpr_flop(jaxpr, used if same_outputs else None) for jaxpr in callees), Flop())
 
 
 def _dot_flop(eqn: Any) -> int:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return _product_flop(eqn, eqn.params["dimension_numbers"][0][0])
+
+
+def _product_flop(eqn: Any, contracted: Sequence[int]) -> int:
+    """FLOP of a product that sums over these dims of its left operand."""
     shape = eqn.invars[0].aval.shape
     return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
 
@@ -146,48 +150,37 @@ def _ragged_dot_flop(eqn: Any) -> int:
     """Each row is multiplied only by the matrix of its group."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
-    shape = eqn.invars[0].aval.shape
-    flop = 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
-    if set(numbers.lhs_ragged_dimensions) <= set(contracted):
-        groups = eqn.invars[2].aval.shape[-1]
-        return flop // groups
-    return flop
+    groups = eqn.invars[2].aval.shape[-1] if set(numbers.lhs_ragged_dimensions) <= set(contracted) else 1
+    return _product_flop(eqn, contracted) // groups
 
 
 def _scaled_matmul_flop(eqn: Any) -> int:
     """Operands are (batch, rows, contracted)."""
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * eqn.invars[0].aval.shape[-1]
+    return _product_flop(eqn, [2])
 
 
 def _conv_flop(eqn: Any) -> int:
     """FLOP of taps on input elements: neither padding nor the holes of a dilated input count, as in XLA."""
-    params = eqn.params
+    numbers, output = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
     lhs, rhs = (var.aval.shape for var in eqn.invars[:2])
-    output = eqn.outvars[0].aval.shape
-    numbers = params["dimension_numbers"]
-    taps = 1
-    for i, (from_dim, kernel_dim, to_dim) in enumerate(
-        zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
-    ):
-        taps *= _valid_taps(
-            lhs[from_dim],
-            rhs[kernel_dim],
-            output[to_dim],
-            params["window_strides"][i],
-            params["padding"][i][0],
-            params["lhs_dilation"][i],
-            params["rhs_dilation"][i],
+    spatial_dims = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    windows = zip(*(eqn.params[n] for n in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")), strict=True)
+    taps = math.prod(
+        _valid_taps(lhs[from_dim], rhs[kernel_dim], output[to_dim], stride, low, lhs_dilation, rhs_dilation)
+        for (from_dim, kernel_dim, to_dim), (stride, (low, _), lhs_dilation, rhs_dilation) in zip(
+            spatial_dims, windows, strict=True
         )
+    )
     input_channels = rhs[numbers.rhs_spec[1]]  # of one feature group
     return 2 * output[numbers.out_spec[0]] * output[numbers.out_spec[1]] * input_channels * taps
 
 
 def _valid_taps(
-    size: int, kernel: int, output: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
+    size: int, kernel: int, output: int, stride: int, low_padding: int, lhs_dilation: int, rhs_dilation: int
 ) -> int:
     """Number of pairs of an output position and a kernel tap on an input element, along one dim."""
     last_place = (size - 1) * lhs_dilation
-    places = (o * stride + k * rhs_dilation - low for o in range(output) for k in range(kernel))
+    places = (o * stride + k * rhs_dilation - low_padding for o in range(output) for k in range(kernel))
     return sum(0 <= place <= last_place and place % lhs_dilation == 0 for place in places)
 
 

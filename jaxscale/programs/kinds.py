@@ -23,7 +23,7 @@ def kinds_of(program: FlatProgram) -> dict[int, str]:
     loops = tick_loops(program)
     if loops:
         return _kinds_of_pipeline(program, loops)
-    copies = _converted(program, set(program.inputs))
+    copies = _conversions_of(program, set(program.inputs))
     microbatches = [operation for operation in operations if operation.loop is not None and both_passes(operation.loop)]
     if microbatches and not any(operation.params.get("reverse") for operation in operations):
         sums = {value for operation in microbatches for value in (*operation.inputs, *operation.outputs)}
@@ -31,14 +31,8 @@ def kinds_of(program: FlatProgram) -> dict[int, str]:
     if not both_passes(program):
         return {}
     kinds: dict[int, str] = {}
-    last_read: dict[int, int] = {}
-    for index, operation in enumerate(operations):
-        for value in operation.inputs:
-            if value is not None:
-                last_read[value] = index
-    for value in program.outputs:
-        if value is not None:
-            last_read[value] = len(operations)
+    last_read = {value: indices[-1] for value, indices in program.readers.items()}
+    last_read |= {value: len(operations) for value in program.outputs if value is not None}
     forward_end, backward_start = loss_range(operations)
     backward_end = max(index for index, operation in enumerate(operations) if operation.backward)
     for index, operation in enumerate(operations):
@@ -74,11 +68,10 @@ def loss_range(operations: Sequence[Operation]) -> tuple[int, int]:
 
 
 def _kinds_of_pipeline(program: FlatProgram, loops: Sequence[Operation]) -> dict[int, str]:
-    kinds = dict.fromkeys(_converted(program, set(program.inputs), (*EXPRESSIONS, *MOVES)), "compute copy")
-    read_values = {value for operation in program.operations for value in operation.inputs}
+    kinds = dict.fromkeys(_conversions_of(program, set(program.inputs), (*EXPRESSIONS, *MOVES)), "compute copy")
     for operation in loops:
         for initial, final in zip(carries(operation), operation.outputs, strict=False):
-            kind = "gradients" if final in read_values else "stash"
+            kind = "gradients" if final in program.readers else "stash"
             kinds |= {value: kind for value in (initial, final) if value is not None}
     last_loop = max(map(program.operations.index, loops))
     for operation in program.operations[last_loop + 1 :]:
@@ -87,7 +80,7 @@ def _kinds_of_pipeline(program: FlatProgram, loops: Sequence[Operation]) -> dict
     return kinds
 
 
-def _converted(program: FlatProgram, inputs: set[int], primitives: Sequence[str] = EXPRESSIONS) -> set[int]:
+def _conversions_of(program: FlatProgram, inputs: set[int], primitives: Sequence[str] = EXPRESSIONS) -> set[int]:
     """Values computed from `inputs` by conversions and moves alone."""
     values: set[int] = set()
     for operation in program.operations:

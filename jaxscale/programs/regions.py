@@ -5,7 +5,6 @@ return the others unchanged; none of these results is a new array. Values comput
 that the branch which needs the most memory determines the peak.
 """
 
-import collections
 import math
 from collections.abc import Iterator, Sequence, Set
 
@@ -50,10 +49,12 @@ def reshaped_outputs(program: FlatProgram, renamed: Sequence[str]) -> set[int]:
         program: the branch.
         renamed: primitives that only change shape or type.
     """
-    reader_counts = collections.Counter(value for operation in program.operations for value in set(operation.inputs))
     values = {value for value in program.outputs if value is not None}
     for operation in reversed(program.operations):
-        if operation.kind in renamed and operation.outputs[0] in values and reader_counts[operation.inputs[0]] == 1:
+        if operation.kind not in renamed or operation.outputs[0] not in values:
+            continue
+        operand = operation.inputs[0]
+        if operand is not None and len(program.readers.get(operand, ())) == 1:
             values.update(value for value in operation.inputs if value is not None)
     return values - {None, *program.inputs}
 

@@ -8,7 +8,7 @@ whether it reads a setting at all), before anything is compiled. The compiled on
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -26,6 +26,7 @@ from jaxscale.memory.decision import Decision
 from jaxscale.memory.keep_named import KeepNamed, keep_everything
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.save_set import EVERYTHING
+from jaxscale.programs import walk
 from jaxscale.programs.flop import FORMULAS
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -79,7 +80,7 @@ def check_traced(step: CheckedStep, jaxpr: Any, batch: Batch) -> None:
         UserError: the model does not take up what the plan asks for.
     """
     plan = step.plan
-    equations = list(_equations(jaxpr, 1))
+    equations = list(walk.equations(jaxpr))
     if (
         plan.memory.rule != "none"
         and not _keeps_all(step.decision)
@@ -101,7 +102,7 @@ def check_traced(step: CheckedStep, jaxpr: Any, batch: Batch) -> None:
         share = _narrow_share(equations)
         if share < 0.5:  # an optimizer that decomposes matrices, or a codec, may have more products than the model
             scored = step.evaluate_fn.trace(step.layout.abstract, step.abstract_batch(batch)).jaxpr
-            share = _narrow_share(list(_equations(scored, 1)))
+            share = _narrow_share(list(walk.equations(scored)))
         if share < 0.5:
             raise UserError(
                 f"precision bfloat16: {1 - share:.0%} of the FLOP of this model's matrix products are not in bfloat16; "
@@ -270,17 +271,6 @@ def check_wires(plan: Plan, platform: str, sends: Sequence[Collective], scatters
                 f"reduce {plan.reduce or plan.precision}: of what the compiled step reduces over the data axes, "
                 f"{sums[other]} bytes are {other} and {sums[wanted]} bytes {wanted}"
             )
-
-
-def _equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
-    """Every equation of a jaxpr and of those inside it, with how often it runs."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn, times
-        inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    yield from _equations(inner, inside)
 
 
 def _narrow_share(equations: Sequence[tuple[Any, int]]) -> float:
