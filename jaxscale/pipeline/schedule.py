@@ -145,11 +145,28 @@ class Schedule:
     @functools.cached_property
     def live(self) -> tuple[int, ...]:
         """The most activations that each rank holds: of one stage and microbatch, from F until B (or W) is done."""
-        peaks = []
-        for order in self.orders:
-            live = peak = 0
-            for action in order:
-                live += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0)
-                peak = max(peak, live)
-            peaks.append(peak)
-        return tuple(peaks)
+        return tuple(
+            max((sum(counts[: len(counts) // 2]) for counts in self.waiting(rank)), default=0)
+            for rank in range(self.ranks)
+        )
+
+    def waiting(self, rank: int) -> set[tuple[int, ...]]:
+        """The numbers of activations that a rank holds at once, at any moment of its order.
+
+        Each tuple has the activations of each of the rank's stages from F until B (or W) is done, then again of each
+        stage those of them between I and W.
+        """
+        position = {stage: index for index, stage in enumerate(self.stages_of(rank))}
+        counts = [0] * (2 * len(position))
+        moments = set()
+        for action in self.orders[rank]:
+            index = position[action.stage]
+            if action.kind is Kind.F:
+                counts[index] += 1
+            elif action.kind is Kind.I:
+                counts[index + len(position)] += 1
+            moments.add(tuple(counts))
+            if action.kind in (Kind.B, Kind.W):
+                counts[index] -= 1
+                counts[index + len(position)] -= action.kind is Kind.W
+        return moments

@@ -3,9 +3,9 @@
 import pytest
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.action import Action, Kind
+from jaxscale.pipeline.action import KINDS, Action, Kind
 from jaxscale.pipeline.run.phases import phases
-from jaxscale.pipeline.run.tables import CODES, IDLE, KINDS, MESSAGES, tabulate
+from jaxscale.pipeline.run.tables import CODES, IDLE, MESSAGES, tabulate
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
 

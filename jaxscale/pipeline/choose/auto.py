@@ -17,7 +17,7 @@ from jaxscale.errors import UserError, unknown
 from jaxscale.pipeline.choose.partition import ModelPrices, Partition, TooLarge, partition
 from jaxscale.pipeline.choose.price import Device
 from jaxscale.pipeline.choose.search import NAME
-from jaxscale.pipeline.run.tables import Stash
+from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX
-from jaxscale.pipeline.schedule import Kind, Schedule
+from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import ticks
 from jaxscale.pipeline.versions import lives, ring
 
@@ -60,24 +60,9 @@ def footprints(schedule: Schedule) -> list[Footprint]:
 
 
 def _moments(schedule: Schedule, rank: int) -> list[tuple[int, ...]]:
-    """Waiting activations of each stage of a rank, then those of them between I and W; no moment covers another."""
-    stages = schedule.stages_of(rank)
-    position = {stage: index for index, stage in enumerate(stages)}
-    counts = [0] * (2 * len(stages))
-    moments = set()
-    for action in schedule.orders[rank]:
-        index = position[action.stage]
-        between_index = index + len(stages)
-        if action.kind is Kind.F:
-            counts[index] += 1
-        elif action.kind is Kind.I:
-            counts[between_index] += 1
-        moments.add(tuple(counts))
-        if action.kind in (Kind.B, Kind.W):
-            counts[index] -= 1
-            counts[between_index] -= action.kind is Kind.W
+    """The counts of waiting activations (`Schedule.waiting`) that no other moment of the rank covers."""
     fullest = []
-    for moment in sorted(moments, reverse=True):
+    for moment in sorted(schedule.waiting(rank), reverse=True):
         if not any(all(a <= b for a, b in zip(moment, larger, strict=True)) for larger in fullest):
             fullest.append(moment)
     return fullest

@@ -23,6 +23,7 @@ References:
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -30,10 +31,10 @@ import numpy as np
 from jaxscale.errors import UserError, unknown
 from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX, BlockChain, features
 from jaxscale.pipeline.choose.footprint import footprints
-from jaxscale.pipeline.choose.price import Device, Price
+from jaxscale.pipeline.choose.price import Device, ModelPrices
+from jaxscale.pipeline.clock.clock import Clock, Path
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.many_costs import Clock, Path
-from jaxscale.pipeline.run.tables import Stash
+from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.schedule import Kind, Schedule
 from jaxscale.values.byte_sizes import bytes_at_least
 
@@ -44,28 +45,6 @@ _POWERS = (2, 4, 8)
 _REFINED = 2  # starts that are refined by moving boundaries
 _FUNCTIONS = 4  # memory functions that branch and bound looks ahead for; all are checked in the end
 _CLOSE = 1e-9  # relative distance at which a bound meets the seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelPrices:
-    """The prices of a model on one kind of device.
-
-    Args:
-        blocks: prices in order.
-        first: price of the first stage's work before its blocks (the embedding).
-        last: price of the last stage's work behind them (head and loss, with chunked logits as working bytes).
-        shared_bytes: bytes on every device that all stages read (gathered embedding and head, their gradients).
-    """
-
-    blocks: tuple[Price, ...]
-    first: Price | None = None
-    last: Price | None = None
-    shared_bytes: float = 0
-
-    def share(self, parts: float) -> "ModelPrices":
-        """The prices of one of `parts` microbatches, from those of a whole batch whose time is proportional."""
-        first, last = (None if price is None else price.share(parts) for price in (self.first, self.last))
-        return ModelPrices(tuple(block.share(parts) for block in self.blocks), first, last, self.shared_bytes)
 
 
 class TooLarge(UserError):
@@ -129,8 +108,8 @@ class Partition:
         lines = [f"{self.schedule}: {self.seconds:.6g} s, {gap}"]
         ranges = [f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"{blocks[0]}" for blocks in self.stages]
         width = max(map(len, ranges))
-        for stage, text in enumerate(ranges):
-            f, i, w = (getattr(self.costs, name)[stage] for name in ("forward", "input", "weight"))
+        seconds = zip(ranges, self.costs.forward, self.costs.input, self.costs.weight, strict=True)
+        for stage, (text, f, i, w) in enumerate(seconds):
             lines.append(f"  stage {stage}  blocks {text.ljust(width)}  F {f:.4g}  I {i:.4g}  W {w:.4g}")
         lines += [f"  rank {rank}  {bytes_at_least(count)}" for rank, count in enumerate(self.bytes)]
         return "\n".join(lines)
@@ -167,8 +146,7 @@ def partition(
     """
     problem = _Problem(model, schedule, devices, stash)
     width = max(256, 65536 // schedule.stages**2) if width is None else width
-    if problem.bounded:
-        problem.fit(width)
+    problem.fit(width)
     return problem.solve(width)
 
 
@@ -210,22 +188,19 @@ class _Problem:
         tables = [features(prices.blocks, prices.first, prices.last, stash == "input") for prices in self.models]
         self.chain = BlockChain(schedule.stages, tables, [rank_kind[rank] for rank in schedule.routes[0]])
         self.clock = Clock(schedule)
-        self._pass_features = np.zeros((len(self.clock.passes), len(FEATURES)))
-        for index, (kind, _) in enumerate(self.clock.passes):
-            self._pass_features[index, [INDEX[name] for name in _SECONDS[kind]]] = 1
         self._pass_stages = np.array([stage for _, stage in self.clock.passes])
-        self._pass_weights = np.zeros((schedule.stages, _TIMED, len(self._pass_stages)))
-        self._pass_weights[self._pass_stages, :, np.arange(len(self._pass_stages))] = self._pass_features[:, :_TIMED]
-        self._pass_weights = self._pass_weights.reshape(-1, len(self._pass_stages))
-        self._senders = [self.devices[link] for _, link in self.clock.crossings]
+        self._pass_features = np.array([[name in _SECONDS[kind] for name in FEATURES] for kind, _ in self.clock.passes])
+        self._pass_features = self._pass_features.astype(float)
+        passes = np.arange(len(self._pass_stages))
+        self._pass_weights = np.zeros((schedule.stages, _TIMED, len(passes)))
+        self._pass_weights[self._pass_stages, :, passes] = self._pass_features[:, :_TIMED]
+        self._pass_weights = self._pass_weights.reshape(-1, len(passes))
         self._crossings = np.array(self.clock.crossings, int).reshape(-1, 2)
         self._message_features = np.zeros((len(self._crossings), len(FEATURES)))
-        for index, (_, link) in enumerate(self._crossings):
-            self._message_features[index, INDEX["leaves"]] = 1 / self.devices[link].link
-            self._message_features[index, INDEX["one"]] = self.devices[link].latency
+        for row, link in zip(self._message_features, self._crossings[:, 1], strict=True):
+            row[[INDEX["leaves"], INDEX["one"]]] = 1 / self.devices[link].link, self.devices[link].latency
         self.footprints = footprints(schedule)
         self.shared_bytes = [self.models[kind].shared_bytes for kind in rank_kind]
-        self.bounded = any(device.memory_bytes is not None for device in self.devices)
         self.memory_functions: list[np.ndarray] = []
         self.smallest: np.ndarray | None = None
 
@@ -236,7 +211,8 @@ class _Problem:
         stage_features = self.chain.stage_features(cuts)
         passes = stage_features[:, :, :_TIMED].reshape(len(cuts), -1) @ self._pass_weights
         links = np.zeros((len(cuts), self.schedule.ranks))
-        for (stage, link), device in zip(self._crossings, self._senders, strict=True):
+        for stage, link in self._crossings:
+            device = self.devices[link]
             seconds = stage_features[:, stage, INDEX["leaves"]] / device.link + device.latency
             np.maximum(links[:, link], seconds, out=links[:, link])
         return passes, links
@@ -297,6 +273,8 @@ class _Problem:
                 shared = np.zeros_like(linear)
                 shared[self.schedule.stages_of(rank)[0], INDEX["one"]] = self.shared_bytes[rank]
                 ratios.append((linear + shared) / memory)
+        if not ratios:
+            return
         self.smallest, least = self._least_memory(ratios, width)
         if least > 1 + 1e-12:
             raise self._too_large(self.smallest, least)
@@ -457,23 +435,19 @@ class _Problem:
             best, cut = float(seconds.min()), cuts[seconds.argmin()]
 
     def _partition(self, cut: np.ndarray, seconds: float, bound: float) -> Partition:
-        stage_features = self.chain.stage_features(cut[None])[0]
-        links = self.costs(cut[None])[1][0]
-        columns = {
-            "forward": INDEX["forward"],
-            "input": INDEX["input_gradient"],
-            "weight": INDEX["weight_gradient"],
-        }
+        columns = dict(zip(FEATURES, self.chain.stage_features(cut[None])[0].T.tolist(), strict=True))
         return Partition(
             boundaries=tuple(map(int, cut)),
             seconds=seconds,
             bytes=self.bytes(cut),
             bound=bound,
             costs=Costs(
-                **{name: tuple(map(float, stage_features[:, column])) for name, column in columns.items()},
-                links=tuple(map(float, links)),
-                stash=tuple(int(np.ceil(count)) for count in stage_features[:, INDEX["stash_bytes"]]),
-                pending=tuple(int(np.ceil(count)) for count in stage_features[:, INDEX["between_bytes"]]),
+                forward=tuple(columns["forward"]),
+                input=tuple(columns["input_gradient"]),
+                weight=tuple(columns["weight_gradient"]),
+                links=tuple(self.costs(cut[None])[1][0].tolist()),
+                stash=tuple(map(math.ceil, columns["stash_bytes"])),
+                pending=tuple(map(math.ceil, columns["between_bytes"])),
             ),
             schedule=self.schedule.name,
         )

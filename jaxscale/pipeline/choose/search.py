@@ -28,11 +28,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxscale.errors import UserError
+from jaxscale.pipeline.action import KINDS, Action, Kind
 from jaxscale.pipeline.choose.exhaustive import fastest, few
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.many_orders import KINDS, BatchClock
+from jaxscale.pipeline.clock.many_orders import BatchClock
 from jaxscale.pipeline.clock.simulate import simulate
-from jaxscale.pipeline.schedule import Action, Kind, Schedule
+from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules.searched import NAME
 
 _BATCH = 48

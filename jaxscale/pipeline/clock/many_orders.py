@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxscale.pipeline.action import KINDS, Action
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.schedule import Action, Kind
 
-KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 Order = Sequence[Action]
 
 

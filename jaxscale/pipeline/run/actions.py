@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.action import Kind
+from jaxscale.pipeline.action import KINDS, Kind
 from jaxscale.pipeline.run.passes import At, FromInput, FromResiduals, StageContext, StageFunction
 from jaxscale.pipeline.run.pools import differentiable, empty, read, read_in_place, vary, where, write
-from jaxscale.pipeline.run.tables import IDLE, KINDS, Tables
+from jaxscale.pipeline.run.tables import IDLE, Tables
 
 Row = dict[str, Any]
 """A device's row of the table: int32 scalars by column."""

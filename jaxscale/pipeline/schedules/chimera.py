@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
+from jaxscale.pipeline.builders import by_slot
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.slots import by_slot
 
 
 def _cells(ranks: int, microbatches: int) -> Iterator[tuple[int, int, Action]]:

@@ -1,0 +1,174 @@
+"""Clock: the ticks of a schedule, ready to be timed on the neighbour machine under many costs at once.
+
+After a tick with any message, a rank waits for the messages of both its neighbours. The ticks of a schedule do not
+depend on the seconds of its passes, so its table is made once and timed for a whole batch of costs: a partition tries
+thousands. The time is a maximum of sums along paths through the table; `path` returns the longest path, as the number
+of times that it meets each pass and each link: a linear function of the costs that is never above the true seconds, and
+equals them for the costs of that path.
+"""
+
+import collections
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.schedule import Action, Kind, Schedule
+from jaxscale.pipeline.ticks import ticks
+
+
+class Path(NamedTuple):
+    """The longest path: the passes and messages that decide when a schedule ends.
+
+    Args:
+        seconds: from the first start to the last end.
+        passes: how often each of `Clock.passes` is on it.
+        links: how often each link is on it.
+    """
+
+    seconds: float
+    passes: np.ndarray
+    links: np.ndarray
+
+
+class Clock:
+    """The table of a schedule: a row for each tick, and another behind it for its updates.
+
+    Args:
+        schedule: the actions of each rank, in order.
+
+    Raises:
+        UserError: a message between ranks that are no neighbours on the ring.
+
+    Example:
+        >>> from jaxscale.pipeline.schedules import METHODS
+        >>> clock = Clock(METHODS["1f1b"].schedule(4, 8))
+        >>> seconds = [[{"F": 1.0, "B": 2.0}[kind.value] for kind, _ in clock.passes]]
+        >>> clock.seconds(np.array(seconds), np.zeros((1, 4))).tolist()
+        [40.0]
+    """
+
+    passes: tuple[tuple[Kind, int], ...]
+    """(kind, stage) of every pass that occurs."""
+    row_of: dict[Action, int]
+    """The row of each action."""
+    crossings: tuple[tuple[int, int], ...]
+    """(stage, link) of each message to the next stage that crosses a link; link r joins ranks r and r + 1."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.passes = tuple(sorted({(action.kind, action.stage) for order in schedule.orders for action in order}))
+        tick_of = ticks(schedule)
+        places: dict[Action, tuple[int, int]] = {}
+        for order in schedule.orders:
+            updates = 0
+            for action in order:
+                updates = updates + 1 if action.kind is Kind.U else 0
+                places[action] = tick_of[action], updates
+        row_numbers = {place: row for row, place in enumerate(sorted(set(places.values())))}
+        last_row_of_tick = {tick: row for (tick, _), row in row_numbers.items()}
+        self.row_of = {action: row_numbers[place] for action, place in places.items()}
+        pass_numbers = {key: number for number, key in enumerate(self.passes)}
+        table = [[len(self.passes)] * schedule.ranks for _ in row_numbers]  # one past the passes: idle
+        sends = [False] * len(row_numbers)
+        crossings = set()
+        for rank, order in enumerate(schedule.orders):
+            for action in order:
+                table[self.row_of[action]][rank] = pass_numbers[action.kind, action.stage]
+                for source in schedule.inputs(action):
+                    links = links_between(schedule.rank(source), rank, schedule.ranks)
+                    if len(links) > 1:
+                        raise UserError(
+                            f"schedule {schedule.name}: {action} on rank {rank} needs {source} of rank "
+                            f"{schedule.rank(source)}, which is no neighbour on the ring of {schedule.ranks}, and the "
+                            "executor sends to neighbours alone; place neighbouring stages on neighbouring ranks "
+                            "(separate programs could send it: the dataflow machine)"
+                        )
+                    if links:
+                        sends[last_row_of_tick[tick_of[source]]] = True
+                        if action.kind is Kind.F:
+                            crossings.add((source.stage, *links))
+        self._table, self._sends = np.array(table), np.array(sends)
+        self.crossings = tuple(sorted(crossings))
+        ranks = np.arange(schedule.ranks)
+        self._neighbours = np.roll(ranks, 1), np.roll(ranks, -1)
+
+    def starts(self, passes: np.ndarray, links: np.ndarray) -> list[list[float]]:
+        """When each rank begins each row (by row, then rank), under one set of costs as of `path`."""
+        return np.stack(list(self._run(passes[None], links[None]))[:-1:2])[:, :, 0].tolist()
+
+    def seconds(self, passes: np.ndarray, links: np.ndarray) -> np.ndarray:
+        """Seconds of the schedule under each of a batch of costs.
+
+        Args:
+            passes: float[batch, passes], seconds of each of `passes`.
+            links: float[batch, ranks], seconds of a message between ranks r and r + 1.
+        """
+        return collections.deque(self._run(passes, links), maxlen=1)[0].max(0)
+
+    def path(self, passes: np.ndarray, links: np.ndarray, blur: float = 0.0) -> Path:
+        """The longest path under one set of costs, float[passes] and float[ranks].
+
+        Args:
+            passes: seconds of each of `passes`.
+            links: seconds of each link.
+            blur: seconds; of paths that differ by about as much, a mean instead of the longest. The mean changes less
+                from one set of costs to the next, and is never above the true seconds either.
+        """
+        times = np.stack([moment[:, 0] for moment in self._run(passes[None], links[None])])
+        left, right = self._neighbours
+        # times[2 r + 1] is the end of row r, times[2 r + 2] the end of its exchange
+        ends = times[1::2]
+        arrivals = np.stack([ends, ends[:, left] + links[left], ends[:, right] + links])
+        from_self, from_left, from_right = _shares(arrivals, blur)
+        shares, crossings = np.empty(ends.shape), np.zeros(self.schedule.ranks)
+        share = _shares(times[-1][:, None], blur)[:, 0]
+        for row in range(len(ends) - 1, -1, -1):
+            if self._sends[row]:
+                to_left, to_right = (from_left[row] * share)[right], from_right[row] * share
+                crossings += to_left + to_right
+                share = from_self[row] * share + to_left + to_right[left]
+            shares[row] = share
+        counts = np.bincount(self._table.ravel(), shares.ravel(), len(self.passes) + 1)
+        return Path(float(times[-1].max()), counts[:-1], crossings)
+
+    def _run(self, passes: np.ndarray, links: np.ndarray) -> Iterator[np.ndarray]:
+        """Times [rank, batch] at the start, and after the passes and the exchange of each row."""
+        seconds = np.concatenate([passes.T, np.zeros((1, len(passes)))])
+        left, right = self._neighbours
+        links = np.ascontiguousarray(links.T)
+        left_links = links[left]
+        times = np.zeros(links.shape)
+        yield times
+        for row, sends in zip(self._table, self._sends, strict=True):
+            times = times + seconds[row]
+            yield times
+            if sends:
+                arrivals = times[left] + left_links
+                np.maximum(arrivals, times, out=arrivals)
+                times = np.maximum(arrivals, times[right] + links, out=arrivals)
+            yield times
+
+
+def _shares(times: np.ndarray, blur: float) -> np.ndarray:
+    """Weights of the first dim, which add up to 1: all for the latest without a blur."""
+    if not blur:
+        return np.moveaxis(np.eye(len(times))[times.argmax(0)], -1, 0)
+    weights = np.exp((times - times.max(0)) / blur)
+    return weights / weights.sum(0)
+
+
+@functools.cache
+def links_between(source: int, target: int, ranks: int) -> tuple[int, ...]:
+    """The links that a message crosses, the shorter way around the ring; of equal ways, not over the closing link.
+
+    Example:
+        >>> links_between(0, 2, 6), links_between(0, 4, 6), links_between(3, 3, 6)
+        ((0, 1), (5, 4), ())
+    """
+    right, left = (target - source) % ranks, (source - target) % ranks
+    if right < left or (right == left and source < target):
+        return tuple((source + step) % ranks for step in range(right))
+    return tuple((source - 1 - step) % ranks for step in range(left))
