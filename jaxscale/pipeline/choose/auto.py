@@ -133,15 +133,13 @@ def choose(
             continue
         try:
             solution = partition(model, schedule, devices, stash=candidate.stash, width=width)
-        except TooLarge as error:
-            nearest = error if nearest is None or error.ratio < nearest.ratio else nearest
-            refusals.append(dataclasses.replace(candidate, reason=str(error)))
-            continue
         except UserError as error:
+            if isinstance(error, TooLarge) and (nearest is None or error.ratio < nearest.ratio):
+                nearest = error
             refusals.append(dataclasses.replace(candidate, reason=str(error)))
-            continue
-        feasible.append(dataclasses.replace(candidate, partition=solution))
-        best = min(best, solution.seconds)
+        else:
+            feasible.append(dataclasses.replace(candidate, partition=solution))
+            best = min(best, solution.seconds)
     ranking = sorted(feasible, key=lambda candidate: candidate.seconds)
     if not ranking:
         if nearest is not None:

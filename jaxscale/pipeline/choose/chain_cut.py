@@ -109,22 +109,23 @@ class BlockChain:
 
     def values(self, linear: np.ndarray) -> np.ndarray:
         """float[stage, begin, end]: what each stage adds to a linear function; infinite if it is not possible."""
-        contributions = np.full(self.possible.shape, np.inf)
-        for stage, row in enumerate(linear):
-            active = np.flatnonzero(row)
-            contribution = np.tensordot(row[active], self._features[self._kinds[stage]][active], 1)
-            contributions[stage] = np.where(self.possible[stage], contribution, np.inf)
-        return contributions
+        values = np.where(self.possible, 0.0, np.inf)
+        for stage in np.flatnonzero(linear.any(1)):
+            values[stage] += self._contribution(linear, stage)
+        return values
 
     def largest(self, linears: Sequence[np.ndarray]) -> np.ndarray:
         """float[stage, begin, end]: the most that each possible stage adds to any of the linear functions, all >= 0."""
         largest = np.where(self.possible, 0.0, np.inf)
         for linear in linears:
             for stage in np.flatnonzero(linear.any(1)):
-                active = np.flatnonzero(linear[stage])
-                contribution = np.tensordot(linear[stage, active], self._features[self._kinds[stage]][active], 1)
-                np.maximum(largest[stage], contribution, out=largest[stage])
+                np.maximum(largest[stage], self._contribution(linear, stage), out=largest[stage])
         return largest
+
+    def _contribution(self, linear: np.ndarray, stage: int) -> np.ndarray:
+        """float[begin, end]: what a stage of these blocks adds to a linear function."""
+        active = np.flatnonzero(linear[stage])
+        return np.tensordot(linear[stage, active], self._features[self._kinds[stage]][active], 1)
 
     def stage_features(self, cuts: np.ndarray) -> np.ndarray:
         """float[cut, stage, feature] of int[cut, stages + 1] boundaries."""

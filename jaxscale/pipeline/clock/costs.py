@@ -81,16 +81,17 @@ class Costs:
             >>> Costs.alike(METHODS["gpipe"].schedule(2, 4), 3.0).forward
             (3.0, 3.0)
         """
-        stages, share = schedule.stages, schedule.ranks / schedule.stages
+
+        def shares(of_rank: float) -> tuple[float, ...]:
+            return (of_rank * (schedule.ranks / schedule.stages),) * schedule.stages
+
         return cls(
-            (forward * share,) * stages,
-            (input * share,) * stages,
-            (weight * share,) * stages,
-            () if backward is None else (backward * share,) * stages,
-            update=(update * share,) * stages,
+            *map(shares, (forward, input, weight)),
+            backward=() if backward is None else shares(backward),
+            update=shares(update),
             links=(link,) * schedule.ranks,
-            stash=(stash * share,) * stages,
-            pending=(pending * share,) * stages,
+            stash=shares(stash),
+            pending=shares(pending),
         )
 
     @property

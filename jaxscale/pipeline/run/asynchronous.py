@@ -26,11 +26,9 @@ from jax import lax
 from jaxscale.errors import UserError
 from jaxscale.pipeline.run.passes import At, FromInput, FromResiduals, StageContext, StageFunction
 from jaxscale.pipeline.run.pipemare import Remedies, delay_of
-from jaxscale.pipeline.run.pools import empty, gradients, read, vary, where, write
+from jaxscale.pipeline.run.pools import WAYS, empty, gradients, read, shifted, vary, where, write, zeros
 from jaxscale.pipeline.run.stream import COLUMNS, Stream
 
-WAYS = {"from_left": 1, "from_right": -1}
-"""Origins of messages, and the step of each along the ranks."""
 InFlight = dict[str, Any]
 """The state between ticks on one device, every leaf with a first dim of 1: messages, batches, versions, sums."""
 
@@ -118,7 +116,7 @@ class Asynchronous:
         state: InFlight = {
             "tick": jnp.int32(0),
             "messages": empty(self.x, self.stream.messages + 1),
-            "boxes": {way: _zeros(self.x) for way in WAYS},
+            "boxes": {way: zeros(self.x) for way in WAYS},
             "kept": empty(self._stage_passes(parameters, microbatch, key).kept, self.stream.kept),
             "batch": empty(microbatch, slots),
             "key": jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slots, *leaf.shape)), key),
@@ -130,9 +128,9 @@ class Asynchronous:
             copy = self._compute_weights(parameters)
             state["versions"] = jax.tree.map(lambda leaf: jnp.repeat(leaf, self.stream.versions, 0), copy)
         if self.stream.group > 1:
-            state["gradients"] = _float32(parameters)
+            state["gradients"] = zeros(parameters, jnp.float32)
         if self.remedies.correction is not None:
-            state["change"] = _float32(parameters)
+            state["change"] = zeros(parameters, jnp.float32)
         return jax.tree.map(lambda leaf: leaf[None], self._vary(state))
 
     def advance(self, parameters: Any, optimizer: Any, in_flight: InFlight, batch: Any, key: Any) -> Advanced:
@@ -155,8 +153,8 @@ class Asynchronous:
         batch, key = self._vary((batch, key))
         numbers = state["tick"] // self.stream.pace + jnp.arange(microbatches)
         slots = numbers % (self.stream.carried + microbatches)
-        state["batch"] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state["batch"], batch)
-        state["key"] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state["key"], key)
+        for name, arrivals in (("batch", batch), ("key", key)):
+            state[name] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state[name], arrivals)
         return self._run(parameters, optimizer, state, microbatches, ticks=self.stream.pace * microbatches, enters=True)
 
     def drain(self, parameters: Any, optimizer: Any, in_flight: InFlight) -> Advanced:
@@ -176,9 +174,9 @@ class Asynchronous:
         period = len(stream.rows) - stream.beginning
         microbatch, key = (read(state[name], 0) for name in ("batch", "key"))
         passes = self._stage_passes(state["parameters"], microbatch, key)
-        zeros = self._vary(_zeros(self.x))
-        context = self._sample_context(state, microbatch, key)
-        state["sums"] = self._vary(_float32(jax.eval_shape(passes.forward, context, zeros)[1]))
+        context = self._sample_context(state["parameters"], microbatch, key)
+        sums = jax.eval_shape(passes.forward, context, self._vary(zeros(self.x)))[1]
+        state["sums"] = self._vary(zeros(sums, jnp.float32))
 
         def tick(state: dict[str, Any], _: None) -> tuple[dict[str, Any], None]:
             time = state["tick"]
@@ -203,7 +201,7 @@ class Asynchronous:
 
             runs = [action(run) for run in (_idle, self._forward, self._backward)]
             carry, message = lax.switch(kind, runs, carry, messages)
-            boxes = {way: self._shift(message, step) for way, step in WAYS.items()}
+            boxes = {way: shifted(message, self.axis, stream.ranks, way) for way in WAYS}
             return self._vary({**carry, "tick": time + 1, "messages": messages, "boxes": boxes}), None
 
         state, _ = lax.scan(tick, state, None, length=ticks)
@@ -271,13 +269,12 @@ class Asynchronous:
     def _stage_passes(self, parameters: Any, microbatch: Any, key: Any) -> Any:
         if self.stream.stash == "input":
             return FromInput(self.stage, self._vary)
-        state = {"parameters": parameters}
-        zeros = self._vary(_zeros(self.x))
-        return FromResiduals(self.stage, self._vary, self._sample_context(state, microbatch, key), zeros, split=False)
+        context = self._sample_context(parameters, microbatch, key)
+        return FromResiduals(self.stage, self._vary, context, self._vary(zeros(self.x)), split=False)
 
-    def _sample_context(self, state: dict[str, Any], microbatch: Any, key: Any) -> StageContext:
+    def _sample_context(self, parameters: Any, microbatch: Any, key: Any) -> StageContext:
         """The context of a sample action, for its shapes."""
-        weights, shared = jax.tree.map(lambda leaf: leaf[0], self._compute_weights(state["parameters"]))
+        weights, shared = jax.tree.map(lambda leaf: leaf[0], self._compute_weights(parameters))
         return self._vary(StageContext(weights, shared, microbatch, At(jnp.int32(0), jnp.int32(0)), key))
 
     def _row_context(self, state: dict[str, Any], row: dict[str, Any], pair: Any) -> StageContext:
@@ -292,12 +289,6 @@ class Asynchronous:
         """Microbatches that enter with each call."""
         return jax.tree.leaves(in_flight["batch"])[0].shape[1] - self.stream.carried
 
-    def _shift(self, message: Any, step: int) -> Any:
-        """The message from the neighbour."""
-        ranks = self.stream.ranks
-        route = [(rank, (rank + step) % ranks) for rank in range(ranks)]
-        return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis, route), message)
-
     def _vary(self, tree: Any) -> Any:
         return vary(tree, self.manual)
 
@@ -310,11 +301,3 @@ def _idle(passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: An
 
 def _microbatches(batch: Any) -> int:
     return jax.tree.leaves(batch)[0].shape[0]
-
-
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-
-def _float32(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)

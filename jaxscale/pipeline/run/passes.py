@@ -18,7 +18,7 @@ from jax.extend import core as jex
 
 from jaxscale.compat import prune
 from jaxscale.pipeline.run.named import names_of
-from jaxscale.pipeline.run.pools import cotangents, gradients
+from jaxscale.pipeline.run.pools import cotangents, gradients, zeros
 from jaxscale.pipeline.run.split import divide
 
 
@@ -155,8 +155,8 @@ class FromResiduals:
         self.hosted: tuple[bool, ...] = tuple(not residual_names.isdisjoint(hosted) for residual_names in names)
         self._halves = None
         if split:
-            zeros = [vary(jnp.zeros(leaf.shape, leaf.dtype)) for leaf in self.kept]
-            self._halves = divide(self._gradients_by_half, context, zeros, x, kept=(True, True, False))
+            stash = [vary(zeros(leaf)) for leaf in self.kept]
+            self._halves = divide(self._gradients_by_half, context, stash, x, kept=(True, True, False))
         self.cut: tuple[Any, ...] = self._halves.cut if self._halves else ()
 
     def _classify(self, context: StageContext) -> None:

@@ -23,9 +23,7 @@ from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import ticks
 from jaxscale.pipeline.versions import lives, ring, uses
 
-NUMBERS: tuple[str, ...] = ("kind", "microbatch", "updates")
-SLOTS: tuple[str, ...] = ("x", "g", "kept", "from_left", "from_right", "reads", "writes")
-COLUMNS = NUMBERS + SLOTS
+COLUMNS = ("kind", "microbatch", "updates", "x", "g", "kept", "from_left", "from_right", "reads", "writes")
 """Columns of a row: the action, its microbatch and slots; whether an update follows, and the slot that it writes."""
 
 

@@ -34,8 +34,7 @@ class Tables:
             or writes: `x` the input message, `g` the incoming gradient, `residual` the stash of its forward, `cut` the
             values from I to W; the slots that messages enter at the start of the tick: `from_left`, `from_right`,
             `to_self` (`messages`, one past the last, stands for none).
-        right: (ticks,) whether any message travels to the next rank at the end of the tick.
-        left: the same, to the rank before.
+        travels: for each direction with any message, bool (ticks,): whether one travels at the end of the tick.
         messages: slots for messages.
         residuals: slots for the stashes of forwards.
         cuts: slots for the values from I to W.
@@ -50,8 +49,7 @@ class Tables:
     schedule: Schedule
     stash: Stash
     columns: Mapping[str, np.ndarray]
-    right: np.ndarray
-    left: np.ndarray
+    travels: Mapping[str, np.ndarray]
     messages: int
     residuals: int
     cuts: int
@@ -59,7 +57,7 @@ class Tables:
     @property
     def ticks(self) -> int:
         """Rows of the table."""
-        return len(self.right)
+        return len(self.columns["kind"])
 
     @property
     def backward(self) -> bool:
@@ -121,16 +119,16 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
         }
         for name, value in cell.items():
             columns[name][tick, rank] = value
-    right, left = np.zeros(rows, bool), np.zeros(rows, bool)
+    travels = {way: np.zeros(rows, bool) for way in MESSAGES}
     for life in received:
         route = schedule.routes[schedule.route[life.microbatch]]
         rank, sender = route[life.stage], route[life.stage + (-1 if life.value == "x" else 1)]
         way = _way(schedule, sender, rank, right=life.value == "x")
         assert columns[way][life.first, rank] == messages, (schedule.name, way, life.first, rank)
         columns[way][life.first, rank] = message_slots[life.name]
-        right[life.first - 1] |= way == "from_left"
-        left[life.first - 1] |= way == "from_right"
-    return Tables(schedule, stash, columns, right, left, messages, residuals, cuts)
+        travels[way][life.first - 1] = way != "to_self"
+    travels = {way: flags for way, flags in travels.items() if flags.any()}
+    return Tables(schedule, stash, columns, travels, messages, residuals, cuts)
 
 
 def _way(schedule: Schedule, sender: int, rank: int, *, right: bool) -> str:
