@@ -53,19 +53,19 @@ def weave(lanes: Mapping[str, Lane] | Lane, *phases: Phase) -> Order:
     lanes = {"": lanes} if isinstance(lanes, Lane) else lanes
     forwards = {name: iter(lane.forwards) for name, lane in lanes.items()}
     backwards = {name: iter(lane.backwards) for name, lane in lanes.items()}
-    debts: list[tuple[str, Pass]] = []
+    pending: list[tuple[str, Pass]] = []  # (lane, pass) of input gradients without their weight gradient
     order = []
     for motif, times in phases:
         letters = [(Kind(letter[0]), letter[1:]) for letter in motif.split()]
         for kind, lane in letters * times:
             if kind is Kind.W:
-                debt = next(pair for pair in debts if lane in ("", pair[0]))
-                debts.remove(debt)
-                lane_pass = debt[1]
+                oldest = next(pair for pair in pending if lane in ("", pair[0]))
+                pending.remove(oldest)
+                lane_pass = oldest[1]
             else:
                 lane_pass = next(forwards[lane] if kind is Kind.F else backwards[lane])
             if kind is Kind.I:
-                debts.append((lane, lane_pass))
+                pending.append((lane, lane_pass))
             order.append(Action(kind, *lane_pass))
     return tuple(order)
 
@@ -98,11 +98,11 @@ def with_updates(orders: Iterable[Iterable[Action]], group: int) -> tuple[Order,
         '0F0 0B0 0F1 0B1 0U1'
     """
 
-    def updated(action: Action) -> Order:
+    def with_update(action: Action) -> Order:
         last = action.kind is Kind.B and (action.microbatch + 1) % group == 0
         return (action, Action(Kind.U, action.stage, action.microbatch)) if last else (action,)
 
-    return tuple(tuple(cell for action in order for cell in updated(action)) for order in orders)
+    return tuple(tuple(cell for action in order for cell in with_update(action)) for order in orders)
 
 
 def single_route(

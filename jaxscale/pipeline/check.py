@@ -74,6 +74,7 @@ def shape(schedule: "Schedule") -> None:
 
 
 def _cells(schedule: "Schedule") -> Iterator[tuple[int, int, Action]]:
+    """(rank, cell, action) of every action of a schedule."""
     for rank, order in enumerate(schedule.orders):
         for cell, action in enumerate(order):
             yield rank, cell, action

@@ -61,10 +61,12 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
             raise _fault_at_first(name, orders, lambda action: action.stage == last_stage, reason)
 
     def usual_route(microbatch: int | None) -> tuple[int, ...]:
+        """The rank that runs most of each stage's actions for a microbatch; `None`: for all of them."""
         by_stage = (counts[stage, microbatch] or counts[stage, None] for stage in range(last_stage + 1))
         return tuple(ranks.most_common(1)[0][0] for ranks in by_stage)
 
     def even(route: Sequence[int]) -> bool:
+        """Whether a route gives every rank equally many stages."""
         stages_of_rank = Counter(route)
         return len(stages_of_rank) == len(orders) and len(set(stages_of_rank.values())) == 1
 
@@ -73,6 +75,7 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
         return (usual_route(None),), (0,) * microbatches
 
     def agreement(microbatch: int, route: Sequence[int]) -> int:
+        """Number of a microbatch's actions that are on their rank of a route."""
         return sum(counts[stage, microbatch][rank] for stage, rank in enumerate(route))
 
     route_numbers = (

@@ -15,6 +15,7 @@ from jaxscale.values.annotations import field_types
 
 
 def _form(method: Method) -> str:
+    """The text form of a method."""
     sizes = "P" if method.streams else "PxM"
     return f"{method.name}:{sizes}" + ("[,v=V]" if method.interleaves else "")
 
@@ -29,6 +30,7 @@ _SIZE = re.compile(r"(\d+)(?:x(\d+))?")
 
 @functools.lru_cache(maxsize=128)
 def _schedule(name: str, ranks: int, microbatches: int, chunks: int | None, updates: int) -> Schedule:
+    """The schedule of a method, made once."""
     return METHODS[name].schedule(ranks, microbatches, chunks, updates)
 
 

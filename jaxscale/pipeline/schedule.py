@@ -98,11 +98,11 @@ class Schedule:
 
     @functools.cached_property
     def _stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
-        by_rank: list[list[int]] = [[] for _ in range(self.ranks)]
+        """The stages of each rank, in the order of routes."""
+        by_rank: list[dict[int, None]] = [{} for _ in range(self.ranks)]
         for route in self.routes:
             for stage, rank in enumerate(route):
-                if stage not in by_rank[rank]:
-                    by_rank[rank].append(stage)
+                by_rank[rank][stage] = None
         return tuple(map(tuple, by_rank))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -151,10 +151,10 @@ class Schedule:
         )
 
     def waiting(self, rank: int) -> set[tuple[int, ...]]:
-        """The numbers of activations that a rank holds at once, at any moment of its order.
+        """How many activations of each stage a rank holds, for every moment of its order, without repetition.
 
-        Each tuple has the activations of each of the rank's stages from F until B (or W) is done, then again of each
-        stage those of them between I and W.
+        A tuple has a number for each stage of the rank, of the activations from F until B (or W) is done; then another
+        number for each stage, of those among them that are between I and W.
         """
         position = {stage: index for index, stage in enumerate(self.stages_of(rank))}
         counts = [0] * (2 * len(position))

@@ -35,14 +35,14 @@ def ticks(schedule: Schedule, *, forward_only: bool = False, pace: int = 0) -> d
     tick_of: dict[Action, int] = {}
     tick = turn = 0
 
-    def starts(action: Action) -> bool:
+    def can_start(action: Action) -> bool:
         entered = action.kind is not Kind.F or action.stage > 0 or tick >= pace * action.microbatch
         return entered and all(source in tick_of for source in schedule.inputs(action))
 
     while any(queues):
         kind = cycle[turn % len(cycle)]
         turn += 1
-        busy = [queue for queue in queues if queue and kind in (None, queue[0].kind) and starts(queue[0])]
+        busy = [queue for queue in queues if queue and kind in (None, queue[0].kind) and can_start(queue[0])]
         for queue in busy:
             tick_of[queue.popleft()] = tick
             while queue and queue[0].kind is Kind.U:

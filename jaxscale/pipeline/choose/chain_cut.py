@@ -122,7 +122,7 @@ class BlockChain:
                 np.maximum(largest[stage], self._contribution(linear, stage), out=largest[stage])
         return largest
 
-    def _contribution(self, linear: np.ndarray, stage: int) -> np.ndarray:
+    def _contribution(self, linear: np.ndarray, stage: int | np.integer) -> np.ndarray:
         """float[begin, end]: what a stage of these blocks adds to a linear function."""
         active = np.flatnonzero(linear[stage])
         return np.tensordot(linear[stage, active], self._features[self._kinds[stage]][active], 1)

@@ -15,7 +15,7 @@ from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import ticks
 from jaxscale.pipeline.versions import lives, ring
 
-MESSAGES = 2
+END_MESSAGES = 2
 """Messages at each end of a stage: one sent, one received."""
 
 
@@ -48,8 +48,12 @@ def footprints(schedule: Schedule) -> list[Footprint]:
         for stage in stages:
             constant[stage, INDEX["weight_bytes"]] = 1
             constant[stage, INDEX["version_bytes"]] = ring(lifetimes[stage]) - 1 if lifetimes else 0
-            constant[stage, [INDEX["enters"], INDEX["leaves"]]] = MESSAGES
-        for waiting in _moments(schedule, rank):
+            constant[stage, [INDEX["enters"], INDEX["leaves"]]] = END_MESSAGES
+        fullest: list[tuple[int, ...]] = []  # moments that no other moment of the rank covers
+        for moment in sorted(schedule.waiting(rank), reverse=True):
+            if not any(all(a <= b for a, b in zip(moment, larger, strict=True)) for larger in fullest):
+                fullest.append(moment)
+        for waiting in fullest:
             for running in stages:
                 linear = constant.copy()
                 linear[list(stages), INDEX["stash_bytes"]] = waiting[: len(stages)]
@@ -57,12 +61,3 @@ def footprints(schedule: Schedule) -> list[Footprint]:
                 linear[running, INDEX["working_bytes"]] = 1
                 moments.append(Footprint(rank, linear))
     return moments
-
-
-def _moments(schedule: Schedule, rank: int) -> list[tuple[int, ...]]:
-    """The counts of waiting activations (`Schedule.waiting`) that no other moment of the rank covers."""
-    fullest = []
-    for moment in sorted(schedule.waiting(rank), reverse=True):
-        if not any(all(a <= b for a, b in zip(moment, larger, strict=True)) for larger in fullest):
-            fullest.append(moment)
-    return fullest

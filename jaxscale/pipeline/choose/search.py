@@ -240,6 +240,7 @@ class _RouteSearch:
         return best, tuple(tuple(map(self._action, self._passes(word) or ())) for word in best_words)
 
     def _anneal(self, current: float, words: list[Word], numbers: np.ndarray, changes: int) -> tuple[float, list[Word]]:
+        """Seconds and words of the best orders met by random changes of the current ones."""
         best, best_words = current, words
         rounds = max(1, changes // _BATCH)
         for turn in range(rounds):
@@ -271,6 +272,7 @@ class _RouteSearch:
         return word, self._passes(word)
 
     def _mutate(self, word: Word) -> None:
+        """Change a word in place: split a backward, join its halves, or move a pass."""
         rng, index = self.rng, int(self.rng.random() * len(word))
         kind, stage = divmod(word[index], self.clock.stages)
         weight = _W * self.clock.stages + stage
@@ -287,6 +289,7 @@ class _RouteSearch:
             word.insert(max(0, min(len(word), index + rng.randint(-distance, distance))), letter)
 
     def _word(self, order: Sequence[Action]) -> Word:
+        """The letters of an order."""
         return [KINDS.index(action.kind) * self.clock.stages + action.stage for action in order]
 
     def _passes(self, word: Word) -> list[int] | None:
@@ -324,6 +327,7 @@ class _RouteSearch:
         return numbers
 
     def _action(self, number: int) -> Action:
+        """The action of a pass number of `BatchClock`."""
         letter, microbatch = divmod(number, self.microbatches)
         kind, stage = divmod(letter, self.clock.stages)
         return Action(KINDS[kind], stage, microbatch)

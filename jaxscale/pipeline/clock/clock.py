@@ -19,7 +19,7 @@ from jaxscale.pipeline.schedule import Action, Kind, Schedule
 from jaxscale.pipeline.ticks import ticks
 
 
-class Path(NamedTuple):
+class LongestPath(NamedTuple):
     """The longest path: the passes and messages that decide when a schedule ends.
 
     Args:
@@ -61,6 +61,7 @@ class Clock:
         self.schedule = schedule
         self.passes = tuple(sorted({(action.kind, action.stage) for order in schedule.orders for action in order}))
         tick_of = ticks(schedule)
+        # (tick, how many updates its rank has done in the tick)
         places: dict[Action, tuple[int, int]] = {}
         for order in schedule.orders:
             updates = 0
@@ -108,7 +109,7 @@ class Clock:
         """
         return collections.deque(self._run(passes, links), maxlen=1)[0].max(0)
 
-    def path(self, passes: np.ndarray, links: np.ndarray, blur: float = 0.0) -> Path:
+    def path(self, passes: np.ndarray, links: np.ndarray, blur: float = 0.0) -> LongestPath:
         """The longest path under one set of costs, float[passes] and float[ranks].
 
         Args:
@@ -132,7 +133,7 @@ class Clock:
                 share = from_self[row] * share + to_left + to_right[left]
             shares[row] = share
         counts = np.bincount(self._table.ravel(), shares.ravel(), len(self.passes) + 1)
-        return Path(float(times[-1].max()), counts[:-1], crossings)
+        return LongestPath(float(times[-1].max()), counts[:-1], crossings)
 
     def _run(self, passes: np.ndarray, links: np.ndarray) -> Iterator[np.ndarray]:
         """Times [rank, batch] at the start, and after the passes and the exchange of each row."""

@@ -9,6 +9,8 @@ import math
 from jaxscale.errors import UserError
 from jaxscale.pipeline.schedule import Kind, Schedule
 
+_FIELDS = {Kind.F: "forward", Kind.I: "input", Kind.W: "weight", Kind.B: "backward", Kind.U: "update"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
@@ -101,16 +103,11 @@ class Costs:
 
     def seconds(self, kind: Kind, stage: int) -> float:
         """Seconds of one pass."""
-        match kind:
-            case Kind.F:
-                return self.forward[stage]
-            case Kind.I:
-                return self.input[stage]
-            case Kind.W:
-                return self.weight[stage]
-            case Kind.B:
-                return self.backward[stage] if self.backward else self.input[stage] + self.weight[stage]
-        return self.update[stage] if self.update else 0.0
+        if kind is Kind.B and not self.backward:
+            return self.input[stage] + self.weight[stage]
+        if kind is Kind.U and not self.update:
+            return 0.0
+        return getattr(self, _FIELDS[kind])[stage]
 
     @property
     def whole(self) -> float:

@@ -110,12 +110,11 @@ class Actions:
 
             return run
 
-        branches = [0] * (1 + max(kinds))
-        for index, kind in enumerate(kinds):
-            branches[kind] = index
+        branches = [kinds.index(kind) if kind in kinds else 0 for kind in range(1 + max(kinds))]
         return lax.switch(jnp.asarray(branches)[row["kind"]], [branch(kind) for kind in kinds], state, messages)
 
     def _action(self, kind: int, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        """The action of one kind; `live` is `None`, or whether the device works in this tick."""
         if kind == IDLE:
             return state, jax.tree.map(jnp.zeros_like, x)
         name, last_stage = KINDS[kind - 1], self.tables.schedule.stages - 1
@@ -124,6 +123,7 @@ class Actions:
             return run(state, row, where(row["stage"] > 0, x), where(row["stage"] < last_stage, g), live)
 
     def _forward(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        """F: adds the sums, keeps the stash, and sends the output."""
         del g
         y, sums, stash = self._passes.forward(self._context(row), x)
         new_state = {**state, "sums": jax.tree.map(_add, state["sums"], _masked(live, sums))}
@@ -132,6 +132,7 @@ class Actions:
         return new_state, y
 
     def _backward(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        """B: adds gradients of weights and shared weights, and sends that of the input."""
         stash = read(state["kept"], row["residual"])
 
         def run(sums: State, reads: bool) -> tuple[State, Any]:
@@ -143,6 +144,7 @@ class Actions:
         return {**state, **sums}, dx
 
     def _inner(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        """I: adds gradients of the shared weights, keeps the values for W, and sends the gradient of the input."""
         stash = read(state["kept"], row["residual"])
 
         def run(sums: State, reads: bool) -> tuple[State, Any]:
@@ -164,6 +166,7 @@ class Actions:
         return lax.cond(jnp.asarray(self._reads_shared)[row["stage"]], *branches, sums)
 
     def _outer(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        """W: adds gradients of the weights, and sends nothing that is read."""
         stash, cut = read(state["kept"], row["residual"]), read(state["cut"], row["cut"])
         weights = self._passes.outer(self._context(row), x, stash, g, cut)
         return self._add_weights(state, row, weights, live), jax.tree.map(jnp.zeros_like, x)
@@ -195,15 +198,18 @@ class Actions:
         return write(pool, slot, value)
 
     def _context(self, row: Row) -> StageContext:
+        """The arguments of the stage in this row."""
         at = At(row["stage"], row["microbatch"], read_in_place(self.frozen, row["chunk"]))
         microbatch, weights = read(self.batch, row["microbatch"]), read(self.weights, row["chunk"])
         return StageContext(weights, self.shared, microbatch, at, self.key)
 
     def _vary(self, tree: Any) -> Any:
+        """A tree marked as varying over the manual axes."""
         return vary(tree, self.manual)
 
 
 def _add(total: Any, value: Any) -> Any:
+    """A sum with an addend of any type."""
     return total + value.astype(total.dtype)
 
 
@@ -215,6 +221,8 @@ def _masked(live: Any, tree: Any) -> Any:
 
 
 def _check(message: Any, objective: Any, x: Any) -> None:
+    """Refuse a stage whose message or objective has another shape or type than expected."""
+
     def shapes(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", tree)
 

@@ -120,17 +120,10 @@ class Asynchronous:
             "kept": empty(self._stage_passes(parameters, microbatch, key).kept, self.stream.kept),
             "batch": empty(microbatch, slots),
             "key": jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slots, *leaf.shape)), key),
-            "versions": (),
-            "gradients": (),
-            "change": (),
+            "versions": self._copies(parameters),
+            "gradients": zeros(parameters, jnp.float32) if self.stream.group > 1 else (),
+            "change": () if self.remedies.correction is None else zeros(parameters, jnp.float32),
         }
-        if self._has_copies:
-            copy = self._compute_weights(parameters)
-            state["versions"] = jax.tree.map(lambda leaf: jnp.repeat(leaf, self.stream.versions, 0), copy)
-        if self.stream.group > 1:
-            state["gradients"] = zeros(parameters, jnp.float32)
-        if self.remedies.correction is not None:
-            state["change"] = zeros(parameters, jnp.float32)
         return jax.tree.map(lambda leaf: leaf[None], self._vary(state))
 
     def advance(self, parameters: Any, optimizer: Any, in_flight: InFlight, batch: Any, key: Any) -> Advanced:
@@ -166,6 +159,7 @@ class Asynchronous:
     def _run(
         self, parameters: Any, optimizer: Any, state: InFlight, microbatches: int, *, ticks: int, enters: bool
     ) -> Advanced:
+        """Run the ticks of a call; with `enters`, its microbatches are already in the state."""
         stream = self.stream
         state = self._vary({**state, "parameters": parameters, "optimizer": optimizer})
         rows = lax.dynamic_index_in_dim(jnp.asarray(stream.rows), lax.axis_index(self.axis), 2, keepdims=False)
@@ -209,6 +203,7 @@ class Asynchronous:
         return Advanced(parameters, optimizer, jax.tree.map(lambda leaf: leaf[None], state), sums)
 
     def _forward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
+        """F: adds the sums, keeps the stash, and sends the output."""
         del g
         with jax.named_scope("pipeline_F"):
             y, sums, stash = passes.forward(self._row_context(state, row, self._weights_of(state, row)), x)
@@ -216,6 +211,7 @@ class Asynchronous:
         return {**state, "sums": total, "kept": write(state["kept"], row["kept"], stash)}, y
 
     def _backward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
+        """B: adds or applies the gradients of this stage, and sends that of the input."""
         stage = lax.axis_index(self.axis)
         weights = self._weights_of(state, row)
         if self.remedies.correction is not None:
@@ -258,7 +254,14 @@ class Asynchronous:
         return self.stream.versions > 1 or self.compute is not None
 
     def _compute_weights(self, parameters: Any) -> Any:
+        """The weights that stages compute with, of these parameters."""
         return parameters if self.compute is None else self.compute(parameters)
+
+    def _copies(self, parameters: Any) -> Any:
+        """A pool with as many copies of the weights as there are versions."""
+        if not self._has_copies:
+            return ()
+        return jax.tree.map(lambda leaf: jnp.repeat(leaf, self.stream.versions, 0), self._compute_weights(parameters))
 
     def _weights_of(self, state: dict[str, Any], row: dict[str, Any]) -> Any:
         """(weights, shared) for the action of this row."""
@@ -267,6 +270,7 @@ class Asynchronous:
         return jax.tree.map(lambda leaf: leaf[0], state["parameters"])
 
     def _stage_passes(self, parameters: Any, microbatch: Any, key: Any) -> Any:
+        """Forward and backward of the stage for the stream's stash."""
         if self.stream.stash == "input":
             return FromInput(self.stage, self._vary)
         context = self._sample_context(parameters, microbatch, key)
@@ -290,6 +294,7 @@ class Asynchronous:
         return jax.tree.leaves(in_flight["batch"])[0].shape[1] - self.stream.carried
 
     def _vary(self, tree: Any) -> Any:
+        """A tree marked as varying over the manual axes."""
         return vary(tree, self.manual)
 
 
@@ -300,4 +305,5 @@ def _idle(passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: An
 
 
 def _microbatches(batch: Any) -> int:
+    """Number of microbatches of a batch."""
     return jax.tree.leaves(batch)[0].shape[0]

@@ -170,6 +170,7 @@ def _few_loops(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
 
 
 def _check(tables: Tables, weights: Any, batch: Any, lowering: Lowering) -> None:
+    """Refuse arguments whose first dims do not fit the schedule, and a lowering that the table does not have."""
     schedule = tables.schedule
     for label, tree, count in (("batch", batch, schedule.microbatches), ("weights", weights, schedule.chunks)):
         for name, leaf in named_leaves(tree).items():

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jaxscale.compat import rebind, rebind_checkpoint, scan_counts, varying_axes
+from jaxscale.pipeline.run.pools import vary
 from jaxscale.programs.inline import Constant, InlinedProgram, Step, inline
 from jaxscale.trees import leaf_bytes
 
@@ -94,9 +95,9 @@ def program_halves(
         first_values |= _closure(program, _early_sums(program, first_values, second_outputs, cheap, unready_inputs))
     ready = first_values | set(program.inputs) - unready_inputs
 
-    second_values, cut, placements = set(second_outputs), [], []
+    second_values, placements = set(second_outputs), []
     fresh_numbers = itertools.count(len(program.avals))
-    crossings: list[Crossing] = []
+    cut: dict[int, Crossing] = {}
     for step in reversed(program.steps):
         early_flags, late_flags = _membership(step.outputs, first_values), _membership(step.outputs, second_values)
         only_late = [needed and not made for needed, made in zip(late_flags, early_flags, strict=True)]
@@ -108,8 +109,7 @@ def program_halves(
             halves = RULES[step.primitive](step, early_flags, only_late, unready_flags)
         if halves is not None:
             inner_cut = tuple(next(fresh_numbers) for _ in halves.cut)
-            cut += inner_cut
-            crossings += halves.cut
+            cut |= zip(inner_cut, halves.cut, strict=True)
             second_values |= _selected(step.inputs, halves.reads_second)
             in_second = any(only_late)
         elif any(only_late) and any(early_flags):
@@ -125,15 +125,12 @@ def program_halves(
             if in_second:
                 second_values |= _inputs(step)
         if halves is not None or not in_second:
-            pairs = zip(step.outputs, early_flags, strict=True)
-            crossed = [number for number, flag in pairs if flag and number in second_values]
-            cut += crossed
-            crossings += [_crossing(program.avals[number]) for number in crossed if number is not None]
+            for number, early in zip(step.outputs, early_flags, strict=True):
+                if early and number is not None and number in second_values:
+                    cut[number] = _crossing(program.avals[number])
         placements.append(_Placement(step, any(early_flags), in_second, halves, inner_cut))
-    for number in inputs:
-        if number in hidden_inputs and number in second_values:
-            cut.append(number)
-            crossings.append(_crossing(program.avals[number]))
+    hidden_reads = (number for number in inputs if number in hidden_inputs and number in second_values)
+    cut |= {number: _crossing(program.avals[number]) for number in hidden_reads}
     placements.reverse()
 
     def run(half: int, arguments: Sequence[Any], crossed: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
@@ -152,15 +149,12 @@ def program_halves(
             else:
                 results = placement.halves.second(operands, [values[number] for number in placement.cut])
             values.update((n, v) for n, v in zip(step.outputs, results, strict=True) if n is not None and v is not None)
-        made = zip(program.outputs, (first, second)[half], strict=True)
-        return [_read(values, atom) if flag else None for atom, flag in made], values
+        outputs = _masked([_read(values, atom) for atom in program.outputs], (first, second)[half])
+        return outputs, values
 
     def run_first(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         outputs, values = run(0, arguments, ())
         return outputs, [values[number] for number in cut]
-
-    def run_second(arguments: Sequence[Any], crossed: Sequence[Any]) -> list[Any]:
-        return run(1, arguments, crossed)[0]
 
     first_reads = set(cut) | first_outputs
     for placement in placements:
@@ -169,7 +163,7 @@ def program_halves(
             first_reads |= _inputs(step) if halves is None else _selected(step.inputs, halves.reads_first)
     reads_first = tuple(number in first_reads for number in inputs)
     reads_second = tuple(number in second_values and number not in hidden_inputs for number in inputs)
-    return Halves(tuple(crossings), reads_first, reads_second, run_first, run_second)
+    return Halves(tuple(cut.values()), reads_first, reads_second, run_first, lambda *operands: run(1, *operands)[0])
 
 
 def _early_sums(
@@ -266,10 +260,8 @@ def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
         return _masked(outputs, first), cut
 
     def run_second(operands: Sequence[Any], cut: Sequence[Any]) -> list[Any]:
-        def half(values: list[Any], crossed: Any) -> tuple[list[Any], list[Any]]:
-            return halves.second(values, crossed), []
-
-        return _masked(loop(half, halves.reads_second, late_carry, operands, cut)[0], second)
+        outputs, _ = loop(lambda *args: (halves.second(*args), []), halves.reads_second, late_carry, operands, cut)
+        return _masked(outputs, second)
 
     reads_first = [*halves.reads_first[:consts], *early_carry, *halves.reads_first[span[1] :]]
     reads_second = [*halves.reads_second[:consts], *late_carry, *halves.reads_second[span[1] :]]
@@ -307,7 +299,7 @@ def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
                 outs, crossed = halves.first(values)
                 by_slot = dict(zip(slots, crossed, strict=True))
                 return outs, [
-                    _vary(by_slot[i] if i in by_slot else jnp.zeros(*crossing[:2]), crossing.varying)
+                    vary(by_slot[i] if i in by_slot else jnp.zeros(*crossing[:2]), tuple(crossing.varying))
                     for i, crossing in enumerate(cut)
                 ]
 
@@ -368,6 +360,7 @@ RULES = {
 
 
 def _read(values: dict[int, Any], atom: int | Constant) -> Any:
+    """The value of an atom; `None` if it has not been computed."""
     return atom.value if isinstance(atom, Constant) else values.get(atom)
 
 
@@ -377,29 +370,30 @@ def _masked(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
 
 
 def _inputs(step: Step) -> set[int]:
+    """Numbers of the values that a step reads."""
     return {atom for atom in step.inputs if isinstance(atom, int)}
 
 
 def _outputs(step: Step) -> list[int]:
+    """Numbers of the results that are read later."""
     return [number for number in step.outputs if number is not None]
 
 
 def _membership(numbers: Sequence[int | None], members: set[int]) -> list[bool]:
+    """For each number, whether it is among the members."""
     return [number in members for number in numbers]
 
 
 def _selected(atoms: Sequence[int | Constant], flags: Sequence[bool]) -> set[int]:
+    """Numbers of the flagged atoms, without constants."""
     return {atom for atom, flag in zip(atoms, flags, strict=True) if flag and isinstance(atom, int)}
 
 
 def _bytes(program: InlinedProgram, numbers: Iterable[int]) -> int:
+    """Bytes of these values."""
     return sum(leaf_bytes(program.avals[number]) for number in numbers)
 
 
 def _crossing(aval: Any) -> Crossing:
+    """A value of this shape and type that crosses."""
     return Crossing(aval.shape, aval.dtype, varying_axes(aval))
-
-
-def _vary(value: Any, axes: frozenset[str]) -> Any:
-    missing = tuple(axes - varying_axes(value))
-    return jax.lax.pcast(value, missing, to="varying") if missing else value

@@ -22,15 +22,15 @@ class Life(NamedTuple):
     """The ticks of a value on a rank.
 
     Args:
-        value: `x` an input message, `g` an incoming gradient, `residual` the stash of a forward, `cut` what waits from
-            I to W.
-        stage: that reads it.
-        microbatch: its number.
+        column: of the table that has its slot: `x` for an input message, `g` for an incoming gradient, `residual` for
+            the stash of a forward, `cut` for the values from I to W.
+        stage: its reader's.
+        microbatch: its reader's.
         first: tick in which it enters its slot.
         last: tick of its last reader.
     """
 
-    value: Literal["x", "g", "residual", "cut"]
+    column: Literal["x", "g", "residual", "cut"]
     stage: int
     microbatch: int
     first: int
@@ -38,13 +38,13 @@ class Life(NamedTuple):
 
     @property
     def name(self) -> tuple[str, int, int]:
-        """(value, stage, microbatch), of which there is one on all ranks."""
+        """(column, stage, microbatch), which no two values share, on whatever ranks."""
         return self[:3]
 
     @property
     def interval(self) -> Interval:
-        """For an allocation of slots."""
-        return self.first, self.last + 1, self[:3]
+        """Its ticks and name, for an allocation of slots."""
+        return self.first, self.last + 1, self.name
 
 
 def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -> list[Life]:
@@ -103,7 +103,7 @@ def allocate(intervals: Iterable[Interval]) -> tuple[Mapping[Hashable, int], int
 
 
 def allocate_by_rank(schedule: Schedule, lives: Sequence[Life]) -> tuple[Mapping[Hashable, int], int]:
-    """The slot of each (value, stage, microbatch) on its rank, and the slots of the rank that needs most."""
+    """The slot of each value on its rank, by name, and the slots of the rank that needs most."""
     intervals: defaultdict[int, list[Interval]] = defaultdict(list)
     for life in lives:
         rank = schedule.rank(Action(Kind.F, life.stage, life.microbatch))

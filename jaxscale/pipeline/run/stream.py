@@ -93,10 +93,10 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
     """
     if not method.steps:
         raise UserError(f"schedule {method.name} is synchronous, expected an asynchronous one")
-    short_run = _Timed(method.schedule(ranks, microbatches, updates=4 + 4 * ranks // microbatches), stash)
+    short_run = _TimedRun(method.schedule(ranks, microbatches, updates=4 + 4 * ranks // microbatches), stash)
     turns = math.lcm(short_run.slots["x"], short_run.slots["g"], short_run.slots["versions"] * microbatches)
     entries = 4 * ranks + 2 * microbatches + 2 * turns
-    long_run = _Timed(method.schedule(ranks, microbatches, updates=-(-entries // microbatches)), stash)
+    long_run = _TimedRun(method.schedule(ranks, microbatches, updates=-(-entries // microbatches)), stash)
     rows, period = long_run.rows(), turns * long_run.pace
     # ticks in which microbatches still enter
     later_rows = rows[period : long_run.pace * entries]
@@ -123,7 +123,7 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
     )
 
 
-class _Timed:
+class _TimedRun:
     """A schedule whose microbatches enter at a steady pace, with its ticks and slots.
 
     Args:
@@ -143,11 +143,11 @@ class _Timed:
         intervals: defaultdict[tuple[str, int], list[Interval]] = defaultdict(list)
         self._lives = lifetimes(schedule, self._tick_of, stash)
         for life in self._lives:
-            intervals[life.value, life.stage].append(life.interval)
+            intervals[life.column, life.stage].append(life.interval)
         rings = {name: ring(of_stage) for name, of_stage in intervals.items()}
         self.slots = {
-            "x": max(slots for (value, _), slots in rings.items() if value in ("x", "residual")),
-            "g": max((slots for (value, _), slots in rings.items() if value == "g"), default=1),
+            "x": max(slots for (column, _), slots in rings.items() if column in ("x", "residual")),
+            "g": max((slots for (column, _), slots in rings.items() if column == "g"), default=1),
             "versions": max(map(ring, lives(schedule, self._tick_of).values())),
         }
 
@@ -172,9 +172,9 @@ class _Timed:
             for name, value in cell.items():
                 columns[name][self._tick_of[action], stage] = value
         for life in self._lives:
-            if life.value == "x":
+            if life.column == "x":
                 columns["from_left"][life.first, life.stage] = life.microbatch % self.slots["x"]
-            elif life.value == "g":
+            elif life.column == "g":
                 columns["from_right"][life.first, life.stage] = self.slots["x"] + life.microbatch % self.slots["g"]
         return np.stack([columns[name] for name in COLUMNS], 1)
 

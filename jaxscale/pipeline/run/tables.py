@@ -96,10 +96,10 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
         )
     tick_of = ticks(schedule, forward_only=forward_only)
     lives = lifetimes(schedule, tick_of, stash)
-    received = [life for life in lives if life.value in ("x", "g")]
+    received = [life for life in lives if life.column in ("x", "g")]
     message_slots, messages = allocate_by_rank(schedule, received)
-    residual_slots, residuals = allocate_by_rank(schedule, [life for life in lives if life.value == "residual"])
-    cut_slots, cuts = allocate_by_rank(schedule, [life for life in lives if life.value == "cut"])
+    residual_slots, residuals = allocate_by_rank(schedule, [life for life in lives if life.column == "residual"])
+    cut_slots, cuts = allocate_by_rank(schedule, [life for life in lives if life.column == "cut"])
     rows, ranks = 1 + max(tick_of.values()), schedule.ranks
     names = ("kind", "stage", "chunk", "microbatch", "x", "g", "residual", "cut")
     columns = {name: np.zeros((rows, ranks), np.int32) for name in names}
@@ -122,8 +122,8 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
     travels = {way: np.zeros(rows, bool) for way in MESSAGES}
     for life in received:
         route = schedule.routes[schedule.route[life.microbatch]]
-        rank, sender = route[life.stage], route[life.stage + (-1 if life.value == "x" else 1)]
-        way = _way(schedule, sender, rank, right=life.value == "x")
+        rank, sender = route[life.stage], route[life.stage + (-1 if life.column == "x" else 1)]
+        way = _way(schedule, sender, rank, right=life.column == "x")
         assert columns[way][life.first, rank] == messages, (schedule.name, way, life.first, rank)
         columns[way][life.first, rank] = message_slots[life.name]
         travels[way][life.first - 1] = way != "to_self"

@@ -16,6 +16,7 @@ from jaxscale.pipeline.schedule import Schedule
 
 
 def _cells(ranks: int, microbatches: int) -> Iterator[tuple[int, int, Action]]:
+    """(rank, slot, action) of every action."""
     for i in range(microbatches):
         unit, place = divmod(i, ranks)
         up, turn = divmod(place, ranks // 2)

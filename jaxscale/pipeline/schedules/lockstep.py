@@ -16,6 +16,7 @@ from jaxscale.pipeline.schedules.interleaved import groups
 
 
 def _cells(ranks: int, microbatches: int, chunks: int) -> Iterator[tuple[int, int, Action]]:
+    """(rank, slot, action) of every action; forwards take even slots, backwards odd ones."""
     parts = groups(ranks, microbatches)
     ramp = (chunks - 1) * max(ranks, len(parts[0])) + ranks - 1  # turns until the last stage has its first microbatch
     for part in parts:
