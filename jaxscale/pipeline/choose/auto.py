@@ -126,12 +126,13 @@ def choose(
     nearest: TooLarge | None = None
     skipped = 0
     best = float("inf")
-    for schedule, candidate in _candidates(names or synchronous, ranks, microbatches, chunks, stashes, refusals):
+    for candidate in _candidates(names or synchronous, ranks, microbatches, chunks, stashes):
         model = prices(candidate.microbatches)
-        if _least(model, schedule, candidate.stash) >= best:
-            skipped += 1
-            continue
         try:
+            schedule = METHODS[candidate.name].schedule(ranks, candidate.microbatches, candidate.chunks)
+            if _least(model, schedule, candidate.stash) >= best:
+                skipped += 1
+                continue
             solution = partition(model, schedule, devices, stash=candidate.stash, width=width)
         except UserError as error:
             if isinstance(error, TooLarge) and (nearest is None or error.ratio < nearest.ratio):
@@ -154,27 +155,15 @@ def choose(
 
 
 def _candidates(
-    names: Sequence[str],
-    ranks: int,
-    microbatches: Sequence[int],
-    chunks: Sequence[int],
-    stashes: Sequence[Stash],
-    refusals: list[PipelineCandidate],
-) -> Iterator[tuple[Schedule, PipelineCandidate]]:
-    """The defined schedules, the likeliest to be fast first, so that most are skipped; others become refusals."""
+    names: Sequence[str], ranks: int, microbatches: Sequence[int], chunks: Sequence[int], stashes: Sequence[Stash]
+) -> Iterator[PipelineCandidate]:
+    """What to try, the likeliest to be fast first, so that most are skipped."""
     priority = {name: place for place, name in enumerate(("zb-v", "zb-h1", "zb-h2", "dualpipe-v", "lockstep"))}
     for stash in stashes:
         for count in sorted(microbatches, reverse=True):
             for name in sorted(names, key=lambda name: priority.get(name, len(priority))):
-                method = METHODS[name]
-                for v in sorted({1, *chunks}) if method.interleaves else (None,):
-                    candidate = PipelineCandidate(name, ranks, count, v, stash)
-                    try:
-                        schedule = method.schedule(ranks, count, v)
-                    except UserError as error:
-                        refusals.append(dataclasses.replace(candidate, reason=str(error)))
-                        continue
-                    yield schedule, candidate
+                for v in sorted({1, *chunks}) if METHODS[name].interleaves else (None,):
+                    yield PipelineCandidate(name, ranks, count, v, stash)
 
 
 def _least(prices: Prices, schedule: Schedule, stash: Stash) -> float:

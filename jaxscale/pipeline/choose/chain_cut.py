@@ -91,16 +91,13 @@ class BlockChain:
     def __init__(self, stages: int, features: Sequence[np.ndarray], kinds: Sequence[int]) -> None:
         self.stages, self.blocks = stages, features[0].shape[1] - 1
         self._features, self._kinds = features, tuple(kinds)
-        begin, end = np.ogrid[: self.blocks + 1, : self.blocks + 1]
-        self.possible = np.stack(
-            [
-                (begin < end)
-                & (begin >= stage)
-                & (end <= self.blocks - (stages - 1 - stage))
-                & ((begin == 0) == (stage == 0))
-                & ((end == self.blocks) == (stage == stages - 1))
-                for stage in range(stages)
-            ]
+        stage, begin, end = np.ogrid[:stages, : self.blocks + 1, : self.blocks + 1]
+        self.possible = (
+            (begin < end)
+            & (begin >= stage)
+            & (end <= self.blocks - (stages - 1 - stage))
+            & ((begin == 0) == (stage == 0))
+            & ((end == self.blocks) == (stage == stages - 1))
         )
 
     def allow(self, linear: np.ndarray, limit: float) -> None:

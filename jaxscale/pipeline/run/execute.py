@@ -12,6 +12,7 @@ Left to its caller: the `jax.shard_map` around it, every reduction over devices 
 unequal stages (inside the stage function), updates (`asynchronous.py` has those inside a schedule).
 """
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -114,9 +115,7 @@ def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) ->
     def send(message: Any, way: str, travels: Any) -> Any:
         """A message to the neighbour; `travels` is the same on all devices, so they exchange together or not at all."""
 
-        def shift(tree: Any) -> Any:
-            return shifted(tree, axis, tables.schedule.ranks, way)
-
+        shift = functools.partial(shifted, axis=axis, ranks=tables.schedule.ranks, way=way)
         if isinstance(travels, bool):
             return shift(message) if travels else message
         return lax.cond(travels, shift, lambda tree: tree, message)
