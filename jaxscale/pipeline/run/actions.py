@@ -1,6 +1,7 @@
 """The actions of a device in a tick: forward, backward, or a half of one, on its weights, slots and sums."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -103,15 +104,13 @@ class Actions:
             As `run_kind`.
         """
 
-        def branch(kind: int) -> Callable[[State, Any], tuple[State, Any]]:
-            def run(state: State, messages: Any) -> tuple[State, Any]:
-                x, g = (read(messages, row[name]) for name in ("x", "g"))
-                return self._vary(self._action(kind, state, row, x, g, None))
+        def branch(kind: int, state: State, messages: Any) -> tuple[State, Any]:
+            x, g = (read(messages, row[name]) for name in ("x", "g"))
+            return self._vary(self._action(kind, state, row, x, g, None))
 
-            return run
-
-        branches = [kinds.index(kind) if kind in kinds else 0 for kind in range(1 + max(kinds))]
-        return lax.switch(jnp.asarray(branches)[row["kind"]], [branch(kind) for kind in kinds], state, messages)
+        branches = [functools.partial(branch, kind) for kind in kinds]
+        branch_of_kind = [kinds.index(kind) if kind in kinds else 0 for kind in range(1 + max(kinds))]
+        return lax.switch(jnp.asarray(branch_of_kind)[row["kind"]], branches, state, messages)
 
     def _action(self, kind: int, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
         """The action of one kind; `live` is `None`, or whether the device works in this tick."""

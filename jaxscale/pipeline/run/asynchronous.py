@@ -16,6 +16,7 @@ References:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -184,17 +185,14 @@ class Asynchronous:
                 messages = write(messages, row[way], state["boxes"][way])
             carry = {name: value for name, value in state.items() if name not in ("tick", "messages", "boxes")}
 
-            def action(run: Any) -> Callable[..., Any]:
-                def branch(state: Any, messages: Any) -> Any:
-                    # each branch reads its own operands, or a TPU moves the pool into its fast memory for all of them
-                    x = where(lax.axis_index(self.axis) > 0, read(messages, row["x"]))
-                    g = where(lax.axis_index(self.axis) < stream.ranks - 1, read(messages, row["g"]))
-                    return self._vary(run(passes, state, row, x, g))
+            def branch(action: Callable[..., tuple[Any, Any]], state: Any, messages: Any) -> Any:
+                # each branch reads its own operands, or a TPU moves the pool into its fast memory for all of them
+                x = where(lax.axis_index(self.axis) > 0, read(messages, row["x"]))
+                g = where(lax.axis_index(self.axis) < stream.ranks - 1, read(messages, row["g"]))
+                return self._vary(action(passes, state, row, x, g))
 
-                return branch
-
-            runs = [action(run) for run in (_idle, self._forward, self._backward)]
-            carry, message = lax.switch(kind, runs, carry, messages)
+            branches = [functools.partial(branch, action) for action in (_idle, self._forward, self._backward)]
+            carry, message = lax.switch(kind, branches, carry, messages)
             boxes = {way: shifted(message, self.axis, stream.ranks, way) for way in WAYS}
             return self._vary({**carry, "tick": time + 1, "messages": messages, "boxes": boxes}), None
 

@@ -5,6 +5,7 @@ that would make something larger cross. It also runs cheap equations again (move
 no more bytes across. The values that cross are a small cut, not always the smallest.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -294,26 +295,21 @@ def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
     reads_second = tuple(map(any, zip(*(halves.reads_second for halves in parts), strict=True)))
 
     def run_first(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        def branch(halves: Halves, slots: list[int]) -> Callable[[list[Any]], Any]:
-            def run(values: list[Any]) -> Any:
-                outs, crossed = halves.first(values)
-                by_slot = dict(zip(slots, crossed, strict=True))
-                return outs, [
-                    vary(by_slot[i] if i in by_slot else jnp.zeros(*crossing[:2]), tuple(crossing.varying))
-                    for i, crossing in enumerate(cut)
-                ]
+        def branch(halves: Halves, slots: list[int], values: list[Any]) -> tuple[list[Any], list[Any]]:
+            outputs, crossed = halves.first(values)
+            by_slot = dict(zip(slots, crossed, strict=True))
+            filled = [by_slot[i] if i in by_slot else jnp.zeros(*crossing[:2]) for i, crossing in enumerate(cut)]
+            return outputs, [vary(value, tuple(crossing.varying)) for value, crossing in zip(filled, cut, strict=True)]
 
-            return run
-
-        runs = [branch(*pair) for pair in zip(parts, slot_lists, strict=True)]
-        return jax.lax.switch(operands[0], runs, _masked(operands[1:], reads_first))
+        branches = [functools.partial(branch, *pair) for pair in zip(parts, slot_lists, strict=True)]
+        return jax.lax.switch(operands[0], branches, _masked(operands[1:], reads_first))
 
     def run_second(operands: Sequence[Any], crossed: Sequence[Any]) -> list[Any]:
-        def branch(halves: Halves, slots: list[int]) -> Callable[[list[Any], list[Any]], Any]:
-            return lambda values, crossed: halves.second(values, [crossed[slot] for slot in slots])
+        def branch(halves: Halves, slots: list[int], values: list[Any], crossed: list[Any]) -> list[Any]:
+            return halves.second(values, [crossed[slot] for slot in slots])
 
-        runs = [branch(*pair) for pair in zip(parts, slot_lists, strict=True)]
-        return jax.lax.switch(operands[0], runs, _masked(operands[1:], reads_second), list(crossed))
+        branches = [functools.partial(branch, *pair) for pair in zip(parts, slot_lists, strict=True)]
+        return jax.lax.switch(operands[0], branches, _masked(operands[1:], reads_second), list(crossed))
 
     reads = (any(first), *reads_first), (any(second), *reads_second)
     return Halves(tuple(cut), *reads, run_first, run_second)
