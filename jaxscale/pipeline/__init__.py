@@ -6,7 +6,7 @@
 | named schedules | schedules/ (a file each), method.py; made with builders.py |
 | as a request | plan.py (`1f1b:4x8`) |
 | as a file | csv.py (PyTorch's), messages.py, infer_routes.py |
-| in time | clock/: simulate.py (seconds, bubbles), clock.py, many_orders.py, costs.py, measured.py |
+| in time | clock/: simulate.py (seconds, bubbles), table.py, clock.py, many_orders.py, costs.py, measured.py |
 | chosen | choose/: partition.py (blocks to stages), search.py (orders), auto.py (`auto:P`: both, and microbatches) |
 | as a program | run/: execute.py, asynchronous.py; tables.py, actions.py, passes.py, split.py (in two halves) |
 | as a chart | charts/ |

@@ -8,15 +8,13 @@ equals them for the costs of that path.
 """
 
 import collections
-import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.errors import UserError
-from jaxscale.pipeline.schedule import Action, Kind, Schedule
-from jaxscale.pipeline.ticks import ticks
+from jaxscale.pipeline.clock.table import TickTable
+from jaxscale.pipeline.schedule import Schedule
 
 
 class LongestPath(NamedTuple):
@@ -34,7 +32,7 @@ class LongestPath(NamedTuple):
 
 
 class Clock:
-    """The table of a schedule: a row for each tick, and another behind it for its updates.
+    """The table of a schedule (`TickTable`, with its `passes` and `crossings`), ready to be timed.
 
     Args:
         schedule: the actions of each rank, in order.
@@ -50,55 +48,13 @@ class Clock:
         [40.0]
     """
 
-    passes: tuple[tuple[Kind, int], ...]
-    """(kind, stage) of every pass that occurs."""
-    row_of: dict[Action, int]
-    """The row of each action."""
-    crossings: tuple[tuple[int, int], ...]
-    """(stage, link) of each message to the next stage that crosses a link; link r joins ranks r and r + 1."""
-
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.passes = tuple(sorted({(action.kind, action.stage) for order in schedule.orders for action in order}))
-        tick_of = ticks(schedule)
-        # (tick, how many updates its rank has done in the tick)
-        places: dict[Action, tuple[int, int]] = {}
-        for order in schedule.orders:
-            updates = 0
-            for action in order:
-                updates = updates + 1 if action.kind is Kind.U else 0
-                places[action] = tick_of[action], updates
-        row_numbers = {place: row for row, place in enumerate(sorted(set(places.values())))}
-        last_row_of_tick = {tick: row for (tick, _), row in row_numbers.items()}
-        self.row_of = {action: row_numbers[place] for action, place in places.items()}
-        pass_numbers = {key: number for number, key in enumerate(self.passes)}
-        table = [[len(self.passes)] * schedule.ranks for _ in row_numbers]  # one past the passes: idle
-        sends = [False] * len(row_numbers)
-        crossings = set()
-        for rank, order in enumerate(schedule.orders):
-            for action in order:
-                table[self.row_of[action]][rank] = pass_numbers[action.kind, action.stage]
-                for source in schedule.inputs(action):
-                    links = links_between(schedule.rank(source), rank, schedule.ranks)
-                    if len(links) > 1:
-                        raise UserError(
-                            f"schedule {schedule.name}: {action} on rank {rank} needs {source} of rank "
-                            f"{schedule.rank(source)}, which is no neighbour on the ring of {schedule.ranks}, and the "
-                            "executor sends to neighbours alone; place neighbouring stages on neighbouring ranks "
-                            "(separate programs could send it: the dataflow machine)"
-                        )
-                    if links:
-                        sends[last_row_of_tick[tick_of[source]]] = True
-                        if action.kind is Kind.F:
-                            crossings.add((source.stage, *links))
-        self._table, self._sends = np.array(table), np.array(sends)
-        self.crossings = tuple(sorted(crossings))
+        table = TickTable(schedule)
+        self.passes, self.crossings = table.passes, table.crossings
+        self._table, self._sends = np.array(table.rows), table.sends
         ranks = np.arange(schedule.ranks)
         self._neighbours = np.roll(ranks, 1), np.roll(ranks, -1)
-
-    def starts(self, passes: np.ndarray, links: np.ndarray) -> list[list[float]]:
-        """When each rank begins each row (by row, then rank), under one set of costs as of `path`."""
-        return np.stack(list(self._run(passes[None], links[None]))[:-1:2])[:, :, 0].tolist()
 
     def seconds(self, passes: np.ndarray, links: np.ndarray) -> np.ndarray:
         """Seconds of the schedule under each of a batch of costs.
@@ -159,17 +115,3 @@ def _shares(times: np.ndarray, blur: float) -> np.ndarray:
         return np.moveaxis(np.eye(len(times))[times.argmax(0)], -1, 0)
     weights = np.exp((times - times.max(0)) / blur)
     return weights / weights.sum(0)
-
-
-@functools.cache
-def links_between(source: int, target: int, ranks: int) -> tuple[int, ...]:
-    """The links that a message crosses, the shorter way around the ring; of equal ways, not over the closing link.
-
-    Example:
-        >>> links_between(0, 2, 6), links_between(0, 4, 6), links_between(3, 3, 6)
-        ((0, 1), (5, 4), ())
-    """
-    right, left = (target - source) % ranks, (source - target) % ranks
-    if right < left or (right == left and source < target):
-        return tuple((source + step) % ranks for step in range(right))
-    return tuple((source - 1 - step) % ranks for step in range(left))

@@ -19,10 +19,8 @@ import functools
 import operator
 from typing import Literal
 
-import numpy as np
-
-from jaxscale.pipeline.clock.clock import Clock, links_between
 from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.table import TickTable, links_between
 from jaxscale.pipeline.schedule import Action, Kind, Schedule
 from jaxscale.pipeline.ticks import ticks
 
@@ -186,7 +184,7 @@ def _dataflow(schedule: Schedule, costs: Costs) -> dict[Action, float]:
 
 def _neighbour(schedule: Schedule, costs: Costs) -> dict[Action, float]:
     """When each action starts if ranks exchange messages with both neighbours."""
-    clock = Clock(schedule)
-    seconds = np.array([costs.seconds(*key) for key in clock.passes])
-    starts = clock.starts(seconds, np.array(costs.links or (0.0,) * schedule.ranks))
-    return {action: starts[row][schedule.rank(action)] for action, row in clock.row_of.items()}
+    table = TickTable(schedule)
+    seconds = [costs.seconds(*key) for key in table.passes]
+    starts = table.starts(seconds, costs.links or (0.0,) * schedule.ranks)
+    return {action: starts[row][schedule.rank(action)] for action, row in table.row_of.items()}
