@@ -4,9 +4,9 @@ The text form is PyTorch's: `0F3` is the forward of microbatch 3 on stage 0. PyT
 asynchronous schedule.
 """
 
-import dataclasses
 import enum
 import re
+from typing import NamedTuple
 
 from jaxscale.errors import UserError
 
@@ -26,14 +26,15 @@ class Kind(enum.StrEnum):
     """Update of a stage's weights inside the schedule (asynchronous schedules only)."""
 
 
+KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+"""The kinds of passes, in the order of their codes in tables and searches."""
 GRADIENT = (Kind.B, Kind.I)
 """The kinds that make the input gradient."""
 
 _CELL = re.compile(r"(\d+)([FBIWU])(\d+)")
 
 
-@dataclasses.dataclass(frozen=True, order=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One pass of a microbatch through a stage.
 
     Args:

@@ -74,6 +74,7 @@ def shape(schedule: "Schedule") -> None:
 
 
 def _cells(schedule: "Schedule") -> Iterator[tuple[int, int, Action]]:
+    """(rank, cell, action) of every action of a schedule."""
     for rank, order in enumerate(schedule.orders):
         for cell, action in enumerate(order):
             yield rank, cell, action
@@ -124,36 +125,37 @@ def updates(schedule: "Schedule") -> None:
         Fault: with the rank and the cell.
     """
     name, versions = schedule.name, schedule.versions
-    group = versions.group if versions else 1
+    if versions is None:
+        for rank, cell, action in _cells(schedule):
+            if action.kind is Kind.U:
+                raise Fault(name, f"{action} updates the weights of a synchronous schedule", rank, cell)
+        return
+    group = versions.group
     if schedule.microbatches % group:
         raise Fault(name, f"{schedule.microbatches} microbatches are no multiple of the {group} of an update")
     backwards: dict[int, int] = dict.fromkeys(range(schedule.stages), 0)
     newest = dict(backwards)
     for rank, cell, action in _cells(schedule):
-        stage, microbatch = action.stage, action.microbatch
-        if action.kind is Kind.U:
-            if versions is None:
-                raise Fault(name, f"{action} updates the weights of a synchronous schedule", rank, cell)
-            expected = newest[stage] * group + group - 1
+        kind, stage, microbatch = action
+        version = newest[stage]
+        if kind is Kind.U:
+            expected = version * group + group - 1
             if microbatch != expected or backwards[stage] != expected + 1:
                 reason = f"{action} stands where {backwards[stage]} microbatches are done, expected {stage}U{expected}"
                 raise Fault(name, f"{reason} after the backward of microbatch {expected}", rank, cell)
             newest[stage] += 1
-        elif versions is not None and action.kind is Kind.F and versions.lag is not None:
+        elif kind is Kind.F and versions.lag is not None:
             oldest = max(0, microbatch // group - versions.lag)
-            if newest[stage] < oldest:
-                raise Fault(
-                    name, f"{action} reads the weights after {oldest} updates; {newest[stage]} are done", rank, cell
-                )
-        elif versions is not None and action.kind in (Kind.B, Kind.W):
-            if microbatch // group != newest[stage]:
-                raise Fault(name, f"{action} is not of the microbatches of update {newest[stage]}", rank, cell)
+            if version < oldest:
+                raise Fault(name, f"{action} reads the weights after {oldest} updates; {version} are done", rank, cell)
+        elif kind in (Kind.B, Kind.W):
+            if microbatch // group != version:
+                raise Fault(name, f"{action} is not of the microbatches of update {version}", rank, cell)
             backwards[stage] += 1
-    if versions is not None:
-        for stage, count in newest.items():
-            if count != schedule.microbatches // group:
-                missing = Action(Kind.U, stage, (count + 1) * group - 1)
-                raise Fault(name, f"lacks {missing}, the update of stage {stage}", schedule.routes[0][stage])
+    for stage, count in newest.items():
+        if count != schedule.microbatches // group:
+            missing = Action(Kind.U, stage, (count + 1) * group - 1)
+            raise Fault(name, f"lacks {missing}, the update of stage {stage}", schedule.routes[0][stage])
 
 
 def progress(schedule: "Schedule") -> None:

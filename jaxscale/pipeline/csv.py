@@ -18,10 +18,10 @@ from pathlib import Path
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.check import Fault
+from jaxscale.pipeline.infer_routes import count_microbatches, infer_routes
 from jaxscale.pipeline.messages import Message, check_messages, lowered
-from jaxscale.pipeline.places import count_microbatches, find_routes
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.ticks import rows
+from jaxscale.pipeline.ticks import rows, ticks
 
 _PASS = re.compile(r"\d+[FBIW]\d+", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
@@ -33,19 +33,17 @@ _EXPECTED = (
 
 
 def _parts(text: str) -> Iterator[Action | Message]:
-    # the content of one cell: nothing, one or two passes, or a message
+    """The content of a cell: nothing, one or two passes, or a message."""
     text = text.strip()
-    if not text or _IGNORED.fullmatch(text):
-        return
     if match := _MESSAGE.fullmatch(text):
         stage, verb, kind, microbatch = match.groups()
-        yield Message("SEND" if verb == "SEND" else "RECV", "F" if kind == "F" else "B", int(stage), int(microbatch))
-        return
-    overlap = _OVERLAP.fullmatch(text)
-    for cell in overlap[1].split(";") if overlap else [text]:
-        if not _PASS.fullmatch(cell.strip()):
-            raise UserError(f"got {text!r}, {_EXPECTED}")
-        yield Action.parse(cell.strip())
+        yield Message(verb, kind, int(stage), int(microbatch))
+    elif text and not _IGNORED.fullmatch(text):
+        overlap = _OVERLAP.fullmatch(text)
+        for cell in overlap[1].split(";") if overlap else [text]:
+            if not _PASS.fullmatch(cell.strip()):
+                raise UserError(f"got {text!r}, {_EXPECTED}")
+            yield Action.parse(cell.strip())
 
 
 def parse_csv(text: str, name: str = "csv") -> Schedule:
@@ -67,13 +65,11 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
         >>> schedule.ranks, schedule.microbatches, schedule.live, schedule.split
         (2, 2, (2, 1), True)
     """
-    orders: list[list[Action]] = []
-    columns: list[list[int]] = []
-    messages: list[tuple[int, int, Message]] = []
     table = list(csv.reader(io.StringIO(text.rstrip())))
+    orders: list[list[Action]] = [[] for _ in table]
+    columns: list[list[int]] = [[] for _ in table]
+    messages: list[tuple[int, int, Message]] = []
     for rank, row in enumerate(table):
-        orders.append([])
-        columns.append([])
         for column, cell in enumerate(row):
             try:
                 parts = list(_parts(cell))
@@ -91,7 +87,7 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
         raise UserError(f"schedule {name}: got an empty file, expected a line for each rank")
     try:
         microbatches = count_microbatches(name, orders)
-        routes, route = find_routes(name, orders, microbatches)
+        routes, route = infer_routes(name, orders, microbatches)
         schedule = Schedule(name, tuple(map(tuple, orders)), len(routes[0]), microbatches, routes, route)
     except Fault as fault:
         raise fault.renumbered(columns) from None
@@ -105,7 +101,7 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _as_lockstep(schedule: Schedule, column_of: Mapping[Action, int]) -> Schedule:
-    # a lock-step schedule, if the columns are the ticks of one
+    """A lock-step schedule if the columns are the ticks of one, else the schedule itself."""
     kinds: dict[int, Kind] = {}
     for action, column in column_of.items():
         misplaced = any(column_of[source] >= column for source in schedule.inputs(action))
@@ -113,7 +109,7 @@ def _as_lockstep(schedule: Schedule, column_of: Mapping[Action, int]) -> Schedul
             return schedule
     cycle = tuple(dict.fromkeys(kinds[column] for column in sorted(kinds)))
     lockstep = dataclasses.replace(schedule, cycle=cycle)
-    return lockstep if len(rows(lockstep)) <= len(kinds) else schedule
+    return lockstep if max(ticks(lockstep).values()) < len(kinds) else schedule
 
 
 def read_csv(path: str | Path) -> Schedule:
@@ -147,7 +143,8 @@ def to_csv(schedule: Schedule, *, lower: bool = False) -> str:
     """
     if schedule.versions is not None:
         raise UserError(f"schedule {schedule.name}: it updates weights inside the schedule, which CSV cannot express")
-    ticks = [[str(action or "") for action in cells] for cells in zip(*rows(schedule), strict=True)]
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(lowered(schedule) if lower else ticks)
-    return out.getvalue()
+    by_rank = zip(*rows(schedule), strict=True)
+    cells = lowered(schedule) if lower else [[str(action or "") for action in row] for row in by_rank]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(cells)
+    return text.getvalue()

@@ -4,22 +4,28 @@
 stage 1. `SEND_B` and `RECV_B` take gradients to the stage before. Stages of one rank send no messages to each other.
 """
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from jaxscale.pipeline.action import GRADIENT, Action, Kind
 from jaxscale.pipeline.check import Fault
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.ticks import rows
+from jaxscale.pipeline.ticks import ticks
 
 
-@dataclasses.dataclass(frozen=True)
-class Message:
-    """A SEND or a RECV, with its stage."""
+class Message(NamedTuple):
+    """One end of a message.
 
-    verb: Literal["SEND", "RECV"]
-    kind: Literal["F", "B"]
+    Args:
+        verb: SEND or RECV.
+        kind: F for activations, B for gradients.
+        stage: at this end.
+        microbatch: its number.
+    """
+
+    verb: str
+    kind: str
     stage: int
     microbatch: int
 
@@ -27,21 +33,20 @@ class Message:
         return f"{self.stage}{self.verb}_{self.kind}{self.microbatch}"
 
 
-def _messages_of(schedule: Schedule, action: Action) -> tuple[tuple[int, Message], ...]:
-    # (rank, SEND) and (rank, RECV) that take an action's result to another rank
-    if action.kind is Kind.F:
-        kind, neighbour = "F", action.stage + 1
-    elif action.kind in GRADIENT:
-        kind, neighbour = "B", action.stage - 1
+def _messages_of(schedule: Schedule, action: Action) -> list[tuple[int, Message, Action]]:
+    """The SEND of an action's result to another rank and its RECV, each with its rank and the action beside it."""
+    kind, stage, microbatch = action
+    if kind is Kind.F and stage + 1 < schedule.stages:
+        letter, reader = "F", Action(Kind.F, stage + 1, microbatch)
+    elif kind in GRADIENT and stage > 0:
+        letter, reader = "B", schedule.gradient(stage - 1, microbatch)
     else:
-        return ()
-    if not 0 <= neighbour < schedule.stages:
-        return ()
-    source, target = schedule.rank(action), schedule.rank(Action(Kind.F, neighbour, action.microbatch))
+        return []
+    source, target = schedule.rank(action), schedule.rank(reader)
     if source == target:
-        return ()
-    send = Message("SEND", kind, action.stage, action.microbatch)
-    return (source, send), (target, Message("RECV", kind, neighbour, action.microbatch))
+        return []
+    send, receive = (Message(verb, letter, end.stage, microbatch) for verb, end in (("SEND", action), ("RECV", reader)))
+    return [(source, send, action), (target, receive, reader)]
 
 
 def check_messages(
@@ -61,13 +66,7 @@ def check_messages(
     expected: dict[Message, tuple[int, Action]] = {}
     for order in schedule.orders:
         for action in order:
-            pair = _messages_of(schedule, action)
-            if pair:
-                (source, send), (target, receive) = pair
-                forward = action.kind is Kind.F
-                reader = Action(Kind.F, receive.stage, action.microbatch)
-                expected[send] = source, action
-                expected[receive] = target, reader if forward else schedule.gradient(receive.stage, action.microbatch)
+            expected |= {message: (rank, beside) for rank, message, beside in _messages_of(schedule, action)}
     message_columns: dict[Message, int] = {}
     for rank, column, message in messages:
         if message not in expected:
@@ -93,25 +92,21 @@ def lowered(schedule: Schedule) -> list[list[str]]:
 
     A SEND follows its action at once, and its RECV stands as early as the message can arrive.
     """
-    cells: list[list[str]] = [
-        [f"{stage}UNSHARD" for stage in schedule.stages_of(rank)] for rank in range(schedule.ranks)
-    ]
-    remaining = {
-        (rank, stage): sum(a.stage == stage and a.kind in (Kind.B, Kind.W) for a in order)
+    cells = [[f"{stage}UNSHARD" for stage in schedule.stages_of(rank)] for rank in range(schedule.ranks)]
+    last_kinds = (Kind.B, Kind.W)
+    remaining = Counter(
+        (rank, action.stage)
         for rank, order in enumerate(schedule.orders)
-        for stage in schedule.stages_of(rank)
-    }
-    for rank, action in _actions_by_tick(schedule):
+        for action in order
+        if action.kind in last_kinds
+    )
+    for action in ticks(schedule):
+        rank = schedule.rank(action)
         cells[rank].append(str(action))
-        for message_rank, message in _messages_of(schedule, action):
+        for message_rank, message, _ in _messages_of(schedule, action):
             cells[message_rank].append(str(message))
-        if action.kind in (Kind.B, Kind.W):
+        if action.kind in last_kinds:
             remaining[rank, action.stage] -= 1
             if not remaining[rank, action.stage]:
                 cells[rank] += [f"{action.stage}REDUCE_GRAD", f"{action.stage}RESHARD"]
     return cells
-
-
-def _actions_by_tick(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    for row in rows(schedule):
-        yield from ((rank, action) for rank, action in enumerate(row) if action is not None)

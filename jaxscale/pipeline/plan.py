@@ -15,6 +15,7 @@ from jaxscale.values.annotations import field_types
 
 
 def _form(method: Method) -> str:
+    """The text form of a method."""
     sizes = "P" if method.streams else "PxM"
     return f"{method.name}:{sizes}" + ("[,v=V]" if method.interleaves else "")
 
@@ -27,14 +28,9 @@ OPTIONS = ("v", "stages", "stash", "lowering", "anneal", "correction", "synchron
 _SIZE = re.compile(r"(\d+)(?:x(\d+))?")
 
 
-def _option(text: str, key: str, value: str) -> Any:
-    """The value of an option, parsed by its field's type."""
-    hint = int | None if key == "v" else field_types(PipelinePlan)[key]
-    return parse(value.replace("+", ","), hint, f"pipeline {text!r}: {key}")
-
-
 @functools.lru_cache(maxsize=128)
 def _schedule(name: str, ranks: int, microbatches: int, chunks: int | None, updates: int) -> Schedule:
+    """The schedule of a method, made once."""
     return METHODS[name].schedule(ranks, microbatches, chunks, updates)
 
 
@@ -145,7 +141,8 @@ class PipelinePlan:
                     f"pipeline {text!r}: got {word.strip()!r}, expected {FORMS[name]}, with "
                     f"{', '.join(OPTIONS[1:])} as options, each once{hint}"
                 )
-            options[key] = _option(text, key, value)
+            hint = int | None if key == "v" else field_types(cls)[key]
+            options[key] = parse(value.replace("+", ","), hint, f"pipeline {text!r}: {key}")
         chunks = options.pop("v", None)
         if name == "file":
             return cls(name, path=size or None, chunks=chunks, **options)

@@ -98,11 +98,11 @@ class Schedule:
 
     @functools.cached_property
     def _stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
-        by_rank: list[list[int]] = [[] for _ in range(self.ranks)]
+        """The stages of each rank, in the order of routes."""
+        by_rank: list[dict[int, None]] = [{} for _ in range(self.ranks)]
         for route in self.routes:
             for stage, rank in enumerate(route):
-                if stage not in by_rank[rank]:
-                    by_rank[rank].append(stage)
+                by_rank[rank][stage] = None
         return tuple(map(tuple, by_rank))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -145,11 +145,28 @@ class Schedule:
     @functools.cached_property
     def live(self) -> tuple[int, ...]:
         """The most activations that each rank holds: of one stage and microbatch, from F until B (or W) is done."""
-        peaks = []
-        for order in self.orders:
-            live = peak = 0
-            for action in order:
-                live += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0)
-                peak = max(peak, live)
-            peaks.append(peak)
-        return tuple(peaks)
+        return tuple(
+            max((sum(counts[: len(counts) // 2]) for counts in self.waiting(rank)), default=0)
+            for rank in range(self.ranks)
+        )
+
+    def waiting(self, rank: int) -> set[tuple[int, ...]]:
+        """How many activations of each stage a rank holds, for every moment of its order, without repetition.
+
+        A tuple has a number for each stage of the rank, of the activations from F until B (or W) is done; then another
+        number for each stage, of those among them that are between I and W.
+        """
+        position = {stage: index for index, stage in enumerate(self.stages_of(rank))}
+        counts = [0] * (2 * len(position))
+        moments = set()
+        for action in self.orders[rank]:
+            index = position[action.stage]
+            if action.kind is Kind.F:
+                counts[index] += 1
+            elif action.kind is Kind.I:
+                counts[index + len(position)] += 1
+            moments.add(tuple(counts))
+            if action.kind in (Kind.B, Kind.W):
+                counts[index] -= 1
+                counts[index + len(position)] -= action.kind is Kind.W
+        return moments

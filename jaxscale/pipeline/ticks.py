@@ -6,12 +6,22 @@ tick is of one kind on all ranks: kinds come in turn, and a turn without any act
 schedule belongs to the tick of the backward before it.
 """
 
+from collections import deque
+
 from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.schedule import Schedule
 
 
-def ticks(schedule: Schedule) -> dict[Action, int]:
+def ticks(schedule: Schedule, *, forward_only: bool = False, pace: int = 0) -> dict[Action, int]:
     """The tick of each action, as early as its inputs and the order of its rank allow.
+
+    Args:
+        schedule: the actions of each rank, in order.
+        forward_only: leave out all actions but forwards (evaluation).
+        pace: ticks between the entries of two microbatches (a pipeline that never drains); 0: none has to wait.
+
+    Returns:
+        Ticks from 0, in the order of ticks and, within a tick, of ranks.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -20,30 +30,24 @@ def ticks(schedule: Schedule) -> dict[Action, int]:
         >>> [(str(action), tick_of[action]) for action in schedule.orders[1]]
         [('1F0', 1), ('1F1', 2), ('1B0', 3), ('1B1', 4)]
     """
+    queues = [deque(a for a in order if a.kind is Kind.F or not forward_only) for order in schedule.orders]
+    cycle = schedule.cycle or (None,)
     tick_of: dict[Action, int] = {}
-    position = [0] * schedule.ranks
-    remaining = sum(map(len, schedule.orders))
     tick = turn = 0
-    while remaining:
-        kind = schedule.cycle[turn % len(schedule.cycle)] if schedule.cycle else None
+
+    def can_start(action: Action) -> bool:
+        entered = action.kind is not Kind.F or action.stage > 0 or tick >= pace * action.microbatch
+        return entered and all(source in tick_of for source in schedule.inputs(action))
+
+    while any(queues):
+        kind = cycle[turn % len(cycle)]
         turn += 1
-        cells = []
-        for rank, order in enumerate(schedule.orders):
-            if position[rank] == len(order):
-                continue
-            action = order[position[rank]]
-            if kind in (None, action.kind) and all(source in tick_of for source in schedule.inputs(action)):
-                cells.append((rank, action))
-        for rank, action in cells:
-            order = schedule.orders[rank]
-            while True:
-                tick_of[action] = tick
-                position[rank] += 1
-                remaining -= 1
-                if position[rank] == len(order) or order[position[rank]].kind is not Kind.U:
-                    break
-                action = order[position[rank]]
-        tick += bool(cells)
+        busy = [queue for queue in queues if queue and kind in (None, queue[0].kind) and can_start(queue[0])]
+        for queue in busy:
+            tick_of[queue.popleft()] = tick
+            while queue and queue[0].kind is Kind.U:
+                tick_of[queue.popleft()] = tick
+        tick += bool(busy) or pace > 0
     return tick_of
 
 

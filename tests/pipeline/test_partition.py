@@ -13,11 +13,12 @@ from jaxscale.pipeline.choose.footprint import footprints
 from jaxscale.pipeline.choose.partition import ModelPrices, Partition, Stash, partition
 from jaxscale.pipeline.choose.price import Device, Price
 from jaxscale.pipeline.choose.virtual_workers import virtual_workers
+from jaxscale.pipeline.clock.clock import Clock
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.many_costs import Clock
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.schedule import Kind, Schedule
 from jaxscale.pipeline.schedules import METHODS
+from jaxscale.pipeline.ticks import rows
 
 ALIKE = Price(1, 1, 1)
 
@@ -142,6 +143,27 @@ def test_no_partition_is_faster(seed: int) -> None:
         partition(models, schedule, tight, stash=stash)
 
 
+def in_plain_loops(schedule: Schedule, costs: Costs) -> float:
+    """Seconds on the neighbour machine, tick by tick and rank by rank."""
+    times = [0.0] * schedule.ranks
+    for row in rows(schedule):
+        later = {action for order in schedule.orders for action in order} - {action for action in row if action}
+        sent = any(
+            schedule.rank(source) != schedule.rank(action) and source in row
+            for action in later
+            for source in schedule.inputs(action)
+        )
+        times = [
+            time + (costs.seconds(one.kind, one.stage) if one else 0) for time, one in zip(times, row, strict=True)
+        ]
+        if sent:
+            ends, last = list(times), schedule.ranks - 1
+            for rank in range(schedule.ranks):
+                left, right = ends[rank - 1] + costs.links[rank - 1], ends[0 if rank == last else rank + 1]
+                times[rank] = max(ends[rank], left, right + costs.links[rank])
+    return max(times)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "lockstep", "zb-h1", "zb-h2", "zb-v", "chimera", "dualpipe-v"])
 def test_the_clock_is_the_simulator(name: str) -> None:
     rng = random.Random(name)
@@ -157,6 +179,7 @@ def test_the_clock_is_the_simulator(name: str) -> None:
     passes = [[costs.seconds(*one) for one in clock.passes] for costs in batch]
     seconds = clock.seconds(np.array(passes), np.array([costs.links for costs in batch]))
     assert seconds.tolist() == pytest.approx([simulate(schedule, costs).seconds for costs in batch])
+    assert seconds.tolist() == pytest.approx([in_plain_loops(schedule, costs) for costs in batch])
     # a path is worth the seconds where it was found, and never more than them elsewhere
     for blur in (0.0, 0.5):
         path = clock.path(np.array(passes[0]), np.array(batch[0].links), blur)

@@ -17,7 +17,7 @@ from jaxscale.errors import UserError, unknown
 from jaxscale.pipeline.choose.partition import ModelPrices, Partition, TooLarge, partition
 from jaxscale.pipeline.choose.price import Device
 from jaxscale.pipeline.choose.search import NAME
-from jaxscale.pipeline.run.tables import Stash
+from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
 
@@ -126,22 +126,21 @@ def choose(
     nearest: TooLarge | None = None
     skipped = 0
     best = float("inf")
-    for schedule, candidate in _candidates(names or synchronous, ranks, microbatches, chunks, stashes, refusals):
+    for candidate in _candidates(names or synchronous, ranks, microbatches, chunks, stashes):
         model = prices(candidate.microbatches)
-        if _least(model, schedule, candidate.stash) >= best:
-            skipped += 1
-            continue
         try:
+            schedule = METHODS[candidate.name].schedule(ranks, candidate.microbatches, candidate.chunks)
+            if _least(model, schedule, candidate.stash) >= best:
+                skipped += 1
+                continue
             solution = partition(model, schedule, devices, stash=candidate.stash, width=width)
-        except TooLarge as error:
-            nearest = error if nearest is None or error.ratio < nearest.ratio else nearest
-            refusals.append(dataclasses.replace(candidate, reason=str(error)))
-            continue
         except UserError as error:
+            if isinstance(error, TooLarge) and (nearest is None or error.ratio < nearest.ratio):
+                nearest = error
             refusals.append(dataclasses.replace(candidate, reason=str(error)))
-            continue
-        feasible.append(dataclasses.replace(candidate, partition=solution))
-        best = min(best, solution.seconds)
+        else:
+            feasible.append(dataclasses.replace(candidate, partition=solution))
+            best = min(best, solution.seconds)
     ranking = sorted(feasible, key=lambda candidate: candidate.seconds)
     if not ranking:
         if nearest is not None:
@@ -156,27 +155,15 @@ def choose(
 
 
 def _candidates(
-    names: Sequence[str],
-    ranks: int,
-    microbatches: Sequence[int],
-    chunks: Sequence[int],
-    stashes: Sequence[Stash],
-    refusals: list[PipelineCandidate],
-) -> Iterator[tuple[Schedule, PipelineCandidate]]:
-    """The defined schedules, the likeliest to be fast first, so that most are skipped; others become refusals."""
+    names: Sequence[str], ranks: int, microbatches: Sequence[int], chunks: Sequence[int], stashes: Sequence[Stash]
+) -> Iterator[PipelineCandidate]:
+    """What to try, the likeliest to be fast first, so that most are skipped."""
     priority = {name: place for place, name in enumerate(("zb-v", "zb-h1", "zb-h2", "dualpipe-v", "lockstep"))}
     for stash in stashes:
         for count in sorted(microbatches, reverse=True):
             for name in sorted(names, key=lambda name: priority.get(name, len(priority))):
-                method = METHODS[name]
-                for v in sorted({1, *chunks}) if method.interleaves else (None,):
-                    candidate = PipelineCandidate(name, ranks, count, v, stash)
-                    try:
-                        schedule = method.schedule(ranks, count, v)
-                    except UserError as error:
-                        refusals.append(dataclasses.replace(candidate, reason=str(error)))
-                        continue
-                    yield schedule, candidate
+                for v in sorted({1, *chunks}) if METHODS[name].interleaves else (None,):
+                    yield PipelineCandidate(name, ranks, count, v, stash)
 
 
 def _least(prices: Prices, schedule: Schedule, stash: Stash) -> float:

@@ -91,16 +91,13 @@ class BlockChain:
     def __init__(self, stages: int, features: Sequence[np.ndarray], kinds: Sequence[int]) -> None:
         self.stages, self.blocks = stages, features[0].shape[1] - 1
         self._features, self._kinds = features, tuple(kinds)
-        begin, end = np.ogrid[: self.blocks + 1, : self.blocks + 1]
-        self.possible = np.stack(
-            [
-                (begin < end)
-                & (begin >= stage)
-                & (end <= self.blocks - (stages - 1 - stage))
-                & ((begin == 0) == (stage == 0))
-                & ((end == self.blocks) == (stage == stages - 1))
-                for stage in range(stages)
-            ]
+        stage, begin, end = np.ogrid[:stages, : self.blocks + 1, : self.blocks + 1]
+        self.possible = (
+            (begin < end)
+            & (begin >= stage)
+            & (end <= self.blocks - (stages - 1 - stage))
+            & ((begin == 0) == (stage == 0))
+            & ((end == self.blocks) == (stage == stages - 1))
         )
 
     def allow(self, linear: np.ndarray, limit: float) -> None:
@@ -109,22 +106,23 @@ class BlockChain:
 
     def values(self, linear: np.ndarray) -> np.ndarray:
         """float[stage, begin, end]: what each stage adds to a linear function; infinite if it is not possible."""
-        contributions = np.full(self.possible.shape, np.inf)
-        for stage, row in enumerate(linear):
-            active = np.flatnonzero(row)
-            contribution = np.tensordot(row[active], self._features[self._kinds[stage]][active], 1)
-            contributions[stage] = np.where(self.possible[stage], contribution, np.inf)
-        return contributions
+        values = np.where(self.possible, 0.0, np.inf)
+        for stage in np.flatnonzero(linear.any(1)):
+            values[stage] += self._contribution(linear, stage)
+        return values
 
     def largest(self, linears: Sequence[np.ndarray]) -> np.ndarray:
         """float[stage, begin, end]: the most that each possible stage adds to any of the linear functions, all >= 0."""
         largest = np.where(self.possible, 0.0, np.inf)
         for linear in linears:
             for stage in np.flatnonzero(linear.any(1)):
-                active = np.flatnonzero(linear[stage])
-                contribution = np.tensordot(linear[stage, active], self._features[self._kinds[stage]][active], 1)
-                np.maximum(largest[stage], contribution, out=largest[stage])
+                np.maximum(largest[stage], self._contribution(linear, stage), out=largest[stage])
         return largest
+
+    def _contribution(self, linear: np.ndarray, stage: int | np.integer) -> np.ndarray:
+        """float[begin, end]: what a stage of these blocks adds to a linear function."""
+        active = np.flatnonzero(linear[stage])
+        return np.tensordot(linear[stage, active], self._features[self._kinds[stage]][active], 1)
 
     def stage_features(self, cuts: np.ndarray) -> np.ndarray:
         """float[cut, stage, feature] of int[cut, stages + 1] boundaries."""

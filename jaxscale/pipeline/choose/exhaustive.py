@@ -33,6 +33,7 @@ def orders(stage: int, microbatches: int, most: int) -> Iterator[tuple[Action, .
     """
 
     def extend(order: tuple[Action, ...], f: int, g: int, split: tuple[int, ...]) -> Iterator[tuple[Action, ...]]:
+        """Every completion of an order with f forwards, g gradients and the microbatches `split` that wait for W."""
         waiting = f - sum(action.kind in (Kind.B, Kind.W) for action in order)
         if f == g == microbatches and not split:
             yield order

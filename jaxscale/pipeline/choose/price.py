@@ -1,4 +1,4 @@
-"""Price, Device: the costs of a block on a device of a pipeline, and the resources of a device, for the partition."""
+"""The costs of a model's blocks on a device of a pipeline, and the resources of a device, for the partition."""
 
 import dataclasses
 import math
@@ -59,6 +59,28 @@ class Price:
         weight_fields = ("weight_bytes", "version_bytes")
         names = (field.name for field in dataclasses.fields(self) if field.name not in weight_fields)
         return dataclasses.replace(self, **{name: getattr(self, name) / parts for name in names})
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelPrices:
+    """The prices of a model on one kind of device.
+
+    Args:
+        blocks: prices in order.
+        first: price of the first stage's work before its blocks (the embedding).
+        last: price of the last stage's work behind them (head and loss, with chunked logits as working bytes).
+        shared_bytes: bytes on every device that all stages read (gathered embedding and head, their gradients).
+    """
+
+    blocks: tuple[Price, ...]
+    first: Price | None = None
+    last: Price | None = None
+    shared_bytes: float = 0
+
+    def share(self, parts: float) -> "ModelPrices":
+        """The prices of one of `parts` microbatches, from those of a whole batch whose time is proportional."""
+        first, last = (price and price.share(parts) for price in (self.first, self.last))
+        return ModelPrices(tuple(block.share(parts) for block in self.blocks), first, last, self.shared_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,11 +28,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxscale.errors import UserError
+from jaxscale.pipeline.action import KINDS, Action, Kind
 from jaxscale.pipeline.choose.exhaustive import fastest, few
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.many_orders import KINDS, BatchClock
+from jaxscale.pipeline.clock.many_orders import BatchClock
 from jaxscale.pipeline.clock.simulate import simulate
-from jaxscale.pipeline.schedule import Action, Kind, Schedule
+from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules.searched import NAME
 
 _BATCH = 48
@@ -129,21 +130,19 @@ def search(
     if not named_schedules:
         raise UserError(f"search: no named schedule holds as few as {activations:g} activations; 1f1b needs {ranks}")
     named_schedules.sort(key=lambda pair: pair[0])
-    best, schedule = named_schedules[0]
-    fastest_named = named_schedules[0]
-    searched_routes: set[tuple[int, ...]] = set()
-    for _, start in named_schedules:
-        route = start.routes[0]
-        if len(start.routes) > 1 or route in searched_routes or best <= floor * (1 + _CLOSE):
+    named_seconds, named = named_schedules[0]
+    best, schedule = named_seconds, named
+    for routes in dict.fromkeys(named.routes for _, named in named_schedules):
+        if len(routes) > 1 or best <= floor * (1 + _CLOSE):
             continue
-        searched_routes.add(route)
-        starts = [schedule.orders for _, schedule in named_schedules if schedule.routes == start.routes][:3]
-        route_search = _RouteSearch(by_chunks[start.stages // ranks], route, ranks, microbatches, activations, seed)
+        stage_costs = by_chunks[len(routes[0]) // ranks]
+        starts = [named.orders for _, named in named_schedules if named.routes == routes][:3]
+        route_search = _RouteSearch(stage_costs, routes[0], ranks, microbatches, activations, seed)
         seconds, orders = route_search.run(starts, changes, floor)
         if seconds < best * (1 - 1e-12):
-            candidate = Schedule(NAME, orders, start.stages, microbatches, (route,), (0,) * microbatches)
-            best, schedule = simulate(candidate, by_chunks[start.stages // ranks]).seconds, candidate
-    return Searched(schedule, best, min(floor, best), fastest_named[1].name, fastest_named[0])
+            schedule = Schedule(NAME, orders, len(routes[0]), microbatches, routes, (0,) * microbatches)
+            best = simulate(schedule, stage_costs).seconds
+    return Searched(schedule, best, min(floor, best), named.name, named_seconds)
 
 
 def _named_schedules(
@@ -152,9 +151,8 @@ def _named_schedules(
     """The named synchronous schedules within the memory, with their seconds."""
     from jaxscale.pipeline.schedules import METHODS  # one of them is the search itself
 
-    for method in sorted(
-        METHODS.values(), key=lambda method: method.name != "zb-h1"
-    ):  # the likeliest to meet the bound
+    # zb-h1 first, which is the likeliest to meet the bound
+    for method in sorted(METHODS.values(), key=lambda method: method.name != "zb-h1"):
         if method.steps or method.name == NAME:
             continue
         for chunks in {*costs} if method.interleaves else (method.chunks,):
@@ -228,7 +226,7 @@ class _RouteSearch:
             return fastest(self.costs, self.microbatches, self.limit)
         states = [[self._word(order) for order in orders] for orders in starts]
         states += [listed_words for _ in range(_LISTS) if (listed_words := self._list_schedule()) is not None]
-        numbers = np.stack([np.stack([self._numbers(word) for word in words]) for words in states])
+        numbers = np.stack([np.stack([self._row(self._passes(word)) for word in words]) for words in states])
         seconds = self.clock.seconds(numbers)
         ranking = np.argsort(seconds, kind="stable")
         best, best_words = float(seconds[ranking[0]]), states[ranking[0]]
@@ -239,9 +237,10 @@ class _RouteSearch:
             lowest, words = self._anneal(float(seconds[index]), states[index], numbers[index], changes * share // 4)
             if lowest < best:
                 best, best_words = lowest, words
-        return best, tuple(tuple(self._actions(word)) for word in best_words)
+        return best, tuple(tuple(map(self._action, self._passes(word) or ())) for word in best_words)
 
     def _anneal(self, current: float, words: list[Word], numbers: np.ndarray, changes: int) -> tuple[float, list[Word]]:
+        """Seconds and words of the best orders met by random changes of the current ones."""
         best, best_words = current, words
         rounds = max(1, changes // _BATCH)
         for turn in range(rounds):
@@ -249,9 +248,9 @@ class _RouteSearch:
             proposals, proposed_numbers = [], np.repeat(numbers[None], _BATCH, 0)
             for index in range(_BATCH):
                 rank = self.rng.randrange(self.ranks)
-                word = self._neighbour(words[rank], rank)
+                word, passes = self._neighbour(words[rank])
                 proposals.append((rank, word))
-                proposed_numbers[index, rank] = self._numbers(word)
+                proposed_numbers[index, rank] = self._row(passes)
             seconds = self.clock.seconds(proposed_numbers)
             lowest = int((seconds + np.array([self.rng.random() * 1e-9 * best for _ in range(_BATCH)])).argmin())
             if seconds[lowest] <= current - heat * math.log(1 - self.rng.random()):
@@ -262,17 +261,18 @@ class _RouteSearch:
                     best, best_words = current, words
         return best, best_words
 
-    def _neighbour(self, word: Word, rank: int) -> Word:
-        """A valid word that differs a little."""
+    def _neighbour(self, word: Word) -> tuple[Word, list[int] | None]:
+        """A valid word that differs a little, and its passes."""
         for _ in range(50):
             neighbour = list(word)
             for _ in range(self.rng.choice((1, 1, 2))):
                 self._mutate(neighbour)
-            if neighbour != word and self._valid(neighbour):
-                return neighbour
-        return word
+            if neighbour != word and (passes := self._passes(neighbour)) is not None:
+                return neighbour, passes
+        return word, self._passes(word)
 
     def _mutate(self, word: Word) -> None:
+        """Change a word in place: split a backward, join its halves, or move a pass."""
         rng, index = self.rng, int(self.rng.random() * len(word))
         kind, stage = divmod(word[index], self.clock.stages)
         weight = _W * self.clock.stages + stage
@@ -288,39 +288,16 @@ class _RouteSearch:
             distance = len(word) if rng.random() < 0.1 else 6
             word.insert(max(0, min(len(word), index + rng.randint(-distance, distance))), letter)
 
-    def _valid(self, word: Word) -> bool:
-        """Whether F precedes its I or B, I precedes its W, and no more activations wait than the limit."""
-        stages, limit = self.clock.stages, self.limit
-        open_forwards, open_weights = [0] * stages, [0] * stages  # passes that wait for a gradient, and for W alone
-        waiting = 0
-        for letter in word:
-            kind, stage = divmod(letter, stages)
-            if kind == _F:
-                open_forwards[stage] += 1
-                waiting += 1
-                if waiting > limit:
-                    return False
-            elif kind == _W:
-                waiting -= 1
-                open_weights[stage] -= 1
-                if open_weights[stage] < 0:
-                    return False
-            else:
-                open_forwards[stage] -= 1
-                if open_forwards[stage] < 0:
-                    return False
-                if kind == _B:
-                    waiting -= 1
-                else:
-                    open_weights[stage] += 1
-        return True
-
     def _word(self, order: Sequence[Action]) -> Word:
+        """The letters of an order."""
         return [KINDS.index(action.kind) * self.clock.stages + action.stage for action in order]
 
-    def _passes(self, word: Word) -> list[int]:
-        """The pass numbers of `BatchClock`: microbatches of each kind and stage in order, W in the order of I."""
-        stages, m = self.clock.stages, self.microbatches
+    def _passes(self, word: Word) -> list[int] | None:
+        """The pass numbers of `BatchClock`: microbatches of each kind and stage in order, W in the order of I.
+
+        `None` for an invalid word: a gradient before its forward, W before its I, or more activations than the limit.
+        """
+        stages, waiting = self.clock.stages, 0
         forwards, gradients = [0] * stages, [0] * stages
         pending: list[collections.deque[int]] = [collections.deque() for _ in range(stages)]
         numbers = []
@@ -329,26 +306,36 @@ class _RouteSearch:
             if kind == _F:
                 microbatch = forwards[stage]
                 forwards[stage] += 1
+                waiting += 1
+                if waiting > self.limit:
+                    return None
             elif kind == _W:
+                if not pending[stage]:
+                    return None
                 microbatch = pending[stage].popleft()
+                waiting -= 1
             else:
                 microbatch = gradients[stage]
                 gradients[stage] += 1
+                if gradients[stage] > forwards[stage]:
+                    return None
                 if kind == _I:
                     pending[stage].append(microbatch)
-            numbers.append(letter * m + microbatch)
+                else:
+                    waiting -= 1
+            numbers.append(letter * self.microbatches + microbatch)
         return numbers
 
-    def _actions(self, word: Word) -> Iterator[Action]:
-        for number in self._passes(word):
-            letter, microbatch = divmod(number, self.microbatches)
-            kind, stage = divmod(letter, self.clock.stages)
-            yield Action(KINDS[kind], stage, microbatch)
+    def _action(self, number: int) -> Action:
+        """The action of a pass number of `BatchClock`."""
+        letter, microbatch = divmod(number, self.microbatches)
+        kind, stage = divmod(letter, self.clock.stages)
+        return Action(KINDS[kind], stage, microbatch)
 
-    def _numbers(self, word: Word) -> np.ndarray:
-        numbers = np.full(self.clock.length + 1, self.clock.end)
-        numbers[: len(word)] = self._passes(word)
-        return numbers
+    def _row(self, passes: list[int] | None) -> np.ndarray:
+        """The passes of a valid word as a row of `BatchClock`."""
+        assert passes is not None
+        return np.array(passes + [self.clock.end] * (self.clock.length + 1 - len(passes)))
 
     def _list_schedule(self) -> list[Word] | None:
         """Orders by one random list of priorities; `None` if they get stuck for memory."""

@@ -42,13 +42,7 @@ def virtual_workers(devices: Sequence[Device], slowness: Mapping[str, float], wo
     places = []
     for start in range(0, len(by_speed), workers):
         group = by_speed[start : start + workers]
-        memory = [device.memory_bytes for device in group if device.memory_bytes is not None]
-        places.append(
-            Device(
-                memory_bytes=min(memory, default=None),
-                kind=group[-1].kind,
-                link=min(device.link for device in group),
-                latency=max(device.latency for device in group),
-            )
-        )
+        memory = min((device.memory_bytes for device in group if device.memory_bytes is not None), default=None)
+        link, latency = min(device.link for device in group), max(device.latency for device in group)
+        places.append(Device(memory, group[-1].kind, link, latency))
     return tuple(places)

@@ -9,6 +9,8 @@ import math
 from jaxscale.errors import UserError
 from jaxscale.pipeline.schedule import Kind, Schedule
 
+_FIELDS = {Kind.F: "forward", Kind.I: "input", Kind.W: "weight", Kind.B: "backward", Kind.U: "update"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
@@ -81,16 +83,17 @@ class Costs:
             >>> Costs.alike(METHODS["gpipe"].schedule(2, 4), 3.0).forward
             (3.0, 3.0)
         """
-        stages, share = schedule.stages, schedule.ranks / schedule.stages
+
+        def shares(of_rank: float) -> tuple[float, ...]:
+            return (of_rank * (schedule.ranks / schedule.stages),) * schedule.stages
+
         return cls(
-            (forward * share,) * stages,
-            (input * share,) * stages,
-            (weight * share,) * stages,
-            () if backward is None else (backward * share,) * stages,
-            update=(update * share,) * stages,
+            *map(shares, (forward, input, weight)),
+            backward=() if backward is None else shares(backward),
+            update=shares(update),
             links=(link,) * schedule.ranks,
-            stash=(stash * share,) * stages,
-            pending=(pending * share,) * stages,
+            stash=shares(stash),
+            pending=shares(pending),
         )
 
     @property
@@ -100,16 +103,11 @@ class Costs:
 
     def seconds(self, kind: Kind, stage: int) -> float:
         """Seconds of one pass."""
-        match kind:
-            case Kind.F:
-                return self.forward[stage]
-            case Kind.I:
-                return self.input[stage]
-            case Kind.W:
-                return self.weight[stage]
-            case Kind.B:
-                return self.backward[stage] if self.backward else self.input[stage] + self.weight[stage]
-        return self.update[stage] if self.update else 0.0
+        if kind is Kind.B and not self.backward:
+            return self.input[stage] + self.weight[stage]
+        if kind is Kind.U and not self.update:
+            return 0.0
+        return getattr(self, _FIELDS[kind])[stage]
 
     @property
     def whole(self) -> float:

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxscale.pipeline.action import KINDS, Action
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.schedule import Action, Kind
 
-KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 Order = Sequence[Action]
 
 
@@ -58,15 +57,12 @@ class BatchClock:
         self._pass_seconds = np.append(seconds[kind, stage], 0.0)
         self._sends = np.append(~is_weight & (rank[target] != rank[stage]), False)
 
-    def number(self, action: Action) -> int:
-        """The number of a pass."""
-        return (KINDS.index(action.kind) * self.stages + action.stage) * self.microbatches + action.microbatch
-
     def numbers(self, orders: Sequence[Order]) -> np.ndarray:
         """int[rank, length + 1] of the orders of a schedule."""
         numbers = np.full((self.ranks, self.length + 1), self.end)
         for rank, order in enumerate(orders):
-            numbers[rank, : len(order)] = [self.number(action) for action in order]
+            for place, (kind, stage, microbatch) in enumerate(order):
+                numbers[rank, place] = (KINDS.index(kind) * self.stages + stage) * self.microbatches + microbatch
         return numbers
 
     def seconds(self, orders: np.ndarray) -> np.ndarray:

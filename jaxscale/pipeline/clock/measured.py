@@ -8,6 +8,8 @@ actions, and schedules that never drain, whose steps hold parts of several batch
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Kind
 from jaxscale.pipeline.clock.costs import Costs
@@ -54,19 +56,9 @@ def measured(
             )
         by_rank.append([_spans(schedule, rank, operations, timeline, steps) for timeline in timelines[rank]])
     step_starts = [min(spans[step][0][0] for devices in by_rank for spans in devices) for step in range(steps)]
-    orders: list[tuple[Span, ...]] = []
-    for devices in by_rank:
-        step_spans = [(spans[step], step_starts[step]) for spans in devices for step in range(steps)]
-        count = len(step_spans)
-        orders.append(
-            tuple(
-                (
-                    sum(spans[place][0] - origin for spans, origin in step_spans) / count,
-                    sum(spans[place][1] - origin for spans, origin in step_spans) / count,
-                )
-                for place in range(len(step_spans[0][0]))
-            )
-        )
+    # float[device, step, action, end]; times of a step count from its start
+    times = [np.array(devices) - np.array(step_starts)[:, None, None] for devices in by_rank]
+    orders = [tuple(map(tuple, of_rank.mean((0, 1)).tolist())) for of_rank in times]
     return Simulation(schedule, _costs(schedule, orders), "measured", tuple(orders))
 
 
@@ -85,16 +77,9 @@ def _spans(
                 f"{count}, {count // steps} a step: it is of another plan, or was cut short; trace the run again"
             )
         by_kind[kind] = [(min(times[n][0] for times in runs), max(times[n][1] for times in runs)) for n in range(count)]
-    step_spans = []
-    for step in range(steps):
-        positions = dict.fromkeys(by_kind, 0)
-        spans = []
-        for action in order:
-            kind_spans = by_kind[action.kind]
-            spans.append(kind_spans[step * (len(kind_spans) // steps) + positions[action.kind]])
-            positions[action.kind] += 1
-        step_spans.append(spans)
-    return step_spans
+    # a kind's spans of all steps are consumed step by step
+    spans = {kind: iter(of_kind) for kind, of_kind in by_kind.items()}
+    return [[next(spans[action.kind]) for action in order] for _ in range(steps)]
 
 
 def _costs(schedule: Schedule, orders: Sequence[Sequence[Span]]) -> Costs:
@@ -109,14 +94,8 @@ def _costs(schedule: Schedule, orders: Sequence[Sequence[Span]]) -> Costs:
         return tuple(None if times is None else sum(times) / len(times) for times in stage_durations)
 
     forward, backward, inner, outer = (mean(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
-    splits = [
-        (i or 0.0, w or 0.0) if b is None else (i or b / 2, w or b / 2)
-        for b, i, w in zip(backward, inner, outer, strict=True)
-    ]
-    backwards = [sum(pair) if b is None else b for b, pair in zip(backward, splits, strict=True)]
-    return Costs(
-        tuple(time or 0.0 for time in forward),
-        tuple(pair[0] for pair in splits),
-        tuple(pair[1] for pair in splits),
-        tuple(backwards),
-    )
+    halves = [(b or 0.0) / 2 for b in backward]
+    inputs = [i or half for i, half in zip(inner, halves, strict=True)]
+    weights = [w or half for w, half in zip(outer, halves, strict=True)]
+    backwards = [i + w if b is None else b for b, i, w in zip(backward, inputs, weights, strict=True)]
+    return Costs(tuple(time or 0.0 for time in forward), tuple(inputs), tuple(weights), tuple(backwards))

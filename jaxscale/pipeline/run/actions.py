@@ -1,5 +1,7 @@
 """The actions of a device in a tick: forward, backward, or a half of one, on its weights, slots and sums."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -8,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.action import Kind
+from jaxscale.pipeline.action import KINDS, Kind
 from jaxscale.pipeline.run.passes import At, FromInput, FromResiduals, StageContext, StageFunction
-from jaxscale.pipeline.run.pools import differentiable, empty, read, read_in_place, vary, where, write
-from jaxscale.pipeline.run.tables import IDLE, KINDS, Tables
+from jaxscale.pipeline.run.pools import differentiable, empty, read, read_in_place, vary, where, write, zeros
+from jaxscale.pipeline.run.tables import IDLE, Tables
 
 Row = dict[str, Any]
 """A device's row of the table: int32 scalars by column."""
@@ -19,6 +21,7 @@ State = dict[str, Any]
 """The values that actions change: `kept` and `cut` (pools), `weights` and `shared` (gradients), `sums`."""
 
 
+@dataclasses.dataclass(eq=False)
 class Actions:
     """The actions of a table for one stage function.
 
@@ -36,45 +39,39 @@ class Actions:
         frozen: leaves (v, ...), as of `execute`.
     """
 
-    def __init__(
-        self,
-        tables: Tables,
-        stage: StageFunction,
-        weights: Any,
-        shared: Any,
-        batch: Any,
-        key: Any,
-        x: Any,
-        manual: Sequence[str],
-        readers: Sequence[int] | None = None,
-        hosted: Collection[str] = (),
-        frozen: Any = None,
-    ) -> None:
-        self._frozen = frozen
-        self._tables, self._manual = tables, manual
-        stages = range(tables.schedule.stages)
-        self._reads_shared = None if readers is None else [stage in readers for stage in stages]
-        self._weights, self._shared, self._batch, self._key = weights, shared, batch, key
-        self._last = tables.schedule.stages - 1
-        zero_row = {name: jnp.int32(0) for name in ("stage", "microbatch", "chunk")}
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
-        context, zeros = self._vary((self._context(zero_row), zeros))
-        message, objective, self._sums = jax.eval_shape(lambda: stage(context[0], context[1], zeros, *context[2:]))
-        _check(message, objective, x)
-        if tables.stash == "residuals" and tables.backward:
-            self._passes: Any = FromResiduals(stage, self._vary, context, zeros, split=tables.cuts > 0, hosted=hosted)
+    tables: Tables
+    stage: StageFunction
+    weights: Any
+    shared: Any
+    batch: Any
+    key: Any
+    x: Any
+    manual: Sequence[str]
+    readers: Sequence[int] | None = None
+    hosted: Collection[str] = ()
+    frozen: Any = None
+
+    def __post_init__(self) -> None:
+        stages = range(self.tables.schedule.stages)
+        self._reads_shared = [self.readers is None or stage in self.readers for stage in stages]
+        first_row = {name: jnp.int32(0) for name in ("stage", "microbatch", "chunk")}
+        context, x = self._vary((self._context(first_row), zeros(self.x)))
+        message, objective, self._sums = jax.eval_shape(lambda: self.stage(context[0], context[1], x, *context[2:]))
+        _check(message, objective, self.x)
+        if self.tables.stash == "residuals" and self.tables.backward:
+            split = self.tables.cuts > 0
+            self._passes: Any = FromResiduals(self.stage, self._vary, context, x, split=split, hosted=self.hosted)
         else:
-            self._passes = FromInput(stage, self._vary)
+            self._passes = FromInput(self.stage, self._vary)
 
     def start(self) -> State:
         """Empty pools and zero sums."""
-        state: State = {"sums": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self._sums)}
-        if self._tables.backward:
-            for name in ("weights", "shared"):
-                tree = self._weights if name == "weights" else self._shared
-                state[name] = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
-            state["kept"] = empty(self._passes.kept, self._tables.residuals, self._passes.hosted)
-            state["cut"] = empty(self._passes.cut, self._tables.cuts)
+        state: State = {"sums": zeros(self._sums, jnp.float32)}
+        if self.tables.backward:
+            state["weights"] = zeros(self.weights, jnp.float32)
+            state["shared"] = zeros(self.shared, jnp.float32)
+            state["kept"] = empty(self._passes.kept, self.tables.residuals, self._passes.hosted)
+            state["cut"] = empty(self._passes.cut, self.tables.cuts)
         return state
 
     def run_kind(self, kind: int, state: State, row: Row, x: Any, g: Any) -> tuple[State, Any]:
@@ -107,27 +104,25 @@ class Actions:
             As `run_kind`.
         """
 
-        def branch(kind: int) -> Callable[[State, Any], tuple[State, Any]]:
-            def run(state: State, messages: Any) -> tuple[State, Any]:
-                x, g = (read(messages, row[name]) for name in ("x", "g"))
-                return self._vary(self._action(kind, state, row, x, g, None))
+        def branch(kind: int, state: State, messages: Any) -> tuple[State, Any]:
+            x, g = (read(messages, row[name]) for name in ("x", "g"))
+            return self._vary(self._action(kind, state, row, x, g, None))
 
-            return run
-
-        branches = [0] * (1 + max(kinds))
-        for index, kind in enumerate(kinds):
-            branches[kind] = index
-        return lax.switch(jnp.asarray(branches)[row["kind"]], [branch(kind) for kind in kinds], state, messages)
+        branches = [functools.partial(branch, kind) for kind in kinds]
+        branch_of_kind = [kinds.index(kind) if kind in kinds else 0 for kind in range(1 + max(kinds))]
+        return lax.switch(jnp.asarray(branch_of_kind)[row["kind"]], branches, state, messages)
 
     def _action(self, kind: int, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        """The action of one kind; `live` is `None`, or whether the device works in this tick."""
         if kind == IDLE:
-            return state, _zero_message(x)
-        name = KINDS[kind - 1]
+            return state, jax.tree.map(jnp.zeros_like, x)
+        name, last_stage = KINDS[kind - 1], self.tables.schedule.stages - 1
         run = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._inner, Kind.W: self._outer}[name]
         with jax.named_scope(f"pipeline_{name.value}"):
-            return run(state, row, where(row["stage"] > 0, x), where(row["stage"] < self._last, g), live)
+            return run(state, row, where(row["stage"] > 0, x), where(row["stage"] < last_stage, g), live)
 
     def _forward(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        """F: adds the sums, keeps the stash, and sends the output."""
         del g
         y, sums, stash = self._passes.forward(self._context(row), x)
         new_state = {**state, "sums": jax.tree.map(_add, state["sums"], _masked(live, sums))}
@@ -136,22 +131,24 @@ class Actions:
         return new_state, y
 
     def _backward(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        """B: adds gradients of weights and shared weights, and sends that of the input."""
         stash = read(state["kept"], row["residual"])
 
         def run(sums: State, reads: bool) -> tuple[State, Any]:
             weights, shared, dx = self._passes.backward(self._context(row), x, stash, g)
-            sums = self._accumulate(sums, row, weights, live)
-            return (self._accumulate_shared(sums, shared, live) if reads else sums), dx
+            sums = self._add_weights(sums, row, weights, live)
+            return (self._add_shared(sums, shared, live) if reads else sums), dx
 
         sums, dx = self._with_shared(run, {name: state[name] for name in ("weights", "shared")}, row, live)
         return {**state, **sums}, dx
 
     def _inner(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        """I: adds gradients of the shared weights, keeps the values for W, and sends the gradient of the input."""
         stash = read(state["kept"], row["residual"])
 
         def run(sums: State, reads: bool) -> tuple[State, Any]:
             shared, dx, cut = self._passes.inner(self._context(row), x, stash, g)
-            return (self._accumulate_shared(sums, shared, live) if reads else sums), (dx, cut)
+            return (self._add_shared(sums, shared, live) if reads else sums), (dx, cut)
 
         sums, (dx, cut) = self._with_shared(run, {"shared": state["shared"]}, row, live)
         return {**state, **sums, "cut": self._write(state["cut"], row["cut"], cut, live)}, dx
@@ -162,33 +159,36 @@ class Actions:
         On other stages these are zeros as large as embedding and head, and would take longer to make and add than the
         stage. In a program without branches (`run_kind`) they are added on every stage.
         """
-        if self._reads_shared is None or all(self._reads_shared) or live is not None:
+        if all(self._reads_shared) or live is not None:
             return run(sums, True)
         branches = [lambda sums, reads=reads: self._vary(run(sums, reads)) for reads in (True, False)]
         return lax.cond(jnp.asarray(self._reads_shared)[row["stage"]], *branches, sums)
 
     def _outer(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+        """W: adds gradients of the weights, and sends nothing that is read."""
         stash, cut = read(state["kept"], row["residual"]), read(state["cut"], row["cut"])
         weights = self._passes.outer(self._context(row), x, stash, g, cut)
-        return self._accumulate(state, row, weights, live), _zero_message(x)
+        return self._add_weights(state, row, weights, live), jax.tree.map(jnp.zeros_like, x)
 
-    def _accumulate(self, state: State, row: Row, weights: Any, live: Any) -> State:
-        chunk = row["chunk"]
+    def _add_weights(self, state: State, row: Row, gradients: Any, live: Any) -> State:
+        """The state with gradients added to the sums of their chunk."""
 
         def add(total: Any, gradient: Any, primal: Any) -> Any:
             if not differentiable(primal):
                 return total
             if total.shape[0] == 1:
                 return _add(total, gradient[None])
-            return write(total, chunk, _add(read(total, chunk), gradient))
+            return write(total, row["chunk"], _add(read(total, row["chunk"]), gradient))
 
-        return {**state, "weights": jax.tree.map(add, state["weights"], _masked(live, weights), self._weights)}
+        return {**state, "weights": jax.tree.map(add, state["weights"], _masked(live, gradients), self.weights)}
 
-    def _accumulate_shared(self, state: State, shared: Any, live: Any) -> State:
+    def _add_shared(self, state: State, gradients: Any, live: Any) -> State:
+        """The state with gradients of the shared weights added to their sums."""
+
         def add(total: Any, gradient: Any, primal: Any) -> Any:
             return _add(total, gradient) if differentiable(primal) else total
 
-        return {**state, "shared": jax.tree.map(add, state["shared"], _masked(live, shared), self._shared)}
+        return {**state, "shared": jax.tree.map(add, state["shared"], _masked(live, gradients), self.shared)}
 
     def _write(self, pool: Any, slot: Any, value: Any, live: Any) -> Any:
         """The pool with a value in a slot; an idle device writes back the old value."""
@@ -197,21 +197,18 @@ class Actions:
         return write(pool, slot, value)
 
     def _context(self, row: Row) -> StageContext:
-        microbatch = read(self._batch, row["microbatch"])
-        weights = read(self._weights, row["chunk"])
-        at = At(row["stage"], row["microbatch"], read_in_place(self._frozen, row["chunk"]))
-        return StageContext(weights, self._shared, microbatch, at, self._key)
+        """The arguments of the stage in this row."""
+        at = At(row["stage"], row["microbatch"], read_in_place(self.frozen, row["chunk"]))
+        microbatch, weights = read(self.batch, row["microbatch"]), read(self.weights, row["chunk"])
+        return StageContext(weights, self.shared, microbatch, at, self.key)
 
     def _vary(self, tree: Any) -> Any:
-        return vary(tree, self._manual)
-
-
-def _zero_message(x: Any) -> Any:
-    """A message of zeros, which no device reads."""
-    return jax.tree.map(jnp.zeros_like, x)
+        """A tree marked as varying over the manual axes."""
+        return vary(tree, self.manual)
 
 
 def _add(total: Any, value: Any) -> Any:
+    """A sum with an addend of any type."""
     return total + value.astype(total.dtype)
 
 
@@ -223,6 +220,8 @@ def _masked(live: Any, tree: Any) -> Any:
 
 
 def _check(message: Any, objective: Any, x: Any) -> None:
+    """Refuse a stage whose message or objective has another shape or type than expected."""
+
     def shapes(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", tree)
 

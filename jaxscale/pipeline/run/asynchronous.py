@@ -16,6 +16,7 @@ References:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,11 +27,9 @@ from jax import lax
 from jaxscale.errors import UserError
 from jaxscale.pipeline.run.passes import At, FromInput, FromResiduals, StageContext, StageFunction
 from jaxscale.pipeline.run.pipemare import Remedies, delay_of
-from jaxscale.pipeline.run.pools import empty, gradients, read, vary, where, write
+from jaxscale.pipeline.run.pools import WAYS, empty, gradients, read, shifted, vary, where, write, zeros
 from jaxscale.pipeline.run.stream import COLUMNS, Stream
 
-WAYS = {"from_left": 1, "from_right": -1}
-"""Origins of messages, and the step of each along the ranks."""
 InFlight = dict[str, Any]
 """The state between ticks on one device, every leaf with a first dim of 1: messages, batches, versions, sums."""
 
@@ -118,21 +117,14 @@ class Asynchronous:
         state: InFlight = {
             "tick": jnp.int32(0),
             "messages": empty(self.x, self.stream.messages + 1),
-            "boxes": {way: _zeros(self.x) for way in WAYS},
+            "boxes": {way: zeros(self.x) for way in WAYS},
             "kept": empty(self._stage_passes(parameters, microbatch, key).kept, self.stream.kept),
             "batch": empty(microbatch, slots),
             "key": jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slots, *leaf.shape)), key),
-            "versions": (),
-            "gradients": (),
-            "change": (),
+            "versions": self._copies(parameters),
+            "gradients": zeros(parameters, jnp.float32) if self.stream.group > 1 else (),
+            "change": () if self.remedies.correction is None else zeros(parameters, jnp.float32),
         }
-        if self._has_copies:
-            copy = self._compute_weights(parameters)
-            state["versions"] = jax.tree.map(lambda leaf: jnp.repeat(leaf, self.stream.versions, 0), copy)
-        if self.stream.group > 1:
-            state["gradients"] = _float32(parameters)
-        if self.remedies.correction is not None:
-            state["change"] = _float32(parameters)
         return jax.tree.map(lambda leaf: leaf[None], self._vary(state))
 
     def advance(self, parameters: Any, optimizer: Any, in_flight: InFlight, batch: Any, key: Any) -> Advanced:
@@ -155,8 +147,8 @@ class Asynchronous:
         batch, key = self._vary((batch, key))
         numbers = state["tick"] // self.stream.pace + jnp.arange(microbatches)
         slots = numbers % (self.stream.carried + microbatches)
-        state["batch"] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state["batch"], batch)
-        state["key"] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state["key"], key)
+        for name, arrivals in (("batch", batch), ("key", key)):
+            state[name] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state[name], arrivals)
         return self._run(parameters, optimizer, state, microbatches, ticks=self.stream.pace * microbatches, enters=True)
 
     def drain(self, parameters: Any, optimizer: Any, in_flight: InFlight) -> Advanced:
@@ -168,6 +160,7 @@ class Asynchronous:
     def _run(
         self, parameters: Any, optimizer: Any, state: InFlight, microbatches: int, *, ticks: int, enters: bool
     ) -> Advanced:
+        """Run the ticks of a call; with `enters`, its microbatches are already in the state."""
         stream = self.stream
         state = self._vary({**state, "parameters": parameters, "optimizer": optimizer})
         rows = lax.dynamic_index_in_dim(jnp.asarray(stream.rows), lax.axis_index(self.axis), 2, keepdims=False)
@@ -176,9 +169,9 @@ class Asynchronous:
         period = len(stream.rows) - stream.beginning
         microbatch, key = (read(state[name], 0) for name in ("batch", "key"))
         passes = self._stage_passes(state["parameters"], microbatch, key)
-        zeros = self._vary(_zeros(self.x))
-        context = self._sample_context(state, microbatch, key)
-        state["sums"] = self._vary(_float32(jax.eval_shape(passes.forward, context, zeros)[1]))
+        context = self._sample_context(state["parameters"], microbatch, key)
+        sums = jax.eval_shape(passes.forward, context, self._vary(zeros(self.x)))[1]
+        state["sums"] = self._vary(zeros(sums, jnp.float32))
 
         def tick(state: dict[str, Any], _: None) -> tuple[dict[str, Any], None]:
             time = state["tick"]
@@ -192,18 +185,15 @@ class Asynchronous:
                 messages = write(messages, row[way], state["boxes"][way])
             carry = {name: value for name, value in state.items() if name not in ("tick", "messages", "boxes")}
 
-            def action(run: Any) -> Callable[..., Any]:
-                def branch(state: Any, messages: Any) -> Any:
-                    # each branch reads its own operands, or a TPU moves the pool into its fast memory for all of them
-                    x = where(lax.axis_index(self.axis) > 0, read(messages, row["x"]))
-                    g = where(lax.axis_index(self.axis) < stream.ranks - 1, read(messages, row["g"]))
-                    return self._vary(run(passes, state, row, x, g))
+            def branch(action: Callable[..., tuple[Any, Any]], state: Any, messages: Any) -> Any:
+                # each branch reads its own operands, or a TPU moves the pool into its fast memory for all of them
+                x = where(lax.axis_index(self.axis) > 0, read(messages, row["x"]))
+                g = where(lax.axis_index(self.axis) < stream.ranks - 1, read(messages, row["g"]))
+                return self._vary(action(passes, state, row, x, g))
 
-                return branch
-
-            runs = [action(run) for run in (_idle, self._forward, self._backward)]
-            carry, message = lax.switch(kind, runs, carry, messages)
-            boxes = {way: self._shift(message, step) for way, step in WAYS.items()}
+            branches = [functools.partial(branch, action) for action in (_idle, self._forward, self._backward)]
+            carry, message = lax.switch(kind, branches, carry, messages)
+            boxes = {way: shifted(message, self.axis, stream.ranks, way) for way in WAYS}
             return self._vary({**carry, "tick": time + 1, "messages": messages, "boxes": boxes}), None
 
         state, _ = lax.scan(tick, state, None, length=ticks)
@@ -211,6 +201,7 @@ class Asynchronous:
         return Advanced(parameters, optimizer, jax.tree.map(lambda leaf: leaf[None], state), sums)
 
     def _forward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
+        """F: adds the sums, keeps the stash, and sends the output."""
         del g
         with jax.named_scope("pipeline_F"):
             y, sums, stash = passes.forward(self._row_context(state, row, self._weights_of(state, row)), x)
@@ -218,6 +209,7 @@ class Asynchronous:
         return {**state, "sums": total, "kept": write(state["kept"], row["kept"], stash)}, y
 
     def _backward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
+        """B: adds or applies the gradients of this stage, and sends that of the input."""
         stage = lax.axis_index(self.axis)
         weights = self._weights_of(state, row)
         if self.remedies.correction is not None:
@@ -260,7 +252,14 @@ class Asynchronous:
         return self.stream.versions > 1 or self.compute is not None
 
     def _compute_weights(self, parameters: Any) -> Any:
+        """The weights that stages compute with, of these parameters."""
         return parameters if self.compute is None else self.compute(parameters)
+
+    def _copies(self, parameters: Any) -> Any:
+        """A pool with as many copies of the weights as there are versions."""
+        if not self._has_copies:
+            return ()
+        return jax.tree.map(lambda leaf: jnp.repeat(leaf, self.stream.versions, 0), self._compute_weights(parameters))
 
     def _weights_of(self, state: dict[str, Any], row: dict[str, Any]) -> Any:
         """(weights, shared) for the action of this row."""
@@ -269,15 +268,15 @@ class Asynchronous:
         return jax.tree.map(lambda leaf: leaf[0], state["parameters"])
 
     def _stage_passes(self, parameters: Any, microbatch: Any, key: Any) -> Any:
+        """Forward and backward of the stage for the stream's stash."""
         if self.stream.stash == "input":
             return FromInput(self.stage, self._vary)
-        state = {"parameters": parameters}
-        zeros = self._vary(_zeros(self.x))
-        return FromResiduals(self.stage, self._vary, self._sample_context(state, microbatch, key), zeros, split=False)
+        context = self._sample_context(parameters, microbatch, key)
+        return FromResiduals(self.stage, self._vary, context, self._vary(zeros(self.x)), split=False)
 
-    def _sample_context(self, state: dict[str, Any], microbatch: Any, key: Any) -> StageContext:
+    def _sample_context(self, parameters: Any, microbatch: Any, key: Any) -> StageContext:
         """The context of a sample action, for its shapes."""
-        weights, shared = jax.tree.map(lambda leaf: leaf[0], self._compute_weights(state["parameters"]))
+        weights, shared = jax.tree.map(lambda leaf: leaf[0], self._compute_weights(parameters))
         return self._vary(StageContext(weights, shared, microbatch, At(jnp.int32(0), jnp.int32(0)), key))
 
     def _row_context(self, state: dict[str, Any], row: dict[str, Any], pair: Any) -> StageContext:
@@ -292,13 +291,8 @@ class Asynchronous:
         """Microbatches that enter with each call."""
         return jax.tree.leaves(in_flight["batch"])[0].shape[1] - self.stream.carried
 
-    def _shift(self, message: Any, step: int) -> Any:
-        """The message from the neighbour."""
-        ranks = self.stream.ranks
-        route = [(rank, (rank + step) % ranks) for rank in range(ranks)]
-        return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis, route), message)
-
     def _vary(self, tree: Any) -> Any:
+        """A tree marked as varying over the manual axes."""
         return vary(tree, self.manual)
 
 
@@ -309,12 +303,5 @@ def _idle(passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: An
 
 
 def _microbatches(batch: Any) -> int:
+    """Number of microbatches of a batch."""
     return jax.tree.leaves(batch)[0].shape[0]
-
-
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-
-def _float32(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)

@@ -12,10 +12,10 @@ Left to its caller: the `jax.shard_map` around it, every reduction over devices 
 unequal stages (inside the stage function), updates (`asynchronous.py` has those inside a schedule).
 """
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -24,7 +24,7 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.run.actions import Actions
 from jaxscale.pipeline.run.passes import At, StageFunction
 from jaxscale.pipeline.run.phases import phases
-from jaxscale.pipeline.run.pools import empty, read, vary, write
+from jaxscale.pipeline.run.pools import empty, read, shifted, vary, write, zeros
 from jaxscale.pipeline.run.tables import MESSAGES, Tables
 from jaxscale.trees import named_leaves
 
@@ -98,10 +98,10 @@ def execute(
     actions = Actions(tables, stage, weights, shared, batch, key, x, manual, readers, hosted, frozen)
     table = np.stack([tables.columns[name] for name in tables.columns], axis=1)
     rows = lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(axis), 2, keepdims=False)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
+    no_message = zeros(x)
     state = {
         "messages": empty(x, tables.messages + 1),
-        "boxes": {way: zeros for way in MESSAGES if tables.meets(way)},
+        "boxes": {way: no_message for way in MESSAGES if tables.meets(way)},
         "sums": actions.start(),
     }
     run = _one_loop if lowering == "switch" else _few_loops
@@ -111,18 +111,11 @@ def execute(
 
 def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) -> _Tick:
     """One tick: `tick(state, row, travels, kinds)`."""
-    ranks = tables.schedule.ranks
-    routes = {
-        way: [(rank, (rank + step) % ranks) for rank in range(ranks)]
-        for way, step in (("from_left", 1), ("from_right", -1))
-    }
 
     def send(message: Any, way: str, travels: Any) -> Any:
         """A message to the neighbour; `travels` is the same on all devices, so they exchange together or not at all."""
 
-        def shift(tree: Any) -> Any:
-            return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, routes[way]), tree)
-
+        shift = functools.partial(shifted, axis=axis, ranks=tables.schedule.ranks, way=way)
         if isinstance(travels, bool):
             return shift(message) if travels else message
         return lax.cond(travels, shift, lambda tree: tree, message)
@@ -144,31 +137,24 @@ def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) ->
     return tick
 
 
-def _travels(tables: Tables) -> dict[str, np.ndarray]:
-    """For each direction that is used, bool[tick]: whether a message travels."""
-    flags = {"from_left": tables.right, "from_right": tables.left}
-    return {way: flag for way, flag in flags.items() if flag.any()}
-
-
 def _one_loop(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
     """One loop over all ticks, with a branch for each kind; a direction used in every tick needs no gate."""
-    flags = _travels(tables)
-    gates = {way: jnp.asarray(flag) for way, flag in flags.items() if not flag.all()}
+    gates = {way: jnp.asarray(flags) for way, flags in tables.travels.items() if not flags.all()}
 
     def step(state: Any, xs: Any) -> tuple[Any, None]:
         row, gate = xs
-        return tick(state, row, {way: gate.get(way, True) for way in flags}, tables.kinds), None
+        return tick(state, row, {way: gate.get(way, True) for way in tables.travels}, tables.kinds), None
 
     return lax.scan(step, state, (rows, gates))[0]
 
 
 def _few_loops(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
     """A loop for each phase of a lock-step table, with the kinds of its motif unrolled."""
-    flags, start = _travels(tables), 0
+    start = 0
     for motif, repeats in phases(tables):
         span = slice(start, start + repeats * len(motif))
         gates = [
-            {way: bool(flag[span][turn :: len(motif)].any()) for way, flag in flags.items()}
+            {way: bool(flags[span][turn :: len(motif)].any()) for way, flags in tables.travels.items()}
             for turn in range(len(motif))
         ]
 
@@ -183,6 +169,7 @@ def _few_loops(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
 
 
 def _check(tables: Tables, weights: Any, batch: Any, lowering: Lowering) -> None:
+    """Refuse arguments whose first dims do not fit the schedule, and a lowering that the table does not have."""
     schedule = tables.schedule
     for label, tree, count in (("batch", batch, schedule.microbatches), ("weights", weights, schedule.chunks)):
         for name, leaf in named_leaves(tree).items():

@@ -18,7 +18,7 @@ from jax.extend import core as jex
 
 from jaxscale.compat import prune
 from jaxscale.pipeline.run.named import names_of
-from jaxscale.pipeline.run.pools import cotangents, gradients
+from jaxscale.pipeline.run.pools import cotangents, gradients, zeros
 from jaxscale.pipeline.run.split import divide
 
 
@@ -140,8 +140,7 @@ class FromResiduals:
 
         self._vary, self._key = vary, context.key
         self._program, shapes = jax.make_jaxpr(forward, return_shape=True)(context, x)
-        ((y, self._objective), pull, _) = shapes
-        self._y = y
+        ((self._y, self._objective), pull, _) = shapes
         self._results_tree = jax.tree.structure(shapes)
         leaves, self._pull = jax.tree.flatten(pull)
         outputs = jax.tree.structure(shapes[0]).num_leaves
@@ -155,8 +154,8 @@ class FromResiduals:
         self.hosted: tuple[bool, ...] = tuple(not residual_names.isdisjoint(hosted) for residual_names in names)
         self._halves = None
         if split:
-            zeros = [vary(jnp.zeros(leaf.shape, leaf.dtype)) for leaf in self.kept]
-            self._halves = divide(self._gradients_by_half, context, zeros, x, kept=(True, True, False))
+            stash = [vary(zeros(leaf)) for leaf in self.kept]
+            self._halves = divide(self._gradients_by_half, context, stash, x, kept=(True, True, False))
         self.cut: tuple[Any, ...] = self._halves.cut if self._halves else ()
 
     def _classify(self, context: StageContext) -> None:
@@ -171,16 +170,15 @@ class FromResiduals:
         free += [False] * (len(jaxpr.invars) - context_leaves)
         self._input_numbers: dict[int, int] = {}
         self._stash_places: list[int] = []
-        recomputed: list[int] = []
+        self._recomputed: list[int] = []
         for place, var in enumerate(jaxpr.outvars[self._span]):
             if not isinstance(var, jex.Literal) and inputs.get(var, context_leaves) < context_leaves:
                 self._input_numbers[place] = inputs[var]
             elif any(reads and not flag for reads, flag in zip(self._pruned(place)[1], free, strict=True)):
                 self._stash_places.append(place)
             else:
-                recomputed.append(place)
-        self._recomputed = recomputed
-        self._recompute, self._recompute_reads = self._pruned(*recomputed)
+                self._recomputed.append(place)
+        self._recompute, self._recompute_reads = self._pruned(*self._recomputed)
 
     def _pruned(self, *places: int) -> tuple[Any, list[bool]]:
         """The program of these residuals alone, and for each input whether the program reads it."""
@@ -216,24 +214,24 @@ class FromResiduals:
         return (shared, dx), weights
 
     def _gradients(self, context: StageContext, stash: Any, g: Any) -> tuple[Any, Any]:
+        """((weights, shared), dx) from the remembered and the recomputed residuals."""
         inputs = jax.tree.leaves(context)
         residuals: dict[int, Any] = {place: inputs[input_number] for place, input_number in self._input_numbers.items()}
         operands = [value for value, reads in zip(inputs, self._recompute_reads, strict=False) if reads]
         residuals |= dict(zip(self._recomputed, jex.jaxpr_as_fun(self._recompute)(*operands), strict=True))
         for place, value in zip(self._stash_places, stash, strict=True):
-            residuals[place] = self._as_residual(place, value)
+            aval = self._program.jaxpr.outvars[self._span.start + place].aval
+            if _is_key(aval):  # a slot holds a key's data
+                value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(self._key))
+            residuals[place] = value
         pull = jax.tree.unflatten(self._pull, [residuals[place] for place in range(len(residuals))])
         cotangent = self._vary(jnp.ones(self._objective.shape, self._objective.dtype))
         weights, shared, dx = pull((cotangents(g, self._y), cotangent))
         return (weights, shared), dx
 
-    def _as_residual(self, place: int, value: Any) -> Any:
-        """A remembered value as the residual at this place: key data become a key again."""
-        aval = self._program.jaxpr.outvars[self._span.start + place].aval
-        return jax.random.wrap_key_data(value, impl=jax.random.key_impl(self._key)) if _is_key(aval) else value
-
 
 def _is_key(leaf: Any) -> bool:
+    """Whether a leaf is a random key."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

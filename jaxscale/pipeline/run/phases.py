@@ -32,6 +32,7 @@ def phases(tables: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
 
 
 def _repeats(kinds: tuple[int, ...], start: int, width: int) -> int:
+    """How often the motif of this width is repeated from `start` on."""
     motif, repeats = kinds[start : start + width], 1
     while kinds[start + repeats * width : start + (repeats + 1) * width] == motif:
         repeats += 1

@@ -12,6 +12,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxscale.compat import varying_axes
 from jaxscale.sharding.memory_space import on_host, to_device, to_host
 
+WAYS = {"from_left": 1, "from_right": -1}
+"""Origins of messages of other ranks, and the step of each along the ranks."""
+
 
 def vary(tree: Any, axes: Sequence[str]) -> Any:
     """A tree marked as varying over manual axes.
@@ -41,6 +44,17 @@ def empty(tree: Any, slots: int, hosted: Any = False) -> Any:
         return to_host(zeros) if on_host else zeros
 
     return jax.tree.map(pool, tree, jax.tree.broadcast(hosted, tree))
+
+
+def zeros(tree: Any, dtype: Any = None) -> Any:
+    """Zeros of the shapes of a tree, and of its types unless `dtype` is given."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype or leaf.dtype), tree)
+
+
+def shifted(message: Any, axis: str, ranks: int, way: str) -> Any:
+    """The message that the neighbour from which `way` comes sends at the same time."""
+    route = [(rank, (rank + WAYS[way]) % ranks) for rank in range(ranks)]
+    return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, route), message)
 
 
 def read(pool: Any, slot: Any) -> Any:

@@ -61,6 +61,7 @@ class Division:
         return jax.tree.unflatten(self.trees[2], outputs[self.trees[1].num_leaves :])
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
+        """The leaves of arguments like those that the function was divided for."""
         leaves, tree = jax.tree.flatten(args)
         assert tree == self.trees[0], "the arguments are not those that the function was divided for"
         return leaves

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
+from jaxscale.pipeline.builders import by_slot
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.slots import by_slot
 
 
 def _cells(ranks: int, microbatches: int) -> Iterator[tuple[int, int, Action]]:
+    """(rank, slot, action) of every action."""
     for i in range(microbatches):
         unit, place = divmod(i, ranks)
         up, turn = divmod(place, ranks // 2)

@@ -9,10 +9,9 @@ between its stages: (p-1 + (v-1)(p-m))/(vm + p-1 + (v-1)(p-m)).
 import itertools
 
 from jaxscale.errors import UserError
+from jaxscale.pipeline.builders import Lane, single_route, weave
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.routes import straight
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.weave import Lane, weave
 
 
 def groups(ranks: int, microbatches: int) -> list[range]:
@@ -49,17 +48,9 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
         backwards = [(stage, i) for part in parts for stage in reversed(stages) for i in part]
         warmup = min((chunks - 1) * len(parts[0]) + 2 * (ranks - 1 - rank), passes)
         phases = ("F", warmup), ("F B", passes - warmup), ("B", warmup)
-        orders.append(weave({"": Lane(tuple(forwards), tuple(backwards))}, *phases))
+        orders.append(weave(Lane(tuple(forwards), tuple(backwards)), *phases))
         bound.append(min(warmup + 1, passes))
-    return Schedule(
-        name="interleaved",
-        orders=tuple(orders),
-        stages=chunks * ranks,
-        microbatches=microbatches,
-        routes=(straight(ranks, chunks),),
-        route=(0,) * microbatches,
-        bound=tuple(bound),
-    )
+    return single_route("interleaved", orders, microbatches, bound, route=(*range(ranks),) * chunks)
 
 
 METHOD = Method("interleaved", "1F1B with v stages a device", interleaved, chunks=2, interleaves=True)

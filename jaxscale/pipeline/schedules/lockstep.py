@@ -9,14 +9,14 @@ kind, it needs no conditional.
 from collections.abc import Iterator
 
 from jaxscale.pipeline.action import Action, Kind
+from jaxscale.pipeline.builders import by_slot, single_route
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.routes import straight
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules.interleaved import groups
-from jaxscale.pipeline.slots import by_slot
 
 
 def _cells(ranks: int, microbatches: int, chunks: int) -> Iterator[tuple[int, int, Action]]:
+    """(rank, slot, action) of every action; forwards take even slots, backwards odd ones."""
     parts = groups(ranks, microbatches)
     ramp = (chunks - 1) * max(ranks, len(parts[0])) + ranks - 1  # turns until the last stage has its first microbatch
     for part in parts:
@@ -40,17 +40,14 @@ def lockstep(ranks: int, microbatches: int, chunks: int) -> Schedule:
         chunks: v; rank r has the stages r, p + r, 2p + r, ...
     """
     largest_group = max(ranks, len(groups(ranks, microbatches)[0]))
-    return Schedule(
-        name="lockstep",
-        orders=by_slot(ranks, _cells(ranks, microbatches, chunks)),
-        stages=chunks * ranks,
-        microbatches=microbatches,
-        routes=(straight(ranks, chunks),),
-        route=(0,) * microbatches,
+    waiting = (chunks - 1) * largest_group
+    return single_route(
+        "lockstep",
+        by_slot(ranks, _cells(ranks, microbatches, chunks)),
+        microbatches,
+        bound=(min(waiting + 2 * (ranks - rank) - 1, chunks * microbatches) for rank in range(ranks)),
+        route=(*range(ranks),) * chunks,
         cycle=(Kind.F, Kind.B),
-        bound=tuple(
-            min((chunks - 1) * largest_group + 2 * (ranks - rank) - 1, chunks * microbatches) for rank in range(ranks)
-        ),
     )
 
 

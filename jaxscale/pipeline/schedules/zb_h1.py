@@ -5,10 +5,9 @@ Weight gradients of stage s follow s microbatches behind its input gradients, so
 """
 
 from jaxscale.pipeline.action import Action
+from jaxscale.pipeline.builders import Lane, single_route, weave
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.routes import straight
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.weave import Lane, weave
 
 
 def delayed(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Action, ...], ...]:
@@ -32,7 +31,7 @@ def delayed(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Action, ..
             ("I W", warmup - lone_inputs),
             ("W", delay),
         )
-        orders.append(weave({"": Lane.of_stage(stage, microbatches)}, *phases))
+        orders.append(weave(Lane.of_stage(stage, microbatches), *phases))
     return tuple(orders)
 
 
@@ -43,15 +42,8 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
         ranks: p, one stage each.
         microbatches: m, any.
     """
-    return Schedule(
-        name="zb-h1",
-        orders=delayed(ranks, microbatches, reach=1),
-        stages=ranks,
-        microbatches=microbatches,
-        routes=(straight(ranks),),
-        route=(0,) * microbatches,
-        bound=(min(ranks, microbatches),) * ranks,
-    )
+    bound = (min(ranks, microbatches),) * ranks
+    return single_route("zb-h1", delayed(ranks, microbatches, reach=1), microbatches, bound)
 
 
 METHOD = Method("zb-h1", "1F1B with weight gradients in the bubble", zb_h1)

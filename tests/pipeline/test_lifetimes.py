@@ -3,7 +3,7 @@
 import hypothesis
 from hypothesis import strategies
 
-from jaxscale.pipeline.run.registers import allocate
+from jaxscale.pipeline.run.lifetimes import allocate
 
 LIVES = strategies.lists(strategies.tuples(strategies.integers(0, 30), strategies.integers(1, 9)), max_size=40)
 
