@@ -163,12 +163,12 @@ def _conv_flop(eqn: Any) -> int:
     """FLOP of taps on input elements: neither padding nor the holes of a dilated input count, as in XLA."""
     numbers, output = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
     lhs, rhs = (var.aval.shape for var in eqn.invars[:2])
-    spatial_dims = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
-    windows = zip(*(eqn.params[n] for n in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")), strict=True)
+    spatial_dims = (spec[2:] for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
+    windows = (eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation"))
     taps = math.prod(
-        _valid_taps(lhs[from_dim], rhs[kernel_dim], output[to_dim], stride, low, lhs_dilation, rhs_dilation)
-        for (from_dim, kernel_dim, to_dim), (stride, (low, _), lhs_dilation, rhs_dilation) in zip(
-            spatial_dims, windows, strict=True
+        _valid_taps(lhs[from_dim], rhs[kernel_dim], output[to_dim], stride, low_padding, lhs_dilation, rhs_dilation)
+        for from_dim, kernel_dim, to_dim, stride, (low_padding, _), lhs_dilation, rhs_dilation in zip(
+            *spatial_dims, *windows, strict=True
         )
     )
     input_channels = rhs[numbers.rhs_spec[1]]  # of one feature group
