@@ -8,22 +8,25 @@ decoded and encoded anew, array by array, where they lie. Weights that were spli
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.lowbit.codebooks import MAPS
 from jaxscale.lowbit.quantize import Quantized, decode, encode
 from jaxscale.lowbit.split_weights import join, split
 from jaxscale.sharding.memory_space import to_device
+from jaxscale.sharding.zero import placed_axes
 from jaxscale.state.canonical import PARAMS
 from jaxscale.state.naming import CODES, SCALE
-from jaxscale.typing import Array
+from jaxscale.typing import Array, PyTree
 
-Abstract = Mapping[str, jax.ShapeDtypeStruct]
+Abstract: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +88,7 @@ def forms_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Form]:
     return forms
 
 
-def conversion(entries: Mapping[str, Sequence[Any]], abstract: Abstract) -> Conversion:
+def conversion(entries: Mapping[str, Sequence[PyTree]], abstract: Abstract) -> Conversion:
     """How the arrays of a checkpoint become those that a step wants.
 
     Args:
@@ -157,16 +160,16 @@ def corrections(names: Iterable[str]) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=256)
-def _joined(sharding: NamedSharding) -> Any:
+def _joined(sharding: NamedSharding) -> Callable[[Array, Array], Array]:
     return jax.jit(join, out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=256)
-def _split(sharding: NamedSharding) -> Any:
+def _split(sharding: NamedSharding) -> Callable[[Array], tuple[Array, Array]]:
     return jax.jit(split, out_shardings=(sharding, sharding))
 
 
-def change_lines(changes: Any) -> tuple[str, ...]:
+def change_lines(changes: Iterable[tuple[Form, Form]]) -> tuple[str, ...]:
     """Notes for the user on changes, a line for each kind.
 
     Example:
@@ -187,7 +190,9 @@ def _exact(old: Form, new: Form) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _changed(old: Form, new: Form, targets: tuple[tuple[Any, NamedSharding], ...]) -> Any:
+def _changed(
+    old: Form, new: Form, targets: tuple[tuple[np.dtype, NamedSharding], ...]
+) -> Callable[[list[Array]], list[Array]]:
     """A compiled function from the arrays of one form to those of another."""
 
     def change(arrays: list[Array]) -> list[Array]:
@@ -210,7 +215,6 @@ def fitting(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     """The sharding of an array of another shape: whole along the dims that do not divide."""
     mesh, entries = sharding.mesh, list(sharding.spec)[: len(shape)]
     for dim, entry in enumerate(entries):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        if shape[dim] % functools.reduce(lambda ways, axis: ways * mesh.shape[axis], axes, 1):
+        if shape[dim] % math.prod(mesh.shape[axis] for axis in placed_axes(PartitionSpec(entry))):
             entries[dim] = None
     return NamedSharding(mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)

@@ -9,11 +9,11 @@ parameters, and the other is sent a copy at the start of every step.
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 import numpy as np
 from flax import nnx
 
+from jaxscale.blocks import Model
 from jaxscale.errors import UserError
 from jaxscale.layers.stack import Chain
 from jaxscale.pipeline.plan import PipelinePlan
@@ -226,7 +226,7 @@ def _checked(stages: Stages, pipeline: PipelinePlan) -> Stages:
     return stages
 
 
-def period_of(model: Any) -> int:
+def period_of(model: Model) -> int:
     """Layers after which a model's blocks repeat: those of unlike attention come in turn, and a stage has whole turns.
 
     Example:

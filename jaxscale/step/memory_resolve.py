@@ -6,7 +6,6 @@ their values, bytes per device and microbatch, FLOP, and seconds where the chip'
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -22,6 +21,7 @@ from jaxscale.platforms.platform import Chip, chips
 from jaxscale.programs.collect import BlockCall, collect
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes
+from jaxscale.state.layout import Device
 from jaxscale.step.gradients import Objective
 from jaxscale.values.units import rate, size
 
@@ -43,7 +43,7 @@ def _check_in_flight(plan: Plan) -> None:
         )
 
 
-def decide_memory(objective: Objective, devices: Sequence[Any]) -> Decision:
+def decide_memory(objective: Objective, devices: Sequence[Device]) -> Decision:
     """What the plan's memory rule comes to, for the blocks as the step will call them.
 
     Args:
@@ -62,7 +62,7 @@ def decide_memory(objective: Objective, devices: Sequence[Any]) -> Decision:
     return decision
 
 
-def _decided(objective: Objective, devices: Sequence[Any]) -> Decision:
+def _decided(objective: Objective, devices: Sequence[Device]) -> Decision:
     plan = objective.planned.plan.memory
     foreign = getattr(objective.planned.experiment.model, "foreign", False)
     if plan.rule == "file":

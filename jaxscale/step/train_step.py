@@ -10,33 +10,34 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Container, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from flax import nnx
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
 from jaxscale.memory.decision import Decision
+from jaxscale.programs.flop import model_flop
 from jaxscale.recipe.kernels import Taken
 from jaxscale.replicas.reduce import GradientExchange
 from jaxscale.state import batches
 from jaxscale.state.canonical import Canonical
 from jaxscale.state.extra import StateExtra
-from jaxscale.state.first_weights import first_weights
-from jaxscale.state.layout import Layout, local_bytes
+from jaxscale.state.layout import Layout, first_weights, local_bytes
 from jaxscale.state.naming import Naming
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
-from jaxscale.step.compiled import Compiled
+from jaxscale.step.compiled_checks import Compiled, check_compiled, check_host_bytes, check_kept_on_host
 from jaxscale.step.gradients import Objective, accuracy, evaluate
-from jaxscale.step.host import check_host_bytes, describe
-from jaxscale.step.kernel_trace import KernelTrace, check_taken
+from jaxscale.step.host import describe
 from jaxscale.step.meetings import Meetings
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline
 from jaxscale.step.replicas import Replicas
+from jaxscale.step.traced_checks import KernelTrace, check_taken, check_traced
 from jaxscale.step.update import Update
-from jaxscale.typing import Array, Batch, Float, Params
+from jaxscale.typing import Array, Batch, Float, Params, PyTree
 
 StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 """From a state and a global batch to the next state and its metrics."""
@@ -111,7 +112,7 @@ class TrainStep:
         self.meetings = None
         if parts.replicas is not None:
             self.meetings = Meetings(parts.replicas, layout, self.experiment.steps, self._kernels.noted)
-        self._executable: Any = None
+        self._executable: jax.stages.Compiled | None = None
         # up to JAX 0.10, collectives of some fifty programs in flight starve one another of a CPU's threads
         self._one_at_a_time = layout.mesh.size > 1 and layout.platform == "cpu"
         # up to JAX 0.10 a compiled program refuses its own 4-bit arrays; `jit` runs the same program, compiled once
@@ -120,7 +121,7 @@ class TrainStep:
     # -- facts ---------------------------------------------------------------------------------------------------------
 
     @property
-    def mesh(self) -> Any:
+    def mesh(self) -> Mesh | AbstractMesh:
         """The devices and their axes."""
         return self.layout.mesh
 
@@ -178,15 +179,11 @@ class TrainStep:
 
     def model_flop(self, batch: Batch) -> int:
         """FLOP of the matrix products and convolutions of a step's forward and backward pass, nothing recomputed."""
-        from jaxscale.programs.flop import model_flop
-
         context = self.objective.planned.context(None)
         context = dataclasses.replace(context, attention="plain", loss_chunk=None, loss="reference")
 
         def objective(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
-            module = self.pure_model.module(params, rest)
-            loss = self.experiment.model.loss(module, batch, context)
-            return loss.total
+            return self.experiment.model.loss(self.pure_model.module(params, rest), batch, context).total
 
         return model_flop(jax.grad(objective), self.pure_model.whole, self.pure_model.rest, batches.shapes(batch))
 
@@ -212,7 +209,7 @@ class TrainStep:
 
     def init(self) -> TrainState:
         """The state before the first step. Every leaf is created already sharded, never whole on one device."""
-        params, rest = first_weights(self.experiment.model, self.pure_model, self.layout)
+        params, rest = first_weights(self.pure_model, self.layout)
         places = self.layout.state
         params, optimizer = self._first_optimizer(params)
         step, watch = jax.jit(
@@ -224,7 +221,7 @@ class TrainStep:
             state = dataclasses.replace(state, extra={**state.extra, extra.name: value})
         return state
 
-    def _first_optimizer(self, params: Params) -> tuple[Params, Any]:
+    def _first_optimizer(self, params: Params) -> tuple[Params, PyTree]:
         """The weights as they are kept, and the optimizer's state before the first step."""
         places = self.layout.state
         if self.update.split:
@@ -261,7 +258,7 @@ class TrainStep:
         """A note for the user on what a checkpoint with these arrays lacks, behind a semicolon; mostly empty."""
         return "".join(extra.notes(names, self.canonical_abstract()) for extra in self.extras)
 
-    def module(self, state: TrainState) -> Any:
+    def module(self, state: TrainState) -> nnx.Module:
         """The user's module with the parameters of a state, for generation, export, or a look inside."""
         params = state.params
         if self.plan.offload.masters:
@@ -273,30 +270,45 @@ class TrainStep:
 
     def compile(self, batch: Batch) -> Compiled:
         """Compile the step for batches like `batch` (global shapes), and check that every request took effect."""
-        from jaxscale.step.program_checks import check_compiled, check_kept_on_host, check_traced
-
         start = time.perf_counter()
         traced = self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))
-        check_traced(self, traced.jaxpr, batch)
+        self.check_traced(traced.jaxpr, batch)
         self.check_kernels()
         executable = traced.lower().compile()
         seconds = time.perf_counter() - start
-        check_compiled(self, executable)
+        check_compiled(self.layout, self.optimizer, self.extras, executable)
         self._executable = executable
         memory = executable.memory_analysis()
-        check_kept_on_host(self, memory)
-        check_host_bytes(self.layout, memory, executable.as_text)
+        assert memory is not None, "CPU, GPU and TPU all report it"
+        check_kept_on_host(self.layout, self.decision, memory.host_temp_size_in_bytes)
+        check_host_bytes(self.layout, memory.host_argument_size_in_bytes, executable.as_text)
         if self.meetings is not None:
             start = time.perf_counter()
             self.meetings.compile()
             seconds += time.perf_counter() - start
         return Compiled.of(executable, seconds)
 
+    def check_traced(self, jaxpr: ClosedJaxpr, batch: Batch) -> None:
+        """Refuse requests that the model does not take up.
+
+        Args:
+            jaxpr: of the whole step.
+            batch: arrays or shapes that the step was traced for.
+
+        Raises:
+            UserError: with the request, and the way round.
+        """
+
+        def evaluation() -> ClosedJaxpr:
+            return self.evaluate_fn.trace(self.layout.abstract, self.abstract_batch(batch)).jaxpr
+
+        check_traced(self.objective.planned, self.decision, batch, jaxpr, evaluation)
+
     def check_kernels(self) -> None:
         """Refuse a plan that names a kernel which the step does not take, once it is traced.
 
         Raises:
-            UserError: as it says.
+            UserError: with the kernel that is named, and the one that is taken.
         """
         if self.meetings is not None and self.codec is not None:  # which takes its kernels there
             self.meetings.trace()

@@ -26,13 +26,14 @@ import json
 import math
 from collections.abc import Container, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxscale.blocks import Loss
 from jaxscale.errors import UserError
 from jaxscale.offload.updates import plainly
 from jaxscale.pipeline.run.asynchronous import Asynchronous, UpdateAt
@@ -46,21 +47,29 @@ from jaxscale.replicas.reduce import GradientExchange, GradientLeaf, squared_res
 from jaxscale.state.batches import batch_shapes
 from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS, Layout
-from jaxscale.state.naming import Naming, plain
+from jaxscale.state.naming import Naming, Part, plain
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
 from jaxscale.step.exchange import describe_codec
+from jaxscale.step.pipelined.forms import Microbatch, Named
 from jaxscale.step.pipelined.gradients import MANUAL, Pipelined
 from jaxscale.step.pipelined.reads import shared_copies, weight_program
 from jaxscale.step.planned_model import PlannedModel, positive
-from jaxscale.trees import path_name
-from jaxscale.typing import Array, Batch
+from jaxscale.trees import named_leaves, path_name
+from jaxscale.typing import Array, Batch, Key, PyTree
 
 IN_FLIGHT = "in_flight"
 """Name of the extra, which another plan, or another version, leaves behind."""
 OWN = PartitionSpec(MANUAL)
 """Placement of what each device has of its own, along the first dim."""
-Flight = dict[str, Any]
+Flight: TypeAlias = dict[str, PyTree]
+"""What is in flight: "pipe", and of each stage "free" (optimizer state of no parameter's shape), "watch", "codes"."""
+Parameters: TypeAlias = tuple[Named, Named]
+"""Of one stage, behind a first dim of 1: its layers', and its copies of what all share."""
+Carry: TypeAlias = dict[str, PyTree]
+"""Of one stage: "owned" and "free" optimizer state, "watch", "codes", and sums of the step, "squares" and "sent"."""
+Scaled: TypeAlias = tuple[Microbatch, Array]
+"""One or several microbatches, and what the loss of each is scaled by."""
 CORRECTION = 0.135
 """PipeMare's D, as its theory has it: exp(-2)."""
 ANNEAL = 4
@@ -130,7 +139,7 @@ class AsyncPipeline:
         planned = self.planned
         if not isinstance(planned.plan.reduce, Codec):
             return None
-        stacked, shared = self.synchronous.split(planned.pure_model.params)
+        stacked, shared = self.synchronous.divided(named_leaves(planned.pure_model.params))
         leaves = {
             name: GradientLeaf((self.stages.depth, *leaf.shape[1:]), PartitionSpec(), layers=True)
             for name, leaf in stacked.items()
@@ -140,16 +149,18 @@ class AsyncPipeline:
 
     # -- one stage -----------------------------------------------------------------------------------------------------
 
-    def _computed(self, parameters: Any) -> Any:
+    def _computed(self, parameters: Parameters) -> Parameters:
         """Parameters in the type computed in."""
         dtype = jnp.dtype(self.planned.plan.precision)
         return jax.tree.map(lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, parameters)
 
-    def _pipe(self, parameters: Any, batch: Any, key: Any) -> Asynchronous:
+    def _pipe(self, parameters: Parameters, batch: Scaled, key: Key) -> Asynchronous:
         """The executor, inside the manual region."""
         stage = self.synchronous.stage(self.synchronous.loss, lambda loss: loss.total + loss.penalty)
 
-        def scaled(stacked: Any, shared: Any, x: Any, microbatch: Any, at: At, key: Any) -> Any:
+        def scaled(
+            stacked: Named, shared: Named, x: PyTree, microbatch: Scaled, at: At, key: Key
+        ) -> tuple[PyTree, Array, PyTree]:
             part, scale = microbatch
             y, objective, sums = stage(stacked, shared, x, part, at, key)
             return y, objective * scale, sums
@@ -169,17 +180,21 @@ class AsyncPipeline:
             manual=MANUAL,
         )
 
-    def _update(self, parameters: Any, gradients: Any, carry: dict[str, Any], at: UpdateAt) -> tuple[Any, Any]:
+    def _update(
+        self, parameters: Parameters, gradients: Parameters, carry: Carry, at: UpdateAt
+    ) -> tuple[Parameters, Carry]:
         """Of one stage: gradients added up over the data axes, judged, clipped and applied."""
         del at
-        stacked, shared = jax.tree.map(lambda leaf: self._over_rows(leaf[0]), gradients)
+        apart = {PIPE_AXIS} if self.codec is None else {PIPE_AXIS, REPLICA_AXIS}
+        axes = [axis for axis in MANUAL if axis not in apart]  # a codec adds up the gradients of replicas
+        stacked, shared = jax.tree.map(lambda leaf: self.synchronous.reduced(leaf[0], axes, PartitionSpec()), gradients)
         codec, codes, states = self.codec, carry["codes"], {}
         if codec is not None:
             sums = jax.tree.map(lambda leaf: leaf * codec.replicas, {**stacked, **shared})
             reduced, states = self._reduced(codec, sums, codes["states"], codes["updates"])
             stacked, shared = ({name: reduced[name] for name in part} for part in (stacked, shared))
-        gradients = self.synchronous.joined(stacked, shared)
-        norm = optax.tree.norm(gradients)
+        means = self.synchronous.joined(stacked, shared)
+        norm = optax.tree.norm(means)
         good, watch = carry["watch"].judge(norm, norm, self.planned.experiment.guard)
         if codec is not None:
             states = jax.tree.map(lambda new, old: jnp.where(good, new, old), states, codes["states"])
@@ -187,18 +202,18 @@ class AsyncPipeline:
             carry = {**carry, "sent": carry["sent"] + codec.wire_bytes_at(carry["codes"]["updates"])}
         leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
         params = self.synchronous.joined(*jax.tree.map(lambda leaf: leaf[0], parameters))
-        after, state = self.advance(gradients, self._optimizer.unflatten(leaves), params, norm, good)
+        after, state = self.advance(means, self._optimizer.unflatten(leaves), params, norm, good)
         owned, free = self._divided(jax.tree.leaves(state))
         squares = carry["squares"] + jnp.square(norm)
         carry |= {"owned": owned, "free": free, "watch": watch, "codes": codes, "squares": squares}
         return jax.tree.map(lambda leaf: leaf[None], self.synchronous.split(after)), carry
 
     def _reduced(
-        self, codec: GradientExchange, gradients: Any, states: Any, updates: Array
-    ) -> tuple[dict[str, Array], Any]:
+        self, codec: GradientExchange, gradients: Named, states: PyTree, updates: Array
+    ) -> tuple[Named, PyTree]:
         """One stage's gradients averaged over the replicas, manual over the axes that are left: kernels want all."""
 
-        def inside(gradients: Any, states: Any, updates: Array) -> tuple[dict[str, Array], Any]:
+        def inside(gradients: Named, states: PyTree, updates: Array) -> tuple[Named, PyTree]:
             return codec.inside(gradients, states, updates, (REPLICA_AXIS,))
 
         return jax.shard_map(
@@ -210,15 +225,7 @@ class AsyncPipeline:
             check_vma=False,
         )(gradients, states, updates)
 
-    def _over_rows(self, gradient: Array) -> Array:
-        """One gradient, added up over the devices of this stage; a codec adds up those of replicas."""
-        if self.planned.plan.reduce == "bfloat16":
-            gradient = gradient.astype(jnp.bfloat16)
-        apart = {PIPE_AXIS} if self.codec is None else {PIPE_AXIS, REPLICA_AXIS}
-        over = [axis for axis in MANUAL if axis not in apart and self.layout.mesh.shape[axis] > 1]
-        return (jax.lax.psum(gradient, over) if over else gradient).astype(jnp.float32)
-
-    def _divided(self, leaves: list[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+    def _divided(self, leaves: list[Array]) -> tuple[dict[int, Array], dict[int, Array]]:
         """Leaves of the optimizer's state that have a parameter's shape, and the others, by their place."""
         owned = {i: leaf for i, leaf in enumerate(leaves) if self._owners[i]}
         return owned, {i: leaf for i, leaf in enumerate(leaves) if not self._owners[i]}
@@ -228,7 +235,7 @@ class AsyncPipeline:
     def in_flight(self, state: TrainState) -> Flight:
         """An empty pipe, whose stages have made as many updates as a state has steps."""
 
-        def body(stacked: Any, shared: Any, free: Any, watch: Watch, updates: Array) -> Any:
+        def body(stacked: Named, shared: Named, free: dict[int, Array], watch: Watch, updates: Array) -> Flight:
             parameters = jax.tree.map(lambda leaf: leaf[None], stacked), shared
             rows = self.planned.experiment.batch // self.group // self._ways
             zeros = {
@@ -248,7 +255,7 @@ class AsyncPipeline:
         _, free = self._divided(jax.tree.leaves(state.optimizer))
         each, same = PartitionSpec(PIPE_AXIS), PartitionSpec()
         with self.planned.tracing():
-            return self.synchronous.mapped(body, (each, each, same, same, same), OWN)(
+            return self.planned.mapped(body, MANUAL, (each, each, same, same, same), OWN)(
                 *self.synchronous.split(state.params), free, state.watch, state.step
             )
 
@@ -299,7 +306,9 @@ class AsyncPipeline:
         stacked = {i: not owner or self.planned.pure_model.stacked(owner) for i, owner in enumerate(self._owners)}
         each, same, rows = PartitionSpec(PIPE_AXIS), PartitionSpec(), PartitionSpec(None, BATCH_AXES)
 
-        def body(weights: Any, shared: Any, owned: Any, flight: Any, batch: Any, key: Any) -> Any:
+        def body(
+            weights: Named, shared: Named, owned: dict[int, Array], flight: Flight, batch: Scaled, key: Key
+        ) -> tuple[Named, Named, dict[int, Array], Flight, tuple[Loss, Array, dict[str, Array]]]:
             parameters = jax.tree.map(lambda leaf: leaf[None], weights), shared
             mine = jax.tree.map(lambda leaf: leaf[0], {name: flight[name] for name in ("free", "watch", "codes")})
             owned = {i: leaf if stacked[i] else leaf[0] for i, leaf in owned.items()}
@@ -324,7 +333,7 @@ class AsyncPipeline:
             key = self.planned.key(state)
             inputs, outputs = (each, each, each, OWN, (rows, same), same), (each, each, each, OWN, same)
             parts = (self.synchronous.microbatches(batch), scale)
-            weights, shared, owned, flight, (loss, norm, coded) = self.synchronous.mapped(body, inputs, outputs)(
+            weights, shared, owned, flight, (loss, norm, coded) = self.planned.mapped(body, MANUAL, inputs, outputs)(
                 *self.synchronous.split(state.params), owned, state.extra[IN_FLIGHT], parts, key
             )
         # of every stage, once
@@ -385,7 +394,7 @@ class InFlight:
         flight = jax.jit(self.pipeline.in_flight, out_shardings=shardings)(replace(state, extra=extra))
         return replace(state, extra={**extra, self.name: flight})
 
-    def parts(self, naming: Naming, abstract: TrainState) -> Any:
+    def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
         """As of `StateExtra`: under a name made of all that a pipe depends on, so that no other plan takes it up."""
         pipeline, flight = self.pipeline, abstract.extra[self.name]
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(flight)]

@@ -22,31 +22,41 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 
 from jaxscale import blocks
-from jaxscale.blocks import Context, Cut
-from jaxscale.sharding.zero import without
+from jaxscale.blocks import Between, Context, Cut
+from jaxscale.offload.weights import Streamed
+from jaxscale.sharding.zero import placed_axes, without
 from jaxscale.state.layout import PIPE_AXIS
 from jaxscale.state.stages import Stages
 from jaxscale.step.planned_model import PlannedModel
 from jaxscale.trees import filled, named_leaves, path_name
-from jaxscale.typing import Array, Batch, Key, Params
+from jaxscale.typing import Array, Batch, Int, Key, Params, PyTree
 
-Scored = Callable[[Any, Batch, Context], Any]
+Scored: TypeAlias = Callable[[nnx.Module, Batch, Context], PyTree]
 """From the module, a microbatch and the settings of the pass to sums."""
-Named = dict[str, Any]
+Named: TypeAlias = dict[str, Array]
 """Arrays by the name of their parameter."""
+Weights: TypeAlias = Mapping[str, Array | Streamed]
+"""Arrays by the name of their parameter, some of which may come from the host."""
+Microbatch: TypeAlias = tuple[Batch, Array]
+"""Rows of a batch, and the index of each in the global batch."""
+Run: TypeAlias = Callable[..., PyTree]
+"""Runs blocks, as a cut model passes it to `blocks.Between`."""
 
 
 class Reached(Exception):
     """Carries a traced value out of the model, which need not run on."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: PyTree) -> None:
         super().__init__("a traced value, on its way out of the model")
         self.value = value
 
@@ -61,19 +71,14 @@ class Parts:
         behind: from the last block's output to sums.
     """
 
-    before: Callable[..., Any]
-    inside: Callable[..., Any]
-    behind: Callable[..., Any]
+    before: Callable[..., PyTree]
+    inside: Callable[..., PyTree]
+    behind: Callable[..., PyTree]
 
 
 @runtime_checkable
 class StageForm(Protocol):
     """How stages read the parameters of their blocks. `StackForm` and `ChainForm` are its two kinds."""
-
-    @property
-    def depth(self) -> int | None:
-        """Blocks that run one after the other on a device; `None` where each is traced."""
-        ...
 
     def is_staged(self, name: str) -> bool:
         """Whether a parameter is read by one stage alone."""
@@ -123,8 +128,8 @@ def added_home(stages: Stages, gradients: Named) -> Named:
 
 
 def _traced_cut(
-    planned: PlannedModel, cut: Cut, score: Scored, by_name: Named, microbatch: tuple[Batch, Array], key: Key
-) -> Any:
+    planned: PlannedModel, cut: Cut, score: Scored, by_name: Weights, microbatch: Microbatch, key: Key
+) -> PyTree:
     """What a model with its blocks cut scores, or the value that left it earlier."""
     batch, examples = microbatch
     module = planned.pure_model.module(filled(planned.pure_model.params, by_name), {})
@@ -147,11 +152,6 @@ class StackForm:
     planned: PlannedModel
     stages: Stages
 
-    @property
-    def depth(self) -> int:
-        """Blocks of the deepest stage."""
-        return self.stages.depth
-
     def is_staged(self, name: str) -> bool:
         """As of `StageForm`."""
         return self.planned.pure_model.stacked(name)
@@ -162,23 +162,25 @@ class StackForm:
         numbers = jnp.asarray(self.stages.numbers)
         gather = self._gathered if plan.zero == 3 or (plan.zero and plan.offload.weights == "host") else None
 
-        def traced(between: blocks.Between, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
+        def traced(
+            between: Between, stacked: Weights, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]
+        ) -> PyTree:
             cut = Cut(numbers[stage], self.stages.starts, self.stages.padded, between, gather)
             return _traced_cut(planned, cut, score, {**stacked, **shared}, microbatch, key)
 
-        def stop(run: Any, x: Any) -> Any:
-            raise Reached(x)
+        def before(*args: PyTree) -> PyTree:
+            def between(run: Run, x: PyTree) -> PyTree:
+                raise Reached(x)
 
-        def before(*args: Any) -> Any:
-            return traced(stop, *args)
+            return traced(between, *args)
 
-        def inside(x: Any, *args: Any) -> Any:
-            def between(run: Callable[[Any], Any], _: Any) -> Any:
+        def inside(x: PyTree, *args: PyTree) -> PyTree:
+            def between(run: Run, _: PyTree) -> PyTree:
                 raise Reached(run(x))
 
             return traced(between, *args)
 
-        def behind(x: Any, *args: Any) -> Any:
+        def behind(x: PyTree, *args: PyTree) -> PyTree:
             return traced(lambda run, _: x, *args)
 
         return Parts(before, inside, behind)
@@ -192,9 +194,9 @@ class StackForm:
         start = len(parts) - parts[::-1].index("layers")
         specs = {"/".join(name[start:]): read_spec(planned, "/".join(name)) for name in names}
 
-        def whole(path: Any, leaf: Array) -> Array:
+        def whole(path: KeyPath, leaf: Array) -> Array:
             for dim, entry in enumerate(specs[path_name(path)]):
-                if "fsdp" in ((entry,) if isinstance(entry, str) else entry or ()):
+                if "fsdp" in placed_axes(PartitionSpec(entry)):
                     # the first dim of a placement is the layers', which a block has no more
                     leaf = jax.lax.all_gather(leaf, "fsdp", axis=dim - 1, tiled=True)
             return leaf
@@ -251,7 +253,7 @@ class MessageForm:
         [[0.0, 1.0, 2.0, 3.0], [7]]
     """
 
-    shapes: Sequence[Any]
+    shapes: Sequence[PyTree]
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -264,18 +266,18 @@ class MessageForm:
             longest = {name: max(longest.get(name, 0), elements[name]) for name in {**longest, **elements}}
         return dict(sorted(longest.items()))
 
-    def pack(self, tree: Any) -> dict[str, Array]:
+    def pack(self, tree: PyTree) -> dict[str, Array]:
         """A message in the form of all."""
         flat: dict[str, list[Array]] = {name: [] for name in self.lengths}
         for leaf in jax.tree.leaves(tree):
             flat[str(leaf.dtype)].append(leaf.reshape(-1))
         return {name: padded(flat[name], length, name) for name, length in self.lengths.items()}
 
-    def unpack(self, packed: Mapping[str, Array], boundary: int) -> Any:
+    def unpack(self, packed: Mapping[str, Array], boundary: int) -> PyTree:
         """The message at a boundary: 0 enters the first stage."""
         at = dict.fromkeys(packed, 0)
 
-        def leaf(shape: Any) -> Array:
+        def leaf(shape: jax.ShapeDtypeStruct) -> Array:
             name, size = str(shape.dtype), math.prod(shape.shape)
             at[name] += size
             return packed[name][at[name] - size : at[name]].reshape(shape.shape)
@@ -283,7 +285,7 @@ class MessageForm:
         return jax.tree.map(leaf, self.shapes[boundary])
 
 
-def padded(parts: Sequence[Array], length: int, dtype: Any) -> Array:
+def padded(parts: Sequence[Array], length: int, dtype: DTypeLike) -> Array:
     """Flat arrays one behind the other, and zeros behind the last."""
     rest = length - sum(part.size for part in parts)
     return jnp.concatenate([*parts, jnp.zeros((rest,), dtype)])
@@ -300,11 +302,6 @@ class ChainForm:
 
     planned: PlannedModel
     stages: Stages
-
-    @property
-    def depth(self) -> None:
-        """Blocks are unlike, and each is traced."""
-        return None
 
     @functools.cached_property
     def _prefix(self) -> str:
@@ -362,12 +359,12 @@ class ChainForm:
 
     def _block_params(self, flat: Array, stage: int) -> list[Params]:
         """The parameters of a stage's blocks, as each block has them."""
-        layers: Any = self.planned.pure_model.params
+        layers: Params = self.planned.pure_model.params
         for part in self._prefix.strip("/").split("/"):
             layers = layers[part]
         first, count = self.stages.starts[stage], self.stages.layers[stage]
 
-        def leaf(path: Any, _: Any) -> Array:
+        def leaf(path: KeyPath, _: jax.ShapeDtypeStruct) -> Array:
             place = self.places[f"{self._prefix}{path_name(path)}"]
             return flat[place.begin : place.end].reshape(place.shape)
 
@@ -383,30 +380,32 @@ class ChainForm:
         planned = self.planned
         ends = [0, *itertools.accumulate(self.stages.layers)]
 
-        def traced(between: Any, shared: Any, microbatch: Any, key: Any) -> Any:
+        def traced(between: Between, shared: Named, microbatch: Microbatch, key: Key) -> PyTree:
             # the blocks get theirs from the stage's array, and these are never read
             absent = {name: jnp.zeros(place.shape, planned.plan.precision) for name, place in self.places.items()}
             cut = Cut(jnp.zeros((0,), jnp.int32), self.stages.starts, False, between)
             return _traced_cut(planned, cut, score, {**absent, **shared}, microbatch, key)
 
-        def wire(run: Any, x: Any) -> MessageForm:
+        def wire(run: Run, x: PyTree) -> MessageForm:
             shapes = [jax.eval_shape(lambda x: x, x)]
             for start, stop in itertools.pairwise(ends):
                 shapes.append(jax.eval_shape(run(start, stop), shapes[-1]))
             return MessageForm(shapes)
 
-        def before(stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
-            def between(run: Any, x: Any) -> Any:
+        def before(stacked: Named, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]) -> Named:
+            def between(run: Run, x: PyTree) -> PyTree:
                 raise Reached(wire(run, x).pack(x))
 
             return traced(between, shared, microbatch, key)
 
-        def inside(packed: Any, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
-            def between(run: Any, x: Any) -> Any:
+        def inside(
+            packed: Named, stacked: Named, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]
+        ) -> Named:
+            def between(run: Run, x: PyTree) -> PyTree:
                 form = wire(run, x)
 
-                def branch(number: int) -> Callable[[Any, Any], Any]:
-                    def compute(flat: Any, packed: Any) -> Any:
+                def branch(number: int) -> Callable[[Array, Named], Named]:
+                    def compute(flat: Array, packed: Named) -> Named:
                         blocks_of = run(ends[number], ends[number + 1], self._block_params(flat, number))
                         return form.pack(blocks_of(form.unpack(packed, number)))
 
@@ -417,8 +416,10 @@ class ChainForm:
 
             return traced(between, shared, microbatch, key)
 
-        def behind(packed: Any, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
-            def between(run: Any, x: Any) -> Any:
+        def behind(
+            packed: Named, stacked: Named, shared: Named, microbatch: Microbatch, key: Key, stage: Array
+        ) -> PyTree:
+            def between(run: Run, x: PyTree) -> PyTree:
                 return wire(run, x).unpack(packed, len(self.stages.layers))
 
             return traced(between, shared, microbatch, key)
