@@ -340,7 +340,7 @@ def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params
         """A host array put on the devices shard by shard; dims that are padded in the model get zeros."""
         if array.shape != abstract.shape:
             padding = [(0, want - have) for have, want in zip(array.shape, abstract.shape, strict=True)]
-            array = np.pad(np.asarray(array), padding)
+            array = np.pad(np.asarray(array), padding)  # pyright: ignore[reportAssignmentType]
         return jax.make_array_from_callback(
             abstract.shape, sharding, lambda index: np.asarray(array[index or ()], abstract.dtype)
         )

@@ -33,7 +33,7 @@ from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import REPLICA_AXIS, Layout, Shapes, shardings_of
 from jaxscale.state.naming import Naming, Part, roles
 from jaxscale.state.pure_model import PureModel
-from jaxscale.state.train_state import TrainState
+from jaxscale.state.train_state import Metrics, TrainState
 from jaxscale.step.compiled_checks import bytes_over, check_alone
 from jaxscale.step.exchange import REDUCE, Exchanged, leaves_of_gradients
 from jaxscale.step.gradients import LossAndGradients, Objective
@@ -204,14 +204,15 @@ class Replicas:
 
     # -- meetings ------------------------------------------------------------------------------------------------------
 
-    def meet(self, part: int, state: TrainState) -> tuple[TrainState, dict[str, Array]]:
+    def meet(self, part: int, state: TrainState) -> tuple[TrainState, Metrics]:
         """A part of the weights moves by what replicas have moved it: a function to jit, the state being donated.
 
         Where one replica's weights are not finite, all stay as they are.
         """
         stage, names, mesh = self.stages[part], self.fragments[part], self.plain.mesh
         whole, rows = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
-        value, metrics, extra = state.extra[self.name], {}, dict(state.extra)
+        value, extra = state.extra[self.name], dict(state.extra)
+        metrics: Metrics = {}
         shared, own = named_leaves(state.params), named_leaves(value[WEIGHTS])
         momenta = named_leaves(value.get(MOMENTUM, {}))
         here = {name: shared[name] for name in names}

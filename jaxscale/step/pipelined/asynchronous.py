@@ -286,7 +286,7 @@ class AsyncPipeline:
         good, watch = state.watch.judge(mean, norm, self.planned.experiment.guard)
         params, optimizer = self.advance(gradients, state.optimizer, state.params, norm, good)
         after = replace(state, step=state.step + 1, params=params, optimizer=optimizer, watch=watch)
-        metrics = {"loss": mean, "grad_norm": norm, "weight": loss.weight}
+        metrics: Metrics = {"loss": mean, "grad_norm": norm, "weight": loss.weight}
         if self.codec is not None:  # which is not at work yet
             metrics |= {"residual_norm": jnp.zeros(()), "wire_bytes": jnp.float32(self.codec.exact_bytes)}
         return replace(after, extra={IN_FLIGHT: self.in_flight(after)}), metrics
