@@ -61,12 +61,7 @@ def batch_shapes(experiment: Experiment) -> Batch:
 
 def shapes(batch: Batch, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a global batch, of arrays or of shapes."""
-    return {
-        name: jax.ShapeDtypeStruct(
-            np.shape(rows) if not hasattr(rows, "shape") else rows.shape, rows.dtype, sharding=sharding
-        )
-        for name, rows in batch.items()
-    }
+    return {name: jax.ShapeDtypeStruct(np.shape(rows), rows.dtype, sharding=sharding) for name, rows in batch.items()}
 
 
 def span(where: Sequence[slice], rows: int) -> tuple[int, int]:

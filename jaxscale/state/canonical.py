@@ -155,20 +155,15 @@ class Canonical:
                 continue
             pieces = [arrays[name] for name in part.names]
             waiting.subtract(part.names)
-            if waiting[part.names[0]] or part.rows is not None:
-                join = _joined(None, part.key, leaf, part.rows)
-                leaves.append(jax.block_until_ready(join(pieces)))
-                if not waiting[part.names[0]] and isinstance(pieces[0], jax.Array):
-                    pieces[0].delete()
-                continue
-            alike = pieces[0].shape == leaf.shape and pieces[0].dtype == leaf.dtype
-            if alike and part.key is None and part.stacked is None:
+            last_read = not waiting[part.names[0]]
+            whole = part.rows is None and part.key is None and part.stacked is None and last_read
+            if whole and pieces[0].shape == leaf.shape and pieces[0].dtype == leaf.dtype:
                 leaves.append(jax.device_put(pieces[0], leaf.sharding))
                 continue
-            join = _joined(part.stacked, part.key, leaf, order=part.order)
+            join = _joined(part.stacked, part.key, leaf, part.rows, part.order)
             leaves.append(jax.block_until_ready(join(pieces)))
             for array in pieces:
-                if isinstance(array, jax.Array):
+                if last_read and isinstance(array, jax.Array):
                     array.delete()
         state = jax.tree.unflatten(self._treedef, leaves)
         for extra in self._extras:
@@ -186,8 +181,8 @@ def _joined(
     dim: int | None,
     key: str | None,
     leaf: jax.ShapeDtypeStruct,
-    rows: tuple[int, int] | None = None,
-    order: tuple[int, ...] = (),
+    rows: tuple[int, int] | None,
+    order: tuple[int, ...],
 ) -> Callable[[list[Array]], Array]:
     """A compiled function from a leaf's arrays to the leaf; leaves of one shape and placement share it."""
 

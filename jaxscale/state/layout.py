@@ -114,31 +114,17 @@ def kept(plan: Plan, params: Params) -> Params:
 def placements_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) -> dict[str, Placement]:
     """Where the tensors of each parameter live, by its name."""
     rules, copied = effective_rules(plan), plan.precision != "float32"
-    params = named_leaves(pure_model.params)
-    placements = {
-        name: placement(
-            leaf.shape[1:] if name in pure_model.copies else leaf.shape,
-            pure_model.names.get(name),
-            plan.zero,
-            copied,
-            mesh,
-            rules,
-        )
-        for name, leaf in params.items()
-    }
-    if pure_model.copies:
-        # a stage's copy of what all share stays on its device
-        return {
-            name: stacked_over(place, PIPE_AXIS) if name in pure_model.copies else place
-            for name, place in placements.items()
-        }
-    if plan.pipeline is None:
-        return placements
-    # what all stages share is gathered to be read, and split over them between steps
-    return {
-        name: place if pure_model.stacked(name) else over(place, PIPE_AXIS, params[name].shape, mesh)
-        for name, place in placements.items()
-    }
+    placements = {}
+    for name, leaf in named_leaves(pure_model.params).items():
+        shape = leaf.shape[1:] if name in pure_model.copies else leaf.shape
+        place = placement(shape, pure_model.names.get(name), plan.zero, copied, mesh, rules)
+        if name in pure_model.copies:  # a stage's copy of what all share stays on its device
+            place = stacked_over(place, PIPE_AXIS)
+        elif plan.pipeline is not None and not pure_model.stacked(name):
+            # what all stages share is gathered to be read, and split over them between steps
+            place = over(place, PIPE_AXIS, shape, mesh)
+        placements[name] = place
+    return placements
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -196,16 +182,10 @@ class Layout:
             transform_non_params=lambda _: whole,
             is_leaf=is_quantized,
         )
-        watch = jax.eval_shape(Watch.start)
-        step = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
+        step, watch = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), Watch.start()))
         abstract = TrainState(step, params, opt, pure_model.rest, watch)
-        shardings = TrainState(
-            step=jax.tree.map(lambda _: whole, step),
-            params=masters,
-            optimizer=opt_shardings,
-            rest=jax.tree.map(lambda _: whole, pure_model.rest),
-            watch=jax.tree.map(lambda _: whole, watch),
-        )
+        everywhere = jax.tree.map(lambda _: whole, abstract)
+        shardings = dataclasses.replace(everywhere, params=masters, optimizer=opt_shardings)
         placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
         gradients = tree("gradient", lambda name: plan.offload.gradients == "host" and of_a_block(name))
         return cls(plan, mesh, rules, placements, masters, gradients, tree("compute"), shardings, placed)

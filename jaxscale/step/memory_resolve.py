@@ -33,16 +33,6 @@ _OF_SEGMENTS = ("sqrt", "periodic", "revolve", "chain")
 """Rules that run segments of several blocks again."""
 
 
-def _check_in_flight(plan: Plan) -> None:
-    """Refuse a decision that offloads what an asynchronous pipeline has in flight; the rule has a row of its own."""
-    if plan.asynchronous and plan.stages_keep == "residuals":
-        raise UserError(
-            f"memory {plan.memory} with pipeline {plan.pipeline}: what its stages keep is in flight from step to step, "
-            "and lies on the device; add the option stash=input, with which a stage offloads within its backward, or "
-            "take a synchronous pipeline"
-        )
-
-
 def decide_memory(objective: Objective, devices: Sequence[Device]) -> Decision:
     """What the plan's memory rule comes to, for the blocks as the step will call them.
 
@@ -53,12 +43,20 @@ def decide_memory(objective: Objective, devices: Sequence[Device]) -> Decision:
     Raises:
         UserError: the rule does not fit the model, or its budget is below the least possible.
     """
-    decision = _decided(objective, devices)
+    decision, plan = _decided(objective, devices), objective.planned.plan
     segments = decision.chain is not None or (decision.stack is not None and decision.stack.segment is not None)
-    if objective.planned.plan.offload.weights == "host" and segments:
-        raise _whole_stack(objective.planned.plan.memory)
-    if decision.host_bytes:
-        _check_in_flight(objective.planned.plan)
+    if plan.offload.weights == "host" and segments:
+        raise UserError(
+            f"memory {plan.memory} with offload.weights host: segments of several blocks are cut out of the stacked "
+            "weights, and all of them would come to the device at once; take save:BYTES of at least the blocks' "
+            "inputs, none, dots or full"
+        )
+    if decision.host_bytes and plan.asynchronous and plan.stages_keep == "residuals":  # the rule has a row of its own
+        raise UserError(
+            f"memory {plan.memory} with pipeline {plan.pipeline}: what its stages keep is in flight from step to step, "
+            "and lies on the device; add the option stash=input, with which a stage offloads within its backward, or "
+            "take a synchronous pipeline"
+        )
     return decision
 
 
@@ -99,14 +97,6 @@ def _check_made_for(plan: MemoryPlan, decision: Decision, calls: Sequence[BlockC
             f"memory {plan}: it was made for block {', '.join(decision.blocks)}, and this model has "
             f"{', '.join(blocks)}: another model, another version of it, or other shapes; make it anew"
         )
-
-
-def _whole_stack(plan: MemoryPlan) -> UserError:
-    return UserError(
-        f"memory {plan} with offload.weights host: segments of several blocks are cut out of the stacked weights, and "
-        "all of them would come to the device at once; take save:BYTES of at least the blocks' inputs, none, dots or "
-        "full"
-    )
 
 
 def _no_segments(plan: MemoryPlan) -> UserError:

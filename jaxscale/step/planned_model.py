@@ -6,7 +6,7 @@ Whoever takes gradients or scores a batch holds one (`gradients.py`, `pipelined/
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import ParamSpec, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ from jaxscale.state.train_state import TrainState
 from jaxscale.step.host import streamed_weights
 from jaxscale.typing import Array, Batch, Float, Key, Params, PyTree
 
-P = ParamSpec("P")
 R = TypeVar("R")
 FromWeights = Callable[[Params], Params]
 """From the differentiated leaves to the parameters of the module."""
@@ -78,7 +77,7 @@ class PlannedModel:
         pipelined = self.plan.pipeline is not None
         return offloading_later(treatment) if pipelined and self.plan.stages_keep == "residuals" else treatment
 
-    def mapped(self, body: Callable[P, R], manual: Sequence[str], inputs: Specs, outputs: Specs) -> Callable[P, R]:
+    def mapped(self, body: Callable[..., R], manual: Sequence[str], inputs: Specs, outputs: Specs) -> Callable[..., R]:
         """`body` on every device, manual over some axes; all that is traced in it is placed by the axes that are left.
 
         Args:
@@ -91,9 +90,9 @@ class PlannedModel:
             for field in dataclasses.fields(AxisRules)
         }
 
-        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        def inside(*parts: PyTree) -> R:
             with place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**automatic)):
-                return body(*args, **kwargs)
+                return body(*parts)
 
         return jax.shard_map(
             inside,

@@ -13,7 +13,7 @@ without DiLoCo, from θ; and a run that had none takes it up.
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,6 @@ from jaxscale.trees import filled, named_leaves, path_name
 from jaxscale.typing import Array, Batch, Bool, Params, PyTree
 from jaxscale.values.byte_sizes import bytes_at_least
 
-P = ParamSpec("P")
 R = TypeVar("R")
 OUTER = "outer"
 """Name of the extra: what is each replica's own, and the outer momentum."""
@@ -260,7 +259,7 @@ class Replicas:
             extra[self.name][MOMENTUM] = filled(value[MOMENTUM], momenta)
         return dataclasses.replace(state, params=filled(state.params, shared), extra=extra), metrics
 
-    def _alone(self, function: Callable[P, R], inputs: Specs, outputs: Specs) -> Callable[P, R]:
+    def _alone(self, function: Callable[..., R], inputs: Specs, outputs: Specs) -> Callable[..., R]:
         """`function` in a region that is manual over replicas: what it moves stays in its replica."""
         return jax.shard_map(
             function,

@@ -122,7 +122,7 @@ def check_traced(
     decision: Decision | None,
     batch: Batch,
     jaxpr: ClosedJaxpr,
-    evaluation: Callable[[], ClosedJaxpr],
+    evaluation: Callable[[], jax.stages.Traced],
 ) -> None:
     """Compare a traced step with its plan.
 
@@ -158,7 +158,7 @@ def check_traced(
     if plan.precision == "bfloat16":
         share = _narrow_share(equations)
         if share < 0.5:  # an optimizer that decomposes matrices, or a codec, may have more products than the model
-            share = _narrow_share(_equations(evaluation().jaxpr, 1))
+            share = _narrow_share(_equations(evaluation().jaxpr.jaxpr, 1))
         if share < 0.5:
             raise UserError(
                 f"precision bfloat16: {1 - share:.0%} of the FLOP of this model's matrix products are not in bfloat16; "

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
+from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
 from jaxscale.programs.flop import model_flop
 from jaxscale.recipe.kernels import Taken
@@ -37,7 +38,7 @@ from jaxscale.step.pipelined.asynchronous import AsyncPipeline
 from jaxscale.step.replicas import Replicas
 from jaxscale.step.traced_checks import KernelTrace, check_taken, check_traced
 from jaxscale.step.update import Update
-from jaxscale.typing import Array, Batch, Float, Params, PyTree
+from jaxscale.typing import Array, Batch, Float, Params
 
 StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 """From a state and a global batch to the next state and its metrics."""
@@ -211,7 +212,12 @@ class TrainStep:
         """The state before the first step. Every leaf is created already sharded, never whole on one device."""
         params, rest = first_weights(self.pure_model, self.layout)
         places = self.layout.state
-        params, optimizer = self._first_optimizer(params)
+        if self.update.split:
+            start = jax.jit(self.update.start, out_shardings=(places.params, places.optimizer))
+            params, optimizer = start(params)
+        else:
+            init = self.optimizer.init if self.replicas is None else self.replicas.init_optimizer
+            optimizer = jax.jit(init, out_shardings=places.optimizer)(params)
         step, watch = jax.jit(
             lambda: (jnp.zeros((), jnp.int32), Watch.start()), out_shardings=(places.step, places.watch)
         )()
@@ -220,14 +226,6 @@ class TrainStep:
             value = jax.jit(extra.init, out_shardings=places.extra[extra.name])(state)
             state = dataclasses.replace(state, extra={**state.extra, extra.name: value})
         return state
-
-    def _first_optimizer(self, params: Params) -> tuple[Params, PyTree]:
-        """The weights as they are kept, and the optimizer's state before the first step."""
-        places = self.layout.state
-        if self.update.split:
-            return jax.jit(self.update.start, out_shardings=(places.params, places.optimizer))(params)
-        init = self.optimizer.init if self.replicas is None else self.replicas.init_optimizer
-        return params, jax.jit(init, out_shardings=places.optimizer)(params)
 
     @functools.cached_property
     def _canonical(self) -> Canonical:
@@ -298,10 +296,7 @@ class TrainStep:
         Raises:
             UserError: with the request, and the way round.
         """
-
-        def evaluation() -> ClosedJaxpr:
-            return self.evaluate_fn.trace(self.layout.abstract, self.abstract_batch(batch)).jaxpr
-
+        evaluation = functools.partial(self.evaluate_fn.trace, self.layout.abstract, self.abstract_batch(batch))
         check_traced(self.objective.planned, self.decision, batch, jaxpr, evaluation)
 
     def check_kernels(self) -> None:
@@ -355,19 +350,19 @@ class TrainStep:
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         after, metrics = self.parts.function(state, batch)
-        return after, {**metrics, **self._progress(state.watch, after.watch)}
-
-    def _progress(self, before: Watch, after: Watch) -> Metrics:
-        rate = self.experiment.optimizer.schedule_fn(self.experiment.steps)(before.good)
-        return {
+        rate = self.experiment.optimizer.schedule_fn(self.experiment.steps)(state.watch.good)
+        progress = {
             "learning_rate": jnp.asarray(rate, jnp.float32),
-            "skipped": after.skipped,
-            "skipped_in_row": after.in_row,
+            "skipped": after.watch.skipped,
+            "skipped_in_row": after.watch.in_row,
         }
+        return after, {**metrics, **progress}
 
     def _mean_gradients(self, state: TrainState, batch: Batch) -> Params:
         if self.stream is not None:
-            raise self.stream.without_gradients()
+            raise UserError(
+                f"{self.stream.asked}: a step has no gradients of its own: each stage updates by others, on its way"
+            )
         return self.objective.gradients(state, batch)[1]
 
     def _evaluate(self, state: TrainState, batch: Batch) -> Loss:

@@ -34,7 +34,6 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
-from jaxscale.errors import UserError
 from jaxscale.offload.updates import plainly
 from jaxscale.pipeline.run.asynchronous import Asynchronous, UpdateAt
 from jaxscale.pipeline.run.passes import At
@@ -94,7 +93,7 @@ class AsyncPipeline:
     def __init__(self, planned: PlannedModel, stages: Stages, optimizer: optax.GradientTransformation) -> None:
         assert planned.plan.pipeline is not None
         self.planned, self.stages, self.plan = planned, stages, planned.plan.pipeline
-        self.method = METHODS[self.plan.name]
+        self.asked, self.method = f"pipeline {self.plan}", METHODS[self.plan.name]
         self.ranks, self.group = stages.schedule.ranks, stages.schedule.microbatches
         self.synchronous = Pipelined(planned, stages, METHODS["1f1b"].schedule(self.ranks, self.group, None, 1))
         self.stream = stream(self.method, self.ranks, self.group, self.plan.stash)
@@ -105,13 +104,9 @@ class AsyncPipeline:
         self.layout = Layout.of(self.held, optimizer, planned.plan, planned.layout.mesh)
         self.codec = self._codec_stage()
         self._owners = self.layout.owners(optimizer)
+        self._ways = math.prod(self.layout.mesh.shape[axis] for axis in BATCH_AXES)  # that rows are split
         self._optimizer = jax.tree.structure(self.layout.abstract.optimizer)
         self._weight = weight_program(planned, self.batch)
-
-    @property
-    def asked(self) -> str:
-        """The user's request."""
-        return f"pipeline {self.plan}"
 
     def __str__(self) -> str:
         plan, late = self.planned.plan, max(self.stream.delays)
@@ -212,12 +207,8 @@ class AsyncPipeline:
         self, codec: GradientExchange, gradients: Named, states: PyTree, updates: Array
     ) -> tuple[Named, PyTree]:
         """One stage's gradients averaged over the replicas, manual over the axes that are left: kernels want all."""
-
-        def inside(gradients: Named, states: PyTree, updates: Array) -> tuple[Named, PyTree]:
-            return codec.inside(gradients, states, updates, (REPLICA_AXIS,))
-
         return jax.shard_map(
-            inside,
+            lambda *arguments: codec.inside(*arguments, (REPLICA_AXIS,)),
             mesh=jax.sharding.get_abstract_mesh(),
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
@@ -259,11 +250,6 @@ class AsyncPipeline:
                 *self.synchronous.split(state.params), free, state.watch, state.step
             )
 
-    @property
-    def _ways(self) -> int:
-        """Parts that the rows of a microbatch are in."""
-        return math.prod(self.layout.mesh.shape[axis] for axis in BATCH_AXES)
-
     # -- one batch -----------------------------------------------------------------------------------------------------
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -290,10 +276,6 @@ class AsyncPipeline:
         if self.codec is not None:  # which is not at work yet
             metrics |= {"residual_norm": jnp.zeros(()), "wire_bytes": jnp.float32(self.codec.exact_bytes)}
         return replace(after, extra={IN_FLIGHT: self.in_flight(after)}), metrics
-
-    def without_gradients(self) -> UserError:
-        """The refusal of a request for the gradients of a step."""
-        return UserError(f"{self.asked}: a step has no gradients of its own: each stage updates by others, on its way")
 
     def newest(self, state: TrainState) -> TrainState:
         """The state of a synchronous pipeline with these weights, its optimizer aside."""

@@ -22,7 +22,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -74,27 +74,6 @@ class Parts:
     before: Callable[..., PyTree]
     inside: Callable[..., PyTree]
     behind: Callable[..., PyTree]
-
-
-@runtime_checkable
-class StageForm(Protocol):
-    """How stages read the parameters of their blocks. `StackForm` and `ChainForm` are its two kinds."""
-
-    def is_staged(self, name: str) -> bool:
-        """Whether a parameter is read by one stage alone."""
-        ...
-
-    def parts(self, score: Scored) -> Parts:
-        """The model as what stands before its blocks, its blocks, and what stands behind them."""
-        ...
-
-    def chunks(self, staged: Named) -> Named:
-        """This rank's parameters of blocks by chunk, and copies of other ranks' where a schedule has two of a stage."""
-        ...
-
-    def home(self, gradients: Named) -> Named:
-        """The inverse of `chunks` for gradients: those of copies are sent home and added."""
-        ...
 
 
 def read_spec(planned: PlannedModel, name: str) -> PartitionSpec:
@@ -153,11 +132,11 @@ class StackForm:
     stages: Stages
 
     def is_staged(self, name: str) -> bool:
-        """As of `StageForm`."""
+        """Whether a parameter is read by one stage alone."""
         return self.planned.pure_model.stacked(name)
 
     def parts(self, score: Scored) -> Parts:
-        """As of `StageForm`."""
+        """The model as what stands before its blocks, its blocks, and what stands behind them."""
         planned, plan = self.planned, self.planned.plan
         numbers = jnp.asarray(self.stages.numbers)
         gather = self._gathered if plan.zero == 3 or (plan.zero and plan.offload.weights == "host") else None
@@ -204,12 +183,12 @@ class StackForm:
         return jax.tree_util.tree_map_with_path(whole, params)
 
     def chunks(self, staged: Named) -> Named:
-        """Rows of this rank as (chunks, depth, ...)."""
+        """Rows of this rank as (chunks, depth, ...), and copies of other ranks' where a schedule has two of a stage."""
         depth = self.stages.depth
         return with_copies(self.stages, jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), staged))
 
     def home(self, gradients: Named) -> Named:
-        """As of `StageForm`."""
+        """The inverse of `chunks` for gradients: those of copies are sent home and added."""
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), added_home(self.stages, gradients))
 
 
@@ -326,7 +305,7 @@ class ChainForm:
         return max(place.end for place in self.places.values())
 
     def is_staged(self, name: str) -> bool:
-        """As of `StageForm`."""
+        """As of `StackForm`."""
         return name.startswith(self._prefix)
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -376,7 +355,7 @@ class ChainForm:
     # -- the model in parts --------------------------------------------------------------------------------------------
 
     def parts(self, score: Scored) -> Parts:
-        """As of `StageForm`; what crosses a boundary is packed."""
+        """As of `StackForm`; what crosses a boundary is packed."""
         planned = self.planned
         ends = [0, *itertools.accumulate(self.stages.layers)]
 
@@ -425,3 +404,7 @@ class ChainForm:
             return traced(between, shared, microbatch, key)
 
         return Parts(before, inside, behind)
+
+
+StageForm: TypeAlias = StackForm | ChainForm
+"""How stages read the parameters of their blocks."""

@@ -70,11 +70,6 @@ class Pipelined:
         """Actions of each tick of a step."""
         return tabulate(self.schedule, self.planned.plan.stages_keep)
 
-    @functools.cached_property
-    def scoring(self) -> Tables:
-        """The same of a forward pass alone."""
-        return tabulate(self.schedule, forward_only=True)
-
     @property
     def stage_depth(self) -> int | None:
         """Blocks that run one after the other on a device, those of the deepest stage; `None` for unlike blocks."""
@@ -206,8 +201,7 @@ class Pipelined:
     ) -> tuple[int, ...] | None:
         """The stages that read what stages share: the first and the last, where blocks read none of it; else `None`."""
         inside = self.form.parts(self.loss).inside
-        program = jax.make_jaxpr(inside)(x, chunk, shared, microbatch, key, jnp.int32(0))
-        _, used = prune(program, [True] * len(program.jaxpr.outvars))
+        used = leaves_read(inside, x, chunk, shared, microbatch, key, jnp.int32(0))
         before = len(jax.tree.leaves((x, chunk)))
         return None if any(used[before : before + len(shared)]) else (0, self.stages.schedule.stages - 1)
 
@@ -277,8 +271,9 @@ class Pipelined:
         def finish(executed: Executed) -> Sums:
             return jax.lax.psum(executed.sums, MANUAL)
 
+        scoring = tabulate(self.schedule, forward_only=True)
         with self.planned.tracing(plainly=True):
-            return self._run(self.scoring, stage, state, batch, finish, PartitionSpec())
+            return self._run(scoring, stage, state, batch, finish, PartitionSpec())
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -335,6 +330,12 @@ class Pipelined:
                     axes.remove(axis)
                     gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
         return (jax.lax.psum(gradient, axes) if axes else gradient).astype(jnp.float32)
+
+
+def leaves_read(function: Callable[..., PyTree], *arguments: PyTree) -> list[bool]:
+    """Whether a function reads each leaf of its arguments."""
+    program = jax.make_jaxpr(function)(*arguments)
+    return list(prune(program, [True] * len(program.jaxpr.outvars))[1])
 
 
 def _manual_axes(spec: PartitionSpec) -> PartitionSpec:

@@ -11,7 +11,7 @@ from jax.extend import core as jex
 
 from jaxscale.compat import prune
 from jaxscale.errors import UserError
-from jaxscale.step.pipelined.gradients import Pipelined
+from jaxscale.step.pipelined.gradients import Pipelined, leaves_read
 from jaxscale.step.planned_model import PlannedModel
 from jaxscale.trees import named_leaves
 from jaxscale.typing import Array, Batch, Float, Params, PyTree
@@ -40,8 +40,7 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
     parts = pipeline.form.parts(pipeline.loss)
 
     def read(function: Callable[..., PyTree], *x: PyTree) -> set[str]:
-        program = jax.make_jaxpr(function)(*x, *args)
-        _, used = prune(program, [True] * len(program.jaxpr.outvars))
+        used = leaves_read(function, *x, *args)
         first = len(jax.tree.leaves(x))
         return {name for name, reads in zip(names, used[first:], strict=False) if name and reads}
 
