@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from jaxscale.replicas.named import NamedCodec
 
 if TYPE_CHECKING:
+    from jaxscale.pipeline.plan import PipelinePlan
     from jaxscale.recipe.experiment import Experiment
     from jaxscale.recipe.plan import Plan
 
@@ -70,6 +71,9 @@ Condition: TypeAlias = Callable[[Facts], bool | None]
 """Whether the facts allow something; `None` while that is not known."""
 
 
+MEMORY, PIPELINE = "memory {plan.memory}", "pipeline {plan.pipeline.form}"
+
+
 def when(text: str, holds: Callable[[Facts], bool]) -> Request:
     """What a condition of the facts asks for.
 
@@ -78,6 +82,11 @@ def when(text: str, holds: Callable[[Facts], bool]) -> Request:
         holds: the condition.
     """
     return lambda facts: text.format(plan=facts.plan) if holds(facts) else None
+
+
+def of_pipeline(holds: "Callable[[PipelinePlan], bool]", text: str = PIPELINE) -> Request:
+    """What a condition of the pipeline asks for, if there is one."""
+    return when(text, lambda facts: facts.plan.pipeline is not None and holds(facts.plan.pipeline))
 
 
 def both(one: Request, other: Request) -> Request:
@@ -127,31 +136,22 @@ def memory(*rules: str) -> Request:
     return when(MEMORY, lambda facts: facts.plan.memory.rule in rules)
 
 
-MEMORY, PIPELINE = "memory {plan.memory}", "pipeline {plan.pipeline.form}"
-
-pipeline = when(PIPELINE, lambda facts: facts.plan.pipeline is not None)
-asynchronous = when(PIPELINE, lambda facts: facts.plan.asynchronous)
+pipeline = of_pipeline(lambda pipeline: True)
+asynchronous = of_pipeline(lambda pipeline: pipeline.asynchronous)
 """A pipeline that updates weights on its way."""
-newest_weights = when(PIPELINE, lambda facts: facts.plan.pipeline is not None and not facts.plan.asynchronous)
+newest_weights = of_pipeline(lambda pipeline: not pipeline.asynchronous)
 """A pipeline whose gradients are of the newest weights."""
-own_weights = when(PIPELINE, lambda facts: facts.plan.pipeline is not None and facts.plan.pipeline.name != "pipemare")
+own_weights = of_pipeline(lambda pipeline: pipeline.name != "pipemare")
 """A pipeline whose backwards read the weights of their forwards."""
+phased = of_pipeline(lambda pipeline: pipeline.lowering == "phased", "lowering phased")
+"""A pipeline without branches."""
+residuals = of_pipeline(lambda pipeline: pipeline.stash == "residuals", "stash residuals")
+"""A pipeline that keeps residuals by the memory plan."""
+correction = of_pipeline(lambda pipeline: bool(pipeline.correction), "correction {plan.pipeline.correction}")
+"""PipeMare's correction of weights."""
 unlike = when(f"{PIPELINE} of unlike blocks", lambda facts: facts.unlike)
 copied = when(PIPELINE, lambda facts: facts.copied)
 """A pipeline in which two devices have the same stage."""
-phased = when(
-    "lowering phased", lambda facts: facts.plan.pipeline is not None and facts.plan.pipeline.lowering == "phased"
-)
-"""A pipeline without branches."""
-residuals = when(
-    "stash residuals", lambda facts: facts.plan.pipeline is not None and facts.plan.stages_keep == "residuals"
-)
-"""A pipeline that keeps residuals by the memory plan."""
-correction = when(
-    "correction {plan.pipeline.correction}",
-    lambda facts: facts.plan.pipeline is not None and bool(facts.plan.pipeline.correction),
-)
-"""PipeMare's correction of weights."""
 diloco = when("diloco {plan.diloco}", lambda facts: facts.plan.diloco is not None)
 """Replicas that train alone and meet."""
 zero = when("zero {plan.zero}", lambda facts: facts.plan.zero > 0)

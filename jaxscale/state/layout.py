@@ -1,6 +1,7 @@
 """Layout: the mesh of a plan, and where every leaf of the train state lies on it."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
@@ -101,16 +102,6 @@ def check_model(plan: Plan, model: Model) -> None:
             raise UserError(f"context {length} is not a multiple of {ways}, over which the mesh {plan.mesh} splits it")
 
 
-def kept(plan: Plan, params: Params) -> Params:
-    """Shapes of the weights that are kept between steps: float32, or the bfloat16 of split ones."""
-    if plan.state.master == "float32":
-        return params
-    return jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16 if jnp.issubdtype(p.dtype, jnp.floating) else p.dtype),
-        params,
-    )
-
-
 def placements_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) -> dict[str, Placement]:
     """Where the tensors of each parameter live, by its name."""
     rules, copied = effective_rules(plan), plan.precision != "float32"
@@ -169,7 +160,10 @@ class Layout:
         masters = tree("master", lambda _: plan.offload.masters)
 
         whole = NamedSharding(mesh, PartitionSpec())
-        params = kept(plan, pure_model.params)
+        params = pure_model.params
+        if plan.state.master == "split":  # of which bfloat16 is kept between steps
+            low = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+            params = jax.tree.map(lambda p: low(p.shape) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
         opt = jax.eval_shape(optimizer.init, params)
         opt_shardings = optax.tree.map_params(
             optimizer,

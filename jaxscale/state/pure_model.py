@@ -35,11 +35,6 @@ class LazyArray(Protocol):
         """Sizes of its dims."""
         ...
 
-    @property
-    def dtype(self) -> np.dtype:
-        """Type of its elements."""
-        ...
-
     def __getitem__(self, index: Index) -> "np.ndarray | Array":
         """A part of it."""
         ...
@@ -194,11 +189,6 @@ class LayerRows:
         """Of all rows."""
         return (len(self.rows), *self.layers.shape[1:])
 
-    @property
-    def dtype(self) -> np.dtype:
-        """Of the layers."""
-        return self.layers.dtype
-
     def __getitem__(self, index: Index) -> np.ndarray:
         first, *rest = index if isinstance(index, tuple) else (index,)
         layers = [np.asarray(self.layers[(slice(max(row, 0), max(row, 0) + 1), *rest)]) for row in self.rows[first]]
@@ -217,11 +207,6 @@ class Alone:
     def shape(self) -> tuple[int, ...]:
         """Of the array, with its first dim."""
         return (1, *self.whole.shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of the whole."""
-        return self.whole.dtype
 
     def __getitem__(self, index: Index) -> np.ndarray:
         first, *rest = index if isinstance(index, tuple) else (index,)

@@ -230,7 +230,14 @@ def check_effect(experiment: Experiment, layout: Layout) -> None:
     plan, optimizer = layout.plan, layout.abstract.optimizer
     length = _positions(experiment)
     if plan.kernels.loss_chunk is not None and plan.kernels.scores == "auto" and length is not None:
-        _check_loss_chunk(plan, layout, length)
+        shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.inner_seq)
+        here = length // shards if length % shards == 0 else length
+        if plan.kernels.loss_chunk >= here:
+            where = f"{length} target positions" + (f", {here} on each of {shards} devices" if here != length else "")
+            raise UserError(
+                f"loss_chunk {plan.kernels.loss_chunk}: a row has {where}, so one chunk would hold all; take less than "
+                f"{here}, or leave loss_chunk out"
+            )
     if plan.offload.optimizer_state == "streamed" and not any(leaf.ndim for leaf in jax.tree.leaves(optimizer)):
         rule = "the rule" if experiment.optimizer.custom is not None else experiment.optimizer.name
         raise UserError(
@@ -242,18 +249,6 @@ def check_effect(experiment: Experiment, layout: Layout) -> None:
         raise UserError(
             f"synchronous_steps {pipeline.synchronous_steps} with pipeline {pipeline}: the run has {experiment.steps} "
             "steps, so the pipe would never fill; take fewer, or a synchronous pipeline"
-        )
-
-
-def _check_loss_chunk(plan: Plan, layout: Layout, length: int) -> None:
-    shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.inner_seq)
-    here = length // shards if length % shards == 0 else length
-    assert plan.kernels.loss_chunk is not None
-    if plan.kernels.loss_chunk >= here:
-        where = f"{length} target positions" + (f", {here} on each of {shards} devices" if here != length else "")
-        raise UserError(
-            f"loss_chunk {plan.kernels.loss_chunk}: a row has {where}, so one chunk would hold all; take less than "
-            f"{here}, or leave loss_chunk out"
         )
 
 

@@ -277,20 +277,18 @@ class Replicas:
 
     def saved(self, state: TrainState) -> TrainState:
         """As of `StateExtra`: the optimizer's state is what one replica would have, and all is beside it."""
-        value = state.extra[self.name]
-        one = _mean(value[WEIGHTS])
-        saved = self._saved(value, state.optimizer, one)
-        return dataclasses.replace(state, optimizer=_mean(state.optimizer), extra={**state.extra, self.name: saved})
+        return self._saved(state, _mean(state.extra[self.name][WEIGHTS]), _mean(state.optimizer))
 
     def saved_abstract(self, abstract: TrainState) -> TrainState:
         """As of `StateExtra`."""
-        saved = self._saved(abstract.extra[self.name], abstract.optimizer, self.plain.abstract.params)
-        optimizer = self.plain.abstract.optimizer
-        return dataclasses.replace(abstract, optimizer=optimizer, extra={**abstract.extra, self.name: saved})
+        return self._saved(abstract, self.plain.abstract.params, self.plain.abstract.optimizer)
 
-    def _saved(self, value: dict[str, PyTree], optimizer: optax.OptState, one: Params) -> dict[str, PyTree]:
-        saved = {ALL: {WEIGHTS: value[WEIGHTS], OPTIMIZER: optimizer}, ONE: {WEIGHTS: one}}
-        return saved | {name: value[name] for name in value if name == MOMENTUM}
+    def _saved(self, state: TrainState, weights: Params, optimizer: optax.OptState) -> TrainState:
+        """A state as a checkpoint holds it, with weights and optimizer state that one replica would have."""
+        kept = dict(state.extra[self.name])
+        everyone = {WEIGHTS: kept.pop(WEIGHTS), OPTIMIZER: state.optimizer}
+        saved = {ALL: everyone, ONE: {WEIGHTS: weights}, **kept}
+        return dataclasses.replace(state, optimizer=optimizer, extra={**state.extra, self.name: saved})
 
     def loaded(self, state: TrainState) -> TrainState:
         """As of `StateExtra`.

@@ -4,20 +4,19 @@ A step lets the microbatches of one batch enter and runs the ticks until the nex
 Its loss is that of the forwards which reach the last stage in these ticks: in PipeDream and PipeMare, whose batch is
 one microbatch, of batches that entered up to p - 1 steps before. Steps in which none gets there have no loss, a NaN.
 
-What has a meaning over all stages is done per stage, on its own gradients: clipping by the norm, the watch over bad
-steps (a non-finite or spiking gradient skips that stage's update), a codec, and the counts that a learning rate depends
-on.
-Gradients are means over the batch, so its weight is computed before its loss: it must not depend on the model.
+Each stage clips its own gradients, watches for bad steps (a non-finite or spiking gradient skips that stage's update),
+applies a codec, and counts its updates for the learning rate. Gradients are means over the batch, so the weight of the
+batch is computed before its loss: it must not depend on the model.
 
-What stages share is each one's own copy. A parameter is read before the blocks, by the first stage, or behind them, by
-the last, which the traced model tells; the other copies are zeros and stay so. A parameter that is read in both places
-(tied weights) or in the blocks would become several, and is refused.
+Each stage has a copy of its own of what stages share. The first stage reads the parameters before the blocks, the last
+one those behind them; the other copies stay zero. A parameter that is read in both places (tied weights) or in the
+blocks would become several, and is refused.
 
 Between steps the train state holds the newest weights, the optimizer's state, and what is in flight: messages, batches,
 what forwards keep, older weights, sums of gradients, each stage's watch and counts. A checkpoint has it under a name
-that is made of the plan, so a step with another plan, another pipeline or none leaves it behind: microbatches that were
-under way are lost, some of whose updates have been made. Restored without it, a pipe is filled anew. The plan's
-`synchronous_steps` come first: one synchronous step after another, clipped and watched as a whole.
+that is made of the plan, so a step with another plan leaves it behind: microbatches under way are lost, some of whose
+updates have been made. Restored without it, a pipe is filled again. The plan's `synchronous_steps` come first: one
+synchronous step after another, clipped and watched as a whole.
 """
 
 import dataclasses
@@ -25,7 +24,6 @@ import hashlib
 import json
 import math
 from collections.abc import Container, Iterable
-from dataclasses import replace
 from typing import TypeAlias
 
 import jax
@@ -208,7 +206,7 @@ class AsyncPipeline:
     ) -> tuple[Named, PyTree]:
         """One stage's gradients averaged over the replicas, manual over the axes that are left: kernels want all."""
         return jax.shard_map(
-            lambda *arguments: codec.inside(*arguments, (REPLICA_AXIS,)),
+            lambda gradients, states, updates: codec.inside(gradients, states, updates, (REPLICA_AXIS,)),
             mesh=jax.sharding.get_abstract_mesh(),
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
@@ -236,7 +234,7 @@ class AsyncPipeline:
             key = jax.random.key(self.planned.experiment.seed)
             pipe = self._pipe(parameters, batch, key).fill(parameters, batch, key)
             # each stage's share of the norm, were they alike
-            watch = replace(watch, norm=watch.norm / self.ranks**0.5)
+            watch = dataclasses.replace(watch, norm=watch.norm / self.ranks**0.5)
             codes = {}
             if self.codec is not None:
                 codes = {"states": self.codec.start(), "updates": updates}
@@ -271,17 +269,17 @@ class AsyncPipeline:
         mean, norm = loss.total / positive(loss.weight), optax.tree.norm(gradients)
         good, watch = state.watch.judge(mean, norm, self.planned.experiment.guard)
         params, optimizer = self.advance(gradients, state.optimizer, state.params, norm, good)
-        after = replace(state, step=state.step + 1, params=params, optimizer=optimizer, watch=watch)
+        after = dataclasses.replace(state, step=state.step + 1, params=params, optimizer=optimizer, watch=watch)
         metrics: Metrics = {"loss": mean, "grad_norm": norm, "weight": loss.weight}
         if self.codec is not None:  # which is not at work yet
             metrics |= {"residual_norm": jnp.zeros(()), "wire_bytes": jnp.float32(self.codec.exact_bytes)}
-        return replace(after, extra={IN_FLIGHT: self.in_flight(after)}), metrics
+        return dataclasses.replace(after, extra={IN_FLIGHT: self.in_flight(after)}), metrics
 
     def newest(self, state: TrainState) -> TrainState:
         """The state of a synchronous pipeline with these weights, its optimizer aside."""
         stacked, shared = self.synchronous.split(state.params)
         newest = {name: leaf[self.held.copies[name].index(0)] for name, leaf in shared.items()}
-        return replace(state, params=self.synchronous.joined(stacked, newest), extra={})
+        return dataclasses.replace(state, params=self.synchronous.joined(stacked, newest), extra={})
 
     def _streamed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         owned, _ = self._divided(jax.tree.leaves(state.optimizer))
@@ -327,7 +325,7 @@ class AsyncPipeline:
             params=self.synchronous.joined(weights, shared),
             optimizer=self._optimizer.unflatten([leaves[i] for i in range(len(leaves))]),
             rest=state.rest,
-            watch=replace(jax.tree.map(jnp.max, watch), norm=norms),
+            watch=dataclasses.replace(jax.tree.map(jnp.max, watch), norm=norms),
             extra={IN_FLIGHT: flight},
         )
         mean = jnp.where(loss.weight > 0, loss.total / positive(loss.weight), jnp.nan)
@@ -373,8 +371,8 @@ class InFlight:
             return state
         extra = {name: value for name, value in state.extra.items() if name != self.name}
         shardings = self.placed(self.pipeline.layout).state.extra[self.name]
-        flight = jax.jit(self.pipeline.in_flight, out_shardings=shardings)(replace(state, extra=extra))
-        return replace(state, extra={**extra, self.name: flight})
+        flight = jax.jit(self.pipeline.in_flight, out_shardings=shardings)(dataclasses.replace(state, extra=extra))
+        return dataclasses.replace(state, extra={**extra, self.name: flight})
 
     def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
         """As of `StateExtra`: under a name made of all that a pipe depends on, so that no other plan takes it up."""

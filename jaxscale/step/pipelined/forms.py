@@ -4,16 +4,14 @@ The model is one function of its module, and stays so: traced with its blocks cu
 enters the first block, what one stage's blocks make of it, and what loss comes of the last block's output.
 
 Blocks of a stack are alike, and a stage's are the rows of a stacked parameter that lie on its device. Blocks of a
-`layers.Chain` are not. One program serves all devices, so what differs between stages is made alike around a
-`lax.switch` on the stage's number. The parameters of a stage travel as one flat array of the longest stage's size: a
-device holds those of its own stages alone while it computes, and float32 gradients of no more. Messages differ in shape
-from boundary to boundary; each is flattened, type by type, into the form of the longest. Between steps parameters and
-optimizer state lie as those that stages share do: split over the pipe axis wherever a dim divides. Each is gathered
-once before the loop, by every device, of which its stage's keeps it, and its gradient is scattered once after it.
+`layers.Chain` are not, and one program serves all devices: a `lax.switch` on the stage's number runs a stage's blocks.
+Their parameters are one flat array, as long as the longest stage's, and a device holds those of its own stages alone.
+Messages are flattened too, type by type, to the length of the longest. Between steps the parameters of a chain are
+split over the pipe axis wherever a dim divides. Every device gathers each of them once before the loop, and its
+gradient is scattered once after the loop.
 
-Left out of chains, and refused by name: what would need the array to be split (tensor and sequence axes, ZeRO 3),
-residuals in slots, whose shapes are each stage's own (the stash is a stage's input), memory rules that look at all
-blocks at once, and asynchronous schedules.
+Left out of chains, and refused by name (`recipe/combinations.py`): what would need the array to be split, residuals in
+slots, memory rules that look at all blocks at once, and asynchronous schedules.
 """
 
 import collections
@@ -50,7 +48,7 @@ Weights: TypeAlias = Mapping[str, Array | Streamed]
 Microbatch: TypeAlias = tuple[Batch, Array]
 """Rows of a batch, and the index of each in the global batch."""
 Run: TypeAlias = Callable[..., PyTree]
-"""Runs blocks, as a cut model passes it to `blocks.Between`."""
+"""Of traced arrays: runs blocks, as a cut model passes it to `blocks.Between`, or one part of a model."""
 
 
 class Reached(Exception):
@@ -119,6 +117,34 @@ def _traced_cut(
         return reached.value
 
 
+def _parts(traced: Run, enter: Run, through: Run, leave: Run) -> Parts:
+    """The parts of a model that is traced with its blocks cut.
+
+    Args:
+        traced: from what runs in place of the blocks, and a part's arguments, to sums.
+        enter: from what runs blocks, and the first block's input, to the message to the first stage.
+        through: from the same, a message, and a part's arguments, to the message to the next stage.
+        leave: from the same and the last message to the last block's output.
+    """
+
+    def before(*args: PyTree) -> PyTree:
+        def between(run: Run, x: PyTree) -> PyTree:
+            raise Reached(enter(run, x))
+
+        return traced(between, *args)
+
+    def inside(message: PyTree, *args: PyTree) -> PyTree:
+        def between(run: Run, x: PyTree) -> PyTree:
+            raise Reached(through(run, x, message, *args))
+
+        return traced(between, *args)
+
+    def behind(message: PyTree, *args: PyTree) -> PyTree:
+        return traced(lambda run, x: leave(run, x, message), *args)
+
+    return Parts(before, inside, behind)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackForm:
     """Stages that are rows of a stack: `lax.scan` runs a stage's rows.
@@ -147,22 +173,10 @@ class StackForm:
             cut = Cut(numbers[stage], self.stages.starts, self.stages.padded, between, gather)
             return _traced_cut(planned, cut, score, {**stacked, **shared}, microbatch, key)
 
-        def before(*args: PyTree) -> PyTree:
-            def between(run: Run, x: PyTree) -> PyTree:
-                raise Reached(x)
+        def through(run: Run, x: PyTree, message: PyTree, *args: PyTree) -> PyTree:
+            return run(message)
 
-            return traced(between, *args)
-
-        def inside(x: PyTree, *args: PyTree) -> PyTree:
-            def between(run: Run, _: PyTree) -> PyTree:
-                raise Reached(run(x))
-
-            return traced(between, *args)
-
-        def behind(x: PyTree, *args: PyTree) -> PyTree:
-            return traced(lambda run, _: x, *args)
-
-        return Parts(before, inside, behind)
+        return _parts(traced, lambda run, x: x, through, lambda run, x, message: message)
 
     def _gathered(self, params: Params) -> Params:
         """A block's parameters, whole: ZeRO 3 gathers them when it runs, and again in the backward pass."""
@@ -183,7 +197,7 @@ class StackForm:
         return jax.tree_util.tree_map_with_path(whole, params)
 
     def chunks(self, staged: Named) -> Named:
-        """Rows of this rank as (chunks, depth, ...), and copies of other ranks' where a schedule has two of a stage."""
+        """Rows of this rank as (chunks, depth, ...), and copies of other ranks' where two do the same stage."""
         depth = self.stages.depth
         return with_copies(self.stages, jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), staged))
 
@@ -299,11 +313,6 @@ class ChainForm:
                 sizes[stage] = places[name].end
         return places
 
-    @functools.cached_property
-    def length(self) -> int:
-        """Elements of the longest stage."""
-        return max(place.end for place in self.places.values())
-
     def is_staged(self, name: str) -> bool:
         """As of `StackForm`."""
         return name.startswith(self._prefix)
@@ -318,12 +327,13 @@ class ChainForm:
     def chunks(self, staged: Named) -> Named:
         """The arrays (chunks, length) of this rank's stages, and of those that it has copies of."""
         dtype, rank = jnp.dtype(self.planned.plan.precision), jax.lax.axis_index(PIPE_AXIS)
-        rows = [jnp.zeros((self.length,), dtype)] * len(self.stages.homes[0])
+        length = max(place.end for place in self.places.values())
+        rows = [jnp.zeros((length,), dtype)] * len(self.stages.homes[0])
         for stage in range(len(self.stages.layers)):
             home, chunk = self._home_of(stage)
             names = [name for name, place in self.places.items() if place.stage == stage]
             parts = [staged[name].astype(dtype).reshape(-1) for name in names]
-            rows[chunk] = jnp.where(rank == home, padded(parts, self.length, dtype), rows[chunk])
+            rows[chunk] = jnp.where(rank == home, padded(parts, length, dtype), rows[chunk])
         return with_copies(self.stages, {FLAT: jnp.stack(rows)})
 
     def home(self, gradients: Named) -> Named:
@@ -356,54 +366,42 @@ class ChainForm:
 
     def parts(self, score: Scored) -> Parts:
         """As of `StackForm`; what crosses a boundary is packed."""
-        planned = self.planned
         ends = [0, *itertools.accumulate(self.stages.layers)]
 
-        def traced(between: Between, shared: Named, microbatch: Microbatch, key: Key) -> PyTree:
+        def traced(
+            between: Between, stacked: Named, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]
+        ) -> PyTree:
+            dtype = self.planned.plan.precision
             # the blocks get theirs from the stage's array, and these are never read
-            absent = {name: jnp.zeros(place.shape, planned.plan.precision) for name, place in self.places.items()}
+            absent = {name: jnp.zeros(place.shape, dtype) for name, place in self.places.items()}
             cut = Cut(jnp.zeros((0,), jnp.int32), self.stages.starts, False, between)
-            return _traced_cut(planned, cut, score, {**absent, **shared}, microbatch, key)
+            return _traced_cut(self.planned, cut, score, {**absent, **shared}, microbatch, key)
 
-        def wire(run: Run, x: PyTree) -> MessageForm:
+        def form_of(run: Run, x: PyTree) -> MessageForm:
             shapes = [jax.eval_shape(lambda x: x, x)]
             for start, stop in itertools.pairwise(ends):
                 shapes.append(jax.eval_shape(run(start, stop), shapes[-1]))
             return MessageForm(shapes)
 
-        def before(stacked: Named, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]) -> Named:
-            def between(run: Run, x: PyTree) -> PyTree:
-                raise Reached(wire(run, x).pack(x))
+        def through(run: Run, x: PyTree, packed: Named, stacked: Named, *args: PyTree) -> Named:
+            form, stage = form_of(run, x), args[-1]
 
-            return traced(between, shared, microbatch, key)
+            def branch(number: int) -> Callable[[Array, Named], Named]:
+                def compute(flat: Array, packed: Named) -> Named:
+                    blocks_of = run(ends[number], ends[number + 1], self._block_params(flat, number))
+                    return form.pack(blocks_of(form.unpack(packed, number)))
 
-        def inside(
-            packed: Named, stacked: Named, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]
-        ) -> Named:
-            def between(run: Run, x: PyTree) -> PyTree:
-                form = wire(run, x)
+                return compute
 
-                def branch(number: int) -> Callable[[Array, Named], Named]:
-                    def compute(flat: Array, packed: Named) -> Named:
-                        blocks_of = run(ends[number], ends[number + 1], self._block_params(flat, number))
-                        return form.pack(blocks_of(form.unpack(packed, number)))
+            branches = [branch(number) for number in range(len(self.stages.layers))]
+            return jax.lax.switch(stage, branches, stacked[FLAT], packed)
 
-                    return compute
-
-                branches = [branch(number) for number in range(len(self.stages.layers))]
-                raise Reached(jax.lax.switch(stage, branches, stacked[FLAT], packed))
-
-            return traced(between, shared, microbatch, key)
-
-        def behind(
-            packed: Named, stacked: Named, shared: Named, microbatch: Microbatch, key: Key, stage: Array
-        ) -> PyTree:
-            def between(run: Run, x: PyTree) -> PyTree:
-                return wire(run, x).unpack(packed, len(self.stages.layers))
-
-            return traced(between, shared, microbatch, key)
-
-        return Parts(before, inside, behind)
+        return _parts(
+            traced,
+            lambda run, x: form_of(run, x).pack(x),
+            through,
+            lambda run, x, packed: form_of(run, x).unpack(packed, len(self.stages.layers)),
+        )
 
 
 StageForm: TypeAlias = StackForm | ChainForm

@@ -13,7 +13,6 @@ Weights on the host stay there: each block of a stage fetches its own when it ru
 ZeRO the part that this device has, which is then gathered as under the third.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -64,11 +63,6 @@ class Pipelined:
         self.planned, self.stages = planned, stages
         self.schedule = stages.schedule if schedule is None else schedule
         self.form: StageForm = (StackForm if stages.chain is None else ChainForm)(planned, stages)
-
-    @functools.cached_property
-    def training(self) -> Tables:
-        """Actions of each tick of a step."""
-        return tabulate(self.schedule, self.planned.plan.stages_keep)
 
     @property
     def stage_depth(self) -> int | None:
@@ -260,7 +254,8 @@ class Pipelined:
         if apart:
             outputs = (outputs[0], *_of_replicas(specs))
         with self.planned.tracing():
-            loss, staged, shared = self._run(self.training, stage, state, batch, finish, outputs, weights)
+            tables = tabulate(self.schedule, self.planned.plan.stages_keep)
+            loss, staged, shared = self._run(tables, stage, state, batch, finish, outputs, weights)
             gradients = self.joined(staged, shared)
         return Loss(loss.total, loss.weight), gradients
 
