@@ -22,6 +22,7 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.sharding import place
 from jaxscale.sharding.memory_space import on_host, to_device
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.zero import without
 from jaxscale.state.layout import Layout
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
@@ -131,6 +132,13 @@ class PlannedModel:
     def key(self, state: TrainState) -> Key:
         """The key of a step."""
         return jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
+
+    def read_spec(self, name: str) -> PartitionSpec:
+        """The placement that the loop of a pipeline reads a parameter in: what stages share is whole."""
+        place = self.layout.placements[name]
+        if not self.pure_model.stacked(name):
+            return without(place.compute, "fsdp")
+        return place.master if self.plan.offload.weights == "host" else place.compute
 
     # -- weights and gradients -----------------------------------------------------------------------------------------
 

@@ -120,11 +120,9 @@ class AsyncPipeline:
 
     def _remedies(self) -> Remedies:
         """PipeMare's, as the plan says, or as published; others have none unless asked for."""
-        plan, pipemare = self.plan, self.stream.newest
-        anneal = self.planned.experiment.steps // ANNEAL if pipemare else 0
-        correction = CORRECTION if pipemare else 0.0
-        anneal = anneal if plan.anneal is None else plan.anneal
-        correction = correction if plan.correction is None else plan.correction
+        plan, pipemare, steps = self.plan, self.stream.newest, self.planned.experiment.steps
+        anneal = steps // ANNEAL if pipemare and plan.anneal is None else plan.anneal or 0
+        correction = CORRECTION if pipemare and plan.correction is None else plan.correction
         return Remedies(anneal=anneal, correction=correction or None)
 
     def _codec_stage(self) -> GradientExchange | None:

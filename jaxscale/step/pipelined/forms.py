@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 from jaxscale import blocks
 from jaxscale.blocks import Between, Context, Cut
 from jaxscale.offload.weights import Streamed
-from jaxscale.sharding.zero import placed_axes, without
+from jaxscale.sharding.zero import placed_axes
 from jaxscale.state.layout import PIPE_AXIS
 from jaxscale.state.stages import Stages
 from jaxscale.step.planned_model import PlannedModel
@@ -72,14 +72,6 @@ class Parts:
     before: Callable[..., PyTree]
     inside: Callable[..., PyTree]
     behind: Callable[..., PyTree]
-
-
-def read_spec(planned: PlannedModel, name: str) -> PartitionSpec:
-    """The placement that a step's loop reads a parameter in: what stages share is whole."""
-    place = planned.layout.placements[name]
-    if not planned.pure_model.stacked(name):
-        return without(place.compute, "fsdp")
-    return place.master if planned.plan.offload.weights == "host" else place.compute
 
 
 def with_copies(stages: Stages, chunks: Named) -> Named:
@@ -185,7 +177,7 @@ class StackForm:
         alike = next((n for n in range(min(map(len, names))) if len({name[n] for name in names}) > 1), None)
         parts = names[0][:alike] if alike is not None else names[0]
         start = len(parts) - parts[::-1].index("layers")
-        specs = {"/".join(name[start:]): read_spec(planned, "/".join(name)) for name in names}
+        specs = {"/".join(name[start:]): planned.read_spec("/".join(name)) for name in names}
 
         def whole(path: KeyPath, leaf: Array) -> Array:
             for dim, entry in enumerate(specs[path_name(path)]):

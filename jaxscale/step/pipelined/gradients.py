@@ -37,7 +37,7 @@ from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.gradients import LossAndGradients, Sums, Whole
 from jaxscale.step.host import streamed_weight
-from jaxscale.step.pipelined.forms import ChainForm, Microbatch, Named, Scored, StackForm, StageForm, Weights, read_spec
+from jaxscale.step.pipelined.forms import ChainForm, Microbatch, Named, Scored, StackForm, StageForm, Weights
 from jaxscale.step.planned_model import PlannedModel, Specs, positive
 from jaxscale.trees import filled, named_leaves, path_name
 from jaxscale.typing import Array, Batch, Key, Params, PyTree
@@ -287,7 +287,7 @@ class Pipelined:
         def copy(path: KeyPath, param: Array, master: NamedSharding) -> Array:
             name = path_name(path)
             master = NamedSharding(master.mesh, master.spec)  # which may lie on the host
-            compute = NamedSharding(layout.mesh, read_spec(self.planned, name))
+            compute = NamedSharding(layout.mesh, self.planned.read_spec(name))
             if self._streams and self.form.is_staged(name):
                 return jax.lax.with_sharding_constraint(jnp.zeros(param.shape, param.dtype), compute)
             if jnp.issubdtype(param.dtype, jnp.floating) and dtype != param.dtype:
@@ -304,14 +304,14 @@ class Pipelined:
         for name, place in self.planned.layout.placements.items():
             # gradients of weights from the host are scattered as they are made
             read = kind == "compute" or (self._streams and self.form.is_staged(name))
-            specs[name] = _manual_axes(read_spec(self.planned, name) if read else getattr(place, kind))
+            specs[name] = _manual_axes(self.planned.read_spec(name) if read else getattr(place, kind))
         return self.divided(specs)
 
     def _summed_over(self, name: str, apart_axes: Sequence[str]) -> list[str]:
         """The axes over whose devices the gradient of a parameter is yet to be added up, `apart_axes` aside."""
         if not self.planned.pure_model.stacked(name):
             return [axis for axis in MANUAL if axis not in apart_axes]
-        summed = {PIPE_AXIS, *apart_axes, *({"fsdp"} & placed_axes(read_spec(self.planned, name)))}
+        summed = {PIPE_AXIS, *apart_axes, *({"fsdp"} & placed_axes(self.planned.read_spec(name)))}
         return [axis for axis in MANUAL if axis not in summed]
 
     def reduced(self, gradient: Array, axes: Sequence[str], spec: PartitionSpec) -> Array:
