@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from jaxscale.replicas.named import NamedCodec
 
 if TYPE_CHECKING:
+    from jaxscale.optim.one_bit import Messages
     from jaxscale.pipeline.plan import PipelinePlan
     from jaxscale.recipe.experiment import Experiment
     from jaxscale.recipe.plan import Plan
@@ -58,11 +59,14 @@ class Facts:
         )
 
     @property
+    def messages(self) -> "Messages | None":
+        """What the optimizer's replicas send in place of gradients."""
+        return None if self.experiment is None else self.experiment.optimizer.messages(self.experiment.steps)
+
+    @property
     def momenta_coded(self) -> bool:
         """Whether the codec is the one that takes a one-bit optimizer's momenta."""
-        experiment = self.experiment
-        messages = None if experiment is None else experiment.optimizer.messages(experiment.steps)
-        return messages is not None and str(self.plan.reduce) == f"onebit,start={messages.freeze}"
+        return self.messages is not None and str(self.plan.reduce) == f"onebit,start={self.messages.freeze}"
 
 
 Request: TypeAlias = Callable[[Facts], str | None]
@@ -72,16 +76,17 @@ Condition: TypeAlias = Callable[[Facts], bool | None]
 
 
 MEMORY, PIPELINE = "memory {plan.memory}", "pipeline {plan.pipeline.form}"
+FOREIGN = "a model of layers that are not ours"
 
 
 def when(text: str, holds: Callable[[Facts], bool]) -> Request:
     """What a condition of the facts asks for.
 
     Args:
-        text: of the request, with fields of the plan in braces.
+        text: of the request, with fields of the plan and of the experiment in braces.
         holds: the condition.
     """
-    return lambda facts: text.format(plan=facts.plan) if holds(facts) else None
+    return lambda facts: text.format(plan=facts.plan, experiment=facts.experiment) if holds(facts) else None
 
 
 def of_pipeline(holds: "Callable[[PipelinePlan], bool]", text: str = PIPELINE) -> Request:
@@ -152,6 +157,13 @@ correction = of_pipeline(lambda pipeline: bool(pipeline.correction), "correction
 unlike = when(f"{PIPELINE} of unlike blocks", lambda facts: facts.unlike)
 copied = when(PIPELINE, lambda facts: facts.copied)
 """A pipeline in which two devices have the same stage."""
+one_bit = when("optimizer {experiment.optimizer.name}", lambda facts: facts.messages is not None)
+"""An optimizer whose replicas send momenta."""
+foreign = when(FOREIGN, lambda facts: getattr(getattr(facts.experiment, "model", None), "foreign", False))
+foreign_over_tensor = when(
+    f"{FOREIGN} and tensor:{{plan.mesh.tensor}}",
+    lambda facts: foreign(facts) is not None and (facts.size("tensor") or 1) > 1,
+)
 diloco = when("diloco {plan.diloco}", lambda facts: facts.plan.diloco is not None)
 """Replicas that train alone and meet."""
 zero = when("zero {plan.zero}", lambda facts: facts.plan.zero > 0)
@@ -182,13 +194,6 @@ def codec_beside_one_bit(facts: Facts) -> str | None:
     return None if facts.momenta_coded or facts.plan.reduce is None else f"reduce {facts.plan.reduce}"
 
 
-def one_bit(facts: Facts) -> str | None:
-    """An optimizer whose replicas send momenta."""
-    experiment = facts.experiment
-    sends = experiment is not None and experiment.optimizer.messages(experiment.steps) is not None
-    return f"optimizer {experiment.optimizer.name}" if experiment is not None and sends else None
-
-
 def other_microbatches(facts: Facts) -> str | None:
     """Other microbatches than the pipeline's own."""
     pipeline = facts.plan.pipeline
@@ -199,17 +204,6 @@ def other_microbatches(facts: Facts) -> str | None:
 def model_state(facts: Facts) -> str | None:
     """A model that holds more than parameters."""
     return f"a model that holds state of its own ({', '.join(facts.state[:3])})" if facts.state else None
-
-
-def foreign(facts: Facts) -> str | None:
-    """A model of layers that are not ours."""
-    model = None if facts.experiment is None else facts.experiment.model
-    return "a model of layers that are not ours" if getattr(model, "foreign", False) else None
-
-
-def foreign_over_tensor(facts: Facts) -> str | None:
-    """Such a model on a tensor axis."""
-    return f"{foreign(facts)} and tensor:{facts.size('tensor')}" if foreign(facts) and along("tensor")(facts) else None
 
 
 def meets_before_the_end(facts: Facts) -> bool | None:

@@ -1,6 +1,6 @@
 """Rows of a batch: which of them a process feeds, where they lie, how they split into microbatches."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import jax
@@ -49,7 +49,6 @@ def batch_shapes(experiment: Experiment) -> Batch:
     Raises:
         UserError: the data cannot be opened.
     """
-    shapes_of: Callable[[int], Mapping[str, tuple[tuple[int, ...], str]]] | None
     shapes_of = getattr(experiment.data, "shapes", None)
     if shapes_of is not None:
         known = shapes_of(experiment.batch).items()

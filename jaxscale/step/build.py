@@ -25,7 +25,15 @@ from jaxscale.state.extra import StateExtra
 from jaxscale.state.layout import Device, Layout, vocab_multiple
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
-from jaxscale.step.exchange import CodecResiduals, Exchanged, by_codec, by_compiler, none_yet, stage_of
+from jaxscale.step.exchange import (
+    CodecResiduals,
+    Exchanged,
+    by_codec,
+    by_compiler,
+    leaves_of_gradients,
+    none_yet,
+    stage_of,
+)
 from jaxscale.step.gradients import Objective, Whole
 from jaxscale.step.host import advance_of, check_host_size
 from jaxscale.step.memory_resolve import decide_memory, describe_decision, layers_of_groups, treatment_of
@@ -187,7 +195,8 @@ class Assembly:
                 extras = (CodecResiduals(codec, experiment.optimizer, plan.diloco is None),)
             advance = advance_of(plan, update, layout)
             if plan.diloco is not None:
-                replicas = Replicas.of(plan, self.pure_model, layout, update.whole, codec)
+                leaves = leaves_of_gradients(plan, self.pure_model, layout)
+                replicas = Replicas(plan.diloco, layout, update.whole, leaves, codec)
                 extras = (*extras, replicas)
                 gradients, exchange = functools.partial(replicas.gradients, objective), none_yet
                 updated = functools.partial(replicas.update, advance)

@@ -64,8 +64,17 @@ def _decided(objective: Objective, devices: Sequence[Device]) -> Decision:
     plan = objective.planned.plan.memory
     foreign = getattr(objective.planned.experiment.model, "foreign", False)
     if plan.rule == "file":
-        decision = read_decision(plan.name)
-        _check_made_for(plan, decision, traced_blocks(objective))
+        decision, calls = read_decision(plan.name), traced_blocks(objective)
+        layers, blocks = sum(call.count for call in calls), tuple(kinds_of(calls))
+        if layers != decision.layers:
+            raise UserError(
+                f"memory {plan}: it was made for {decision.layers} blocks, and this model has {layers}; make it again"
+            )
+        if decision.blocks and blocks != decision.blocks:
+            raise UserError(
+                f"memory {plan}: it was made for block {', '.join(decision.blocks)}, and this model has "
+                f"{', '.join(blocks)}: another model, another version of it, or other shapes; make it again"
+            )
         if foreign and decision.chain is not None:
             raise _no_segments(plan)
         return decision
@@ -83,20 +92,6 @@ def _decided(objective: Objective, devices: Sequence[Device]) -> Decision:
     one = decide(dataclasses.replace(plan, budget=plan.budget // held), calls, chip)
     total = {"bytes": held * one.bytes, "host_bytes": held * one.host_bytes, "flop": stages * one.flop}
     return dataclasses.replace(one, plan=plan, **total)
-
-
-def _check_made_for(plan: MemoryPlan, decision: Decision, calls: Sequence[BlockCall]) -> None:
-    """Refuse a decision that was made for another model, or another version of it."""
-    layers, blocks = sum(call.count for call in calls), tuple(kinds_of(calls))
-    if layers != decision.layers:
-        raise UserError(
-            f"memory {plan}: it was made for {decision.layers} blocks, and this model has {layers}; make it anew"
-        )
-    if decision.blocks and blocks != decision.blocks:
-        raise UserError(
-            f"memory {plan}: it was made for block {', '.join(decision.blocks)}, and this model has "
-            f"{', '.join(blocks)}: another model, another version of it, or other shapes; make it anew"
-        )
 
 
 def _no_segments(plan: MemoryPlan) -> UserError:

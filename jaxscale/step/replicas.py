@@ -24,7 +24,6 @@ from jax.tree_util import KeyPath
 
 from jaxscale.lowbit.quantize import Quantized, is_quantized
 from jaxscale.offload.updates import Advance
-from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import wire
 from jaxscale.replicas.diloco import Diloco, fragments_of
 from jaxscale.replicas.reduce import GradientExchange, GradientLeaf
@@ -32,10 +31,9 @@ from jaxscale.sharding.memory_space import in_memory_of
 from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import REPLICA_AXIS, Layout, Shapes, shardings_of
 from jaxscale.state.naming import Naming, Part, roles
-from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import Metrics, TrainState
 from jaxscale.step.compiled_checks import bytes_over, check_alone
-from jaxscale.step.exchange import REDUCE, Exchanged, leaves_of_gradients
+from jaxscale.step.exchange import REDUCE, Exchanged
 from jaxscale.step.gradients import LossAndGradients, Objective
 from jaxscale.step.planned_model import Specs
 from jaxscale.trees import filled, named_leaves, path_name
@@ -59,6 +57,9 @@ class Replicas:
         optimizer: each replica's, clipping and all.
         leaves: the parameters as a meeting has them, by name.
         stage: of the codec, for all of them; `None` sends ways back as they are.
+
+    Raises:
+        UserError: more parts than tensors, or the codec is for nothing of a part.
     """
 
     diloco: Diloco
@@ -69,24 +70,8 @@ class Replicas:
     name: str = dataclasses.field(default=OUTER, init=False)
     label: str = dataclasses.field(default="outer state", init=False)
 
-    @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        pure_model: PureModel,
-        plain: Layout,
-        optimizer: optax.GradientTransformation,
-        stage: GradientExchange | None,
-    ) -> "Replicas":
-        """DiLoCo of a plan that has it.
-
-        Raises:
-            UserError: more parts than tensors, or the codec is for nothing of a part.
-        """
-        assert plan.diloco is not None
-        replicas = cls(plan.diloco, plain, optimizer, leaves_of_gradients(plan, pure_model, plain), stage)
-        assert len(replicas.stages) == len(replicas.fragments)
-        return replicas
+    def __post_init__(self) -> None:
+        assert len(self.stages) == len(self.fragments)
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 

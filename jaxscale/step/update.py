@@ -89,13 +89,11 @@ class Update:
         if plan.state.master == "split":
             rule = split_weights(rule)
         clip, messages = experiment.optimizer.clip, experiment.optimizer.messages(experiment.steps)
+        whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
         if messages is not None:
             whole = clipped(rule, messages)
-        else:
-            whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
-        one_by_one = None
-        if experiment.optimizer.custom is None:
-            one_by_one = jax.tree.map(lambda leaf: leaf.stack > 0, leaves)
+        known = experiment.optimizer.custom is None
+        one_by_one = jax.tree.map(lambda leaf: leaf.stack > 0, leaves) if known else None
         return cls(plain, rule, whole, clip, plan.state.master == "split", messages, fused, unfused, one_by_one)
 
     def start(self, params: Params) -> tuple[Params, optax.OptState]:
