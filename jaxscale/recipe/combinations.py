@@ -65,27 +65,30 @@ RULES: tuple[Rule, ...] = (
     # what needs an axis of the mesh, or a pipeline
     Rule(
         asked.unless(asked.zero, asked.not_alone),
-        "it shards over the fsdp axis, and mesh {mesh} has none; take fsdp:N, leave mesh out to take all devices, or "
-        "zero 0",
+        "it shards over the fsdp axis, and mesh {plan.mesh} has none; take fsdp:N, leave mesh out to take all devices, "
+        "or zero 0",
     ),
-    Rule(asked.unless(asked.zero, asked.fsdp), "it shards over the fsdp axis, and mesh {mesh} has none; add fsdp:N"),
+    Rule(
+        asked.unless(asked.zero, asked.fsdp), "it shards over the fsdp axis, and mesh {plan.mesh} has none; add fsdp:N"
+    ),
     Rule(
         asked.unless(asked.field("sequence_parallel", True), asked.has("tensor")),
-        "it shards over the tensor axis, and mesh {mesh} has none; add tensor:N",
+        "it shards over the tensor axis, and mesh {plan.mesh} has none; add tensor:N",
     ),
     Rule(
         asked.unless(asked.codec, asked.has("replica")),
-        "a codec reduces over the replica axis, and mesh {mesh} has none; name the slow axis replica:N, or leave "
+        "a codec reduces over the replica axis, and mesh {plan.mesh} has none; name the slow axis replica:N, or leave "
         "reduce out",
     ),
     Rule(
         asked.unless(asked.diloco, asked.has("replica")),
-        "replicas train alone and meet over the replica axis, and mesh {mesh} has none; name the slow axis "
+        "replicas train alone and meet over the replica axis, and mesh {plan.mesh} has none; name the slow axis "
         "replica:N, or leave diloco out",
     ),
     Rule(
         asked.unless(asked.one_bit, asked.has("replica")),
-        "its momenta cross the replica axis, and mesh {mesh} has none; name the slow axis replica:N, or take {plain}",
+        "its momenta cross the replica axis, and mesh {plan.mesh} has none; name the slow axis replica:N, or take "
+        "{plain}",
     ),
     Rule(
         asked.unless(asked.along("pipe"), lambda facts: facts.plan.pipeline is not None),
@@ -98,8 +101,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         asked.unless(asked.split, lambda facts: facts.plan.precision == "bfloat16"),
-        "its weights are bfloat16, which the passes read, and precision is {precision}; add precision bfloat16, or "
-        "take state.master float32",
+        "its weights are bfloat16, which the passes read, and precision is {plan.precision}; add precision bfloat16, "
+        "or take state.master float32",
     ),
     Rule(
         asked.both(asked.split, asked.field("reduce", "float32")),
@@ -171,7 +174,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         asked.unless(asked.diloco, asked.meets_before_the_end),
-        "the run has {steps} steps, so replicas would meet once, at its end; meet more often, or leave diloco out",
+        "the run has {experiment.steps} steps, so replicas would meet once, at its end; meet more often, or leave "
+        "diloco out",
     ),
     Rule(
         asked.both(asked.diloco, asked.weights_host),

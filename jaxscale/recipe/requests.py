@@ -50,9 +50,8 @@ class Facts:
         optimizer = "" if experiment is None else experiment.optimizer.name
         plain = optimizer.removeprefix("one_bit_").replace("adam", "adamw")
         return text.format(
-            mesh=plan.mesh,
-            precision=plan.precision,
-            steps="" if experiment is None else experiment.steps,
+            plan=plan,
+            experiment=experiment,
             plain=plain,
             no_codec=f"take {plain}" if self.momenta_coded else "leave reduce out",
             mixing=self.mixing,

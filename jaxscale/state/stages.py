@@ -93,11 +93,6 @@ class Stages:
         """Rows of a chunk: layers of the deepest stage."""
         return max(self.layers)
 
-    @property
-    def padded(self) -> bool:
-        """Whether some chunk has rows that are no layer."""
-        return -1 in self.rows
-
     @functools.cached_property
     def homes(self) -> tuple[tuple[int, ...], ...]:
         """The stages whose parameters each rank has, chunk by chunk: those of the first route."""

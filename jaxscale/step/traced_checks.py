@@ -138,14 +138,9 @@ def check_traced(
     """
     plan = planned.plan
     equations = list(_equations(jaxpr.jaxpr, 1))
-    if (
-        plan.memory.rule != "none"
-        and not _keeps_all(decision)
-        and not any(
-            _is_of(plan.memory, eqn.params.get("policy")) and eqn.params.get("differentiated", True)
-            for eqn, _ in equations
-        )
-    ):
+    policies = [eqn.params.get("policy") for eqn, _ in equations if eqn.params.get("differentiated", True)]
+    recomputes = plan.memory.rule != "none" and not _keeps_all(decision)
+    if recomputes and not any(_is_of(plan.memory, policy) for policy in policies):
         raise UserError(
             f"memory {plan.memory}: nothing is recomputed, for this model shows no blocks; build it of layers.Stack or "
             "layers.Chain, bring it as a ForeignModel, or leave memory out"

@@ -103,13 +103,10 @@ class TrainStep:
             in_shardings=(state, batches),
             out_shardings=(state, whole),
         )
-        self.gradients_fn = jax.jit(
-            lambda state, batch: self._mean_gradients(state, batch),
-            in_shardings=(state, batches),
-            out_shardings=layout.gradients,
-        )
-        self.evaluate_fn = jax.jit(self._evaluate, in_shardings=(state, batches), out_shardings=whole)
-        self.accuracy_fn = jax.jit(self._accuracy, in_shardings=(state, batches), out_shardings=whole)
+        on_batch = functools.partial(jax.jit, in_shardings=(state, batches))
+        self.gradients_fn = on_batch(self._mean_gradients, out_shardings=layout.gradients)
+        self.evaluate_fn = on_batch(self._evaluate, out_shardings=whole)
+        self.accuracy_fn = on_batch(self._accuracy, out_shardings=whole)
         self.meetings = None
         if parts.replicas is not None:
             self.meetings = Meetings(parts.replicas, layout, self.experiment.steps, self._kernels.noted)

@@ -162,7 +162,7 @@ class StackForm:
         def traced(
             between: Between, stacked: Weights, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]
         ) -> PyTree:
-            cut = Cut(numbers[stage], self.stages.starts, self.stages.padded, between, gather)
+            cut = Cut(numbers[stage], self.stages.starts, -1 in self.stages.rows, between, gather)
             return _traced_cut(planned, cut, score, {**stacked, **shared}, microbatch, key)
 
         def through(run: Run, x: PyTree, message: PyTree, *args: PyTree) -> PyTree:
