@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from jaxscale.blocks import Model
@@ -27,8 +27,6 @@ from jaxscale.state.train_state import TrainState, Watch
 from jaxscale.trees import leaf_bytes, named_leaves, path_name
 from jaxscale.typing import Array, Params, PyTree
 
-Device: TypeAlias = jax.Device | AbstractDevice
-"""One that is there, or only described."""
 Shapes: TypeAlias = PyTree[jax.ShapeDtypeStruct]
 """Abstract arrays with shardings."""
 Shardings: TypeAlias = PyTree[NamedSharding]
@@ -38,6 +36,21 @@ PIPE_AXIS = "pipe"
 """Along which stages lie."""
 REPLICA_AXIS = "replica"
 """The slow one: copies of the whole model, across slices or nodes."""
+
+
+@runtime_checkable
+class Device(Protocol):
+    """A device that is there, or only described."""
+
+    @property
+    def platform(self) -> str:
+        """Its kind: "cpu", "gpu" or "tpu"."""
+        ...
+
+    @property
+    def device_kind(self) -> str:
+        """Name of its chip."""
+        ...
 
 
 def effective_rules(plan: Plan) -> AxisRules:

@@ -20,6 +20,7 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.pure_model import PureModel, in_groups
+from jaxscale.step import compiled_checks
 from jaxscale.step.build import build
 from jaxscale.step.compiled_checks import NoEffect, check_kept_on_host
 from jaxscale.step.resolve import settled_unroll
