@@ -11,8 +11,9 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.values import check_types
 
 
-def _at_least(value: Any, path: str, **least: int) -> None:
-    """Refuse numbers below what they must be, and infinite ones; a field that is `None` passes."""
+def _check(value: "Evaluation | Samples | Checkpointing | Guard | Experiment", path: str, **least: int) -> None:
+    """Refuse fields of a wrong type, numbers below what they must be, and infinite ones; `None` passes."""
+    check_types(value)
     for name, bound in least.items():
         number = getattr(value, name)
         if number is None or (number >= bound and math.isfinite(number)):
@@ -34,8 +35,7 @@ class Evaluation:
     batches: int | None = None
 
     def __post_init__(self) -> None:
-        check_types(self)
-        _at_least(self, "evaluation", every=0, batches=1)
+        _check(self, "evaluation", every=0, batches=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,7 @@ class Samples:
     temperature: float = 0.8
 
     def __post_init__(self) -> None:
-        check_types(self)
-        _at_least(self, "samples", every=0, tokens=1, temperature=0)
+        _check(self, "samples", every=0, tokens=1, temperature=0)
         for prompt in self.prompts:
             if not prompt:
                 raise UserError(
@@ -81,8 +80,7 @@ class Checkpointing:
     best: bool = True
 
     def __post_init__(self) -> None:
-        check_types(self)
-        _at_least(self, "checkpoint", every=0, minutes=0, keep=1)
+        _check(self, "checkpoint", every=0, minutes=0, keep=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +98,7 @@ class Guard:
     patience: int = 20
 
     def __post_init__(self) -> None:
-        check_types(self)
-        _at_least(self, "guard", spike=0, warmup=0, patience=1)
+        _check(self, "guard", spike=0, warmup=0, patience=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +129,7 @@ class Experiment:
     plan: Plan = Plan()
 
     def __post_init__(self) -> None:
-        check_types(self)
-        _at_least(self, "", steps=1, batch=1, seed=0)
+        _check(self, "", steps=1, batch=1, seed=0)
         for name in ("steps", "batch", "seed"):  # they are int32 on the devices
             if getattr(self, name) >= 2**31:
                 raise UserError(f"{name}: got {getattr(self, name)}, expected a whole number below 2**31")

@@ -1,6 +1,6 @@
 """Kernels: which implementation of each kernel a plan asks for, as a value with a text form; and what a step took.
 
-Reading either needs no JAX: `step/kernel_trace.py` listens to the step being traced.
+Reading either needs no JAX: `step/traced_checks.py` listens to the step being traced.
 """
 
 import dataclasses

@@ -169,7 +169,13 @@ class Plan:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f"{name}: got {value!r}, expected a whole number >= 1")
-        self._check_pipeline()
+        if self.pipeline is not None and self.pipeline.name != "auto":  # which is settled when the platform is known
+            ranks, _ = self.pipeline.shape()
+            if self.mesh is not None and self.mesh.pipe not in (1, ranks):
+                raise UserError(
+                    f"pipeline {self.pipeline} takes {ranks} devices along pipe, and mesh {self.mesh} says "
+                    f"{self.mesh.pipe}: leave pipe out of the mesh"
+                )
         check(Facts(self))
 
     @property
@@ -186,19 +192,6 @@ class Plan:
         """The plan of one stage's devices, were they alone."""
         mesh = None if self.mesh is None else dataclasses.replace(self.mesh, pipe=1)
         return dataclasses.replace(self, pipeline=None, mesh=mesh)
-
-    def _check_pipeline(self) -> None:
-        pipeline = self.pipeline
-        if pipeline is None:
-            return
-        if pipeline.name == "auto":  # the rest is settled when the platform is known
-            return
-        ranks, _ = pipeline.shape()
-        if self.mesh is not None and self.mesh.pipe not in (1, ranks):
-            raise UserError(
-                f"pipeline {pipeline} takes {ranks} devices along pipe, and mesh {self.mesh} says "
-                f"{self.mesh.pipe}: leave pipe out of the mesh"
-            )
 
     @classmethod
     def upgraded_json(cls, data: Any) -> Any:

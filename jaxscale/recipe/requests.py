@@ -8,10 +8,11 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from jaxscale.memory.plan import MemoryPlan
 from jaxscale.replicas.named import NamedCodec
 
 if TYPE_CHECKING:
+    from jaxscale.optim.one_bit import Messages
+    from jaxscale.pipeline.plan import PipelinePlan
     from jaxscale.recipe.experiment import Experiment
     from jaxscale.recipe.plan import Plan
 
@@ -49,41 +50,71 @@ class Facts:
         optimizer = "" if experiment is None else experiment.optimizer.name
         plain = optimizer.removeprefix("one_bit_").replace("adam", "adamw")
         return text.format(
-            mesh=plan.mesh,
-            precision=plan.precision,
-            steps="" if experiment is None else experiment.steps,
+            plan=plan,
+            experiment=experiment,
             plain=plain,
             no_codec=f"take {plain}" if self.momenta_coded else "leave reduce out",
             mixing=self.mixing,
         )
 
     @property
+    def messages(self) -> "Messages | None":
+        """What the optimizer's replicas send in place of gradients."""
+        return None if self.experiment is None else self.experiment.optimizer.messages(self.experiment.steps)
+
+    @property
     def momenta_coded(self) -> bool:
         """Whether the codec is the one that takes a one-bit optimizer's momenta."""
-        experiment = self.experiment
-        messages = None if experiment is None else experiment.optimizer.messages(experiment.steps)
-        return messages is not None and str(self.plan.reduce) == f"onebit,start={messages.freeze}"
+        return self.messages is not None and str(self.plan.reduce) == f"onebit,start={self.messages.freeze}"
 
 
 Request: TypeAlias = Callable[[Facts], str | None]
 """What the user wrote of a technique; `None` where it is not asked for."""
+Condition: TypeAlias = Callable[[Facts], bool | None]
+"""Whether the facts allow something; `None` while that is not known."""
+
+
+MEMORY, PIPELINE = "memory {plan.memory}", "pipeline {plan.pipeline.form}"
+FOREIGN = "a model of layers that are not ours"
+
+
+def when(text: str, holds: Callable[[Facts], bool]) -> Request:
+    """What a condition of the facts asks for.
+
+    Args:
+        text: of the request, with fields of the plan and of the experiment in braces.
+        holds: the condition.
+    """
+    return lambda facts: text.format(plan=facts.plan, experiment=facts.experiment) if holds(facts) else None
+
+
+def of_pipeline(holds: "Callable[[PipelinePlan], bool]", text: str = PIPELINE) -> Request:
+    """What a condition of the pipeline asks for, if there is one."""
+    return when(text, lambda facts: facts.plan.pipeline is not None and holds(facts.plan.pipeline))
+
+
+def both(one: Request, other: Request) -> Request:
+    """Two requests together."""
+
+    def request(facts: Facts) -> str | None:
+        text = one(facts)
+        other_text = None if text is None else other(facts)
+        return None if other_text is None else f"{text} with {other_text}"
+
+    return request
+
+
+def unless(one: Request, met: Condition) -> Request:
+    """A request whose condition does not hold."""
+    return lambda facts: one(facts) if met(facts) is False else None
 
 
 def field(path: str, *values: object) -> Request:
     """A field of the plan, by its dotted path, that has one of some values."""
 
     def request(facts: Facts) -> str | None:
-        value = operator.attrgetter(path)(facts.plan)
-        return f"{path} {value}" if value in values else None
-
-    return request
-
-
-def changed(name: str) -> Request:
-    """A field of the plan that has another value than its default."""
-
-    def request(facts: Facts) -> str | None:
-        return _unless_default(name, facts.plan)
+        setting = operator.attrgetter(path)(facts.plan)
+        return f"{path} {setting}" if setting in values else None
 
     return request
 
@@ -92,55 +123,62 @@ def option(name: str) -> Request:
     """An option of the pipeline that has another value than its default."""
 
     def request(facts: Facts) -> str | None:
-        return None if facts.plan.pipeline is None else _unless_default(name, facts.plan.pipeline)
+        pipeline = facts.plan.pipeline
+        setting = None if pipeline is None else getattr(pipeline, name)
+        return None if setting == getattr(type(pipeline), name, None) else f"{name} {setting}"
 
     return request
-
-
-def _unless_default(name: str, value: object) -> str | None:
-    inner = getattr(value, name)
-    return None if inner == getattr(type(value), name) else f"{name} {inner}"
 
 
 def along(axis: str) -> Request:
     """Several devices along an axis of the mesh."""
-
-    def request(facts: Facts) -> str | None:
-        return f"mesh {facts.plan.mesh}" if (facts.size(axis) or 1) > 1 else None
-
-    return request
+    return when("mesh {plan.mesh}", lambda facts: (facts.size(axis) or 1) > 1)
 
 
-def pipeline(facts: Facts) -> str | None:
-    """A pipeline."""
-    return None if facts.plan.pipeline is None else f"pipeline {facts.plan.pipeline.form}"
+def memory(*rules: str) -> Request:
+    """A memory plan by one of some rules."""
+    return when(MEMORY, lambda facts: facts.plan.memory.rule in rules)
 
 
-def asynchronous(facts: Facts) -> str | None:
-    """A pipeline that updates weights on its way."""
-    return pipeline(facts) if facts.plan.asynchronous else None
-
-
-def unlike(facts: Facts) -> str | None:
-    """A pipeline with stages of unlike blocks."""
-    return f"{pipeline(facts)} of unlike blocks" if facts.unlike else None
-
-
-def copied(facts: Facts) -> str | None:
-    """A pipeline in which two devices have the same stage."""
-    return pipeline(facts) if facts.copied else None
-
-
-def newest_weights(facts: Facts) -> str | None:
-    """A pipeline whose gradients are of the newest weights."""
-    pipeline = facts.plan.pipeline
-    return f"pipeline {pipeline.form}" if pipeline is not None and not facts.plan.asynchronous else None
-
-
-def own_weights(facts: Facts) -> str | None:
-    """A pipeline whose backwards read the weights of their forwards."""
-    pipeline = facts.plan.pipeline
-    return f"pipeline {pipeline.form}" if pipeline is not None and pipeline.name != "pipemare" else None
+pipeline = of_pipeline(lambda pipeline: True)
+asynchronous = of_pipeline(lambda pipeline: pipeline.asynchronous)
+"""A pipeline that updates weights on its way."""
+newest_weights = of_pipeline(lambda pipeline: not pipeline.asynchronous)
+"""A pipeline whose gradients are of the newest weights."""
+own_weights = of_pipeline(lambda pipeline: pipeline.name != "pipemare")
+"""A pipeline whose backwards read the weights of their forwards."""
+phased = of_pipeline(lambda pipeline: pipeline.lowering == "phased", "lowering phased")
+"""A pipeline without branches."""
+residuals = of_pipeline(lambda pipeline: pipeline.stash == "residuals", "stash residuals")
+"""A pipeline that keeps residuals by the memory plan."""
+correction = of_pipeline(lambda pipeline: bool(pipeline.correction), "correction {plan.pipeline.correction}")
+"""PipeMare's correction of weights."""
+unlike = when(f"{PIPELINE} of unlike blocks", lambda facts: facts.unlike)
+copied = when(PIPELINE, lambda facts: facts.copied)
+"""A pipeline in which two devices have the same stage."""
+one_bit = when("optimizer {experiment.optimizer.name}", lambda facts: facts.messages is not None)
+"""An optimizer whose replicas send momenta."""
+foreign = when(FOREIGN, lambda facts: getattr(getattr(facts.experiment, "model", None), "foreign", False))
+foreign_over_tensor = when(
+    f"{FOREIGN} and tensor:{{plan.mesh.tensor}}",
+    lambda facts: foreign(facts) is not None and (facts.size("tensor") or 1) > 1,
+)
+diloco = when("diloco {plan.diloco}", lambda facts: facts.plan.diloco is not None)
+"""Replicas that train alone and meet."""
+zero = when("zero {plan.zero}", lambda facts: facts.plan.zero > 0)
+microbatches = when("microbatches {plan.microbatches}", lambda facts: facts.plan.microbatches > 1)
+keeps_weights = when(MEMORY, lambda facts: facts.plan.memory.name == "everything_saveable")
+memory_of_sequences = when(MEMORY, lambda facts: facts.plan.memory.rule not in ("none", "dots", "full", "jax"))
+"""A memory plan that looks at all blocks in sequence."""
+host_updates_by_slices = when(
+    "{plan.offload}",
+    lambda facts: facts.plan.offload.any and facts.plan.offload.optimizer_state != "host",
+)
+"""State or weights on the host whose updates are made on the device, slice by slice."""
+weights_host, gradients_host = field("offload.weights", "host"), field("offload.gradients", "host")
+state_host = field("offload.optimizer_state", "host")
+state_off = field("offload.optimizer_state", "host", "streamed")
+split = field("state.master", "split")
 
 
 def codec(facts: Facts) -> str | None:
@@ -152,29 +190,7 @@ def codec(facts: Facts) -> str | None:
 
 def codec_beside_one_bit(facts: Facts) -> str | None:
     """A codec other than the one that takes a one-bit optimizer's momenta."""
-    return None if facts.momenta_coded else changed("reduce")(facts)
-
-
-def diloco(facts: Facts) -> str | None:
-    """Replicas that train alone and meet."""
-    return None if facts.plan.diloco is None else f"diloco {facts.plan.diloco}"
-
-
-def one_bit(facts: Facts) -> str | None:
-    """An optimizer whose replicas send momenta."""
-    experiment = facts.experiment
-    sends = experiment is not None and experiment.optimizer.messages(experiment.steps) is not None
-    return f"optimizer {experiment.optimizer.name}" if experiment is not None and sends else None
-
-
-def zero(facts: Facts) -> str | None:
-    """A stage of ZeRO."""
-    return f"zero {facts.plan.zero}" if facts.plan.zero else None
-
-
-def microbatches(facts: Facts) -> str | None:
-    """Several microbatches."""
-    return f"microbatches {facts.plan.microbatches}" if facts.plan.microbatches > 1 else None
+    return None if facts.momenta_coded or facts.plan.reduce is None else f"reduce {facts.plan.reduce}"
 
 
 def other_microbatches(facts: Facts) -> str | None:
@@ -184,63 +200,9 @@ def other_microbatches(facts: Facts) -> str | None:
     return None if facts.plan.microbatches == count else microbatches(facts)
 
 
-def memory(*rules: str) -> Request:
-    """A memory plan by one of some rules."""
-
-    def request(facts: Facts) -> str | None:
-        return f"memory {facts.plan.memory}" if facts.plan.memory.rule in rules else None
-
-    return request
-
-
-def memory_of_sequences(facts: Facts) -> str | None:
-    """A memory plan that looks at all blocks in sequence."""
-    memory: MemoryPlan = facts.plan.memory
-    return None if memory.rule in ("none", "dots", "full", "jax") else f"memory {memory}"
-
-
-def keeps_weights(facts: Facts) -> str | None:
-    """A memory plan that keeps every weight."""
-    return f"memory {facts.plan.memory}" if facts.plan.memory.name == "everything_saveable" else None
-
-
-def host_updates_by_slices(facts: Facts) -> str | None:
-    """State or weights on the host whose updates are made on the device, slice by slice."""
-    offload = facts.plan.offload
-    if offload.optimizer_state == "host" or (offload.weights == "device" and offload.optimizer_state == "device"):
-        return None
-    return str(offload)
-
-
-def phased(facts: Facts) -> str | None:
-    """A pipeline without branches."""
-    return "lowering phased" if facts.plan.pipeline is not None and facts.plan.pipeline.lowering == "phased" else None
-
-
-def correction(facts: Facts) -> str | None:
-    """PipeMare's correction of weights."""
-    return option("correction")(facts) if facts.plan.pipeline is not None and facts.plan.pipeline.correction else None
-
-
-def residuals(facts: Facts) -> str | None:
-    """A pipeline that keeps residuals by the memory plan."""
-    return None if facts.plan.pipeline is None or facts.plan.stages_keep == "input" else "stash residuals"
-
-
 def model_state(facts: Facts) -> str | None:
     """A model that holds more than parameters."""
     return f"a model that holds state of its own ({', '.join(facts.state[:3])})" if facts.state else None
-
-
-def foreign(facts: Facts) -> str | None:
-    """A model of layers that are not ours."""
-    model = None if facts.experiment is None else facts.experiment.model
-    return "a model of layers that are not ours" if getattr(model, "foreign", False) else None
-
-
-def foreign_over_tensor(facts: Facts) -> str | None:
-    """Such a model on a tensor axis."""
-    return f"{foreign(facts)} and tensor:{facts.size('tensor')}" if foreign(facts) and along("tensor")(facts) else None
 
 
 def meets_before_the_end(facts: Facts) -> bool | None:
@@ -249,7 +211,7 @@ def meets_before_the_end(facts: Facts) -> bool | None:
     return None if experiment is None or plan.diloco is None else plan.diloco.every <= experiment.steps
 
 
-def has(axis: str) -> Callable[[Facts], bool | None]:
+def has(axis: str) -> Condition:
     """Whether an axis of the mesh has several devices; `None` while the mesh is not known."""
 
     def met(facts: Facts) -> bool | None:
@@ -267,9 +229,3 @@ def fsdp(facts: Facts) -> bool | None:
 def not_alone(facts: Facts) -> bool | None:
     """Whether there are several devices; `None` while the mesh is not known."""
     return None if facts.plan.mesh is None else facts.plan.mesh.devices > 1
-
-
-weights_host, gradients_host = field("offload.weights", "host"), field("offload.gradients", "host")
-state_host = field("offload.optimizer_state", "host")
-state_off = field("offload.optimizer_state", "host", "streamed")
-split = field("state.master", "split")

@@ -1,7 +1,7 @@
 """Rows of a batch: which of them a process feeds, where they lie, how they split into microbatches."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -10,6 +10,8 @@ from jax.sharding import NamedSharding
 from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.typing import Array, Batch
+
+Arrays = TypeVar("Arrays")
 
 
 def shard_of(sharding: NamedSharding, rows: int) -> tuple[int, int]:
@@ -31,7 +33,8 @@ def put(batch: Batch, sharding: NamedSharding, shard: tuple[int, int]) -> dict[s
     def spread(mine: np.ndarray) -> Array:
         rows, first = count * len(mine), index * len(mine)
 
-        def part(where: Any) -> np.ndarray:
+        def part(where: tuple[slice, ...] | None) -> np.ndarray:
+            assert where is not None
             start, stop = span(where, rows)
             return mine[start - first : stop - first]
 
@@ -46,7 +49,6 @@ def batch_shapes(experiment: Experiment) -> Batch:
     Raises:
         UserError: the data cannot be opened.
     """
-    shapes_of: Callable[[int], Mapping[str, tuple[tuple[int, ...], str]]] | None
     shapes_of = getattr(experiment.data, "shapes", None)
     if shapes_of is not None:
         known = shapes_of(experiment.batch).items()
@@ -56,14 +58,9 @@ def batch_shapes(experiment: Experiment) -> Batch:
     return shapes(next(iter(experiment.data.open(experiment.batch, experiment.seed).train())))
 
 
-def shapes(batch: Mapping[str, Any], sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+def shapes(batch: Batch, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a global batch, of arrays or of shapes."""
-    return {
-        name: jax.ShapeDtypeStruct(
-            np.shape(rows) if not hasattr(rows, "shape") else rows.shape, rows.dtype, sharding=sharding
-        )
-        for name, rows in batch.items()
-    }
+    return {name: jax.ShapeDtypeStruct(np.shape(rows), rows.dtype, sharding=sharding) for name, rows in batch.items()}
 
 
 def span(where: Sequence[slice], rows: int) -> tuple[int, int]:
@@ -84,6 +81,6 @@ def equal_part(spans: set[tuple[int, int]], rows: int) -> tuple[int, int]:
     return (start // size, rows // size) if together and rows % size == 0 and start % size == 0 else (0, 1)
 
 
-def microbatches(x: Array, *, parts: int) -> Array:
-    """(B, ...) to (parts, B / parts, ...): every parts-th row, so that no row changes its device, on any mesh."""
-    return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+def microbatches(tree: Arrays, *, parts: int) -> Arrays:
+    """Arrays (B, ...) as (parts, B / parts, ...): every parts-th row, so that no row changes its device on any mesh."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1), tree)

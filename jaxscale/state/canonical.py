@@ -15,10 +15,10 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.layers.stack import in_one_stack
@@ -30,7 +30,7 @@ from jaxscale.state.layout import Layout, local_bytes
 from jaxscale.state.naming import Naming, Part, plain, roles
 from jaxscale.state.train_state import TrainState
 from jaxscale.trees import path_name
-from jaxscale.typing import Array
+from jaxscale.typing import Array, PyTree
 
 PARAMS = "params"
 """Prefix of the parameters' names: what evaluation, generation and export restore, beside `REST`."""
@@ -111,7 +111,7 @@ class Canonical:
             state = extra.saved(state)
         arrays: dict[str, Array] = {}
         groups: dict[str, dict[int, Array]] = {}
-        writers: dict[str, Any] = {}
+        writers: dict[str, Callable[[Array], Array]] = {}
         for leaf, part in zip(jax.tree.leaves(state), self._parts, strict=True):
             if not part.names:
                 continue
@@ -155,20 +155,15 @@ class Canonical:
                 continue
             pieces = [arrays[name] for name in part.names]
             waiting.subtract(part.names)
-            if waiting[part.names[0]] or part.rows is not None:
-                join = _joined(None, part.key, leaf.shape, leaf.dtype, leaf.sharding, part.rows)
-                leaves.append(jax.block_until_ready(join(pieces)))
-                if not waiting[part.names[0]] and isinstance(pieces[0], jax.Array):
-                    pieces[0].delete()
-                continue
-            alike = pieces[0].shape == leaf.shape and pieces[0].dtype == leaf.dtype
-            if alike and part.key is None and part.stacked is None:
+            last_read = not waiting[part.names[0]]
+            whole = part.rows is None and part.key is None and part.stacked is None and last_read
+            if whole and pieces[0].shape == leaf.shape and pieces[0].dtype == leaf.dtype:
                 leaves.append(jax.device_put(pieces[0], leaf.sharding))
                 continue
-            join = _joined(part.stacked, part.key, leaf.shape, leaf.dtype, leaf.sharding, order=part.order)
+            join = _joined(part.stacked, part.key, leaf, part.rows, part.order)
             leaves.append(jax.block_until_ready(join(pieces)))
             for array in pieces:
-                if isinstance(array, jax.Array):
+                if last_read and isinstance(array, jax.Array):
                     array.delete()
         state = jax.tree.unflatten(self._treedef, leaves)
         for extra in self._extras:
@@ -176,7 +171,7 @@ class Canonical:
         return state
 
 
-def _returned(array: Array, dtype: Any, host: bool) -> Array:
+def _returned(array: Array, dtype: np.dtype | None, host: bool) -> Array:
     array = array if dtype is None else array.astype(dtype)
     return to_host(array) if host else array
 
@@ -185,12 +180,10 @@ def _returned(array: Array, dtype: Any, host: bool) -> Array:
 def _joined(
     dim: int | None,
     key: str | None,
-    shape: tuple[int, ...],
-    dtype: Any,
-    sharding: NamedSharding,
-    rows: tuple[int, int] | None = None,
-    order: tuple[int, ...] = (),
-) -> Any:
+    leaf: jax.ShapeDtypeStruct,
+    rows: tuple[int, int] | None,
+    order: tuple[int, ...],
+) -> Callable[[list[Array]], Array]:
     """A compiled function from a leaf's arrays to the leaf; leaves of one shape and placement share it."""
 
     def join(arrays: list[Array]) -> Array:
@@ -202,15 +195,15 @@ def _joined(
         if order:
             assert dim is not None
             where = dict(zip(order, arrays, strict=True))
-            arrays = [where.get(row, jnp.zeros_like(arrays[0])) for row in range(shape[dim])]
+            arrays = [where.get(row, jnp.zeros_like(arrays[0])) for row in range(leaf.shape[dim])]
         whole = arrays[0] if dim is None else jnp.stack(arrays, dim)
-        padding = [(0, want - have) for have, want in zip(whole.shape, shape, strict=True)]
-        return (jnp.pad(whole, padding) if any(p for _, p in padding) else whole).astype(dtype)
+        padding = [(0, want - have) for have, want in zip(whole.shape, leaf.shape, strict=True)]
+        return (jnp.pad(whole, padding) if any(p for _, p in padding) else whole).astype(leaf.dtype)
 
-    return jax.jit(join, out_shardings=sharding)
+    return jax.jit(join, out_shardings=leaf.sharding)
 
 
-def _in_one_stack(tree: Any, stacked: Callable[[Part], bool]) -> Any:
+def _in_one_stack(tree: PyTree[Part], stacked: Callable[[Part], bool]) -> PyTree[Part]:
     """Parts of leaves that are not taken apart, of stacks in groups: one array for all groups.
 
     Args:

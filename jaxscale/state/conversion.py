@@ -9,10 +9,11 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxscale.lowbit.codebooks import MAPS
@@ -22,9 +23,9 @@ from jaxscale.sharding.memory_space import to_device
 from jaxscale.sharding.partition import dividing
 from jaxscale.state.canonical import PARAMS
 from jaxscale.state.naming import CODES, SCALE
-from jaxscale.typing import Array
+from jaxscale.typing import Array, PyTree
 
-Abstract = Mapping[str, jax.ShapeDtypeStruct]
+Abstract: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ def forms_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Form]:
     return forms
 
 
-def conversion(entries: Mapping[str, Sequence[Any]], abstract: Abstract) -> Conversion:
+def conversion(entries: Mapping[str, Sequence[PyTree]], abstract: Abstract) -> Conversion:
     """How the arrays of a checkpoint become those that a step wants.
 
     Args:
@@ -158,16 +159,16 @@ def corrections(names: Iterable[str]) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=256)
-def _joined(sharding: NamedSharding) -> Any:
+def _joined(sharding: NamedSharding) -> Callable[[Array, Array], Array]:
     return jax.jit(join, out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=256)
-def _split(sharding: NamedSharding) -> Any:
+def _split(sharding: NamedSharding) -> Callable[[Array], tuple[Array, Array]]:
     return jax.jit(split, out_shardings=(sharding, sharding))
 
 
-def change_lines(changes: Any) -> tuple[str, ...]:
+def change_lines(changes: Iterable[tuple[Form, Form]]) -> tuple[str, ...]:
     """Notes for the user on changes, a line for each kind.
 
     Example:
@@ -188,7 +189,9 @@ def _exact(old: Form, new: Form) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _changed(old: Form, new: Form, targets: tuple[tuple[Any, NamedSharding], ...]) -> Any:
+def _changed(
+    old: Form, new: Form, targets: tuple[tuple[np.dtype, NamedSharding], ...]
+) -> Callable[[list[Array]], list[Array]]:
     """A compiled function from the arrays of one form to those of another."""
 
     def change(arrays: list[Array]) -> list[Array]:

@@ -9,15 +9,17 @@ taken up.
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxscale.compiler.collectives import Collective, collectives
 from jaxscale.platforms.megascale import slices_of
 from jaxscale.state.layout import Layout
-from jaxscale.state.naming import Naming
+from jaxscale.state.naming import Naming, Part
 from jaxscale.state.train_state import TrainState
+from jaxscale.typing import PyTree
 
 EXTRAS = ("in_flight", "reduce", "outer")
 """Names of all extras."""
@@ -36,8 +38,8 @@ class CompiledProgram:
         as_text: gives its text.
     """
 
-    mesh: Any
-    as_text: Callable[[], str]
+    mesh: Mesh | AbstractMesh
+    as_text: Callable[[], str | None]
 
     @functools.cached_property
     def collectives(self) -> Sequence[Collective]:
@@ -58,7 +60,7 @@ class CompiledProgram:
 
     @functools.cached_property
     def _text(self) -> str:
-        return self.as_text()
+        return self.as_text() or ""
 
 
 @runtime_checkable
@@ -79,7 +81,7 @@ class StateExtra(Protocol):
         """The layout of a train state that has it, from that of one without."""
         ...
 
-    def init(self, state: TrainState) -> Any:
+    def init(self, state: TrainState) -> PyTree:
         """Its value in a state that lacks it: a function to jit with `out_shardings`."""
         ...
 
@@ -95,7 +97,7 @@ class StateExtra(Protocol):
         """The inverse of `saved`, where leaves that a checkpoint lacks are `None`."""
         ...
 
-    def parts(self, naming: Naming, abstract: TrainState) -> Any:
+    def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
         """How the leaves of its value become arrays of a checkpoint: a tree of `Part` like its saved value.
 
         Args:
@@ -127,6 +129,6 @@ class StateExtra(Protocol):
         ...
 
 
-def lacks(tree: Any) -> bool:
+def lacks(tree: PyTree) -> bool:
     """Whether a checkpoint had not all of a tree."""
     return any(leaf is None for leaf in jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None))

@@ -1,16 +1,21 @@
 """Layout: the mesh of a plan, and where every leaf of the train state lies on it."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
+from jaxscale.blocks import Model
 from jaxscale.errors import UserError
+from jaxscale.lowbit.products import RECIPES
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.offload.weights import of_a_block
 from jaxscale.recipe.plan import Plan
@@ -18,16 +23,35 @@ from jaxscale.sharding.memory_space import HOST_KIND
 from jaxscale.sharding.partition import axes_of
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.sharding.zero import Placement, over, placement, stacked_over
-from jaxscale.state.pure_model import PureModel
+from jaxscale.state.pure_model import LazyArray, PureModel, in_groups
 from jaxscale.state.train_state import TrainState, Watch
 from jaxscale.trees import leaf_bytes, named_leaves, path_name
-from jaxscale.typing import Params
+from jaxscale.typing import Array, Params, PyTree
 
+Shapes: TypeAlias = PyTree[jax.ShapeDtypeStruct]
+"""Abstract arrays with shardings."""
+Shardings: TypeAlias = PyTree[NamedSharding]
+Label = TypeVar("Label", NamedSharding, str)
 BATCH_AXES = ("replica", "data", "fsdp")
 PIPE_AXIS = "pipe"
 """Along which stages lie."""
 REPLICA_AXIS = "replica"
 """The slow one: copies of the whole model, across slices or nodes."""
+
+
+@runtime_checkable
+class Device(Protocol):
+    """A device that is there, or only described."""
+
+    @property
+    def platform(self) -> str:
+        """Its kind: "cpu", "gpu" or "tpu"."""
+        ...
+
+    @property
+    def device_kind(self) -> str:
+        """Name of its chip."""
+        ...
 
 
 def effective_rules(plan: Plan) -> AxisRules:
@@ -44,7 +68,7 @@ def vocab_multiple(plan: Plan) -> int:
     return math.prod(plan.mesh.sizes[axis] for axis in plan.rules.vocab)
 
 
-def check_model(plan: Plan, model: Any) -> None:
+def check_model(plan: Plan, model: Model) -> None:
     """Refuse a plan whose axes do not divide the model, before anything is traced."""
     assert plan.mesh is not None
     rules, sizes = effective_rules(plan), plan.mesh.sizes
@@ -64,6 +88,11 @@ def check_model(plan: Plan, model: Any) -> None:
             )
     kernels = plan.kernels
     if getattr(model, "foreign", False):
+        if plan.matmul in RECIPES:
+            raise UserError(
+                f"matmul {plan.matmul}: this model brings its own layers, and ours alone multiply by it; build it of "
+                "jaxscale.layers, or leave matmul out"
+            )
         if plan.reduce == "float32" and plan.precision != "float32":
             raise UserError(
                 "reduce: float32 under bfloat16 needs jaxscale layers; this model reduces in bfloat16 (leave it out)"
@@ -87,44 +116,20 @@ def check_model(plan: Plan, model: Any) -> None:
             raise UserError(f"context {length} is not a multiple of {ways}, over which the mesh {plan.mesh} splits it")
 
 
-def kept(plan: Plan, params: Params) -> Params:
-    """Shapes of the weights that are kept between steps: float32, or the bfloat16 of split ones."""
-    if plan.state.master == "float32":
-        return params
-    return jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16 if jnp.issubdtype(p.dtype, jnp.floating) else p.dtype),
-        params,
-    )
-
-
-def placements_of(pure_model: PureModel, plan: Plan, mesh: Any) -> dict[str, Placement]:
+def placements_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) -> dict[str, Placement]:
     """Where the tensors of each parameter live, by its name."""
     rules, copied = effective_rules(plan), plan.precision != "float32"
-    params = named_leaves(pure_model.params)
-    placements = {
-        name: placement(
-            leaf.shape[1:] if name in pure_model.copies else leaf.shape,
-            pure_model.names.get(name),
-            plan.zero,
-            copied,
-            mesh,
-            rules,
-        )
-        for name, leaf in params.items()
-    }
-    if pure_model.copies:
-        # a stage's copy of what all share stays on its device
-        return {
-            name: stacked_over(place, PIPE_AXIS) if name in pure_model.copies else place
-            for name, place in placements.items()
-        }
-    if plan.pipeline is None:
-        return placements
-    # what all stages share is gathered to be read, and split over them between steps
-    return {
-        name: place if pure_model.stacked(name) else over(place, PIPE_AXIS, params[name].shape, mesh)
-        for name, place in placements.items()
-    }
+    placements = {}
+    for name, leaf in named_leaves(pure_model.params).items():
+        shape = leaf.shape[1:] if name in pure_model.copies else leaf.shape
+        place = placement(shape, pure_model.names.get(name), plan.zero, copied, mesh, rules)
+        if name in pure_model.copies:  # a stage's copy of what all share stays on its device
+            place = stacked_over(place, PIPE_AXIS)
+        elif plan.pipeline is not None and not pure_model.stacked(name):
+            # what all stages share is gathered to be read, and split over them between steps
+            place = over(place, PIPE_AXIS, shape, mesh)
+        placements[name] = place
+    return placements
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,22 +147,24 @@ class Layout:
     """
 
     plan: Plan
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     rules: AxisRules
     placements: dict[str, Placement]
-    masters: Any
-    gradients: Any
-    computes: Any
+    masters: Shardings
+    gradients: Shardings
+    computes: Shardings
     state: TrainState
     abstract: TrainState
 
     @classmethod
-    def of(cls, pure_model: PureModel, optimizer: optax.GradientTransformation, plan: Plan, mesh: Any) -> "Layout":
+    def of(
+        cls, pure_model: PureModel, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh | AbstractMesh
+    ) -> "Layout":
         """Place every leaf; nothing is allocated."""
         rules, placements = effective_rules(plan), placements_of(pure_model, plan, mesh)
 
-        def tree(kind: str, hosted: Callable[[str], bool] = lambda name: False) -> Any:
-            def of(path: Any, _: Any) -> NamedSharding:
+        def tree(kind: str, hosted: Callable[[str], bool] = lambda name: False) -> Shardings:
+            def of(path: KeyPath, _: jax.ShapeDtypeStruct) -> NamedSharding:
                 name = path_name(path)
                 sharding = NamedSharding(mesh, getattr(placements[name], kind))
                 return sharding.with_memory_kind(HOST_KIND) if hosted(name) else sharding
@@ -167,7 +174,10 @@ class Layout:
         masters = tree("master", lambda _: plan.offload.masters)
 
         whole = NamedSharding(mesh, PartitionSpec())
-        params = kept(plan, pure_model.params)
+        params = pure_model.params
+        if plan.state.master == "split":  # of which bfloat16 is kept between steps
+            low = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+            params = jax.tree.map(lambda p: low(p.shape) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
         opt = jax.eval_shape(optimizer.init, params)
         opt_shardings = optax.tree.map_params(
             optimizer,
@@ -180,46 +190,38 @@ class Layout:
             transform_non_params=lambda _: whole,
             is_leaf=is_quantized,
         )
-        watch = jax.eval_shape(Watch.start)
-        step = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
+        step, watch = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), Watch.start()))
         abstract = TrainState(step, params, opt, pure_model.rest, watch)
-        shardings = TrainState(
-            step=jax.tree.map(lambda _: whole, step),
-            params=masters,
-            optimizer=opt_shardings,
-            rest=jax.tree.map(lambda _: whole, pure_model.rest),
-            watch=jax.tree.map(lambda _: whole, watch),
-        )
+        everywhere = jax.tree.map(lambda _: whole, abstract)
+        shardings = dataclasses.replace(everywhere, params=masters, optimizer=opt_shardings)
         placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
         gradients = tree("gradient", lambda name: plan.offload.gradients == "host" and of_a_block(name))
         return cls(plan, mesh, rules, placements, masters, gradients, tree("compute"), shardings, placed)
 
-    def with_extra(self, name: str, abstract: Any) -> "Layout":
+    def with_extra(self, name: str, abstract: Shapes) -> "Layout":
         """The layout of a train state that has an extra too.
 
         Args:
             name: of the extra.
             abstract: shapes and dtypes of its value, with shardings.
         """
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         return dataclasses.replace(
             self,
-            state=dataclasses.replace(self.state, extra={**self.state.extra, name: shardings}),
+            state=dataclasses.replace(self.state, extra={**self.state.extra, name: shardings_of(abstract)}),
             abstract=dataclasses.replace(self.abstract, extra={**self.abstract.extra, name: abstract}),
         )
 
     @property
     def platform(self) -> str:
         """Kind of the devices, which may be described ones: "cpu", "gpu" or "tpu"."""
-        device = self.mesh.abstract_device if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0]
-        return device.platform
+        return device_of(self.mesh).platform
 
     @property
     def batch(self) -> NamedSharding:
         """Of every array of a batch: rows over the data axes."""
         return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
 
-    def check_axes_used(self, model: Any) -> None:
+    def check_axes_used(self, model: Model) -> None:
         """Refuse a mesh axis on which nothing lies: a request without effect."""
         used = {axis for p in self.placements.values() for axis in axes_of(p.compute)} | set(BATCH_AXES)
         used |= set() if self.plan.pipeline is None else {PIPE_AXIS}
@@ -272,7 +274,7 @@ class Layout:
             return []
         return [name for name, p in self.placements.items() if "fsdp" not in axes_of(p.state)]
 
-    def table(self) -> dict[str, Any]:
+    def table(self) -> dict[str, PyTree]:
         """The layout as plain data, for the report: mesh, and parameters with where they lie, the biggest first."""
         rows = []
         for name, leaf in named_leaves(self.abstract.params).items():
@@ -287,7 +289,7 @@ class Layout:
                     "bytes_per_device": leaf_bytes(leaf) * shard // max(math.prod(leaf.shape), 1),
                 }
             )
-        device = self.mesh.devices.flat[0]
+        device = device_of(self.mesh)
         return {
             "mesh": {axis: count for axis, count in self.mesh.shape.items() if count > 1},
             "devices": self.mesh.size,
@@ -297,12 +299,45 @@ class Layout:
         }
 
 
-def _alike(leaf: Any, value: Any) -> Any:
-    """The value in the place of an array, or of both arrays of a quantized one."""
-    return jax.tree.map(lambda _: value, leaf)
+def device_of(mesh: Mesh | AbstractMesh) -> Device:
+    """One of the devices of a mesh."""
+    return mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
 
 
-def local_bytes(tree: Any, *, host: bool = False) -> int:
+def shardings_of(abstract: Shapes) -> Shardings:
+    """Where the leaves of a tree lie."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def _alike(leaf: PyTree, label: Label) -> PyTree[Label]:
+    """A label in the place of an array, or of both arrays of a quantized one."""
+    return jax.tree.map(lambda _: label, leaf)
+
+
+def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params]:
+    """Parameters, and the rest of the model's state, before the first step: drawn, or loaded by a model that can.
+
+    Every leaf is created already sharded, never whole on one device.
+    """
+    params, rest = jax.jit(pure_model.create, out_shardings=(layout.masters, layout.state.rest))()
+    load = getattr(pure_model.model, "initial_params", None)
+    if load is None:
+        return params, rest
+
+    def placed(array: LazyArray, abstract: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Array:
+        """A host array put on the devices shard by shard; dims that are padded in the model get zeros."""
+        if array.shape != abstract.shape:
+            padding = [(0, want - have) for have, want in zip(array.shape, abstract.shape, strict=True)]
+            array = np.pad(np.asarray(array), padding)  # pyright: ignore[reportAssignmentType]
+        return jax.make_array_from_callback(
+            abstract.shape, sharding, lambda index: np.asarray(array[index or ()], abstract.dtype)
+        )
+
+    loaded = pure_model.in_rows(in_groups(load(), pure_model.groups))
+    return jax.tree.map(placed, loaded, pure_model.params, layout.masters), rest
+
+
+def local_bytes(tree: PyTree, *, host: bool = False) -> int:
     """Bytes of a tree of abstract arrays with shardings on each device, or on each device's share of its host."""
     total = 0
     for leaf in jax.tree.leaves(tree):

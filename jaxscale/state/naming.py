@@ -4,15 +4,17 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import KeyPath
 
 from jaxscale.layers.stack import in_one_stack
-from jaxscale.lowbit.quantize import is_quantized
+from jaxscale.lowbit.quantize import Quantized, is_quantized
 from jaxscale.state.pure_model import PureModel
 from jaxscale.trees import named_leaves, path_name
+from jaxscale.typing import PyTree
 
 CODES, SCALE = "codes.", "scale"
 """The last part of the names of a quantized array's two: the map follows the first."""
@@ -41,7 +43,7 @@ class Part:
     key: str | None = None
     rows: tuple[int, int] | None = None
     order: tuple[int, ...] = ()
-    dtype: Any = None
+    dtype: np.dtype | None = None
 
     def rows_of(self) -> list[tuple[int, str]]:
         """Row and name of each array of a stacked leaf."""
@@ -69,7 +71,9 @@ class Naming:
             pure_model = unpadded.copied(pure_model.copies)
         return {name: tuple(leaf.shape) for name, leaf in named_leaves(pure_model.params).items()}
 
-    def of_param(self, prefix: str, path: Any, name: str | None, leaf: Any, role: str = "") -> Part:
+    def of_param(
+        self, prefix: str, path: KeyPath, name: str | None, leaf: jax.ShapeDtypeStruct, role: str = ""
+    ) -> Part:
         """The part of a leaf that is treated as a parameter is.
 
         Args:
@@ -103,7 +107,9 @@ class Naming:
             return Part(names, dim, shape, order=alive, dtype=dtype)
         return Part(tuple(layer_name(full, i) + end for i in range(leaf.shape[dim])), dim, shape, dtype=dtype)
 
-    def behind_replicas(self, every: bool, leaf: Any, of_one: Callable[[Any], Part]) -> Part:
+    def behind_replicas(
+        self, every: bool, leaf: jax.ShapeDtypeStruct, of_one: Callable[[jax.ShapeDtypeStruct], Part]
+    ) -> Part:
         """The part of a leaf that may have a dim of replicas before those of one's.
 
         Args:
@@ -116,21 +122,21 @@ class Naming:
         return dataclasses.replace(part, stacked=stacked, shape=(*leaf.shape[:every], *part.shape))
 
 
-def plain(name: str, leaf: Any) -> Part:
+def plain(name: str, leaf: jax.ShapeDtypeStruct) -> Part:
     """The part of a leaf that is one array under its own name."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         # the leaf is abstract, and only a key can tell its implementation: ask a traced one
-        implementations: list[Any] = []
-        jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), leaf)
-        return Part((name,), None, tuple(leaf.shape), key=str(implementations[0]))
+        implementations: list[str] = []
+        jax.eval_shape(lambda key: implementations.append(str(jax.random.key_impl(key))), leaf)
+        return Part((name,), None, tuple(leaf.shape), key=implementations[0])
     return Part((name,), None, tuple(leaf.shape))
 
 
-def roles(tree: Any) -> Any:
+def roles(tree: PyTree) -> PyTree[str]:
     """The last part of the name of each array of a quantized one; "" for any other array."""
 
-    def role(leaf: Any) -> Any:
-        return dataclasses.replace(leaf, codes=CODES + leaf.map, scale=SCALE) if is_quantized(leaf) else ""
+    def role(leaf: jax.ShapeDtypeStruct | Quantized) -> PyTree[str]:
+        return dataclasses.replace(leaf, codes=CODES + leaf.map, scale=SCALE) if isinstance(leaf, Quantized) else ""
 
     return jax.tree.map(role, tree, is_leaf=is_quantized)
 

@@ -7,21 +7,37 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.tree_util import KeyPath
 
 from jaxscale import blocks
 from jaxscale.blocks import Model
 from jaxscale.errors import UserError
 from jaxscale.layers.stack import group_name
 from jaxscale.trees import count, path_name
-from jaxscale.typing import Params
+from jaxscale.typing import Array, Params
 
 Names = tuple[str | None, ...]
+Index: TypeAlias = slice | tuple[slice, ...]
+
+
+@runtime_checkable
+class LazyArray(Protocol):
+    """An array, or an array-like of a file, of which a part is read when it is asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of its dims."""
+        ...
+
+    def __getitem__(self, index: Index) -> "np.ndarray | Array":
+        """A part of it."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,7 +62,7 @@ class PureModel:
     model: Model
     seed: int
     vocab_multiple: int
-    graphdef: Any
+    graphdef: nnx.GraphDef[nnx.Module]
     params: Params
     names: dict[str, Names]
     rest: Params
@@ -107,16 +123,14 @@ class PureModel:
     def in_rows(self, params: Params) -> Params:
         """Parameters of the module, its layers in the rows that they have under a pipeline."""
 
-        def spread(path: Any, leaf: Any) -> Any:
+        def spread(path: KeyPath, leaf: Array | LazyArray) -> Array | LazyArray:
             name = path_name(path)
-            if name in self.copies:
-                rows = self.copies[name]
-                leaf = leaf[None] if hasattr(leaf, "at") else Alone(leaf)
-            elif self.rows and self.stacked(name):
-                rows = self.rows
-            else:
+            rows = self.copies.get(name, self.rows if self.stacked(name) else ())
+            if not rows:
                 return leaf
-            if not hasattr(leaf, "at"):  # of a file: read when it is asked for
+            if name in self.copies:
+                leaf = leaf[None] if isinstance(leaf, jax.Array) else Alone(leaf)
+            if not isinstance(leaf, jax.Array):  # of a file: read when it is asked for
                 return LayerRows(leaf, rows)
             index = jnp.array(rows)
             alive = (index >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
@@ -130,7 +144,7 @@ class PureModel:
             return params
         order = jnp.array([self.rows.index(layer) for layer in range(max(self.rows) + 1)])
 
-        def gathered(path: Any, leaf: Any) -> Any:
+        def gathered(path: KeyPath, leaf: Array) -> Array:
             name = path_name(path)
             if name in self.copies:
                 return leaf[self.copies[name].index(0)]
@@ -144,46 +158,22 @@ class PureModel:
         _, params, rest = nnx.split(module, nnx.Param, ...)
         return self.in_rows(_float32(nnx.to_pure_dict(params))), nnx.to_pure_dict(rest)
 
-    def module(self, params: Params, rest: Params) -> Any:
+    def module(self, params: Params, rest: Params) -> nnx.Module:
         """The module with these values; its variables are its own, so it may be made inside a transformation."""
         return nnx.merge(self.graphdef, params, rest, copy=True)
 
-    def rest_of(self, module: Any) -> Params:
+    def rest_of(self, module: nnx.Module) -> Params:
         """The state of a module that is not a parameter."""
         return nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
-
-    def axis_names(self) -> Any:
-        """Tree like `params` whose leaves are the tuple of logical axes, or `None`."""
-        return jax.tree_util.tree_map_with_path(lambda path, _: self.names.get(path_name(path)), self.params)
-
-
-@dataclasses.dataclass(frozen=True)
-class Layers:
-    """Some neighbouring layers of an array-like whose first dim is the layers, read when they are asked for."""
-
-    whole: Any
-    start: int
-    layers: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the part."""
-        return (self.layers, *self.whole.shape[1:])
-
-    @property
-    def dtype(self) -> Any:
-        """Of the whole."""
-        return self.whole.dtype
-
-    def __getitem__(self, index: Any) -> Any:
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        begin, end, _ = first.indices(self.layers)
-        return self.whole[(slice(self.start + begin, self.start + end), *rest)]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerRows:
-    """An array-like whose first dim is the layers, in another order, zeros among them, read when asked for.
+    """Some layers of an array-like whose first dim is the layers, in any order, zeros among them, read when asked for.
+
+    Args:
+        layers: all of them.
+        rows: the layer of each row; -1 for zeros.
 
     Example:
         >>> import numpy as np
@@ -191,7 +181,7 @@ class LayerRows:
         [[2], [0], [1]]
     """
 
-    layers: Any
+    layers: LazyArray
     rows: tuple[int, ...]
 
     @property
@@ -199,12 +189,7 @@ class LayerRows:
         """Of all rows."""
         return (len(self.rows), *self.layers.shape[1:])
 
-    @property
-    def dtype(self) -> Any:
-        """Of the layers."""
-        return self.layers.dtype
-
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Index) -> np.ndarray:
         first, *rest = index if isinstance(index, tuple) else (index,)
         layers = [np.asarray(self.layers[(slice(max(row, 0), max(row, 0) + 1), *rest)]) for row in self.rows[first]]
         return np.concatenate(
@@ -216,19 +201,14 @@ class LayerRows:
 class Alone:
     """An array-like with a first dim of 1 before those of another one, read when asked for."""
 
-    whole: Any
+    whole: LazyArray
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the array, with its first dim."""
         return (1, *self.whole.shape)
 
-    @property
-    def dtype(self) -> Any:
-        """Of the whole."""
-        return self.whole.dtype
-
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Index) -> np.ndarray:
         first, *rest = index if isinstance(index, tuple) else (index,)
         return np.asarray(self.whole[tuple(rest)])[None][first]
 
@@ -244,18 +224,18 @@ def in_groups(params: Params, groups: tuple[int, ...]) -> Params:
     """
     if not groups:
         return params
-    grouped: dict[str, Any] = {}
+    grouped: dict[str, Params] = {}
     for name, inner in params.items():
         if name == "layers" and all(leaf.shape[:1] == (sum(groups),) for leaf in jax.tree.leaves(inner)):
             for start, layers in zip(itertools.accumulate((0, *groups)), groups, strict=False):
-                part = functools.partial(Layers, start=start, layers=layers)
+                part = functools.partial(LayerRows, rows=tuple(range(start, start + layers)))
                 grouped[group_name(start)] = jax.tree.map(part, inner)
         else:
             grouped[name] = in_groups(inner, groups) if isinstance(inner, dict) else inner
     return grouped
 
 
-def _build(model: Model, seed: int, vocab_multiple: int, groups: tuple[int, ...]) -> Any:
+def _build(model: Model, seed: int, vocab_multiple: int, groups: tuple[int, ...]) -> nnx.Module:
     with blocks.grouping(groups):
         return model.build(nnx.Rngs(params=seed, dropout=seed + 1), vocab_multiple=vocab_multiple)
 

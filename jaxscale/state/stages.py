@@ -9,14 +9,13 @@ parameters, and the other is sent a copy at the start of every step.
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 import numpy as np
 from flax import nnx
 
+from jaxscale.blocks import Model
 from jaxscale.errors import UserError
 from jaxscale.layers.stack import Chain
-from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.run.tables import tabulate
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.recipe.experiment import Experiment
@@ -94,11 +93,6 @@ class Stages:
         """Rows of a chunk: layers of the deepest stage."""
         return max(self.layers)
 
-    @property
-    def padded(self) -> bool:
-        """Whether some chunk has rows that are no layer."""
-        return -1 in self.rows
-
     @functools.cached_property
     def homes(self) -> tuple[tuple[int, ...], ...]:
         """The stages whose parameters each rank has, chunk by chunk: those of the first route."""
@@ -153,7 +147,7 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
 
     Raises:
         UserError: the model shows no blocks, or holds running statistics; there are fewer blocks than stages, or others
-            than the plan says.
+            than the plan says, or stages whose copies or ticks a pipeline cannot run.
     """
     pipeline = plan.pipeline
     assert pipeline is not None
@@ -182,19 +176,23 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     (count,), chain = (set(layers), None) if layers else (chains.values(), next(iter(chains)))
     schedule = pipeline.schedule()
     period = period_of(experiment.model)
-    if pipeline.stages is None:
-        return _checked(dataclasses.replace(Stages.even(schedule, count, period), chain=chain), pipeline)
-    if sum(pipeline.stages) != count:
-        raise UserError(
-            f"pipeline {pipeline}: stages of {sum(pipeline.stages)} blocks together, and the model has {count}"
-        )
-    stages = Stages(schedule, pipeline.stages, chain)
+    layers = Stages.even(schedule, count, period).layers if pipeline.stages is None else pipeline.stages
+    if sum(layers) != count:
+        raise UserError(f"pipeline {pipeline}: stages of {sum(layers)} blocks together, and the model has {count}")
+    stages = Stages(schedule, layers, chain)
     if any(start % period for start in stages.starts):
         raise UserError(
             f"pipeline {pipeline}: the blocks of this model repeat every {period}, so each "
             f"stage but the last takes a multiple of {period}"
         )
-    return _checked(stages, pipeline)
+    assert len(stages.copies) == schedule.chunks - len(stages.homes[0])
+    lockstep = schedule.versions is not None or tabulate(schedule, pipeline.stash).lockstep
+    if pipeline.lowering == "phased" and not lockstep:
+        raise UserError(
+            f"lowering phased with pipeline {pipeline}: in some of its ticks some devices go forward and "
+            "others backward; take lockstep or gpipe, or lowering switch"
+        )
+    return stages
 
 
 def chains_of(pure_model: PureModel) -> dict[str, int]:
@@ -209,24 +207,7 @@ def chains_of(pure_model: PureModel) -> dict[str, int]:
     return {"/".join(map(str, path)): len(one.layers) for path, one in nnx.iter_graph(module) if isinstance(one, Chain)}
 
 
-def _checked(stages: Stages, pipeline: PipelinePlan) -> Stages:
-    """Stages that can be placed, of a schedule whose messages go between neighbours.
-
-    Raises:
-        UserError: they cannot.
-    """
-    assert len(stages.copies) == stages.schedule.chunks - len(stages.homes[0])
-    if stages.schedule.versions is None:
-        table = tabulate(stages.schedule, pipeline.stash)
-        if pipeline.lowering == "phased" and not table.lockstep:
-            raise UserError(
-                f"lowering phased with pipeline {pipeline}: in some of its ticks some devices go forward and "
-                "others backward; take lockstep or gpipe, or lowering switch"
-            )
-    return stages
-
-
-def period_of(model: Any) -> int:
+def period_of(model: Model) -> int:
     """Layers after which a model's blocks repeat: those of unlike attention come in turn, and a stage has whole turns.
 
     Example:

@@ -1,15 +1,17 @@
 """TrainState: everything that a step carries on, and the watch over bad steps."""
 
 import dataclasses
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 from jaxscale.recipe.experiment import Guard
-from jaxscale.typing import Array, Bool, Float, Int, Params
+from jaxscale.typing import Array, Bool, Float, Int, Params, PyTree
 
-Metrics = dict[str, Array]
+Metrics: TypeAlias = dict[str, Array | np.float32]
 """Scalars of a step, by name."""
 
 
@@ -67,7 +69,7 @@ class TrainState:
 
     step: Int[Array, ""]
     params: Params
-    optimizer: Any
+    optimizer: optax.OptState
     rest: Params
     watch: Watch
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    extra: dict[str, PyTree] = dataclasses.field(default_factory=dict)

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
+from jaxscale.blocks import Treatment
 from jaxscale.compiler.kept_programs import keep_ordered_programs
+from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
 from jaxscale.offload.updates import Advance
 from jaxscale.platforms.cpu_threads import provide_threads
@@ -16,13 +19,21 @@ from jaxscale.programs.elementwise import first_mixing
 from jaxscale.recipe.combinations import check
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.recipe.products import describe_products
 from jaxscale.recipe.requests import Facts
 from jaxscale.sharding.memory_space import check_host_memory
-from jaxscale.state.layout import Layout, vocab_multiple
+from jaxscale.state.extra import StateExtra
+from jaxscale.state.layout import Device, Layout, vocab_multiple
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
-from jaxscale.step.exchange import CodecResiduals, Exchanged, by_codec, by_compiler, none_yet, stage_of
+from jaxscale.step.exchange import (
+    CodecResiduals,
+    Exchanged,
+    by_codec,
+    by_compiler,
+    leaves_of_gradients,
+    none_yet,
+    stage_of,
+)
 from jaxscale.step.gradients import Objective, Whole
 from jaxscale.step.host import advance_of, check_host_size
 from jaxscale.step.memory_resolve import decide_memory, describe_decision, layers_of_groups, treatment_of
@@ -30,16 +41,15 @@ from jaxscale.step.pipelined.asynchronous import AsyncPipeline, InFlight
 from jaxscale.step.pipelined.gradients import Pipelined
 from jaxscale.step.planned_model import PlannedModel
 from jaxscale.step.replicas import Replicas
-from jaxscale.step.resolve import ResolvedPlan, needs_decision, resolve
-from jaxscale.step.synchronous import SynchronousStep, UpdateFn
+from jaxscale.step.resolve import ResolvedPlan, describe_products, needs_decision, resolve
+from jaxscale.step.synchronous import SynchronousStep
 from jaxscale.step.train_step import StepParts, TrainStep
 from jaxscale.step.update import Update, describe_state
-from jaxscale.step.without_effect import check_effect
 from jaxscale.trees import named_leaves
 from jaxscale.typing import Array, Bool
 
 
-def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence[Any] | None = None) -> TrainStep:
+def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence[Device] | None = None) -> TrainStep:
     """The train step of an experiment under a plan. Everything is checked; nothing is compiled or allocated yet.
 
     Args:
@@ -84,7 +94,7 @@ class Assembly:
     layout: Layout
 
     @classmethod
-    def of(cls, resolved: ResolvedPlan, mesh: Any, groups: tuple[int, ...] = ()) -> "Assembly":
+    def of(cls, resolved: ResolvedPlan, mesh: Mesh | AbstractMesh, groups: tuple[int, ...] = ()) -> "Assembly":
         """The model, its optimizer, and their layout.
 
         Args:
@@ -126,7 +136,7 @@ class Assembly:
         )
         check(facts)
 
-    def check(self, devices: Sequence[Any], kept: int) -> None:
+    def check(self, devices: Sequence[Device], kept: int) -> None:
         """Refuse requests without effect, and host memory that is not there.
 
         Args:
@@ -148,91 +158,111 @@ class Assembly:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def planned(self, decision: Decision | None = None) -> PlannedModel:
-        """The model under its plan, with its blocks treated by a decision."""
-        plan, experiment = self.resolved.plan, self.resolved.experiment
-        treatment = treatment_of(plan, decision, self.layout.platform)
-        return PlannedModel(experiment, plan, self.pure_model, self.layout, treatment)
+    def objective(self, treatment: Treatment | None = None) -> Objective:
+        """The loss of the model under its plan.
 
-    def objective(self) -> Objective:
-        """The loss of the model under a plan whose memory rule is undecided."""
+        Args:
+            treatment: of its blocks; `None` while the memory rule is undecided.
+        """
         plan, experiment = self.resolved.plan, self.resolved.experiment
-        return _objective(PlannedModel(experiment, plan, self.pure_model, self.layout), self.resolved)
+        planned = PlannedModel(experiment, plan, self.pure_model, self.layout, treatment)
+        return Whole(planned) if self.resolved.stages is None else Pipelined(planned, self.resolved.stages)
 
-    def parts(self, decision: Decision | None, devices: Sequence[Any]) -> StepParts:
+    def parts(self, decision: Decision | None, devices: Sequence[Device]) -> StepParts:
         """The parts of the train step.
 
         Args:
             decision: of the memory rule, where it looks at the blocks.
             devices: to run on.
         """
-        plan, update, experiment = self.resolved.plan, self.update, self.resolved.experiment
-        planned = self.planned(decision)
+        plan, update, experiment, layout = self.resolved.plan, self.update, self.resolved.experiment, self.layout
         lines = [self.resolved.line]
         if decision is not None:
             lines.append(describe_decision(decision, devices[0].platform))
-        lines += describe_products(plan, devices)
-        lines += describe_state(plan, self.layout.abstract.optimizer, self.pure_model.parameters)
-        common: dict[str, Any] = {
-            "optimizer": update,
-            "stages": self.resolved.stages,
-            "decision": decision,
-            "lines": tuple(lines),
-        }
+        lines += describe_products(plan, devices[0])
+        lines += describe_state(plan, layout.abstract.optimizer, self.pure_model.parameters)
+        objective = self.objective(treatment_of(plan, decision, layout.platform))
+        extras: tuple[StateExtra, ...] = ()
+        stream = replicas = None
         if plan.asynchronous:
-            assert self.resolved.stages is not None
-            stream = AsyncPipeline(planned, self.resolved.stages, update.whole)
-            objective = stream.synchronous
-            return StepParts(
-                objective,
-                stream.layout,
-                function=stream.step,
-                extras=(InFlight(stream),),
-                stream=stream,
-                codec=stream.codec,
-                **common,
-            )
-        objective, layout, guard = _objective(planned, self.resolved), self.layout, experiment.guard
-        stage = stage_of(plan, self.pure_model, layout)
-        residuals = () if stage is None else (CodecResiduals(stage, experiment.optimizer, plan.diloco is None),)
-        if plan.diloco is not None:
-            replicas = Replicas.of(plan, self.pure_model, layout, update.whole, stage)
+            assert isinstance(objective, Pipelined)
+            stream = AsyncPipeline(objective.planned, objective.stages, update.whole)
+            objective, layout, codec = stream.synchronous, stream.layout, stream.codec
+            function, extras = stream.step, (InFlight(stream),)
+        else:
+            codec = stage_of(plan, self.pure_model, layout)
+            if codec is not None:
+                extras = (CodecResiduals(codec, experiment.optimizer, plan.diloco is None),)
             advance = advance_of(plan, update, layout)
-            return StepParts(
-                objective,
-                layout,
-                function=SynchronousStep(
-                    functools.partial(replicas.gradients, objective),
-                    none_yet,
-                    functools.partial(replicas.update, advance),
-                    guard,
-                ),
-                extras=(*residuals, replicas),
-                replicas=replicas,
-                codec=stage,
-                **common,
-            )
-        gradients = objective.gradients if stage is None else objective.gradients_apart
-        exchange = by_compiler(layout) if stage is None else by_codec(stage, update.messages, layout)
+            if plan.diloco is not None:
+                leaves = leaves_of_gradients(plan, self.pure_model, layout)
+                replicas = Replicas(plan.diloco, layout, update.whole, leaves, codec)
+                extras = (*extras, replicas)
+                gradients, exchange = functools.partial(replicas.gradients, objective), none_yet
+                updated = functools.partial(replicas.update, advance)
+            else:
+                gradients = objective.gradients if codec is None else objective.gradients_apart
+                exchange = by_compiler(layout) if codec is None else by_codec(codec, update.messages, layout)
+                updated = functools.partial(_update_shared, advance)
+            function = SynchronousStep(gradients, exchange, updated, experiment.guard)
         return StepParts(
             objective,
             layout,
-            function=SynchronousStep(gradients, exchange, _shared(advance_of(plan, update, layout)), guard),
-            extras=residuals,
-            codec=stage,
-            **common,
+            update,
+            function,
+            extras=extras,
+            stream=stream,
+            replicas=replicas,
+            codec=codec,
+            stages=self.resolved.stages,
+            decision=decision,
+            lines=tuple(lines),
         )
 
 
-def _objective(planned: PlannedModel, resolved: ResolvedPlan) -> Objective:
-    return Whole(planned) if resolved.stages is None else Pipelined(planned, resolved.stages)
+def _update_shared(advance: Advance, exchanged: Exchanged, state: TrainState, good: Bool[Array, ""]) -> TrainState:
+    """The state after an update of weights that all replicas share."""
+    params, optimizer = advance(exchanged.gradients, state.optimizer, state.params, exchanged.norms, good)
+    return dataclasses.replace(state, params=params, optimizer=optimizer)
 
 
-def _shared(advance: Advance) -> UpdateFn:
-    """The update of weights that all replicas share."""
+def check_effect(experiment: Experiment, layout: Layout) -> None:
+    """Refuse requests that nothing takes up, as far as shapes show it; `traced_checks.py` refuses the others.
 
-    def update(exchanged: Exchanged, state: TrainState, good: Bool[Array, ""]) -> TrainState:
-        params, optimizer = advance(exchanged.gradients, state.optimizer, state.params, exchanged.norms, good)
-        return dataclasses.replace(state, params=params, optimizer=optimizer)
+    Args:
+        experiment: with the shapes of its batches.
+        layout: of its train state, under its plan.
 
-    return update
+    Raises:
+        UserError: with the reason and the way round.
+    """
+    plan, optimizer = layout.plan, layout.abstract.optimizer
+    length = _positions(experiment)
+    if plan.kernels.loss_chunk is not None and plan.kernels.scores == "auto" and length is not None:
+        shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.inner_seq)
+        here = length // shards if length % shards == 0 else length
+        if plan.kernels.loss_chunk >= here:
+            where = f"{length} target positions" + (f", {here} on each of {shards} devices" if here != length else "")
+            raise UserError(
+                f"loss_chunk {plan.kernels.loss_chunk}: a row has {where}, so one chunk would hold all; take less than "
+                f"{here}, or leave loss_chunk out"
+            )
+    if plan.offload.optimizer_state == "streamed" and not any(leaf.ndim for leaf in jax.tree.leaves(optimizer)):
+        rule = "the rule" if experiment.optimizer.custom is not None else experiment.optimizer.name
+        raise UserError(
+            f"optimizer_state streamed: {rule} keeps no array that could lie on the host; leave it out, "
+            "or take weights host for the weights"
+        )
+    pipeline = plan.pipeline
+    if plan.asynchronous and pipeline is not None and pipeline.synchronous_steps >= experiment.steps:
+        raise UserError(
+            f"synchronous_steps {pipeline.synchronous_steps} with pipeline {pipeline}: the run has {experiment.steps} "
+            "steps, so the pipe would never fill; take fewer, or a synchronous pipeline"
+        )
+
+
+def _positions(experiment: Experiment) -> int | None:
+    """Target positions of a row; `None` where the data names no shapes, or has no positions."""
+    shapes_of = getattr(experiment.data, "shapes", None)
+    shape: Sequence[int] = () if shapes_of is None else shapes_of(experiment.batch).get("targets", ((), ""))[0]
+    return shape[1] if len(shape) == 2 else None

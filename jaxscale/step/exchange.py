@@ -8,12 +8,13 @@ inside a replica as far as they divide, whatever ZeRO's stage: no two devices of
 import dataclasses
 import zlib
 from collections.abc import Callable, Container, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from jaxscale.layers.stack import in_one_stack
 from jaxscale.offload.updates import global_norm
@@ -21,16 +22,16 @@ from jaxscale.optim.one_bit import Messages
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas.codec import Codec
-from jaxscale.replicas.reduce import RESIDUAL, GradientExchange, GradientLeaf
+from jaxscale.replicas.reduce import RESIDUAL, GradientExchange, GradientLeaf, States
 from jaxscale.sharding.zero import split
 from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import PIPE_AXIS, REPLICA_AXIS, Layout
 from jaxscale.state.naming import Naming, Part, plain
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
-from jaxscale.step.wire_checks import check_codec, slow_bytes
+from jaxscale.step.compiled_checks import bytes_over, check_codec
 from jaxscale.trees import named_leaves, path_name
-from jaxscale.typing import Array, Float, Params
+from jaxscale.typing import Array, Float, Params, PyTree
 from jaxscale.values.byte_sizes import bytes_at_least
 
 REDUCE = "reduce"
@@ -78,7 +79,7 @@ class Exchanged(NamedTuple):
     norm: Float[Array, ""]
     norms: Array
     metrics: dict[str, Array]
-    extra: dict[str, Any]
+    extra: dict[str, States]
 
 
 Exchange = Callable[[Params, TrainState], Exchanged]
@@ -182,7 +183,7 @@ class CodecResiduals:
         """As of `StateExtra`."""
         return layout.with_extra(self.name, self.stage.abstract())
 
-    def init(self, state: TrainState) -> Any:
+    def init(self, state: TrainState) -> States:
         """As of `StateExtra`."""
         return self.stage.init()
 
@@ -212,14 +213,14 @@ class CodecResiduals:
         }
         return _with(state, self.name, states)
 
-    def parts(self, naming: Naming, abstract: TrainState) -> Any:
+    def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
         """As of `StateExtra`: a residual is taken apart as its parameter is, behind the dim of replicas.
 
         Arrays of one name have one shape: what is not shaped as its gradient is named by the codec and the shards too.
         """
         stage = self.stage
 
-        def part(path: Any, leaf: Any) -> Part:
+        def part(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Part:
             which, name, key = (step.key for step in path)
             count = f"of_{stage.replicas}" if which == ALL else ONE
             if key == RESIDUAL:
@@ -255,9 +256,11 @@ class CodecResiduals:
     def check(self, program: CompiledProgram) -> None:
         """As of `StateExtra`: what crosses the codec's axis."""
         if self.each_step:
-            sent = slow_bytes(program.collectives, self.stage, slices=program.slices)
-            check_codec(self.stage, sent, slices=program.slices)
+            stage, slices = self.stage, program.slices
+            check_codec(
+                stage, bytes_over(program.collectives, stage.axis, stage.replicas, slices=slices), slices=slices
+            )
 
 
-def _with(state: TrainState, name: str, value: Any) -> TrainState:
+def _with(state: TrainState, name: str, value: PyTree) -> TrainState:
     return dataclasses.replace(state, extra={**state.extra, name: value})

@@ -6,12 +6,12 @@ the form that XLA turns into the collectives one expects (`sharding/zero.py` has
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxscale.blocks import Context, Loss
@@ -21,7 +21,7 @@ from jaxscale.state.batches import microbatches
 from jaxscale.state.layout import REPLICA_AXIS
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.planned_model import FromWeights, PlannedModel, positive, unchanged
-from jaxscale.typing import Array, Batch, Float, Key, Params
+from jaxscale.typing import Array, Batch, Float, Key, Params, PyTree
 
 LossAndGradients = tuple[Loss, Params, Params]
 """Sums of the loss, gradients, and the model's other state."""
@@ -60,7 +60,7 @@ class Objective(Protocol):
         """
         ...
 
-    def sums(self, score: Callable[[Any, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
+    def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
         """The scores of each microbatch, added up: no more activations than training has.
 
         Args:
@@ -79,7 +79,7 @@ def evaluate(objective: Objective, state: TrainState, batch: Batch) -> Loss:
     """Sums of the loss of a batch, nothing random."""
     planned = objective.planned
 
-    def score(module: Any, part: Batch) -> Loss:
+    def score(module: nnx.Module, part: Batch) -> Loss:
         loss = planned.loss(module, part, planned.context(None))
         return Loss(loss.total, loss.weight)
 
@@ -87,10 +87,11 @@ def evaluate(objective: Objective, state: TrainState, batch: Batch) -> Loss:
 
 
 def accuracy(objective: Objective, state: TrainState, batch: Batch) -> tuple[Array, Array]:
-    """Correct targets of a batch, and all."""
+    """Correct targets of a batch, and all; of the models, classifiers alone count them."""
     planned = objective.planned
-    model: Any = planned.experiment.model  # of the models, classifiers alone have it
-    return objective.sums(lambda module, part: model.accuracy(module, part, planned.context(None)), state, batch)
+    count = getattr(planned.experiment.model, "accuracy", None)
+    assert count is not None
+    return objective.sums(lambda module, part: count(module, part, planned.context(None)), state, batch)
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,38 +110,32 @@ class Whole:
         """As of `Objective`."""
         with self.planned.tracing():
             weights, params_of = self.planned.differentiated(state.params)
-            key, examples = self.planned.key_and_examples(state, batch)
+            key, examples = self.planned.key(state), self.planned.examples(batch)
             return self._gradients(weights, params_of, state.rest, batch, key, examples)
 
     def gradients_apart(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
         """As of `Objective`: the replica axis is manual here, all others are the compiler's."""
-        planned, mesh = self.planned, self.planned.layout.mesh
-        replicas, whole, rows = mesh.shape[REPLICA_AXIS], PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+        planned, replicas = self.planned, self.planned.layout.mesh.shape[REPLICA_AXIS]
+        whole, rows = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
-        def body(weights: Any, rest: Params, batch: Batch, key: Key, examples: Array) -> LossAndGradients:
-            with planned.within((REPLICA_AXIS,)):
-                if of_replicas:
-                    leaves, params_of = jax.tree.map(lambda w: w[0], weights), unchanged
-                else:
-                    leaves, params_of = planned.differentiated(*weights, apart=True)
-                loss, gradients, rest = self._gradients(leaves, params_of, rest, batch, key, examples, replicas)
+        def body(copies: PyTree, rest: Params, batch: Batch, key: Key, examples: Array) -> LossAndGradients:
+            if weights is None:
+                leaves, params_of = planned.differentiated(*copies, apart=True)
+            else:
+                leaves, params_of = jax.tree.map(lambda weight: weight[0], copies), unchanged
+            loss, gradients, rest = self._gradients(leaves, params_of, rest, batch, key, examples, replicas)
             loss = jax.tree.map(lambda part: jax.lax.psum(part, REPLICA_AXIS), loss)
             return loss, jax.tree.map(lambda g: g[None], gradients), rest
 
-        of_replicas = weights is not None
         with planned.tracing():
             if weights is None:
-                copies: Any = (state.params, planned.copies(to_device(state.params)))
+                copies, of_copies = (state.params, planned.copies(to_device(state.params))), whole
             else:
-                copies = jax.vmap(planned.copies, spmd_axis_name=REPLICA_AXIS)(weights)
-            return jax.shard_map(
-                body,
-                mesh=mesh,
-                in_specs=(rows if of_replicas else whole, whole, rows, whole, rows),
-                out_specs=(whole, rows, whole),
-                axis_names={REPLICA_AXIS},
-                check_vma=False,  # weights count as each replica's own: their gradients are not added up
-            )(copies, state.rest, dict(batch), *planned.key_and_examples(state, batch))
+                copies, of_copies = jax.vmap(planned.copies, spmd_axis_name=REPLICA_AXIS)(weights), rows
+            inputs, outputs = (of_copies, whole, rows, whole, rows), (whole, rows, whole)
+            return planned.mapped(body, (REPLICA_AXIS,), inputs, outputs)(
+                copies, state.rest, dict(batch), planned.key(state), planned.examples(batch)
+            )
 
     def _gradients(
         self,
@@ -155,7 +150,9 @@ class Whole:
         """Of a global batch, or, in a region that is manual over so many replicas, of one of them."""
         planned, apart = self.planned, replicas > 1
 
-        def objective(weights: Params, rest: Params, batch: Batch, context: Context) -> tuple[Array, Any]:
+        def objective(
+            weights: Params, rest: Params, batch: Batch, context: Context
+        ) -> tuple[Array, tuple[Loss, Params]]:
             return self._loss(params_of(weights), rest, batch, context, replicas)
 
         grad = jax.value_and_grad(objective, has_aux=True)
@@ -166,7 +163,6 @@ class Whole:
 
         if planned.plan.microbatches == 1:
             return of_part(rest, batch, examples)
-        split = functools.partial(microbatches, parts=planned.plan.microbatches)
 
         def add(carry: LossAndGradients, part: tuple[Batch, Array]) -> tuple[LossAndGradients, None]:
             loss, gradients, rest = of_part(carry[2], *part)
@@ -174,7 +170,7 @@ class Whole:
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), planned.pure_model.params)
         start = (Loss(jnp.zeros(()), jnp.zeros(())), planned.placed(zeros, apart=apart), rest)
-        parts = (jax.tree.map(split, dict(batch)), split(examples))
+        parts = microbatches((dict(batch), examples), parts=planned.plan.microbatches)
         (loss, gradients, rest), _ = jax.lax.scan(add, start, parts)
         scale = 1.0 / _divisor(loss.weight, replicas)
         return loss, jax.tree.map(lambda g: g * scale, gradients), rest
@@ -196,23 +192,17 @@ class Whole:
         copies = planned.copies(params)
         if not isinstance(planned.plan.reduce, NamedCodec) and planned.plan.diloco is None:
             return self._loss(copies, rest, batch, planned.context(key, examples))[0]
-        mesh = planned.layout.mesh
         whole, rows = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
         def body(copies: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
-            with planned.within((REPLICA_AXIS,)):
-                return self._loss(copies, rest, batch, planned.context(key, examples), mesh.shape[REPLICA_AXIS])[0]
+            replicas = planned.layout.mesh.shape[REPLICA_AXIS]
+            return self._loss(copies, rest, batch, planned.context(key, examples), replicas)[0]
 
-        return jax.shard_map(
-            body,
-            mesh=mesh,
-            in_specs=(whole, whole, rows, whole, rows),
-            out_specs=whole,
-            axis_names={REPLICA_AXIS},
-            check_vma=False,
-        )(copies, rest, dict(batch), key, examples)
+        return planned.mapped(body, (REPLICA_AXIS,), (whole, whole, rows, whole, rows), whole)(
+            copies, rest, dict(batch), key, examples
+        )
 
-    def sums(self, score: Callable[[Any, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
+    def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
         """As of `Objective`."""
         planned = self.planned
         with planned.tracing(plainly=True):
@@ -224,8 +214,8 @@ class Whole:
 
             if planned.plan.microbatches == 1:
                 return part(batch)
-            split = functools.partial(microbatches, parts=planned.plan.microbatches)
-            return jax.tree.map(lambda x: x.sum(0), jax.lax.map(part, jax.tree.map(split, dict(batch))))
+            parts = microbatches(dict(batch), parts=planned.plan.microbatches)
+            return jax.tree.map(lambda sums: sums.sum(0), jax.lax.map(part, parts))
 
 
 def _divisor(weight: Float[Array, ""], replicas: int) -> Float[Array, ""]:

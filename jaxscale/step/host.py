@@ -1,4 +1,4 @@
-"""What of a train step lies on the host: which leaves, how the step reaches them, what the compiled program must show.
+"""Weights, gradients and optimizer state on the host, and how a train step reaches them.
 
 `weights host` leaves the float32 masters on the host and streams each block's when it runs; `optimizer_state streamed`
 and `host` leave the optimizer's state there, and the latter the masters too, which the host's CPU then updates;
@@ -6,25 +6,22 @@ and `host` leave the optimizer's state there, and the latter the masters too, wh
 `offload/weights.py` are the techniques; this module is where they meet.
 """
 
-import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
+from jax.tree_util import KeyPath
 
 from jaxscale.errors import UserError
-from jaxscale.offload.slices import cut
 from jaxscale.offload.updates import Advance, on_host, plainly, streamed
 from jaxscale.offload.weights import Streamed, of_a_block
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.recipe.plan import Plan
-from jaxscale.sharding.memory_space import COPY, HOST_KIND, rehearses
-from jaxscale.state.layout import Layout, local_bytes
+from jaxscale.sharding.memory_space import COPY, rehearses
+from jaxscale.state.layout import Layout, device_of, local_bytes
 from jaxscale.step.update import Update
-from jaxscale.step.wire_checks import NoEffect
-from jaxscale.trees import named_leaves, path_name
+from jaxscale.trees import path_name
 from jaxscale.typing import Array, Params
 from jaxscale.values.byte_sizes import bytes_text
 
@@ -63,63 +60,9 @@ def describe(layout: Layout) -> list[str]:
     if not layout.plan.offload.any:
         return []
     lines = [f"{layout.plan.offload}: {bytes_text(local_bytes(layout.abstract, host=True))} per device on the host"]
-    if rehearses(layout.mesh.devices.flat):
+    if rehearses([device_of(layout.mesh)]):
         lines.append("a rehearsal: a CPU has no memory but its host's, so the values are right and nothing is moved")
     return lines
-
-
-def check_host_bytes(layout: Layout, memory: Any, as_text: Callable[[], str | None]) -> None:
-    """Compare what a compiled step has on the host with its plan.
-
-    Args:
-        layout: of the train state.
-        memory: `memory_analysis()` of the compiled step.
-        as_text: gives the text of the compiled step.
-
-    Raises:
-        NoEffect: less lies on the host than the plan puts there, or the step brings a whole stack of it to the device
-            at once, which saves nothing.
-    """
-    if not layout.plan.offload.any or rehearses(layout.mesh.devices.flat):
-        return
-    planned, actual = local_bytes(layout.abstract, host=True), memory.host_argument_size_in_bytes
-    if actual < planned:
-        raise NoEffect(
-            f"{layout.plan.offload}: {actual} bytes of the compiled step lie on the host, and {planned} should"
-        )
-    if layout.plan.offload.weights == "device" and layout.plan.offload.optimizer_state == "host":
-        return  # the passes read a whole copy of the weights
-    text = as_text() or ""
-    # weights outside of blocks are copied to the device for the step
-    copied = {
-        leaf.sharding.shard_shape(leaf.shape)
-        for name, leaf in named_leaves(layout.abstract.params).items()
-        if layout.plan.offload.masters and not of_a_block(name)
-    }
-    for leaf in jax.tree.leaves(layout.abstract):
-        local = leaf.sharding.shard_shape(leaf.shape)
-        if leaf.sharding.memory_kind != HOST_KIND or local in copied:
-            continue
-        pieces = cut(leaf.shape, leaf.dtype.itemsize, leaf.sharding).pieces
-        if pieces > 1 and brought_whole(text, local):
-            raise NoEffect(
-                f"{layout.plan.offload}: the compiled step brings a whole array of shape {local} to the device "
-                f"at once, where {pieces} slices should come one by one: it saves nothing"
-            )
-
-
-def brought_whole(text: str, shape: Sequence[int]) -> bool:
-    """Whether a compiled program copies an array of this shape from host memory to the device.
-
-    Example:
-        >>> start = "%c = (f32[4,8]{1,0:T(8,128)}, f32[4,8]{1,0:T(8,128)S(5)}, u32[]{:S(2)}) copy-start(%p)"
-        >>> brought_whole(start, (4, 8)), brought_whole(start, (4, 4))
-        (True, False)
-    """
-    dims = re.escape(f"[{','.join(map(str, shape))}]")
-    array = rf"\w+{dims}\{{(?![^}}]*S\(5\))[^}}]*\}}"
-    there = rf"\w+{dims}\{{[^}}]*S\(5\)[^}}]*\}}"
-    return re.search(rf"= \({array}, {there}, [^=]*\) copy-start\(", text) is not None
 
 
 def advance_of(plan: Plan, update: Update, layout: Layout) -> Advance:
@@ -135,7 +78,7 @@ def advance_of(plan: Plan, update: Update, layout: Layout) -> Advance:
     if not plan.offload.any:
         return update.fused or plainly(update.whole)
 
-    def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    def placed(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(layout.mesh, layout.placements[path_name(path)].state)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -162,14 +105,14 @@ def streamed_weights(
     by_path = jax.tree_util.tree_map_with_path
     there = plan.offload.gradients == "host"
 
-    def moving(path: Any, param: Array, copy: Array, sharding: NamedSharding) -> Array:
+    def moving(path: KeyPath, param: Array, copy: Array, sharding: NamedSharding) -> Array:
         if not of_a_block(path_name(path)):
             return copy
         zeros = jnp.zeros(param.shape, param.dtype)
         return param if there else jax.lax.with_sharding_constraint(zeros, sharding)
 
     def params_of(moving: Params) -> Params:
-        def one(path: Any, moved: Array, param: Array) -> Any:
+        def one(path: KeyPath, moved: Array, param: Array) -> Array | Streamed:
             if not of_a_block(path_name(path)):
                 return moved
             return streamed_weight(plan, moved) if there else streamed_weight(plan, param, moved)

@@ -8,7 +8,7 @@ all parts.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -16,7 +16,12 @@ import numpy as np
 from jaxscale.state.extra import CompiledProgram
 from jaxscale.state.layout import Layout
 from jaxscale.state.train_state import Metrics, TrainState
+from jaxscale.step.compiled_checks import check_meeting
 from jaxscale.step.replicas import Replicas
+from jaxscale.typing import Array
+
+Meeting: TypeAlias = Callable[[TrainState], tuple[TrainState, Metrics]]
+"""From the train state to that after a part of the weights has met, and metrics of the meeting."""
 
 
 class Meetings:
@@ -29,9 +34,7 @@ class Meetings:
         noted: notes the kernels that a traced function takes.
     """
 
-    def __init__(
-        self, replicas: Replicas, layout: Layout, steps: int, noted: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
+    def __init__(self, replicas: Replicas, layout: Layout, steps: int, noted: Callable[[Meeting], Meeting]) -> None:
         self.replicas, self._layout, self._steps = replicas, layout, steps
         self.programs = [
             jax.jit(
@@ -42,10 +45,10 @@ class Meetings:
             )
             for part in range(len(replicas.fragments))
         ]
-        self._executables: list[Any] = []
-        self._counted: tuple[Any, int] = (None, 0)
+        self._executables: list[jax.stages.Compiled] = []
+        self._counted: tuple[Array | None, int] = (None, 0)
 
-    def trace(self) -> list[Any]:
+    def trace(self) -> list[jax.stages.Traced]:
         """A traced program for each part of the weights."""
         return [program.trace(self._layout.abstract) for program in self.programs]
 
@@ -53,7 +56,9 @@ class Meetings:
         """Compile a program for each part of the weights, and check what each sends."""
         executables = [traced.lower().compile() for traced in self.trace()]
         for part, executable in enumerate(executables):
-            self.replicas.check_meeting(part, CompiledProgram(self._layout.mesh, executable.as_text))
+            program = CompiledProgram(self._layout.mesh, executable.as_text)
+            replicas = self.replicas
+            check_meeting(replicas.diloco, replicas.stages[part], replicas.wire_bytes(part), program)
         self._executables = executables
 
     def number(self, state: TrainState) -> int:
@@ -77,5 +82,4 @@ class Meetings:
             state, more = meet(state)
             metrics, sent = {**metrics, **more}, sent + self.replicas.wire_bytes(part)
         self._counted = (state.step, number)
-        wire: Any = np.float32(sent)
-        return state, {**metrics, "wire_bytes": wire}
+        return state, {**metrics, "wire_bytes": np.float32(sent)}

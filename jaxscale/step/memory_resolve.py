@@ -6,7 +6,6 @@ their values, bytes per device and microbatch, FLOP, and seconds where the chip'
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -22,6 +21,7 @@ from jaxscale.platforms.platform import Chip, chips
 from jaxscale.programs.collect import BlockCall, collect
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes
+from jaxscale.state.layout import Device
 from jaxscale.step.gradients import Objective
 from jaxscale.values.units import rate, size
 
@@ -33,17 +33,7 @@ _OF_SEGMENTS = ("sqrt", "periodic", "revolve", "chain")
 """Rules that run segments of several blocks again."""
 
 
-def _check_in_flight(plan: Plan) -> None:
-    """Refuse a decision that offloads what an asynchronous pipeline has in flight; the rule has a row of its own."""
-    if plan.asynchronous and plan.stages_keep == "residuals":
-        raise UserError(
-            f"memory {plan.memory} with pipeline {plan.pipeline}: what its stages keep is in flight from step to step, "
-            "and lies on the device; add the option stash=input, with which a stage offloads within its backward, or "
-            "take a synchronous pipeline"
-        )
-
-
-def decide_memory(objective: Objective, devices: Sequence[Any]) -> Decision:
+def decide_memory(objective: Objective, devices: Sequence[Device]) -> Decision:
     """What the plan's memory rule comes to, for the blocks as the step will call them.
 
     Args:
@@ -53,21 +43,38 @@ def decide_memory(objective: Objective, devices: Sequence[Any]) -> Decision:
     Raises:
         UserError: the rule does not fit the model, or its budget is below the least possible.
     """
-    decision = _decided(objective, devices)
+    decision, plan = _decided(objective, devices), objective.planned.plan
     segments = decision.chain is not None or (decision.stack is not None and decision.stack.segment is not None)
-    if objective.planned.plan.offload.weights == "host" and segments:
-        raise _whole_stack(objective.planned.plan.memory)
-    if decision.host_bytes:
-        _check_in_flight(objective.planned.plan)
+    if plan.offload.weights == "host" and segments:
+        raise UserError(
+            f"memory {plan.memory} with offload.weights host: segments of several blocks are cut out of the stacked "
+            "weights, and all of them would come to the device at once; take save:BYTES of at least the blocks' "
+            "inputs, none, dots or full"
+        )
+    if decision.host_bytes and plan.asynchronous and plan.stages_keep == "residuals":  # the rule has a row of its own
+        raise UserError(
+            f"memory {plan.memory} with pipeline {plan.pipeline}: what its stages keep is in flight from step to step, "
+            "and lies on the device; add the option stash=input, with which a stage offloads within its backward, or "
+            "take a synchronous pipeline"
+        )
     return decision
 
 
-def _decided(objective: Objective, devices: Sequence[Any]) -> Decision:
+def _decided(objective: Objective, devices: Sequence[Device]) -> Decision:
     plan = objective.planned.plan.memory
     foreign = getattr(objective.planned.experiment.model, "foreign", False)
     if plan.rule == "file":
-        decision = read_decision(plan.name)
-        _check_made_for(plan, decision, traced_blocks(objective))
+        decision, calls = read_decision(plan.name), traced_blocks(objective)
+        layers, blocks = sum(call.count for call in calls), tuple(kinds_of(calls))
+        if layers != decision.layers:
+            raise UserError(
+                f"memory {plan}: it was made for {decision.layers} blocks, and this model has {layers}; make it again"
+            )
+        if decision.blocks and blocks != decision.blocks:
+            raise UserError(
+                f"memory {plan}: it was made for block {', '.join(decision.blocks)}, and this model has "
+                f"{', '.join(blocks)}: another model, another version of it, or other shapes; make it again"
+            )
         if foreign and decision.chain is not None:
             raise _no_segments(plan)
         return decision
@@ -85,28 +92,6 @@ def _decided(objective: Objective, devices: Sequence[Any]) -> Decision:
     one = decide(dataclasses.replace(plan, budget=plan.budget // held), calls, chip)
     total = {"bytes": held * one.bytes, "host_bytes": held * one.host_bytes, "flop": stages * one.flop}
     return dataclasses.replace(one, plan=plan, **total)
-
-
-def _check_made_for(plan: MemoryPlan, decision: Decision, calls: Sequence[BlockCall]) -> None:
-    """Refuse a decision that was made for another model, or another version of it."""
-    layers, blocks = sum(call.count for call in calls), tuple(kinds_of(calls))
-    if layers != decision.layers:
-        raise UserError(
-            f"memory {plan}: it was made for {decision.layers} blocks, and this model has {layers}; make it anew"
-        )
-    if decision.blocks and blocks != decision.blocks:
-        raise UserError(
-            f"memory {plan}: it was made for block {', '.join(decision.blocks)}, and this model has "
-            f"{', '.join(blocks)}: another model, another version of it, or other shapes; make it anew"
-        )
-
-
-def _whole_stack(plan: MemoryPlan) -> UserError:
-    return UserError(
-        f"memory {plan} with offload.weights host: segments of several blocks are cut out of the stacked weights, and "
-        "all of them would come to the device at once; take save:BYTES of at least the blocks' inputs, none, dots or "
-        "full"
-    )
 
 
 def _no_segments(plan: MemoryPlan) -> UserError:

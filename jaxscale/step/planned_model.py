@@ -6,11 +6,12 @@ Whoever takes gradients or scores a batch holds one (`gradients.py`, `pipelined/
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
@@ -21,14 +22,18 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.sharding import place
 from jaxscale.sharding.memory_space import on_host, to_device
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.zero import without
 from jaxscale.state.layout import Layout
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.host import streamed_weights
-from jaxscale.typing import Array, Batch, Float, Key, Params
+from jaxscale.typing import Array, Batch, Float, Key, Params, PyTree
 
+R = TypeVar("R")
 FromWeights = Callable[[Params], Params]
 """From the differentiated leaves to the parameters of the module."""
+Specs: TypeAlias = PyTree[PartitionSpec]
+"""Placements of the leaves of a tree, or of all leaves of a part of it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,14 +78,31 @@ class PlannedModel:
         pipelined = self.plan.pipeline is not None
         return offloading_later(treatment) if pipelined and self.plan.stages_keep == "residuals" else treatment
 
-    def within(self, manual: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-        """The layout in force within a manual region: the axes that are left, by the rules without the others."""
-        rules = self.layout.rules
+    def mapped(self, body: Callable[..., R], manual: Sequence[str], inputs: Specs, outputs: Specs) -> Callable[..., R]:
+        """`body` on every device, manual over some axes; all that is traced in it is placed by the axes that are left.
+
+        Args:
+            body: a function of this device's parts; gradients of weights that it takes whole are not added up.
+            manual: names of the axes.
+            inputs, outputs: placements of its arguments and results, by the manual axes.
+        """
         automatic = {
-            field.name: tuple(axis for axis in getattr(rules, field.name) if axis not in manual)
+            field.name: tuple(axis for axis in getattr(self.layout.rules, field.name) if axis not in manual)
             for field in dataclasses.fields(AxisRules)
         }
-        return place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**automatic))
+
+        def inside(*parts: PyTree) -> R:
+            with place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**automatic)):
+                return body(*parts)
+
+        return jax.shard_map(
+            inside,
+            mesh=self.layout.mesh,
+            in_specs=inputs,
+            out_specs=outputs,
+            axis_names=set(manual),
+            check_vma=False,
+        )
 
     def context(self, key: Key | None, examples: Array | None = None) -> Context:
         """The settings of a forward pass.
@@ -99,18 +121,24 @@ class PlannedModel:
             loss=self.plan.kernels.scores,
         )
 
-    def loss(self, module: Any, batch: Batch, context: Context) -> Loss:
+    def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
         """Sums of the model's loss."""
         return self.experiment.model.loss(module, batch, context)
 
-    def key_and_examples(self, state: TrainState, batch: Batch) -> tuple[Key, Array]:
-        """The key of a step, and the index of every row of its batch."""
-        rows = next(iter(batch.values())).shape[0]
-        return self.key(state), jnp.arange(rows, dtype=jnp.int32)
+    def examples(self, batch: Batch) -> Array:
+        """The index of every row of a global batch."""
+        return jnp.arange(next(iter(batch.values())).shape[0], dtype=jnp.int32)
 
     def key(self, state: TrainState) -> Key:
         """The key of a step."""
         return jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
+
+    def read_spec(self, name: str) -> PartitionSpec:
+        """The placement that the loop of a pipeline reads a parameter in: what stages share is whole."""
+        place = self.layout.placements[name]
+        if not self.pure_model.stacked(name):
+            return without(place.compute, "fsdp")
+        return place.master if self.plan.offload.weights == "host" else place.compute
 
     # -- weights and gradients -----------------------------------------------------------------------------------------
 

@@ -12,34 +12,35 @@ without DiLoCo, from θ; and a run that had none takes it up.
 
 import dataclasses
 import functools
-from collections.abc import Container, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
-from jaxscale.lowbit.quantize import is_quantized
+from jaxscale.lowbit.quantize import Quantized, is_quantized
 from jaxscale.offload.updates import Advance
-from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import wire
 from jaxscale.replicas.diloco import Diloco, fragments_of
 from jaxscale.replicas.reduce import GradientExchange, GradientLeaf
 from jaxscale.sharding.memory_space import in_memory_of
 from jaxscale.state.extra import CompiledProgram, lacks
-from jaxscale.state.layout import REPLICA_AXIS, Layout
+from jaxscale.state.layout import REPLICA_AXIS, Layout, Shapes, shardings_of
 from jaxscale.state.naming import Naming, Part, roles
-from jaxscale.state.pure_model import PureModel
-from jaxscale.state.train_state import TrainState
-from jaxscale.step.exchange import REDUCE, Exchanged, leaves_of_gradients
+from jaxscale.state.train_state import Metrics, TrainState
+from jaxscale.step.compiled_checks import bytes_over, check_alone
+from jaxscale.step.exchange import REDUCE, Exchanged
 from jaxscale.step.gradients import LossAndGradients, Objective
-from jaxscale.step.wire_checks import bytes_over, check_alone, check_meeting
+from jaxscale.step.planned_model import Specs
 from jaxscale.trees import filled, named_leaves, path_name
-from jaxscale.typing import Array, Batch, Bool, Params
+from jaxscale.typing import Array, Batch, Bool, Params, PyTree
 from jaxscale.values.byte_sizes import bytes_at_least
 
+R = TypeVar("R")
 OUTER = "outer"
 """Name of the extra: what is each replica's own, and the outer momentum."""
 WEIGHTS, MOMENTUM, OPTIMIZER = "weights", "momentum", "optimizer"
@@ -56,6 +57,9 @@ class Replicas:
         optimizer: each replica's, clipping and all.
         leaves: the parameters as a meeting has them, by name.
         stage: of the codec, for all of them; `None` sends ways back as they are.
+
+    Raises:
+        UserError: more parts than tensors, or the codec is for nothing of a part.
     """
 
     diloco: Diloco
@@ -66,19 +70,8 @@ class Replicas:
     name: str = dataclasses.field(default=OUTER, init=False)
     label: str = dataclasses.field(default="outer state", init=False)
 
-    @classmethod
-    def of(
-        cls, plan: Plan, pure_model: PureModel, plain: Layout, optimizer: Any, stage: GradientExchange | None
-    ) -> "Replicas":
-        """DiLoCo of a plan that has it.
-
-        Raises:
-            UserError: more parts than tensors, or the codec is for nothing of a part.
-        """
-        assert plan.diloco is not None
-        replicas = cls(plan.diloco, plain, optimizer, leaves_of_gradients(plan, pure_model, plain), stage)
-        assert all(replicas.stages)
-        return replicas
+    def __post_init__(self) -> None:
+        assert len(self.stages) == len(self.fragments)
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
@@ -94,25 +87,23 @@ class Replicas:
         return fragments_of(sizes, self.diloco.fragments)
 
     @functools.cached_property
-    def stages(self) -> tuple[GradientExchange | bool, ...]:
-        """The codec's stage of each part; `True` where there is no codec."""
+    def stages(self) -> tuple[GradientExchange | None, ...]:
+        """The codec's stage of each part; `None` where there is no codec."""
         if self.stage is None:
-            return (True,) * len(self.fragments)
+            return (None,) * len(self.fragments)
         leaves = [{name: self.leaves[name] for name in part} for part in self.fragments]
         return tuple(dataclasses.replace(self.stage, leaves=mine) for mine in leaves)
 
     def exact_bytes(self, part: int) -> int:
         """Bytes that a device sends over the replica axis when a part meets, in float32."""
-        shapes = [NamedSharding(self.plain.mesh, leaf.spec).shard_shape(leaf.shape) for leaf in self._leaves(part)]
+        leaves = [self.leaves[name] for name in self.fragments[part]]
+        shapes = [NamedSharding(self.plain.mesh, leaf.spec).shard_shape(leaf.shape) for leaf in leaves]
         return sum(wire.exact(shape, self.replicas) for shape in shapes)
 
     def wire_bytes(self, part: int) -> int:
         """The same in the dtype on the wire."""
         stage = self.stages[part]
-        return stage.wire_bytes if isinstance(stage, GradientExchange) else self.exact_bytes(part)
-
-    def _leaves(self, part: int) -> list[GradientLeaf]:
-        return [self.leaves[name] for name in self.fragments[part]]
+        return self.exact_bytes(part) if stage is None else stage.wire_bytes
 
     def describe(self) -> list[str]:
         """What a user should know of it before the first step."""
@@ -130,51 +121,46 @@ class Replicas:
     def placed(self, layout: Layout) -> Layout:
         """As of `StateExtra`; the optimizer's state has a dim of replicas too."""
         optimizer = self._abstract_apart(layout.abstract.optimizer)
-        state = dataclasses.replace(layout.state, optimizer=self._shardings(optimizer))
+        state = dataclasses.replace(layout.state, optimizer=shardings_of(optimizer))
         abstract = dataclasses.replace(layout.abstract, optimizer=optimizer)
         return dataclasses.replace(layout, state=state, abstract=abstract).with_extra(self.name, self._abstract())
 
-    def _apart(self, shardings: Any) -> Any:
-        def apart(sharding: NamedSharding) -> NamedSharding:
-            return in_memory_of(sharding, NamedSharding(sharding.mesh, PartitionSpec(REPLICA_AXIS, *sharding.spec)))
+    def _abstract_apart(self, abstract: Shapes) -> Shapes:
+        """Shapes with a first dim for the replicas."""
 
-        return jax.tree.map(apart, shardings)
-
-    def _abstract_apart(self, abstract: Any) -> Any:
-        def one(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        def apart(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            one = leaf.sharding
+            sharding = in_memory_of(one, NamedSharding(one.mesh, PartitionSpec(REPLICA_AXIS, *one.spec)))
             return jax.ShapeDtypeStruct((self.replicas, *leaf.shape), leaf.dtype, sharding=sharding)
 
-        return jax.tree.map(one, abstract, self._apart(self._shardings(abstract)))
+        return jax.tree.map(apart, abstract)
 
-    def _abstract(self) -> dict[str, Any]:
+    def _abstract(self) -> dict[str, Shapes]:
         params = self.plain.abstract.params
         abstract = {WEIGHTS: self._abstract_apart(params)}
         if self.diloco.momentum:
             abstract[MOMENTUM] = jax.tree_util.tree_map_with_path(
-                lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=self._place(path_name(path))),
+                lambda path, leaf: jax.ShapeDtypeStruct(
+                    leaf.shape,
+                    jnp.float32,
+                    sharding=NamedSharding(self.plain.mesh, self.leaves[path_name(path)].spec),
+                ),
                 params,
             )
         return abstract
 
-    def _shardings(self, abstract: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.sharding, abstract)
-
-    def _place(self, name: str, *apart: str) -> NamedSharding:
-        """Where a parameter lies at a meeting."""
-        return NamedSharding(self.plain.mesh, PartitionSpec(*apart, *self.leaves[name].spec))
-
-    def _spread(self, tree: Any) -> Any:
+    def _spread(self, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape)), tree)
 
-    def init_optimizer(self, params: Params) -> Any:
+    def init_optimizer(self, params: Params) -> optax.OptState:
         """Each replica's optimizer state before the first step: a function to jit with `out_shardings`."""
         return self._spread(self.optimizer.init(params))
 
-    def init(self, state: TrainState) -> dict[str, Any]:
+    def init(self, state: TrainState) -> dict[str, Params]:
         """As of `StateExtra`: all replicas begin with the weights that they share."""
         value = {WEIGHTS: self._spread(state.params)}
         if self.diloco.momentum:
-            value[MOMENTUM] = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
+            value[MOMENTUM] = _zeros(state.params)
         return value
 
     # -- steps alone ---------------------------------------------------------------------------------------------------
@@ -185,40 +171,41 @@ class Replicas:
 
     def update(self, advance: Advance, exchanged: Exchanged, state: TrainState, good: Bool[Array, ""]) -> TrainState:
         """Each replica's own update, in a region that is manual over replicas: no tensor of another's is reached."""
-        own, whole = PartitionSpec(REPLICA_AXIS), PartitionSpec()
+        rows, whole = PartitionSpec(REPLICA_AXIS), PartitionSpec()
         value = state.extra[self.name]
 
-        def body(gradients: Params, optimizer: Any, weights: Params, norms: Array, good: Array) -> Any:
-            mine = jax.tree.map(lambda x: x[0], (gradients, optimizer, weights, norms))
-            return jax.tree.map(lambda x: x[None], advance(mine[0], mine[1], mine[2], mine[3], good))
+        def body(
+            gradients: Params, optimizer: optax.OptState, weights: Params, norms: Array, good: Array
+        ) -> tuple[Params, optax.OptState]:
+            gradients, optimizer, weights, norms = jax.tree.map(lambda x: x[0], (gradients, optimizer, weights, norms))
+            return jax.tree.map(lambda x: x[None], advance(gradients, optimizer, weights, norms, good))
 
-        weights, optimizer = jax.shard_map(
-            body,
-            mesh=self.plain.mesh,
-            in_specs=(own, own, own, own, whole),
-            out_specs=own,
-            axis_names={REPLICA_AXIS},
-            check_vma=False,
-        )(exchanged.gradients, state.optimizer, value[WEIGHTS], exchanged.norms, good)
+        weights, optimizer = self._alone(body, (rows, rows, rows, rows, whole), rows)(
+            exchanged.gradients, state.optimizer, value[WEIGHTS], exchanged.norms, good
+        )
         extra = {**state.extra, self.name: {**value, WEIGHTS: weights}}
         return dataclasses.replace(state, optimizer=optimizer, extra=extra)
 
     # -- meetings ------------------------------------------------------------------------------------------------------
 
-    def meet(self, part: int, state: TrainState) -> tuple[TrainState, dict[str, Array]]:
+    def meet(self, part: int, state: TrainState) -> tuple[TrainState, Metrics]:
         """A part of the weights moves by what replicas have moved it: a function to jit, the state being donated.
 
         Where one replica's weights are not finite, all stay as they are.
         """
         stage, names, mesh = self.stages[part], self.fragments[part], self.plain.mesh
-        value, metrics, extra = state.extra[self.name], {}, dict(state.extra)
+        whole, rows = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+        value, extra = state.extra[self.name], dict(state.extra)
+        metrics: Metrics = {}
         shared, own = named_leaves(state.params), named_leaves(value[WEIGHTS])
         momenta = named_leaves(value.get(MOMENTUM, {}))
         here = {name: shared[name] for name in names}
-        ways = self._within_replicas(
-            lambda here, own: {name: self._placed(here[name] - own[name][0], name)[None] for name in names}
-        )(here, {name: own[name] for name in names})
-        if isinstance(stage, GradientExchange):
+
+        def ways_back(here: Params, own: Params) -> dict[str, Array]:
+            return {name: self._constrained(here[name] - own[name][0], self.leaves[name].spec)[None] for name in names}
+
+        ways = self._alone(ways_back, (whole, rows), rows)(here, {name: own[name] for name in names})
+        if stage is not None:
             residuals = state.extra[REDUCE]
             reduced = stage(ways, {name: residuals[name] for name in stage.coded}, state.step)
             means, extra[REDUCE] = reduced.mean, {**residuals, **reduced.states}
@@ -234,10 +221,10 @@ class Replicas:
         good = jnp.isfinite(optax.tree.norm(means))
         masters = named_leaves(self.plain.masters)
 
-        def moved(here: Any, momenta: Any, means: Any) -> Any:
+        def moved(here: Params, momenta: Params, means: Params) -> dict[str, tuple[Array, Array | None]]:
             after = {}
             for name in names:
-                theta = self._placed(here[name], name)
+                theta = self._constrained(here[name], self.leaves[name].spec)
                 weight, momentum = self.diloco.moved(theta, momenta.get(name), means[name])
                 weight = jnp.where(good, weight, theta)
                 if momentum is not None:
@@ -245,8 +232,8 @@ class Replicas:
                 after[name] = self._constrained(weight, masters[name].spec), momentum
             return after
 
-        whole = {name: momenta[name] for name in names if name in momenta}
-        for name, (weight, momentum) in self._within_replicas(moved, apart=False)(here, whole, means).items():
+        of_names = {name: momenta[name] for name in names if name in momenta}
+        for name, (weight, momentum) in self._alone(moved, whole, whole)(here, of_names, means).items():
             shared[name] = weight
             own[name] = jnp.where(good, weight[None], own[name])
             if momentum is not None:
@@ -257,42 +244,16 @@ class Replicas:
             extra[self.name][MOMENTUM] = filled(value[MOMENTUM], momenta)
         return dataclasses.replace(state, params=filled(state.params, shared), extra=extra), metrics
 
-    def check_meeting(self, part: int, program: CompiledProgram) -> None:
-        """Compare what a compiled meeting sends with what it should.
-
-        Raises:
-            NoEffect: more crosses the replica axis, or less.
-        """
-        stage = self.stages[part]
-        check_meeting(
-            self.diloco, stage if isinstance(stage, GradientExchange) else None, self.wire_bytes(part), program
+    def _alone(self, function: Callable[..., R], inputs: Specs, outputs: Specs) -> Callable[..., R]:
+        """`function` in a region that is manual over replicas: what it moves stays in its replica."""
+        return jax.shard_map(
+            function,
+            mesh=self.plain.mesh,
+            in_specs=inputs,
+            out_specs=outputs,
+            axis_names={REPLICA_AXIS},
+            check_vma=False,
         )
-
-    def _within_replicas(self, function: Any, *, apart: bool = True) -> Any:
-        """`function` in a region that is manual over replicas: what it moves from place to place stays in its replica.
-
-        Args:
-            function: of what all replicas share, and, where `apart`, of what each has of its own, which it returns.
-            apart: the last argument and the result have a first dim for the replicas.
-        """
-        whole, rows = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
-
-        def run(*args: Any) -> Any:
-            specs = (*(whole,) * (len(args) - 1), rows if apart else whole)
-            return jax.shard_map(
-                function,
-                mesh=self.plain.mesh,
-                in_specs=specs,
-                out_specs=rows if apart else whole,
-                axis_names={REPLICA_AXIS},
-                check_vma=False,
-            )(*args)
-
-        return run
-
-    def _placed(self, x: Array, name: str) -> Array:
-        """A tensor where a meeting has it, within a replica."""
-        return self._constrained(x, self.leaves[name].spec)
 
     def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
         return lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), spec))
@@ -301,20 +262,18 @@ class Replicas:
 
     def saved(self, state: TrainState) -> TrainState:
         """As of `StateExtra`: the optimizer's state is what one replica would have, and all is beside it."""
-        value = state.extra[self.name]
-        one = _mean(value[WEIGHTS])
-        saved = self._saved(value, state.optimizer, one)
-        return dataclasses.replace(state, optimizer=_mean(state.optimizer), extra={**state.extra, self.name: saved})
+        return self._saved(state, _mean(state.extra[self.name][WEIGHTS]), _mean(state.optimizer))
 
     def saved_abstract(self, abstract: TrainState) -> TrainState:
         """As of `StateExtra`."""
-        saved = self._saved(abstract.extra[self.name], abstract.optimizer, self.plain.abstract.params)
-        optimizer = self.plain.abstract.optimizer
-        return dataclasses.replace(abstract, optimizer=optimizer, extra={**abstract.extra, self.name: saved})
+        return self._saved(abstract, self.plain.abstract.params, self.plain.abstract.optimizer)
 
-    def _saved(self, value: dict[str, Any], optimizer: Any, one: Any) -> dict[str, Any]:
-        saved = {ALL: {WEIGHTS: value[WEIGHTS], OPTIMIZER: optimizer}, ONE: {WEIGHTS: one}}
-        return saved | {name: value[name] for name in value if name == MOMENTUM}
+    def _saved(self, state: TrainState, weights: Params, optimizer: optax.OptState) -> TrainState:
+        """A state as a checkpoint holds it, with weights and optimizer state that one replica would have."""
+        kept = dict(state.extra[self.name])
+        everyone = {WEIGHTS: kept.pop(WEIGHTS), OPTIMIZER: state.optimizer}
+        saved = {ALL: everyone, ONE: {WEIGHTS: weights}, **kept}
+        return dataclasses.replace(state, optimizer=optimizer, extra={**state.extra, self.name: saved})
 
     def loaded(self, state: TrainState) -> TrainState:
         """As of `StateExtra`.
@@ -323,24 +282,21 @@ class Replicas:
         """
         saved, layout = state.extra[self.name], self.placed(self.plain).state
         places = layout.extra[self.name]
-        spread = functools.partial(_jitted, self._spread)
-        one = saved[ONE][WEIGHTS]
-        weights = saved[ALL][WEIGHTS]
+        one, weights, optimizer = saved[ONE][WEIGHTS], saved[ALL][WEIGHTS], saved[ALL][OPTIMIZER]
         if lacks(weights):
-            weights = spread(places[WEIGHTS])(state.params if lacks(one) else one)
-        optimizer = saved[ALL][OPTIMIZER]
+            spread = jax.jit(self._spread, out_shardings=places[WEIGHTS])
+            weights = spread(state.params if lacks(one) else one)
         if lacks(optimizer):
-            optimizer = spread(layout.optimizer)(state.optimizer)
+            optimizer = jax.jit(self._spread, out_shardings=layout.optimizer)(state.optimizer)
         value = {WEIGHTS: weights}
         if self.diloco.momentum:
             momentum = saved[MOMENTUM]
             if lacks(momentum):
-                zeros = functools.partial(jax.tree.map, lambda p: jnp.zeros(p.shape, jnp.float32))
-                momentum = _jitted(zeros, places[MOMENTUM])(state.params)
+                momentum = jax.jit(_zeros, out_shardings=places[MOMENTUM])(state.params)
             value[MOMENTUM] = momentum
         return dataclasses.replace(state, optimizer=optimizer, extra={**state.extra, self.name: value})
 
-    def parts(self, naming: Naming, abstract: TrainState) -> Any:
+    def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
         """As of `StateExtra`: by parameter, behind the dim of replicas where all have their own."""
         saved = abstract.extra[self.name]
         structure = jax.tree.structure(abstract.optimizer)
@@ -348,7 +304,7 @@ class Replicas:
         owners, kinds = (jax.tree.map(lambda _: "", saved) for _ in trees)
         owners[ALL][OPTIMIZER], kinds[ALL][OPTIMIZER] = trees
 
-        def part(path: Any, leaf: Any, owner: str, role: str) -> Part:
+        def part(path: KeyPath, leaf: jax.ShapeDtypeStruct, owner: str, role: str) -> Part:
             which = path[0].key
             if which == MOMENTUM:
                 prefix, path = f"{self.name}/{MOMENTUM}", path[1:]
@@ -379,16 +335,17 @@ class Replicas:
         check_alone(self.diloco, sent)
 
 
-def _mean(tree: Any) -> Any:
+def _zeros(params: Params) -> Params:
+    """Outer momentum before the first meeting."""
+    return jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params)
+
+
+def _mean(tree: PyTree) -> PyTree:
     """What one replica would have of what all have; of what has no mean, such as codes, the first's."""
 
-    def one(leaf: Any) -> Any:
-        if is_quantized(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+    def one(leaf: Array | Quantized) -> Array | Quantized:
+        if isinstance(leaf, Quantized) or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jax.tree.map(lambda x: x[0], leaf)
         return jnp.mean(leaf, 0)
 
     return jax.tree.map(one, tree, is_leaf=is_quantized)
-
-
-def _jitted(function: Any, shardings: Any) -> Any:
-    return jax.jit(function, out_shardings=shardings)

@@ -2,19 +2,19 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from jaxscale.errors import UserError
+from jaxscale.lowbit.products import RECIPES
 from jaxscale.memory.apply import policy_of
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.platforms.detect import chip_of
 from jaxscale.recipe.combinations import check
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.recipe.products import check_products
 from jaxscale.recipe.requests import Facts
 from jaxscale.replicas.codecs.one_bit import OneBit
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.state.layout import check_model
+from jaxscale.state.layout import Device, check_model
 from jaxscale.state.stages import Stages, stages_of
 
 
@@ -35,7 +35,7 @@ class ResolvedPlan:
     line: str
 
 
-def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Any], remark: str = "") -> ResolvedPlan:
+def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], remark: str = "") -> ResolvedPlan:
     """Settle a plan.
 
     Args:
@@ -63,12 +63,12 @@ def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Any], remark: 
     assert plan.mesh is not None
     line += note + remark * (plan.mesh.devices > 1)
     check_model(plan, experiment.model)
-    check_products(plan, experiment.model)
-    check_memory(plan)
+    if plan.memory.rule == "fit":
+        raise UserError("memory fit: it is settled before a step is built; jaxscale train and jaxscale.train do that")
     return ResolvedPlan(experiment, plan, stages, line)
 
 
-def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, str]:
+def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Plan, str]:
     """The plan with its mesh settled, and a sentence that says how.
 
     Without a mesh a run takes the most devices that divide the rows of a microbatch: along "fsdp" if ZeRO shards, else
@@ -172,11 +172,14 @@ def settled_unroll(plan: Plan, platform: str) -> tuple[Plan, str]:
     return dataclasses.replace(plan, unroll=1), f"; unroll {plan.unroll}: 1 under memory {plan.memory}, {why}"
 
 
-def check_memory(plan: Plan) -> None:
-    """Refuse a memory plan that nobody has settled.
-
-    Raises:
-        UserError: as it says.
-    """
-    if plan.memory.rule == "fit":
-        raise UserError("memory fit: it is settled before a step is built; jaxscale train and jaxscale.train do that")
+def describe_products(plan: Plan, device: Device) -> list[str]:
+    """A line on a recipe of products that a device emulates; nothing where its chip has them."""
+    recipe = RECIPES.get(plan.matmul)
+    if recipe is None:
+        return []
+    chip = chip_of(device.device_kind, device.platform)
+    if recipe.emulated:
+        return [f"matmul {plan.matmul}: emulated, no chip has all its products; XLA computes them in wider types"]
+    if chip.peak(recipe.operands.dtype) is None:
+        return [f"matmul {plan.matmul}: emulated, {chip.name} has no such products; XLA computes them in wider types"]
+    return []

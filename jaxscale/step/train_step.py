@@ -10,31 +10,33 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Container, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from flax import nnx
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
+from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
+from jaxscale.programs.flop import model_flop
 from jaxscale.recipe.kernels import Taken
 from jaxscale.replicas.reduce import GradientExchange
 from jaxscale.state import batches
 from jaxscale.state.canonical import Canonical
 from jaxscale.state.extra import StateExtra
-from jaxscale.state.first_weights import first_weights
-from jaxscale.state.layout import Layout, local_bytes
+from jaxscale.state.layout import Layout, first_weights, local_bytes
 from jaxscale.state.naming import Naming
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
-from jaxscale.step.compiled import Compiled
+from jaxscale.step.compiled_checks import Compiled, check_compiled, check_host_bytes, check_kept_on_host
 from jaxscale.step.gradients import Objective, accuracy, evaluate
-from jaxscale.step.host import check_host_bytes, describe
-from jaxscale.step.kernel_trace import KernelTrace, check_taken
+from jaxscale.step.host import describe
 from jaxscale.step.meetings import Meetings
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline
 from jaxscale.step.replicas import Replicas
+from jaxscale.step.traced_checks import KernelTrace, check_taken, check_traced
 from jaxscale.step.update import Update
 from jaxscale.typing import Array, Batch, Float, Params
 
@@ -101,17 +103,14 @@ class TrainStep:
             in_shardings=(state, batches),
             out_shardings=(state, whole),
         )
-        self.gradients_fn = jax.jit(
-            lambda state, batch: self._mean_gradients(state, batch),
-            in_shardings=(state, batches),
-            out_shardings=layout.gradients,
-        )
-        self.evaluate_fn = jax.jit(self._evaluate, in_shardings=(state, batches), out_shardings=whole)
-        self.accuracy_fn = jax.jit(self._accuracy, in_shardings=(state, batches), out_shardings=whole)
+        on_batch = functools.partial(jax.jit, in_shardings=(state, batches))
+        self.gradients_fn = on_batch(self._mean_gradients, out_shardings=layout.gradients)
+        self.evaluate_fn = on_batch(self._evaluate, out_shardings=whole)
+        self.accuracy_fn = on_batch(self._accuracy, out_shardings=whole)
         self.meetings = None
         if parts.replicas is not None:
             self.meetings = Meetings(parts.replicas, layout, self.experiment.steps, self._kernels.noted)
-        self._executable: Any = None
+        self._executable: jax.stages.Compiled | None = None
         # up to JAX 0.10, collectives of some fifty programs in flight starve one another of a CPU's threads
         self._one_at_a_time = layout.mesh.size > 1 and layout.platform == "cpu"
         # up to JAX 0.10 a compiled program refuses its own 4-bit arrays; `jit` runs the same program, compiled once
@@ -120,7 +119,7 @@ class TrainStep:
     # -- facts ---------------------------------------------------------------------------------------------------------
 
     @property
-    def mesh(self) -> Any:
+    def mesh(self) -> Mesh | AbstractMesh:
         """The devices and their axes."""
         return self.layout.mesh
 
@@ -178,15 +177,11 @@ class TrainStep:
 
     def model_flop(self, batch: Batch) -> int:
         """FLOP of the matrix products and convolutions of a step's forward and backward pass, nothing recomputed."""
-        from jaxscale.programs.flop import model_flop
-
         context = self.objective.planned.context(None)
         context = dataclasses.replace(context, attention="plain", loss_chunk=None, loss="reference")
 
         def objective(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
-            module = self.pure_model.module(params, rest)
-            loss = self.experiment.model.loss(module, batch, context)
-            return loss.total
+            return self.experiment.model.loss(self.pure_model.module(params, rest), batch, context).total
 
         return model_flop(jax.grad(objective), self.pure_model.whole, self.pure_model.rest, batches.shapes(batch))
 
@@ -212,9 +207,14 @@ class TrainStep:
 
     def init(self) -> TrainState:
         """The state before the first step. Every leaf is created already sharded, never whole on one device."""
-        params, rest = first_weights(self.experiment.model, self.pure_model, self.layout)
+        params, rest = first_weights(self.pure_model, self.layout)
         places = self.layout.state
-        params, optimizer = self._first_optimizer(params)
+        if self.update.split:
+            start = jax.jit(self.update.start, out_shardings=(places.params, places.optimizer))
+            params, optimizer = start(params)
+        else:
+            init = self.optimizer.init if self.replicas is None else self.replicas.init_optimizer
+            optimizer = jax.jit(init, out_shardings=places.optimizer)(params)
         step, watch = jax.jit(
             lambda: (jnp.zeros((), jnp.int32), Watch.start()), out_shardings=(places.step, places.watch)
         )()
@@ -223,14 +223,6 @@ class TrainStep:
             value = jax.jit(extra.init, out_shardings=places.extra[extra.name])(state)
             state = dataclasses.replace(state, extra={**state.extra, extra.name: value})
         return state
-
-    def _first_optimizer(self, params: Params) -> tuple[Params, Any]:
-        """The weights as they are kept, and the optimizer's state before the first step."""
-        places = self.layout.state
-        if self.update.split:
-            return jax.jit(self.update.start, out_shardings=(places.params, places.optimizer))(params)
-        init = self.optimizer.init if self.replicas is None else self.replicas.init_optimizer
-        return params, jax.jit(init, out_shardings=places.optimizer)(params)
 
     @functools.cached_property
     def _canonical(self) -> Canonical:
@@ -261,7 +253,7 @@ class TrainStep:
         """A note for the user on what a checkpoint with these arrays lacks, behind a semicolon; mostly empty."""
         return "".join(extra.notes(names, self.canonical_abstract()) for extra in self.extras)
 
-    def module(self, state: TrainState) -> Any:
+    def module(self, state: TrainState) -> nnx.Module:
         """The user's module with the parameters of a state, for generation, export, or a look inside."""
         params = state.params
         if self.plan.offload.masters:
@@ -273,30 +265,42 @@ class TrainStep:
 
     def compile(self, batch: Batch) -> Compiled:
         """Compile the step for batches like `batch` (global shapes), and check that every request took effect."""
-        from jaxscale.step.program_checks import check_compiled, check_kept_on_host, check_traced
-
         start = time.perf_counter()
         traced = self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))
-        check_traced(self, traced.jaxpr, batch)
+        self.check_traced(traced.jaxpr, batch)
         self.check_kernels()
         executable = traced.lower().compile()
         seconds = time.perf_counter() - start
-        check_compiled(self, executable)
+        check_compiled(self.layout, self.optimizer, self.extras, executable)
         self._executable = executable
         memory = executable.memory_analysis()
-        check_kept_on_host(self, memory)
-        check_host_bytes(self.layout, memory, executable.as_text)
+        assert memory is not None, "CPU, GPU and TPU all report it"
+        check_kept_on_host(self.layout, self.decision, memory.host_temp_size_in_bytes)
+        check_host_bytes(self.layout, memory.host_argument_size_in_bytes, executable.as_text)
         if self.meetings is not None:
             start = time.perf_counter()
             self.meetings.compile()
             seconds += time.perf_counter() - start
         return Compiled.of(executable, seconds)
 
+    def check_traced(self, jaxpr: ClosedJaxpr, batch: Batch) -> None:
+        """Refuse requests that the model does not take up.
+
+        Args:
+            jaxpr: of the whole step.
+            batch: arrays or shapes that the step was traced for.
+
+        Raises:
+            UserError: with the request, and the way round.
+        """
+        evaluation = functools.partial(self.evaluate_fn.trace, self.layout.abstract, self.abstract_batch(batch))
+        check_traced(self.objective.planned, self.decision, batch, jaxpr, evaluation)
+
     def check_kernels(self) -> None:
         """Refuse a plan that names a kernel which the step does not take, once it is traced.
 
         Raises:
-            UserError: as it says.
+            UserError: with the kernel that is named, and the one that is taken.
         """
         if self.meetings is not None and self.codec is not None:  # which takes its kernels there
             self.meetings.trace()
@@ -343,19 +347,19 @@ class TrainStep:
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         after, metrics = self.parts.function(state, batch)
-        return after, {**metrics, **self._progress(state.watch, after.watch)}
-
-    def _progress(self, before: Watch, after: Watch) -> Metrics:
-        rate = self.experiment.optimizer.schedule_fn(self.experiment.steps)(before.good)
-        return {
+        rate = self.experiment.optimizer.schedule_fn(self.experiment.steps)(state.watch.good)
+        progress = {
             "learning_rate": jnp.asarray(rate, jnp.float32),
-            "skipped": after.skipped,
-            "skipped_in_row": after.in_row,
+            "skipped": after.watch.skipped,
+            "skipped_in_row": after.watch.in_row,
         }
+        return after, {**metrics, **progress}
 
     def _mean_gradients(self, state: TrainState, batch: Batch) -> Params:
         if self.stream is not None:
-            raise self.stream.without_gradients()
+            raise UserError(
+                f"{self.stream.asked}: a step has no gradients of its own: each stage updates by others, on its way"
+            )
         return self.objective.gradients(state, batch)[1]
 
     def _evaluate(self, state: TrainState, batch: Batch) -> Loss:

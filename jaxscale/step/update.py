@@ -5,12 +5,11 @@ shard they share a scale. `Layout` places what comes of it, `step/host.py` decid
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxscale.errors import UserError
 from jaxscale.lowbit.quantized import quantize_state, state_bytes
@@ -21,10 +20,10 @@ from jaxscale.optim.one_bit import Messages, clipped
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.state.layout import placements_of
+from jaxscale.state.layout import device_of, placements_of
 from jaxscale.state.pure_model import PureModel
 from jaxscale.trees import path_name, tree_bytes
-from jaxscale.typing import Params
+from jaxscale.typing import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Update:
     layers: Params | None = None
 
     @classmethod
-    def of(cls, experiment: Experiment, plan: Plan, pure_model: PureModel, mesh: Any) -> "Update":
+    def of(cls, experiment: Experiment, plan: Plan, pure_model: PureModel, mesh: Mesh | AbstractMesh) -> "Update":
         """The optimizer of an experiment under a plan.
 
         Raises:
@@ -74,7 +73,7 @@ class Update:
         fused = unfused = None
         if plan.state.moments != "float32":
             layers = by_path(lambda path, _: pure_model.stacked(path_name(path)), pure_model.params)
-            device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+            device = device_of(mesh)
             if plan.offload.optimizer_state == "host" and device.platform == "tpu":
                 raise UserError(
                     f"state {plan.state.moments} with optimizer_state host: the compiler for TPU dies on numbers of so "
@@ -90,16 +89,14 @@ class Update:
         if plan.state.master == "split":
             rule = split_weights(rule)
         clip, messages = experiment.optimizer.clip, experiment.optimizer.messages(experiment.steps)
+        whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
         if messages is not None:
             whole = clipped(rule, messages)
-        else:
-            whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
-        one_by_one = None
-        if experiment.optimizer.custom is None:
-            one_by_one = jax.tree.map(lambda leaf: leaf.stack > 0, leaves)
+        known = experiment.optimizer.custom is None
+        one_by_one = jax.tree.map(lambda leaf: leaf.stack > 0, leaves) if known else None
         return cls(plain, rule, whole, clip, plan.state.master == "split", messages, fused, unfused, one_by_one)
 
-    def start(self, params: Params) -> tuple[Params, Any]:
+    def start(self, params: Params) -> tuple[Params, optax.OptState]:
         """Split weights, and the state before the first update.
 
         Args:
@@ -110,8 +107,8 @@ class Update:
         )
         outer = jax.tree.structure(params)
         weights, corrections = (outer.unflatten([pair[i] for pair in outer.flatten_up_to(pairs)]) for i in (0, 1))
-        empty: Any = self.rule.init(weights)
-        state = empty._replace(correction=corrections)
+        state: PyTree = self.rule.init(weights)
+        state = state._replace(correction=corrections)
         return weights, state if self.clip is None else (optax.clip_by_global_norm(self.clip).init(weights), state)
 
 
@@ -143,7 +140,7 @@ def _fused(
     return fused(rule, adamw, platform=platform, places=places, clip=optimizer.clip)
 
 
-def describe_state(plan: Plan, state: Any, parameters: int) -> list[str]:
+def describe_state(plan: Plan, state: PyTree, parameters: int) -> list[str]:
     """What a user should know of a state in few bits, one line; nothing of a float32 one.
 
     Args:

@@ -332,7 +332,7 @@ class _Training:
                 place.write_json(self.folder / "layout.json", table)
                 if self.step.decision is not None:
                     place.write_json(self.folder / "memory.json", to_json(self.step.decision))
-        device = None if self.one_at_a_time else self.step.mesh.local_devices[0]
+        device = None if self.one_at_a_time else self.step.mesh.local_devices[0]  # pyright: ignore[reportOptionalSubscript]
         self.meter = Meter(flop, peak_of(self.step), device)
         if (warning := save_memory_warning(sum(memory.values()), copy_bytes, device)) is not None:
             self.journal.say(warning)

@@ -23,8 +23,8 @@ from jaxscale.recipe.kernels import Kernels, Taken, fields_of, lines_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes
 from jaxscale.step.build import build
-from jaxscale.step.kernel_trace import KernelTrace, check_taken
 from jaxscale.step.resolve import resolve_mesh
+from jaxscale.step.traced_checks import KernelTrace, check_taken
 from jaxscale.values import override, to_json
 from pallas_kernels.dispatch import CannotRun, noting
 from tests.kernels.aot import compiled, tpu_compiler

@@ -16,7 +16,7 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.replicas.diloco import Diloco
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.wire_checks import SCALARS, NoEffect, bytes_over, check_alone
+from jaxscale.step.compiled_checks import SCALARS, NoEffect, bytes_over, check_alone
 from jaxscale.values import override
 from tests.plans import grouped
 

@@ -31,7 +31,7 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan
 from jaxscale.replicas.codecs import CODECS
 from jaxscale.step.build import build
-from jaxscale.step.wire_checks import bytes_over
+from jaxscale.step.compiled_checks import bytes_over
 from jaxscale.values import override
 from jaxscale.values.annotations import field_types
 from tests.plans import grouped

@@ -20,7 +20,6 @@ from jaxscale.pipeline.run.actions import Actions
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.step.build import build
-from jaxscale.step.program_checks import check_traced
 from jaxscale.step.train_step import TrainStep
 from jaxscale.trees import leaf_bytes
 from jaxscale.values import override
@@ -155,7 +154,7 @@ def hosted_bytes(step: TrainStep, monkeypatch: pytest.MonkeyPatch) -> int:
     with monkeypatch.context() as patch:
         patch.setattr(Actions, "start", start)
         traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch()))
-    check_traced(step, traced.jaxpr, batch())
+    step.check_traced(traced.jaxpr, batch())
     return sum(found)
 
 

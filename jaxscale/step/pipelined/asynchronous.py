@@ -4,20 +4,19 @@ A step lets the microbatches of one batch enter and runs the ticks until the nex
 Its loss is that of the forwards which reach the last stage in these ticks: in PipeDream and PipeMare, whose batch is
 one microbatch, of batches that entered up to p - 1 steps before. Steps in which none gets there have no loss, a NaN.
 
-What has a meaning over all stages is done per stage, on its own gradients: clipping by the norm, the watch over bad
-steps (a non-finite or spiking gradient skips that stage's update), a codec, and the counts that a learning rate depends
-on.
-Gradients are means over the batch, so its weight is computed before its loss: it must not depend on the model.
+Each stage clips its own gradients, watches for bad steps (a non-finite or spiking gradient skips that stage's update),
+applies a codec, and counts its updates for the learning rate. Gradients are means over the batch, so the weight of the
+batch is computed before its loss: it must not depend on the model.
 
-What stages share is each one's own copy. A parameter is read before the blocks, by the first stage, or behind them, by
-the last, which the traced model tells; the other copies are zeros and stay so. A parameter that is read in both places
-(tied weights) or in the blocks would become several, and is refused.
+Each stage has a copy of its own of what stages share. The first stage reads the parameters before the blocks, the last
+one those behind them; the other copies stay zero. A parameter that is read in both places (tied weights) or in the
+blocks would become several, and is refused.
 
 Between steps the train state holds the newest weights, the optimizer's state, and what is in flight: messages, batches,
 what forwards keep, older weights, sums of gradients, each stage's watch and counts. A checkpoint has it under a name
-that is made of the plan, so a step with another plan, another pipeline or none leaves it behind: microbatches that were
-under way are lost, some of whose updates have been made. Restored without it, a pipe is filled anew. The plan's
-`synchronous_steps` come first: one synchronous step after another, clipped and watched as a whole.
+that is made of the plan, so a step with another plan leaves it behind: microbatches under way are lost, some of whose
+updates have been made. Restored without it, a pipe is filled again. The plan's `synchronous_steps` come first: one
+synchronous step after another, clipped and watched as a whole.
 """
 
 import dataclasses
@@ -25,15 +24,14 @@ import hashlib
 import json
 import math
 from collections.abc import Container, Iterable
-from dataclasses import replace
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.errors import UserError
+from jaxscale.blocks import Loss
 from jaxscale.offload.updates import plainly
 from jaxscale.pipeline.run.asynchronous import Asynchronous, UpdateAt
 from jaxscale.pipeline.run.passes import At
@@ -46,21 +44,29 @@ from jaxscale.replicas.reduce import GradientExchange, GradientLeaf, squared_res
 from jaxscale.state.batches import batch_shapes
 from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS, Layout
-from jaxscale.state.naming import Naming, plain
+from jaxscale.state.naming import Naming, Part, plain
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
 from jaxscale.step.exchange import describe_codec
+from jaxscale.step.pipelined.forms import Microbatch, Named
 from jaxscale.step.pipelined.gradients import MANUAL, Pipelined
 from jaxscale.step.pipelined.reads import shared_copies, weight_program
 from jaxscale.step.planned_model import PlannedModel, positive
-from jaxscale.trees import path_name
-from jaxscale.typing import Array, Batch
+from jaxscale.trees import named_leaves, path_name
+from jaxscale.typing import Array, Batch, Key, PyTree
 
 IN_FLIGHT = "in_flight"
 """Name of the extra, which another plan, or another version, leaves behind."""
 OWN = PartitionSpec(MANUAL)
 """Placement of what each device has of its own, along the first dim."""
-Flight = dict[str, Any]
+Flight: TypeAlias = dict[str, PyTree]
+"""What is in flight: "pipe", and of each stage "free" (optimizer state of no parameter's shape), "watch", "codes"."""
+Parameters: TypeAlias = tuple[Named, Named]
+"""Of one stage, behind a first dim of 1: its layers', and its copies of what all share."""
+Carry: TypeAlias = dict[str, PyTree]
+"""Of one stage: "owned" and "free" optimizer state, "watch", "codes", and sums of the step, "squares" and "sent"."""
+Scaled: TypeAlias = tuple[Microbatch, Array]
+"""One or several microbatches, and what the loss of each is scaled by."""
 CORRECTION = 0.135
 """PipeMare's D, as its theory has it: exp(-2)."""
 ANNEAL = 4
@@ -85,7 +91,7 @@ class AsyncPipeline:
     def __init__(self, planned: PlannedModel, stages: Stages, optimizer: optax.GradientTransformation) -> None:
         assert planned.plan.pipeline is not None
         self.planned, self.stages, self.plan = planned, stages, planned.plan.pipeline
-        self.method = METHODS[self.plan.name]
+        self.asked, self.method = f"pipeline {self.plan}", METHODS[self.plan.name]
         self.ranks, self.group = stages.schedule.ranks, stages.schedule.microbatches
         self.synchronous = Pipelined(planned, stages, METHODS["1f1b"].schedule(self.ranks, self.group, None, 1))
         self.stream = stream(self.method, self.ranks, self.group, self.plan.stash)
@@ -96,13 +102,9 @@ class AsyncPipeline:
         self.layout = Layout.of(self.held, optimizer, planned.plan, planned.layout.mesh)
         self.codec = self._codec_stage()
         self._owners = self.layout.owners(optimizer)
+        self._ways = math.prod(self.layout.mesh.shape[axis] for axis in BATCH_AXES)  # that rows are split
         self._optimizer = jax.tree.structure(self.layout.abstract.optimizer)
         self._weight = weight_program(planned, self.batch)
-
-    @property
-    def asked(self) -> str:
-        """The user's request."""
-        return f"pipeline {self.plan}"
 
     def __str__(self) -> str:
         plan, late = self.planned.plan, max(self.stream.delays)
@@ -118,11 +120,9 @@ class AsyncPipeline:
 
     def _remedies(self) -> Remedies:
         """PipeMare's, as the plan says, or as published; others have none unless asked for."""
-        plan, pipemare = self.plan, self.stream.newest
-        anneal = self.planned.experiment.steps // ANNEAL if pipemare else 0
-        correction = CORRECTION if pipemare else 0.0
-        anneal = anneal if plan.anneal is None else plan.anneal
-        correction = correction if plan.correction is None else plan.correction
+        plan, pipemare, steps = self.plan, self.stream.newest, self.planned.experiment.steps
+        anneal = steps // ANNEAL if pipemare and plan.anneal is None else plan.anneal or 0
+        correction = CORRECTION if pipemare and plan.correction is None else plan.correction
         return Remedies(anneal=anneal, correction=correction or None)
 
     def _codec_stage(self) -> GradientExchange | None:
@@ -130,7 +130,7 @@ class AsyncPipeline:
         planned = self.planned
         if not isinstance(planned.plan.reduce, Codec):
             return None
-        stacked, shared = self.synchronous.split(planned.pure_model.params)
+        stacked, shared = self.synchronous.divided(named_leaves(planned.pure_model.params))
         leaves = {
             name: GradientLeaf((self.stages.depth, *leaf.shape[1:]), PartitionSpec(), layers=True)
             for name, leaf in stacked.items()
@@ -140,16 +140,18 @@ class AsyncPipeline:
 
     # -- one stage -----------------------------------------------------------------------------------------------------
 
-    def _computed(self, parameters: Any) -> Any:
+    def _computed(self, parameters: Parameters) -> Parameters:
         """Parameters in the type computed in."""
         dtype = jnp.dtype(self.planned.plan.precision)
         return jax.tree.map(lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, parameters)
 
-    def _pipe(self, parameters: Any, batch: Any, key: Any) -> Asynchronous:
+    def _pipe(self, parameters: Parameters, batch: Scaled, key: Key) -> Asynchronous:
         """The executor, inside the manual region."""
         stage = self.synchronous.stage(self.synchronous.loss, lambda loss: loss.total + loss.penalty)
 
-        def scaled(stacked: Any, shared: Any, x: Any, microbatch: Any, at: At, key: Any) -> Any:
+        def scaled(
+            stacked: Named, shared: Named, x: PyTree, microbatch: Scaled, at: At, key: Key
+        ) -> tuple[PyTree, Array, PyTree]:
             part, scale = microbatch
             y, objective, sums = stage(stacked, shared, x, part, at, key)
             return y, objective * scale, sums
@@ -169,17 +171,21 @@ class AsyncPipeline:
             manual=MANUAL,
         )
 
-    def _update(self, parameters: Any, gradients: Any, carry: dict[str, Any], at: UpdateAt) -> tuple[Any, Any]:
+    def _update(
+        self, parameters: Parameters, gradients: Parameters, carry: Carry, at: UpdateAt
+    ) -> tuple[Parameters, Carry]:
         """Of one stage: gradients added up over the data axes, judged, clipped and applied."""
         del at
-        stacked, shared = jax.tree.map(lambda leaf: self._over_rows(leaf[0]), gradients)
+        apart = {PIPE_AXIS} if self.codec is None else {PIPE_AXIS, REPLICA_AXIS}
+        axes = [axis for axis in MANUAL if axis not in apart]  # a codec adds up the gradients of replicas
+        stacked, shared = jax.tree.map(lambda leaf: self.synchronous.reduced(leaf[0], axes, PartitionSpec()), gradients)
         codec, codes, states = self.codec, carry["codes"], {}
         if codec is not None:
             sums = jax.tree.map(lambda leaf: leaf * codec.replicas, {**stacked, **shared})
             reduced, states = self._reduced(codec, sums, codes["states"], codes["updates"])
             stacked, shared = ({name: reduced[name] for name in part} for part in (stacked, shared))
-        gradients = self.synchronous.joined(stacked, shared)
-        norm = optax.tree.norm(gradients)
+        means = self.synchronous.joined(stacked, shared)
+        norm = optax.tree.norm(means)
         good, watch = carry["watch"].judge(norm, norm, self.planned.experiment.guard)
         if codec is not None:
             states = jax.tree.map(lambda new, old: jnp.where(good, new, old), states, codes["states"])
@@ -187,22 +193,18 @@ class AsyncPipeline:
             carry = {**carry, "sent": carry["sent"] + codec.wire_bytes_at(carry["codes"]["updates"])}
         leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
         params = self.synchronous.joined(*jax.tree.map(lambda leaf: leaf[0], parameters))
-        after, state = self.advance(gradients, self._optimizer.unflatten(leaves), params, norm, good)
+        after, state = self.advance(means, self._optimizer.unflatten(leaves), params, norm, good)
         owned, free = self._divided(jax.tree.leaves(state))
         squares = carry["squares"] + jnp.square(norm)
         carry |= {"owned": owned, "free": free, "watch": watch, "codes": codes, "squares": squares}
         return jax.tree.map(lambda leaf: leaf[None], self.synchronous.split(after)), carry
 
     def _reduced(
-        self, codec: GradientExchange, gradients: Any, states: Any, updates: Array
-    ) -> tuple[dict[str, Array], Any]:
+        self, codec: GradientExchange, gradients: Named, states: PyTree, updates: Array
+    ) -> tuple[Named, PyTree]:
         """One stage's gradients averaged over the replicas, manual over the axes that are left: kernels want all."""
-
-        def inside(gradients: Any, states: Any, updates: Array) -> tuple[dict[str, Array], Any]:
-            return codec.inside(gradients, states, updates, (REPLICA_AXIS,))
-
         return jax.shard_map(
-            inside,
+            lambda gradients, states, updates: codec.inside(gradients, states, updates, (REPLICA_AXIS,)),
             mesh=jax.sharding.get_abstract_mesh(),
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
@@ -210,15 +212,7 @@ class AsyncPipeline:
             check_vma=False,
         )(gradients, states, updates)
 
-    def _over_rows(self, gradient: Array) -> Array:
-        """One gradient, added up over the devices of this stage; a codec adds up those of replicas."""
-        if self.planned.plan.reduce == "bfloat16":
-            gradient = gradient.astype(jnp.bfloat16)
-        apart = {PIPE_AXIS} if self.codec is None else {PIPE_AXIS, REPLICA_AXIS}
-        over = [axis for axis in MANUAL if axis not in apart and self.layout.mesh.shape[axis] > 1]
-        return (jax.lax.psum(gradient, over) if over else gradient).astype(jnp.float32)
-
-    def _divided(self, leaves: list[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+    def _divided(self, leaves: list[Array]) -> tuple[dict[int, Array], dict[int, Array]]:
         """Leaves of the optimizer's state that have a parameter's shape, and the others, by their place."""
         owned = {i: leaf for i, leaf in enumerate(leaves) if self._owners[i]}
         return owned, {i: leaf for i, leaf in enumerate(leaves) if not self._owners[i]}
@@ -228,7 +222,7 @@ class AsyncPipeline:
     def in_flight(self, state: TrainState) -> Flight:
         """An empty pipe, whose stages have made as many updates as a state has steps."""
 
-        def body(stacked: Any, shared: Any, free: Any, watch: Watch, updates: Array) -> Any:
+        def body(stacked: Named, shared: Named, free: dict[int, Array], watch: Watch, updates: Array) -> Flight:
             parameters = jax.tree.map(lambda leaf: leaf[None], stacked), shared
             rows = self.planned.experiment.batch // self.group // self._ways
             zeros = {
@@ -238,7 +232,7 @@ class AsyncPipeline:
             key = jax.random.key(self.planned.experiment.seed)
             pipe = self._pipe(parameters, batch, key).fill(parameters, batch, key)
             # each stage's share of the norm, were they alike
-            watch = replace(watch, norm=watch.norm / self.ranks**0.5)
+            watch = dataclasses.replace(watch, norm=watch.norm / self.ranks**0.5)
             codes = {}
             if self.codec is not None:
                 codes = {"states": self.codec.start(), "updates": updates}
@@ -248,14 +242,9 @@ class AsyncPipeline:
         _, free = self._divided(jax.tree.leaves(state.optimizer))
         each, same = PartitionSpec(PIPE_AXIS), PartitionSpec()
         with self.planned.tracing():
-            return self.synchronous.mapped(body, (each, each, same, same, same), OWN)(
+            return self.planned.mapped(body, MANUAL, (each, each, same, same, same), OWN)(
                 *self.synchronous.split(state.params), free, state.watch, state.step
             )
-
-    @property
-    def _ways(self) -> int:
-        """Parts that the rows of a microbatch are in."""
-        return math.prod(self.layout.mesh.shape[axis] for axis in BATCH_AXES)
 
     # -- one batch -----------------------------------------------------------------------------------------------------
 
@@ -278,28 +267,26 @@ class AsyncPipeline:
         mean, norm = loss.total / positive(loss.weight), optax.tree.norm(gradients)
         good, watch = state.watch.judge(mean, norm, self.planned.experiment.guard)
         params, optimizer = self.advance(gradients, state.optimizer, state.params, norm, good)
-        after = replace(state, step=state.step + 1, params=params, optimizer=optimizer, watch=watch)
-        metrics = {"loss": mean, "grad_norm": norm, "weight": loss.weight}
+        after = dataclasses.replace(state, step=state.step + 1, params=params, optimizer=optimizer, watch=watch)
+        metrics: Metrics = {"loss": mean, "grad_norm": norm, "weight": loss.weight}
         if self.codec is not None:  # which is not at work yet
             metrics |= {"residual_norm": jnp.zeros(()), "wire_bytes": jnp.float32(self.codec.exact_bytes)}
-        return replace(after, extra={IN_FLIGHT: self.in_flight(after)}), metrics
-
-    def without_gradients(self) -> UserError:
-        """The refusal of a request for the gradients of a step."""
-        return UserError(f"{self.asked}: a step has no gradients of its own: each stage updates by others, on its way")
+        return dataclasses.replace(after, extra={IN_FLIGHT: self.in_flight(after)}), metrics
 
     def newest(self, state: TrainState) -> TrainState:
         """The state of a synchronous pipeline with these weights, its optimizer aside."""
         stacked, shared = self.synchronous.split(state.params)
         newest = {name: leaf[self.held.copies[name].index(0)] for name, leaf in shared.items()}
-        return replace(state, params=self.synchronous.joined(stacked, newest), extra={})
+        return dataclasses.replace(state, params=self.synchronous.joined(stacked, newest), extra={})
 
     def _streamed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         owned, _ = self._divided(jax.tree.leaves(state.optimizer))
         stacked = {i: not owner or self.planned.pure_model.stacked(owner) for i, owner in enumerate(self._owners)}
         each, same, rows = PartitionSpec(PIPE_AXIS), PartitionSpec(), PartitionSpec(None, BATCH_AXES)
 
-        def body(weights: Any, shared: Any, owned: Any, flight: Any, batch: Any, key: Any) -> Any:
+        def body(
+            weights: Named, shared: Named, owned: dict[int, Array], flight: Flight, batch: Scaled, key: Key
+        ) -> tuple[Named, Named, dict[int, Array], Flight, tuple[Loss, Array, dict[str, Array]]]:
             parameters = jax.tree.map(lambda leaf: leaf[None], weights), shared
             mine = jax.tree.map(lambda leaf: leaf[0], {name: flight[name] for name in ("free", "watch", "codes")})
             owned = {i: leaf if stacked[i] else leaf[0] for i, leaf in owned.items()}
@@ -324,7 +311,7 @@ class AsyncPipeline:
             key = self.planned.key(state)
             inputs, outputs = (each, each, each, OWN, (rows, same), same), (each, each, each, OWN, same)
             parts = (self.synchronous.microbatches(batch), scale)
-            weights, shared, owned, flight, (loss, norm, coded) = self.synchronous.mapped(body, inputs, outputs)(
+            weights, shared, owned, flight, (loss, norm, coded) = self.planned.mapped(body, MANUAL, inputs, outputs)(
                 *self.synchronous.split(state.params), owned, state.extra[IN_FLIGHT], parts, key
             )
         # of every stage, once
@@ -336,7 +323,7 @@ class AsyncPipeline:
             params=self.synchronous.joined(weights, shared),
             optimizer=self._optimizer.unflatten([leaves[i] for i in range(len(leaves))]),
             rest=state.rest,
-            watch=replace(jax.tree.map(jnp.max, watch), norm=norms),
+            watch=dataclasses.replace(jax.tree.map(jnp.max, watch), norm=norms),
             extra={IN_FLIGHT: flight},
         )
         mean = jnp.where(loss.weight > 0, loss.total / positive(loss.weight), jnp.nan)
@@ -382,10 +369,10 @@ class InFlight:
             return state
         extra = {name: value for name, value in state.extra.items() if name != self.name}
         shardings = self.placed(self.pipeline.layout).state.extra[self.name]
-        flight = jax.jit(self.pipeline.in_flight, out_shardings=shardings)(replace(state, extra=extra))
-        return replace(state, extra={**extra, self.name: flight})
+        flight = jax.jit(self.pipeline.in_flight, out_shardings=shardings)(dataclasses.replace(state, extra=extra))
+        return dataclasses.replace(state, extra={**extra, self.name: flight})
 
-    def parts(self, naming: Naming, abstract: TrainState) -> Any:
+    def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
         """As of `StateExtra`: under a name made of all that a pipe depends on, so that no other plan takes it up."""
         pipeline, flight = self.pipeline, abstract.extra[self.name]
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(flight)]

@@ -4,16 +4,14 @@ The model is one function of its module, and stays so: traced with its blocks cu
 enters the first block, what one stage's blocks make of it, and what loss comes of the last block's output.
 
 Blocks of a stack are alike, and a stage's are the rows of a stacked parameter that lie on its device. Blocks of a
-`layers.Chain` are not. One program serves all devices, so what differs between stages is made alike around a
-`lax.switch` on the stage's number. The parameters of a stage travel as one flat array of the longest stage's size: a
-device holds those of its own stages alone while it computes, and float32 gradients of no more. Messages differ in shape
-from boundary to boundary; each is flattened, type by type, into the form of the longest. Between steps parameters and
-optimizer state lie as those that stages share do: split over the pipe axis wherever a dim divides. Each is gathered
-once before the loop, by every device, of which its stage's keeps it, and its gradient is scattered once after it.
+`layers.Chain` are not, and one program serves all devices: a `lax.switch` on the stage's number runs a stage's blocks.
+Their parameters are one flat array, as long as the longest stage's, and a device holds those of its own stages alone.
+Messages are flattened too, type by type, to the length of the longest. Between steps the parameters of a chain are
+split over the pipe axis wherever a dim divides. Every device gathers each of them once before the loop, and its
+gradient is scattered once after the loop.
 
-Left out of chains, and refused by name: what would need the array to be split (tensor and sequence axes, ZeRO 3),
-residuals in slots, whose shapes are each stage's own (the stash is a stage's input), memory rules that look at all
-blocks at once, and asynchronous schedules.
+Left out of chains, and refused by name (`recipe/combinations.py`): what would need the array to be split, residuals in
+slots, memory rules that look at all blocks at once, and asynchronous schedules.
 """
 
 import collections
@@ -22,32 +20,40 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from flax import nnx
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 
 from jaxscale import blocks
-from jaxscale.blocks import Context, Cut
+from jaxscale.blocks import Between, Context, Cut
+from jaxscale.offload.weights import Streamed
 from jaxscale.sharding.partition import dim_axes
-from jaxscale.sharding.zero import without
 from jaxscale.state.layout import PIPE_AXIS
 from jaxscale.state.stages import Stages
 from jaxscale.step.planned_model import PlannedModel
 from jaxscale.trees import filled, named_leaves, path_name
-from jaxscale.typing import Array, Batch, Key, Params
+from jaxscale.typing import Array, Batch, Int, Key, Params, PyTree
 
-Scored = Callable[[Any, Batch, Context], Any]
+Scored: TypeAlias = Callable[[nnx.Module, Batch, Context], PyTree]
 """From the module, a microbatch and the settings of the pass to sums."""
-Named = dict[str, Any]
+Named: TypeAlias = dict[str, Array]
 """Arrays by the name of their parameter."""
+Weights: TypeAlias = Mapping[str, Array | Streamed]
+"""Arrays by the name of their parameter, some of which may come from the host."""
+Microbatch: TypeAlias = tuple[Batch, Array]
+"""Rows of a batch, and the index of each in the global batch."""
+Run: TypeAlias = Callable[..., PyTree]
+"""Of traced arrays: runs blocks, as a cut model passes it to `blocks.Between`, or one part of a model."""
 
 
 class Reached(Exception):
     """Carries a traced value out of the model, which need not run on."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: PyTree) -> None:
         super().__init__("a traced value, on its way out of the model")
         self.value = value
 
@@ -62,43 +68,9 @@ class Parts:
         behind: from the last block's output to sums.
     """
 
-    before: Callable[..., Any]
-    inside: Callable[..., Any]
-    behind: Callable[..., Any]
-
-
-@runtime_checkable
-class StageForm(Protocol):
-    """How stages read the parameters of their blocks. `StackForm` and `ChainForm` are its two kinds."""
-
-    @property
-    def depth(self) -> int | None:
-        """Blocks that run one after the other on a device; `None` where each is traced."""
-        ...
-
-    def is_staged(self, name: str) -> bool:
-        """Whether a parameter is read by one stage alone."""
-        ...
-
-    def parts(self, score: Scored) -> Parts:
-        """The model as what stands before its blocks, its blocks, and what stands behind them."""
-        ...
-
-    def chunks(self, staged: Named) -> Named:
-        """This rank's parameters of blocks by chunk, and copies of other ranks' where a schedule has two of a stage."""
-        ...
-
-    def home(self, gradients: Named) -> Named:
-        """The inverse of `chunks` for gradients: those of copies are sent home and added."""
-        ...
-
-
-def read_spec(planned: PlannedModel, name: str) -> PartitionSpec:
-    """The placement that a step's loop reads a parameter in: what stages share is whole."""
-    place = planned.layout.placements[name]
-    if not planned.pure_model.stacked(name):
-        return without(place.compute, "fsdp")
-    return place.master if planned.plan.offload.weights == "host" else place.compute
+    before: Callable[..., PyTree]
+    inside: Callable[..., PyTree]
+    behind: Callable[..., PyTree]
 
 
 def with_copies(stages: Stages, chunks: Named) -> Named:
@@ -124,8 +96,8 @@ def added_home(stages: Stages, gradients: Named) -> Named:
 
 
 def _traced_cut(
-    planned: PlannedModel, cut: Cut, score: Scored, by_name: Named, microbatch: tuple[Batch, Array], key: Key
-) -> Any:
+    planned: PlannedModel, cut: Cut, score: Scored, by_name: Weights, microbatch: Microbatch, key: Key
+) -> PyTree:
     """What a model with its blocks cut scores, or the value that left it earlier."""
     batch, examples = microbatch
     module = planned.pure_model.module(filled(planned.pure_model.params, by_name), {})
@@ -134,6 +106,34 @@ def _traced_cut(
             return score(module, batch, planned.context(key, examples))
     except Reached as reached:
         return reached.value
+
+
+def _parts(traced: Run, enter: Run, through: Run, leave: Run) -> Parts:
+    """The parts of a model that is traced with its blocks cut.
+
+    Args:
+        traced: from what runs in place of the blocks, and a part's arguments, to sums.
+        enter: from what runs blocks, and the first block's input, to the message to the first stage.
+        through: from the same, a message, and a part's arguments, to the message to the next stage.
+        leave: from the same and the last message to the last block's output.
+    """
+
+    def before(*args: PyTree) -> PyTree:
+        def between(run: Run, x: PyTree) -> PyTree:
+            raise Reached(enter(run, x))
+
+        return traced(between, *args)
+
+    def inside(message: PyTree, *args: PyTree) -> PyTree:
+        def between(run: Run, x: PyTree) -> PyTree:
+            raise Reached(through(run, x, message, *args))
+
+        return traced(between, *args)
+
+    def behind(message: PyTree, *args: PyTree) -> PyTree:
+        return traced(lambda run, x: leave(run, x, message), *args)
+
+    return Parts(before, inside, behind)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,41 +148,26 @@ class StackForm:
     planned: PlannedModel
     stages: Stages
 
-    @property
-    def depth(self) -> int:
-        """Blocks of the deepest stage."""
-        return self.stages.depth
-
     def is_staged(self, name: str) -> bool:
-        """As of `StageForm`."""
+        """Whether a parameter is read by one stage alone."""
         return self.planned.pure_model.stacked(name)
 
     def parts(self, score: Scored) -> Parts:
-        """As of `StageForm`."""
+        """The model as what stands before its blocks, its blocks, and what stands behind them."""
         planned, plan = self.planned, self.planned.plan
         numbers = jnp.asarray(self.stages.numbers)
         gather = self._gathered if plan.zero == 3 or (plan.zero and plan.offload.weights == "host") else None
 
-        def traced(between: blocks.Between, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
-            cut = Cut(numbers[stage], self.stages.starts, self.stages.padded, between, gather)
+        def traced(
+            between: Between, stacked: Weights, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]
+        ) -> PyTree:
+            cut = Cut(numbers[stage], self.stages.starts, -1 in self.stages.rows, between, gather)
             return _traced_cut(planned, cut, score, {**stacked, **shared}, microbatch, key)
 
-        def stop(run: Any, x: Any) -> Any:
-            raise Reached(x)
+        def through(run: Run, x: PyTree, message: PyTree, *args: PyTree) -> PyTree:
+            return run(message)
 
-        def before(*args: Any) -> Any:
-            return traced(stop, *args)
-
-        def inside(x: Any, *args: Any) -> Any:
-            def between(run: Callable[[Any], Any], _: Any) -> Any:
-                raise Reached(run(x))
-
-            return traced(between, *args)
-
-        def behind(x: Any, *args: Any) -> Any:
-            return traced(lambda run, _: x, *args)
-
-        return Parts(before, inside, behind)
+        return _parts(traced, lambda run, x: x, through, lambda run, x, message: message)
 
     def _gathered(self, params: Params) -> Params:
         """A block's parameters, whole: ZeRO 3 gathers them when it runs, and again in the backward pass."""
@@ -191,9 +176,9 @@ class StackForm:
         alike = next((n for n in range(min(map(len, names))) if len({name[n] for name in names}) > 1), None)
         parts = names[0][:alike] if alike is not None else names[0]
         start = len(parts) - parts[::-1].index("layers")
-        specs = {"/".join(name[start:]): read_spec(planned, "/".join(name)) for name in names}
+        specs = {"/".join(name[start:]): planned.read_spec("/".join(name)) for name in names}
 
-        def whole(path: Any, leaf: Array) -> Array:
+        def whole(path: KeyPath, leaf: Array) -> Array:
             for dim, axes in enumerate(dim_axes(specs[path_name(path)])):
                 if "fsdp" in axes:
                     # the first dim of a placement is the layers', which a block has no more
@@ -203,12 +188,12 @@ class StackForm:
         return jax.tree_util.tree_map_with_path(whole, params)
 
     def chunks(self, staged: Named) -> Named:
-        """Rows of this rank as (chunks, depth, ...)."""
+        """Rows of this rank as (chunks, depth, ...), and copies of other ranks' where two do the same stage."""
         depth = self.stages.depth
         return with_copies(self.stages, jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), staged))
 
     def home(self, gradients: Named) -> Named:
-        """As of `StageForm`."""
+        """The inverse of `chunks` for gradients: those of copies are sent home and added."""
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), added_home(self.stages, gradients))
 
 
@@ -252,7 +237,7 @@ class MessageForm:
         [[0.0, 1.0, 2.0, 3.0], [7]]
     """
 
-    shapes: Sequence[Any]
+    shapes: Sequence[PyTree]
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -265,18 +250,18 @@ class MessageForm:
             longest = {name: max(longest.get(name, 0), elements[name]) for name in {**longest, **elements}}
         return dict(sorted(longest.items()))
 
-    def pack(self, tree: Any) -> dict[str, Array]:
+    def pack(self, tree: PyTree) -> dict[str, Array]:
         """A message in the form of all."""
         flat: dict[str, list[Array]] = {name: [] for name in self.lengths}
         for leaf in jax.tree.leaves(tree):
             flat[str(leaf.dtype)].append(leaf.reshape(-1))
         return {name: padded(flat[name], length, name) for name, length in self.lengths.items()}
 
-    def unpack(self, packed: Mapping[str, Array], boundary: int) -> Any:
+    def unpack(self, packed: Mapping[str, Array], boundary: int) -> PyTree:
         """The message at a boundary: 0 enters the first stage."""
         at = dict.fromkeys(packed, 0)
 
-        def leaf(shape: Any) -> Array:
+        def leaf(shape: jax.ShapeDtypeStruct) -> Array:
             name, size = str(shape.dtype), math.prod(shape.shape)
             at[name] += size
             return packed[name][at[name] - size : at[name]].reshape(shape.shape)
@@ -284,7 +269,7 @@ class MessageForm:
         return jax.tree.map(leaf, self.shapes[boundary])
 
 
-def padded(parts: Sequence[Array], length: int, dtype: Any) -> Array:
+def padded(parts: Sequence[Array], length: int, dtype: DTypeLike) -> Array:
     """Flat arrays one behind the other, and zeros behind the last."""
     rest = length - sum(part.size for part in parts)
     return jnp.concatenate([*parts, jnp.zeros((rest,), dtype)])
@@ -301,11 +286,6 @@ class ChainForm:
 
     planned: PlannedModel
     stages: Stages
-
-    @property
-    def depth(self) -> None:
-        """Blocks are unlike, and each is traced."""
-        return None
 
     @functools.cached_property
     def _prefix(self) -> str:
@@ -324,13 +304,8 @@ class ChainForm:
                 sizes[stage] = places[name].end
         return places
 
-    @functools.cached_property
-    def length(self) -> int:
-        """Elements of the longest stage."""
-        return max(place.end for place in self.places.values())
-
     def is_staged(self, name: str) -> bool:
-        """As of `StageForm`."""
+        """As of `StackForm`."""
         return name.startswith(self._prefix)
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -343,12 +318,13 @@ class ChainForm:
     def chunks(self, staged: Named) -> Named:
         """The arrays (chunks, length) of this rank's stages, and of those that it has copies of."""
         dtype, rank = jnp.dtype(self.planned.plan.precision), jax.lax.axis_index(PIPE_AXIS)
-        rows = [jnp.zeros((self.length,), dtype)] * len(self.stages.homes[0])
+        length = max(place.end for place in self.places.values())
+        rows = [jnp.zeros((length,), dtype)] * len(self.stages.homes[0])
         for stage in range(len(self.stages.layers)):
             home, chunk = self._home_of(stage)
             names = [name for name, place in self.places.items() if place.stage == stage]
             parts = [staged[name].astype(dtype).reshape(-1) for name in names]
-            rows[chunk] = jnp.where(rank == home, padded(parts, self.length, dtype), rows[chunk])
+            rows[chunk] = jnp.where(rank == home, padded(parts, length, dtype), rows[chunk])
         return with_copies(self.stages, {FLAT: jnp.stack(rows)})
 
     def home(self, gradients: Named) -> Named:
@@ -363,12 +339,12 @@ class ChainForm:
 
     def _block_params(self, flat: Array, stage: int) -> list[Params]:
         """The parameters of a stage's blocks, as each block has them."""
-        layers: Any = self.planned.pure_model.params
+        layers: Params = self.planned.pure_model.params
         for part in self._prefix.strip("/").split("/"):
             layers = layers[part]
         first, count = self.stages.starts[stage], self.stages.layers[stage]
 
-        def leaf(path: Any, _: Any) -> Array:
+        def leaf(path: KeyPath, _: jax.ShapeDtypeStruct) -> Array:
             place = self.places[f"{self._prefix}{path_name(path)}"]
             return flat[place.begin : place.end].reshape(place.shape)
 
@@ -380,48 +356,44 @@ class ChainForm:
     # -- the model in parts --------------------------------------------------------------------------------------------
 
     def parts(self, score: Scored) -> Parts:
-        """As of `StageForm`; what crosses a boundary is packed."""
-        planned = self.planned
+        """As of `StackForm`; what crosses a boundary is packed."""
         ends = [0, *itertools.accumulate(self.stages.layers)]
 
-        def traced(between: Any, shared: Any, microbatch: Any, key: Any) -> Any:
+        def traced(
+            between: Between, stacked: Named, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]
+        ) -> PyTree:
+            dtype = self.planned.plan.precision
             # the blocks get theirs from the stage's array, and these are never read
-            absent = {name: jnp.zeros(place.shape, planned.plan.precision) for name, place in self.places.items()}
+            absent = {name: jnp.zeros(place.shape, dtype) for name, place in self.places.items()}
             cut = Cut(jnp.zeros((0,), jnp.int32), self.stages.starts, False, between)
-            return _traced_cut(planned, cut, score, {**absent, **shared}, microbatch, key)
+            return _traced_cut(self.planned, cut, score, {**absent, **shared}, microbatch, key)
 
-        def wire(run: Any, x: Any) -> MessageForm:
+        def form_of(run: Run, x: PyTree) -> MessageForm:
             shapes = [jax.eval_shape(lambda x: x, x)]
             for start, stop in itertools.pairwise(ends):
                 shapes.append(jax.eval_shape(run(start, stop), shapes[-1]))
             return MessageForm(shapes)
 
-        def before(stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
-            def between(run: Any, x: Any) -> Any:
-                raise Reached(wire(run, x).pack(x))
+        def through(run: Run, x: PyTree, packed: Named, stacked: Named, *args: PyTree) -> Named:
+            form, stage = form_of(run, x), args[-1]
 
-            return traced(between, shared, microbatch, key)
+            def branch(number: int) -> Callable[[Array, Named], Named]:
+                def compute(flat: Array, packed: Named) -> Named:
+                    blocks_of = run(ends[number], ends[number + 1], self._block_params(flat, number))
+                    return form.pack(blocks_of(form.unpack(packed, number)))
 
-        def inside(packed: Any, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
-            def between(run: Any, x: Any) -> Any:
-                form = wire(run, x)
+                return compute
 
-                def branch(number: int) -> Callable[[Any, Any], Any]:
-                    def compute(flat: Any, packed: Any) -> Any:
-                        blocks_of = run(ends[number], ends[number + 1], self._block_params(flat, number))
-                        return form.pack(blocks_of(form.unpack(packed, number)))
+            branches = [branch(number) for number in range(len(self.stages.layers))]
+            return jax.lax.switch(stage, branches, stacked[FLAT], packed)
 
-                    return compute
+        return _parts(
+            traced,
+            lambda run, x: form_of(run, x).pack(x),
+            through,
+            lambda run, x, packed: form_of(run, x).unpack(packed, len(self.stages.layers)),
+        )
 
-                branches = [branch(number) for number in range(len(self.stages.layers))]
-                raise Reached(jax.lax.switch(stage, branches, stacked[FLAT], packed))
 
-            return traced(between, shared, microbatch, key)
-
-        def behind(packed: Any, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
-            def between(run: Any, x: Any) -> Any:
-                return wire(run, x).unpack(packed, len(self.stages.layers))
-
-            return traced(between, shared, microbatch, key)
-
-        return Parts(before, inside, behind)
+StageForm: TypeAlias = StackForm | ChainForm
+"""How stages read the parameters of their blocks."""

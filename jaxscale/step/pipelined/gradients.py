@@ -13,19 +13,20 @@ Weights on the host stay there: each block of a stage fetches its own when it ru
 ZeRO the part that this device has, which is then gathered as under the third.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
 from jaxscale.compat import prune
-from jaxscale.pipeline.run.execute import execute
-from jaxscale.pipeline.run.passes import At
+from jaxscale.pipeline.run.execute import Executed, execute
+from jaxscale.pipeline.run.passes import At, StageFunction
 from jaxscale.pipeline.run.tables import Tables, tabulate
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.sharding.memory_space import to_device
@@ -36,15 +37,17 @@ from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.gradients import LossAndGradients, Sums, Whole
 from jaxscale.step.host import streamed_weight
-from jaxscale.step.pipelined.forms import ChainForm, Named, Scored, StackForm, StageForm, read_spec
-from jaxscale.step.planned_model import PlannedModel, positive
+from jaxscale.step.pipelined.forms import ChainForm, Microbatch, Named, Scored, StackForm, StageForm, Weights
+from jaxscale.step.planned_model import PlannedModel, Specs, positive
 from jaxscale.trees import filled, named_leaves, path_name
-from jaxscale.typing import Array, Batch, Key, Params
+from jaxscale.typing import Array, Batch, Key, Params, PyTree
 
 MANUAL = (PIPE_AXIS, *BATCH_AXES)
 """Axes that are manual inside: the pipe's, and those of rows."""
-Specs = tuple[dict[str, PartitionSpec], dict[str, PartitionSpec]]
+SpecsOfBoth = tuple[dict[str, PartitionSpec], dict[str, PartitionSpec]]
 """Placements of the parameters of stages, and of those that stages share, by name."""
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 class Pipelined:
@@ -61,55 +64,24 @@ class Pipelined:
         self.schedule = stages.schedule if schedule is None else schedule
         self.form: StageForm = (StackForm if stages.chain is None else ChainForm)(planned, stages)
 
-    @functools.cached_property
-    def training(self) -> Tables:
-        """Actions of each tick of a step."""
-        return tabulate(self.schedule, self.planned.plan.stages_keep)
-
-    @functools.cached_property
-    def scoring(self) -> Tables:
-        """The same of a forward pass alone."""
-        return tabulate(self.schedule, forward_only=True)
-
     @property
     def stage_depth(self) -> int | None:
-        """Blocks that run one after the other on a device: those of the deepest stage."""
-        return self.form.depth
+        """Blocks that run one after the other on a device, those of the deepest stage; `None` for unlike blocks."""
+        return self.stages.depth if self.stages.chain is None else None
 
     @property
     def stages_here(self) -> int:
         """Stages of a pipeline on one device."""
         return self.stages.schedule.chunks
 
-    # -- the mesh ------------------------------------------------------------------------------------------------------
-
-    def mapped(self, body: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
-        """`body` on every device, manual over `MANUAL`: all that is traced in it, backward passes too, is placed by the
-        axes that are left.
-
-        Args:
-            body: a function of this device's parts.
-            inputs, outputs: placements of its arguments and results, by the manual axes.
-        """
-
-        def inside(*parts: Any) -> Any:
-            with self.planned.within(MANUAL):
-                return body(*parts)
-
-        return jax.shard_map(
-            inside,
-            mesh=self.planned.layout.mesh,
-            in_specs=inputs,
-            out_specs=outputs,
-            axis_names=set(MANUAL),
-            check_vma=False,
-        )
-
     # -- the model in parts --------------------------------------------------------------------------------------------
 
     def split(self, params: Params) -> tuple[Named, Named]:
         """Parameters of stages and those that stages share, by name."""
-        by_name = named_leaves(params)
+        return self.divided(named_leaves(params))
+
+    def divided(self, by_name: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+        """What belongs to parameters of stages, and to those that stages share, by their names."""
         staged = {name: leaf for name, leaf in by_name.items() if self.form.is_staged(name)}
         return staged, {name: leaf for name, leaf in by_name.items() if name not in staged}
 
@@ -117,7 +89,7 @@ class Pipelined:
         """The inverse of `split`."""
         return filled(self.planned.pure_model.params, {**staged, **shared})
 
-    def stage(self, score: Scored, objective: Callable[[Any], Array]) -> Callable[..., Any]:
+    def stage(self, score: Scored, objective: Callable[[PyTree], Array]) -> StageFunction:
         """One stage, as `pipeline.execute` calls it.
 
         Args:
@@ -126,11 +98,14 @@ class Pipelined:
         """
         parts, last = self.form.parts(score), self.stages.schedule.stages - 1
 
-        def stage(staged: Any, shared: Any, x: Any, microbatch: Any, at: At, key: Any) -> Any:
+        def stage(
+            staged: Named, shared: Named, x: PyTree, microbatch: Microbatch, at: At, key: Key
+        ) -> tuple[PyTree, Array, PyTree]:
+            weights: Weights = staged
             if at.frozen is not None:
                 plan = self.planned.plan
-                staged = {name: streamed_weight(plan, at.frozen[name], tie) for name, tie in staged.items()}
-            args = (staged, shared, microbatch, key, at.stage)
+                weights = {name: streamed_weight(plan, at.frozen[name], tie) for name, tie in staged.items()}
+            args = (weights, shared, microbatch, key, at.stage)
             # recomputed in the backward pass: their residuals would lie in every stage's slots
             before, behind = jax.checkpoint(parts.before), jax.checkpoint(parts.behind)
             x = jax.lax.cond(at.stage == 0, lambda x, *args: before(*args), lambda x, *args: x, x, *args)
@@ -151,21 +126,18 @@ class Pipelined:
 
     def microbatches(self, batch: Batch) -> tuple[Batch, Array]:
         """Every array of a batch as (microbatches, rows, ...), and the index of every row."""
-        rows = next(iter(batch.values())).shape[0]
-        examples = jnp.arange(rows, dtype=jnp.int32)
-        split = functools.partial(microbatches, parts=self.stages.schedule.microbatches)
-        return jax.tree.map(split, dict(batch)), split(examples)
+        return microbatches((dict(batch), self.planned.examples(batch)), parts=self.stages.schedule.microbatches)
 
     def _run(
         self,
         tables: Tables,
-        stage: Callable[..., Any],
+        stage: StageFunction,
         state: TrainState,
         batch: Batch,
-        finish: Callable[[Any], Any],
-        outputs: Any,
+        finish: Callable[[Executed], R],
+        outputs: Specs,
         weights: Params | None = None,
-    ) -> Any:
+    ) -> R:
         """`pipeline.execute` in its `shard_map`.
 
         Args:
@@ -188,7 +160,7 @@ class Pipelined:
         frozen = self.split(state.params)[0] if self._streams else None
         rows = PartitionSpec(None, BATCH_AXES)
 
-        def body(staged: Any, frozen: Any, shared: Any, batch: Any, key: Any) -> Any:
+        def body(staged: Named, frozen: Named | None, shared: Named, batch: Microbatch, key: Key) -> R:
             if of_replicas:
                 staged, shared = jax.tree.map(lambda leaf: leaf[0], (staged, shared))
             chunks = self.form.chunks(staged)
@@ -196,7 +168,7 @@ class Pipelined:
             first, part = jax.tree.map(lambda leaf: leaf[0], (chunks, batch))
             x = jax.eval_shape(self.form.parts(self.loss).before, first, shared, part, key, jnp.int32(0))
             readers = self._readers(x, first, shared, part, key) if tables.backward else None
-            done = execute(
+            executed = execute(
                 tables,
                 stage,
                 chunks,
@@ -211,40 +183,41 @@ class Pipelined:
                 hosted=blocks.treatment().hosted,
                 frozen=frozen,
             )
-            return finish(done)
+            return finish(executed)
 
         inputs = (specs[0], None if frozen is None else specs[0], specs[1], rows, PartitionSpec())
-        return self.mapped(body, inputs, outputs)(
+        return self.planned.mapped(body, MANUAL, inputs, outputs)(
             staged, frozen, shared, self.microbatches(batch), self.planned.key(state)
         )
 
-    def _readers(self, x: Any, chunk: Any, shared: Any, microbatch: Any, key: Key) -> tuple[int, ...] | None:
+    def _readers(
+        self, x: PyTree, chunk: Named, shared: Named, microbatch: Microbatch, key: Key
+    ) -> tuple[int, ...] | None:
         """The stages that read what stages share: the first and the last, where blocks read none of it; else `None`."""
         inside = self.form.parts(self.loss).inside
-        program = jax.make_jaxpr(inside)(x, chunk, shared, microbatch, key, jnp.int32(0))
-        _, used = prune(program, [True] * len(program.jaxpr.outvars))
+        used = leaves_read(inside, x, chunk, shared, microbatch, key, jnp.int32(0))
         before = len(jax.tree.leaves((x, chunk)))
         return None if any(used[before : before + len(shared)]) else (0, self.stages.schedule.stages - 1)
 
-    def loss(self, module: Any, batch: Batch, context: Context) -> Loss:
+    def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
         """Sums of the model's loss, arrays all."""
         loss = self.planned.loss(module, batch, context)
         return Loss(loss.total, loss.weight, jnp.asarray(loss.penalty, jnp.float32))
 
     def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
         """As of `Objective`: on one stage, as a device sees it; of a chain, on all of them."""
-        if self.form.depth is None:
+        if self.stage_depth is None:
             return Whole(self.planned).loss_of_masters(params, rest, batch, key, examples)
         staged, shared = self.split(self._copies(self.planned.pure_model.in_rows(params)))
         parts, specs, rows = self.form.parts(self.loss), self._specs("compute"), PartitionSpec(BATCH_AXES)
 
-        def body(staged: Any, shared: Any, batch: Any, examples: Any, key: Any) -> Any:
+        def body(staged: Named, shared: Named, batch: Batch, examples: Array, key: Key) -> Array:
             chunk = jax.tree.map(lambda leaf: leaf[0], self.form.chunks(staged))
             args = (chunk, shared, (batch, examples), key, jnp.int32(0))
             return parts.behind(parts.inside(parts.before(*args), *args), *args).total
 
         inputs = (specs[0], specs[1], rows, rows, PartitionSpec())
-        return self.mapped(body, inputs, PartitionSpec())(staged, shared, batch, examples, key)
+        return self.planned.mapped(body, MANUAL, inputs, PartitionSpec())(staged, shared, batch, examples, key)
 
     def gradients(self, state: TrainState, batch: Batch) -> LossAndGradients:
         """As of `Objective`."""
@@ -264,12 +237,15 @@ class Pipelined:
         mesh = self.planned.layout.mesh
         replicas, apart_axes = (mesh.shape[REPLICA_AXIS], (REPLICA_AXIS,)) if apart else (1.0, ())
 
-        def finish(done: Any) -> Any:
-            loss = jax.lax.psum(done.sums, MANUAL)
-            staged = self.form.home(done.weight_gradients)
+        def finish(executed: Executed) -> tuple[Loss, Named, Named]:
+            loss = jax.lax.psum(executed.sums, MANUAL)
+            staged = self.form.home(executed.weight_gradients)
             reduced = [
-                {name: self._reduced(leaf, name, spec[name], apart_axes) for name, leaf in part.items()}
-                for part, spec in zip((staged, done.shared_gradients), specs, strict=True)
+                {
+                    name: self.reduced(leaf, self._summed_over(name, apart_axes), spec[name])
+                    for name, leaf in part.items()
+                }
+                for part, spec in zip((staged, executed.shared_gradients), specs, strict=True)
             ]
             scale = replicas / positive(loss.weight)
             return loss, *jax.tree.map(lambda g: (g * scale)[None] if apart else g * scale, reduced)
@@ -278,19 +254,21 @@ class Pipelined:
         if apart:
             outputs = (outputs[0], *_of_replicas(specs))
         with self.planned.tracing():
-            loss, staged, shared = self._run(self.training, stage, state, batch, finish, outputs, weights)
+            tables = tabulate(self.schedule, self.planned.plan.stages_keep)
+            loss, staged, shared = self._run(tables, stage, state, batch, finish, outputs, weights)
             gradients = self.joined(staged, shared)
         return Loss(loss.total, loss.weight), gradients
 
-    def sums(self, score: Callable[[Any, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
+    def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
         """As of `Objective`."""
         stage = self.stage(lambda module, part, context: score(module, part), lambda sums: jnp.zeros(()))
 
-        def finish(done: Any) -> Any:
-            return jax.lax.psum(done.sums, MANUAL)
+        def finish(executed: Executed) -> Sums:
+            return jax.lax.psum(executed.sums, MANUAL)
 
+        scoring = tabulate(self.schedule, forward_only=True)
         with self.planned.tracing(plainly=True):
-            return self._run(self.scoring, stage, state, batch, finish, PartitionSpec())
+            return self._run(scoring, stage, state, batch, finish, PartitionSpec())
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -306,10 +284,10 @@ class Pipelined:
         """
         layout, dtype = self.planned.layout, jnp.dtype(self.planned.plan.precision)
 
-        def copy(path: Any, param: Array, master: NamedSharding) -> Array:
+        def copy(path: KeyPath, param: Array, master: NamedSharding) -> Array:
             name = path_name(path)
             master = NamedSharding(master.mesh, master.spec)  # which may lie on the host
-            compute = NamedSharding(layout.mesh, read_spec(self.planned, name))
+            compute = NamedSharding(layout.mesh, self.planned.read_spec(name))
             if self._streams and self.form.is_staged(name):
                 return jax.lax.with_sharding_constraint(jnp.zeros(param.shape, param.dtype), compute)
             if jnp.issubdtype(param.dtype, jnp.floating) and dtype != param.dtype:
@@ -320,37 +298,39 @@ class Pipelined:
 
         return jax.tree_util.tree_map_with_path(copy, to_device(params), layout.masters)
 
-    def _specs(self, kind: str) -> Specs:
+    def _specs(self, kind: str) -> SpecsOfBoth:
         """The manual axes of the placements of parameters: as they are read ("compute"), or of their gradients."""
         specs = {}
         for name, place in self.planned.layout.placements.items():
             # gradients of weights from the host are scattered as they are made
             read = kind == "compute" or (self._streams and self.form.is_staged(name))
-            specs[name] = _manual_axes(read_spec(self.planned, name) if read else getattr(place, kind))
-        staged = {name: spec for name, spec in specs.items() if self.form.is_staged(name)}
-        return staged, {name: spec for name, spec in specs.items() if name not in staged}
+            specs[name] = _manual_axes(self.planned.read_spec(name) if read else getattr(place, kind))
+        return self.divided(specs)
 
-    def _reduced(self, gradient: Array, name: str, spec: PartitionSpec, apart_axes: Sequence[str] = ()) -> Array:
-        """One gradient, added up over the devices that computed parts of it, and scattered to its placement.
+    def _summed_over(self, name: str, apart_axes: Sequence[str]) -> list[str]:
+        """The axes over whose devices the gradient of a parameter is yet to be added up, `apart_axes` aside."""
+        if not self.planned.pure_model.stacked(name):
+            return [axis for axis in MANUAL if axis not in apart_axes]
+        summed = {PIPE_AXIS, *apart_axes, *({"fsdp"} & set(axes_of(self.planned.read_spec(name))))}
+        return [axis for axis in MANUAL if axis not in summed]
 
-        Over the axes `apart_axes` it is not added up.
-        """
-        planned = self.planned
-        if planned.plan.reduce == "bfloat16":
+    def reduced(self, gradient: Array, axes: Sequence[str], spec: PartitionSpec) -> Array:
+        """One gradient, added up over the devices along some axes, and scattered to its placement."""
+        if self.planned.plan.reduce == "bfloat16":
             gradient = gradient.astype(jnp.bfloat16)
-        done = {PIPE_AXIS, *({"fsdp"} & set(axes_of(read_spec(planned, name))))}
-        over = [
-            axis
-            for axis in MANUAL
-            if axis not in apart_axes and not (planned.pure_model.stacked(name) and axis in done)
-        ]
-        for dim, axes in enumerate(dim_axes(spec)):
-            for axis in axes:
-                if axis in over:
-                    over.remove(axis)
+        axes = [axis for axis in axes if self.planned.layout.mesh.shape[axis] > 1 or axis in axes_of(spec)]
+        for dim, scattered in enumerate(dim_axes(spec)):
+            for axis in scattered:
+                if axis in axes:
+                    axes.remove(axis)
                     gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
-        over = [axis for axis in over if planned.layout.mesh.shape[axis] > 1]
-        return (jax.lax.psum(gradient, over) if over else gradient).astype(jnp.float32)
+        return (jax.lax.psum(gradient, axes) if axes else gradient).astype(jnp.float32)
+
+
+def leaves_read(function: Callable[..., PyTree], *arguments: PyTree) -> list[bool]:
+    """Whether a function reads each leaf of its arguments."""
+    program = jax.make_jaxpr(function)(*arguments)
+    return list(prune(program, [True] * len(program.jaxpr.outvars))[1])
 
 
 def _manual_axes(spec: PartitionSpec) -> PartitionSpec:
@@ -358,7 +338,7 @@ def _manual_axes(spec: PartitionSpec) -> PartitionSpec:
     return spec_of([tuple(axis for axis in axes if axis in MANUAL) for axes in dim_axes(spec)])
 
 
-def _of_replicas(specs: Specs) -> Specs:
+def _of_replicas(specs: SpecsOfBoth) -> SpecsOfBoth:
     """Placements of arrays that have a first dim for the replicas."""
     return jax.tree.map(
         lambda spec: PartitionSpec(REPLICA_AXIS, *spec), specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec)

@@ -4,7 +4,6 @@ Both are read off the traced model.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,10 @@ from jax.extend import core as jex
 
 from jaxscale.compat import prune
 from jaxscale.errors import UserError
-from jaxscale.step.pipelined.gradients import Pipelined
+from jaxscale.step.pipelined.gradients import Pipelined, leaves_read
 from jaxscale.step.planned_model import PlannedModel
-from jaxscale.typing import Array, Batch, Float, Params
+from jaxscale.trees import named_leaves
+from jaxscale.typing import Array, Batch, Float, Params, PyTree
 
 
 def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...]]:
@@ -29,7 +29,7 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
     """
     planned, stages = pipeline.planned, pipeline.stages
     asked = f"pipeline {planned.plan.pipeline}"
-    stacked, shared = pipeline.split(planned.pure_model.params)
+    stacked, shared = pipeline.divided(named_leaves(planned.pure_model.params))
     depth = stages.depth
     stacked = {name: jax.ShapeDtypeStruct((depth, *leaf.shape[1:]), leaf.dtype) for name, leaf in stacked.items()}
     rows = planned.experiment.batch // stages.schedule.microbatches
@@ -39,9 +39,8 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
     names = jax.tree.leaves(({**dict.fromkeys(stacked, "")}, {name: name for name in shared}))
     parts = pipeline.form.parts(pipeline.loss)
 
-    def read(function: Callable[..., Any], *x: Any) -> set[str]:
-        program = jax.make_jaxpr(function)(*x, *args)
-        _, used = prune(program, [True] * len(program.jaxpr.outvars))
+    def read(function: Callable[..., PyTree], *x: PyTree) -> set[str]:
+        used = leaves_read(function, *x, *args)
         first = len(jax.tree.leaves(x))
         return {name for name, reads in zip(names, used[first:], strict=False) if name and reads}
 

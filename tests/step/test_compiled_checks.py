@@ -24,8 +24,7 @@ from jaxscale.replicas import Codec
 from jaxscale.replicas.reduce import GradientExchange, GradientLeaf
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.program_checks import check_compiled, check_traced, check_wires
-from jaxscale.step.wire_checks import NoEffect, check_codec
+from jaxscale.step.compiled_checks import NoEffect, check_codec, check_compiled, check_wires
 from tests.plans import plan_of
 
 ROWS, LENGTH = 8, 8
@@ -70,8 +69,12 @@ def make(model=DECODER, mesh="1", optimizer=Optimizer(), **fields):
 def trace(step):
     batch = TEXT if isinstance(step.experiment.model, Decoder) else VECTORS
     traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch))
-    check_traced(step, traced.jaxpr, batch)
+    step.check_traced(traced.jaxpr, batch)
     return traced
+
+
+def check(step, executable):
+    check_compiled(step.layout, step.optimizer, step.extras, executable)
 
 
 REAL = [
@@ -126,7 +129,7 @@ def test_a_model_that_does_not_take_up_a_request_is_refused_before_compiling(fie
 def test_a_memory_plan_is_not_the_other_one():
     dots, full = (make(memory=MemoryPlan(keep)) for keep in ("dots", "full"))
     with pytest.raises(UserError, match="memory full"):
-        check_traced(full, trace(dots).jaxpr, TEXT)
+        full.check_traced(trace(dots).jaxpr, TEXT)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +142,7 @@ def compiled():
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_every_stage_shows_in_its_program(compiled, zero):
     step, executable = compiled[zero]
-    check_compiled(step, executable)
+    check(step, executable)
     kinds = {c.kind for c in collectives(executable.as_text(), step.mesh) if c.axes == ("fsdp",)}
     assert ("reduce-scatter" in kinds) == (zero > 1)
 
@@ -155,7 +158,7 @@ def test_every_stage_shows_in_its_program(compiled, zero):
 )
 def test_the_program_of_a_lower_stage_is_refused(compiled, asked, does, says):
     with pytest.raises(NoEffect, match=says):
-        check_compiled(compiled[asked][0], compiled[does][1])
+        check(compiled[asked][0], compiled[does][1])
 
 
 def test_optimizer_state_that_the_layout_forgot_to_split_is_found():
@@ -210,14 +213,17 @@ def test_a_ring_is_how_a_tpu_scatters():
 def test_a_program_in_an_unknown_spelling_stops_nothing(compiled):
     step, executable = compiled[2]
 
-    class Strange:
+    class Strange(jax.stages.Compiled):
         output_shardings, out_info = executable.output_shardings, executable.out_info
+
+        def __init__(self):
+            """Nothing of a real program's."""
 
         def as_text(self):
             return executable.as_text().replace("replica_groups=", "replica_groups=[banana")
 
     with pytest.warns(UserWarning, match="not checked"):
-        check_compiled(step, Strange())
+        check(step, Strange())
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.program_checks import check_traced
 from jaxscale.trees import named_leaves
 
 ROWS, LENGTH = 8, 8
@@ -67,7 +66,7 @@ def make(mesh="1", model=DECODER, batch=TEXT, **fields):
 
 def trace(step, batch=TEXT):
     jaxpr = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch)).jaxpr
-    check_traced(step, jaxpr, batch)
+    step.check_traced(jaxpr, batch)
 
 
 def test_a_recipe_takes_effect_and_says_that_it_is_emulated():
