@@ -56,9 +56,8 @@ from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.usable import usable_bytes
 from jaxscale.planning import accuracy
 from jaxscale.planning.accuracy import MARGIN, NEARER_MARGIN
+from jaxscale.planning.compile_pieces import Piece, piece_bytes
 from jaxscale.planning.estimate import Estimate, of_step
-from jaxscale.planning.piece_compile import piece_bytes
-from jaxscale.planning.pieces import Piece
 from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.plan import Plan

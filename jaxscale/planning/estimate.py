@@ -16,14 +16,14 @@ from typing import Any
 
 from jaxscale.errors import UserError
 from jaxscale.planning import accuracy
-from jaxscale.planning.pieces import Piece, pieces_of
+from jaxscale.planning.compile_pieces import Piece, piece_bytes, pieces_of
 from jaxscale.planning.program import described_step
-from jaxscale.planning.timeline import Item, Timeline, timeline
-from jaxscale.planning.traced import TracedStep, traced_step
+from jaxscale.planning.timeline import Item, Timeline, bytes_by_kind, timeline
+from jaxscale.planning.traced_step import TracedStep, traced_step
 from jaxscale.planning.wire import Wire, wire_of
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.flat import FlatProgram
-from jaxscale.programs.kinds import both_passes, kinds_of
+from jaxscale.programs.kinds import both_passes
 from jaxscale.programs.placements import Placements
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.kernels import Taken
@@ -87,7 +87,7 @@ class Estimate:
     @property
     def moments(self) -> tuple[dict[str, int], ...]:
         """Live bytes by kind, with the arguments, from the first operation to the last; a loop's body once."""
-        constant = _by_kind(self.arguments)
+        constant = bytes_by_kind(self.arguments)
         return tuple(constant | moment.by_kind for moment in self.timeline.moments)
 
     @property
@@ -136,8 +136,6 @@ def estimate(
     step = described_step(experiment, platform, plan)
     measure = None
     if compile_block:
-        from jaxscale.planning.piece_compile import piece_bytes
-
         measure = partial(piece_bytes, make or partial(_identity, experiment), platform, step.plan)
     return of_step(step, batch_shapes(experiment), platform, measure)
 
@@ -159,19 +157,17 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     pieces: dict[Piece, int | None] = dict.fromkeys(pieces_of(program))
     if measure is not None and not pieces:
         raise UserError("compile-block: the blocks are in no loop; --verify compiles the whole step")
-    live = timeline(program, placements, kinds_of, traced.compiler, pieces)
-    while measure is not None and (piece := _peak_piece(live)) is not None and pieces[piece] is None:
+    live = timeline(program, placements, traced.compiler, pieces)
+    while measure is not None and (piece := live.peak.piece) is not None and pieces[piece] is None:
         pieces[piece] = measure(piece)
-        live = timeline(program, placements, kinds_of, traced.compiler, pieces)
+        live = timeline(program, placements, traced.compiler, pieces)
     arguments, host_items = _argument_items(traced, batch)
-    device_kinds = _by_kind(arguments)
-    for item in live.items:
-        device_kinds[item.kind] = device_kinds.get(item.kind, 0) + item.bytes
+    device_kinds = bytes_by_kind((*arguments, *live.items))
     compiled = tuple(piece.name for piece, temporaries in pieces.items() if temporaries is not None)
     packing = round(live.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
     if packing and not compiled:
         device_kinds["packing"] = packing
-    host_kinds = _by_kind(host_items)
+    host_kinds = bytes_by_kind(host_items)
     if host_kinds:
         # XLA may hold both the copy it reads and the copy it writes
         host_kinds["second copy"] = (COPY - 1) * sum(host_kinds.values())
@@ -196,20 +192,8 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     )
 
 
-def _peak_piece(live: Timeline) -> Piece | None:
-    """The piece of a step that needs the most memory."""
-    return live.moments[live.peak].piece if live.moments else None
-
-
 def _identity(experiment: Experiment) -> Experiment:
     return experiment
-
-
-def _by_kind(items: tuple[Item, ...]) -> dict[str, int]:
-    bytes_by_kind: dict[str, int] = {}
-    for item in items:
-        bytes_by_kind[item.kind] = bytes_by_kind.get(item.kind, 0) + item.bytes
-    return bytes_by_kind
 
 
 def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:

@@ -5,12 +5,11 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.planning.compile_pieces import lowered_piece, pieces_of
 from jaxscale.planning.estimate import estimate, of_step
 from jaxscale.planning.fit import fit
-from jaxscale.planning.piece_compile import lowered_piece
-from jaxscale.planning.pieces import pieces_of
 from jaxscale.planning.program import described_step
-from jaxscale.planning.traced import traced_step
+from jaxscale.planning.traced_step import traced_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.state.batches import batch_shapes
 
@@ -58,11 +57,11 @@ def test_what_was_measured_takes_the_place_of_the_formula(planned):
     found = of_step(step, shapes, CPU, measure)
     assert len(set(asked)) == len(asked)
     assert set(asked) == set(found.compiled)
-    assert found.timeline.moments[found.timeline.peak].piece.name == asked[-1]
+    assert found.timeline.peak.piece.name == asked[-1]
     assert 10 * 2**20 < found.timeline.bytes < 10 * 2**20 + formula.timeline.bytes
     # what is said of one piece changes no other
     nothing = of_step(step, shapes, CPU, lambda piece: 0)
-    assert set(nothing.compiled) >= {formula.timeline.moments[formula.timeline.peak].piece.name}
+    assert set(nothing.compiled) >= {formula.timeline.peak.piece.name}
     assert nothing.timeline.bytes < formula.timeline.bytes
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxscale.planning import accuracy
-from jaxscale.planning.timeline import Compiler
+from jaxscale.planning.fusion import Compiler
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.flat import FlatProgram, flatten
 from jaxscale.programs.flop import jaxpr_flop
