@@ -215,12 +215,12 @@ class Draw:
 
     def _deal(self, experiment: "Experiment", plan: "PipelinePlan", schedule: "Schedule") -> "tuple[Schedule, Costs]":
         """The schedule and its costs over unlike devices."""
-        from jaxscale.planning.unlike_devices import dealt, devices_of
+        from jaxscale.planning.unlike_devices import assign, devices_of
         from jaxscale.platforms.detect import hush_absent_gpus
 
         hush_absent_gpus()
         assert self.devices is not None
-        assignment = dealt(experiment, devices_of(self.devices, schedule.ranks), plan, schedule)
+        assignment = assign(experiment, devices_of(self.devices, schedule.ranks), plan, schedule)
         print(f"{plan}: {assignment}\n")
         return schedule, assignment.partition.costs
 

@@ -15,7 +15,7 @@ from jaxscale.compat import rebind
 from jaxscale.compiler.compile import compile_report
 from jaxscale.errors import UserError
 from jaxscale.planning.fusion import Arrays
-from jaxscale.planning.traced_step import traced_step
+from jaxscale.planning.program import traced_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.flat import FlatProgram, carries
 from jaxscale.programs.kinds import both_passes, loss_range

@@ -17,10 +17,9 @@ from typing import Any
 from jaxscale.errors import UserError
 from jaxscale.planning import accuracy
 from jaxscale.planning.compile_pieces import Piece, piece_bytes, pieces_of
-from jaxscale.planning.program import described_step
+from jaxscale.planning.network_traffic import Traffic, slow_axis_traffic
+from jaxscale.planning.program import TracedStep, described_step, traced_step
 from jaxscale.planning.timeline import Item, Timeline, bytes_by_kind, timeline
-from jaxscale.planning.traced_step import TracedStep, traced_step
-from jaxscale.planning.wire import Wire, wire_of
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.flat import FlatProgram
 from jaxscale.programs.kinds import both_passes
@@ -47,7 +46,6 @@ class Estimate:
     """Estimated memory of a train step, per device.
 
     Args:
-        platform: its text form.
         plan: with a resolved mesh.
         device: bytes of device memory by kind, at the moment that needs the most.
         host: bytes of host memory by kind.
@@ -61,7 +59,6 @@ class Estimate:
         kernels: the implementation of each kernel in the traced program.
     """
 
-    platform: str
     plan: Plan
     device: Mapping[str, int]
     host: Mapping[str, int]
@@ -71,7 +68,7 @@ class Estimate:
     notes: tuple[str, ...] = ()
     compiled: tuple[str, ...] = ()
     state_bytes: float = 0.0
-    wire: Wire | None = None
+    wire: Traffic | None = None
     kernels: tuple[Taken, ...] = ()
 
     @property
@@ -95,6 +92,11 @@ class Estimate:
         """Index of the first moment of the backward pass."""
         moments = self.timeline.moments
         return next((index for index, moment in enumerate(moments) if moment.backward), len(moments))
+
+    @property
+    def kept_bytes(self) -> int:
+        """The most bytes of kept activations at any moment."""
+        return max((moment.by_kind.get("kept activations", 0) for moment in self.timeline.moments), default=0)
 
     @property
     def alive(self) -> tuple[Item, ...]:
@@ -136,7 +138,8 @@ def estimate(
     step = described_step(experiment, platform, plan)
     measure = None
     if compile_block:
-        measure = partial(piece_bytes, make or partial(_identity, experiment), platform, step.plan)
+        make = make or partial(dataclasses.replace, experiment)  # a function that pickles
+        measure = partial(piece_bytes, make, platform, step.plan)
     return of_step(step, batch_shapes(experiment), platform, measure)
 
 
@@ -177,7 +180,6 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         # a checkpoint is copied to the host and written in the background
         host_kinds["checkpoint"] = sum(item.bytes for item in (*arguments, *host_items) if item.kind != "batch")
     return Estimate(
-        str(platform),
         step.plan,
         device_kinds,
         host_kinds,
@@ -187,13 +189,9 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         step.parts.lines,
         compiled,
         tree_bytes(step.layout.abstract.optimizer) / step.parameters,
-        wire_of(step, platform),
+        slow_axis_traffic(step, platform),
         step.kernels,
     )
-
-
-def _identity(experiment: Experiment) -> Experiment:
-    return experiment
 
 
 def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:

@@ -18,15 +18,14 @@ from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.stack_plan import least_bytes
+from jaxscale.planning.memory_costs import MemoryCosts
 from jaxscale.planning.pictures import Point, framed, lines, page, write_picture
-from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Chip, Platform
 from jaxscale.programs import roofline
 from jaxscale.programs.block import BlockGraph, block_graph
 from jaxscale.programs.collect import BlockCall
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.step.memory_resolve import traced_blocks
 from jaxscale.values.byte_sizes import bytes_text, short_budget
 from jaxscale.values.units import size
 
@@ -156,8 +155,7 @@ def menu(
     if isinstance(block, Experiment):
         if platform is None:
             raise UserError("menu: an experiment needs a platform, such as menu(experiment, platform='tpu v5e:4x4')")
-        step = described_step(block, platform, dataclasses.replace(plan or block.plan, memory=MemoryPlan("none")))
-        calls = traced_blocks(step.objective, platform.chip)
+        calls = MemoryCosts.of(block, platform, plan or block.plan).calls
         if not calls:
             raise UserError(
                 f"{block.name}: its model shows no blocks; build it of layers.Stack or layers.Chain, or give one block"

@@ -8,12 +8,12 @@ proportions matter.
 
 import dataclasses
 import functools
-import itertools
+from collections.abc import Sequence
 
 from jaxscale.compiler.usable import usable_bytes
 from jaxscale.errors import UserError
-from jaxscale.pipeline.choose.auto import Choice, PipelineCandidate, choose
-from jaxscale.pipeline.choose.partition import ModelPrices
+from jaxscale.pipeline.choose.auto import PipelineCandidate, choose
+from jaxscale.pipeline.choose.partition import ModelPrices, Partition
 from jaxscale.pipeline.choose.price import Device, Price
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning.estimate import estimate
@@ -37,8 +37,8 @@ TRIED = 24
 
 def pipeline_choice(
     experiment: Experiment, platform: Platform, limit: int | None = None, plan: Plan | None = None
-) -> tuple[Plan, Choice]:
-    """The plan with the best pipeline that fits, and all candidates.
+) -> Plan:
+    """The plan with the best pipeline that fits.
 
     Args:
         experiment: what to train.
@@ -82,30 +82,34 @@ def pipeline_choice(
     choice = choose(prices, ranks, counts, devices)
 
     def with_pipeline(candidate: PipelineCandidate) -> Plan:
-        assert candidate.partition is not None
-        bounds = candidate.partition.boundaries
-        layers = tuple(period * (stop - start) for start, stop in itertools.pairwise(bounds))
-        schedule = PipelinePlan.parse(str(candidate))
-        stages = None if len(set(layers)) == 1 else layers
-        options = {"chunks": schedule.chunks, "stages": stages, "stash": candidate.stash}
         assert plan.pipeline is not None
-        fields = {"name": schedule.name, "ranks": schedule.ranks, "microbatches": schedule.microbatches}
-        return dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, **fields, **options))
+        assert candidate.partition is not None
+        layers = layers_of(candidate.partition, period)
+        pipeline = dataclasses.replace(
+            plan.pipeline,
+            name=candidate.name,
+            ranks=candidate.ranks,
+            microbatches=candidate.microbatches,
+            chunks=candidate.chunks,
+            stages=None if len(set(layers)) == 1 else layers,
+            stash=candidate.stash,
+        )
+        return dataclasses.replace(plan, pipeline=pipeline)
 
     if limit is None:
-        return with_pipeline(choice.best), choice
-    least: tuple[int, PipelineCandidate] | None = None
-    fastest = [candidate for candidate in choice.candidates if candidate.partition is not None][:TRIED]
-    for candidate in (choice.best, *(fast for fast in fastest if fast is not choice.best)):
+        return with_pipeline(choice.best)
+    tried: list[tuple[int, PipelineCandidate]] = []
+    for candidate in [candidate for candidate in choice.candidates if candidate.partition is not None][:TRIED]:
         # prices include only bytes that wait for a backward; the estimate covers the whole step
-        needed_bytes = estimate(experiment, platform, with_pipeline(candidate)).device_bytes
+        candidate_plan = with_pipeline(candidate)
+        needed_bytes = estimate(experiment, platform, candidate_plan).device_bytes
         if needed_bytes <= limit:
-            return with_pipeline(candidate), choice
-        least = (needed_bytes, candidate) if least is None or needed_bytes < least[0] else least
-    assert least is not None
+            return candidate_plan
+        tried.append((needed_bytes, candidate))
+    least_bytes, smallest = min(tried, key=lambda pair: pair[0])
     raise UserError(
-        f"pipeline {plan.pipeline}: of the {len(fastest)} fastest none fits {size(limit)}; {least[1]} takes the least, "
-        f"{size(least[0])}: take more devices, memory full, ZeRO over an fsdp axis, or a loss in chunks"
+        f"pipeline {plan.pipeline}: of the {len(tried)} fastest none fits {size(limit)}; {smallest} takes the least, "
+        f"{size(least_bytes)}: take more devices, memory full, ZeRO over an fsdp axis, or a loss in chunks"
     )
 
 
@@ -117,21 +121,22 @@ def in_periods(model: ModelPrices, period: int) -> ModelPrices:
         >>> [price.forward for price in in_periods(ModelPrices((Price(1, 1, 1),) * 4), 2).blocks]
         [2, 2]
     """
-    if period == 1:
-        return model
-    periods = [model.blocks[start : start + period] for start in range(0, len(model.blocks), period)]
-    names = [field.name for field in dataclasses.fields(Price) if field.name not in ("message_bytes", "working_bytes")]
-    return dataclasses.replace(
-        model,
-        blocks=tuple(
-            dataclasses.replace(
-                blocks[0],
-                working_bytes=max(block.working_bytes for block in blocks),
-                **{name: sum(getattr(block, name) for block in blocks) for name in names},
-            )
-            for blocks in periods
-        ),
-    )
+    starts = range(0, len(model.blocks), period)
+    return dataclasses.replace(model, blocks=tuple(_joined(model.blocks[start : start + period]) for start in starts))
+
+
+def _joined(blocks: Sequence[Price]) -> Price:
+    """The price of neighbouring blocks."""
+    names = [field.name for field in dataclasses.fields(Price)]
+    totals: dict[str, float] = {name: sum(getattr(block, name) for block in blocks) for name in names}
+    totals["message_bytes"] = blocks[0].message_bytes
+    totals["working_bytes"] = max(block.working_bytes for block in blocks)
+    return Price(**totals)
+
+
+def layers_of(partition: Partition, period: int) -> tuple[int, ...]:
+    """Blocks of each stage of a partition of whole periods."""
+    return tuple(period * len(periods) for periods in partition.stages)
 
 
 def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: int, counts: list[int]) -> int:

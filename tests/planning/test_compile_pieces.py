@@ -8,8 +8,7 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.compile_pieces import lowered_piece, pieces_of
 from jaxscale.planning.estimate import estimate, of_step
 from jaxscale.planning.fit import fit
-from jaxscale.planning.program import described_step
-from jaxscale.planning.traced_step import traced_step
+from jaxscale.planning.program import described_step, traced_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.state.batches import batch_shapes
 
