@@ -43,7 +43,7 @@ class Piece:
     stop: int
 
     @property
-    def places(self) -> range:
+    def indices(self) -> range:
         """Indices of its operations."""
         return range(self.start, self.stop)
 
@@ -118,12 +118,11 @@ def lowered_piece(
 
     experiment = make()
     step = build(experiment, plan, devices=devices)
-    traced = traced_step(step, batch_shapes(experiment), platform)
-    step_arrays = Arrays(traced.program, traced.placements, traced.compiler)
+    trace = traced_step(step, batch_shapes(experiment), platform)
+    step_arrays = Arrays(trace.program, trace.placements, trace.compiler)
     arrays = functools.reduce(Arrays.of_loop, piece.path, step_arrays)
     program = arrays.program
-    places = _with_expressions(arrays, piece)
-    operations = [program.operations[index] for index in places]
+    operations = [program.operations[index] for index in _with_expressions(arrays, piece)]
     results = {value for operation in operations for value in operation.outputs}
     read_values = {value for operation in operations for value in operation.inputs if value is not None}
     inputs = sorted(read_values - results)
@@ -158,20 +157,20 @@ def _with_expressions(arrays: Arrays, piece: Piece) -> list[int]:
     """Indices of a piece's operations, and of the earlier operations that compute expressions for it."""
     operations = arrays.program.operations
     producer = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
-    places = set(piece.places)
-    pending = [value for index in piece.places for value in operations[index].inputs]
+    indices = set(piece.indices)
+    pending = [value for index in piece.indices for value in operations[index].inputs]
     while pending:
         value = pending.pop()
-        if value is None or value in arrays.bytes or value not in producer or producer[value] in places:
+        if value is None or value in arrays.bytes or value not in producer or producer[value] in indices:
             continue
-        places.add(producer[value])
+        indices.add(producer[value])
         pending += operations[producer[value]].inputs
-    return sorted(places)
+    return sorted(indices)
 
 
 def _outputs(arrays: Arrays, piece: Piece, read_later: set[int | None]) -> list[int]:
     """The arrays computed in a piece that are read after it."""
-    results = {value for index in piece.places for value in arrays.program.operations[index].outputs}
+    results = {value for index in piece.indices for value in arrays.program.operations[index].outputs}
     outputs: set[int] = set()
     for value in results & read_later:
         outputs |= (arrays.sources[value] & results) or {value}
@@ -186,7 +185,7 @@ def _read_later(program: FlatProgram, piece: Piece) -> set[int | None]:
 def _loop_state(program: FlatProgram, piece: Piece) -> tuple[int | None, ...]:
     """The initial state of a piece that is one loop; its results reuse this memory."""
     operation = program.operations[piece.start]
-    return carries(operation) if len(piece.places) == 1 and operation.loop is not None else ()
+    return carries(operation) if len(piece.indices) == 1 and operation.loop is not None else ()
 
 
 def _sharding(mesh: Any, shape: Any, dims: Dims) -> Any:

@@ -155,19 +155,19 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     Raises:
         UserError: the step has no pieces to compile.
     """
-    traced = traced_step(step, batch, platform)
-    program, placements = traced.program, traced.placements
+    trace = traced_step(step, batch, platform)
+    program, placements = trace.program, trace.placements
     pieces: dict[Piece, int | None] = dict.fromkeys(pieces_of(program))
     if measure is not None and not pieces:
         raise UserError("compile-block: the blocks are in no loop; --verify compiles the whole step")
-    live = timeline(program, placements, traced.compiler, pieces)
-    while measure is not None and (piece := live.peak.piece) is not None and pieces[piece] is None:
+    step_timeline = timeline(program, placements, trace.compiler, pieces)
+    while measure is not None and (piece := step_timeline.peak.piece) is not None and pieces[piece] is None:
         pieces[piece] = measure(piece)
-        live = timeline(program, placements, traced.compiler, pieces)
-    arguments, host_items = _argument_items(traced, batch)
-    device_kinds = bytes_by_kind((*arguments, *live.items))
+        step_timeline = timeline(program, placements, trace.compiler, pieces)
+    arguments, host_items = _argument_items(trace, batch)
+    device_kinds = bytes_by_kind((*arguments, *step_timeline.items))
     compiled = tuple(piece.name for piece, temporaries in pieces.items() if temporaries is not None)
-    packing = round(live.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
+    packing = round(step_timeline.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
     if packing and not compiled:
         device_kinds["packing"] = packing
     host_kinds = bytes_by_kind(host_items)
@@ -183,8 +183,8 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         step.plan,
         device_kinds,
         host_kinds,
-        traced.flop,
-        live,
+        trace.flop,
+        step_timeline,
         arguments,
         step.parts.lines,
         compiled,
@@ -210,17 +210,18 @@ def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
     return total
 
 
-def _argument_items(traced: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+def _argument_items(trace: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """The arguments on the device and those in host memory, named after their leaves."""
-    device, host = [], []
+    device_items, host_items = [], []
     kinds = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
     kinds |= {"extra/reduce": "residuals", "extra/outer": "outer state"}
-    for value, (name, leaf) in zip(traced.program.inputs, traced.leaves, strict=False):
+    for value, (name, leaf) in zip(trace.program.inputs, trace.leaves, strict=False):
         group, _, leaf_name = name.partition("/")
         if group == "extra":
             extra_name, _, leaf_name = leaf_name.partition("/")
             group = f"extra/{extra_name}"
         kind = kinds.get(group, "batch" if group in batch else "model state")
-        item = Item(leaf_name or name, kind, traced.placements.bytes_of(leaf, traced.placements.dims[value]))
-        (host if getattr(leaf.sharding, "memory_kind", None) == "pinned_host" else device).append(item)
-    return tuple(device), tuple(host)
+        item = Item(leaf_name or name, kind, trace.placements.bytes_of(leaf, trace.placements.dims[value]))
+        on_host = getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
+        (host_items if on_host else device_items).append(item)
+    return tuple(device_items), tuple(host_items)

@@ -6,10 +6,10 @@ and its timeline.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from html import escape
 from pathlib import Path
 
+from jaxscale.compiler.compile import compile_report
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
@@ -19,7 +19,7 @@ from jaxscale.planning.fit import Fit, fit
 from jaxscale.planning.memory_costs import MemoryCosts
 from jaxscale.planning.memory_search import searched_rules, valid_menu
 from jaxscale.planning.pictures import Point, curve, framed, page, stacked, table, write_picture
-from jaxscale.planning.program import lowered_step
+from jaxscale.planning.program import step_recipe
 from jaxscale.planning.timeline import Item
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
@@ -37,11 +37,11 @@ RULES = ("greedy", "dtr_static", *(f"offload:{selector}" for selector in SELECTO
 
 
 @dataclasses.dataclass(frozen=True)
-class Explained:
+class Explanation:
     """Which arrays take a step's memory; prints as text, draws as SVG and HTML.
 
     Args:
-        fit: verdict and itemised bytes.
+        fit: verdict and step_estimate bytes.
         alive: arrays alive at the peak, with the arguments, the largest first.
         moments: live bytes by kind, from the first operation to the last; a loop's body once.
         turn: index of the first moment of the backward pass.
@@ -112,7 +112,7 @@ def explain(
     limit: int | None = None,
     verify: bool = False,
     make: Callable[[], Experiment] | None = None,
-) -> Explained:
+) -> Explanation:
     """Which arrays take the memory of an experiment's train step; arguments and errors are those of `fit`.
 
     Example:
@@ -125,14 +125,11 @@ def explain(
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     step_fit = fit(experiment, platform, plan, limit=limit)
-    itemised = step_fit.estimate
-    alive, moments, turn = itemised.alive, itemised.moments, itemised.turn
-    costs = MemoryCosts.of(experiment, platform, itemised.plan)
+    step_estimate = step_fit.estimate
+    alive, moments, turn = step_estimate.alive, step_estimate.moments, step_estimate.turn
+    costs = MemoryCosts.of(experiment, platform, step_estimate.plan)
     if verify:
-        from jaxscale.compiler.compile import compile_report
-
-        recipe = partial(lowered_step, make=make or partial(dataclasses.replace, experiment), plan=itemised.plan)
-        report = compile_report(recipe, platform, explain=True)
+        report = compile_report(step_recipe(experiment, step_estimate.plan, make), platform, explain=True)
         step_fit = dataclasses.replace(step_fit, report=report)
         if report.live is not None:
             alive = tuple(Item(f"{array.name} {array.shape}", array.kind, array.bytes) for array in report.live)
@@ -140,13 +137,13 @@ def explain(
             moments = tuple(dict(moment.bytes) for moment in report.timeline)
             phases = [moment.phase for moment in report.timeline]
             turn = next((i for i, phase in enumerate(phases) if phase in ("backward", "recompute")), len(moments))
-    memory = _curve(experiment, platform, itemised.plan, costs)
-    return Explained(
+    memory = _curve(experiment, platform, step_estimate.plan, costs)
+    return Explanation(
         step_fit,
         alive,
         moments,
         turn,
-        tuple(compare(experiment, platform, itemised.plan, memory, costs)),
+        tuple(compare(experiment, platform, step_estimate.plan, memory, costs)),
         costs.timed,
     )
 
@@ -172,7 +169,7 @@ def compare(
         except UserError:  # a budget below the least, or a rule that is not valid for this model
             continue
     decisions = {text: _decision(costs, text) for text in estimates}
-    cost: dict[str, float] = {text: estimated.flop for text, estimated in estimates.items()}
+    cost: dict[str, float] = {text: text_estimate.flop for text, text_estimate in estimates.items()}
     if costs.timed:
         unplanned_seconds = costs.step_seconds(min(cost.values()))
         for text, decision in decisions.items():
@@ -192,11 +189,11 @@ def _curve(experiment: Experiment, platform: Platform, plan: Plan, costs: Memory
     """Memory plans on the curve: the menu, optimal plans, and every other rule at the middle budget."""
     kept_bytes = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none"))).kept_bytes
     budgets = [bytes_text(short_budget(round(kept_bytes * share))) for share in SHARES]
-    optimal = [f"{rule}:{budget}" for rule in searched_rules(experiment, plan, costs) for budget in budgets]
+    optimal_plans = [f"{rule}:{budget}" for rule in searched_rules(experiment, plan, costs) for budget in budgets]
     # without known rates, copies to a host would appear free
-    further = [rule for rule in RULES if optimal and (costs.timed or not rule.startswith("offload"))]
-    further = [f"{rule}:{budgets[len(budgets) // 2]}" for rule in further]
-    return (*valid_menu(experiment, plan), *optimal, *further)
+    other_rules = [rule for rule in RULES if optimal_plans and (costs.timed or not rule.startswith("offload"))]
+    other_plans = [f"{rule}:{budgets[len(budgets) // 2]}" for rule in other_rules]
+    return (*valid_menu(experiment, plan), *optimal_plans, *other_plans)
 
 
 def _decision(costs: MemoryCosts, text: str) -> Decision | None:

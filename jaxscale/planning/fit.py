@@ -6,10 +6,10 @@ The result is an estimate (`estimate.py`) and is labelled as one; `verify` compi
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
 from html import escape
 from pathlib import Path
 
+from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.report import CompileReport
 from jaxscale.compiler.usable import host_share, usable_bytes
 from jaxscale.errors import UserError
@@ -20,8 +20,8 @@ from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.memory_search import NothingFits
 from jaxscale.planning.network_traffic import sent_by_axes
 from jaxscale.planning.pictures import framed, page, stacked, table, write_picture
-from jaxscale.planning.program import lowered_step
-from jaxscale.planning.stage_prices import simulated
+from jaxscale.planning.program import step_recipe
+from jaxscale.planning.stage_prices import simulation_of
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.kernels import lines_of
@@ -29,7 +29,7 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.values import override
 from jaxscale.values.units import size
 
-TRIED = 4
+MOST_CHANGES = 4
 """Number of changes to the plan that are estimated."""
 
 
@@ -57,7 +57,7 @@ class Fit:
     Args:
         name: of the experiment.
         platform: where it should run.
-        estimate: itemised bytes.
+        estimate: step_estimate bytes.
         limit: bytes of device memory per device; `None` if unknown.
         host_limit: bytes of host memory per device, likewise.
         report: the compiler's report, if the step was compiled.
@@ -82,14 +82,14 @@ class Fit:
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory per device: the compiler's, else the estimate."""
-        reported = None if self.report is None else self.report.device_bytes
-        return self.estimate.device_bytes if reported is None else reported
+        compiler_bytes = None if self.report is None else self.report.device_bytes
+        return self.estimate.device_bytes if compiler_bytes is None else compiler_bytes
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory per device: the larger of the estimate and the compiler's."""
-        reported = None if self.report is None else self.report.host_bytes
-        return max(self.estimate.host_bytes, reported or 0)
+        compiler_bytes = None if self.report is None else self.report.host_bytes
+        return max(self.estimate.host_bytes, compiler_bytes or 0)
 
     @property
     def fits(self) -> bool:
@@ -165,8 +165,8 @@ class Fit:
                 f"{'the compiler':18}{size(self.report.device_bytes):>12}{size(self.report.host_bytes or 0):>12}"
             )
             lines.append(f"the estimate is off by {relative_error:+.1%}")
-        elif (recorded := self._known_accuracy()) is not None:
-            lines.append(str(recorded))
+        elif (known_accuracy := self._known_accuracy()) is not None:
+            lines.append(str(known_accuracy))
         lines.append(f"optimizer state: {self.estimate.state_bytes:.3g} bytes a parameter")
         lines += self._wire_lines()
         if self.helps:
@@ -265,14 +265,11 @@ def fit(
         plan = resolve_choices(experiment, plan, limit, platform, host_limit)
     except NothingFits as error:
         plan = error.least
-    itemised = estimate(experiment, platform, plan, compile_block=compile_block, make=make)
-    clock = None if plan.pipeline is None else simulated(experiment, platform, itemised.plan)
-    step_fit = Fit(experiment.name, platform, itemised, limit, host_limit, clock=clock)
+    step_estimate = estimate(experiment, platform, plan, compile_block=compile_block, make=make)
+    clock = None if plan.pipeline is None else simulation_of(experiment, platform, step_estimate.plan)
+    step_fit = Fit(experiment.name, platform, step_estimate, limit, host_limit, clock=clock)
     if verify:
-        from jaxscale.compiler.compile import compile_report
-
-        recipe = partial(lowered_step, make=make or partial(dataclasses.replace, experiment), plan=plan)
-        step_fit = dataclasses.replace(step_fit, report=compile_report(recipe, platform))
+        step_fit = dataclasses.replace(step_fit, report=compile_report(step_recipe(experiment, plan, make), platform))
     device_fits = step_fit.limit is None or step_fit.device_bytes <= step_fit.limit
     if device_fits and not step_fit.close:  # less device memory would change nothing
         return step_fit
@@ -290,20 +287,20 @@ def helps(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[He
         step_fit: how it fits with its present plan.
     """
     plan = step_fit.estimate.plan
-    base = estimate(experiment, platform, plan) if step_fit.estimate.compiled else step_fit.estimate
-    base_bytes = base.device_bytes
+    estimate_before = estimate(experiment, platform, plan) if step_fit.estimate.compiled else step_fit.estimate
+    bytes_before = estimate_before.device_bytes
 
     def help_of(change: Mapping[str, str]) -> Help | None:
         try:
-            estimated = estimate(experiment, platform, override(plan, change))
+            new_estimate = estimate(experiment, platform, override(plan, change))
         except UserError:  # not valid for this model or batch
             return None
         flags = " ".join(f"--plan.{field} {text}" for field, text in change.items())
-        fits = dataclasses.replace(step_fit, estimate=estimated, report=None).fits
-        return Help(flags, base_bytes - estimated.device_bytes, estimated.device_bytes, fits)
+        fits = dataclasses.replace(step_fit, estimate=new_estimate, report=None).fits
+        return Help(flags, bytes_before - new_estimate.device_bytes, new_estimate.device_bytes, fits)
 
     options: list[tuple[Help, dict[str, str]]] = []
-    for change in _changes(experiment, base):
+    for change in _changes(experiment, estimate_before):
         option = help_of(change)
         while option and not option.fits and "microbatches" in change:
             count = _next_microbatches(experiment, plan, int(change["microbatches"]))
@@ -311,7 +308,7 @@ def helps(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[He
                 break
             change = {"microbatches": str(count)}
             option = help_of(change)
-        if option is not None and option.saves > 0.01 * base_bytes:
+        if option is not None and option.saves > 0.01 * bytes_before:
             options.append((option, change))
     options.sort(key=lambda pair: -pair[0].saves)
     singles = tuple(option for option, _ in options)
@@ -328,9 +325,9 @@ def helps(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[He
     return singles if combination is None else (*singles, combination)
 
 
-def _changes(experiment: Experiment, base: Estimate) -> list[dict[str, str]]:
+def _changes(experiment: Experiment, step_estimate: Estimate) -> list[dict[str, str]]:
     """Changes to estimate, as text by field of the plan: those that affect the largest kinds of tensor."""
-    plan, kinds = base.plan, base.device
+    plan, kinds = step_estimate.plan, step_estimate.device
     assert plan.mesh is not None
     states = kinds.get("parameters", 0) + kinds.get("optimizer state", 0) + kinds.get("gradients", 0)
     activations = kinds.get("kept activations", 0) + kinds.get("transients", 0)
@@ -349,7 +346,7 @@ def _changes(experiment: Experiment, base: Estimate) -> list[dict[str, str]]:
     if count is not None:
         changes.append(((activations + kinds.get("loss", 0)) // 2, "microbatches", str(count)))
     changes.sort(key=lambda change: -change[0])
-    return [{field: text} for _, field, text in changes[:TRIED]]
+    return [{field: text} for _, field, text in changes[:MOST_CHANGES]]
 
 
 def _next_microbatches(experiment: Experiment, plan: Plan, microbatches: int) -> int | None:

@@ -129,15 +129,15 @@ def cheapest_fit(
         best = _with_pofo(candidates, best, limit, host_limit) or best
     menu_candidates += [candidate for candidate in map(candidates.candidate_or_none, texts) if candidate is not None]
     least = min(candidate.bytes for candidate in menu_candidates)
-    refused: list[tuple[int, Candidate]] = []
+    too_large: list[tuple[int, Candidate]] = []
     ordered = sorted(menu_candidates if best is None else [best, *menu_candidates], key=lambda option: option.cost)
     for candidate in ordered:
         promising = candidate.bytes <= limit * (1 + MARGIN) or candidate.bytes == least
         needed_bytes = candidates.needed_bytes(candidate) if promising else candidate.bytes
         if candidate is best or needed_bytes <= limit:
             return candidate.plan
-        refused.append((needed_bytes, candidate))
-    needed_bytes, smallest = min(refused, key=lambda pair: pair[0])
+        too_large.append((needed_bytes, candidate))
+    needed_bytes, smallest = min(too_large, key=lambda pair: pair[0])
     raise NothingFits(
         f"memory fit: {experiment.name} takes at least {size(needed_bytes)} per device under any of "
         f"{', '.join(str(candidate.plan.memory) for candidate in menu_candidates)}; "
@@ -195,12 +195,12 @@ class _Candidates:
         if text not in self.by_text:
             plan = dataclasses.replace(self.plan, memory=MemoryPlan.parse(text))
             step = described_step(self.experiment, self.platform, plan)
-            estimated = of_step(step, self.batch, self.platform)
-            kept_bytes = estimated.kept_bytes if step.decision is None else step.decision.bytes
-            cost: float = estimated.flop
+            step_estimate = of_step(step, self.batch, self.platform)
+            kept_bytes = step_estimate.kept_bytes if step.decision is None else step.decision.bytes
+            cost: float = step_estimate.flop
             if plan.memory.rule != "none" and self.costs.timed and self.costs.calls:
                 cost = self.costs.seconds(self.costs.decision(plan.memory))
-            self.by_text[text] = Candidate(plan, cost, estimated.device_bytes, kept_bytes, estimated.host_bytes)
+            self.by_text[text] = Candidate(plan, cost, step_estimate.device_bytes, kept_bytes, step_estimate.host_bytes)
         return self.by_text[text]
 
     def candidate_or_none(self, text: str) -> Candidate | None:
@@ -232,13 +232,13 @@ def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budge
     max_budget += -max_budget % _granularity(max_budget)
     if candidates.candidate_or_none(f"{rule}:{bytes_text(max_budget)}") is None:
         return None
-    low, high, error, best = 0, max_budget + 1, 0, None
+    low, high, estimate_error, best = 0, max_budget + 1, 0, None
     for _ in range(COMPILES):
-        candidate = _largest_by_estimate(candidates, rule, limit - error, low, high)
+        candidate = _largest_by_estimate(candidates, rule, limit - estimate_error, low, high)
         if candidate is None or (best is not None and candidate.kept <= best.kept):
             break
         needed_bytes = candidates.needed_bytes(candidate)
-        error = needed_bytes - candidate.bytes
+        estimate_error = needed_bytes - candidate.bytes
         if needed_bytes <= limit:
             best, low = candidate, _budget_of(candidate)
             if limit - needed_bytes <= CLOSE * limit:

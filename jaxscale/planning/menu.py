@@ -76,21 +76,21 @@ class Menu:
         unit = "time" if self.timed else "FLOP"
         lines = [self.title, "", f"{unit} beyond keeping everything, by the bytes kept on the device a layer"]
         lines += self._table(dict.fromkeys(self.decisions, self.cost), _share)
-        hosted = [rule for rule, decisions in self.decisions.items() if any(d.host_bytes for d in decisions)]
-        if hosted:
+        host_rules = [rule for rule, decisions in self.decisions.items() if any(d.host_bytes for d in decisions)]
+        if host_rules:
             lines += ["", "MiB in host memory a layer, of these"]
             lines += self._table(
-                dict.fromkeys(hosted, lambda decision: decision.host_bytes / self.layers / 2**20), "{:.4g}".format
+                dict.fromkeys(host_rules, lambda decision: decision.host_bytes / self.layers / 2**20), "{:.4g}".format
             )
         return "\n".join(lines)
 
     def _table(self, rows: dict[str, Callable[[Decision], float]], format_cost: Callable[[float], str]) -> list[str]:
         width = max(map(len, rows))
-        cells = [[f"{'':{width}}", *(size(budget / self.layers) for budget in self.budgets)]]
+        table_rows = [[f"{'':{width}}", *(size(budget / self.layers) for budget in self.budgets)]]
         for rule, cost in rows.items():
             decisions = [self.within(rule, budget) for budget in self.budgets]
-            cells.append([f"{rule:{width}}", *("-" if d is None else format_cost(cost(d)) for d in decisions)])
-        return ["".join([head, *(f"{cell:>10}" for cell in values)]) for head, *values in cells]
+            table_rows.append([f"{rule:{width}}", *("-" if d is None else format_cost(cost(d)) for d in decisions)])
+        return ["".join([label, *(f"{cell:>10}" for cell in cells)]) for label, *cells in table_rows]
 
     def svg(self) -> str:
         """The curve of each rule as an SVG image: cost by bytes kept per layer."""
@@ -174,8 +174,11 @@ def menu(
 def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], chip: Chip | None) -> Menu:
     call = BlockCall(graph.fingerprint, graph, (), layers, layers > 1, 0)
     input_bytes = layers * graph.carried_bytes
-    exact = (least_bytes(graph, layers), *(input_bytes + int(share * graph.needed_bytes) * layers for share in shares))
-    budgets = sorted({short_budget(budget) for budget in exact})
+    exact_budgets = (
+        least_bytes(graph, layers),
+        *(input_bytes + int(share * graph.needed_bytes) * layers for share in shares),
+    )
+    budgets = sorted({short_budget(budget) for budget in exact_budgets})
     decisions: dict[str, tuple[Decision, ...]] = {}
     for rule in (*BUDGETED, *FIXED):
         rule_decisions = []

@@ -29,9 +29,9 @@ from jaxscale.values.units import size
 
 STAND_IN = "v5e"
 """Chip whose rates price the blocks if the platform's are unknown."""
-MOST = 16
+MOST_MICROBATCHES = 16
 """Maximum number of microbatches per device on the pipe axis."""
-TRIED = 24
+MOST_ESTIMATES = 24
 """Maximum number of the fastest candidates whose whole step is estimated."""
 
 
@@ -59,21 +59,22 @@ def pipeline_choice(
             f"pipeline {plan.pipeline} does not divide the {platform.devices} devices of {platform}: take another P"
         )
     shards = platform.devices // ranks if plan.mesh is None else plan.mesh.batch_shards
-    counts = [m for m in range(1, MOST * ranks + 1) if experiment.batch % (m * shards) == 0]
+    counts = [count for count in range(1, MOST_MICROBATCHES * ranks + 1) if experiment.batch % (count * shards) == 0]
     if not counts:
         raise UserError(
             f"pipeline {plan.pipeline}: a batch of {experiment.batch} rows does not divide over {shards} devices: "
             f"choose a batch that is a multiple of {shards * ranks}"
         )
-    reference = platform
+    priced_platform = platform
     if roofline.rate(platform.chip, "bfloat16") is None:
-        reference = dataclasses.replace(platform, chip=dataclasses.replace(chips()[STAND_IN], kind=platform.chip.kind))
+        stand_in = dataclasses.replace(chips()[STAND_IN], kind=platform.chip.kind)
+        priced_platform = dataclasses.replace(platform, chip=stand_in)
 
     period = period_of(experiment.model)
 
     @functools.cache
     def prices(microbatches: int) -> ModelPrices:
-        return in_periods(model_prices(experiment, reference, ranks, microbatches), period)
+        return in_periods(model_prices(experiment, priced_platform, ranks, microbatches), period)
 
     devices = None
     limit = usable_bytes(platform) if limit is None else limit
@@ -98,18 +99,18 @@ def pipeline_choice(
 
     if limit is None:
         return with_pipeline(choice.best)
-    tried: list[tuple[int, PipelineCandidate]] = []
-    for candidate in [candidate for candidate in choice.candidates if candidate.partition is not None][:TRIED]:
+    estimates: list[tuple[int, PipelineCandidate]] = []
+    for candidate in [candidate for candidate in choice.candidates if candidate.partition is not None][:MOST_ESTIMATES]:
         # prices include only bytes that wait for a backward; the estimate covers the whole step
         candidate_plan = with_pipeline(candidate)
         needed_bytes = estimate(experiment, platform, candidate_plan).device_bytes
         if needed_bytes <= limit:
             return candidate_plan
-        tried.append((needed_bytes, candidate))
-    least_bytes, smallest = min(tried, key=lambda pair: pair[0])
+        estimates.append((needed_bytes, candidate))
+    least_bytes, smallest = min(estimates, key=lambda pair: pair[0])
     raise UserError(
-        f"pipeline {plan.pipeline}: of the {len(tried)} fastest none fits {size(limit)}; {smallest} takes the least, "
-        f"{size(least_bytes)}: take more devices, memory full, ZeRO over an fsdp axis, or a loss in chunks"
+        f"pipeline {plan.pipeline}: of the {len(estimates)} fastest none fits {size(limit)}; {smallest} takes the "
+        f"least, {size(least_bytes)}: take more devices, memory full, ZeRO over an fsdp axis, or a loss in chunks"
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from jaxscale.compiler.described import abstract, lower_for, without_memories
@@ -109,6 +110,17 @@ def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: P
     traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment)))
     step.check_kernels()
     return traced.lower() if step_devices is devices else lower_for(devices[: step.devices], traced)
+
+
+def step_recipe(experiment: Experiment, plan: Plan, make: Callable[[], Experiment] | None) -> partial[Any]:
+    """A recipe of `compile_report` for a train step.
+
+    Args:
+        experiment: what to train.
+        plan: of the step.
+        make: makes the experiment in the process that compiles; `None` if the experiment pickles.
+    """
+    return partial(lowered_step, make=make or partial(dataclasses.replace, experiment), plan=plan)
 
 
 def compiled_bytes(experiment: Experiment, plan: Plan) -> int:

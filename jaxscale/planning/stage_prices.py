@@ -53,15 +53,15 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
         UserError: more stages than blocks, devices or rows that do not divide, a chip of unknown rates.
     """
     model = model_prices(experiment, platform, schedule.ranks, pipeline.shape()[1])
-    planned = experiment.plan.pipeline
-    layers = None if planned is None else planned.stages
+    plan_pipeline = experiment.plan.pipeline
+    layers = None if plan_pipeline is None else plan_pipeline.stages
     if layers is None or len(layers) != schedule.stages or sum(layers) != len(model.blocks):
         layers = Stages.even(schedule, len(model.blocks)).layers
     links = (link_seconds(platform, model),) * schedule.ranks
     return costs_of(model, layers, links, recompute=experiment.plan.stages_keep == "input")
 
 
-def simulated(experiment: Experiment, platform: Platform, plan: Plan) -> Simulation | None:
+def simulation_of(experiment: Experiment, platform: Platform, plan: Plan) -> Simulation | None:
     """Simulation of a plan's pipeline; `None` if the chip's rates are unknown.
 
     Args:

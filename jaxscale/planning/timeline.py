@@ -53,13 +53,11 @@ class Moment:
     """The arrays that are alive while an operation runs.
 
     Args:
-        label: the operation.
         items: the arrays, in the order in which they were computed.
         backward: whether the operation belongs to the backward pass.
         piece: the piece of the step that the operation belongs to.
     """
 
-    label: str
     items: tuple[Item, ...] = ()
     backward: bool = False
     piece: Piece | None = None
@@ -88,7 +86,7 @@ class Timeline:
     @functools.cached_property
     def peak(self) -> Moment:
         """The first moment with the most live bytes."""
-        return max(self.moments, key=lambda moment: moment.total, default=Moment(""))
+        return max(self.moments, key=lambda moment: moment.total, default=Moment())
 
     @property
     def bytes(self) -> int:
@@ -136,36 +134,35 @@ class _Sweep:
         return kinds_of(self.arrays.program)
 
     def moments(self) -> list[Moment]:
-        piece_at = {place: piece for piece in self.pieces if piece.path == self.path for place in piece.places}
+        piece_at = {index: piece for piece in self.pieces if piece.path == self.path for index in piece.indices}
         last_read = self._last_reads()
         last_needed = last_read | self._late_reads(last_read)
         live: dict[int, Item] = {}
         live_before_piece: dict[int, Item] = {}
         moments: list[Moment] = []
-        for place, operation in enumerate(self.arrays.program.operations):
-            piece = piece_at.get(place)
+        for index, operation in enumerate(self.arrays.program.operations):
+            piece = piece_at.get(index)
             new_arrays = [value for value in operation.outputs if value in self.arrays.bytes]
-            dying = [value for value in live if last_needed.get(value, -1) <= place]
+            dying = [value for value in live if last_needed.get(value, -1) <= index]
             for value in self._reused_arrays(operation, new_arrays, dying, live):
                 del live[value]
-            if piece is not None and place == piece.start:
+            if piece is not None and index == piece.start:
                 live_before_piece = dict(live)
             live |= {value: self._item(operation, value) for value in new_arrays if self.arrays.bytes[value]}
-            live_after = {value: item for value, item in live.items() if last_needed.get(value, -1) > place}
+            live_after = {value: item for value, item in live.items() if last_needed.get(value, -1) > index}
             moments_within: list[Moment] = []
             if piece is not None and (temporaries := self.pieces[piece]) is not None:
-                if place == piece.stop - 1:
+                if index == piece.stop - 1:
                     kind = "loss" if piece.name == "loss" else self.default_kind
-                    moments_within = [Moment(piece.name, (Item(f"{piece.name}, compiled", kind, temporaries),))]
+                    moments_within = [Moment((Item(f"{piece.name}, compiled", kind, temporaries),))]
                     # late arrays of the piece are among its temporaries
-                    still_read = {value: item for value, item in live.items() if last_read.get(value, -1) > place}
+                    still_read = {value: item for value, item in live.items() if last_read.get(value, -1) > index}
                     live = live_before_piece | still_read
             elif new_arrays or operation.loop or operation.branches:
-                moments_within = self._moments_within(operation, place)
+                moments_within = self._moments_within(operation, index)
             for moment in moments_within:
                 items = (*live.values(), *moment.items)
-                backward = operation.backward or moment.backward
-                moments.append(Moment(moment.label, items, backward, piece or moment.piece))
+                moments.append(Moment(items, operation.backward or moment.backward, piece or moment.piece))
             if new_arrays or moments_within:
                 live = live_after
         return moments
@@ -174,19 +171,19 @@ class _Sweep:
         """Index of the last operation that reads each array, itself or in an expression."""
         arrays, program = self.arrays, self.arrays.program
         last_read: dict[int, int] = {}
-        for place, operation in enumerate(program.operations):
+        for index, operation in enumerate(program.operations):
             # an expression is computed with the array that reads it; a value written into a slot is written at once
             if any(value in arrays.bytes for value in operation.outputs) or operation.loop or operation.branches:
-                last_read |= dict.fromkeys(arrays.sources_of(operation.inputs), place)
+                last_read |= dict.fromkeys(arrays.sources_of(operation.inputs), index)
         return last_read | dict.fromkeys(arrays.sources_of(program.outputs), len(program.operations))
 
     def _late_reads(self, last_read: Mapping[int, int]) -> dict[int, int]:
         """The same of arrays that are needed later, by a product around a ring that is computed late."""
         if self.arrays.compiler.fuses != "local":
             return {}
-        rings = [place for place in self.arrays.placements.summed if self.arrays.around_ring(place)]
+        rings = [index for index in self.arrays.placements.summed if self.arrays.around_ring(index)]
         late_read = late_arrays(self.arrays.program, rings, self.arrays.is_array)
-        return {value: max(place, last_read.get(value, -1)) for value, place in late_read.items()}
+        return {value: max(index, last_read.get(value, -1)) for value, index in late_read.items()}
 
     def _reused_arrays(
         self, operation: Operation, new_arrays: Sequence[int], dying: Sequence[int], live: Mapping[int, Item]
@@ -217,26 +214,26 @@ class _Sweep:
                 reused.append(match)
         return reused
 
-    def _moments_within(self, operation: Operation, place: int) -> list[Moment]:
+    def _moments_within(self, operation: Operation, index: int) -> list[Moment]:
         """The moments of an operation, with its memory beside operands and results."""
         moments: list[Moment] = []
         if operation.loop is not None:
             is_loss = all(self.kinds.get(value) == "loss" for value in operation.outputs)
             default_kind = "loss" if is_loss else self.default_kind
-            moments = _Sweep(self.arrays.of_loop(place), self.pieces, (*self.path, place), default_kind).moments()
+            moments = _Sweep(self.arrays.of_loop(index), self.pieces, (*self.path, index), default_kind).moments()
         elif operation.branches:
-            for branch in self.arrays.of_branches(place):
+            for branch in self.arrays.of_branches(index):
                 moments += _Sweep(branch, {}, (), self.default_kind).moments()
-        elif gathered_bytes := self._gathered_bytes(operation, place):
+        elif gathered_bytes := self._gathered_bytes(operation, index):
             weight = Item(f"gathered weight of {operation.line}", "gathered weights", gathered_bytes)
-            moments = [Moment(operation.kind, (weight,))]
-        return moments or [Moment(operation.kind)]
+            moments = [Moment((weight,))]
+        return moments or [Moment()]
 
-    def _gathered_bytes(self, operation: Operation, place: int) -> int:
+    def _gathered_bytes(self, operation: Operation, index: int) -> int:
         """Bytes of the weights that are gathered for an operation."""
         arrays = self.arrays
-        gathered_bytes = int(arrays.compiler.gather * arrays.placements.gathered.get(place, 0))
-        if gathered_bytes and arrays.in_loop and arrays.compiler.fuses == "local" and arrays.around_ring(place):
+        gathered_bytes = int(arrays.compiler.gather * arrays.placements.gathered.get(index, 0))
+        if gathered_bytes and arrays.in_loop and arrays.compiler.fuses == "local" and arrays.around_ring(index):
             # around a ring the result is assembled in steps: an old and a new copy are alive
             return max(gathered_bytes, *(arrays.bytes.get(value, 0) for value in operation.outputs))
         return gathered_bytes

@@ -47,10 +47,9 @@ class Assignment:
 
     def __str__(self) -> str:
         parallel = f", {self.workers} virtual workers side by side" if self.workers > 1 else ""
-        excess = (
-            "" if self.partition.exact else f", at most {self.partition.seconds / self.partition.bound - 1:.1%} more"
-        )
-        return f"ranks on {', '.join(self.places)}{parallel}: --plan.pipeline {self.pipeline}{excess}"
+        excess = self.partition.seconds / self.partition.bound - 1
+        remark = "" if self.partition.exact else f" (at most {excess:.1%} slower than the fastest)"
+        return f"ranks on {', '.join(self.places)}{parallel}: --plan.pipeline {self.pipeline}{remark}"
 
 
 def devices_of(text: str, ranks: int) -> tuple[Platform, ...]:

@@ -28,7 +28,7 @@ def test_the_pieces_of_a_step(planned):
     forward, loss, backward = pieces
     assert program.operations[forward.start].loop is not None
     assert program.operations[backward.start].params["reverse"]
-    assert loss.places == range(forward.stop, backward.start)
+    assert loss.indices == range(forward.stop, backward.start)
 
 
 def test_microbatches_are_a_loop_around_them(planned):
