@@ -3,10 +3,10 @@
 The step is traced for the platform's mesh, so it is the program that would run, with the plan's rematerialization,
 microbatches, chunked loss, precision and placements. Arguments (state, batch) are exact. The live bytes within the step
 are computed from the program (`timeline.py`), times a factor per kind of platform that was fitted to compiled programs
-(`accuracy.json`, which `experiments/benchmarks/fit_accuracy.py --record` regenerates).
+(`accuracy.json`, which `experiments/benchmarks/fit_accuracy.py --write` regenerates).
 
 Nothing is compiled by default, so the order of independent operations and the packing of buffers are left out.
-`compile_block` compiles the piece of the step that needs the most memory (`piece_compile.py`).
+`compile_block` compiles the piece of the step that needs the most memory (`compile_pieces.py`).
 """
 
 import dataclasses

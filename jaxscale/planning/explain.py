@@ -41,7 +41,7 @@ class Explanation:
     """Which arrays take a step's memory; prints as text, draws as SVG and HTML.
 
     Args:
-        fit: verdict and step_estimate bytes.
+        fit: verdict and itemised bytes.
         alive: arrays alive at the peak, with the arguments, the largest first.
         moments: live bytes by kind, from the first operation to the last; a loop's body once.
         turn: index of the first moment of the backward pass.

@@ -57,7 +57,7 @@ class Fit:
     Args:
         name: of the experiment.
         platform: where it should run.
-        estimate: step_estimate bytes.
+        estimate: itemised bytes.
         limit: bytes of device memory per device; `None` if unknown.
         host_limit: bytes of host memory per device, likewise.
         report: the compiler's report, if the step was compiled.

@@ -8,7 +8,7 @@ compiled, and no device is needed; the time is from the roofline. Left out: JAX'
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -73,24 +73,31 @@ class Menu:
         return (decision.seconds if self.timed else decision.flop) / (passes or 1)
 
     def __str__(self) -> str:
-        unit = "time" if self.timed else "FLOP"
-        lines = [self.title, "", f"{unit} beyond keeping everything, by the bytes kept on the device a layer"]
-        lines += self._table(dict.fromkeys(self.decisions, self.cost), _share)
+        lines = [
+            self.title,
+            "",
+            f"{self._cost_name} beyond keeping everything, by the bytes kept on the device a layer",
+        ]
+        lines += self._table(self.decisions, lambda decision: _share(self.cost(decision)))
         host_rules = [rule for rule, decisions in self.decisions.items() if any(d.host_bytes for d in decisions)]
         if host_rules:
             lines += ["", "MiB in host memory a layer, of these"]
-            lines += self._table(
-                dict.fromkeys(host_rules, lambda decision: decision.host_bytes / self.layers / 2**20), "{:.4g}".format
-            )
+            lines += self._table(host_rules, lambda decision: f"{decision.host_bytes / self.layers / 2**20:.4g}")
         return "\n".join(lines)
 
-    def _table(self, rows: dict[str, Callable[[Decision], float]], format_cost: Callable[[float], str]) -> list[str]:
-        width = max(map(len, rows))
-        table_rows = [[f"{'':{width}}", *(size(budget / self.layers) for budget in self.budgets)]]
-        for rule, cost in rows.items():
+    @property
+    def _cost_name(self) -> str:
+        return "time" if self.timed else "FLOP"
+
+    def _table(self, rules: Collection[str], cell_of: Callable[[Decision], str]) -> list[str]:
+        """Lines with a cell for each rule and budget; "-" if no decision is within the budget."""
+        width = max(map(len, rules))
+        lines = [" " * width + "".join(f"{size(budget / self.layers):>10}" for budget in self.budgets)]
+        for rule in rules:
             decisions = [self.within(rule, budget) for budget in self.budgets]
-            table_rows.append([f"{rule:{width}}", *("-" if d is None else format_cost(cost(d)) for d in decisions)])
-        return ["".join([label, *(f"{cell:>10}" for cell in cells)]) for label, *cells in table_rows]
+            cells = ["-" if decision is None else cell_of(decision) for decision in decisions]
+            lines.append(f"{rule:{width}}" + "".join(f"{cell:>10}" for cell in cells))
+        return lines
 
     def svg(self) -> str:
         """The curve of each rule as an SVG image: cost by bytes kept per layer."""
@@ -98,7 +105,7 @@ class Menu:
             rule: [Point(str(d.plan), round(d.bytes / self.layers), 1 + self.cost(d)) for d in decisions]
             for rule, decisions in self.decisions.items()
         }
-        return lines(curves, f"bytes kept a layer; upwards the {'time' if self.timed else 'FLOP'} of a step")
+        return lines(curves, f"bytes kept a layer; upwards the {self._cost_name} of a step")
 
     def html(self) -> str:
         """A self-contained page: the curves and the table."""

@@ -66,6 +66,17 @@ def test_it_is_the_fastest_of_all(text):
     assert PipelinePlan.parse(str(assignment).split()[-1]) == assignment.pipeline
 
 
+def test_the_printed_plan_can_be_pasted_whatever_else_is_printed():
+    plan = PipelinePlan.parse("interleaved:2x4,v=2,stash=input")
+    assignment = assign(EXPERIMENT, devices_of("gpu h100, gpu a100-80", 2), plan, plan.schedule())
+    partition = dataclasses.replace(assignment.partition, bound=assignment.partition.seconds / 1.25)
+    text = str(dataclasses.replace(assignment, partition=partition))
+    assert text.endswith(" (at most 25.0% slower than the fastest)")
+    pasted = PipelinePlan.parse(text.partition("--plan.pipeline ")[2].partition(" ")[0])
+    assert pasted == assignment.pipeline
+    assert dataclasses.replace(pasted, stages=None) == plan
+
+
 def test_virtual_workers_are_alike_and_share_the_rows():
     plan = PipelinePlan.parse("1f1b:2x4")
     assignment = assign(EXPERIMENT, devices_of("gpu a100-80 x 2, gpu h100 x 2", 2), plan, plan.schedule())
