@@ -13,11 +13,11 @@ from jaxscale.compiler.compile import compile_report
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.memory.selectors import SELECTORS
 from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.fit import Fit, fit
 from jaxscale.planning.memory_costs import MemoryCosts
 from jaxscale.planning.memory_search import searched_rules, valid_menu
+from jaxscale.planning.menu import HEURISTICS
 from jaxscale.planning.pictures import Point, curve, framed, page, stacked, table, write_picture
 from jaxscale.planning.program import step_recipe
 from jaxscale.planning.timeline import Item
@@ -31,9 +31,6 @@ SHARES = (0.5, 0.25, 0.125)
 """Budgets on the curve, as shares of all activations."""
 SHOWN = 20
 """Number of arrays listed in the text."""
-
-RULES = ("greedy", "dtr_static", *(f"offload:{selector}" for selector in SELECTORS))
-"""Further rules on the curve of time against memory, at the middle budget."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,19 +134,19 @@ def explain(
             moments = tuple(dict(moment.bytes) for moment in report.timeline)
             phases = [moment.phase for moment in report.timeline]
             turn = next((i for i, phase in enumerate(phases) if phase in ("backward", "recompute")), len(moments))
-    memory = _curve(experiment, platform, step_estimate.plan, costs)
+    memory_plans = _plans_of_curve(experiment, platform, step_estimate.plan, costs)
     return Explanation(
         step_fit,
         alive,
         moments,
         turn,
-        tuple(compare(experiment, platform, step_estimate.plan, memory, costs)),
+        tuple(compare(experiment, platform, step_estimate.plan, memory_plans, costs)),
         costs.timed,
     )
 
 
 def compare(
-    experiment: Experiment, platform: Platform, plan: Plan, memory: Sequence[str], costs: MemoryCosts
+    experiment: Experiment, platform: Platform, plan: Plan, memory_plans: Sequence[str], costs: MemoryCosts
 ) -> list[Point]:
     """Bytes and cost of a step under each of several memory plans, the cost as a multiple of the least.
 
@@ -159,25 +156,25 @@ def compare(
         experiment: what to train.
         platform: where to train it.
         plan: its memory plan is compared first, and replaced by the others.
-        memory: text forms of memory plans.
+        memory_plans: their text forms.
         costs: of memory plans for the model's blocks.
     """
     estimates: dict[str, Estimate] = {}
-    for text in dict.fromkeys((str(plan.memory), *memory)):
+    for text in dict.fromkeys((str(plan.memory), *memory_plans)):
         try:
             estimates[text] = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan.parse(text)))
         except UserError:  # a budget below the least, or a rule that is not valid for this model
             continue
     decisions = {text: _decision(costs, text) for text in estimates}
-    cost: dict[str, float] = {text: text_estimate.flop for text, text_estimate in estimates.items()}
+    cost_by_text: dict[str, float] = {text: text_estimate.flop for text, text_estimate in estimates.items()}
     if costs.timed:
-        unplanned_seconds = costs.step_seconds(min(cost.values()))
+        unplanned_seconds = costs.step_seconds(min(cost_by_text.values()))
         for text, decision in decisions.items():
-            cost[text] = unplanned_seconds + (0.0 if decision is None else costs.seconds(decision))
-    least = min(cost.values()) or 1
+            cost_by_text[text] = unplanned_seconds + (0.0 if decision is None else costs.seconds(decision))
+    least_cost = min(cost_by_text.values()) or 1
     points = []
     for text, decision in decisions.items():
-        point = Point(text, estimates[text].device_bytes, cost[text] / least, text == str(plan.memory))
+        point = Point(text, estimates[text].device_bytes, cost_by_text[text] / least_cost, text == str(plan.memory))
         if decision is not None:
             kept = {"kept": decision.bytes * costs.stages, "kept_of_a_block": round(decision.bytes_of_a_block)}
             point = dataclasses.replace(point, **kept)
@@ -185,13 +182,13 @@ def compare(
     return points
 
 
-def _curve(experiment: Experiment, platform: Platform, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
+def _plans_of_curve(experiment: Experiment, platform: Platform, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
     """Memory plans on the curve: the menu, optimal plans, and every other rule at the middle budget."""
     kept_bytes = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none"))).kept_bytes
     budgets = [bytes_text(short_budget(round(kept_bytes * share))) for share in SHARES]
     optimal_plans = [f"{rule}:{budget}" for rule in searched_rules(experiment, plan, costs) for budget in budgets]
     # without known rates, copies to a host would appear free
-    other_rules = [rule for rule in RULES if optimal_plans and (costs.timed or not rule.startswith("offload"))]
+    other_rules = [rule for rule in HEURISTICS if optimal_plans and (costs.timed or not rule.startswith("offload"))]
     other_plans = [f"{rule}:{budgets[len(budgets) // 2]}" for rule in other_rules]
     return (*valid_menu(experiment, plan), *optimal_plans, *other_plans)
 

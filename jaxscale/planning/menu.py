@@ -17,6 +17,7 @@ from jaxscale.errors import UserError
 from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.memory.selectors import SELECTORS
 from jaxscale.memory.stack_plan import least_bytes
 from jaxscale.planning.memory_costs import MemoryCosts
 from jaxscale.planning.pictures import Point, framed, lines, page, write_picture
@@ -29,10 +30,10 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.values.byte_sizes import bytes_text, short_budget
 from jaxscale.values.units import size
 
-BUDGETED = (
-    "save", "chain", "greedy", "dtr_static", "offload:pofo", "offload:capuchin", "offload:vdnn", "offload:tflms",
-    "offload:autoswap", "offload:swapadvisor",
-)  # fmt: skip
+HEURISTICS = ("greedy", "dtr_static", *(f"offload:{selector}" for selector in SELECTORS))
+"""Rules that take a budget, besides those that are optimal on the device alone."""
+
+BUDGETED = ("save", "chain", *HEURISTICS)
 """Rules that take a budget."""
 
 FIXED = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt", "periodic:2", "revolve:4")
