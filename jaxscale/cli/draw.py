@@ -199,11 +199,11 @@ def _dealt(
     experiment: "Experiment", devices: str, plan: "PipelinePlan", schedule: "Schedule"
 ) -> "tuple[Schedule, Costs]":
     """The schedule and its costs over unlike devices."""
-    from jaxscale.planning.unlike_devices import dealt, devices_of
+    from jaxscale.planning.unlike_devices import assign, devices_of
     from jaxscale.platforms.detect import hush_absent_gpus
 
     hush_absent_gpus()
-    assignment = dealt(experiment, devices_of(devices, schedule.ranks), plan, schedule)
+    assignment = assign(experiment, devices_of(devices, schedule.ranks), plan, schedule)
     print(f"{plan}: {assignment}\n")
     return schedule, assignment.partition.costs
 

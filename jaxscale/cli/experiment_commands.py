@@ -67,10 +67,10 @@ class Train:
         if self.limit is not None and experiment.plan.memory.rule != "fit" and not automatic:
             raise UserError("--limit applies to --plan.memory fit: add it, or leave --limit out")
         start_backend()
-        from jaxscale.planning.settle import settled
+        from jaxscale.planning.automatic_choices import resolve_choices
         from jaxscale.training.loop import train
 
-        plan = settled(experiment, experiment.plan, bytes_of(self.limit, "--limit"))
+        plan = resolve_choices(experiment, experiment.plan, bytes_of(self.limit, "--limit"))
         experiment = dataclasses.replace(experiment, plan=plan)
         out = self.out or str(Path("runs") / "-".join(filter(None, (experiment.name, self.variant))))
         train(

@@ -3,10 +3,10 @@
 The step is traced for the platform's mesh, so it is the program that would run, with the plan's rematerialization,
 microbatches, chunked loss, precision and placements. Arguments (state, batch) are exact. The live bytes within the step
 are computed from the program (`timeline.py`), times a factor per kind of platform that was fitted to compiled programs
-(`accuracy.json`, which `experiments/benchmarks/fit_accuracy.py --record` regenerates).
+(`accuracy.json`, which `experiments/benchmarks/fit_accuracy.py --write` regenerates).
 
 Nothing is compiled by default, so the order of independent operations and the packing of buffers are left out.
-`compile_block` compiles the piece of the step that needs the most memory (`piece_compile.py`).
+`compile_block` compiles the piece of the step that needs the most memory (`compile_pieces.py`).
 """
 
 import dataclasses
@@ -16,14 +16,13 @@ from typing import Any
 
 from jaxscale.errors import UserError
 from jaxscale.planning import accuracy
-from jaxscale.planning.pieces import Piece, pieces_of
-from jaxscale.planning.program import described_step
-from jaxscale.planning.timeline import Item, Timeline, timeline
-from jaxscale.planning.traced import TracedStep, traced_step
-from jaxscale.planning.wire import Wire, wire_of
+from jaxscale.planning.compile_pieces import Piece, piece_bytes, pieces_of
+from jaxscale.planning.network_traffic import Traffic, slow_axis_traffic
+from jaxscale.planning.program import TracedStep, described_step, traced_step
+from jaxscale.planning.timeline import Item, Timeline, bytes_by_kind, timeline
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.flat import FlatProgram
-from jaxscale.programs.kinds import both_passes, kinds_of
+from jaxscale.programs.kinds import both_passes
 from jaxscale.programs.placements import Placements
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.kernels import Taken
@@ -47,7 +46,6 @@ class Estimate:
     """Estimated memory of a train step, per device.
 
     Args:
-        platform: its text form.
         plan: with a resolved mesh.
         device: bytes of device memory by kind, at the moment that needs the most.
         host: bytes of host memory by kind.
@@ -61,7 +59,6 @@ class Estimate:
         kernels: the implementation of each kernel in the traced program.
     """
 
-    platform: str
     plan: Plan
     device: Mapping[str, int]
     host: Mapping[str, int]
@@ -71,7 +68,7 @@ class Estimate:
     notes: tuple[str, ...] = ()
     compiled: tuple[str, ...] = ()
     state_bytes: float = 0.0
-    wire: Wire | None = None
+    wire: Traffic | None = None
     kernels: tuple[Taken, ...] = ()
 
     @property
@@ -87,7 +84,7 @@ class Estimate:
     @property
     def moments(self) -> tuple[dict[str, int], ...]:
         """Live bytes by kind, with the arguments, from the first operation to the last; a loop's body once."""
-        constant = _by_kind(self.arguments)
+        constant = bytes_by_kind(self.arguments)
         return tuple(constant | moment.by_kind for moment in self.timeline.moments)
 
     @property
@@ -95,6 +92,11 @@ class Estimate:
         """Index of the first moment of the backward pass."""
         moments = self.timeline.moments
         return next((index for index, moment in enumerate(moments) if moment.backward), len(moments))
+
+    @property
+    def kept_bytes(self) -> int:
+        """The most bytes of kept activations at any moment."""
+        return max((moment.by_kind.get("kept activations", 0) for moment in self.timeline.moments), default=0)
 
     @property
     def alive(self) -> tuple[Item, ...]:
@@ -136,9 +138,8 @@ def estimate(
     step = described_step(experiment, platform, plan)
     measure = None
     if compile_block:
-        from jaxscale.planning.piece_compile import piece_bytes
-
-        measure = partial(piece_bytes, make or partial(_identity, experiment), platform, step.plan)
+        make = make or partial(dataclasses.replace, experiment)  # a function that pickles
+        measure = partial(piece_bytes, make, platform, step.plan)
     return of_step(step, batch_shapes(experiment), platform, measure)
 
 
@@ -154,24 +155,22 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     Raises:
         UserError: the step has no pieces to compile.
     """
-    traced = traced_step(step, batch, platform)
-    program, placements = traced.program, traced.placements
+    trace = traced_step(step, batch, platform)
+    program, placements = trace.program, trace.placements
     pieces: dict[Piece, int | None] = dict.fromkeys(pieces_of(program))
     if measure is not None and not pieces:
         raise UserError("compile-block: the blocks are in no loop; --verify compiles the whole step")
-    live = timeline(program, placements, kinds_of, traced.compiler, pieces)
-    while measure is not None and (piece := _peak_piece(live)) is not None and pieces[piece] is None:
+    step_timeline = timeline(program, placements, trace.compiler, pieces)
+    while measure is not None and (piece := step_timeline.peak.piece) is not None and pieces[piece] is None:
         pieces[piece] = measure(piece)
-        live = timeline(program, placements, kinds_of, traced.compiler, pieces)
-    arguments, host_items = _argument_items(traced, batch)
-    device_kinds = _by_kind(arguments)
-    for item in live.items:
-        device_kinds[item.kind] = device_kinds.get(item.kind, 0) + item.bytes
+        step_timeline = timeline(program, placements, trace.compiler, pieces)
+    arguments, host_items = _argument_items(trace, batch)
+    device_kinds = bytes_by_kind((*arguments, *step_timeline.items))
     compiled = tuple(piece.name for piece, temporaries in pieces.items() if temporaries is not None)
-    packing = round(live.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
+    packing = round(step_timeline.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
     if packing and not compiled:
         device_kinds["packing"] = packing
-    host_kinds = _by_kind(host_items)
+    host_kinds = bytes_by_kind(host_items)
     if host_kinds:
         # XLA may hold both the copy it reads and the copy it writes
         host_kinds["second copy"] = (COPY - 1) * sum(host_kinds.values())
@@ -181,35 +180,18 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         # a checkpoint is copied to the host and written in the background
         host_kinds["checkpoint"] = sum(item.bytes for item in (*arguments, *host_items) if item.kind != "batch")
     return Estimate(
-        str(platform),
         step.plan,
         device_kinds,
         host_kinds,
-        traced.flop,
-        live,
+        trace.flop,
+        step_timeline,
         arguments,
         step.parts.lines,
         compiled,
         tree_bytes(step.layout.abstract.optimizer) / step.parameters,
-        wire_of(step, platform),
+        slow_axis_traffic(step, platform),
         step.kernels,
     )
-
-
-def _peak_piece(live: Timeline) -> Piece | None:
-    """The piece of a step that needs the most memory."""
-    return live.moments[live.peak].piece if live.moments else None
-
-
-def _identity(experiment: Experiment) -> Experiment:
-    return experiment
-
-
-def _by_kind(items: tuple[Item, ...]) -> dict[str, int]:
-    bytes_by_kind: dict[str, int] = {}
-    for item in items:
-        bytes_by_kind[item.kind] = bytes_by_kind.get(item.kind, 0) + item.bytes
-    return bytes_by_kind
 
 
 def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
@@ -228,17 +210,18 @@ def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
     return total
 
 
-def _argument_items(traced: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+def _argument_items(trace: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """The arguments on the device and those in host memory, named after their leaves."""
-    device, host = [], []
+    device_items, host_items = [], []
     kinds = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
     kinds |= {"extra/reduce": "residuals", "extra/outer": "outer state"}
-    for value, (name, leaf) in zip(traced.program.inputs, traced.leaves, strict=False):
+    for value, (name, leaf) in zip(trace.program.inputs, trace.leaves, strict=False):
         group, _, leaf_name = name.partition("/")
         if group == "extra":
             extra_name, _, leaf_name = leaf_name.partition("/")
             group = f"extra/{extra_name}"
         kind = kinds.get(group, "batch" if group in batch else "model state")
-        item = Item(leaf_name or name, kind, traced.placements.bytes_of(leaf, traced.placements.dims[value]))
-        (host if getattr(leaf.sharding, "memory_kind", None) == "pinned_host" else device).append(item)
-    return tuple(device), tuple(host)
+        item = Item(leaf_name or name, kind, trace.placements.bytes_of(leaf, trace.placements.dims[value]))
+        on_host = getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
+        (host_items if on_host else device_items).append(item)
+    return tuple(device_items), tuple(host_items)

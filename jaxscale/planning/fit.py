@@ -5,33 +5,32 @@ The result is an estimate (`estimate.py`) and is labelled as one; `verify` compi
 """
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
-from typing import Any
 
+from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.report import CompileReport
 from jaxscale.compiler.usable import host_share, usable_bytes
 from jaxscale.errors import UserError
 from jaxscale.figures.markup import framed, write_figure
-from jaxscale.memory.plan import MemoryPlan
 from jaxscale.pipeline.clock.simulate import Simulation
 from jaxscale.planning import accuracy
-from jaxscale.planning.cheapest import NothingFits, cheapest_fit
+from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.planning.estimate import Estimate, estimate
+from jaxscale.planning.memory_search import NothingFits
+from jaxscale.planning.network_traffic import sent_by_axes
 from jaxscale.planning.pictures import page, stacked, table
-from jaxscale.planning.pipeline_choice import pipeline_choice
-from jaxscale.planning.program import lowered_step
-from jaxscale.planning.stage_prices import simulated
-from jaxscale.planning.wire import sent_by_axes
+from jaxscale.planning.program import step_recipe
+from jaxscale.planning.stage_prices import simulation_of
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.kernels import lines_of
 from jaxscale.recipe.plan import Plan
+from jaxscale.values import override
 from jaxscale.values.units import size
 
-TRIED = 4
+MOST_CHANGES = 4
 """Number of changes to the plan that are estimated."""
 
 
@@ -84,14 +83,14 @@ class Fit:
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory per device: the compiler's, else the estimate."""
-        reported = None if self.report is None else self.report.device_bytes
-        return self.estimate.device_bytes if reported is None else reported
+        compiler_bytes = None if self.report is None else self.report.device_bytes
+        return self.estimate.device_bytes if compiler_bytes is None else compiler_bytes
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory per device: the larger of the estimate and the compiler's."""
-        reported = None if self.report is None else self.report.host_bytes
-        return max(self.estimate.host_bytes, reported or 0)
+        compiler_bytes = None if self.report is None else self.report.host_bytes
+        return max(self.estimate.host_bytes, compiler_bytes or 0)
 
     @property
     def fits(self) -> bool:
@@ -167,8 +166,8 @@ class Fit:
                 f"{'the compiler':18}{size(self.report.device_bytes):>12}{size(self.report.host_bytes or 0):>12}"
             )
             lines.append(f"the estimate is off by {relative_error:+.1%}")
-        elif (recorded := self._known_accuracy()) is not None:
-            lines.append(str(recorded))
+        elif (known_accuracy := self._known_accuracy()) is not None:
+            lines.append(str(known_accuracy))
         lines.append(f"optimizer state: {self.estimate.state_bytes:.3g} bytes a parameter")
         lines += self._wire_lines()
         if self.helps:
@@ -263,21 +262,15 @@ def fit(
     limit = usable_bytes(platform) if limit is None else limit
     host_limit = host_share(platform) if host_limit is None else host_limit
     plan = experiment.plan if plan is None else plan
-    if plan.pipeline is not None and plan.pipeline.name == "auto":
-        plan, _ = pipeline_choice(experiment, platform, limit, plan)
-    if plan.memory.rule == "fit":
-        try:
-            plan = cheapest_fit(experiment, platform, limit, plan, host_limit=host_limit)
-        except NothingFits as error:
-            plan = error.least
-    itemised = estimate(experiment, platform, plan, compile_block=compile_block, make=make)
-    clock = None if plan.pipeline is None else simulated(experiment, platform, itemised.plan)
-    step_fit = Fit(experiment.name, platform, itemised, limit, host_limit, clock=clock)
+    try:
+        plan = resolve_choices(experiment, plan, limit, platform, host_limit)
+    except NothingFits as error:
+        plan = error.least
+    step_estimate = estimate(experiment, platform, plan, compile_block=compile_block, make=make)
+    clock = None if plan.pipeline is None else simulation_of(experiment, platform, step_estimate.plan)
+    step_fit = Fit(experiment.name, platform, step_estimate, limit, host_limit, clock=clock)
     if verify:
-        from jaxscale.compiler.compile import compile_report
-
-        recipe = partial(lowered_step, make=make or partial(_identity, experiment), plan=plan)
-        step_fit = dataclasses.replace(step_fit, report=compile_report(recipe, platform))
+        step_fit = dataclasses.replace(step_fit, report=compile_report(step_recipe(experiment, plan, make), platform))
     device_fits = step_fit.limit is None or step_fit.device_bytes <= step_fit.limit
     if device_fits and not step_fit.close:  # less device memory would change nothing
         return step_fit
@@ -295,83 +288,76 @@ def helps(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[He
         step_fit: how it fits with its present plan.
     """
     plan = step_fit.estimate.plan
-    base = estimate(experiment, platform, plan) if step_fit.estimate.compiled else step_fit.estimate
-    base_bytes = base.device_bytes
+    estimate_before = estimate(experiment, platform, plan) if step_fit.estimate.compiled else step_fit.estimate
+    bytes_before = estimate_before.device_bytes
 
-    def weigh(flags: str, changed: Plan) -> Help | None:
+    def help_of(change: Mapping[str, str]) -> Help | None:
         try:
-            estimated = estimate(experiment, platform, changed)
+            new_estimate = estimate(experiment, platform, override(plan, change))
         except UserError:  # not valid for this model or batch
             return None
-        fits = dataclasses.replace(step_fit, estimate=estimated, report=None).fits
-        return Help(flags, base_bytes - estimated.device_bytes, estimated.device_bytes, fits)
+        flags = " ".join(f"--plan.{field} {text}" for field, text in change.items())
+        fits = dataclasses.replace(step_fit, estimate=new_estimate, report=None).fits
+        return Help(flags, bytes_before - new_estimate.device_bytes, new_estimate.device_bytes, fits)
 
-    options = []
-    for flags, fields in _changes(experiment, base):
-        option = weigh(flags, dataclasses.replace(plan, **fields))
-        while (
-            option and not option.fits and (count := _next_microbatches(experiment, plan, fields.get("microbatches")))
-        ):
-            fields = {"microbatches": count}
-            option = weigh(f"--plan.microbatches {count}", dataclasses.replace(plan, **fields))
-        if option is not None and option.saves > 0.01 * base_bytes:
-            options.append((option, fields))
+    options: list[tuple[Help, dict[str, str]]] = []
+    for change in _changes(experiment, estimate_before):
+        option = help_of(change)
+        while option and not option.fits and "microbatches" in change:
+            count = _next_microbatches(experiment, plan, int(change["microbatches"]))
+            if count is None:
+                break
+            change = {"microbatches": str(count)}
+            option = help_of(change)
+        if option is not None and option.saves > 0.01 * bytes_before:
+            options.append((option, change))
     options.sort(key=lambda pair: -pair[0].saves)
     singles = tuple(option for option, _ in options)
     if step_fit.fits or any(option.fits for option in singles):
         return singles
-    combined_fields: dict[str, Any] = {}
-    flags_by_name: dict[str, str] = {}
+    combined_change: dict[str, str] = {}
     combination = None
-    for option, fields in options:
-        combined_fields = fields | combined_fields  # of two changes to one field, the larger saving
-        flags_by_name[option.flags.split()[0]] = option.flags
-        if len(combined_fields) > 1:
-            combination = weigh(" ".join(flags_by_name.values()), dataclasses.replace(plan, **combined_fields))
+    for _, change in options:
+        combined_change |= change
+        if len(combined_change) > 1:
+            combination = help_of(combined_change)
             if combination is not None and combination.fits:
-                return (*singles, combination)
+                break
     return singles if combination is None else (*singles, combination)
 
 
-def _changes(experiment: Experiment, base: Estimate) -> list[tuple[str, dict[str, Any]]]:
-    """Flags and fields of the changes to estimate: those that affect the largest kinds of tensor."""
-    plan, kinds = base.plan, base.device
+def _changes(experiment: Experiment, step_estimate: Estimate) -> list[dict[str, str]]:
+    """Changes to estimate, as text by field of the plan: those that affect the largest kinds of tensor."""
+    plan, kinds = step_estimate.plan, step_estimate.device
     assert plan.mesh is not None
     states = kinds.get("parameters", 0) + kinds.get("optimizer state", 0) + kinds.get("gradients", 0)
     activations = kinds.get("kept activations", 0) + kinds.get("transients", 0)
-    changes: list[tuple[int, str, dict[str, Any]]] = []
+    changes: list[tuple[int, str, str]] = []
     if plan.memory.rule != "full":
-        changes.append((kinds.get("kept activations", 0), "--plan.memory full", {"memory": MemoryPlan("full")}))
+        changes.append((kinds.get("kept activations", 0), "memory", "full"))
     if plan.zero < 3 and plan.mesh.fsdp > 1:
-        changes.append((states, "--plan.zero 3", {"zero": 3}))
+        changes.append((states, "zero", "3"))
     if plan.offload.optimizer_state == "device" and plan.offload.weights == "device":
-        offload = {"offload": dataclasses.replace(plan.offload, optimizer_state="streamed")}
-        changes.append((kinds.get("optimizer state", 0), "--plan.offload.optimizer-state streamed", offload))
+        changes.append((kinds.get("optimizer state", 0), "offload.optimizer-state", "streamed"))
     if plan.precision == "float32":
-        changes.append((activations // 2, "--plan.precision bfloat16", {"precision": "bfloat16"}))
+        changes.append((activations // 2, "precision", "bfloat16"))
     if plan.kernels.loss_chunk is None and plan.kernels.scores == "auto" and "loss" in kinds:
-        chunked = dataclasses.replace(plan.kernels, loss_chunk=256)
-        changes.append((kinds["loss"], f"--plan.kernels {chunked}", {"kernels": chunked}))
+        changes.append((kinds["loss"], "kernels", str(dataclasses.replace(plan.kernels, loss_chunk=256))))
     count = _next_microbatches(experiment, plan, plan.microbatches)
     if count is not None:
-        bytes_affected = (activations + kinds.get("loss", 0)) // 2
-        changes.append((bytes_affected, f"--plan.microbatches {count}", {"microbatches": count}))
+        changes.append(((activations + kinds.get("loss", 0)) // 2, "microbatches", str(count)))
     changes.sort(key=lambda change: -change[0])
-    return [(flags, fields) for _, flags, fields in changes[:TRIED]]
+    return [{field: text} for _, field, text in changes[:MOST_CHANGES]]
 
 
-def _next_microbatches(experiment: Experiment, plan: Plan, microbatches: int | None) -> int | None:
+def _next_microbatches(experiment: Experiment, plan: Plan, microbatches: int) -> int | None:
     """The next valid number of microbatches, at least twice as many; `None` if the rows do not allow it."""
     assert plan.mesh is not None
     rows = experiment.batch // plan.mesh.batch_shards
-    return None if microbatches is None else next((n for n in range(microbatches * 2, rows + 1) if rows % n == 0), None)
+    return next((count for count in range(microbatches * 2, rows + 1) if rows % count == 0), None)
 
 
 def _clock_line(clock: Simulation) -> str:
     """Seconds and bubble of a pipelined step, in one line."""
     seconds, unit = (clock.seconds, "step") if clock.period is None else (clock.period, "update")
     return f"simulated: {seconds:.3g} s a {unit} at the chip's rates, bubble {clock.bubble:.0%}, without reductions"
-
-
-def _identity(experiment: Experiment) -> Experiment:
-    return experiment

@@ -8,7 +8,7 @@ compiled, and no device is needed; the time is from the roofline. Left out: JAX'
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,23 @@ from jaxscale.figures.markup import framed, write_figure
 from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.memory.selectors import SELECTORS
 from jaxscale.memory.stack_plan import least_bytes
+from jaxscale.planning.memory_costs import MemoryCosts
 from jaxscale.planning.pictures import Point, lines, page
-from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Chip, Platform
 from jaxscale.programs import roofline
 from jaxscale.programs.block import BlockGraph, block_graph
 from jaxscale.programs.collect import BlockCall
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.step.memory_resolve import traced_blocks
 from jaxscale.values.byte_sizes import bytes_text, short_budget
 from jaxscale.values.units import size
 
-BUDGETED = (
-    "save", "chain", "greedy", "dtr_static", "offload:pofo", "offload:capuchin", "offload:vdnn", "offload:tflms",
-    "offload:autoswap", "offload:swapadvisor",
-)  # fmt: skip
+HEURISTICS = ("greedy", "dtr_static", *(f"offload:{selector}" for selector in SELECTORS))
+"""Rules that take a budget, besides those that are optimal on the device alone."""
+
+BUDGETED = ("save", "chain", *HEURISTICS)
 """Rules that take a budget."""
 
 FIXED = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt", "periodic:2", "revolve:4")
@@ -75,24 +75,31 @@ class Menu:
         return (decision.seconds if self.timed else decision.flop) / (passes or 1)
 
     def __str__(self) -> str:
-        unit = "time" if self.timed else "FLOP"
-        lines = [self.title, "", f"{unit} beyond keeping everything, by the bytes kept on the device a layer"]
-        lines += self._table(dict.fromkeys(self.decisions, self.cost), _share)
-        hosted = [rule for rule, decisions in self.decisions.items() if any(d.host_bytes for d in decisions)]
-        if hosted:
+        lines = [
+            self.title,
+            "",
+            f"{self._cost_name} beyond keeping everything, by the bytes kept on the device a layer",
+        ]
+        lines += self._table(self.decisions, lambda decision: _share(self.cost(decision)))
+        host_rules = [rule for rule, decisions in self.decisions.items() if any(d.host_bytes for d in decisions)]
+        if host_rules:
             lines += ["", "MiB in host memory a layer, of these"]
-            lines += self._table(
-                dict.fromkeys(hosted, lambda decision: decision.host_bytes / self.layers / 2**20), "{:.4g}".format
-            )
+            lines += self._table(host_rules, lambda decision: f"{decision.host_bytes / self.layers / 2**20:.4g}")
         return "\n".join(lines)
 
-    def _table(self, rows: dict[str, Callable[[Decision], float]], format_cost: Callable[[float], str]) -> list[str]:
-        width = max(map(len, rows))
-        cells = [[f"{'':{width}}", *(size(budget / self.layers) for budget in self.budgets)]]
-        for rule, cost in rows.items():
+    @property
+    def _cost_name(self) -> str:
+        return "time" if self.timed else "FLOP"
+
+    def _table(self, rules: Collection[str], cell_of: Callable[[Decision], str]) -> list[str]:
+        """Lines with a cell for each rule and budget; "-" if no decision is within the budget."""
+        width = max(map(len, rules))
+        lines = [" " * width + "".join(f"{size(budget / self.layers):>10}" for budget in self.budgets)]
+        for rule in rules:
             decisions = [self.within(rule, budget) for budget in self.budgets]
-            cells.append([f"{rule:{width}}", *("-" if d is None else format_cost(cost(d)) for d in decisions)])
-        return ["".join([head, *(f"{cell:>10}" for cell in values)]) for head, *values in cells]
+            cells = ["-" if decision is None else cell_of(decision) for decision in decisions]
+            lines.append(f"{rule:{width}}" + "".join(f"{cell:>10}" for cell in cells))
+        return lines
 
     def svg(self) -> str:
         """The curve of each rule as an SVG image: cost by bytes kept per layer."""
@@ -100,7 +107,7 @@ class Menu:
             rule: [Point(str(d.plan), round(d.bytes / self.layers), 1 + self.cost(d)) for d in decisions]
             for rule, decisions in self.decisions.items()
         }
-        return lines(curves, f"bytes kept a layer; upwards the {'time' if self.timed else 'FLOP'} of a step")
+        return lines(curves, f"bytes kept a layer; upwards the {self._cost_name} of a step")
 
     def html(self) -> str:
         """A self-contained page: the curves and the table."""
@@ -157,8 +164,7 @@ def menu(
     if isinstance(block, Experiment):
         if platform is None:
             raise UserError("menu: an experiment needs a platform, such as menu(experiment, platform='tpu v5e:4x4')")
-        step = described_step(block, platform, dataclasses.replace(plan or block.plan, memory=MemoryPlan("none")))
-        calls = traced_blocks(step.objective, platform.chip)
+        calls = MemoryCosts.of(block, platform, plan or block.plan).calls
         if not calls:
             raise UserError(
                 f"{block.name}: its model shows no blocks; build it of layers.Stack or layers.Chain, or give one block"
@@ -177,8 +183,11 @@ def menu(
 def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], chip: Chip | None) -> Menu:
     call = BlockCall(graph.fingerprint, graph, (), layers, layers > 1, 0)
     input_bytes = layers * graph.carried_bytes
-    exact = (least_bytes(graph, layers), *(input_bytes + int(share * graph.needed_bytes) * layers for share in shares))
-    budgets = sorted({short_budget(budget) for budget in exact})
+    exact_budgets = (
+        least_bytes(graph, layers),
+        *(input_bytes + int(share * graph.needed_bytes) * layers for share in shares),
+    )
+    budgets = sorted({short_budget(budget) for budget in exact_budgets})
     decisions: dict[str, tuple[Decision, ...]] = {}
     for rule in (*BUDGETED, *FIXED):
         rule_decisions = []

@@ -11,6 +11,8 @@ that a roofline does not model.
 """
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Sequence
 
 from jaxscale.errors import UserError
@@ -23,6 +25,8 @@ from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import Simulation, simulate
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedule import Schedule
+from jaxscale.planning.fusion import PRODUCTS
+from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs import roofline
 from jaxscale.programs.block import BlockGraph
@@ -32,12 +36,8 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes
 from jaxscale.state.stages import Stages
-from jaxscale.step.build import build
 from jaxscale.step.memory_resolve import traced_blocks
 from jaxscale.step.train_step import TrainStep
-
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-"""Operations with a gradient for each operand, of one product each."""
 
 
 def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePlan, schedule: Schedule) -> Costs:
@@ -53,15 +53,15 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
         UserError: more stages than blocks, devices or rows that do not divide, a chip of unknown rates.
     """
     model = model_prices(experiment, platform, schedule.ranks, pipeline.shape()[1])
-    planned = experiment.plan.pipeline
-    layers = None if planned is None else planned.stages
+    plan_pipeline = experiment.plan.pipeline
+    layers = None if plan_pipeline is None else plan_pipeline.stages
     if layers is None or len(layers) != schedule.stages or sum(layers) != len(model.blocks):
         layers = Stages.even(schedule, len(model.blocks)).layers
     links = (link_seconds(platform, model),) * schedule.ranks
     return costs_of(model, layers, links, recompute=experiment.plan.stages_keep == "input")
 
 
-def simulated(experiment: Experiment, platform: Platform, plan: Plan) -> Simulation | None:
+def simulation_of(experiment: Experiment, platform: Platform, plan: Plan) -> Simulation | None:
     """Simulation of a plan's pipeline; `None` if the chip's rates are unknown.
 
     Args:
@@ -92,29 +92,22 @@ def costs_of(
         >>> costs_of(ModelPrices((Price(1, 1, 1),) * 3, last=Price(2, 2, 2)), (2, 1)).forward
         (2.0, 3.0)
     """
-    stages: list[list[Price]] = []
-    start = 0
-    for count in layers:
-        stages.append(list(model.blocks[start : start + count]))
-        start += count
-    first, last = ([] if price is None else [price] for price in (model.first, model.last))
-    stages[0], stages[-1] = first + stages[0], stages[-1] + last
+    bounds = itertools.pairwise(itertools.accumulate(layers, initial=0))
+    stages = [model.blocks[start:stop] for start, stop in bounds]
+    if model.first is not None:
+        stages[0] = (model.first, *stages[0])
+    if model.last is not None:
+        stages[-1] = (*stages[-1], model.last)
 
-    def total(name: str) -> tuple[float, ...]:
+    def totals(name: str) -> tuple[float, ...]:
         return tuple(float(sum(getattr(price, name) for price in stage)) for stage in stages)
 
-    forward, input_gradient, stash = total("forward"), total("input_gradient"), total("stash_bytes")
+    forward, input_gradient, stash = totals("forward"), totals("input_gradient"), totals("stash_bytes")
     if recompute:
-        input_gradient = tuple(a + b for a, b in zip(input_gradient, forward, strict=True))
+        input_gradient = tuple(map(operator.add, input_gradient, forward))
         stash = (0.0, *(model.blocks[0].message_bytes for _ in stages[1:]))
-    return Costs(
-        forward,
-        input_gradient,
-        total("weight_gradient"),
-        links=links,
-        stash=stash,
-        pending=total("between_bytes"),
-    )
+    weight_gradient, pending = totals("weight_gradient"), totals("between_bytes")
+    return Costs(forward, input_gradient, weight_gradient, links=links, stash=stash, pending=pending)
 
 
 def model_prices(experiment: Experiment, platform: Platform, ranks: int, microbatches: int) -> ModelPrices:
@@ -140,14 +133,28 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
             f"a pipeline of {ranks} devices does not divide the {platform.devices} of {platform}: take another P, or "
             "another platform"
         )
-    step = _stage_step(experiment, platform, ranks, microbatches)
+    # the whole model, on the devices of one stage
+    plan = experiment.plan.without_pipeline()
+    memory = MemoryPlan("none") if plan.memory.rule == "fit" else plan.memory
+    plan = dataclasses.replace(plan, memory=memory, microbatches=microbatches)
+    step = described_step(experiment, platform, plan, platform.devices // ranks)
     calls = traced_blocks(step.objective, chip)
     if not calls:
         raise UserError(f"{experiment.name}: its model shows no blocks; build it of layers.Stack or layers.Chain")
     decision = decide(step.plan.memory, calls, chip)
     block_count = sum(call.count for call in calls)
     stash_bytes, recompute_seconds = decision.bytes / block_count, decision.seconds / block_count
-    prices = [_price(call.graph, stash_bytes, recompute_seconds) for call in calls for _ in range(call.count)]
+    prices: list[Price] = []
+    for call in calls:
+        input_seconds, weight_seconds = gradient_seconds(call.graph)
+        price = Price(
+            call.graph.seconds,
+            input_seconds + recompute_seconds,
+            weight_seconds,
+            stash_bytes=stash_bytes,
+            message_bytes=call.graph.carried_bytes,
+        )
+        prices += [price] * call.count
     return ModelPrices(tuple(prices), last=_head_price(step, calls, platform))
 
 
@@ -155,29 +162,6 @@ def link_seconds(platform: Platform, model: ModelPrices) -> float:
     """Seconds of a message between neighbours on the pipe axis, over one of the chip's fastest links."""
     links = [link for link in platform.links if link.name in ("ici", "nvlink", "pcie")]
     return model.blocks[0].message_bytes / links[0].bandwidth if links and platform.devices > 1 else 0.0
-
-
-def _stage_step(experiment: Experiment, platform: Platform, ranks: int, microbatches: int) -> TrainStep:
-    """The step for the devices of one stage, with the whole model."""
-    from jax.sharding import AbstractDevice
-
-    plan = experiment.plan
-    memory = MemoryPlan("none") if plan.memory.rule == "fit" else plan.memory
-    stage_plan = dataclasses.replace(plan.without_pipeline(), memory=memory, microbatches=microbatches)
-    device = AbstractDevice(platform.chip.device_kinds[0], None, platform.chip.kind)
-    return build(experiment, stage_plan, devices=[device] * (platform.devices // ranks))
-
-
-def _price(graph: BlockGraph, stash_bytes: float, recompute_seconds: float) -> Price:
-    """The price of one block, with its stashed bytes and the seconds of its recomputation."""
-    input_gradient, weight_gradient = gradient_seconds(graph)
-    return Price(
-        graph.seconds,
-        input_gradient + recompute_seconds,
-        weight_gradient,
-        stash_bytes=stash_bytes,
-        message_bytes=graph.carried_bytes,
-    )
 
 
 def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
@@ -200,7 +184,7 @@ def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
             input_dependent.update(equation.outputs)
         if not equation.flop:
             input_seconds += equation.seconds if any(dependent) else 0.0
-        elif equation.name in PRODUCTS:
+        elif equation.name in PRODUCTS:  # the gradient of each operand is one product
             factors = dependent[:2] if len(dependent) > 1 else dependent * 2
             input_seconds += equation.seconds * sum(factors)
             weight_seconds += equation.seconds * (len(factors) - sum(factors))

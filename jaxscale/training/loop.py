@@ -15,7 +15,7 @@ from jaxscale.checkpoint.restore import write_tokenizer
 from jaxscale.checkpoint.store import Checkpoints, save_memory_warning
 from jaxscale.compiler.kept_programs import left_out
 from jaxscale.errors import Preempted, UserError
-from jaxscale.planning.settle import settled
+from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.kernels import fields_of, lines_of
 from jaxscale.recipe.plan import Plan
@@ -85,7 +85,7 @@ def train(
         raise UserError(f"log_every: got {log_every!r}, expected a whole number >= 1")
     profiler = Profiler(None if profile is None else ProfileRange.parse(profile).within(experiment.steps))
     start_backend()
-    plan = settled(experiment, experiment.plan if plan is None else plan)
+    plan = resolve_choices(experiment, experiment.plan if plan is None else plan)
     folder = run_path(place.default_directory(experiment) if out is None else out)
     display = Display(experiment.steps, quiet=quiet or not is_first(), name=experiment.name)
     journal = Journal(folder, display)

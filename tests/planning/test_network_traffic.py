@@ -9,8 +9,8 @@ from jaxscale.compiler.collectives import Collective
 from jaxscale.compiler.report import CompileReport
 from jaxscale.planning.estimate import estimate, of_step
 from jaxscale.planning.fit import fit
+from jaxscale.planning.network_traffic import sent_by_axes, slow_axis_traffic, slow_link
 from jaxscale.planning.program import described_step
-from jaxscale.planning.wire import sent_by_axes, slow_link, wire_of
 from jaxscale.platforms.platform import Platform
 from jaxscale.replicas import Codec
 from jaxscale.replicas.diloco import Diloco
@@ -86,7 +86,7 @@ def test_the_links_of_the_slow_axis(platform, mesh, expected):
 def test_diloco_spreads_its_meetings_over_the_steps_between(planned):
     experiment = dataclasses.replace(planned(MESH, diloco=Diloco(every=10)), steps=100)
     step = described_step(experiment, Platform.parse(SLICES))
-    wire = wire_of(step, Platform.parse(SLICES))
+    wire = slow_axis_traffic(step, Platform.parse(SLICES))
     assert wire is not None
     assert wire.bytes == pytest.approx(wire.exact_bytes / 10, rel=1e-3)
     assert wire.by == "diloco every 10 steps"

@@ -5,12 +5,10 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.planning.compile_pieces import lowered_piece, pieces_of
 from jaxscale.planning.estimate import estimate, of_step
 from jaxscale.planning.fit import fit
-from jaxscale.planning.piece_compile import lowered_piece
-from jaxscale.planning.pieces import pieces_of
-from jaxscale.planning.program import described_step
-from jaxscale.planning.traced import traced_step
+from jaxscale.planning.program import described_step, traced_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.state.batches import batch_shapes
 
@@ -30,7 +28,7 @@ def test_the_pieces_of_a_step(planned):
     forward, loss, backward = pieces
     assert program.operations[forward.start].loop is not None
     assert program.operations[backward.start].params["reverse"]
-    assert loss.places == range(forward.stop, backward.start)
+    assert loss.indices == range(forward.stop, backward.start)
 
 
 def test_microbatches_are_a_loop_around_them(planned):
@@ -58,11 +56,11 @@ def test_what_was_measured_takes_the_place_of_the_formula(planned):
     found = of_step(step, shapes, CPU, measure)
     assert len(set(asked)) == len(asked)
     assert set(asked) == set(found.compiled)
-    assert found.timeline.moments[found.timeline.peak].piece.name == asked[-1]
+    assert found.timeline.peak.piece.name == asked[-1]
     assert 10 * 2**20 < found.timeline.bytes < 10 * 2**20 + formula.timeline.bytes
     # what is said of one piece changes no other
     nothing = of_step(step, shapes, CPU, lambda piece: 0)
-    assert set(nothing.compiled) >= {formula.timeline.moments[formula.timeline.peak].piece.name}
+    assert set(nothing.compiled) >= {formula.timeline.peak.piece.name}
     assert nothing.timeline.bytes < formula.timeline.bytes
 
 

@@ -8,8 +8,8 @@ from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.pipeline.choose.partition import ModelPrices
 from jaxscale.pipeline.choose.price import Price
+from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.planning.pipeline_choice import in_periods, pipeline_choice
-from jaxscale.planning.settle import settled
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -29,14 +29,14 @@ MODEL = Decoder(vocab=12, context=8, layers=4, embed=8, heads=2, windows=(4, Non
 EXPERIMENT = Experiment("settled", MODEL, Tokens(), batch=4)
 
 
-def test_a_settled_plan_stays_as_it_is():
+def test_a_plan_without_automatic_choices_is_unchanged():
     plan = override(Plan(), {"pipeline": "gpipe:2x2", "zero": "1"})
-    assert settled(EXPERIMENT, plan) is plan
+    assert resolve_choices(EXPERIMENT, plan) is plan
 
 
 @pytest.mark.slow
 def test_auto_becomes_a_schedule_that_builds():
-    plan = settled(EXPERIMENT, override(Plan(), {"pipeline": "auto:2", "mesh": "data:2"}))
+    plan = resolve_choices(EXPERIMENT, override(Plan(), {"pipeline": "auto:2", "mesh": "data:2"}))
     assert plan.pipeline.name != "auto"
     assert plan.pipeline.ranks == 2
     assert 4 % (2 * plan.pipeline.microbatches) == 0
@@ -50,11 +50,11 @@ def test_auto_keeps_to_the_limit():
         pipeline_choice(EXPERIMENT, Platform.parse("tpu v5e:2x2"), 1024, plan)
 
 
-def test_blocks_are_priced_under_the_plan_that_is_settled():
+def test_blocks_are_priced_under_the_plan_that_is_given():
     plan, platform = override(Plan(), {"pipeline": "auto:2", "memory": "full"}), Platform.parse("tpu v5e:2x2")
-    _, given = pipeline_choice(EXPERIMENT, platform, 2**34, plan)
-    _, own = pipeline_choice(dataclasses.replace(EXPERIMENT, plan=plan), platform, 2**34)
-    assert given.best == own.best
+    chosen = pipeline_choice(EXPERIMENT, platform, 2**34, plan)
+    assert chosen == pipeline_choice(dataclasses.replace(EXPERIMENT, plan=plan), platform, 2**34)
+    assert chosen.pipeline.name != "auto"
 
 
 def test_turns_of_unlike_blocks_are_one_to_a_partition():

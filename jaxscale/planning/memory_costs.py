@@ -6,7 +6,6 @@ hide. Only the model's blocks are traced, once.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 
 from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import Decision
@@ -21,24 +20,24 @@ from jaxscale.step.memory_resolve import traced_blocks
 
 
 @dataclasses.dataclass(frozen=True)
-class Prices:
+class MemoryCosts:
     """Costs of memory plans for one model on one platform.
 
     Args:
         platform: its roofline gives the seconds.
         calls: the model's blocks, per device and microbatch; for a pipeline, those of a stage.
-        parts: microbatches of a step.
+        microbatches: of a step.
         stages: pipeline stages on one device, which are equal.
     """
 
     platform: Platform
     calls: tuple[BlockCall, ...]
-    parts: int
+    microbatches: int
     stages: int = 1
 
     @classmethod
-    def of(cls, experiment: Experiment, platform: Platform, plan: Plan) -> "Prices":
-        """The prices of an experiment's step.
+    def of(cls, experiment: Experiment, platform: Platform, plan: Plan) -> "MemoryCosts":
+        """The costs for an experiment's step.
 
         Args:
             experiment: what to train.
@@ -60,9 +59,9 @@ class Prices:
         return len(self.calls) == 1 and self.calls[0].rolled
 
     @functools.cached_property
-    def passes(self) -> float:
+    def block_seconds(self) -> float:
         """Seconds of the blocks' forward and backward passes in a step that keeps everything."""
-        return 3 * self.parts * self.stages * sum(call.count * call.graph.seconds for call in self.calls)
+        return 3 * self.microbatches * self.stages * sum(call.count * call.graph.seconds for call in self.calls)
 
     def decision(self, memory: MemoryPlan) -> Decision:
         """The decision of a memory plan, for one of the stages on a device.
@@ -76,18 +75,16 @@ class Prices:
 
     def seconds(self, decision: Decision) -> float:
         """Seconds of a step beyond keeping everything."""
-        return self.parts * self.stages * decision.seconds
+        return self.microbatches * self.stages * decision.seconds
 
-    def steps(self, flop: Mapping[str, float]) -> Mapping[str, float]:
-        """Seconds of whole steps under several memory plans.
+    def step_seconds(self, flop: float) -> float:
+        """Seconds of a whole step that keeps everything.
 
         Args:
-            flop: FLOP of a step's products on all devices, by the text form of the memory plan.
+            flop: FLOP of its products on all devices.
         """
         rate = roofline.rate(self.platform.chip, "bfloat16")
         assert rate is not None, "the platform's rates are known"
-        block_flop = 3 * self.parts * self.stages * sum(call.count * call.graph.flop for call in self.calls)
-        unplanned_seconds = self.passes + max(0.0, min(flop.values()) / self.platform.devices - block_flop) / rate
-        if not self.calls:  # without blocks, memory plans change nothing
-            return dict.fromkeys(flop, unplanned_seconds)
-        return {text: unplanned_seconds + self.seconds(self.decision(MemoryPlan.parse(text))) for text in flop}
+        calls_flop = sum(call.count * call.graph.flop for call in self.calls)
+        flop_besides_blocks = flop / self.platform.devices - 3 * self.microbatches * self.stages * calls_flop
+        return self.block_seconds + max(0.0, flop_besides_blocks) / rate

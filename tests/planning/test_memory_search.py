@@ -7,10 +7,10 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
-from jaxscale.planning import cheapest
-from jaxscale.planning.cheapest import cheapest_fit
+from jaxscale.planning import memory_search
 from jaxscale.planning.estimate import estimate
-from jaxscale.planning.prices import Prices
+from jaxscale.planning.memory_costs import MemoryCosts
+from jaxscale.planning.memory_search import cheapest_fit
 from jaxscale.planning.program import compiled_bytes
 from jaxscale.platforms.detect import detect
 from jaxscale.platforms.platform import Platform
@@ -50,9 +50,9 @@ class Model:
         self.asked.append(str(plan.memory))
         return SimpleNamespace(plan=plan, decision=SimpleNamespace(bytes=self.kept(plan.memory)))
 
-    def prices(self, experiment, platform, plan):
+    def costs(self, experiment, platform, plan):
         """Of a platform whose rates nobody knows."""
-        return Prices(platform, self.calls, 1)
+        return MemoryCosts(platform, self.calls, 1)
 
     def of_step(self, step, batch, platform):
         memory = step.plan.memory
@@ -68,16 +68,16 @@ class Model:
 @pytest.fixture
 def model(monkeypatch):
     made = Model()
-    monkeypatch.setattr(cheapest, "described_step", made.described_step)
-    monkeypatch.setattr(cheapest, "of_step", made.of_step)
-    monkeypatch.setattr(Prices, "of", made.prices)
-    monkeypatch.setattr(Prices, "timed", False)
+    monkeypatch.setattr(memory_search, "described_step", made.described_step)
+    monkeypatch.setattr(memory_search, "of_step", made.of_step)
+    monkeypatch.setattr(MemoryCosts, "of", made.costs)
+    monkeypatch.setattr(MemoryCosts, "timed", False)
     return made
 
 
 def fitting(model, limit: int):
     """The least FLOP of all budgets that fit, by trying every one."""
-    parse = cheapest.MemoryPlan.parse
+    parse = memory_search.MemoryPlan.parse
     budgets = (parse(f"save:{budget}MiB") for budget in range(model.least // MIB, model.most // MIB + 1))
     return min(model.flop(memory) for memory in budgets if model.taken(memory) <= limit)
 
@@ -88,9 +88,9 @@ def test_the_largest_save_set_that_fits_is_found(experiment, model, limit):
     assert model.taken(memory) <= limit * MIB
     assert memory.rule == "save"
     # what lies within CLOSE of the limit, and two steps of the curve, is worth no further estimate
-    near = model.work / 3 * (cheapest.CLOSE * limit * MIB + 2 * model.step) / (model.most / 2)
+    near = model.work / 3 * (memory_search.CLOSE * limit * MIB + 2 * model.step) / (model.most / 2)
     assert model.flop(memory) - fitting(model, limit * MIB) <= near + 1
-    assert len(model.asked) == len(set(model.asked)) <= cheapest.ESTIMATES + len(cheapest.MENU) + 1
+    assert len(model.asked) == len(set(model.asked)) <= memory_search.ESTIMATES + len(memory_search.MENU) + 1
     assert len(str(memory)) <= len("save:888.5MiB")
 
 
@@ -106,9 +106,9 @@ def test_the_largest_save_set_that_fits_is_found(experiment, model, limit):
 def test_offload_is_taken_where_it_spares_enough_time_and_fits_the_host(
     experiment, model, monkeypatch, spared, host, plan, rule
 ):
-    monkeypatch.setattr(Prices, "timed", True)
-    monkeypatch.setattr(Prices, "passes", 3000.0)
-    monkeypatch.setattr(Prices, "decision", lambda self, memory: model.decision(memory))
+    monkeypatch.setattr(MemoryCosts, "timed", True)
+    monkeypatch.setattr(MemoryCosts, "block_seconds", 3000.0)
+    monkeypatch.setattr(MemoryCosts, "decision", lambda self, memory: model.decision(memory))
     model.spared = spared
     plan = plan_of(experiment.plan, **plan)
     memory = cheapest_fit(experiment, V5E, 400 * MIB, plan, host_limit=host).memory
@@ -125,15 +125,15 @@ def test_of_all_that_fits_the_least_time_is_taken(planned):
         experiment = planned("fsdp:4", precision="bfloat16", weights=place)
         limit = estimate(experiment, V5E).device_bytes * 4 // 5
         plan = cheapest_fit(experiment, V5E, limit)
-        prices = Prices.of(experiment, V5E, experiment.plan)
+        costs = MemoryCosts.of(experiment, V5E, experiment.plan)
         assert estimate(experiment, V5E, plan).device_bytes <= limit
         assert plan.memory.rule in ("save", "offload")
-        least = prices.seconds(prices.decision(plan.memory))
-        assert least <= prices.seconds(prices.decision(cheapest.MemoryPlan("full")))
+        least = costs.seconds(costs.decision(plan.memory))
+        assert least <= costs.seconds(costs.decision(memory_search.MemoryPlan("full")))
         for text in ("dots", "full"):
-            other = dataclasses.replace(plan, memory=cheapest.MemoryPlan.parse(text))
+            other = dataclasses.replace(plan, memory=memory_search.MemoryPlan.parse(text))
             if estimate(experiment, V5E, other).device_bytes <= limit:
-                assert least <= prices.seconds(prices.decision(other.memory))
+                assert least <= costs.seconds(costs.decision(other.memory))
 
 
 def test_what_fits_as_it_is_is_asked_nothing_else(experiment, model):
@@ -154,8 +154,8 @@ def test_the_compiler_corrects_the_estimate(experiment, model, limit, off):
     assert off(model.taken(memory)) <= limit * MIB
     assert str(memory) in compiled
     assert len(compiled) == len(set(compiled))
-    assert sum(text.startswith("save") for text in compiled) <= cheapest.COMPILES
-    assert len(compiled) <= cheapest.COMPILES + 1
+    assert sum(text.startswith("save") for text in compiled) <= memory_search.COMPILES
+    assert len(compiled) <= memory_search.COMPILES + 1
     true = next(taken for taken in range(1000 * MIB, 0, -MIB) if off(taken) <= limit * MIB)
     assert model.flop(memory) <= 1.03 * fitting(model, true)
 
@@ -195,4 +195,4 @@ def test_on_this_machine_what_is_chosen_fits_and_recomputes_little(planned):
     assert estimate(experiment, detect(), plan).flop < (most + taken) / 2
 
 
-PLANS = tuple(map(cheapest.MemoryPlan, ("none", "full")))
+PLANS = tuple(map(memory_search.MemoryPlan, ("none", "full")))

@@ -14,13 +14,14 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxscale.compiler.usable import host_share, usable_bytes
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.planning.accuracy import MARGIN
 from jaxscale.planning.estimate import of_step
-from jaxscale.planning.prices import Prices
+from jaxscale.planning.memory_costs import MemoryCosts
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
@@ -119,27 +120,24 @@ def cheapest_fit(
     menu_candidates = [candidates.candidate(first)]
     if menu_candidates[0].bytes <= limit and candidates.needed_bytes(menu_candidates[0]) <= limit:
         return menu_candidates[0].plan
-    rules = searched_rules(experiment, plan, candidates.prices) if menu is None else ()
+    rules = searched_rules(experiment, plan, candidates.costs) if menu is None else ()
     optima = [_largest_candidate(candidates, rule, limit, menu_candidates[0].kept) for rule in rules]
     best = min((option for option in optima if option is not None), key=lambda option: option.cost, default=None)
     # weights that stream from the host keep its link busy
-    if best is not None and candidates.prices.scanned and plan.offload.weights == "device":
+    if best is not None and candidates.costs.scanned and plan.offload.weights == "device":
         host_limit = host_share(platform) if host_limit is None else host_limit
         best = _with_pofo(candidates, best, limit, host_limit) or best
     menu_candidates += [candidate for candidate in map(candidates.candidate_or_none, texts) if candidate is not None]
     least = min(candidate.bytes for candidate in menu_candidates)
-    refused: list[tuple[int, Candidate]] = []
-    for candidate in sorted(menu_candidates, key=lambda candidate: candidate.cost):
-        if best is not None and best.cost <= candidate.cost:
-            return best.plan
+    too_large: list[tuple[int, Candidate]] = []
+    ordered = sorted(menu_candidates if best is None else [best, *menu_candidates], key=lambda option: option.cost)
+    for candidate in ordered:
         promising = candidate.bytes <= limit * (1 + MARGIN) or candidate.bytes == least
         needed_bytes = candidates.needed_bytes(candidate) if promising else candidate.bytes
-        if needed_bytes <= limit:
+        if candidate is best or needed_bytes <= limit:
             return candidate.plan
-        refused.append((needed_bytes, candidate))
-    if best is not None:
-        return best.plan
-    needed_bytes, smallest = min(refused, key=lambda pair: pair[0])
+        too_large.append((needed_bytes, candidate))
+    needed_bytes, smallest = min(too_large, key=lambda pair: pair[0])
     raise NothingFits(
         f"memory fit: {experiment.name} takes at least {size(needed_bytes)} per device under any of "
         f"{', '.join(str(candidate.plan.memory) for candidate in menu_candidates)}; "
@@ -158,31 +156,35 @@ def valid_menu(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
     return tuple(text for text in MENU if text != "sqrt" or not unsegmented)
 
 
-def searched_rules(experiment: Experiment, plan: Plan, prices: Prices) -> tuple[str, ...]:
+def searched_rules(experiment: Experiment, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
     """Rules whose budget is searched: those that are optimal for the model's blocks."""
-    if plan.unroll > 1 or not prices.calls:
+    if plan.unroll > 1 or not costs.calls:
         return ()
-    is_chain = len(prices.calls) > 1 and all(call.count == 1 for call in prices.calls)
+    is_chain = len(costs.calls) > 1 and all(call.count == 1 for call in costs.calls)
     is_chain = is_chain and not getattr(experiment.model, "foreign", False) and plan.offload.weights == "device"
     return ("save", "chain") if is_chain else ("save",)
 
 
+@dataclasses.dataclass(eq=False)
 class _Candidates:
     """Candidates of one experiment, with cached estimates and compiled bytes."""
 
-    def __init__(self, experiment: Experiment, platform: Platform, plan: Plan, measure: Measure | None) -> None:
-        self.experiment = experiment
-        self.platform = platform
-        self.plan = plan
-        self.measure = measure
-        self._batch = batch_shapes(experiment)
-        self._by_text: dict[str, Candidate] = {}
-        self._measured: dict[Candidate, int] = {}
+    experiment: Experiment
+    platform: Platform
+    plan: Plan
+    measure: Measure | None
+    by_text: dict[str, Candidate] = dataclasses.field(default_factory=dict)
+    measured_bytes: dict[Candidate, int] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
-    def prices(self) -> Prices:
-        """Prices of the model's blocks."""
-        return Prices.of(self.experiment, self.platform, self.plan)
+    def batch(self) -> Any:
+        """Shapes of a global batch."""
+        return batch_shapes(self.experiment)
+
+    @functools.cached_property
+    def costs(self) -> MemoryCosts:
+        """Costs of memory plans for the model's blocks."""
+        return MemoryCosts.of(self.experiment, self.platform, self.plan)
 
     def candidate(self, text: str) -> Candidate:
         """The candidate of a memory plan by its text form.
@@ -190,20 +192,16 @@ class _Candidates:
         Raises:
             UserError: it is not valid for the model.
         """
-        if text not in self._by_text:
+        if text not in self.by_text:
             plan = dataclasses.replace(self.plan, memory=MemoryPlan.parse(text))
             step = described_step(self.experiment, self.platform, plan)
-            estimated = of_step(step, self._batch, self.platform)
-            if step.decision is None:
-                moments = estimated.timeline.moments
-                kept_bytes = max((moment.by_kind.get("kept activations", 0) for moment in moments), default=0)
-            else:
-                kept_bytes = step.decision.bytes
-            cost: float = estimated.flop
-            if plan.memory.rule != "none" and self.prices.timed and self.prices.calls:
-                cost = self.prices.seconds(self.prices.decision(plan.memory))
-            self._by_text[text] = Candidate(plan, cost, estimated.device_bytes, kept_bytes, estimated.host_bytes)
-        return self._by_text[text]
+            step_estimate = of_step(step, self.batch, self.platform)
+            kept_bytes = step_estimate.kept_bytes if step.decision is None else step.decision.bytes
+            cost: float = step_estimate.flop
+            if plan.memory.rule != "none" and self.costs.timed and self.costs.calls:
+                cost = self.costs.seconds(self.costs.decision(plan.memory))
+            self.by_text[text] = Candidate(plan, cost, step_estimate.device_bytes, kept_bytes, step_estimate.host_bytes)
+        return self.by_text[text]
 
     def candidate_or_none(self, text: str) -> Candidate | None:
         """The candidate of a memory plan, or `None` with a warning if it is not valid for the model."""
@@ -224,9 +222,9 @@ class _Candidates:
         """Bytes of device memory: compiled if there is a compiler, else estimated."""
         if self.measure is None:
             return candidate.bytes
-        if candidate not in self._measured:
-            self._measured[candidate] = self.measure(self.experiment, candidate.plan)
-        return self._measured[candidate]
+        if candidate not in self.measured_bytes:
+            self.measured_bytes[candidate] = self.measure(self.experiment, candidate.plan)
+        return self.measured_bytes[candidate]
 
 
 def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budget: int) -> Candidate | None:
@@ -234,13 +232,13 @@ def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budge
     max_budget += -max_budget % _granularity(max_budget)
     if candidates.candidate_or_none(f"{rule}:{bytes_text(max_budget)}") is None:
         return None
-    low, high, error, best = 0, max_budget + 1, 0, None
+    low, high, estimate_error, best = 0, max_budget + 1, 0, None
     for _ in range(COMPILES):
-        candidate = _largest_by_estimate(candidates, rule, limit - error, low, high)
+        candidate = _largest_by_estimate(candidates, rule, limit - estimate_error, low, high)
         if candidate is None or (best is not None and candidate.kept <= best.kept):
             break
         needed_bytes = candidates.needed_bytes(candidate)
-        error = needed_bytes - candidate.bytes
+        estimate_error = needed_bytes - candidate.bytes
         if needed_bytes <= limit:
             best, low = candidate, _budget_of(candidate)
             if limit - needed_bytes <= CLOSE * limit:
@@ -254,15 +252,15 @@ def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budge
 
 def _with_pofo(candidates: _Candidates, best: Candidate, limit: int, host_limit: int | None) -> Candidate | None:
     """POFO at the budget of the best plan without it; `None` if it saves too little, or does not fit."""
-    prices, budget = candidates.prices, best.kept + -best.kept % _granularity(best.kept)
-    if not prices.timed or candidates.platform.chip.kind == "cpu" or best.plan.memory.rule != "save":
+    costs, budget = candidates.costs, best.kept + -best.kept % _granularity(best.kept)
+    if not costs.timed or candidates.platform.chip.kind == "cpu" or best.plan.memory.rule != "save":
         return None
     for _ in range(2):
         try:
-            decision = prices.decision(MemoryPlan("offload", budget=budget, selector="pofo"))
+            decision = costs.decision(MemoryPlan("offload", budget=budget, selector="pofo"))
         except UserError:  # below the least possible
             return None
-        if best.cost - prices.seconds(decision) < OFFLOAD_GAIN * prices.passes:
+        if best.cost - costs.seconds(decision) < OFFLOAD_GAIN * costs.block_seconds:
             return None
         candidate = candidates.within("offload:pofo", budget)
         if candidate is None or (host_limit is not None and candidate.host_bytes > host_limit):

@@ -23,7 +23,7 @@ from jaxscale.values.units import size
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class Traffic:
     """Traffic of a device over the slow axis.
 
     Args:
@@ -47,15 +47,15 @@ class Wire:
         return f"{REPLICA_AXIS}: {size(self.bytes)} per device and step by {self.by}{comparison}{duration}"
 
 
-def wire_of(step: TrainStep, platform: Platform) -> Wire | None:
+def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
     """Traffic of a step over the slow axis; `None` if its mesh has none.
 
     Args:
         step: a train step.
         platform: where it runs.
     """
-    plan, replicas = step.plan, step.mesh.shape[REPLICA_AXIS]
-    if replicas == 1:
+    plan, axis_sizes = step.plan, step.mesh.shape
+    if axis_sizes[REPLICA_AXIS] == 1:
         return None
     codec, diloco = step.codec, step.replicas
     if codec is not None:
@@ -65,14 +65,14 @@ def wire_of(step: TrainStep, platform: Platform) -> Wire | None:
         sent_bytes = math.ceil(sum(map(diloco.wire_bytes, fragments)) / every)
         exact_bytes, by = sum(map(diloco.exact_bytes, fragments)), f"diloco every {every} steps"
     else:
-        leaves = leaves_of_gradients(plan, step.pure_model, step.layout)
-        elements = sum(math.prod(leaf.shape) // _shards(step, leaf.axes) for leaf in leaves.values())
-        by = plan.reduce or plan.precision
-        exact_bytes = wire.all_reduce(wire.FLOAT32 * elements, replicas)
+        leaves = leaves_of_gradients(plan, step.pure_model, step.layout).values()
+        elements = sum(math.prod(leaf.shape) // math.prod(axis_sizes[axis] for axis in leaf.axes) for leaf in leaves)
+        by = str(plan.reduce or plan.precision)
+        exact_bytes = wire.all_reduce(wire.FLOAT32 * elements, axis_sizes[REPLICA_AXIS])
         sent_bytes = exact_bytes // (1 if by == "float32" else 2)
     assert plan.mesh is not None
     link, bandwidth = slow_link(platform, plan.mesh)
-    return Wire(sent_bytes, exact_bytes, str(by), link, sent_bytes / bandwidth if bandwidth else None)
+    return Traffic(sent_bytes, exact_bytes, by, link, sent_bytes / bandwidth if bandwidth else None)
 
 
 def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
@@ -108,21 +108,18 @@ def sent_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slices: int 
         >>> sent_by_axes([gather], MeshSpec(fsdp=4))
         {'fsdp': 6144}
     """
-    crossing = megascale.split(mesh.sizes, slices)[1]
-    totals: dict[str, int] = {}
+    axes_between_slices = megascale.split(mesh.sizes, slices)[1]
+    bytes_by_axes: dict[str, int] = {}
     for collective in collectives:
         axes = "other groups" if collective.axes is None else "+".join(collective.axes)
-        n = math.prod(mesh.sizes[axis] for axis in collective.axes or ())
+        devices = math.prod(mesh.sizes[axis] for axis in collective.axes or ())
         if collective.kind == "collective-permute" or collective.axes is None:
-            sent = collective.bytes
+            sent_bytes = collective.bytes
         elif collective.kind == "all-gather":
-            contributed = slices > 1 and set(collective.axes) & set(crossing)
-            sent = wire.all_gather(collective.bytes if contributed else collective.bytes // n, n)
+            is_contribution = slices > 1 and set(collective.axes) & set(axes_between_slices)
+            sent_bytes = wire.all_gather(collective.bytes if is_contribution else collective.bytes // devices, devices)
         else:
-            sent = (wire.all_reduce if collective.kind == "all-reduce" else wire.all_to_all)(collective.bytes, n)
-        totals[axes] = totals.get(axes, 0) + sent * collective.count
-    return totals
-
-
-def _shards(step: TrainStep, axes: Iterable[str]) -> int:
-    return math.prod(step.mesh.shape[axis] for axis in axes)
+            formula = wire.all_reduce if collective.kind == "all-reduce" else wire.all_to_all
+            sent_bytes = formula(collective.bytes, devices)
+        bytes_by_axes[axes] = bytes_by_axes.get(axes, 0) + sent_bytes * collective.count
+    return bytes_by_axes

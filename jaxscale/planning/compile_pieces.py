@@ -1,0 +1,201 @@
+"""The pieces of a train step that can be compiled by themselves, for the bytes of their temporaries.
+
+They are the loops over blocks and the loss between them. A piece is cut out of the traced step: its operations, with
+inputs placed as in the step. A loop over blocks holds one block, whatever the number of layers, so that it compiles in
+a fraction of the step's time.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxscale.compat import rebind
+from jaxscale.compiler.compile import compile_report
+from jaxscale.errors import UserError
+from jaxscale.planning.fusion import Arrays
+from jaxscale.planning.program import traced_step
+from jaxscale.platforms.platform import Platform
+from jaxscale.programs.dims import Dims
+from jaxscale.programs.flat import FlatProgram, carries
+from jaxscale.programs.kinds import both_passes, loss_range
+from jaxscale.programs.placements import in_host_memory
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
+from jaxscale.state.batches import batch_shapes
+from jaxscale.step.build import build
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Neighbouring operations of a step's program.
+
+    Args:
+        name: "forward blocks", "loss" or "backward blocks", with a number for the second and later loops.
+        path: index of each loop around it (over microbatches), from the outside in.
+        start: index of its first operation.
+        stop: index after its last operation.
+    """
+
+    name: str
+    path: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def indices(self) -> range:
+        """Indices of its operations."""
+        return range(self.start, self.stop)
+
+
+def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, ...]:
+    """The pieces of a step's program, in order; none if its blocks are in no loop.
+
+    Args:
+        program: of a step.
+        path: index of each loop around it.
+    """
+    operations = program.operations
+    microbatches = [(i, o.loop) for i, o in enumerate(operations) if o.loop is not None and both_passes(o.loop)]
+    if microbatches and not any(operation.params.get("reverse") for operation in operations):
+        return tuple(piece for index, body in microbatches for piece in pieces_of(body, (*path, index)))
+    if not both_passes(program):
+        return ()
+    forward_end, backward_start = loss_range(operations)
+    if operations[forward_end].loop is None or operations[backward_start].loop is None:
+        return ()
+    pieces: list[Piece] = []
+
+    def append(name: str, start: int, stop: int) -> None:
+        count = sum(piece.name.startswith(name) for piece in pieces)
+        pieces.append(Piece(f"{name} {count + 1}" if count else name, path, start, stop))
+
+    loops = [index for index, operation in enumerate(operations) if operation.loop is not None]
+    for index in loops:
+        if index <= forward_end:
+            append("forward blocks", index, index + 1)
+    if forward_end + 1 < backward_start:
+        append("loss", forward_end + 1, backward_start)
+    for index in loops:
+        if index >= backward_start and operations[index].params.get("reverse"):
+            append("backward blocks", index, index + 1)
+    return tuple(pieces)
+
+
+def piece_bytes(make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece) -> int:
+    """Bytes per device of a piece's temporaries, from the platform's compiler; the report is cached.
+
+    Args:
+        make: makes the experiment in the process that compiles; it must pickle.
+        platform: for which to compile.
+        plan: of the step.
+        piece: of the step.
+
+    Raises:
+        UserError: there is no compiler for the platform, or it cannot compile the piece.
+    """
+    recipe = functools.partial(lowered_piece, make=make, platform=platform, plan=plan, piece=piece)
+    report = compile_report(recipe, platform)
+    if report.temp_bytes is None:
+        raise UserError(f"{piece.name} of {platform} cannot be compiled alone: {report.crashed or report.oom}")
+    return report.temp_bytes
+
+
+def lowered_piece(
+    devices: Sequence[Any], make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece
+) -> Any:
+    """A piece of a train step lowered for devices: with `functools.partial`, a recipe of `compile_report`.
+
+    Args:
+        devices: of the platform.
+        make: makes the experiment.
+        platform: for which to compile.
+        plan: of the step.
+        piece: of the step.
+    """
+    import jax
+    from jax.experimental.layout import Format, Layout
+
+    experiment = make()
+    step = build(experiment, plan, devices=devices)
+    trace = traced_step(step, batch_shapes(experiment), platform)
+    step_arrays = Arrays(trace.program, trace.placements, trace.compiler)
+    arrays = functools.reduce(Arrays.of_loop, piece.path, step_arrays)
+    program = arrays.program
+    operations = [program.operations[index] for index in _with_expressions(arrays, piece)]
+    results = {value for operation in operations for value in operation.outputs}
+    read_values = {value for operation in operations for value in operation.inputs if value is not None}
+    inputs = sorted(read_values - results)
+    read_later = _read_later(program, piece)
+    outputs = _outputs(arrays, piece, read_later)
+
+    def run(*arguments: Any) -> list[Any]:
+        values = dict(zip(inputs, arguments, strict=True))
+        for operation in operations:
+            literals = operation.literals
+            operands = [literals[i] if value is None else values[value] for i, value in enumerate(operation.inputs)]
+            values |= zip(operation.outputs, rebind(operation.equation, operands), strict=True)
+        return [values[value] for value in outputs]
+
+    def with_free_layout(value: int) -> Any:
+        # the compiler chooses the layout of values computed in the step, not of its arguments
+        sharding = _sharding(step.mesh, program.shapes[value], arrays.placements.dims[value])
+        return sharding if value in program.inputs and not piece.path else Format(Layout.AUTO, sharding)
+
+    state = {value for value in _loop_state(program, piece) if value in arrays.bytes}
+    input_shapes = [jax.ShapeDtypeStruct(program.shapes[value].shape, program.shapes[value].dtype) for value in inputs]
+    piece_fn = jax.jit(
+        run,
+        in_shardings=[with_free_layout(value) for value in inputs],
+        out_shardings=[with_free_layout(value) for value in outputs],
+        donate_argnums=[index for index, value in enumerate(inputs) if value in state - read_later],
+    )
+    return piece_fn.lower(*input_shapes)
+
+
+def _with_expressions(arrays: Arrays, piece: Piece) -> list[int]:
+    """Indices of a piece's operations, and of the earlier operations that compute expressions for it."""
+    operations = arrays.program.operations
+    producer = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
+    indices = set(piece.indices)
+    pending = [value for index in piece.indices for value in operations[index].inputs]
+    while pending:
+        value = pending.pop()
+        if value is None or value in arrays.bytes or value not in producer or producer[value] in indices:
+            continue
+        indices.add(producer[value])
+        pending += operations[producer[value]].inputs
+    return sorted(indices)
+
+
+def _outputs(arrays: Arrays, piece: Piece, read_later: set[int | None]) -> list[int]:
+    """The arrays computed in a piece that are read after it."""
+    results = {value for index in piece.indices for value in arrays.program.operations[index].outputs}
+    outputs: set[int] = set()
+    for value in results & read_later:
+        outputs |= (arrays.sources[value] & results) or {value}
+    return sorted(outputs)
+
+
+def _read_later(program: FlatProgram, piece: Piece) -> set[int | None]:
+    later = program.operations[piece.stop :]
+    return {value for operation in later for value in operation.inputs} | set(program.outputs)
+
+
+def _loop_state(program: FlatProgram, piece: Piece) -> tuple[int | None, ...]:
+    """The initial state of a piece that is one loop; its results reuse this memory."""
+    operation = program.operations[piece.start]
+    return carries(operation) if len(piece.indices) == 1 and operation.loop is not None else ()
+
+
+def _sharding(mesh: Any, shape: Any, dims: Dims) -> Any:
+    """Sharding of an array; a dim that does not divide is not sharded."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    axes_of_dims = [
+        axes if axes and size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
+        for size, axes in zip(shape.shape, dims, strict=True)
+    ]
+    memory_kind = "pinned_host" if in_host_memory(shape) else "device"
+    return NamedSharding(mesh, PartitionSpec(*axes_of_dims), memory_kind=memory_kind)
