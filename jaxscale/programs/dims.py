@@ -96,11 +96,17 @@ def _without(removed: str, params: Any, shapes: Any, result: Shape) -> Iterator[
 
 def _reshape(params: Any, shapes: Any, result: Shape) -> Iterator[Link]:
     """Dims before which both shapes have the same product: equal ones, or the first of two groups with one product."""
-    targets = {math.prod(result[:target]): target for target, size in enumerate(result) if size > 1}
-    for dim, size in enumerate(shapes[0]):
-        before = math.prod(shapes[0][:dim])
-        if size > 1 and before in targets:
-            yield 0, dim, targets[before]
+    targets = {place: target for target, place in enumerate(_places(result))}
+    return ((0, dim, targets[place]) for dim, place in enumerate(_places(shapes[0])) if place in targets)
+
+
+def _places(shape: Shape) -> list[tuple[int, bool, int]]:
+    """For each dim, the product of the dims before it, whether its size is 1, and its number among such dims there."""
+    places: list[tuple[int, bool, int]] = []
+    for dim, size in enumerate(shape):
+        before, is_one = math.prod(shape[:dim]), size == 1
+        places.append((before, is_one, sum(place[:2] == (before, is_one) for place in places)))
+    return places
 
 
 def _product(params: Any, shapes: Any, result: Shape) -> Iterator[Link]:
