@@ -29,12 +29,23 @@ def test_no_module_has_more_than_500_lines():
     assert {name: length for name, length in lengths.items() if length > 500} == {}
 
 
-def test_at_most_5_names_are_those_of_two_public_classes():
+def public_types(module: Path) -> set[str]:
+    """Names of the public classes and type aliases that a module defines."""
+    body = ast.parse(module.read_text()).body
+    classes = {node.name for node in body if isinstance(node, ast.ClassDef)}
+    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
+    aliases = {
+        target.id for target in targets if isinstance(target, ast.Name) and re.fullmatch("[A-Z][a-z]\\w*", target.id)
+    }
+    return {name for name in classes | aliases if not name.startswith("_")}
+
+
+def test_at_most_5_names_are_those_of_two_public_types():
     places = collections.defaultdict(list)
     for module in MODULES:
-        for node in ast.parse(module.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(module.relative_to(ROOT).as_posix())
+        for name in public_types(module):
+            places[name].append(module.relative_to(ROOT).as_posix())
     twice = {name: files for name, files in places.items() if len(files) > 1}
     assert len(twice) <= 5, twice
 

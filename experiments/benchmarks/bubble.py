@@ -32,7 +32,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.simulate import Machine, Simulation, simulate
+from jaxscale.pipeline.clock.simulate import MachineModel, Simulation, simulate
 from jaxscale.pipeline.run.execute import At, execute
 from jaxscale.pipeline.run.tables import tabulate
 from jaxscale.pipeline.schedule import Schedule
@@ -119,7 +119,7 @@ def closed_forms(ranks: tuple[int, ...], most: int) -> list[Figure]:
 
 def waiting(p: int, m: int) -> list[Figure]:
     """Bubbles of both machines, F = I = W."""
-    machines: tuple[Machine, ...] = ("neighbour", "dataflow")
+    machines: tuple[MachineModel, ...] = ("neighbour", "dataflow")
     figures = []
     for name in NAMES:
         schedule = METHODS[name].schedule(p, m)

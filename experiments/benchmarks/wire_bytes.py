@@ -75,7 +75,7 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import Codec, wire
-from jaxscale.replicas.codec import State
+from jaxscale.replicas.codec import CodecState
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.batches import batch_shapes
 from jaxscale.state.train_state import TrainState
@@ -113,7 +113,7 @@ class Exact(Codec):
     name: ClassVar[str] = "exact"
     feedback: bool = dataclasses.field(default=False, kw_only=True)
 
-    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
+    def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
         return jax.lax.pmean(gradient, axis), state
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:

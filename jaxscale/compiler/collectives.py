@@ -23,11 +23,11 @@ import numpy as np
 
 from jaxscale.compiler.hlo_program import ARRAY, Computation, HloProgram, Op, array_bytes, called, integers, split
 from jaxscale.platforms import megascale
-from jaxscale.platforms.megascale import Kind
+from jaxscale.platforms.megascale import CollectiveKind
 
 Groups = frozenset[frozenset[int]]
 
-_KINDS: dict[str, Any] = {kind: kind for kind in get_args(Kind)} | {"ragged-all-to-all": "all-to-all"}
+_KINDS: dict[str, Any] = {kind: kind for kind in get_args(CollectiveKind)} | {"ragged-all-to-all": "all-to-all"}
 # ops that move or convert a whole value, and compute nothing
 _MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "optimization-barrier", "pad"}
 _MOVES |= {"reshape", "transpose", "all-reduce-done", "async-done"}
@@ -51,7 +51,7 @@ class Collective:
         trips_known: every loop around it has a known trip count; else `count` assumes one trip for the others.
     """
 
-    kind: Kind
+    kind: CollectiveKind
     axes: tuple[str, ...] | None
     bytes: int
     count: int

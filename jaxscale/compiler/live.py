@@ -16,8 +16,8 @@ from collections.abc import Mapping
 
 from jaxscale.compiler.hlo_program import HloProgram, integers
 from jaxscale.compiler.hlo_source import Sources
-from jaxscale.compiler.live_names import Names, phase_of
-from jaxscale.compiler.report import KINDS, Kind, LiveBytes, LiveTensor, Phase
+from jaxscale.compiler.live_names import ValueNames, phase_of
+from jaxscale.compiler.report import KINDS, LiveBytes, LiveKind, LiveTensor, StepPhase
 
 MOMENTS = 400
 """Approximate number of moments of a timeline."""
@@ -53,7 +53,7 @@ class _Value:
     shape: str
     start: int
     end: int
-    whole_run: Kind | None
+    whole_run: LiveKind | None
 
 
 def live_at_the_peak(folder: pathlib.Path, kind: str) -> Live | None:
@@ -77,14 +77,14 @@ def live_at_the_peak(folder: pathlib.Path, kind: str) -> Live | None:
 
 
 def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
-    names = Names(HloProgram(text), Sources(text))
+    names = ValueNames(HloProgram(text), Sources(text))
     order, values = _values(assignment, ranges, spaces, names.arguments)
     backward = next((index for index, name in enumerate(order) if "transpose(" in names.op_name(name)), len(order))
     last_uses = _last_uses(values)
-    phases: dict[_Value, Phase | None] = {
+    phases: dict[_Value, StepPhase | None] = {
         value: phase_of(names.writer_scopes(value.name, value.index)) for value in values
     }
-    kinds: dict[_Value, Kind] = {}
+    kinds: dict[_Value, LiveKind] = {}
     for value, phase in phases.items():
         is_kept = phase == "forward" and last_uses[value.place, value.start] >= backward
         kinds[value] = value.whole_run or ("kept" if is_kept else "transient")
@@ -146,7 +146,7 @@ def _values(
     return order, values
 
 
-def _whole_run(allocation: str) -> Kind | None:
+def _whole_run(allocation: str) -> LiveKind | None:
     """The kind of an allocation that lasts the whole run; None for temporaries."""
     if ", parameter " in allocation:
         return "argument"
@@ -177,7 +177,7 @@ def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
 
 
 def _sweep(
-    order: list[str], values: list[_Value], kinds: dict[_Value, Kind], names: Names
+    order: list[str], values: list[_Value], kinds: dict[_Value, LiveKind], names: ValueNames
 ) -> tuple[list[_Value], tuple[LiveBytes, ...]]:
     """The values alive at the peak, one per buffer, and the timeline."""
     begins: dict[int, list[_Value]] = defaultdict(list)
@@ -186,7 +186,7 @@ def _sweep(
         begins[value.start].append(value)
         ends[value.end + 1].append(value)
     alive: dict[tuple[int, int], list[_Value]] = defaultdict(list)
-    totals: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+    totals: dict[LiveKind, int] = dict.fromkeys(KINDS, 0)
     moments: list[LiveBytes] = []
     peak_bytes, peak = -1, []
 

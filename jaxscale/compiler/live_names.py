@@ -9,10 +9,10 @@ import re
 
 from jaxscale.compiler.hlo_program import Computation, HloProgram, Op, called
 from jaxscale.compiler.hlo_source import Sources
-from jaxscale.compiler.report import Phase
+from jaxscale.compiler.report import StepPhase
 
-Index = tuple[int, ...]
-Element = tuple[str, Index]
+BufferIndex = tuple[int, ...]
+Element = tuple[str, BufferIndex]
 """An instruction, and the index of one element of its result; `()` for the whole result."""
 
 # operand that is written into a stack, or the stack that is read from
@@ -53,7 +53,7 @@ def has_scopes(op_name: str) -> bool:
     return False
 
 
-def phase_of(op_name: str) -> Phase | None:
+def phase_of(op_name: str) -> StepPhase | None:
     """The pass of an operation, from its scopes."""
     if "rematted_computation" in op_name:
         return "recompute"
@@ -62,7 +62,7 @@ def phase_of(op_name: str) -> Phase | None:
     return "forward" if "jvp(" in op_name else None
 
 
-class Names:
+class ValueNames:
     """Names for the values of a program, in the user's terms.
 
     Attributes:
@@ -89,12 +89,12 @@ class Names:
         """Whether an instruction is inside a loop."""
         return name in self.ops and self.program.runs(self.ops[name][0].name)[1]
 
-    def writer_scopes(self, name: str, index: Index) -> str:
+    def writer_scopes(self, name: str, index: BufferIndex) -> str:
         """Scopes of the operation that writes a value, or those of the loop for a loop's carry."""
         writer = self._origin(name, index, through_stacks=False)
         return self.op_name(writer) or self.op_name(name)
 
-    def user_name(self, name: str, index: Index) -> str:
+    def user_name(self, name: str, index: BufferIndex) -> str:
         """The name of a value, for the user."""
         source = self._origin(name, index, through_stacks=True)
         op = source if self.op_name(source) else name
@@ -105,12 +105,12 @@ class Names:
             return name
         return "/".join((*self.sources.module_names(self.ops[op][1]), name))
 
-    def source_place(self, name: str, index: Index) -> str | None:
+    def source_place(self, name: str, index: BufferIndex) -> str | None:
         """Source file and line of a value."""
         source = self._origin(name, index, through_stacks=True)
         return self.sources.place(self.ops[source][1]) if source in self.ops else None
 
-    def _origin(self, name: str, index: Index, through_stacks: bool) -> str:
+    def _origin(self, name: str, index: BufferIndex, through_stacks: bool) -> str:
         """The instruction that computes a value, behind copies, tuples, loop carries, and stacking if requested."""
         visited = set()
         while name in self.ops and (name, index) not in visited:
@@ -122,7 +122,9 @@ class Names:
             name, index = previous
         return name
 
-    def _predecessor(self, computation: Computation, op: Op, index: Index, through_stacks: bool) -> Element | None:
+    def _predecessor(
+        self, computation: Computation, op: Op, index: BufferIndex, through_stacks: bool
+    ) -> Element | None:
         """The value that an instruction passes on; None if the instruction computes it."""
         if op.opcode == "get-tuple-element":
             element = op.attribute(r"index=(\d+)")
@@ -167,7 +169,7 @@ class Names:
             return False
         return computation.instructions[op.operands[0]].opcode == "parameter"
 
-    def _caller_operand(self, computation: Computation, op: Op, index: Index) -> Element | None:
+    def _caller_operand(self, computation: Computation, op: Op, index: BufferIndex) -> Element | None:
         """The caller's operand of a parameter; for a loop, the result of the previous iteration."""
         call = next((call for _, call in self.program.callers.get(computation.name, [])), None)
         if call is None or call.opcode not in ("while", "fusion", "call", "async-start"):
@@ -182,7 +184,7 @@ class Names:
         ]
         return (named_ops[-1], ()) if named_ops else None
 
-    def _stacked_slice(self, op: Op, index: Index) -> Element | None:
+    def _stacked_slice(self, op: Op, index: BufferIndex) -> Element | None:
         """The source of the slice that an operation writes into a stack, or reads from one."""
         inner = self.program.computations[called(op.attributes)[0]]
         root = inner.root

@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args
 from jaxscale.compiler.collectives import Collective
 from jaxscale.values import from_json, to_json
 
-Kind = Literal["argument", "output", "kept", "transient", "constant"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-Phase = Literal["forward", "backward", "recompute"]
+LiveKind = Literal["argument", "output", "kept", "transient", "constant"]
+KINDS: tuple[LiveKind, ...] = get_args(LiveKind)
+StepPhase = Literal["forward", "backward", "recompute"]
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = r"([\d.]+)([KMGTB]?)"
@@ -92,9 +92,9 @@ class LiveTensor:
 
     name: str
     bytes: int
-    kind: Kind
+    kind: LiveKind
     shape: str
-    phase: Phase | None = None
+    phase: StepPhase | None = None
     in_loop: bool = False
     source: str | None = None
 
@@ -111,7 +111,7 @@ class LiveBytes:
 
     at: int
     bytes: Mapping[str, int]
-    phase: Phase | None = None
+    phase: StepPhase | None = None
 
     @property
     def total(self) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxscale.data.shuffle import derive
 from jaxscale.errors import UserError
 
-Arrays = dict[str, np.ndarray]
+NumpyBatch = dict[str, np.ndarray]
 """A batch, or this process's rows of one: arrays by name, whose first dim is the row."""
 
 _AHEAD = 4
@@ -38,7 +38,7 @@ class EpochRows(Protocol):
         """Targets of one epoch."""
         ...
 
-    def read(self, rows: np.ndarray) -> Arrays:
+    def read(self, rows: np.ndarray) -> NumpyBatch:
         """Rows by their number in the endless sequence of epochs: row r is row `r % len` of epoch `r // len`."""
         ...
 
@@ -92,11 +92,11 @@ class Opened:
         local_batches = rows.batch(self.batch // self.processes)[self.process :: self.processes]
         return local_batches.map(self._read)
 
-    def _read(self, numbers: np.ndarray) -> Arrays:
+    def _read(self, numbers: np.ndarray) -> NumpyBatch:
         rows, part = np.divmod(numbers, len(self.parts))
         if len(self.parts) == 1:
             return self.parts[0].read(rows)
-        batch: Arrays = {}
+        batch: NumpyBatch = {}
         for index, source in enumerate(self.parts):
             positions = np.flatnonzero(part == index)
             if not len(positions):
@@ -114,7 +114,7 @@ def _numbered(part: int, parts: int, length: int) -> Callable[[int, int], int]:
     return lambda index, row: (index // length * length + row) * parts + part
 
 
-def _weighted(batch: Arrays, masked: bool) -> Arrays:
+def _weighted(batch: NumpyBatch, masked: bool) -> NumpyBatch:
     """The batch, with weights of 1 if it has none and other parts have weights."""
     if not masked or "weights" in batch:
         return batch
@@ -122,7 +122,7 @@ def _weighted(batch: Arrays, masked: bool) -> Arrays:
     return {**batch, "weights": np.ones(shape, np.float32)}
 
 
-class Batches(Iterator[Arrays]):
+class Batches(Iterator[NumpyBatch]):
     """Endless batches, read ahead by one thread. Close it, or use it in a `with`, to end the thread.
 
     Args:
@@ -140,7 +140,7 @@ class Batches(Iterator[Arrays]):
         if start is not None:
             self.set_state(start)
 
-    def __next__(self) -> Arrays:
+    def __next__(self) -> NumpyBatch:
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
@@ -199,16 +199,16 @@ class HeldOut:
     def __len__(self) -> int:
         return -(-sum(map(len, self.parts)) // self.batch)
 
-    def __iter__(self) -> Iterator[Arrays]:
+    def __iter__(self) -> Iterator[NumpyBatch]:
         local_rows = self.batch // self.processes
         for number in range(len(self)):
             start = number * self.batch + self.process * local_rows
             yield self._read(np.arange(start, start + local_rows))
 
-    def _read(self, places: np.ndarray) -> Arrays:
+    def _read(self, places: np.ndarray) -> NumpyBatch:
         count = len(self._order)
         rows = np.where(places < count, self._order[np.minimum(places, count - 1)], count)
-        batch: Arrays = {}
+        batch: NumpyBatch = {}
         first_row = 0
         for part in self.parts:
             positions = np.flatnonzero((rows >= first_row) & (rows < first_row + len(part)))

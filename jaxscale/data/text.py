@@ -18,7 +18,7 @@ from jaxscale.data.windows import Windows
 from jaxscale.errors import UserError, near_miss
 from jaxscale.values import check_types
 
-Layout = Literal["windows", "packed"]
+RowLayout = Literal["windows", "packed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Text:
     path: str | Path | tuple[str | Path, ...] = dataclasses.field(metadata={"place": "content"})
     tokenizer: str | Path = dataclasses.field(default="byte", metadata={"place": "content"})
     context: int = 64
-    layout: Layout = "windows"
+    layout: RowLayout = "windows"
     held_out: float = 0.1
     separator: str | None = None
     beginning: str = ""

@@ -25,7 +25,7 @@ from jaxscale.typing import Array, Float, Int
 from pallas_kernels.attention.reference import UNSEEN, scores
 from pallas_kernels.attention.visibility import Visibility
 
-Implementation = Literal["auto", "plain", "chunked", "tpu", "gpu", "cudnn", "splash"]
+AttentionImplementation = Literal["auto", "plain", "chunked", "tpu", "gpu", "cudnn", "splash"]
 
 PLAIN_SCORES = 512 * 512
 """Scores per head up to which "auto" selects plain. On a CPU chunks of 256 are as fast there and faster beyond."""
@@ -140,8 +140,8 @@ def _choose(
     implementation: str, q: Any, k: Any, v: Any, visibility: Visibility, settings: dict[str, Any]
 ) -> tuple[str, str]:
     """The selected implementation, and why it is not the platform's kernel."""
-    if implementation not in get_args(Implementation):
-        raise unknown("implementation of attention", implementation, get_args(Implementation))
+    if implementation not in get_args(AttentionImplementation):
+        raise unknown("implementation of attention", implementation, get_args(AttentionImplementation))
     if implementation != "auto":
         return implementation, f"{implementation} is named"
     platform, (queries, keys) = traced_device()[0], (q.shape[1], k.shape[1])

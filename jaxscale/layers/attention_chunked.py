@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxscale.layers.shards import axes_by_dim, shard_count
-from jaxscale.sharding.place import Layout, constrain, current, under
+from jaxscale.sharding.place import MeshAndRules, constrain, current, under
 from jaxscale.typing import Array, Float
 from pallas_kernels.attention import chunked
 from pallas_kernels.attention.chunked import Chunking
@@ -26,7 +26,7 @@ class _Call(NamedTuple):
     """The static parameters of a call."""
 
     chunking: Chunking
-    layout: Layout | None
+    layout: MeshAndRules | None
     axes: tuple[str, ...]  # of the mesh, along which the queries are sharded
     shards: int
 

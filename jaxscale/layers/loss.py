@@ -17,13 +17,13 @@ from jaxscale.errors import UserError, unknown
 from jaxscale.layers.linear import matmul
 from jaxscale.layers.shards import axes_by_dim, shard_count
 from jaxscale.layers.traced_device import note_selection
-from jaxscale.sharding.place import Layout, constrain, current, under
+from jaxscale.sharding.place import MeshAndRules, constrain, current, under
 from jaxscale.typing import Array, Float, Int
 from pallas_kernels.cross_entropy import chunked, reference
 from pallas_kernels.cross_entropy.chunked import Chunking
 from pallas_kernels.cross_entropy.reference import Terms
 
-Implementation = Literal["auto", "tpu", "chunked", "reference"]
+LossImplementation = Literal["auto", "tpu", "chunked", "reference"]
 CHUNK = 256
 """Default positions of "chunked"."""
 
@@ -33,7 +33,7 @@ class _Call(NamedTuple):
 
     terms: Terms
     chunking: Chunking
-    layout: Layout | None
+    layout: MeshAndRules | None
 
 
 def logits(
@@ -101,8 +101,8 @@ def cross_entropy(
         raise UserError(f"cross-entropy: got a head of {head.shape[0]} rows, expected at least the {vocab} tokens")
     if chunk is not None and chunk < 1:
         raise UserError(f"cross-entropy: got chunk {chunk}, expected at least 1, or None")
-    if implementation not in get_args(Implementation):
-        raise unknown("implementation of cross-entropy", implementation, get_args(Implementation))
+    if implementation not in get_args(LossImplementation):
+        raise unknown("implementation of cross-entropy", implementation, get_args(LossImplementation))
     if implementation in ("reference", "tpu"):
         chunk = None
     elif implementation == "chunked":

@@ -14,7 +14,7 @@ from jaxscale.layers.linear import Initializer, Linear
 from jaxscale.sharding.place import constrain, move
 from jaxscale.typing import Array, Float
 
-Kind = Literal[
+Nonlinearity = Literal[
     "swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared", "silu"
 ]
 
@@ -44,7 +44,7 @@ _FORMS: dict[str, _Form] = {
     "relu_squared": _Form(lambda x: jax.numpy.square(jax.nn.relu(x)), False),
     "silu": _Form(jax.nn.silu, False),
 }
-assert set(_FORMS) == set(get_args(Kind))
+assert set(_FORMS) == set(get_args(Nonlinearity))
 
 
 class MLP(nnx.Module):

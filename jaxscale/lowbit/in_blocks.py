@@ -20,7 +20,7 @@ from jaxscale.programs.elementwise import first_mixing
 from jaxscale.programs.walk import equations
 from jaxscale.trees import shapes_of
 
-Path = tuple[Any, ...]
+TreePath = tuple[Any, ...]
 IMPOSSIBLE = -4.0
 """No scale is smaller, but the compiler cannot infer that."""
 
@@ -34,13 +34,13 @@ class InBlocks:
         whole_shapes: by the parameter's path, its shape.
     """
 
-    blocked_shapes: dict[Path, tuple[int, ...]]
-    whole_shapes: dict[Path, tuple[int, ...]]
+    blocked_shapes: dict[TreePath, tuple[int, ...]]
+    whole_shapes: dict[TreePath, tuple[int, ...]]
 
     def cut(self, tree: Any) -> Any:
         """A tree of gradients, parameters or state in blocks."""
 
-        def cut_leaf(path: Path, x: Any) -> Any:
+        def cut_leaf(path: TreePath, x: Any) -> Any:
             owner = owner_of(path, self.whole_shapes)
             if owner not in self.blocked_shapes or x.shape != self.whole_shapes[owner]:
                 return x
@@ -67,7 +67,7 @@ class InBlocks:
             if is_quantized(q)
         }
 
-        def disguise(path: Path, x: Any) -> Any:
+        def disguise(path: TreePath, x: Any) -> Any:
             return x if path not in scales else jnp.where(scales[path] < IMPOSSIBLE, jnp.zeros((), x.dtype), x)
 
         return jax.tree_util.tree_map_with_path(disguise, tree)
@@ -107,7 +107,7 @@ def views_of(rule: optax.GradientTransformation, gradients: Any, state: Any) -> 
     return views
 
 
-def owner_of(path: Path, owners: Any) -> Path | None:
+def owner_of(path: TreePath, owners: Any) -> TreePath | None:
     """The path of the parameter of a state's leaf: the longest suffix of its path that is a parameter's.
 
     Args:

@@ -29,7 +29,7 @@ from jaxscale.lowbit.quantize import beside, block_of, codes, decode, encode, is
 from jaxscale.trees import leaf_bytes, path_name
 from jaxscale.typing import Params
 
-States = Literal["float32", "int8", "dynamic8", "int4", "fp8"]
+MomentsFormat = Literal["float32", "int8", "dynamic8", "int4", "fp8"]
 """Format of an optimizer's state between steps."""
 
 _MAPS: Mapping[str, tuple[str, str, int]] = {
@@ -103,7 +103,7 @@ class StatePolicy:
 
 def quantize_state(
     rule: optax.GradientTransformation,
-    states: States = "int8",
+    states: MomentsFormat = "int8",
     policy: StatePolicy = StatePolicy(),
     *,
     local: Params | None = None,
@@ -137,8 +137,8 @@ def quantize_state(
         >>> mu["up"].map, mu["up"].scale.shape, mu["norm"].dtype.name
         ('soft8', (1, 64), 'float32')
     """
-    if states not in get_args(States):
-        raise unknown("states", states, get_args(States))
+    if states not in get_args(MomentsFormat):
+        raise unknown("states", states, get_args(MomentsFormat))
     inner = optax.with_extra_args_support(rule)
     if states == "float32":
         return inner

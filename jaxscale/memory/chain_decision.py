@@ -23,7 +23,7 @@ from jaxscale.memory.chain import (
 )
 from jaxscale.memory.decision import ChainDecision, Decision, SaveSet
 from jaxscale.memory.graph import menu
-from jaxscale.memory.plan import MemoryPlan, Objective
+from jaxscale.memory.plan import MemoryPlan, SaveSetObjective
 from jaxscale.memory.rotor import rotor
 from jaxscale.memory.save_set import EVERYTHING, cost_of, save_set
 from jaxscale.memory.stack_plan import hull
@@ -74,19 +74,19 @@ def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> 
     raise UserError(f"memory plan {plan} is not one of a chain of blocks: take {', '.join(CHAIN_RULES)}")
 
 
-def default_objective(chip: Chip | None) -> Objective:
+def default_objective(chip: Chip | None) -> SaveSetObjective:
     """Seconds on a chip with known rates, else FLOP."""
     return "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
 
 
-def block_options(graph: BlockGraph, objective: Objective, points: int = POINTS) -> tuple[SaveSet, ...]:
+def block_options(graph: BlockGraph, objective: SaveSetObjective, points: int = POINTS) -> tuple[SaveSet, ...]:
     """Ways to keep a block: everything first, then by falling bytes down to nothing."""
     everything = save_set(graph, (EVERYTHING,))
     curve = hull(menu(graph, points, objective=objective), objective)
     return (everything, *(save for save in reversed(curve) if save.bytes < everything.bytes))
 
 
-def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: Objective) -> Stage:
+def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: SaveSetObjective) -> Stage:
     """The cost of a block as a stage of a chain; without a chip, its seconds are FLOP.
 
     A backward pass takes twice the forward pass, and while it runs needs every value that it reads.

@@ -12,7 +12,7 @@ from jaxscale.memory.chain import square_root
 from jaxscale.memory.chain_decision import decide_chain, default_objective
 from jaxscale.memory.decision import Decision, Group, SaveSet, StackDecision, read_decision
 from jaxscale.memory.greedy import greedy
-from jaxscale.memory.plan import FORMS, MemoryPlan, Objective
+from jaxscale.memory.plan import FORMS, MemoryPlan, SaveSetObjective
 from jaxscale.memory.save_set import EVERYTHING, Host, policy_set, save_set
 from jaxscale.memory.selectors import SELECTORS
 from jaxscale.memory.stack_plan import plan_stack, share, stack_totals, too_small, totals
@@ -106,7 +106,9 @@ def _scanned(calls: Sequence[BlockCall]) -> bool:
     return len(calls) == 1 and calls[0].rolled and calls[0].count > 1
 
 
-def _stack_optimum(plan: MemoryPlan, calls: Sequence[BlockCall], objective: Objective, host: Host | None) -> Decision:
+def _stack_optimum(
+    plan: MemoryPlan, calls: Sequence[BlockCall], objective: SaveSetObjective, host: Host | None
+) -> Decision:
     """The optimum of a scanned stack: one save set for all its layers, two groups, or two levels."""
     [call] = calls
     stack = plan_stack(call.graph, call.count, plan.budget or 0, objective=objective, host=host)

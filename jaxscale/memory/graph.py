@@ -25,12 +25,12 @@ from typing import Any, cast
 
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.plan import Objective
+from jaxscale.memory.plan import SaveSetObjective
 from jaxscale.memory.save_set import EVERYTHING, Host, check_request, cost_of, hidden_seconds, recompute, save_set
 from jaxscale.programs.block import BlockGraph
 
 
-def solve(graph: BlockGraph, budget: int, *, objective: Objective = "flop", host: Host | None = None) -> SaveSet:
+def solve(graph: BlockGraph, budget: int, *, objective: SaveSetObjective = "flop", host: Host | None = None) -> SaveSet:
     """The save set of least cost within a budget, and of several such sets the smallest.
 
     Args:
@@ -53,7 +53,7 @@ def solve(graph: BlockGraph, budget: int, *, objective: Objective = "flop", host
     return _Program(graph, objective, host).at(budget)
 
 
-def smallest(graph: BlockGraph, max_cost: float, *, objective: Objective = "flop") -> SaveSet:
+def smallest(graph: BlockGraph, max_cost: float, *, objective: SaveSetObjective = "flop") -> SaveSet:
     """The smallest save set of a block whose cost is at most `max_cost`.
 
     Args:
@@ -73,7 +73,11 @@ def smallest(graph: BlockGraph, max_cost: float, *, objective: Objective = "flop
 
 
 def menu(
-    graph: BlockGraph, points: int | Sequence[int] = 23, *, objective: Objective = "flop", host: Host | None = None
+    graph: BlockGraph,
+    points: int | Sequence[int] = 23,
+    *,
+    objective: SaveSetObjective = "flop",
+    host: Host | None = None,
 ) -> tuple[SaveSet, ...]:
     """The curve of cost against memory: optimal save sets, the first of which keeps nothing.
 
@@ -95,7 +99,7 @@ def menu(
 
 
 @functools.lru_cache(maxsize=64)
-def _menu(graph: BlockGraph, points: int, objective: Objective, host: Host | None) -> tuple[SaveSet, ...]:
+def _menu(graph: BlockGraph, points: int, objective: SaveSetObjective, host: Host | None) -> tuple[SaveSet, ...]:
     """Cached, because several budgets of one model, and several rules, need the same curve."""
     program = _Program(graph, objective, host)
     saves = [program.at(0), program.at(graph.needed_bytes)]
@@ -125,14 +129,14 @@ def _menu(graph: BlockGraph, points: int, objective: Objective, host: Host | Non
 class _Program:
     """The integer program of a graph, built once for all budgets."""
 
-    def __init__(self, graph: BlockGraph, objective: Objective, host: Host | None) -> None:
+    def __init__(self, graph: BlockGraph, objective: SaveSetObjective, host: Host | None) -> None:
         if objective == "flop" and host is not None:
             raise UserError(
                 "a save set solved for flop takes nothing to the host: copies cost seconds; ask for seconds"
             )
         check_request(graph, 0, objective)
         self.graph, self.host = graph, host
-        self.objective: Objective = objective
+        self.objective: SaveSetObjective = objective
         self.equations = sorted(recompute(graph, ()).equations)
         # values of one name are kept together or not at all
         self.groups: dict[str, list[int]] = {}

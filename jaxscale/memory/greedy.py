@@ -12,14 +12,16 @@ values.
 from typing import Literal
 
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.plan import Objective
+from jaxscale.memory.plan import SaveSetObjective
 from jaxscale.memory.save_set import check_request, cost_of, recompute, save_set
 from jaxscale.programs.block import BlockGraph
 
-Score = Literal["ratio", "dtr_static"]
+EvictionScore = Literal["ratio", "dtr_static"]
 
 
-def greedy(graph: BlockGraph, budget: int, score: Score = "ratio", *, objective: Objective = "flop") -> SaveSet:
+def greedy(
+    graph: BlockGraph, budget: int, score: EvictionScore = "ratio", *, objective: SaveSetObjective = "flop"
+) -> SaveSet:
     """A save set within a budget, by eviction.
 
     Args:

@@ -11,12 +11,12 @@ from jaxscale.errors import UserError, unknown
 from jaxscale.values import check_types
 from jaxscale.values.byte_sizes import bytes_text, parse_bytes
 
-Rule = Literal[
+MemoryRule = Literal[
     "none", "dots", "full", "jax", "sqrt", "periodic", "revolve", "chain", "save", "greedy", "dtr_static", "offload",
     "fit", "file",
 ]  # fmt: skip
 Selector = Literal["pofo", "vdnn", "tflms", "autoswap", "swapadvisor", "capuchin"]
-Objective = Literal["flop", "seconds"]
+SaveSetObjective = Literal["flop", "seconds"]
 
 FORMS = {
     "none": "none",
@@ -85,16 +85,16 @@ class MemoryPlan:
         ('save:136MiB', 'save', 142606336)
     """
 
-    rule: Rule = "none"
+    rule: MemoryRule = "none"
     budget: int | None = None
     count: int | None = None
     selector: Selector | None = None
-    objective: Objective | None = None
+    objective: SaveSetObjective | None = None
     name: str | None = None
 
     def __post_init__(self) -> None:
-        if self.rule not in get_args(Rule):
-            raise unknown("memory plan", str(self.rule), get_args(Rule))
+        if self.rule not in get_args(MemoryRule):
+            raise unknown("memory plan", str(self.rule), get_args(MemoryRule))
         check_types(self)
         requirements = {
             "budget": self.rule in _BUDGETED,
@@ -124,8 +124,8 @@ class MemoryPlan:
         """
         head, *words = text.strip().split(":")
         if head not in FORMS:
-            raise unknown("memory plan", head, get_args(Rule))
-        rule = cast(Rule, head)
+            raise unknown("memory plan", head, get_args(MemoryRule))
+        rule = cast(MemoryRule, head)
         if rule == "file":
             return cls(rule, name=":".join(words) or None)
         fields = FORMS[rule].replace("[", "").replace("]", "").split(":")[1:]
@@ -140,14 +140,14 @@ class MemoryPlan:
         selector, objective = arguments.get("SELECTOR"), arguments.get("flop|seconds")
         if selector is not None and selector not in get_args(Selector):
             raise unknown("selector", selector, get_args(Selector))
-        if objective is not None and objective not in get_args(Objective):
-            raise unknown("objective", objective, get_args(Objective))
+        if objective is not None and objective not in get_args(SaveSetObjective):
+            raise unknown("objective", objective, get_args(SaveSetObjective))
         return cls(
             rule,
             budget=parse_bytes(arguments["BYTES"], subject) if "BYTES" in arguments else None,
             count=int(count) if count is not None else None,
             selector=cast(Selector | None, selector),
-            objective=cast(Objective | None, objective),
+            objective=cast(SaveSetObjective | None, objective),
             name=arguments.get("POLICY"),
         )
 

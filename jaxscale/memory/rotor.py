@@ -29,7 +29,7 @@ from jaxscale.errors import UserError
 from jaxscale.memory.chain import ChainCost, Nodes, Remat, Save, Stage, simulate
 from jaxscale.values.byte_sizes import bytes_at_least, bytes_text
 
-Row = np.ndarray
+CostRow = np.ndarray
 Bound = Literal["alive", "kept"]
 """What a budget bounds: all live bytes at any time, or the bytes kept for a backward pass."""
 _EXTRA = 0.01  # of the grid lies beyond the budget: sizes that were rounded up can make a plan look too large
@@ -275,7 +275,7 @@ class _Table:
         else:
             self._fill()
 
-    def row(self, first: int, last: int) -> Row:
+    def row(self, first: int, last: int) -> CostRow:
         """C(first, last, :)."""
         return self._rows[0][last - first] if self.problem.alike else self._rows[first][last - first]
 
@@ -322,7 +322,7 @@ class _Table:
         problem = self.problem
         return self.grid.first(problem.gradients[last + 1] + problem.run_need[first][cut - first - 1])
 
-    def _best_option(self, first: int, last: int) -> Row:
+    def _best_option(self, first: int, last: int) -> CostRow:
         """The best over the options of the first stage."""
         problem, grid = self.problem, self.grid
         best = np.full(grid.length, np.inf)
@@ -336,7 +336,7 @@ class _Table:
                 np.minimum(best[first_slot:], seconds_after + seconds, out=best[first_slot:])
         return best
 
-    def _shifted(self, row: Row, size: int) -> Row:
+    def _shifted(self, row: CostRow, size: int) -> CostRow:
         """C(c, t, m - size) over m."""
         shifted = np.full(self.grid.length, np.inf)
         if size < self.grid.length:

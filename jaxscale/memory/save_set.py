@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from jaxscale.errors import UserError, unknown
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.plan import POLICIES, Objective
+from jaxscale.memory.plan import POLICIES, SaveSetObjective
 from jaxscale.programs.block import BlockGraph, Equation
 
 EVERYTHING = "*"
@@ -46,12 +46,12 @@ class Recompute:
     equations: frozenset[int]
 
 
-def cost_of(work: SaveSet | Recompute | BlockGraph | Equation, objective: Objective) -> float:
+def cost_of(work: SaveSet | Recompute | BlockGraph | Equation, objective: SaveSetObjective) -> float:
     """FLOP or modelled seconds: of a save set those recomputed, of a block those of its forward pass."""
     return work.flop if objective == "flop" else work.seconds
 
 
-def check_request(graph: BlockGraph, budget: int, objective: Objective) -> None:
+def check_request(graph: BlockGraph, budget: int, objective: SaveSetObjective) -> None:
     """Refuse a budget that no save set fits, and an objective that a graph lacks.
 
     Raises:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import Group, SaveSet, StackDecision
 from jaxscale.memory.graph import menu, solve
-from jaxscale.memory.plan import Objective
+from jaxscale.memory.plan import SaveSetObjective
 from jaxscale.memory.save_set import Host, cost_of
 from jaxscale.programs.block import BlockGraph
 from jaxscale.programs.collect import BlockCall
@@ -28,7 +28,7 @@ GROUPS_GAIN = 0.005
 
 
 def plan_stack(
-    graph: BlockGraph, layers: int, budget: int, *, objective: Objective = "flop", host: Host | None = None
+    graph: BlockGraph, layers: int, budget: int, *, objective: SaveSetObjective = "flop", host: Host | None = None
 ) -> StackDecision:
     """The save sets of the layers of a scanned stack within a budget.
 
@@ -73,7 +73,7 @@ def _two_level_inputs(layers: int, segment: int) -> int:
     return layers if segment == 1 else math.ceil(layers / segment) + segment
 
 
-def _two_levels(graph: BlockGraph, layers: int, budget: int, objective: Objective) -> StackDecision:
+def _two_levels(graph: BlockGraph, layers: int, budget: int, objective: SaveSetObjective) -> StackDecision:
     """The cheapest stack whose segments run again, within a budget below that of all blocks' inputs."""
     carried = graph.carried_bytes
     least_budget = least_bytes(graph, layers)
@@ -101,7 +101,7 @@ def too_small(budget: int, least: int, fewer: str = "") -> UserError:
     )
 
 
-def hull(points: Sequence[SaveSet], objective: Objective) -> tuple[SaveSet, ...]:
+def hull(points: Sequence[SaveSet], objective: SaveSetObjective) -> tuple[SaveSet, ...]:
     """The points of a curve that lie on its lower convex hull, by rising bytes."""
     hull_points: list[SaveSet] = []
     for point in sorted(points, key=lambda save: (save.bytes, cost_of(save, objective))):
@@ -113,14 +113,14 @@ def hull(points: Sequence[SaveSet], objective: Objective) -> tuple[SaveSet, ...]
     return tuple(hull_points)
 
 
-def _above(first: SaveSet, middle: SaveSet, last: SaveSet, objective: Objective) -> bool:
+def _above(first: SaveSet, middle: SaveSet, last: SaveSet, objective: SaveSetObjective) -> bool:
     """Whether the middle point lies on or above the line between the first and the last."""
     middle_rise = (cost_of(middle, objective) - cost_of(first, objective)) * (last.bytes - first.bytes)
     line_rise = (cost_of(last, objective) - cost_of(first, objective)) * (middle.bytes - first.bytes)
     return middle_rise >= line_rise
 
 
-def _mixture(curve: Sequence[SaveSet], layers: int, room: int, objective: Objective) -> tuple[Group, ...]:
+def _mixture(curve: Sequence[SaveSet], layers: int, room: int, objective: SaveSetObjective) -> tuple[Group, ...]:
     """The cheapest one or two groups of layers whose save sets lie on the hull."""
     points = hull(curve, objective)
     mixtures: list[tuple[float, tuple[Group, ...]]] = []
@@ -135,7 +135,7 @@ def _mixture(curve: Sequence[SaveSet], layers: int, room: int, objective: Object
     return min(mixtures, key=lambda mixture: mixture[0])[1]
 
 
-def share(calls: Sequence[BlockCall], budget: int, *, objective: Objective = "flop") -> tuple[SaveSet, ...]:
+def share(calls: Sequence[BlockCall], budget: int, *, objective: SaveSetObjective = "flop") -> tuple[SaveSet, ...]:
     """The cheapest choice within a budget of one save set per kind of block, from their curves.
 
     Args:
@@ -171,7 +171,7 @@ def share(calls: Sequence[BlockCall], budget: int, *, objective: Objective = "fl
     return tuple(saves)
 
 
-def _choose(kinds: Sequence[tuple[int, Sequence[SaveSet]]], room: int, objective: Objective) -> list[SaveSet]:
+def _choose(kinds: Sequence[tuple[int, Sequence[SaveSet]]], room: int, objective: SaveSetObjective) -> list[SaveSet]:
     """One point of each curve, by integer program: least total cost within a total of bytes."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp

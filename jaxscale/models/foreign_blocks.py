@@ -23,7 +23,7 @@ from flax import nnx
 from jaxscale import blocks
 from jaxscale.errors import UserError, unknown
 
-Path = tuple[Any, ...]
+ModulePath = tuple[Any, ...]
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 _patching = threading.RLock()
 
@@ -48,12 +48,12 @@ def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
         ('layers/0', 'layers/1', 'layers/2')
     """
     submodules = _submodules(module)
-    families: dict[tuple[Path, str, type], list[Path]] = defaultdict(list)
+    families: dict[tuple[ModulePath, str, type], list[ModulePath]] = defaultdict(list)
     for path, node in submodules.items():
         stem = _stem(path[-1]) if path else None
         if stem is not None and _may_be_block(node):
             families[(path[:-1], stem, type(node))].append(path)
-    chosen: list[Path] = []
+    chosen: list[ModulePath] = []
     for parent, stem, cls in sorted(families, key=lambda family: len(family[0])):
         family = families[(parent, stem, cls)]
         nested = any(parent[: len(block)] == block for block in chosen)
@@ -146,7 +146,7 @@ def _patched(cls: type, block_ids: set[int], called_ids: set[int]) -> Iterator[N
             del cls.__call__
 
 
-def _submodules(module: nnx.Module) -> dict[Path, nnx.Module]:
+def _submodules(module: nnx.Module) -> dict[ModulePath, nnx.Module]:
     return {path: node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)}
 
 

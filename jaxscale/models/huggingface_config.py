@@ -133,7 +133,7 @@ class ConfigPiece(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One key whose value is one of our fields.
 
     Args:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxscale.models.vit_module import ViTModule
     from jaxscale.typing import Batch
 
-MlpKind = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
+PlainMlpKind = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 Pooling = Literal["token", "mean"]
 
 
@@ -64,7 +64,7 @@ class ViT:
     embed: int = 768
     heads: int = 12
     mlp: int | None = None
-    mlp_kind: MlpKind = "gelu"
+    mlp_kind: PlainMlpKind = "gelu"
     pooling: Pooling = "token"
     attention_bias: bool = True
     norm_eps: float = 1e-6

@@ -15,7 +15,7 @@ import optax
 from optax import contrib
 
 from jaxscale.compat import one_by_one
-from jaxscale.optim.per_layer import Rule, matrices_by, per_layer
+from jaxscale.optim.per_layer import UpdateRule, matrices_by, per_layer
 
 
 def galore(
@@ -29,7 +29,7 @@ def galore(
     weight_decay: float = 0.1,
     leaves: Any = None,
     mask: Any = None,
-) -> Rule:
+) -> UpdateRule:
     r"""Adam in a low-rank subspace: with P the first singular vectors of a gradient, recomputed every `every` updates,
 
     .. math:: w \leftarrow w - \eta \left(P \, \mathrm{adam}(P^\top g) + \lambda w\right)

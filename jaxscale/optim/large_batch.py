@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import optax
 
 from jaxscale.errors import UserError, unknown
-from jaxscale.optim.per_layer import Rule, by_kind, per_layer
+from jaxscale.optim.per_layer import UpdateRule, by_kind, per_layer
 
 if TYPE_CHECKING:
     from jaxscale.optim.optimizer import Optimizer
@@ -107,7 +107,7 @@ def lars(
     weight_decay: float = 1e-4,
     leaves: Any = None,
     mask: Any = None,
-) -> Rule:
+) -> UpdateRule:
     r"""Layer-wise adaptive rate scaling, of layers that may be stacked.
 
     .. math:: m \leftarrow \mu m - \eta \tau \frac{|w|}{|g + \lambda w|} (g + \lambda w), \quad w \leftarrow w + m
@@ -148,7 +148,7 @@ def lamb(
     weight_decay: float = 0.01,
     leaves: Any = None,
     mask: Any = None,
-) -> Rule:
+) -> UpdateRule:
     r"""Adam whose update of each layer has the norm of its weights, of layers that may be stacked.
 
     .. math:: u = \frac{\hat m}{\sqrt{\hat v} + \epsilon} + \lambda w, \quad w \leftarrow w - \eta \frac{|w|}{|u|} u
@@ -173,7 +173,7 @@ def lamb(
     )
 
 
-def _trusted(trust: float, leaves: Any) -> Rule:
+def _trusted(trust: float, leaves: Any) -> UpdateRule:
     """Each layer's update scaled to its weights' norm times `trust`; gains and biases by `trust` alone."""
     ratio = per_layer(optax.scale_by_trust_ratio(trust_coefficient=trust), leaves)
     rules = {"scaled": ratio, "plain": optax.scale(trust)}

@@ -16,7 +16,7 @@ import jax
 from jaxscale.trees import path_name
 from jaxscale.typing import Params
 
-Kind = Literal["matrix", "table", "vector"]
+LeafKind = Literal["matrix", "table", "vector"]
 
 STACKED = ("layers", "expert")
 """Logical axes along which separate tensors of one shape are stacked."""
@@ -47,7 +47,7 @@ class ParamInfo:
     """
 
     shape: tuple[int, ...]
-    kind: Kind
+    kind: LeafKind
     stack: int = 0
     decays: bool = True
     parts: int = 1
@@ -87,7 +87,7 @@ def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], 
     if axes is None:
         table = table or any("emb" in module for module in modules)
     if len(shape) - stack < 2 or "norm" in inner:
-        kind: Kind = "vector"
+        kind: LeafKind = "vector"
     else:
         kind = "table" if table else "matrix"
     fused = kind == "matrix" and shape[-1] % 3 == 0 and any(word in module for module in modules for word in _FUSED)

@@ -26,7 +26,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.optim.leaves import ParamInfo, facts_of
-from jaxscale.optim.per_layer import Rule, matrices_by
+from jaxscale.optim.per_layer import UpdateRule, matrices_by
 from jaxscale.sharding.partition import axes_of, dim_axes, shard_count
 from jaxscale.typing import Array, Float, Params
 
@@ -52,7 +52,7 @@ def muon(
     weight_decay: float = 0.1,
     leaves: Any = None,
     mask: Any = None,
-) -> Rule:
+) -> UpdateRule:
     """Muon for projections and kernels, AdamW for all else.
 
     Args:
@@ -92,7 +92,7 @@ class MuonState(NamedTuple):
 
 def scale_by_muon(
     momentum: float = 0.95, scale: Scale = "moonshot", precision: Dtype = "bfloat16", leaves: Any = None
-) -> Rule:
+) -> UpdateRule:
     """Momentum, orthogonalised layer by layer; for leaves that are no matrices, the momentum itself.
 
     Args:

@@ -28,7 +28,7 @@ import optax
 from jaxscale.errors import UserError
 from jaxscale.lowbit.quantize import decode, is_quantized
 from jaxscale.optim.leaves import ParamInfo, facts_of
-from jaxscale.optim.per_layer import Rule
+from jaxscale.optim.per_layer import UpdateRule
 from jaxscale.typing import Array, Bool, Float, Int
 
 
@@ -139,7 +139,7 @@ def one_bit_adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     mask: Any = None,
-) -> Rule:
+) -> UpdateRule:
     r"""AdamW whose variance is frozen, so that replicas may send their momentum in a bit a number.
 
     .. math:: w \leftarrow w - \eta \Big(\frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^{\min(t, F)})} + \epsilon}
@@ -197,7 +197,7 @@ def one_bit_lamb(
     smooth: float = 0.9,
     factors: tuple[float, float] = (0.5, 4.0),
     change: float = 0.1,
-) -> Rule:
+) -> UpdateRule:
     r"""LAMB whose variance is frozen, so that replicas may send their momentum in a bit a number.
 
     With u as in LAMB but over the frozen variance, c the running mean of the trust ratio |w| / |u| in the warm-up,
@@ -280,7 +280,7 @@ def one_bit_lamb(
     return optax.chain(optax.GradientTransformation(init, update), optax.scale_by_learning_rate(rate))
 
 
-def clipped(rule: Rule, messages: Messages) -> Rule:
+def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
     """A rule that clips mean gradients to a global norm, and leaves mean momenta unchanged.
 
     Args:

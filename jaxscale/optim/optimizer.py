@@ -16,7 +16,7 @@ Name = Literal[
     "adamw", "nadamw", "adan", "ademamix", "adopt", "lion", "sgd", "adafactor", "schedule_free", "lars", "lamb",
     "one_bit_adam", "one_bit_lamb", "muon", "soap", "galore",
 ]  # fmt: skip
-Schedule = Literal["cosine", "linear", "constant"]
+RateSchedule = Literal["cosine", "linear", "constant"]
 
 _POSITIVE = ("learning_rate", "clip", "trust", "rank", "every", "max_dim", "freeze")
 _NOT_NEGATIVE = ("final_learning_rate", "warmup", "weight_decay", "momentum", "eps", "alpha")
@@ -98,7 +98,7 @@ class Optimizer:
     learning_rate: float = 1e-3
     final_learning_rate: float | None = None
     warmup: int = 0
-    schedule: Schedule | None = None
+    schedule: RateSchedule | None = None
     b1: float | None = None
     b2: float | None = None
     b3: float | None = None

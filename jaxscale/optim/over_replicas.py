@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxscale.optim.leaves import ParamInfo, facts_of
 from jaxscale.optim.one_bit import Messages
-from jaxscale.optim.per_layer import Rule
+from jaxscale.optim.per_layer import UpdateRule
 from jaxscale.replicas.codec import Codec
 
 
@@ -26,7 +26,7 @@ class OverReplicasState(NamedTuple):
 
 
 def over_replicas(
-    rule: Rule,
+    rule: UpdateRule,
     messages: Messages,
     codec: Codec,
     axis: str,
@@ -34,7 +34,7 @@ def over_replicas(
     *,
     leaves: Any = None,
     small: int = 256,
-) -> Rule:
+) -> UpdateRule:
     """A rule that takes the gradients of one replica, inside a `jax.shard_map` or `jax.vmap` of that axis.
 
     Our train step does the same by `replicas.reduce.GradientExchange`, also for replicas of several devices.

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.optim.leaves import ParamInfo, facts_of
 from jaxscale.typing import Array
 
-Rule = optax.GradientTransformation
+UpdateRule = optax.GradientTransformation
 
 
 @jax.tree_util.register_static
@@ -30,7 +30,7 @@ class _Placeholder:
 _PLACEHOLDER: Any = _Placeholder()
 
 
-def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False, whole: bool = False) -> Rule:
+def per_layer(rule: UpdateRule, leaves: Any = None, *, matrices: bool = False, whole: bool = False) -> UpdateRule:
     """`rule` applied to each tensor of stacked parameters by itself.
 
     Args:
@@ -111,7 +111,7 @@ class ByKindState(NamedTuple):
     states: dict[str, Any]
 
 
-def by_kind(rules: Mapping[str, Rule], kind: Callable[[ParamInfo], str], leaves: Any = None) -> Rule:
+def by_kind(rules: Mapping[str, UpdateRule], kind: Callable[[ParamInfo], str], leaves: Any = None) -> UpdateRule:
     """Each parameter updated by the rule of its kind.
 
     The states of `optax.partition` have no array for a parameter of another rule, so they are not trees like the
@@ -153,8 +153,8 @@ def by_kind(rules: Mapping[str, Rule], kind: Callable[[ParamInfo], str], leaves:
 
 
 def matrices_by(
-    rule: Rule, adam: Rule, rate: float | Callable[[Any], Any], weight_decay: float, leaves: Any, mask: Any
-) -> Rule:
+    rule: UpdateRule, adam: UpdateRule, rate: float | Callable[[Any], Any], weight_decay: float, leaves: Any, mask: Any
+) -> UpdateRule:
     """A rule for matrices and Adam for all else, with weight decay and a learning rate for both.
 
     Args:
@@ -195,7 +195,7 @@ class _StateForm:
         return self.treedef.unflatten([next(tree_iter if is_tree else shared_iter) for is_tree in self.of_params])
 
 
-def _state_form(rule: Rule) -> _StateForm:
+def _state_form(rule: UpdateRule) -> _StateForm:
     parts, treedef = jax.tree.flatten(rule.init(_PLACEHOLDER), is_leaf=lambda x: isinstance(x, _Placeholder))
     return _StateForm(treedef, tuple(isinstance(part, _Placeholder) for part in parts))
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.compat import one_by_one
-from jaxscale.optim.per_layer import Rule, matrices_by, per_layer
+from jaxscale.optim.per_layer import UpdateRule, matrices_by, per_layer
 from jaxscale.typing import Array, Params
 
 
@@ -34,7 +34,7 @@ def soap(
     weight_decay: float = 0.1,
     leaves: Any = None,
     mask: Any = None,
-) -> Rule:
+) -> UpdateRule:
     """SOAP for projections and kernels, AdamW for all else.
 
     Args:
@@ -83,7 +83,7 @@ class SoapState(NamedTuple):
 
 def scale_by_soap(
     b1: float = 0.95, b2: float = 0.95, eps: float = 1e-8, every: int = 10, max_dim: int = 10_000
-) -> Rule:
+) -> UpdateRule:
     """Adam in the eigenbasis of Shampoo's statistics, of matrices; arrays of other ranks get Adam.
 
     Args:

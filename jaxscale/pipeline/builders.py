@@ -18,7 +18,7 @@ Pass = tuple[int, int]
 """(stage, microbatch)."""
 Order = tuple[Action, ...]
 """The actions of one rank."""
-Phase = tuple[str, int]
+SlotPhase = tuple[str, int]
 """(motif, times)."""
 
 
@@ -36,7 +36,7 @@ class Lane:
         return cls(passes, passes)
 
 
-def weave(lanes: Mapping[str, Lane] | Lane, *phases: Phase) -> Order:
+def weave(lanes: Mapping[str, Lane] | Lane, *phases: SlotPhase) -> Order:
     """The order of one rank.
 
     Args:
@@ -142,7 +142,7 @@ def vee(
     name: str,
     ranks: int,
     microbatches: int,
-    phases: Callable[[int, int], Sequence[Phase]],
+    phases: Callable[[int, int], Sequence[SlotPhase]],
     *,
     least: int,
     most: int,

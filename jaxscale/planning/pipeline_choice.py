@@ -14,7 +14,7 @@ from jaxscale.compiler.usable import usable_bytes
 from jaxscale.errors import UserError
 from jaxscale.pipeline.choose.auto import PipelineCandidate, choose
 from jaxscale.pipeline.choose.partition import ModelPrices, Partition
-from jaxscale.pipeline.choose.price import Device, Price
+from jaxscale.pipeline.choose.price import PipelineDevice, Price
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.program import described_step
@@ -79,7 +79,9 @@ def pipeline_choice(
     devices = None
     limit = usable_bytes(platform) if limit is None else limit
     if limit is not None:
-        devices = [Device(memory_bytes=max(1, limit - _fixed_bytes(experiment, platform, plan, ranks, counts)))] * ranks
+        devices = [
+            PipelineDevice(memory_bytes=max(1, limit - _fixed_bytes(experiment, platform, plan, ranks, counts)))
+        ] * ranks
     choice = choose(prices, ranks, counts, devices)
 
     def with_pipeline(candidate: PipelineCandidate) -> Plan:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.choose.partition import ModelPrices, Partition, partition
-from jaxscale.pipeline.choose.price import Device
+from jaxscale.pipeline.choose.price import PipelineDevice
 from jaxscale.pipeline.choose.virtual_workers import virtual_workers
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedule import Schedule
@@ -97,7 +97,7 @@ def assign(
         prices[group.chip.name] = in_periods(model, period)
         links[group.chip.name] = max((link.bandwidth for link in group.links), default=math.inf)
     names = [group.chip.name for group in groups for _ in range(group.devices)]
-    places = tuple(Device(kind=name, link=links[name]) for name in names)
+    places = tuple(PipelineDevice(kind=name, link=links[name]) for name in names)
     if workers > 1:
         seconds = {name: sum(price.forward for price in model.blocks) for name, model in prices.items()}
         slowness = {name: chip_seconds / min(seconds.values()) for name, chip_seconds in seconds.items()}

@@ -11,8 +11,8 @@ from typing import Literal
 
 from jaxscale.tpu_slices import across
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
-KINDS: dict[str, Kind] = {
+CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+KINDS: dict[str, CollectiveKind] = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
     "REDUCE_SCATTER": "reduce-scatter",
@@ -41,7 +41,7 @@ def slices_of(text: str) -> int:
     return max(len(slice_ids), 1)
 
 
-def kind_of(attributes: str) -> Kind | None:
+def kind_of(attributes: str) -> CollectiveKind | None:
     """The collective that a `send` is part of; `None` if it does not cross slices.
 
     Example:

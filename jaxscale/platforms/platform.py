@@ -14,7 +14,7 @@ from typing import Literal
 
 from jaxscale.errors import UserError, near_miss, unknown
 
-Kind = Literal["tpu", "gpu", "cpu"]
+DeviceKind = Literal["tpu", "gpu", "cpu"]
 GiB = 2**30
 
 
@@ -61,7 +61,7 @@ class Chip:
     """
 
     name: str
-    kind: Kind
+    kind: DeviceKind
     device_kinds: tuple[str, ...]
     source: tuple[str, ...]
     bfloat16: float | None = None
@@ -229,7 +229,7 @@ def _count(text: str, tail: str) -> int:
     return int(match[1]) if match else 1
 
 
-def _chip(text: str, kind: Kind, name: str, word: str, aliases: Mapping[str, str], example: str) -> Chip:
+def _chip(text: str, kind: DeviceKind, name: str, word: str, aliases: Mapping[str, str], example: str) -> Chip:
     """The chip with a name or alias; for messages, `word` is the user's word for it."""
     names = [chip.name for chip in chips().values() if chip.kind == kind]
     name = aliases.get(name, name)

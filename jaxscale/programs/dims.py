@@ -12,7 +12,7 @@ from jaxscale.trees import leaf_bytes
 
 Axes = tuple[str, ...]
 Shape = tuple[int, ...]
-Link = tuple[int, int, int]
+DimLink = tuple[int, int, int]
 """Index of an operand, one of its dims, and the dim of the result with the same elements."""
 
 
@@ -53,7 +53,7 @@ def shape_of(value: Any) -> Shape:
     return getattr(value, "shape", ())
 
 
-def links(primitive: str, params: Any, shapes: Sequence[Shape], result: Shape) -> list[Link] | None:
+def links(primitive: str, params: Any, shapes: Sequence[Shape], result: Shape) -> list[DimLink] | None:
     """The linked dims of an operation that rearranges, reduces or multiplies its operands; `None` for any other.
 
     Args:
@@ -78,23 +78,23 @@ def summed_dims(primitive: str, params: Any) -> list[tuple[int, int]]:
     return [(numbers.lhs_spec[1], numbers.rhs_spec[1])] if primitive == "conv_general_dilated" else []
 
 
-def _broadcast(params: Any, shapes: Any, result: Shape) -> Iterator[Link]:
+def _broadcast(params: Any, shapes: Any, result: Shape) -> Iterator[DimLink]:
     for dim, target in enumerate(map(int, params["broadcast_dimensions"])):
         if shapes[0][dim] == result[target]:
             yield 0, dim, target
 
 
-def _transpose(params: Any, shapes: Any, result: Shape) -> Iterator[Link]:
+def _transpose(params: Any, shapes: Any, result: Shape) -> Iterator[DimLink]:
     return ((0, dim, target) for target, dim in enumerate(params["permutation"]))
 
 
-def _without(removed: str, params: Any, shapes: Any, result: Shape) -> Iterator[Link]:
+def _without(removed: str, params: Any, shapes: Any, result: Shape) -> Iterator[DimLink]:
     """Links of an operation that removes the dims of its parameter `removed`."""
     remaining_dims = [dim for dim in range(len(shapes[0])) if dim not in params[removed]]
     return ((0, dim, target) for target, dim in enumerate(remaining_dims))
 
 
-def _reshape(params: Any, shapes: Any, result: Shape) -> Iterator[Link]:
+def _reshape(params: Any, shapes: Any, result: Shape) -> Iterator[DimLink]:
     """Dims before which both shapes have the same product: equal ones, or the first of two groups with one product."""
     targets = {place: target for target, place in enumerate(_places(result))}
     return ((0, dim, targets[place]) for dim, place in enumerate(_places(shapes[0])) if place in targets)
@@ -109,7 +109,7 @@ def _places(shape: Shape) -> list[tuple[int, bool, int]]:
     return places
 
 
-def _product(params: Any, shapes: Any, result: Shape) -> Iterator[Link]:
+def _product(params: Any, shapes: Any, result: Shape) -> Iterator[DimLink]:
     contracted, batched = params["dimension_numbers"]
     for target, (left, right) in enumerate(zip(*batched, strict=True)):
         yield from ((0, left, target), (1, right, target))
@@ -120,7 +120,7 @@ def _product(params: Any, shapes: Any, result: Shape) -> Iterator[Link]:
                 yield side, dim, next(free_targets)
 
 
-def _convolution(params: Any, shapes: Any, result: Shape) -> Iterator[Link]:
+def _convolution(params: Any, shapes: Any, result: Shape) -> Iterator[DimLink]:
     numbers = params["dimension_numbers"]
     yield 0, numbers.lhs_spec[0], numbers.out_spec[0]
     yield 1, numbers.rhs_spec[0], numbers.out_spec[1]

@@ -13,8 +13,8 @@ from typing import Any
 
 from jaxscale.programs.dims import (
     Axes,
+    DimLink,
     Dims,
-    Link,
     Shape,
     dims_of,
     links,
@@ -244,7 +244,7 @@ def _linked_dims(
     return tuple(result_dims)
 
 
-def _links(operation: Operation, shapes: Sequence[Shape], result: Shape) -> Iterable[Link]:
+def _links(operation: Operation, shapes: Sequence[Shape], result: Shape) -> Iterable[DimLink]:
     """Linked dims of an operation's operands and of a result; the first of those linked to one dim has precedence."""
     kind, params = operation.kind, operation.params
     if kind == "gather":
@@ -256,7 +256,7 @@ def _links(operation: Operation, shapes: Sequence[Shape], result: Shape) -> Iter
     return [link for link in operation_links if kind != "conv_general_dilated" or link[0] == 0]
 
 
-def _same_dims(shapes: Sequence[Shape], result: Shape) -> Iterable[Link]:
+def _same_dims(shapes: Sequence[Shape], result: Shape) -> Iterable[DimLink]:
     """Links of an elementwise operation."""
     same_rank = [(operand, shape) for operand, shape in enumerate(shapes) if len(shape) == len(result)]
     return [
@@ -264,7 +264,7 @@ def _same_dims(shapes: Sequence[Shape], result: Shape) -> Iterable[Link]:
     ]
 
 
-def _gather_links(params: Any, shapes: Sequence[Shape], result: Shape) -> Iterable[Link]:
+def _gather_links(params: Any, shapes: Sequence[Shape], result: Shape) -> Iterable[DimLink]:
     """Gathered rows have the placement of their indices; dims taken whole have that of the table."""
     numbers = params["dimension_numbers"]
     table, indices = shapes[:2]

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxscale.programs.dims import Axes, Dims, Link, Shape, dims_of, links, shape_of, summed_dims
+from jaxscale.programs.dims import Axes, DimLink, Dims, Shape, dims_of, links, shape_of, summed_dims
 from jaxscale.programs.inline import InlinedProgram, Step
 
 Dim = tuple[int, int]
@@ -82,7 +82,7 @@ def _links(step: Step, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
             yield (left, left_dim), (right, right_dim)
 
 
-def _same_places(shapes: Sequence[Shape], result: Shape) -> Iterator[Link]:
+def _same_places(shapes: Sequence[Shape], result: Shape) -> Iterator[DimLink]:
     """Dims of the same position and length; between arrays of different ranks only the first."""
     for index, shape in enumerate(shapes):
         for dim, (size, result_size) in enumerate(zip(shape, result, strict=False)):

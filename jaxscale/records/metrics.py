@@ -25,7 +25,7 @@ from jaxscale.errors import UserError
 from jaxscale.records.storage import Appender, is_remote, open_append, run_path
 
 FILE = "metrics.jsonl"
-Kind = Literal["train", "eval", "event"]
+RowKind = Literal["train", "eval", "event"]
 
 _FLUSH_ROWS = 200
 _FLUSH_SECONDS = 20.0
@@ -79,7 +79,7 @@ class MetricsLog:
         self._lines = open_append(path)
         self._board = _Board(directory) if tensorboard else None
 
-    def append(self, step: int, kind: Kind, **fields: Any) -> dict[str, Any]:
+    def append(self, step: int, kind: RowKind, **fields: Any) -> dict[str, Any]:
         """Appends a row, and returns it.
 
         Args:
@@ -142,7 +142,7 @@ def decode(line: bytes) -> dict[str, Any]:
     return row
 
 
-def read_metrics(directory: Any, kind: Kind | None = None) -> MetricsRows:
+def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
     """Reads a run's metrics.
 
     Args:

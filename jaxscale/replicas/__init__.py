@@ -18,12 +18,12 @@ _WHERE = {
     "NamedCodec": "named",
     "OneBit": "codecs.one_bit",
     "PowerSGD": "codecs.powersgd",
-    "State": "codec",
+    "CodecState": "codec",
     "TopK": "codecs.topk",
 }
 
 if TYPE_CHECKING:
-    from jaxscale.replicas.codec import Codec, State
+    from jaxscale.replicas.codec import Codec, CodecState
     from jaxscale.replicas.codecs import CODECS
     from jaxscale.replicas.codecs.block_codes import Int4, Int8
     from jaxscale.replicas.codecs.dgc import DGC
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from jaxscale.replicas.named import NamedCodec
 
 __all__ = [
-    "CODECS", "DGC", "QSGD", "Codec", "GradZip", "Int4", "Int8", "NamedCodec", "OneBit", "PowerSGD", "State", "TopK",
+    "CODECS", "DGC", "QSGD", "Codec", "CodecState", "GradZip", "Int4", "Int8", "NamedCodec", "OneBit", "PowerSGD",
+    "TopK",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, {name: f"{__name__}.{module}" for name, module in _WHERE.items()})

@@ -29,7 +29,7 @@ from jaxscale.replicas.named import NamedCodec
 from jaxscale.trees import tree_bytes
 from jaxscale.typing import Array, Float, Int, Key
 
-State = dict[str, Any]
+CodecState = dict[str, Any]
 """A codec's state of a leaf on one device and replica: arrays by name; `residual` is float32 in the leaf's shape."""
 
 
@@ -80,7 +80,9 @@ class Codec(NamedCodec):
             return f"got a leaf of shape {tuple(shape)}, expected elements"
         return self._refusal(tuple(shape[layers:]), n)
 
-    def init(self, shape: Sequence[int], key: Key | None, n: int, *, layers: bool = False, first: int = 0) -> State:
+    def init(
+        self, shape: Sequence[int], key: Key | None, n: int, *, layers: bool = False, first: int = 0
+    ) -> CodecState:
         """The state of one leaf on one device and replica, before the first step.
 
         Args:
@@ -104,14 +106,14 @@ class Codec(NamedCodec):
     def reduce(
         self,
         gradient: Float[Array, "..."],
-        state: State,
+        state: CodecState,
         axis: str,
         key: Key | None = None,
         step: Int[Array, ""] | None = None,
         *,
         layers: bool = False,
         first: int = 0,
-    ) -> tuple[Float[Array, "..."], State]:
+    ) -> tuple[Float[Array, "..."], CodecState]:
         """The mean of a leaf over an axis, equal on every replica, and the new state.
 
         Args:
@@ -130,11 +132,11 @@ class Codec(NamedCodec):
         assert step is not None or not self.timed, f"codec {self} changes with time: give reduce the step"
         gradient = gradient.astype(jnp.float32)
 
-        def reduce_by(codec: Codec | None, gradient: Array, state: State) -> tuple[Array, State]:
+        def reduce_by(codec: Codec | None, gradient: Array, state: CodecState) -> tuple[Array, CodecState]:
             if codec is None:
                 return lax.pmean(gradient, axis), state
 
-            def one_layer(gradient: Array, state: State, key: Key | None) -> tuple[Array, State]:
+            def one_layer(gradient: Array, state: CodecState, key: Key | None) -> tuple[Array, CodecState]:
                 return codec._reduce(gradient, state, axis, key)
 
             if layers:
@@ -161,7 +163,7 @@ class Codec(NamedCodec):
         """
         return shape[0] * self._wire_bytes(tuple(shape[1:]), n) if layers else self._wire_bytes(tuple(shape), n)
 
-    def resize(self, states: State, shape: Sequence[int], n: int, *, layers: bool = False) -> State:
+    def resize(self, states: CodecState, shape: Sequence[int], n: int, *, layers: bool = False) -> CodecState:
         """States for another number of replicas, with the same mean of the residuals.
 
         Args:
@@ -189,22 +191,22 @@ class Codec(NamedCodec):
         """(first step, codec) of each phase, counted from the first compressed step; these codecs have no `start`."""
         return ((0, dataclasses.replace(self, start=0)),)
 
-    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> State:
+    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
         return {"residual": jnp.zeros(shape, jnp.float32)} if self.feedback else {}
 
     @abc.abstractmethod
-    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
+    def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
         """The mean of one layer's gradient over the axis, and its new state, without `start` or a warm-up."""
 
     @abc.abstractmethod
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
         """Bytes that one device sends of one layer's gradient."""
 
-    def _resize(self, states: State, shape: tuple[int, ...], n: int) -> State:
+    def _resize(self, states: CodecState, shape: tuple[int, ...], n: int) -> CodecState:
         """Every replica takes the mean of residuals, and of states that are equal on all replicas."""
         return {name: jnp.broadcast_to(jnp.mean(array, 0), (n, *array.shape[1:])) for name, array in states.items()}
 
-    def owed(self, gradient: Array, state: State) -> Array:
+    def owed(self, gradient: Array, state: CodecState) -> Array:
         """The value to send: the gradient plus the residual of earlier messages."""
         return gradient + state["residual"] if self.feedback else gradient
 

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxscale.errors import UserError
 from jaxscale.replicas import wire
-from jaxscale.replicas.codec import Codec, State, matrix
+from jaxscale.replicas.codec import Codec, CodecState, matrix
 from jaxscale.typing import Array, Float, Key
 
 
@@ -51,11 +51,11 @@ class LowRank(Codec):
             )
         return None
 
-    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> State:
+    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
         assert key is not None, f"codec {self} starts at random: give init a key"
         return super()._init(shape, key, n) | {"q": jax.random.normal(key, (matrix(shape)[1], self.rank))}
 
-    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
+    def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
         owed, old_q = self.owed(gradient, state), state["q"]
         owed_matrix = owed.reshape(matrix(gradient.shape))
         p = self.left(times(owed_matrix, old_q), old_q, axis)

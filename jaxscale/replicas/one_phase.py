@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxscale.compat import all_gather_alike
 from jaxscale.replicas import wire
-from jaxscale.replicas.codec import Codec, State, computed_once, message_bytes
+from jaxscale.replicas.codec import Codec, CodecState, computed_once, message_bytes
 from jaxscale.typing import Array, Float, Key
 
 
@@ -36,7 +36,7 @@ class OnePhase(Codec):
     def decode(self, message: Any, elements: int) -> Float[Array, "elements"]:
         """The leaf that a message encodes, float32; the same bits on every device."""
 
-    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
+    def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
         device_key = None if key is None else jax.random.fold_in(key, lax.axis_index(axis))
         owed = self.owed(gradient, state)
         message = computed_once(self.encode(owed.reshape(-1), device_key))

@@ -33,16 +33,16 @@ SMALL = 256
 
 RESIDUAL = "residual"
 
-States = dict[str, dict[str, Any]]
+CodecStates = dict[str, dict[str, Any]]
 """By gradient and state name: residuals (replicas, *shape); all else (replicas, shards, *shape on a device)."""
 
 
-def squared_residuals(states: States) -> Float[Array, ""]:
+def squared_residuals(states: CodecStates) -> Float[Array, ""]:
     """Squared norm of the residuals in these states."""
     return sum((jnp.sum(jnp.square(state[RESIDUAL])) for state in states.values() if RESIDUAL in state), jnp.zeros(()))
 
 
-def _indexed(states: States, index: int | None) -> States:
+def _indexed(states: CodecStates, index: int | None) -> CodecStates:
     """States indexed along the dim of replicas, and along that of shards if they have one."""
     return {
         name: {key: array[index] if key == RESIDUAL else array[index, index] for key, array in state.items()}
@@ -84,7 +84,7 @@ class Reduced(NamedTuple):
     """
 
     mean: dict[str, Array]
-    states: States
+    states: CodecStates
     residual_norm: Float[Array, ""]
 
 
@@ -246,10 +246,10 @@ class GradientExchange:
     def _specs(self, *, merged: bool = False) -> Any:
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings(merged=merged))
 
-    def init(self) -> States:
+    def init(self) -> CodecStates:
         """States before the first step; jit it with `out_shardings`."""
 
-        def local() -> States:
+        def local() -> CodecStates:
             return self._with_leading_dims(self.start())
 
         return self._shard_mapped(local, (), self._specs())()
@@ -263,11 +263,11 @@ class GradientExchange:
         )
         return tuple(key for key, state in self._state_shapes[name].items() if state.shape == grown_shapes[key].shape)
 
-    def merged(self, states: States) -> States:
+    def merged(self, states: CodecStates) -> CodecStates:
         """One state in place of all replicas', with their mean residual; any number of replicas can resume from it."""
 
-        def local(states: States) -> States:
-            merged: States = {}
+        def local(states: CodecStates) -> CodecStates:
+            merged: CodecStates = {}
             for name, state in self._without_leading_dims(states).items():
                 gathered_state = jax.tree.map(lambda array: lax.all_gather(array, self.axis), state)
                 single = self.codec.resize(gathered_state, self.local(name), 1, layers=self.leaves[name].layers)
@@ -276,10 +276,10 @@ class GradientExchange:
 
         return self._shard_mapped(local, (self._specs(),), self._specs(merged=True))(states)
 
-    def spread(self, merged: States) -> States:
+    def spread(self, merged: CodecStates) -> CodecStates:
         """The inverse of `merged`, for the replicas of this mesh; missing states take their initial values."""
 
-        def local(merged: States) -> States:
+        def local(merged: CodecStates) -> CodecStates:
             initial = self.start()
             local_states = {
                 name: {key: array if key == RESIDUAL else array[0] for key, array in state.items()}
@@ -290,16 +290,16 @@ class GradientExchange:
         specs = {name: {key: self._specs(merged=True)[name][key] for key in state} for name, state in merged.items()}
         return self._shard_mapped(local, (specs,), self._specs())(merged)
 
-    def _with_leading_dims(self, states: States) -> States:
+    def _with_leading_dims(self, states: CodecStates) -> CodecStates:
         """States of a device with leading dims for replicas and shards."""
         return _indexed(states, None)
 
-    def _without_leading_dims(self, states: States) -> States:
+    def _without_leading_dims(self, states: CodecStates) -> CodecStates:
         return _indexed(states, 0)
 
     # -- the stage -----------------------------------------------------------------------------------------------------
 
-    def __call__(self, gradients: Mapping[str, Array], states: States, step: Int[Array, ""]) -> Reduced:
+    def __call__(self, gradients: Mapping[str, Array], states: CodecStates, step: Int[Array, ""]) -> Reduced:
         """Average gradients over the replicas.
 
         Args:
@@ -308,7 +308,7 @@ class GradientExchange:
             step: updates made before this one.
         """
 
-        def local(gradients: dict[str, Array], states: States, step: Array) -> Reduced:
+        def local(gradients: dict[str, Array], states: CodecStates, step: Array) -> Reduced:
             shards = {name: gradient[0] for name, gradient in gradients.items()}
             mean, new_states = self.inside(shards, self._without_leading_dims(states), step, self.mesh.axis_names)
             return Reduced(mean, self._with_leading_dims(new_states), self._residual_norm(new_states))
@@ -321,8 +321,8 @@ class GradientExchange:
         return self._shard_mapped(local, (gradient_specs, self._specs(), replicated), out_specs)(in_order, states, step)
 
     def inside(
-        self, gradients: Mapping[str, Array], states: States, step: Int[Array, ""], agreeing: Sequence[str]
-    ) -> tuple[dict[str, Array], States]:
+        self, gradients: Mapping[str, Array], states: CodecStates, step: Int[Array, ""], agreeing: Sequence[str]
+    ) -> tuple[dict[str, Array], CodecStates]:
         """The mean of gradients over the replicas and the new states, in a region that is manual over the axes.
 
         Args:
@@ -349,7 +349,7 @@ class GradientExchange:
         new_states = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_states, states)
         return {name: means[name] for name in self.leaves}, new_states
 
-    def start(self) -> States:
+    def start(self) -> CodecStates:
         """States of one device and replica before the first step, in a region that is manual over the axes."""
         key = jax.random.key(self.seed)
         return {name: self._init(name, self._shard_key(key, name)) for name in self.coded}
@@ -367,7 +367,7 @@ class GradientExchange:
             start += math.prod(shape)
         return means
 
-    def _residual_norm(self, states: States) -> Array:
+    def _residual_norm(self, states: CodecStates) -> Array:
         squares = jnp.zeros(())
         for name, state in states.items():
             copies = self.mesh.size // (self.replicas * self.shards(name))

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxscale.compat import all_gather_alike
 from jaxscale.replicas import wire
-from jaxscale.replicas.codec import Codec, State, computed_once, message_bytes
+from jaxscale.replicas.codec import Codec, CodecState, computed_once, message_bytes
 from jaxscale.typing import Array, Key
 
 
@@ -52,12 +52,12 @@ class TwoPhase(Codec):
         multiple = self.multiple(min_length)
         return math.ceil(min_length / multiple) * multiple
 
-    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> State:
+    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
         if not self.feedback:
             return {}
         return super()._init(shape, key, n) | {"server": jnp.zeros(self.chunk(math.prod(shape), n), jnp.float32)}
 
-    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
+    def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
         n, elements = lax.axis_size(axis), gradient.size
         length = self.chunk(elements, n)
         device = lax.axis_index(axis)
@@ -89,7 +89,7 @@ class TwoPhase(Codec):
         message = message_bytes(self, chunks, jax.ShapeDtypeStruct((n,), jnp.int32))
         return wire.all_to_all(message, n) + wire.all_gather(message // n, n)
 
-    def _resize(self, states: State, shape: tuple[int, ...], n: int) -> State:
+    def _resize(self, states: CodecState, shape: tuple[int, ...], n: int) -> CodecState:
         """Each replica takes the mean of the residuals plus the servers' residuals."""
         if not self.feedback:
             return {}

@@ -18,10 +18,10 @@ from jaxscale.sharding.partition import shard_count, spec_of
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.typing import Array
 
-Layout: TypeAlias = tuple[Any, AxisRules]
+MeshAndRules: TypeAlias = tuple[Any, AxisRules]
 """A mesh, abstract or of devices, and the rules that place arrays on it; hashable."""
 
-_layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
+_layout: contextvars.ContextVar[MeshAndRules | None] = contextvars.ContextVar("layout", default=None)
 
 
 def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[None]:
@@ -34,7 +34,7 @@ def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[Non
     return under((mesh, rules))
 
 
-def under(layout: Layout | None) -> contextlib.AbstractContextManager[None]:
+def under(layout: MeshAndRules | None) -> contextlib.AbstractContextManager[None]:
     """As `layout`, for a value that `current` returned earlier.
 
     JAX may trace the rules of a `custom_vjp` later than the call and under another layout: that of a step around the
@@ -44,7 +44,7 @@ def under(layout: Layout | None) -> contextlib.AbstractContextManager[None]:
     return scoped(_layout, layout)
 
 
-def current() -> Layout | None:
+def current() -> MeshAndRules | None:
     """The mesh and rules in force; `None` outside any layout. Kernels that need `shard_map` read them."""
     return _layout.get()
 
@@ -107,12 +107,12 @@ def move(x: Array, source: tuple[str | None, ...], target: tuple[str | None, ...
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _moved(layout: Layout, source: tuple[str | None, ...], target: tuple[str | None, ...], x: Array) -> Array:
+def _moved(layout: MeshAndRules, source: tuple[str | None, ...], target: tuple[str | None, ...], x: Array) -> Array:
     with under(layout):
         return constrain(x, *target)
 
 
-def _moved_back(layout: Layout, source: Any, target: Any, _: None, gradient: Array) -> tuple[Array]:
+def _moved_back(layout: MeshAndRules, source: Any, target: Any, _: None, gradient: Array) -> tuple[Array]:
     with under(layout):
         return (constrain(gradient, *source),)
 

@@ -22,7 +22,7 @@ from jaxscale.sharding import place
 from jaxscale.sharding.partition import dim_axes, shard_count, spec_of
 from jaxscale.sharding.rules import AxisRules
 
-Stage = Literal[0, 1, 2, 3]
+ZeroStage = Literal[0, 1, 2, 3]
 
 ZERO_AXIS = "fsdp"
 
@@ -81,7 +81,12 @@ class Placement:
 
 
 def placement(
-    shape: Sequence[int], names: Sequence[str | None] | None, stage: Stage, copied: bool, mesh: Any, rules: AxisRules
+    shape: Sequence[int],
+    names: Sequence[str | None] | None,
+    stage: ZeroStage,
+    copied: bool,
+    mesh: Any,
+    rules: AxisRules,
 ) -> Placement:
     """Placement of a parameter's tensors under a ZeRO stage.
 

@@ -11,7 +11,7 @@ from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.typing import Array, Batch
 
-Arrays = TypeVar("Arrays")
+BatchArrays = TypeVar("BatchArrays")
 
 
 def shard_of(sharding: NamedSharding, rows: int) -> tuple[int, int]:
@@ -81,6 +81,6 @@ def equal_part(spans: set[tuple[int, int]], rows: int) -> tuple[int, int]:
     return (start // size, rows // size) if together and rows % size == 0 and start % size == 0 else (0, 1)
 
 
-def microbatches(tree: Arrays, *, parts: int) -> Arrays:
+def microbatches(tree: BatchArrays, *, parts: int) -> BatchArrays:
     """Arrays (B, ...) as (parts, B / parts, ...): every parts-th row, so that no row changes its device on any mesh."""
     return jax.tree.map(lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1), tree)

@@ -22,8 +22,8 @@ from jaxscale.layers.stack import group_name
 from jaxscale.trees import count, path_name
 from jaxscale.typing import Array, Params
 
-Names = tuple[str | None, ...]
-Index: TypeAlias = slice | tuple[slice, ...]
+AxisNames = tuple[str | None, ...]
+LayerIndex: TypeAlias = slice | tuple[slice, ...]
 
 
 @runtime_checkable
@@ -35,7 +35,7 @@ class LazyArray(Protocol):
         """Sizes of its dims."""
         ...
 
-    def __getitem__(self, index: Index) -> "np.ndarray | Array":
+    def __getitem__(self, index: LayerIndex) -> "np.ndarray | Array":
         """A part of it."""
         ...
 
@@ -64,7 +64,7 @@ class PureModel:
     vocab_multiple: int
     graphdef: nnx.GraphDef[nnx.Module]
     params: Params
-    names: dict[str, Names]
+    names: dict[str, AxisNames]
     rest: Params
     groups: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
@@ -83,7 +83,7 @@ class PureModel:
         nnx.use_eager_sharding(False)
         abstract = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple, groups))
         graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
-        names: dict[str, Names] = {}
+        names: dict[str, AxisNames] = {}
         for path, variable in nnx.to_flat_state(params):
             logical = variable.get_metadata().get("out_sharding")
             if logical is not None:
@@ -189,7 +189,7 @@ class LayerRows:
         """Of all rows."""
         return (len(self.rows), *self.layers.shape[1:])
 
-    def __getitem__(self, index: Index) -> np.ndarray:
+    def __getitem__(self, index: LayerIndex) -> np.ndarray:
         first, *rest = index if isinstance(index, tuple) else (index,)
         layers = [np.asarray(self.layers[(slice(max(row, 0), max(row, 0) + 1), *rest)]) for row in self.rows[first]]
         return np.concatenate(
@@ -208,7 +208,7 @@ class Alone:
         """Of the array, with its first dim."""
         return (1, *self.whole.shape)
 
-    def __getitem__(self, index: Index) -> np.ndarray:
+    def __getitem__(self, index: LayerIndex) -> np.ndarray:
         first, *rest = index if isinstance(index, tuple) else (index,)
         return np.asarray(self.whole[tuple(rest)])[None][first]
 

@@ -22,7 +22,7 @@ from jaxscale.optim.one_bit import Messages
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas.codec import Codec
-from jaxscale.replicas.reduce import RESIDUAL, GradientExchange, GradientLeaf, States
+from jaxscale.replicas.reduce import RESIDUAL, CodecStates, GradientExchange, GradientLeaf
 from jaxscale.sharding.zero import split
 from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import PIPE_AXIS, REPLICA_AXIS, Layout
@@ -79,7 +79,7 @@ class Exchanged(NamedTuple):
     norm: Float[Array, ""]
     norms: Array
     metrics: dict[str, Array]
-    extra: dict[str, States]
+    extra: dict[str, CodecStates]
 
 
 Exchange = Callable[[Params, TrainState], Exchanged]
@@ -183,7 +183,7 @@ class CodecResiduals:
         """As of `StateExtra`."""
         return layout.with_extra(self.name, self.stage.abstract())
 
-    def init(self, state: TrainState) -> States:
+    def init(self, state: TrainState) -> CodecStates:
         """As of `StateExtra`."""
         return self.stage.init()
 

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from jaxscale.errors import UserError
 
-Kind = Literal["matmul", "collective", "copy", "other"]
-KINDS: tuple[Kind, ...] = ("matmul", "collective", "copy", "other")
+OperationKind = Literal["matmul", "collective", "copy", "other"]
+KINDS: tuple[OperationKind, ...] = ("matmul", "collective", "copy", "other")
 
 _COLLECTIVE = re.compile(
     r"all-?reduce|all-?gather|reduce-?scatter|all-?to-?all|collective|nccl|\bsend|\brecv|psum|permute", re.IGNORECASE
@@ -50,7 +50,7 @@ class TracedEvent:
     end: float
 
     @functools.cached_property
-    def kind(self) -> Kind:
+    def kind(self) -> OperationKind:
         """Its kind of work."""
         words = (self.name, self.stats.get("hlo_op", ""), self.stats.get("hlo_category", ""))
         return kind_of(" ".join(map(str, words)))
@@ -68,7 +68,7 @@ class DeviceOperation:
     """
 
     name: str
-    kind: Kind
+    kind: OperationKind
     seconds: float
     count: int
 
@@ -101,7 +101,7 @@ class DeviceTime:
         """Share of the span in which the device was busy, 0 to 1."""
         return self.busy / self.span if self.span else 0.0
 
-    def share(self, kind: Kind) -> float:
+    def share(self, kind: OperationKind) -> float:
         """Share of the operations' time in operations of a kind, 0 to 1."""
         part = sum(operation.seconds for operation in self.operations if operation.kind == kind)
         return part / self.seconds if self.seconds else 0.0
@@ -224,7 +224,7 @@ def device_times(planes: Iterable[Any]) -> list[DeviceTime]:
     return [_device_time(device, lines) for device, lines in sorted(timelines.items()) if any(lines)]
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> OperationKind:
     """The kind of an operation, by the words of its name.
 
     Example:
@@ -240,8 +240,8 @@ def kind_of(name: str) -> Kind:
 
 def _device_time(device: str, lines: list[list[TracedEvent]]) -> DeviceTime:
     """The time of one device, from the operations of each of its lines."""
-    seconds: dict[tuple[str, Kind], float] = collections.defaultdict(float)
-    counts: collections.Counter[tuple[str, Kind]] = collections.Counter()
+    seconds: dict[tuple[str, OperationKind], float] = collections.defaultdict(float)
+    counts: collections.Counter[tuple[str, OperationKind]] = collections.Counter()
     for line in lines:
         for event, self_time in _self_times(line):
             seconds[event.name, event.kind] += self_time * 1e-9

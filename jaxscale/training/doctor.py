@@ -19,8 +19,12 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.kernels import KNOWN
 from jaxscale.values.units import rate, size
 
-State = Literal["ok", "note", "missing"]
-MARKS: Mapping[State, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("·", "yellow"), "missing": ("✗", "bold red")}
+FindingState = Literal["ok", "note", "missing"]
+MARKS: Mapping[FindingState, tuple[str, str]] = {
+    "ok": ("✓", "green"),
+    "note": ("·", "yellow"),
+    "missing": ("✗", "bold red"),
+}
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 PLUGINS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 # extra: the packages it installs, and their purpose
@@ -49,7 +53,7 @@ class Finding:
 
     what: str
     value: str
-    state: State = "ok"
+    state: FindingState = "ok"
     to_do: str = ""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.records import directory as place
-from jaxscale.records.metrics import Kind, MetricsLog
+from jaxscale.records.metrics import MetricsLog, RowKind
 from jaxscale.records.processes import is_first
 from jaxscale.training.display import Display
 
@@ -41,7 +41,7 @@ class Journal:
         """Show a line."""
         self._display.say(text)
 
-    def _append(self, step: int, kind: Kind, **fields: Any) -> None:
+    def _append(self, step: int, kind: RowKind, **fields: Any) -> None:
         """Log a row for a step."""
         if self._log is not None:
             with place.writing(self.folder):

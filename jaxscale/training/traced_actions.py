@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxscale.compiler.hlo_program import HloProgram, called
 from jaxscale.errors import UserError
-from jaxscale.pipeline.clock.measured import Timeline, measured
+from jaxscale.pipeline.clock.measured import MeasuredSpans, measured
 from jaxscale.pipeline.clock.simulate import Simulation, Span
 from jaxscale.recipe.plan import Plan, read_plan
 from jaxscale.records.storage import is_remote
@@ -103,7 +103,7 @@ def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
     operation_names = {name for names in actions["operations"].values() for name in names}
     with newest_trace(trace) as processes:
         timelines = _timelines((plane for data in processes for plane in data.planes), operation_names)
-    ranks: dict[int, list[Timeline]] = {}
+    ranks: dict[int, list[MeasuredSpans]] = {}
     for device, rank in actions["ranks"].items():
         if int(device) in timelines:
             ranks.setdefault(rank, []).append(timelines[int(device)])
@@ -148,7 +148,7 @@ def traced_plan(folder: Any) -> Plan:
     return plan
 
 
-def _timelines(planes: Iterable[Any], names: set[str]) -> dict[int, Timeline]:
+def _timelines(planes: Iterable[Any], names: set[str]) -> dict[int, MeasuredSpans]:
     """When the operations of these names ran on each device of a trace, in seconds."""
     timelines: dict[int, dict[str, list[Span]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for plane in planes:

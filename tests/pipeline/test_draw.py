@@ -11,7 +11,7 @@ from jaxscale.pipeline.charts.draw import Chart
 from jaxscale.pipeline.charts.svg import svg_chart
 from jaxscale.pipeline.charts.text import FILL, columns_per_second, text_chart
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.simulate import Machine, Simulation, simulate
+from jaxscale.pipeline.clock.simulate import MachineModel, Simulation, simulate
 from jaxscale.pipeline.csv import parse_csv
 from jaxscale.pipeline.schedules import METHODS
 
@@ -19,7 +19,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def simulated(name: str, machine: Machine = "neighbour", ranks: int = 4, **costs: float) -> Simulation:
+def simulated(name: str, machine: MachineModel = "neighbour", ranks: int = 4, **costs: float) -> Simulation:
     method = METHODS[name]
     updates = 8 if method.steps else 1
     schedule = method.schedule(ranks, 1 if method.streams else 2 * ranks, updates=updates)

@@ -23,7 +23,7 @@ from jaxscale.compiler.collectives import Collective, collectives
 from jaxscale.compiler.hlo_flop import program_flop
 from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.errors import UserError
-from jaxscale.memory.plan import Rule
+from jaxscale.memory.plan import MemoryRule
 from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.pipeline.plan import OPTIONS
@@ -253,7 +253,7 @@ def test_every_field_and_every_named_value_has_a_row():
     groups = {"offload": {field.name for field in dataclasses.fields(OffloadPlan)}, "state": {"state", "master"}}
     groups |= {"kernels": {"kernels", "attention", "loss_chunk"}, "pipeline": {"pipeline", *OPTIONS[1:]}}
     values = {part.partition(":")[0].partition(",")[0] for part in chosen}
-    named = {"memory": set(get_args(Rule)) - {"none", "fit", "file"}, "reduce": set(CODECS)}
+    named = {"memory": set(get_args(MemoryRule)) - {"none", "fit", "file"}, "reduce": set(CODECS)}
     named |= {"state": set(get_args(field_types(StatePlan)["moments"]))}
     named |= {"master": set(get_args(field_types(StatePlan)["master"]))}
     named |= {"precision": set(get_args(field_types(Plan)["precision"]))}

@@ -26,10 +26,10 @@ from jaxscale.memory.selectors.swap import swap
 from jaxscale.memory.selectors.swapadvisor import swapadvisor
 from jaxscale.programs.block import BlockGraph
 
-Selector = Callable[[BlockGraph, int, Host], SaveSet]
+SelectorFunction = Callable[[BlockGraph, int, Host], SaveSet]
 """From a block with seconds, its budget of bytes on the device, and the host, to its save set."""
 
-SELECTORS: Mapping[str, Selector] = {
+SELECTORS: Mapping[str, SelectorFunction] = {
     "pofo": pofo,
     "capuchin": capuchin,
     "vdnn": functools.partial(swap, order=vdnn),

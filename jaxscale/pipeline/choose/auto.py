@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxscale.errors import UserError, unknown
 from jaxscale.pipeline.choose.partition import ModelPrices, Partition, TooLarge, partition
-from jaxscale.pipeline.choose.price import Device
+from jaxscale.pipeline.choose.price import PipelineDevice
 from jaxscale.pipeline.choose.search import NAME
 from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.schedule import Schedule
@@ -93,7 +93,7 @@ def choose(
     prices: Callable[[int], Prices],
     ranks: int,
     microbatches: Sequence[int],
-    devices: Sequence[Device] | None = None,
+    devices: Sequence[PipelineDevice] | None = None,
     *,
     names: Sequence[str] | None = None,
     chunks: Sequence[int] = (2,),

@@ -30,7 +30,7 @@ import numpy as np
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX
-from jaxscale.pipeline.choose.price import Device, ModelPrices
+from jaxscale.pipeline.choose.price import ModelPrices, PipelineDevice
 from jaxscale.pipeline.choose.problem import Problem
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.run.lifetimes import Stash
@@ -117,7 +117,7 @@ class Partition:
 def partition(
     model: ModelPrices | Mapping[str, ModelPrices],
     schedule: Schedule,
-    devices: Sequence[Device] | None = None,
+    devices: Sequence[PipelineDevice] | None = None,
     *,
     stash: Stash = "residuals",
     width: int | None = None,

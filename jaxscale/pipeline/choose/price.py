@@ -84,7 +84,7 @@ class ModelPrices:
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
+class PipelineDevice:
     """A place on the pipe axis, and the link from it to the next place (from the last to the first).
 
     Args:

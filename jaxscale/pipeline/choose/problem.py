@@ -10,7 +10,7 @@ import numpy as np
 from jaxscale.errors import UserError, unknown
 from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX, BlockChain, features
 from jaxscale.pipeline.choose.footprint import footprints
-from jaxscale.pipeline.choose.price import Device, ModelPrices
+from jaxscale.pipeline.choose.price import ModelPrices, PipelineDevice
 from jaxscale.pipeline.clock.clock import Clock, LongestPath
 from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.schedule import Kind, Schedule
@@ -32,11 +32,11 @@ class Problem:
         self,
         model: ModelPrices | Mapping[str, ModelPrices],
         schedule: Schedule,
-        devices: Sequence[Device] | None,
+        devices: Sequence[PipelineDevice] | None,
         stash: Stash,
     ) -> None:
         self.schedule, self.stash = schedule, stash
-        self.devices = tuple(devices) if devices is not None else (Device(),) * schedule.ranks
+        self.devices = tuple(devices) if devices is not None else (PipelineDevice(),) * schedule.ranks
         if len(self.devices) != schedule.ranks:
             raise UserError(f"partition: {len(self.devices)} devices for the {schedule.ranks} ranks of {schedule.name}")
         kinds = sorted({device.kind for device in self.devices})

@@ -7,10 +7,12 @@ References:
 from collections.abc import Mapping, Sequence
 
 from jaxscale.errors import UserError, unknown
-from jaxscale.pipeline.choose.price import Device
+from jaxscale.pipeline.choose.price import PipelineDevice
 
 
-def virtual_workers(devices: Sequence[Device], slowness: Mapping[str, float], workers: int) -> tuple[Device, ...]:
+def virtual_workers(
+    devices: Sequence[PipelineDevice], slowness: Mapping[str, float], workers: int
+) -> tuple[PipelineDevice, ...]:
     """The places of pipelines of unlike devices that run side by side in one program (HetPipe).
 
     Devices are sorted by speed, and each group of `workers` devices gives one to every worker (HetPipe's equal
@@ -44,5 +46,5 @@ def virtual_workers(devices: Sequence[Device], slowness: Mapping[str, float], wo
         group = by_speed[start : start + workers]
         memory = min((device.memory_bytes for device in group if device.memory_bytes is not None), default=None)
         link, latency = min(device.link for device in group), max(device.latency for device in group)
-        places.append(Device(memory, group[-1].kind, link, latency))
+        places.append(PipelineDevice(memory, group[-1].kind, link, latency))
     return tuple(places)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxscale.pipeline.action import KINDS, Action
 from jaxscale.pipeline.clock.costs import Costs
 
-Order = Sequence[Action]
+RankOrder = Sequence[Action]
 
 
 class BatchClock:
@@ -57,7 +57,7 @@ class BatchClock:
         self._pass_seconds = np.append(seconds[kind, stage], 0.0)
         self._sends = np.append(~is_weight & (rank[target] != rank[stage]), False)
 
-    def numbers(self, orders: Sequence[Order]) -> np.ndarray:
+    def numbers(self, orders: Sequence[RankOrder]) -> np.ndarray:
         """int[rank, length + 1] of the orders of a schedule."""
         numbers = np.full((self.ranks, self.length + 1), self.end)
         for rank, order in enumerate(orders):

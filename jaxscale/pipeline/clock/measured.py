@@ -16,14 +16,14 @@ from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import Simulation, Span
 from jaxscale.pipeline.schedule import Schedule
 
-Timeline = Mapping[str, Sequence[Span]]
+MeasuredSpans = Mapping[str, Sequence[Span]]
 """The spans of each operation on one device, in order and in seconds."""
 
 
 def measured(
     schedule: Schedule,
     operations: Mapping[str, Sequence[str]],
-    timelines: Mapping[int, Sequence[Timeline]],
+    timelines: Mapping[int, Sequence[MeasuredSpans]],
     steps: int,
 ) -> Simulation:
     """The schedule with measured times from a step's start: the mean over traced steps and over the devices of a rank.
@@ -63,7 +63,7 @@ def measured(
 
 
 def _spans(
-    schedule: Schedule, rank: int, operations: Mapping[str, Sequence[str]], timeline: Timeline, steps: int
+    schedule: Schedule, rank: int, operations: Mapping[str, Sequence[str]], timeline: MeasuredSpans, steps: int
 ) -> list[list[Span]]:
     """One device's actions, step by step, in the order of the schedule."""
     order = schedule.orders[rank]

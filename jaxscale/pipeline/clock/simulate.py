@@ -24,7 +24,7 @@ from jaxscale.pipeline.clock.table import TickTable, links_between
 from jaxscale.pipeline.schedule import Action, Kind, Schedule
 from jaxscale.pipeline.ticks import ticks
 
-Machine = Literal["neighbour", "dataflow"]
+MachineModel = Literal["neighbour", "dataflow"]
 Span = tuple[float, float]
 
 
@@ -48,7 +48,7 @@ class Simulation:
 
     schedule: Schedule
     costs: Costs
-    machine: Machine | Literal["measured"]
+    machine: MachineModel | Literal["measured"]
     spans: tuple[tuple[Span, ...], ...]
 
     @functools.cached_property
@@ -147,7 +147,7 @@ class Simulation:
         return f"{self.schedule.name}: {self.seconds:.6g}, bubble {self.bubble:.1%} ({self.machine})"
 
 
-def simulate(schedule: Schedule, costs: Costs, machine: Machine = "neighbour") -> Simulation:
+def simulate(schedule: Schedule, costs: Costs, machine: MachineModel = "neighbour") -> Simulation:
     """Simulate a schedule.
 
     Args:

@@ -15,9 +15,9 @@ from jaxscale.pipeline.run.passes import At, FromInput, FromResiduals, StageCont
 from jaxscale.pipeline.run.pools import differentiable, empty, read, read_in_place, vary, where, write, zeros
 from jaxscale.pipeline.run.tables import IDLE, Tables
 
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 """A device's row of the table: int32 scalars by column."""
-State = dict[str, Any]
+CarriedState = dict[str, Any]
 """The values that actions change: `kept` and `cut` (pools), `weights` and `shared` (gradients), `sums`."""
 
 
@@ -64,9 +64,9 @@ class Actions:
         else:
             self._passes = FromInput(self.stage, self._vary)
 
-    def start(self) -> State:
+    def start(self) -> CarriedState:
         """Empty pools and zero sums."""
-        state: State = {"sums": zeros(self._sums, jnp.float32)}
+        state: CarriedState = {"sums": zeros(self._sums, jnp.float32)}
         if self.tables.backward:
             state["weights"] = zeros(self.weights, jnp.float32)
             state["shared"] = zeros(self.shared, jnp.float32)
@@ -74,7 +74,7 @@ class Actions:
             state["cut"] = empty(self._passes.cut, self.tables.cuts)
         return state
 
-    def run_kind(self, kind: int, state: State, row: Row, x: Any, g: Any) -> tuple[State, Any]:
+    def run_kind(self, kind: int, state: CarriedState, row: TableRow, x: Any, g: Any) -> tuple[CarriedState, Any]:
         """The action of a tick of one kind, without a branch: an idle device drops its results.
 
         Args:
@@ -91,7 +91,9 @@ class Actions:
         live = row["kind"] != IDLE
         return self._action(kind, state, row, where(live, x), where(live, g), live)
 
-    def run_switch(self, kinds: Sequence[int], state: State, row: Row, messages: Any) -> tuple[State, Any]:
+    def run_switch(
+        self, kinds: Sequence[int], state: CarriedState, row: TableRow, messages: Any
+    ) -> tuple[CarriedState, Any]:
         """The action of a tick, by a branch for each kind; each branch reads its own operands.
 
         Args:
@@ -104,7 +106,7 @@ class Actions:
             As `run_kind`.
         """
 
-        def branch(kind: int, state: State, messages: Any) -> tuple[State, Any]:
+        def branch(kind: int, state: CarriedState, messages: Any) -> tuple[CarriedState, Any]:
             x, g = (read(messages, row[name]) for name in ("x", "g"))
             return self._vary(self._action(kind, state, row, x, g, None))
 
@@ -112,7 +114,9 @@ class Actions:
         branch_of_kind = [kinds.index(kind) if kind in kinds else 0 for kind in range(1 + max(kinds))]
         return lax.switch(jnp.asarray(branch_of_kind)[row["kind"]], branches, state, messages)
 
-    def _action(self, kind: int, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+    def _action(
+        self, kind: int, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any
+    ) -> tuple[CarriedState, Any]:
         """The action of one kind; `live` is `None`, or whether the device works in this tick."""
         if kind == IDLE:
             return state, jax.tree.map(jnp.zeros_like, x)
@@ -121,7 +125,7 @@ class Actions:
         with jax.named_scope(f"pipeline_{name.value}"):
             return run(state, row, where(row["stage"] > 0, x), where(row["stage"] < last_stage, g), live)
 
-    def _forward(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+    def _forward(self, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any) -> tuple[CarriedState, Any]:
         """F: adds the sums, keeps the stash, and sends the output."""
         del g
         y, sums, stash = self._passes.forward(self._context(row), x)
@@ -130,11 +134,11 @@ class Actions:
             new_state["kept"] = self._write(state["kept"], row["residual"], stash, live)
         return new_state, y
 
-    def _backward(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+    def _backward(self, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any) -> tuple[CarriedState, Any]:
         """B: adds gradients of weights and shared weights, and sends that of the input."""
         stash = read(state["kept"], row["residual"])
 
-        def run(sums: State, reads: bool) -> tuple[State, Any]:
+        def run(sums: CarriedState, reads: bool) -> tuple[CarriedState, Any]:
             weights, shared, dx = self._passes.backward(self._context(row), x, stash, g)
             sums = self._add_weights(sums, row, weights, live)
             return (self._add_shared(sums, shared, live) if reads else sums), dx
@@ -142,18 +146,20 @@ class Actions:
         sums, dx = self._with_shared(run, {name: state[name] for name in ("weights", "shared")}, row, live)
         return {**state, **sums}, dx
 
-    def _inner(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+    def _inner(self, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any) -> tuple[CarriedState, Any]:
         """I: adds gradients of the shared weights, keeps the values for W, and sends the gradient of the input."""
         stash = read(state["kept"], row["residual"])
 
-        def run(sums: State, reads: bool) -> tuple[State, Any]:
+        def run(sums: CarriedState, reads: bool) -> tuple[CarriedState, Any]:
             shared, dx, cut = self._passes.inner(self._context(row), x, stash, g)
             return (self._add_shared(sums, shared, live) if reads else sums), (dx, cut)
 
         sums, (dx, cut) = self._with_shared(run, {"shared": state["shared"]}, row, live)
         return {**state, **sums, "cut": self._write(state["cut"], row["cut"], cut, live)}, dx
 
-    def _with_shared(self, run: Callable[[State, bool], Any], sums: State, row: Row, live: Any) -> Any:
+    def _with_shared(
+        self, run: Callable[[CarriedState, bool], Any], sums: CarriedState, row: TableRow, live: Any
+    ) -> Any:
         """`run` of the sums, with gradients of `shared` on stages that read it.
 
         On other stages these are zeros as large as embedding and head, and would take longer to make and add than the
@@ -164,13 +170,13 @@ class Actions:
         branches = [lambda sums, reads=reads: self._vary(run(sums, reads)) for reads in (True, False)]
         return lax.cond(jnp.asarray(self._reads_shared)[row["stage"]], *branches, sums)
 
-    def _outer(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+    def _outer(self, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any) -> tuple[CarriedState, Any]:
         """W: adds gradients of the weights, and sends nothing that is read."""
         stash, cut = read(state["kept"], row["residual"]), read(state["cut"], row["cut"])
         weights = self._passes.outer(self._context(row), x, stash, g, cut)
         return self._add_weights(state, row, weights, live), jax.tree.map(jnp.zeros_like, x)
 
-    def _add_weights(self, state: State, row: Row, gradients: Any, live: Any) -> State:
+    def _add_weights(self, state: CarriedState, row: TableRow, gradients: Any, live: Any) -> CarriedState:
         """The state with gradients added to the sums of their chunk."""
 
         def add(total: Any, gradient: Any, primal: Any) -> Any:
@@ -182,7 +188,7 @@ class Actions:
 
         return {**state, "weights": jax.tree.map(add, state["weights"], _masked(live, gradients), self.weights)}
 
-    def _add_shared(self, state: State, gradients: Any, live: Any) -> State:
+    def _add_shared(self, state: CarriedState, gradients: Any, live: Any) -> CarriedState:
         """The state with gradients of the shared weights added to their sums."""
 
         def add(total: Any, gradient: Any, primal: Any) -> Any:
@@ -196,7 +202,7 @@ class Actions:
             value = jax.tree.map(lambda new, old: jnp.where(live, new, old), value, read(pool, slot))
         return write(pool, slot, value)
 
-    def _context(self, row: Row) -> StageContext:
+    def _context(self, row: TableRow) -> StageContext:
         """The arguments of the stage in this row."""
         at = At(row["stage"], row["microbatch"], read_in_place(self.frozen, row["chunk"]))
         microbatch, weights = read(self.batch, row["microbatch"]), read(self.weights, row["chunk"])

@@ -30,7 +30,7 @@ from jaxscale.pipeline.run.pipemare import Remedies, delay_of
 from jaxscale.pipeline.run.pools import WAYS, empty, gradients, read, shifted, vary, where, write, zeros
 from jaxscale.pipeline.run.stream import COLUMNS, Stream
 
-InFlight = dict[str, Any]
+InFlightArrays = dict[str, Any]
 """The state between ticks on one device, every leaf with a first dim of 1: messages, batches, versions, sums."""
 
 
@@ -46,7 +46,7 @@ class UpdateAt(NamedTuple):
     number: Any
 
 
-Update = Callable[[Any, Any, Any, UpdateAt], tuple[Any, Any]]
+StageUpdate = Callable[[Any, Any, Any, UpdateAt], tuple[Any, Any]]
 """`update(parameters, gradients, optimizer, at) -> (parameters, optimizer)` of one stage; gradients are float32 sums
 over the group of microbatches. It may reduce over manual axes other than the pipe's."""
 
@@ -63,7 +63,7 @@ class Advanced(NamedTuple):
 
     parameters: Any
     optimizer: Any
-    in_flight: InFlight
+    in_flight: InFlightArrays
     sums: Any
 
 
@@ -89,7 +89,7 @@ class Asynchronous:
 
     stream: Stream
     stage: StageFunction
-    update: Update
+    update: StageUpdate
     x: Any
     compute: Callable[[Any], Any] | None = None
     remedies: Remedies = dataclasses.field(default_factory=Remedies)
@@ -103,7 +103,7 @@ class Asynchronous:
                 "forwards there; expected it with pipemare alone"
             )
 
-    def fill(self, parameters: Any, batch: Any, key: Any) -> InFlight:
+    def fill(self, parameters: Any, batch: Any, key: Any) -> InFlightArrays:
         """An empty pipe, for calls with batches like this one.
 
         Args:
@@ -114,7 +114,7 @@ class Asynchronous:
         parameters, batch, key = self._vary((parameters, batch, key))
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
         slots = self.stream.carried + _microbatches(batch)
-        state: InFlight = {
+        state: InFlightArrays = {
             "tick": jnp.int32(0),
             "messages": empty(self.x, self.stream.messages + 1),
             "boxes": {way: zeros(self.x) for way in WAYS},
@@ -127,7 +127,7 @@ class Asynchronous:
         }
         return jax.tree.map(lambda leaf: leaf[None], self._vary(state))
 
-    def advance(self, parameters: Any, optimizer: Any, in_flight: InFlight, batch: Any, key: Any) -> Advanced:
+    def advance(self, parameters: Any, optimizer: Any, in_flight: InFlightArrays, batch: Any, key: Any) -> Advanced:
         """Let n microbatches enter, and run the ticks until the next may enter.
 
         Args:
@@ -151,14 +151,14 @@ class Asynchronous:
             state[name] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state[name], arrivals)
         return self._run(parameters, optimizer, state, microbatches, ticks=self.stream.pace * microbatches, enters=True)
 
-    def drain(self, parameters: Any, optimizer: Any, in_flight: InFlight) -> Advanced:
+    def drain(self, parameters: Any, optimizer: Any, in_flight: InFlightArrays) -> Advanced:
         """Run all microbatches in the pipe to their end; to go on, `fill` it again. Arguments as of `advance`."""
         state = jax.tree.map(lambda leaf: leaf[0], in_flight)
         ticks = self.stream.tail - self.stream.pace
         return self._run(parameters, optimizer, state, self._microbatches(in_flight), ticks=ticks, enters=False)
 
     def _run(
-        self, parameters: Any, optimizer: Any, state: InFlight, microbatches: int, *, ticks: int, enters: bool
+        self, parameters: Any, optimizer: Any, state: InFlightArrays, microbatches: int, *, ticks: int, enters: bool
     ) -> Advanced:
         """Run the ticks of a call; with `enters`, its microbatches are already in the state."""
         stream = self.stream
@@ -287,7 +287,7 @@ class Asynchronous:
         weights, shared = pair
         return self._vary(StageContext(weights, shared, microbatch, at, key))
 
-    def _microbatches(self, in_flight: InFlight) -> int:
+    def _microbatches(self, in_flight: InFlightArrays) -> int:
         """Microbatches that enter with each call."""
         return jax.tree.leaves(in_flight["batch"])[0].shape[1] - self.stream.carried
 

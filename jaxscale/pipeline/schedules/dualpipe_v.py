@@ -6,7 +6,7 @@ At most 2p+1 activations of half a rank each. It is made for m >= 2p; with fewer
 same without the missing ones.
 """
 
-from jaxscale.pipeline.builders import Phase, vee
+from jaxscale.pipeline.builders import SlotPhase, vee
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.schedule import Schedule
 
@@ -19,7 +19,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
         microbatches: m, any; made for 2p or more.
     """
 
-    def phases(rank: int, count: int) -> tuple[Phase, ...]:
+    def phases(rank: int, count: int) -> tuple[SlotPhase, ...]:
         ranks_below = ranks - 1 - rank
         turns = ["1", "0"] * (rank + 1)
         return (

@@ -5,7 +5,7 @@ The published order, made for F = I = W: with m >= 2p-1 no rank idles within its
 the first stage of 1F1B. With fewer microbatches the order is the same without the missing ones.
 """
 
-from jaxscale.pipeline.builders import Phase, vee
+from jaxscale.pipeline.builders import SlotPhase, vee
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.schedule import Schedule
 
@@ -18,7 +18,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         microbatches: m, any; no bubble from 2p-1 on.
     """
 
-    def phases(rank: int, count: int) -> tuple[Phase, ...]:
+    def phases(rank: int, count: int) -> tuple[SlotPhase, ...]:
         ranks_below = ranks - 1 - rank
         return (
             ("F0", 2 * ranks_below + 1),

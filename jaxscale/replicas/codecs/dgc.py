@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.errors import UserError
-from jaxscale.replicas.codec import State, computed_once
+from jaxscale.replicas.codec import CodecState, computed_once
 from jaxscale.replicas.codecs.topk import TopK
 from jaxscale.typing import Array, Key
 
@@ -48,10 +48,10 @@ class DGC(TopK):
         if self.clip is not None and self.clip <= 0:
             raise UserError(f"clip: got {self.clip}, expected a norm > 0, or none")
 
-    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> State:
+    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
         return super()._init(shape, key, n) | {"momentum": jnp.zeros(shape, jnp.float32)}
 
-    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
+    def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
         if self.clip is not None:
             norm = jnp.sqrt(jnp.sum(jnp.square(gradient)))
             gradient = gradient * jnp.minimum(1.0, self.clip / lax.axis_size(axis) ** 0.5 / jnp.maximum(norm, 1e-30))

@@ -46,7 +46,7 @@ Weights: TypeAlias = Mapping[str, Array | Streamed]
 """Arrays by the name of their parameter, some of which may come from the host."""
 Microbatch: TypeAlias = tuple[Batch, Array]
 """Rows of a batch, and the index of each in the global batch."""
-Run: TypeAlias = Callable[..., PyTree]
+RunBlocks: TypeAlias = Callable[..., PyTree]
 """Of traced arrays: runs blocks, as a cut model passes it to `blocks.Between`, or one part of a model."""
 
 
@@ -108,7 +108,7 @@ def _traced_cut(
         return reached.value
 
 
-def _parts(traced: Run, enter: Run, through: Run, leave: Run) -> Parts:
+def _parts(traced: RunBlocks, enter: RunBlocks, through: RunBlocks, leave: RunBlocks) -> Parts:
     """The parts of a model that is traced with its blocks cut.
 
     Args:
@@ -119,13 +119,13 @@ def _parts(traced: Run, enter: Run, through: Run, leave: Run) -> Parts:
     """
 
     def before(*args: PyTree) -> PyTree:
-        def between(run: Run, x: PyTree) -> PyTree:
+        def between(run: RunBlocks, x: PyTree) -> PyTree:
             raise Reached(enter(run, x))
 
         return traced(between, *args)
 
     def inside(message: PyTree, *args: PyTree) -> PyTree:
-        def between(run: Run, x: PyTree) -> PyTree:
+        def between(run: RunBlocks, x: PyTree) -> PyTree:
             raise Reached(through(run, x, message, *args))
 
         return traced(between, *args)
@@ -164,7 +164,7 @@ class StackForm:
             cut = Cut(numbers[stage], self.stages.starts, -1 in self.stages.rows, between, gather)
             return _traced_cut(planned, cut, score, {**stacked, **shared}, microbatch, key)
 
-        def through(run: Run, x: PyTree, message: PyTree, *args: PyTree) -> PyTree:
+        def through(run: RunBlocks, x: PyTree, message: PyTree, *args: PyTree) -> PyTree:
             return run(message)
 
         return _parts(traced, lambda run, x: x, through, lambda run, x, message: message)
@@ -368,13 +368,13 @@ class ChainForm:
             cut = Cut(jnp.zeros((0,), jnp.int32), self.stages.starts, False, between)
             return _traced_cut(self.planned, cut, score, {**absent, **shared}, microbatch, key)
 
-        def form_of(run: Run, x: PyTree) -> MessageForm:
+        def form_of(run: RunBlocks, x: PyTree) -> MessageForm:
             shapes = [jax.eval_shape(lambda x: x, x)]
             for start, stop in itertools.pairwise(ends):
                 shapes.append(jax.eval_shape(run(start, stop), shapes[-1]))
             return MessageForm(shapes)
 
-        def through(run: Run, x: PyTree, packed: Named, stacked: Named, *args: PyTree) -> Named:
+        def through(run: RunBlocks, x: PyTree, packed: Named, stacked: Named, *args: PyTree) -> Named:
             form, stage = form_of(run, x), args[-1]
 
             def branch(number: int) -> Callable[[Array, Named], Named]:
