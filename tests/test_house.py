@@ -3,6 +3,7 @@
 import ast
 import builtins
 import collections
+import importlib
 import re
 from pathlib import Path
 
@@ -125,3 +126,11 @@ def test_at_most_50_imports_join_the_modules_of_the_step():
                 continue
             arrows |= {(name, other) for other in imported if other in names}
     assert len(arrows) <= 50, sorted(arrows)
+
+
+@pytest.mark.parametrize("package", ["jaxscale", "jaxscale.models", "jaxscale.optim", "jaxscale.replicas"])
+def test_no_name_of_a_package_is_one_of_its_modules(package: str):
+    """An import of the module would bind it to the package, in place of the name."""
+    face = importlib.import_module(package)
+    folder = Path(str(face.__file__)).parent
+    assert set(face.__all__) & {path.stem for path in folder.iterdir() if path.suffix in ("", ".py")} == set()

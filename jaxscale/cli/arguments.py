@@ -75,7 +75,7 @@ def read(argv: Sequence[str]) -> Arguments:
         elif word == "--":
             raise UserError("'--' stands alone: give words by place, and flags as --name value")
         elif not word.startswith("--"):
-            if word.startswith("-") and len(word) > 1:
+            if word.startswith("-") and len(word) > 1 and not word[1:].replace(".", "", 1).isdigit():
                 raise UserError(f"unknown flag {word!r}{_near_flag(word, flags)}")
             positionals.append(word)
         else:

@@ -79,9 +79,11 @@ class Draw:
 
     def run(self, fields: Mapping[str, str]) -> None:
         """Draw the chart."""
+        self._check_flags()
+        if self.experiment is None and fields:
+            raise UserError(f"--{next(iter(fields))} is a field of an experiment: add --experiment FILE")
         from jaxscale.pipeline.charts.draw import Chart
 
-        self._check_flags()
         simulations = self._simulated(fields) if self.measured is None else self._measured(self.measured)
         chart = Chart(tuple(simulations), timed=self.measured is not None or self.experiment is not None)
         print(
@@ -161,8 +163,6 @@ class Draw:
             check_file(self.out, [schedule for _, schedule in schedules])
         if self.experiment is not None:
             costs = self._priced(self.experiment, fields, schedules)
-        elif fields:
-            raise UserError(f"--{next(iter(fields))} is a field of an experiment: add --experiment FILE")
         else:
             costs = [(str(plan), schedule, Costs.alike(schedule, **prices)) for plan, schedule in schedules]
         return [(name, simulate(schedule, stage_costs, self.machine)) for name, schedule, stage_costs in costs]

@@ -17,7 +17,7 @@ _WHERE = {
     "offload_state": "jaxscale.offload.wrapper",
     "one_bit_adam": "jaxscale.optim.one_bit",
     "one_bit_lamb": "jaxscale.optim.one_bit",
-    "over_replicas": "jaxscale.optim.over_replicas",
+    "over_replicas": "jaxscale.optim.replica_updates",
     "quantize_state": "jaxscale.lowbit.quantized",
     "ramp_up": "jaxscale.optim.large_batch",
     "scaled": "jaxscale.optim.large_batch",
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxscale.optim.large_batch import lamb, lars, ramp_up, scaled
     from jaxscale.optim.one_bit import one_bit_adam, one_bit_lamb
     from jaxscale.optim.optimizer import Optimizer
-    from jaxscale.optim.over_replicas import over_replicas
+    from jaxscale.optim.replica_updates import over_replicas
 
 __all__ = [
     "Optimizer", "lamb", "lars", "offload_state", "one_bit_adam", "one_bit_lamb", "over_replicas", "quantize_state",

@@ -7,7 +7,7 @@ arXiv 2102.02888). So both rules run in two phases of n replicas, whose messages
     warm-up   each sends its gradient g_i; the exact mean updates m and v, as in Adam
     frozen    each sends m_i = b1 m + (1 - b1) g_i; the codec's mean of them is the next m; v is constant
 
-`Messages` computes a replica's message, the rules take the mean of messages, and `over_replicas.py` joins both with a
+`Messages` computes a replica's message, the rules take the mean of messages, and `replica_updates.py` joins both with a
 codec. 1-bit LAMB (Li et al. 2021, arXiv 2104.06069) also freezes the trust ratio of each layer, at its running mean,
 and corrects it by the ratio of the frozen variance to one estimated from the change of m, by a tenth a step at most.
 

@@ -191,9 +191,12 @@ class LayerRows:
 
     def __getitem__(self, index: LayerIndex) -> np.ndarray:
         first, *rest = index if isinstance(index, tuple) else (index,)
-        layers = [np.asarray(self.layers[(slice(max(row, 0), max(row, 0) + 1), *rest)]) for row in self.rows[first]]
+        rows = self.rows[first]
+        if rows and rows[0] >= 0 and rows == tuple(range(rows[0], rows[0] + len(rows))):
+            return np.asarray(self.layers[(slice(rows[0], rows[0] + len(rows)), *rest)])
+        layers = [np.asarray(self.layers[(slice(max(row, 0), max(row, 0) + 1), *rest)]) for row in rows]
         return np.concatenate(
-            [part if row >= 0 else np.zeros_like(part) for part, row in zip(layers, self.rows[first], strict=True)]
+            [part if row >= 0 else np.zeros_like(part) for part, row in zip(layers, rows, strict=True)]
         )
 
 

@@ -165,8 +165,8 @@ def summary_of(folder: Any, steps: int) -> Summary:
 
 
 @contextlib.contextmanager
-def newest_trace(folder: Any) -> Iterator[list[Any]]:
-    """The newest trace under a folder: the `ProfileData` of each process.
+def newest_trace(folder: Any) -> Iterator[Iterator[Any]]:
+    """The newest trace under a folder: the `ProfileData` of each process, read one after the other.
 
     Raises:
         UserError: there is no trace.
@@ -182,7 +182,7 @@ def newest_trace(folder: Any) -> Iterator[list[Any]]:
     # making ProfileData's classes warns about their lack of __module__, and kills Python 3.12 where that is an error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield [ProfileData.from_file(str(file)) for file in files]
+        yield (ProfileData.from_file(str(file)) for file in files)
 
 
 def operations_of(plane: Any) -> Iterator[tuple[str, list[TracedEvent]]]:

@@ -80,6 +80,14 @@ def can_generate(model: Any, tokenizer: Any) -> bool:
     return tokenizer is not None and hasattr(model, "init_cache")
 
 
+def check_generates(model: Any, tokenizer: Any) -> None:
+    """Refuse a model without a cache for decoding, or data without a tokenizer."""
+    if not can_generate(model, tokenizer):
+        raise UserError(
+            f"{type(model).__name__} with this data does not generate text: that takes a KV cache and a tokenizer"
+        )
+
+
 def continuations(
     module: Any, model: Any, tokenizer: Any, prompt: str | Sequence[str], sampling: Sampling
 ) -> str | list[str]:
@@ -95,10 +103,7 @@ def continuations(
     Raises:
         UserError: a model that does not generate, or an empty prompt.
     """
-    if not can_generate(model, tokenizer):
-        raise UserError(
-            f"{type(model).__name__} with this data does not generate text: that takes a KV cache and a tokenizer"
-        )
+    check_generates(model, tokenizer)
     sequences = []
     for text in (prompt,) if isinstance(prompt, str) else prompt:
         ids = np.asarray(tokenizer.encode(text), np.int32)

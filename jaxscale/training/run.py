@@ -124,10 +124,11 @@ class Run:
     ) -> Any:
         """The model's continuation of a prompt, or of several: see `training.generate.generate`."""
         from jaxscale.checkpoint.restore import read_tokenizer
-        from jaxscale.training.generate import Sampling, continuations
+        from jaxscale.training.generate import Sampling, check_generates, continuations
 
         sampling = Sampling(tokens, temperature, seed)
         tokenizer = self._data.tokenizer if self._data is not None else read_tokenizer(self.dir)
+        check_generates(self.experiment.model, tokenizer)
         return continuations(self.module, self.experiment.model, tokenizer, prompt, sampling)
 
     def _restore(self) -> None:

@@ -35,6 +35,7 @@ from jaxscale.recipe.experiment import Experiment
         ("train a.py --model.embed 3 --model.embed=4", "--model.embed is given twice"),
         ("train", "train lacks its FILE: jaxscale train FILE [VARIANT] [flags]"),
         ("train a.py tiny more", "train does not take 'more'"),
+        ("generate runs/x -5", "generate does not take '-5'"),
         ("train a.py -- b", "'--' stands alone"),
         ("generate", "generate lacks its RUN_DIR"),
         ("generate runs/a --prmopt x", "did you mean '--prompt'?"),

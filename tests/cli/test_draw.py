@@ -111,6 +111,7 @@ def test_stages_priced_by_an_experiment(capsys):
         ("draw pipeline 1f1b:4x8 --cost f", "got 'f', expected a number >= 0, such as f=1"),
         ("draw pipeline 1f1b:4x8 --cost f=-1", "got 'f=-1', expected a number >= 0"),
         ("draw pipeline 1f1b:4x8 --cost f=nan", "got 'f=nan', expected a number >= 0"),
+        ("draw pipeline --measured runs/x --model.embed 3", "--model.embed is a field of an experiment: add --experiment"),
         ("draw pipeline 1f1b:4x8 --cost f=1,f=2", "f is given twice"),
         ("draw pipeline 1f1b:4x8 --cost f=0", "a forward that takes no time leaves nothing to draw"),
         ("draw pipeline 1f1b:4x8 -o chart.pdf", "chart.pdf: expected a name that ends in .svg, .html or .csv"),

@@ -16,7 +16,7 @@ from jaxscale.optim.large_batch import lamb
 from jaxscale.optim.leaves import leaf_of, leaves_of
 from jaxscale.optim.one_bit import Messages, clipped, one_bit_adam, one_bit_lamb
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.optim.over_replicas import over_replicas
+from jaxscale.optim.replica_updates import over_replicas
 from jaxscale.replicas import OneBit
 
 N, FREEZE, STEPS = 4, 3, 7
