@@ -1,9 +1,9 @@
 """CSV: schedules as PyTorch and torchtitan write and read them (torch.distributed.pipelining, torch 2.13).
 
-A line is a rank, a cell an action: `0F0`, `7I0`, `7W0`, `0B0`, or `(0F7;7B3)OVERLAP_F_B` for two. The cells of a
-line are an order, not times: empty cells are dropped, and actions run as soon as their inputs arrive. The lowered form
-has messages too, which are checked and then dropped. UNSHARD, RESHARD and REDUCE_GRAD are ignored. The file has neither
-the ranks of stages nor the number of microbatches: both follow from the ranks' actions.
+A line is a rank, a cell an action: `0F0`, `7I0`, `7W0`, `0B0`, or `(0F7;7B3)OVERLAP_F_B` for two. The cells of a line
+are an order, not times: empty cells are dropped, and actions run as soon as their inputs arrive. The lowered form has
+messages too, which are checked and then dropped. UNSHARD, RESHARD and REDUCE_GRAD are ignored. The file has neither the
+ranks of stages nor the number of microbatches: both follow from the ranks' actions.
 
 Left out: the updates of asynchronous schedules, which PyTorch's format lacks.
 """

@@ -36,7 +36,7 @@ class BatchClock:
     def __init__(self, costs: Costs, route: tuple[int, ...], ranks: int, microbatches: int) -> None:
         stages = len(route)
         self.ranks, self.microbatches, self.stages = ranks, microbatches, stages
-        self.length = 3 * microbatches * max(route.count(rank_of_stage) for rank_of_stage in range(ranks))
+        self.length = 3 * microbatches * max(route.count(rank) for rank in range(ranks))
         self.links = np.array(costs.links or (0.0,) * ranks)
         self.end = len(KINDS) * stages * microbatches  # stands for no pass, behind the end of an order
         kind, stage, microbatch = np.unravel_index(np.arange(self.end), (len(KINDS), stages, microbatches))
