@@ -1,11 +1,10 @@
 """Clock: the ticks of a schedule, ready to be timed on the neighbour machine under many costs at once.
 
 On the neighbour machine (`simulate.py`) a rank waits, after a tick with any message, for the messages of both its
-neighbours on the ring. The ticks of a schedule do not
-depend on the seconds of its passes, so its table is made once and timed for a whole batch of costs: a partition tries
-thousands. The time is a maximum of sums along paths through the table; `path` returns the longest path, as the number
-of times that it meets each pass and each link: a linear function of the costs that is never above the true seconds, and
-equals them for the costs of that path.
+neighbours on the ring. The ticks of a schedule do not depend on the seconds of its passes, so its table is made once
+and timed for a whole batch of costs: a partition tries thousands. The time is a maximum of sums along paths through the
+table; `path` returns the longest path, as the number of times that it meets each pass and each link: a linear function
+of the costs that is never above the true seconds, and equals them for the costs of that path.
 """
 
 import collections

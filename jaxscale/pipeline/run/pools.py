@@ -34,14 +34,14 @@ def empty(tree: Any, slots: int, hosted: Any = False) -> Any:
     """A pool: zeros of the shape of `tree`, its leaves with a first dim of `slots`.
 
     Args:
-        tree: of arrays or their shapes.
-        slots: of the pool.
-        hosted: whether a leaf of the pool lies on the host: a tree like `tree`, or a prefix of one.
+        tree: tree of arrays or their shapes.
+        slots: number of slots.
+        hosted: for each leaf, whether its slots lie on the host: a tree of booleans like `tree`, or a prefix of one.
     """
 
     def pool(leaf: Any, on_host: bool) -> Any:
-        zeros = jnp.zeros((slots, *leaf.shape), leaf.dtype)
-        return to_host(zeros) if on_host else zeros
+        empty_slots = jnp.zeros((slots, *leaf.shape), leaf.dtype)
+        return to_host(empty_slots) if on_host else empty_slots
 
     return jax.tree.map(pool, tree, jax.tree.broadcast(hosted, tree))
 
@@ -52,7 +52,7 @@ def zeros(tree: Any, dtype: Any = None) -> Any:
 
 
 def shifted(message: Any, axis: str, ranks: int, way: str) -> Any:
-    """The message that the neighbour from which `way` comes sends at the same time."""
+    """The message that the neighbour in the direction `way` sends at the same time."""
     route = [(rank, (rank + WAYS[way]) % ranks) for rank in range(ranks)]
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, route), message)
 
@@ -95,7 +95,7 @@ def _row_major(value: Any) -> Any:
 
 
 def where(condition: Any, tree: Any) -> Any:
-    """The tree, or zeros."""
+    """The tree if the condition holds, otherwise zeros."""
     return jax.tree.map(lambda leaf: jnp.where(condition, leaf, jnp.zeros_like(leaf)), tree)
 
 
