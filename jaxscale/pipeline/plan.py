@@ -135,15 +135,15 @@ class PipelinePlan:
                 size += f",{option_words.pop(0)}"
         options: dict[str, Any] = {}
         for option_word in option_words:
-            key, _, value = (part.strip() for part in option_word.partition("="))
-            if key in options or key not in OPTIONS:
-                hint = "" if key in options else near_miss(key, OPTIONS)
+            option, _, setting = (part.strip() for part in option_word.partition("="))
+            if option in options or option not in OPTIONS:
+                hint = "" if option in options else near_miss(option, OPTIONS)
                 raise UserError(
                     f"pipeline {text!r}: got {option_word.strip()!r}, expected {FORMS[name]}, with "
                     f"{', '.join(OPTIONS[1:])} as options, each once{hint}"
                 )
-            option_type = int | None if key == "v" else field_types(cls)[key]
-            options[key] = parse(value.replace("+", ","), option_type, f"pipeline {text!r}: {key}")
+            option_type = int | None if option == "v" else field_types(cls)[option]
+            options[option] = parse(setting.replace("+", ","), option_type, f"pipeline {text!r}: {option}")
         chunks = options.pop("v", None)
         if name == "file":
             return cls(name, path=size or None, chunks=chunks, **options)
@@ -157,9 +157,9 @@ class PipelinePlan:
     def __str__(self) -> str:
         options = ""
         for name in OPTIONS[1:]:
-            value = getattr(self, name)
-            if value != getattr(type(self), name):
-                options += f",{name}={'+'.join(map(str, value)) if isinstance(value, tuple) else value}"
+            setting = getattr(self, name)
+            if setting != getattr(type(self), name):
+                options += f",{name}={'+'.join(map(str, setting)) if isinstance(setting, tuple) else setting}"
         return self.form + options
 
     @property

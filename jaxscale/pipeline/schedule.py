@@ -23,7 +23,7 @@ class Versions:
 
     Args:
         group: microbatches per update: 1 (PipeDream, PipeMare) or the M of 2BW.
-        backward: the weights that a backward linearises at (differentiates its stage for): "forward", those that its
+        backward: the weights at which a backward linearises (differentiates) its stage: "forward", those that its
             forward read, or "newest", the newest of its stage.
         lag: number of updates that the weights of a forward are behind: a forward of group g reads version
             max(0, g - lag); `None`: it reads the newest version of its stage.

@@ -166,7 +166,7 @@ class BlockChain:
             width: number of partial cuts that are kept.
         """
         values = np.stack([self.values(linear) for linear in (*times, *limits)])
-        to_go = np.stack([self.cost_to_go(value) for value in values])
+        to_go = np.stack([self.cost_to_go(stage_values) for stage_values in values])
         highest_to_go = self.cost_to_go(bounds, most=True)
         cuts = np.zeros((1, 1), int)
         sums = np.zeros((1, len(values)))

@@ -14,10 +14,10 @@ from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.many_orders import BatchClock
 from jaxscale.pipeline.schedule import Action, Kind
 
-_BATCH = 20_000
-_FEW = 30_000
+_BATCH = 20_000  # schedules that are timed at once
+_FEW = 30_000  # schedules that are timed in a tenth of a second
 _FEW_PASSES = 6
-"""Forwards of all stages: with more there are more orders than `_FEW`, except on one rank."""
+"""The most forwards, of all stages together, with which schedules may be few; one rank alone could have more."""
 
 
 def orders(stage: int, microbatches: int, most: int) -> Iterator[tuple[Action, ...]]:

@@ -119,7 +119,7 @@ class Costs:
         """Refuse costs whose number of stages or links is not the schedule's.
 
         Raises:
-            UserError: with both numbers.
+            UserError: a number differs; the message has both numbers.
         """
         if self.stages != schedule.stages:
             raise UserError(f"costs of {self.stages} stages for {schedule.name}, which has {schedule.stages}")

@@ -36,6 +36,7 @@ class BatchClock:
     def __init__(self, costs: Costs, route: tuple[int, ...], ranks: int, microbatches: int) -> None:
         stages = len(route)
         self.ranks, self.microbatches, self.stages = ranks, microbatches, stages
+        # the most passes of a rank, with every backward split
         self.length = 3 * microbatches * max(route.count(rank) for rank in range(ranks))
         self.links = np.array(costs.links or (0.0,) * ranks)
         self.end = len(KINDS) * stages * microbatches  # stands for no pass, behind the end of an order

@@ -12,7 +12,7 @@ from jaxscale.pipeline.ticks import ticks
 
 
 class TickTable:
-    """The passes of each row and rank, and the rows behind which neighbours wait for each other's messages.
+    """The passes of each row and rank, and the rows after which neighbours wait for each other's messages.
 
     Args:
         schedule: the actions of each rank, in order.

@@ -87,7 +87,7 @@ class Actions:
         Returns:
             The state, and the message to send.
         """
-        # the inputs of idle devices are zeros, so that their results are finite where possible (hazard 7)
+        # the inputs of idle devices are zeros, so that their results are finite where possible
         live = row["kind"] != IDLE
         return self._action(kind, state, row, where(live, x), where(live, g), live)
 

@@ -1,9 +1,10 @@
 """The executor of asynchronous schedules: a pipeline that never drains, with the updates inside.
 
-Like `execute.py`, one scan over the ticks of a table. This table has no end (`stream.py`); each call runs the ticks in
-which its microbatches enter. A stage updates its own weights right after the backward that completes a group of
-microbatches; slots keep the older weights that actions still need. A call returns the state between ticks (`in_flight`)
-and the next call takes it, so nothing drains between training steps, and a checkpoint of it restores exactly.
+Like `execute.py`, it is one scan over the ticks of a table. This table has no end (`stream.py`); each call runs the
+ticks in which its microbatches enter. A stage updates its own weights right after the backward that completes a group
+of microbatches; slots keep the older weights that actions still need. A call returns the state between ticks
+(`in_flight`) and the next call takes it, so nothing drains between training steps, and a checkpoint of it restores
+exactly.
 
 Every stage has its own copy of the shared weights (embedding, head) and updates it: only the first stage's embedding
 and the last stage's head matter. So tied weights and norms over all stages (clipping) have no meaning here: the caller

@@ -133,7 +133,7 @@ def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) ->
         for way, box in state["boxes"].items():
             messages = write(messages, row[way], box)
         if len(kinds) == 1:
-            # operands are read before the pool is written again, or XLA copies the pool in every tick (hazard 2)
+            # operands are read before the pool is written again, or XLA copies the pool in every tick
             x, g, messages = lax.optimization_barrier((read(messages, row["x"]), read(messages, row["g"]), messages))
             sums, message = actions.run_kind(kinds[0], state["sums"], row, x, g)
         else:

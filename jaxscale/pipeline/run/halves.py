@@ -44,8 +44,9 @@ class Halves(NamedTuple):
         cut: the arrays that cross.
         reads_first: for each input, whether the first half reads it.
         reads_second: the same for the second half.
-        first: from the inputs to all outputs (`None` where the second half makes it) and the crossing values.
-        second: from the inputs and the crossing values to all outputs (`None` where the first half makes it).
+        first: function from the inputs to (outputs, crossing values); an output that the second half makes is `None`.
+        second: function from the inputs and the crossing values to the outputs; one that the first half makes is
+            `None`.
     """
 
     cut: tuple[Crossing, ...]
@@ -100,7 +101,7 @@ def program_halves(
     second_values, placements = set(second_outputs), []
     fresh_numbers = itertools.count(len(program.avals))
     cut: dict[int, Crossing] = {}
-    # from the last step to the first: the halves of each step, and the values that the second half needs so far
+    # from the last step to the first: early outputs are made by the first half, late ones are needed by the second
     for step in reversed(program.steps):
         early_flags, late_flags = _membership(step.outputs, first_values), _membership(step.outputs, second_values)
         only_late = [needed and not made for needed, made in zip(late_flags, early_flags, strict=True)]
@@ -180,7 +181,7 @@ def _early_sums(
         number: set() if number in cheap else {number} for number in first_values | (set(program.inputs) - unready)
     }
     candidates: dict[int, set[int]] = {}
-    crossing: set[int] = set()
+    crossing: set[int] = set()  # values that cross for other steps
     for step in program.steps:
         if not any(_membership(step.outputs, needed)) or any(_membership(step.outputs, first_values)):
             continue

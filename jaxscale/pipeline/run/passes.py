@@ -94,7 +94,7 @@ class FromInput:
         return weight_gradients
 
     def _pull(self, select: Callable[..., tuple[Any, ...]], context: StageContext, x: Any, g: Any) -> tuple[Any, ...]:
-        """Gradients with respect to the `select`ed ones of (weights, shared, x), so XLA need not remove the others."""
+        """Gradients with respect to those of (weights, shared, x) that `select` picks; XLA need not remove others."""
         arguments = (context.weights, context.shared, x)
         places = select(0, 1, 2)
 
@@ -223,13 +223,13 @@ class FromResiduals:
         """The gradients ((weights, shared), dx), from the remembered and the recomputed residuals."""
         inputs = jax.tree.leaves(context)
         residuals: dict[int, Any] = {place: inputs[input_number] for place, input_number in self._input_numbers.items()}
-        operands = [value for value, reads in zip(inputs, self._recompute_reads, strict=False) if reads]
+        operands = [leaf for leaf, reads in zip(inputs, self._recompute_reads, strict=False) if reads]
         residuals |= dict(zip(self._recomputed, jex.jaxpr_as_fun(self._recompute)(*operands), strict=True))
-        for place, value in zip(self._stash_places, stash, strict=True):
+        for place, residual in zip(self._stash_places, stash, strict=True):
             aval = self._program.jaxpr.outvars[self._span.start + place].aval
             if _is_key(aval):  # a slot holds a key's data
-                value = jax.random.wrap_key_data(value, impl=jax.random.key_impl(self._key))
-            residuals[place] = value
+                residual = jax.random.wrap_key_data(residual, impl=jax.random.key_impl(self._key))
+            residuals[place] = residual
         pull = jax.tree.unflatten(self._pull, [residuals[place] for place in range(len(residuals))])
         cotangent = self._vary(jnp.ones(self._objective.shape, self._objective.dtype))
         weights, shared, dx = pull((cotangents(g, self._y), cotangent))

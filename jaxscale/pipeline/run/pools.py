@@ -13,14 +13,14 @@ from jaxscale.compat import varying_axes
 from jaxscale.sharding.memory_space import on_host, to_device, to_host
 
 WAYS = {"from_left": 1, "from_right": -1}
-"""Origins of messages of other ranks, and the step of each along the ranks."""
+"""The origins of messages from other ranks, and the step along the ranks that such a message makes."""
 
 
 def vary(tree: Any, axes: Sequence[str]) -> Any:
     """A tree marked as varying over manual axes.
 
     `vjp` in a branch with respect to a value that is the same on all devices would put a collective, the sum over those
-    devices, into a branch that not all of them take, and hang (hazard 1). So every value is marked outside.
+    devices, into a branch that not all of them take, and hang. So every value is marked outside.
     """
 
     def mark(leaf: Any) -> Any:

@@ -132,7 +132,7 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
 
 
 def _way(schedule: Schedule, sender: int, rank: int, *, right: bool) -> str:
-    """The origin of a message at its rank; two ranks are left and right of each other, so `right` decides."""
+    """The origin of a message at its rank; of two ranks each is left and right of the other, so `right` decides."""
     if sender == rank:
         return "to_self"
     after, before = (sender + 1) % schedule.ranks == rank, (sender - 1) % schedule.ranks == rank

@@ -15,7 +15,7 @@ from jaxscale.pipeline.schedule import Schedule
 
 
 def groups(ranks: int, microbatches: int) -> list[range]:
-    """The microbatches in groups that pass together: as many groups as possible of p or more, larger ones first.
+    """The microbatches in groups that pass together: as many groups of p or more as possible, larger ones first.
 
     Example:
         >>> groups(4, 10), groups(4, 3)
