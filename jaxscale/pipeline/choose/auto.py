@@ -69,7 +69,7 @@ class Choice:
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
         >>> batch = ModelPrices((Price(8.0, 8.0, 8.0, stash_bytes=80),) * 8)
-        >>> choice = choose(batch.share, 2, [4, 8], [Device(memory_bytes=160)] * 2)
+        >>> choice = choose(batch.share, 2, [4, 8], [PipelineDevice(memory_bytes=160)] * 2)
         >>> str(choice.best), choice.partition.boundaries, choice.partition.seconds
         ('chimera:2x8', (0, 4, 8), 96.0)
     """

@@ -143,7 +143,7 @@ def partition(
         >>> from jaxscale.pipeline.choose.price import Price
         >>> from jaxscale.pipeline.schedules import METHODS
         >>> prices = {"new": ModelPrices((Price(1, 1, 1),) * 9), "old": ModelPrices((Price(2, 2, 2),) * 9)}
-        >>> devices = [Device(kind="new"), Device(kind="old")]
+        >>> devices = [PipelineDevice(kind="new"), PipelineDevice(kind="old")]
         >>> partition(prices, METHODS["lockstep"].schedule(2, 16), devices).boundaries
         (0, 6, 9)
     """

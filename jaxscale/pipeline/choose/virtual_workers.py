@@ -31,7 +31,7 @@ def virtual_workers(
         UserError: `workers` does not divide the number of devices, or a kind has no slowness.
 
     Example:
-        >>> four = [Device(kind="a"), Device(kind="b"), Device(kind="b"), Device(kind="a")]
+        >>> four = [PipelineDevice(kind=kind) for kind in "abba"]
         >>> [place.kind for place in virtual_workers(four, {"a": 1.0, "b": 2.5}, 2)]
         ['a', 'b']
     """
