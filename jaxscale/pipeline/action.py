@@ -38,9 +38,9 @@ class Action(NamedTuple):
     """One pass of a microbatch through a stage.
 
     Args:
-        kind: forward, backward, or a part of it.
-        stage: place in the network, 0 beside the embedding.
-        microbatch: its number; for `U`, the last of the microbatches whose gradients it applies.
+        kind: kind of the pass.
+        stage: number of the stage, from 0, the stage with the embedding.
+        microbatch: number of the microbatch; for `U`, of the last microbatch whose gradient the update applies.
 
     Example:
         >>> str(Action(Kind.F, stage=0, microbatch=3))
@@ -58,10 +58,10 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action of its text.
+        """Parse the text form of an action, such as `0F3`.
 
         Raises:
-            UserError: text that is not a stage, one letter of F, B, I, W, U and a microbatch.
+            UserError: the text is not a stage number, one of the letters F, B, I, W, U and a microbatch number.
         """
         match = _CELL.fullmatch(text)
         if not match:

@@ -19,7 +19,7 @@ Pass = tuple[int, int]
 Order = tuple[Action, ...]
 """The actions of one rank."""
 SlotPhase = tuple[str, int]
-"""(motif, times)."""
+"""(motif, number of repetitions)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +40,10 @@ def weave(lanes: Mapping[str, Lane] | Lane, *phases: SlotPhase) -> Order:
     """The order of one rank.
 
     Args:
-        lanes: by name, or a single one, whose name is empty.
-        phases: (motif, times). A motif is letters separated by blanks, each a kind and the name of a lane: `F1` is the
-            next forward of lane 1; `B1` and `I1` the next backward; `W1` the weight gradient of its oldest `I1`
-            without one, and `W` that of the oldest of all lanes.
+        lanes: the lanes by name, or a single lane, whose name is empty.
+        phases: (motif, number of repetitions) of each phase. A motif is words separated by blanks, each a kind and the
+            name of a lane: `F1` is the next forward of lane 1, `B1` and `I1` the next backward. `W1` is the weight
+            gradient of the oldest `I1` that still lacks it, `W` that of the oldest input gradient of all lanes.
 
     Example:
         >>> order = weave(Lane.of_stage(0, 3), ("F", 1), ("F I", 2), ("W", 1), ("B", 1), ("W", 1))
@@ -55,13 +55,13 @@ def weave(lanes: Mapping[str, Lane] | Lane, *phases: SlotPhase) -> Order:
     backwards = {name: iter(lane.backwards) for name, lane in lanes.items()}
     pending: list[tuple[str, Pass]] = []  # (lane, pass) of input gradients without their weight gradient
     order = []
-    for motif, times in phases:
-        letters = [(Kind(letter[0]), letter[1:]) for letter in motif.split()]
-        for kind, lane in letters * times:
+    for motif, repeats in phases:
+        kinds_and_lanes = [(Kind(word[0]), word[1:]) for word in motif.split()]
+        for kind, lane in kinds_and_lanes * repeats:
             if kind is Kind.W:
-                oldest = next(pair for pair in pending if lane in ("", pair[0]))
-                pending.remove(oldest)
-                lane_pass = oldest[1]
+                oldest_pending = next(pair for pair in pending if lane in ("", pair[0]))
+                pending.remove(oldest_pending)
+                lane_pass = oldest_pending[1]
             else:
                 lane_pass = next(forwards[lane] if kind is Kind.F else backwards[lane])
             if kind is Kind.I:
@@ -71,11 +71,11 @@ def weave(lanes: Mapping[str, Lane] | Lane, *phases: SlotPhase) -> Order:
 
 
 def by_slot(ranks: int, cells: Iterable[tuple[int, int, Action]]) -> tuple[Order, ...]:
-    """The order of each rank of a timetable.
+    """The order of each rank, from a timetable.
 
     Args:
-        ranks: p.
-        cells: (rank, slot, action) in any sequence, one action for each rank and slot.
+        ranks: p, number of ranks.
+        cells: (rank, slot, action) of every action, in any sequence; a slot of a rank has at most one action.
 
     Example:
         >>> forward, backward = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
@@ -86,7 +86,7 @@ def by_slot(ranks: int, cells: Iterable[tuple[int, int, Action]]) -> tuple[Order
     for rank, slot, action in cells:
         assert slot not in table[rank], f"{action} and {table[rank][slot]} share slot {slot} of rank {rank}"
         table[rank][slot] = action
-    return tuple(tuple(row[slot] for slot in sorted(row)) for row in table)
+    return tuple(tuple(actions[slot] for slot in sorted(actions)) for actions in table)
 
 
 def with_updates(orders: Iterable[Iterable[Action]], group: int) -> tuple[Order, ...]:
@@ -99,6 +99,7 @@ def with_updates(orders: Iterable[Iterable[Action]], group: int) -> tuple[Order,
     """
 
     def with_update(action: Action) -> Order:
+        """An action, and the update after it if it is the last backward of a group."""
         last = action.kind is Kind.B and (action.microbatch + 1) % group == 0
         return (action, Action(Kind.U, action.stage, action.microbatch)) if last else (action,)
 
@@ -118,13 +119,13 @@ def single_route(
     """A schedule in which all microbatches take one route.
 
     Args:
-        name: of the schedule.
+        name: name of the schedule.
         orders: the actions of each rank.
-        microbatches: m.
-        bound: activations that each rank may hold at most.
-        route: the rank of each stage; empty: stage s on rank s.
-        cycle: as of `Schedule`.
-        versions: as of `Schedule`.
+        microbatches: m, number of microbatches.
+        bound: the most activations that each rank may hold.
+        route: the rank of each stage; empty: stage s is on rank s.
+        cycle: kinds of successive ticks, as in `Schedule`.
+        versions: weights of an asynchronous schedule, as in `Schedule`.
 
     Example:
         >>> order = weave(Lane.of_stage(0, 2), ("F B", 2))
@@ -150,18 +151,19 @@ def vee(
     """A schedule down the ranks and back up: rank r runs stage r as lane 0 and stage 2p-1-r as lane 1.
 
     Args:
-        name: of the schedule.
-        ranks: p.
-        microbatches: m, any.
-        phases: from a rank and a number of microbatches to the phases of its order.
-        least: microbatches that the phases are made for; with fewer, the order is the same without the missing ones.
-        most: activations, of one stage each, that a rank may hold at most.
+        name: name of the schedule.
+        ranks: p, number of ranks.
+        microbatches: m, number of microbatches, any.
+        phases: function from a rank and a number of microbatches to the phases of that rank's order.
+        least: least number of microbatches that `phases` is defined for; with fewer microbatches, the order is that of
+            `least` without the actions of the missing ones.
+        most: the most activations, of one stage each, that a rank may hold.
     """
-    count = max(microbatches, least)
+    padded_count = max(microbatches, least)
     orders = []
     for rank in range(ranks):
-        lanes = {"0": Lane.of_stage(rank, count), "1": Lane.of_stage(2 * ranks - 1 - rank, count)}
-        order = weave(lanes, *phases(rank, count))
+        lanes = {"0": Lane.of_stage(rank, padded_count), "1": Lane.of_stage(2 * ranks - 1 - rank, padded_count)}
+        order = weave(lanes, *phases(rank, padded_count))
         orders.append(tuple(action for action in order if action.microbatch < microbatches))
     bound = (min(most, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks))
     return single_route(name, orders, microbatches, bound, route=(*range(ranks), *reversed(range(ranks))))

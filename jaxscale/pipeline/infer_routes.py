@@ -11,26 +11,26 @@ Orders = Sequence[Sequence[Action]]
 
 
 def count_microbatches(name: str, orders: Orders) -> int:
-    """The number of microbatches, by a vote of stages: a single stage may lack the last one, or have one more.
+    """The number of microbatches that most stages have; a single stage may lack the last one, or have one too many.
 
     Args:
-        name: of the schedule, for the message.
+        name: name of the schedule, for error messages.
         orders: the actions of each rank.
 
     Raises:
-        Fault: a microbatch number above the number of actions.
+        Fault: a microbatch number is as large as the number of actions, so that lower ones must be missing.
     """
-    last_microbatch: dict[tuple[int, bool], int] = defaultdict(int)
+    highest_number: dict[tuple[int, bool], int] = defaultdict(int)
     for order in orders:
         for action in order:
             key = action.stage, action.kind is Kind.F
-            last_microbatch[key] = max(last_microbatch[key], action.microbatch)
-    votes = Counter(last_microbatch.values())
-    last = min(votes, key=lambda number: (-votes[number], number))
-    if last >= sum(map(len, orders)):
-        reason = f"is of microbatch {last}, but most lower ones are missing"
-        raise _fault_at_first(name, orders, lambda action: action.microbatch == last, reason)
-    return last + 1
+            highest_number[key] = max(highest_number[key], action.microbatch)
+    votes = Counter(highest_number.values())
+    last_microbatch = min(votes, key=lambda number: (-votes[number], number))
+    if last_microbatch >= sum(map(len, orders)):
+        reason = f"is of microbatch {last_microbatch}, but most lower ones are missing"
+        raise _fault_at_first(name, orders, lambda action: action.microbatch == last_microbatch, reason)
+    return last_microbatch + 1
 
 
 def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
@@ -41,14 +41,14 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
     directions).
 
     Args:
-        name: of the schedule, for the message.
+        name: name of the schedule, for error messages.
         orders: the actions of each rank.
-        microbatches: m.
+        microbatches: m, number of microbatches.
 
     Raises:
-        Fault: no rank runs a stage below the last one.
+        Fault: a stage below the last one has no action on any rank.
     """
-    # for each stage, and for each stage and microbatch, how many actions each rank runs
+    # for each (stage, None) and each (stage, microbatch), how many of its actions each rank runs
     counts: defaultdict[tuple[int, int | None], Counter[int]] = defaultdict(Counter)
     for rank, order in enumerate(orders):
         for action in order:
@@ -63,7 +63,7 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
     def usual_route(microbatch: int | None) -> tuple[int, ...]:
         """The rank that runs most of each stage's actions for a microbatch; `None`: for all of them."""
         by_stage = (counts[stage, microbatch] or counts[stage, None] for stage in range(last_stage + 1))
-        return tuple(ranks.most_common(1)[0][0] for ranks in by_stage)
+        return tuple(rank_counts.most_common(1)[0][0] for rank_counts in by_stage)
 
     def even(route: Sequence[int]) -> bool:
         """Whether a route gives every rank equally many stages."""
@@ -75,7 +75,7 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
         return (usual_route(None),), (0,) * microbatches
 
     def agreement(microbatch: int, route: Sequence[int]) -> int:
-        """Number of a microbatch's actions that are on their rank of a route."""
+        """How many actions of a microbatch are on the ranks of a route."""
         return sum(counts[stage, microbatch][rank] for stage, rank in enumerate(route))
 
     route_numbers = (

@@ -1,4 +1,4 @@
-"""Messages of a lowered schedule (PyTorch's form with SEND and RECV): checked, and written.
+"""The messages (SEND and RECV) of a lowered schedule, PyTorch's form with communication: checking and writing them.
 
 `0SEND_F3` follows the forward of microbatch 3 on stage 0; `1RECV_F3`, on the rank of stage 1, precedes the forward on
 stage 1. `SEND_B` and `RECV_B` take gradients to the stage before. Stages of one rank send no messages to each other.
@@ -20,8 +20,8 @@ class Message(NamedTuple):
     Args:
         verb: SEND or RECV.
         kind: F for activations, B for gradients.
-        stage: at this end.
-        microbatch: its number.
+        stage: stage at this end of the message.
+        microbatch: number of the microbatch.
     """
 
     verb: str
@@ -42,11 +42,11 @@ def _messages_of(schedule: Schedule, action: Action) -> list[tuple[int, Message,
         letter, reader = "B", schedule.gradient(stage - 1, microbatch)
     else:
         return []
-    source, target = schedule.rank(action), schedule.rank(reader)
-    if source == target:
+    source_rank, target_rank = schedule.rank(action), schedule.rank(reader)
+    if source_rank == target_rank:
         return []
     send, receive = (Message(verb, letter, end.stage, microbatch) for verb, end in (("SEND", action), ("RECV", reader)))
-    return [(source, send, action), (target, receive, reader)]
+    return [(source_rank, send, action), (target_rank, receive, reader)]
 
 
 def check_messages(
@@ -56,31 +56,31 @@ def check_messages(
 
     Args:
         schedule: the actions of the ranks.
-        messages: (rank, column, message).
-        columns: the column of each action.
+        messages: (rank, column, message) of every message in the file.
+        columns: the column of each action in the file.
 
     Raises:
-        Fault: with the rank and the column.
+        Fault: a message is missing, occurs twice or is misplaced; the error has the rank and the column.
     """
     name = schedule.name
-    expected: dict[Message, tuple[int, Action]] = {}
+    expected: dict[Message, tuple[int, Action]] = {}  # the rank of each message, and the action end_action it
     for order in schedule.orders:
         for action in order:
-            expected |= {message: (rank, beside) for rank, message, beside in _messages_of(schedule, action)}
+            expected |= {message: (rank, end_action) for rank, message, end_action in _messages_of(schedule, action)}
     message_columns: dict[Message, int] = {}
     for rank, column, message in messages:
         if message not in expected:
             raise Fault(name, f"{message} carries no result to another rank", rank, column)
-        home, action = expected[message]
-        if home != rank:
-            raise Fault(name, f"{message} belongs on rank {home}", rank, column)
+        home_rank, action = expected[message]
+        if home_rank != rank:
+            raise Fault(name, f"{message} belongs on rank {home_rank}", rank, column)
         if message in message_columns:
             raise Fault(name, f"{message} occurs twice, first in cell {message_columns[message]}", rank, column)
         message_columns[message] = column
         is_send = message.verb == "SEND"
         if (column > columns[action]) != is_send:
-            word = "before" if is_send else "after"
-            raise Fault(name, f"{message} stands {word} {action} (cell {columns[action]})", rank, column)
+            wrong_side = "before" if is_send else "after"
+            raise Fault(name, f"{message} stands {wrong_side} {action} (cell {columns[action]})", rank, column)
     for message, (rank, action) in expected.items():
         if message not in message_columns:
             reason = "which another rank waits for" if message.verb == "SEND" else "which it needs"
@@ -94,7 +94,7 @@ def lowered(schedule: Schedule) -> list[list[str]]:
     """
     cells = [[f"{stage}UNSHARD" for stage in schedule.stages_of(rank)] for rank in range(schedule.ranks)]
     last_kinds = (Kind.B, Kind.W)
-    remaining = Counter(
+    remaining_backwards = Counter(
         (rank, action.stage)
         for rank, order in enumerate(schedule.orders)
         for action in order
@@ -106,7 +106,7 @@ def lowered(schedule: Schedule) -> list[list[str]]:
         for message_rank, message, _ in _messages_of(schedule, action):
             cells[message_rank].append(str(message))
         if action.kind in last_kinds:
-            remaining[rank, action.stage] -= 1
-            if not remaining[rank, action.stage]:
+            remaining_backwards[rank, action.stage] -= 1
+            if not remaining_backwards[rank, action.stage]:
                 cells[rank] += [f"{action.stage}REDUCE_GRAD", f"{action.stage}RESHARD"]
     return cells

@@ -17,11 +17,12 @@ def ticks(schedule: Schedule, *, forward_only: bool = False, pace: int = 0) -> d
 
     Args:
         schedule: the actions of each rank, in order.
-        forward_only: leave out all actions but forwards (evaluation).
-        pace: ticks between the entries of two microbatches (a pipeline that never drains); 0: none has to wait.
+        forward_only: whether to leave out all actions but forwards (evaluation).
+        pace: number of ticks between the entries of two microbatches (a pipeline that never drains); 0: microbatches
+            enter as early as possible.
 
     Returns:
-        Ticks from 0, in the order of ticks and, within a tick, of ranks.
+        The tick of each action, from 0; the dictionary is sorted by tick, then by rank.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -36,23 +37,24 @@ def ticks(schedule: Schedule, *, forward_only: bool = False, pace: int = 0) -> d
     tick = turn = 0
 
     def can_start(action: Action) -> bool:
-        entered = action.kind is not Kind.F or action.stage > 0 or tick >= pace * action.microbatch
-        return entered and all(source in tick_of for source in schedule.inputs(action))
+        """Whether an action's microbatch has entered and its inputs have arrived."""
+        has_entered = action.kind is not Kind.F or action.stage > 0 or tick >= pace * action.microbatch
+        return has_entered and all(source in tick_of for source in schedule.inputs(action))
 
     while any(queues):
         kind = cycle[turn % len(cycle)]
         turn += 1
-        busy = [queue for queue in queues if queue and kind in (None, queue[0].kind) and can_start(queue[0])]
-        for queue in busy:
+        starting_queues = [queue for queue in queues if queue and kind in (None, queue[0].kind) and can_start(queue[0])]
+        for queue in starting_queues:
             tick_of[queue.popleft()] = tick
             while queue and queue[0].kind is Kind.U:
                 tick_of[queue.popleft()] = tick
-        tick += bool(busy) or pace > 0
+        tick += bool(starting_queues) or pace > 0
     return tick_of
 
 
 def rows(schedule: Schedule) -> list[list[Action | None]]:
-    """The table: for each tick the action of each rank, `None` where it is idle; without updates."""
+    """The action of each rank in each tick, `None` if the rank is idle; updates are left out."""
     tick_of = ticks(schedule)
     table: list[list[Action | None]] = [[None] * schedule.ranks for _ in range(1 + max(tick_of.values()))]
     for rank, order in enumerate(schedule.orders):

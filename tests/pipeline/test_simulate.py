@@ -239,7 +239,7 @@ def test_refusals():
         simulate(schedule, Costs((1.0,) * 2, (1.0,) * 2, (1.0,) * 2, links=(0.0,) * 3))
     with pytest.raises(UserError, match=r"costs: forward is -1\.0, expected 0 or more"):
         Costs((-1.0,), (1.0,), (1.0,))
-    with pytest.raises(UserError, match="costs: weight of 2 stages, expected 1"):
+    with pytest.raises(UserError, match="costs: got weight of 2 stages, expected 1"):
         Costs((1.0,), (1.0,), (1.0, 1.0))
 
 

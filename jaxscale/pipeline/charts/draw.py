@@ -45,7 +45,7 @@ class Chart:
 
     @property
     def clock(self) -> Callable[[float], str]:
-        """The format of a time."""
+        """The function that formats a time."""
         return duration if self.timed else "{:.5g}".format
 
     def text(self, width: int = 100, *, color: bool = False, unicode: bool = True) -> str:
@@ -56,13 +56,13 @@ class Chart:
             color: whether it shows colors.
             unicode: whether it shows letters beyond ASCII.
         """
-        per_second = columns_per_second([simulation for _, simulation in self.simulations], width)
-        parts = []
+        scale = columns_per_second([simulation for _, simulation in self.simulations], width)
+        sections = []
         for name, simulation in self.simulations:
-            chart = text_chart(simulation, per_second=per_second, color=color, clock=self.clock)
-            parts.append(f"{name}\n{chart}" if len(self.simulations) > 1 else chart)
-        parts.append(f"{self.table()}\n\n{self.legend()}")
-        text = "\n\n".join(parts)
+            chart = text_chart(simulation, per_second=scale, color=color, clock=self.clock)
+            sections.append(f"{name}\n{chart}" if len(self.simulations) > 1 else chart)
+        sections.append(f"{self.table()}\n\n{self.legend()}")
+        text = "\n\n".join(sections)
         return text if unicode else text.translate(PLAIN)
 
     def table(self) -> str:
@@ -82,10 +82,10 @@ class Chart:
             (
                 f"each: time for each microbatch{state}",
                 f"bubble: idle share of all devices' time{state}",
-                "own span: the same between each device's first action and its last",
-                "live: activations that the fullest device waits with, in microbatches of its part of the model",
+                "own span: idle share of the time between each device's first action and its last",
+                "live: activations that the fullest device holds, in microbatches of its part of the model",
                 "weights: how often the fullest device holds the weights of its part of the model",
-                "apart: the time with a program for each device, which waits for what it needs alone",
+                "apart: the time if each device ran its own program, which waits for its inputs alone",
             )
         )
 
@@ -115,7 +115,7 @@ class Chart:
         """Write a file of the type of its suffix.
 
         Raises:
-            UserError: a suffix other than .svg, .html or .csv; a CSV of several schedules; a path that fails.
+            UserError: the suffix is not .svg, .html or .csv, a CSV has several schedules, or writing fails.
         """
         check_file(path, [simulation.schedule for _, simulation in self.simulations])
         if Path(path).suffix == ".csv":
@@ -136,7 +136,7 @@ class Chart:
 
     def _numbers(self, simulation: Simulation) -> dict[str, str]:
         """The numbers of a schedule by the heads of their columns."""
-        has_bytes = any(any(other.live_bytes) for _, other in self.simulations)
+        has_bytes = any(any(charted.live_bytes) for _, charted in self.simulations)
         return {
             "time": self.clock(simulation.seconds),
             "each": self.clock(simulation.seconds_per_microbatch),
@@ -150,11 +150,11 @@ class Chart:
 
 
 def drawable(plan: PipelinePlan, updates: int | None = None) -> Schedule:
-    """The schedule of a plan; an asynchronous one is so long that most of it neither fills nor drains.
+    """The schedule of a plan, long enough, if asynchronous, that most of it is neither filling nor draining.
 
     Args:
-        plan: the request.
-        updates: of an asynchronous schedule; `None`: enough.
+        plan: the request for a schedule.
+        updates: number of updates of an asynchronous schedule; `None`: a number that is long enough.
 
     Example:
         >>> drawable(PipelinePlan.parse("pipedream:4")).microbatches
@@ -170,8 +170,8 @@ def page(title: str, body: str) -> str:
     """A self-contained HTML page that shows the action under the pointer at its top.
 
     Args:
-        title: plain text.
-        body: HTML, with charts of `Chart.svg`.
+        title: title of the page, plain text.
+        body: HTML of the page's content, with charts from `Chart.svg`.
     """
     description = element("p", "Point at an action.", id="action")
     return markup.page(title, element("h1", title), description, Markup(body), style=_STYLE, script=_SCRIPT)
@@ -181,12 +181,12 @@ def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
     """Refuse a file that could not be written, before anything is drawn.
 
     Args:
-        path: of the file.
-        schedules: those to be drawn.
+        path: path of the file.
+        schedules: the schedules to be drawn.
 
     Raises:
-        UserError: a suffix other than .svg, .html or .csv; a CSV of several schedules, or of an asynchronous one; a
-            folder that does not exist.
+        UserError: the suffix is not .svg, .html or .csv, a CSV has several schedules or an asynchronous one, or the
+            folder does not exist.
     """
     if not Path(path).parent.is_dir():
         raise UserError(

@@ -13,7 +13,7 @@ from jaxscale.pipeline.schedule import Action, Kind
 
 WIDTH, LEFT, RIGHT = 1000, 64, 12
 HEADING, AXIS = 26, 26
-"""Heights of a panel's heading and of its axis."""
+"""Heights of a panel's heading and of its axis, in pixels."""
 COLORS = {Kind.F: "#4e79a7", Kind.B: "#59a14f", Kind.I: "#76b7b2", Kind.W: "#f28e2b", Kind.U: "#b07aa1"}
 WORDS = {
     Kind.F: "forward",
@@ -28,8 +28,8 @@ def svg_chart(panels: Sequence[tuple[str, Simulation]], *, clock: Callable[[floa
     """The chart of one schedule, or of several, one below the other.
 
     Args:
-        panels: heading and simulation of each.
-        clock: the format of a time.
+        panels: heading and simulation of each panel.
+        clock: function that formats a time.
 
     Example:
         >>> from jaxscale.pipeline.clock.costs import Costs
@@ -40,18 +40,18 @@ def svg_chart(panels: Sequence[tuple[str, Simulation]], *, clock: Callable[[floa
         15
     """
     per_second = (WIDTH - LEFT - RIGHT) / max(simulation.seconds for _, simulation in panels)
-    parts, top = [], 0.0
+    panel_elements, top = [], 0.0
     for heading, simulation in panels:
         elements, height = _panel(heading, simulation, top, per_second, clock)
-        parts += elements
+        panel_elements += elements
         top += height
     schedules = [simulation.schedule for _, simulation in panels]
     kinds = {action.kind for schedule in schedules for order in schedule.orders for action in order}
     entries = [({"class_": kind.value}, WORDS[kind]) for kind in Kind if kind in kinds]
     if any(schedule.chunks > 1 for schedule in schedules):
         entries.append(({"class_": "F l"}, "paler: a rank's later stages"))
-    meanings, height = legend(entries, LEFT, top + 6, WIDTH)
-    return svg(WIDTH, top + 6 + height, "pipeline schedules", parts, meanings, style=_STYLE)
+    legend_elements, height = legend(entries, LEFT, top + 6, WIDTH)
+    return svg(WIDTH, top + 6 + height, "pipeline schedules", panel_elements, legend_elements, style=_STYLE)
 
 
 def _panel(
@@ -59,36 +59,36 @@ def _panel(
 ) -> tuple[list[Markup], float]:
     """The elements of one schedule, and their height."""
     schedule, seconds = simulation.schedule, simulation.seconds
-    row = 24 if schedule.ranks <= 8 else 16
+    row_height = 24 if schedule.ranks <= 8 else 16
     number_width = PER_LETTER * len(str(schedule.microbatches - 1)) + 2
-    plot_top, plot_height = top + HEADING, row * schedule.ranks
+    plot_top, plot_height = top + HEADING, row_height * schedule.ranks
     bottom = plot_top + plot_height
-    parts = [
+    panel_elements = [
         svg_text(LEFT, top + 18, heading, class_="h"),
         element("rect", class_="n", x=LEFT, y=plot_top, width=seconds * per_second, height=plot_height),
     ]
     for rank, (order, spans) in enumerate(zip(schedule.orders, simulation.spans, strict=True)):
-        y, first = plot_top + row * rank, schedule.stages_of(rank)[0]
-        parts.append(svg_text(LEFT - 8, y + row / 2 + 4, f"rank {rank}", "end"))
+        y, first_stage = plot_top + row_height * rank, schedule.stages_of(rank)[0]
+        panel_elements.append(svg_text(LEFT - 8, y + row_height / 2 + 4, f"rank {rank}", "end"))
         for action, (start, end) in zip(order, spans, strict=True):
             x, width = LEFT + start * per_second, (end - start) * per_second
-            is_later = action.stage != first
+            is_later = action.stage != first_stage
             box_width = max(width - 0.8, width / 2)  # a gap between neighbours
             shade = action.kind.value + " l" * is_later
             content = [
                 element("title", f"{_description(action, rank)}, {clock(start) if start else '0'} to {clock(end)}"),
-                element("rect", class_=shade, x=x, y=y + 1, width=box_width, height=row - 2),
+                element("rect", class_=shade, x=x, y=y + 1, width=box_width, height=row_height - 2),
             ]
             if action.kind is not Kind.U and width > number_width:
                 content.append(
-                    svg_text(x + width / 2, y + row / 2 + 4, action.microbatch, class_="m" + " d" * is_later)
+                    svg_text(x + width / 2, y + row_height / 2 + 4, action.microbatch, class_="m" + " d" * is_later)
                 )
-            parts.append(element("g", content, data_m=action.microbatch))
+            panel_elements.append(element("g", content, data_m=action.microbatch))
     for time in ticks(0.0, seconds, 10):
         x = LEFT + time * per_second
-        parts.append(element("path", class_="t", d=f"M{x:.2f} {bottom:.0f}v4"))
-        parts.append(svg_text(x, bottom + 16, clock(time) if time else "0", "middle"))
-    return parts, HEADING + plot_height + AXIS
+        panel_elements.append(element("path", class_="t", d=f"M{x:.2f} {bottom:.0f}v4"))
+        panel_elements.append(svg_text(x, bottom + 16, clock(time) if time else "0", "middle"))
+    return panel_elements, HEADING + plot_height + AXIS
 
 
 def _description(action: Action, rank: int) -> str:

@@ -2,8 +2,8 @@
 
 A rank holds its stages' weights (of an asynchronous schedule: several versions), the activations that wait for a
 backward, the messages at its stages' ends, and the working bytes of the running stage. The waiting activations depend
-on the schedule: at some moments many of one stage, at others of another. Each moment that no other covers is one
-function; the rank needs their maximum.
+on the schedule: at some moments many of one stage, at others of another. Each moment that no other covers (with at
+least as many of every stage) is one function; the rank needs their maximum.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Footprint(NamedTuple):
 
     Args:
         rank: the rank.
-        linear: float[stage, feature]: bytes, as a linear function of the features of `chain_cut.py`.
+        linear: float[stage, feature], the bytes as a linear function of the features of `chain_cut.py`.
     """
 
     rank: int

@@ -3,9 +3,9 @@
 The objective is the executor's time: the schedule's seconds on the neighbour machine, with devices in the given order.
 These are the longest path through the schedule's table, a maximum of linear functions of the stages' costs. Dynamic
 programming over (stage, block) minimises one function, as in PipeDream and Pipe-torch, with a price list for each
-device and a rate for each link. The maximum is minimised by a game between the two (the program answers the mean of the
-paths so far, the clock the mean of the partitions), by moving boundaries, and by branch and bound. No partition is
-faster than `Partition.bound`; a partition whose seconds meet it is optimal.
+device and a rate for each link. The maximum is minimised by a game between the dynamic program and the clock (the
+program answers the mean of the paths so far, the clock the mean of the partitions so far), by moving boundaries, and by
+branch and bound. No partition is faster than `Partition.bound`; a partition whose seconds meet it is optimal.
 
 Memory is a maximum of linear functions too (`footprint.py`), and as in MadPipe and DAPPLE it depends on the schedule:
 stage 0 of 1f1b holds p activations, the last stage one. Stages that exceed the memory by themselves are excluded.
@@ -46,11 +46,11 @@ _CLOSE = 1e-9  # relative distance at which a bound meets the seconds
 
 
 class TooLarge(UserError):
-    """No partition fits.
+    """The error that no partition fits the memory.
 
     Args:
-        message: for the user.
-        ratio: needed memory over available memory, of the partition that needs least.
+        message: error message for the user.
+        ratio: needed memory divided by available memory, for the partition that needs least.
     """
 
     def __init__(self, message: str, ratio: float) -> None:
@@ -60,14 +60,14 @@ class TooLarge(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """Blocks cut into stages.
+    """The blocks of each stage, and the seconds and bytes of the pipeline.
 
     Args:
         boundaries: stage s is blocks boundaries[s] to boundaries[s + 1] - 1.
-        seconds: of the schedule, on the neighbour machine.
-        bytes: the most that each rank holds.
+        seconds: seconds of the schedule on the neighbour machine.
+        bytes: the most bytes that each rank holds.
         bound: a lower bound on the seconds of every partition within the memory.
-        costs: of the stages, for `simulate`.
+        costs: costs of the stages, for `simulate`.
         schedule: name of the schedule.
 
     Example:
@@ -107,8 +107,8 @@ class Partition:
         lines = [f"{self.schedule}: {self.seconds:.6g} s, {gap}"]
         ranges = [f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"{blocks[0]}" for blocks in self.stages]
         width = max(map(len, ranges))
-        seconds = zip(ranges, self.costs.forward, self.costs.input, self.costs.weight, strict=True)
-        for stage, (text, f, i, w) in enumerate(seconds):
+        stage_rows = zip(ranges, self.costs.forward, self.costs.input, self.costs.weight, strict=True)
+        for stage, (text, f, i, w) in enumerate(stage_rows):
             lines.append(f"  stage {stage}  blocks {text.ljust(width)}  F {f:.4g}  I {i:.4g}  W {w:.4g}")
         lines += [f"  rank {rank}  {bytes_at_least(count)}" for rank, count in enumerate(self.bytes)]
         return "\n".join(lines)
@@ -125,22 +125,25 @@ def partition(
     """The fastest partition of a model that fits its devices.
 
     Args:
-        model: its prices; for unlike devices, the prices on each kind.
+        model: prices of the model; for unlike devices, its prices by kind of device.
         schedule: the actions of each rank, in order.
-        devices: of each rank in order; `None`: alike devices without a memory bound, on links that take no time.
-        stash: what waits for a backward: residuals, or the stage's input, whose forward then runs again.
-        width: partial partitions that branch and bound keeps; more are slower, and nearer the best. `None`:
-            65536 / stages^2, 256 at least; then 32 blocks on 4 devices are solved exactly.
+        devices: the device of each rank, in order; `None`: equal devices without a memory bound, on links that take no
+            time.
+        stash: what waits for a backward: the residuals, or the stage's input, from which the backward runs the forward
+            again.
+        width: number of partial partitions that branch and bound keeps; with more it is slower and comes nearer to the
+            best. `None`: 65536 / stages^2, at least 256, which solves 32 blocks on 4 devices exactly.
 
     Raises:
-        TooLarge: nothing fits; the message names the least memory that suffices and ways to lower it.
-        UserError: more stages than blocks, a number of devices that differs from the ranks, a kind without prices.
+        TooLarge: no partition fits; the message has the least memory that suffices and ways to lower it.
+        UserError: there are more stages than blocks, the number of devices is not that of ranks, or a kind of device
+            has no prices.
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
         >>> from jaxscale.pipeline.schedules import METHODS
         >>> prices = {"new": ModelPrices((Price(1, 1, 1),) * 9), "old": ModelPrices((Price(2, 2, 2),) * 9)}
-        >>> devices = [Device(kind="new"), Device(kind="old")]
+        >>> devices = [PipelineDevice(kind="new"), PipelineDevice(kind="old")]
         >>> partition(prices, METHODS["lockstep"].schedule(2, 16), devices).boundaries
         (0, 6, 9)
     """
@@ -152,7 +155,10 @@ def partition(
 
 @dataclasses.dataclass
 class _Search:
-    """The search for the fastest partition of a problem; `width` as of `partition`."""
+    """The search for the fastest partition of a problem.
+
+    `width` is that of `partition`. A cut is an array of boundaries.
+    """
 
     problem: Problem
     width: int
@@ -163,57 +169,57 @@ class _Search:
         """Exclude stages that exceed the memory by themselves, and find the partition that needs least.
 
         Raises:
-            UserError: nothing fits.
+            TooLarge: no partition fits.
         """
-        ratios = []
+        memory_ratios = []
         for rank, linear in self.problem.footprints:
             memory = self.problem.devices[rank].memory_bytes
             if memory is not None:
                 shared = np.zeros_like(linear)
                 shared[self.problem.schedule.stages_of(rank)[0], INDEX["one"]] = self.problem.shared_bytes[rank]
-                ratios.append((linear + shared) / memory)
-        if not ratios:
+                memory_ratios.append((linear + shared) / memory)
+        if not memory_ratios:
             return
-        self.smallest, least = self._least_memory(ratios)
-        if least > 1 + 1e-12:
-            raise self._too_large(self.smallest, least)
-        for linear in ratios:
+        self.smallest, least_ratio = self._least_memory(memory_ratios)
+        if least_ratio > 1 + 1e-12:
+            raise self._too_large(self.smallest, least_ratio)
+        for linear in memory_ratios:
             if (linear.any(1)).sum() == 1:
                 self.problem.chain.allow(linear, 1.0)
             else:
                 self.problem.memory_functions.append(linear)
 
     def _least_memory(self, ratios: list[np.ndarray]) -> tuple[np.ndarray, float]:
-        """A partition whose largest ratio is at most 1, else the one whose largest ratio is least."""
+        """A cut and its ratio of bytes to memory: at most 1 if any cut has such a ratio, otherwise the least."""
         chain = self.problem.chain
         largest = chain.largest(ratios)
-        best, cut = chain.shortest(largest, most=True)
+        least, cut = chain.shortest(largest, most=True)
         if all(linear.any(1).sum() == 1 for linear in ratios):
-            return cut, best
+            return cut, least
         functions = np.stack(ratios)
         functions = functions.reshape(len(functions), -1)
         peaks = functions @ chain.stage_features(cut[None]).ravel()
-        best, active = float(peaks.max()), [int(peaks.argmax())]
-        while best > 1:
-            cuts = chain.branch([ratios[index] for index in active], (), largest, best * (1 - 1e-12), self.width).cuts
+        least, active = float(peaks.max()), [int(peaks.argmax())]
+        while least > 1:
+            cuts = chain.branch([ratios[index] for index in active], (), largest, least * (1 - 1e-12), self.width).cuts
             if not len(cuts):
-                return cut, best
-            needs = chain.stage_features(cuts).reshape(len(cuts), -1) @ functions.T
-            lowest = int(needs.max(1).argmin())
-            binding = int(needs[lowest].argmax())
-            if needs[lowest, binding] < best:
-                best, cut = float(needs[lowest, binding]), cuts[lowest]
+                return cut, least
+            cut_ratios = chain.stage_features(cuts).reshape(len(cuts), -1) @ functions.T
+            lowest = int(cut_ratios.max(1).argmin())
+            binding = int(cut_ratios[lowest].argmax())
+            if cut_ratios[lowest, binding] < least:
+                least, cut = float(cut_ratios[lowest, binding]), cuts[lowest]
             elif binding in active or len(active) >= _FUNCTIONS:
-                return cut, best
+                return cut, least
             active.append(binding)
-        return cut, best
+        return cut, least
 
     def _too_large(self, cut: np.ndarray, ratio: float) -> TooLarge:
         """The error for a model whose smallest partition needs `ratio` times the memory."""
         problem, schedule = self.problem, self.problem.schedule
-        needs = problem.bytes(cut)
+        needed_bytes = problem.bytes(cut)
         limits = [device.memory_bytes for device in problem.devices]
-        rank = max(range(len(needs)), key=lambda rank: needs[rank] / (limits[rank] or np.inf))
+        rank = max(range(len(needed_bytes)), key=lambda rank: needed_bytes[rank] / (limits[rank] or np.inf))
         hints = ["smaller microbatches"]
         if problem.stash == "residuals":
             hints.append("the stash of inputs alone (a stage's forward is run again), or a memory plan that keeps less")
@@ -222,8 +228,8 @@ class _Search:
         hints.append("more devices on the pipe axis, or weights sharded over data (ZeRO)")
         return TooLarge(
             f"{schedule.name}: no partition of {problem.blocks} blocks into {schedule.stages} stages fits; the "
-            f"smallest needs {bytes_at_least(needs[rank])} on rank {rank}, which has "
-            f"{bytes_at_least(int(limits[rank] or 0))} ({ratio:.2f} times as much); ways to lower it: "
+            f"smallest needs {bytes_at_least(needed_bytes[rank])} on rank {rank}, which has "
+            f"{bytes_at_least(int(limits[rank] or 0))} (a ratio of {ratio:.2f}); ways to lower it: "
             f"{'; '.join(hints)}",
             ratio,
         )
@@ -253,7 +259,7 @@ class _Search:
     def _branch_and_bound(
         self, best: float, cut: np.ndarray, bound: float, paths: list[np.ndarray], stage_bounds: np.ndarray
     ) -> tuple[float, np.ndarray, float]:
-        """Branch and bound, repeated while it finds a faster partition: seconds, partition, bound."""
+        """(seconds, cut, bound) after branch and bound, which is repeated while it finds a faster partition."""
         limits = self._tightest(cut)
         while best > bound * (1 + _CLOSE):
             paths = [*paths, self.problem.path(cut)]
@@ -278,21 +284,21 @@ class _Search:
         return sorted(self.problem.memory_functions, key=lambda linear: -(stage_features * linear).sum())[:_FUNCTIONS]
 
     def _play(self, cut: np.ndarray, best: float) -> tuple[float, np.ndarray, np.ndarray]:
-        """A game between program and clock: a bound, its linear function, and the partitions that were tried.
+        """A game between dynamic program and clock: a lower bound, its linear function, and the cuts that were tried.
 
         The clock answers the mean of the costs so far, the program the mean of the clock's paths so far.
         """
         problem = self.problem
         blur = _BLUR * best
         passes, links = (costs[0] for costs in problem.costs(cut[None]))
-        average = np.zeros((problem.schedule.stages, len(FEATURES)))
-        bound, best_linear, cuts = -np.inf, average, []
+        mean_path = np.zeros((problem.schedule.stages, len(FEATURES)))
+        bound, best_linear, cuts = -np.inf, mean_path, []
         for turn in range(_TURNS):
             path = problem.linear(cut, problem.clock.path(passes, links, blur))
-            average = average + (path - average) * (2 / (turn + 2))
-            value, cut = problem.chain.shortest(problem.chain.values(average))
-            if value > bound:
-                bound, best_linear = value, average
+            mean_path = mean_path + (path - mean_path) * (2 / (turn + 2))
+            lower_bound, cut = problem.chain.shortest(problem.chain.values(mean_path))
+            if lower_bound > bound:
+                bound, best_linear = lower_bound, mean_path
             cuts.append(cut)
             if best <= bound * (1 + _CLOSE):
                 break
@@ -302,14 +308,14 @@ class _Search:
         return bound, best_linear, np.stack(cuts)
 
     def _refine(self, best: float, cut: np.ndarray) -> tuple[float, np.ndarray]:
-        """A partition after moving one boundary or several neighbours together, while that makes it faster."""
-        inner = self.problem.schedule.stages - 1
-        if not inner:
+        """(seconds, cut) after moving one boundary, or several neighbours together, while that makes the cut faster."""
+        inner_count = self.problem.schedule.stages - 1
+        if not inner_count:
             return best, cut
-        begin, end = np.triu_indices(inner)
-        selection = (end - begin < 3) | (begin == 0) | (end == inner - 1)
+        begin, end = np.triu_indices(inner_count)
+        selection = (end - begin < 3) | (begin == 0) | (end == inner_count - 1)
         begin, end = begin[selection], end[selection]
-        boundary = np.arange(inner)
+        boundary = np.arange(inner_count)
         moves = ((boundary >= begin[:, None]) & (boundary <= end[:, None])).astype(int)
         moves = np.concatenate([moves, -moves, 2 * moves[begin == end], -2 * moves[begin == end]])
         while True:
@@ -324,7 +330,7 @@ class _Search:
             best, cut = float(seconds.min()), cuts[seconds.argmin()]
 
     def _partition(self, cut: np.ndarray, seconds: float, bound: float) -> Partition:
-        """The partition with these boundaries."""
+        """The `Partition` with the boundaries of a cut."""
         columns = dict(zip(FEATURES, self.problem.chain.stage_features(cut[None])[0].T.tolist(), strict=True))
         return Partition(
             boundaries=tuple(map(int, cut)),

@@ -15,7 +15,7 @@ from jaxscale.pipeline.clock.clock import Clock, LongestPath
 from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.schedule import Kind, Schedule
 
-_TIMED = 3  # the first features, which are seconds
+_TIMED = 3  # number of the first features, which are seconds
 _SECONDS: dict[Kind, tuple[str, ...]] = {
     Kind.F: ("forward",),
     Kind.I: ("input_gradient",),
@@ -23,10 +23,11 @@ _SECONDS: dict[Kind, tuple[str, ...]] = {
     Kind.B: ("input_gradient", "weight_gradient"),
     Kind.U: (),
 }
+"""The features whose sum is the seconds of a pass."""
 
 
 class Problem:
-    """One model, schedule and list of devices, as features and linear functions."""
+    """One model, schedule and list of devices, as linear functions; its arguments are those of `partition`."""
 
     def __init__(
         self,
@@ -59,9 +60,9 @@ class Problem:
                 f"{schedule.name} does every stage on several devices, and they are unlike ({', '.join(kinds)}): "
                 "use a schedule of one route, such as 1f1b"
             )
-        rank_kind = [kinds.index(device.kind) for device in self.devices]
+        kind_of_rank = [kinds.index(device.kind) for device in self.devices]
         tables = [features(prices.blocks, prices.first, prices.last, stash == "input") for prices in self.models]
-        self.chain = BlockChain(schedule.stages, tables, [rank_kind[rank] for rank in schedule.routes[0]])
+        self.chain = BlockChain(schedule.stages, tables, [kind_of_rank[rank] for rank in schedule.routes[0]])
         self.clock = Clock(schedule)
         self._pass_stages = np.array([stage for _, stage in self.clock.passes])
         self._pass_features = np.array([[name in _SECONDS[kind] for name in FEATURES] for kind, _ in self.clock.passes])
@@ -75,7 +76,7 @@ class Problem:
         for row, link in zip(self._message_features, self._crossings[:, 1], strict=True):
             row[[INDEX["leaves"], INDEX["one"]]] = 1 / self.devices[link].link, self.devices[link].latency
         self.footprints = footprints(schedule)
-        self.shared_bytes = [self.models[kind].shared_bytes for kind in rank_kind]
+        self.shared_bytes = [self.models[kind].shared_bytes for kind in kind_of_rank]
         self.memory_functions: list[np.ndarray] = []
 
     def costs(self, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -91,18 +92,18 @@ class Problem:
 
     def seconds(self, cuts: np.ndarray) -> np.ndarray:
         """Seconds of each of a batch of partitions, infinite for those that do not fit the memory."""
-        parts = [self.clock.seconds(*self.costs(cuts[at : at + 1024])) for at in range(0, len(cuts), 1024)]
-        return np.where(self.fits(cuts), np.concatenate(parts), np.inf)
+        seconds = [self.clock.seconds(*self.costs(cuts[at : at + 1024])) for at in range(0, len(cuts), 1024)]
+        return np.where(self.fits(cuts), np.concatenate(seconds), np.inf)
 
     def fits(self, cuts: np.ndarray) -> np.ndarray:
         """bool[cut]: whether each of a batch of partitions fits every device's memory."""
         stages = np.arange(self.schedule.stages)
-        fits = np.all(self.chain.possible[stages, cuts[:, :-1], cuts[:, 1:]], axis=1)
+        is_feasible = np.all(self.chain.possible[stages, cuts[:, :-1], cuts[:, 1:]], axis=1)
         if self.memory_functions:
             functions = np.stack(self.memory_functions).reshape(len(self.memory_functions), -1)
             ratios = self.chain.stage_features(cuts).reshape(len(cuts), -1) @ functions.T
-            fits &= ratios.max(1) <= 1 + 1e-12
-        return fits
+            is_feasible &= ratios.max(1) <= 1 + 1e-12
+        return is_feasible
 
     def path(self, cut: np.ndarray) -> np.ndarray:
         """float[stage, feature]: the linear function whose value is the seconds of a partition."""
@@ -110,7 +111,7 @@ class Problem:
         return self.linear(cut, self.clock.path(passes[0], links[0]))
 
     def linear(self, cut: np.ndarray, path: LongestPath) -> np.ndarray:
-        """A path as a linear function; on each link the longest message counts."""
+        """float[stage, feature]: a path as a linear function; on each link the longest message counts."""
         linear = np.zeros((self.schedule.stages, len(FEATURES)))
         np.add.at(linear, self._pass_stages, path.passes[:, None] * self._pass_features)
         if len(self._crossings):
@@ -131,13 +132,13 @@ class Problem:
         return tuple(int(np.ceil(count - 1e-6)) for count in peaks)
 
     def stage_bounds(self) -> np.ndarray:
-        """float[stage, begin, end]: a lower bound on the seconds by one stage: all its passes on its busiest rank."""
+        """float[stage, begin, end]: a lower bound on the seconds: all passes of a stage on its busiest rank."""
         linear = np.zeros((self.schedule.stages, len(FEATURES)))
-        number = {key: index for index, key in enumerate(self.clock.passes)}
+        pass_number = {key: index for index, key in enumerate(self.clock.passes)}
         for order in self.schedule.orders:
             work = np.zeros_like(linear)
             for action in order:
-                work[action.stage] += self._pass_features[number[action.kind, action.stage]]
-            larger = work.sum(1) > linear.sum(1)
-            linear[larger] = work[larger]
+                work[action.stage] += self._pass_features[pass_number[action.kind, action.stage]]
+            is_busier = work.sum(1) > linear.sum(1)
+            linear[is_busier] = work[is_busier]
         return self.chain.values(linear)

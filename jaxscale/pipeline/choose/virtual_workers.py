@@ -20,23 +20,23 @@ def virtual_workers(
     slowest link of its devices.
 
     Args:
-        devices: all of them; as many as `workers` times the places.
-        slowness: of each kind, its seconds relative to the fastest.
+        devices: all devices, `workers` of them for each place.
+        slowness: seconds of each kind of device relative to the fastest kind.
         workers: number of pipelines.
 
     Returns:
         The device that stands for each place, the fastest kind first.
 
     Raises:
-        UserError: a number of devices that `workers` does not divide; a kind without slowness.
+        UserError: `workers` does not divide the number of devices, or a kind has no slowness.
 
     Example:
-        >>> four = [Device(kind="a"), Device(kind="b"), Device(kind="b"), Device(kind="a")]
+        >>> four = [PipelineDevice(kind=kind) for kind in "abba"]
         >>> [place.kind for place in virtual_workers(four, {"a": 1.0, "b": 2.5}, 2)]
         ['a', 'b']
     """
     if workers < 1 or len(devices) % workers:
-        raise UserError(f"got {len(devices)} devices for {workers} virtual workers, expected a multiple of them")
+        raise UserError(f"got {len(devices)} devices for {workers} virtual workers, expected as many for each worker")
     for device in devices:
         if device.kind not in slowness:
             raise unknown("kind of device", device.kind, slowness)

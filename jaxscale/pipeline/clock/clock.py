@@ -1,10 +1,10 @@
 """Clock: the ticks of a schedule, ready to be timed on the neighbour machine under many costs at once.
 
-After a tick with any message, a rank waits for the messages of both its neighbours. The ticks of a schedule do not
-depend on the seconds of its passes, so its table is made once and timed for a whole batch of costs: a partition tries
-thousands. The time is a maximum of sums along paths through the table; `path` returns the longest path, as the number
-of times that it meets each pass and each link: a linear function of the costs that is never above the true seconds, and
-equals them for the costs of that path.
+On the neighbour machine (`simulate.py`) a rank waits, after a tick with any message, for the messages of both its
+neighbours on the ring. The ticks of a schedule do not depend on the seconds of its passes, so its table is made once
+and timed for a whole batch of costs: a partition tries thousands. The time is a maximum of sums along paths through the
+table; `path` returns the longest path, as the number of times that it meets each pass and each link: a linear function
+of the costs that is never above the true seconds, and equals them for the costs of that path.
 """
 
 import collections
@@ -21,9 +21,9 @@ class LongestPath(NamedTuple):
     """The longest path: the passes and messages that decide when a schedule ends.
 
     Args:
-        seconds: from the first start to the last end.
-        passes: how often each of `Clock.passes` is on it.
-        links: how often each link is on it.
+        seconds: seconds from the first start to the last end.
+        passes: float[passes], how often each of `Clock.passes` is on the path.
+        links: float[ranks], how often each link is on the path.
     """
 
     seconds: float
@@ -38,7 +38,7 @@ class Clock:
         schedule: the actions of each rank, in order.
 
     Raises:
-        UserError: a message between ranks that are no neighbours on the ring.
+        UserError: the schedule has a message between ranks that are not neighbours on the ring.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -57,7 +57,7 @@ class Clock:
         self._neighbours = np.roll(ranks, 1), np.roll(ranks, -1)
 
     def seconds(self, passes: np.ndarray, links: np.ndarray) -> np.ndarray:
-        """Seconds of the schedule under each of a batch of costs.
+        """float[batch]: seconds of the schedule under each of a batch of costs.
 
         Args:
             passes: float[batch, passes], seconds of each of `passes`.
@@ -66,13 +66,14 @@ class Clock:
         return collections.deque(self._run(passes, links), maxlen=1)[0].max(0)
 
     def path(self, passes: np.ndarray, links: np.ndarray, blur: float = 0.0) -> LongestPath:
-        """The longest path under one set of costs, float[passes] and float[ranks].
+        """The longest path under one set of costs.
 
         Args:
-            passes: seconds of each of `passes`.
-            links: seconds of each link.
-            blur: seconds; of paths that differ by about as much, a mean instead of the longest. The mean changes less
-                from one set of costs to the next, and is never above the true seconds either.
+            passes: float[passes], seconds of each of `passes`.
+            links: float[ranks], seconds of a message between ranks r and r + 1.
+            blur: difference in seconds; paths that are shorter than the longest by about this much enter a mean of
+                paths. The mean changes less from one set of costs to the next, and is never above the true seconds
+                either. 0: the longest path alone.
         """
         times = np.stack([moment[:, 0] for moment in self._run(passes[None], links[None])])
         left, right = self._neighbours
@@ -80,6 +81,7 @@ class Clock:
         ends = times[1::2]
         arrivals = np.stack([ends, ends[:, left] + links[left], ends[:, right] + links])
         from_self, from_left, from_right = _shares(arrivals, blur)
+        # from the last row to the first: the share of the paths that runs through each rank
         shares, crossings = np.empty(ends.shape), np.zeros(self.schedule.ranks)
         share = _shares(times[-1][:, None], blur)[:, 0]
         for row in range(len(ends) - 1, -1, -1):
@@ -88,19 +90,19 @@ class Clock:
                 crossings += to_left + to_right
                 share = from_self[row] * share + to_left + to_right[left]
             shares[row] = share
-        counts = np.bincount(self._table.ravel(), shares.ravel(), len(self.passes) + 1)
-        return LongestPath(float(times[-1].max()), counts[:-1], crossings)
+        pass_counts = np.bincount(self._table.ravel(), shares.ravel(), len(self.passes) + 1)
+        return LongestPath(float(times[-1].max()), pass_counts[:-1], crossings)
 
     def _run(self, passes: np.ndarray, links: np.ndarray) -> Iterator[np.ndarray]:
-        """Times [rank, batch] at the start, and after the passes and the exchange of each row."""
-        seconds = np.concatenate([passes.T, np.zeros((1, len(passes)))])
+        """float[rank, batch], times of the ranks: at the start, then after the passes and the exchange of each row."""
+        pass_seconds = np.concatenate([passes.T, np.zeros((1, len(passes)))])
         left, right = self._neighbours
         links = np.ascontiguousarray(links.T)
         left_links = links[left]
         times = np.zeros(links.shape)
         yield times
         for row, sends in zip(self._table, self._sends, strict=True):
-            times = times + seconds[row]
+            times = times + pass_seconds[row]
             yield times
             if sends:
                 arrivals = times[left] + left_links
@@ -110,7 +112,7 @@ class Clock:
 
 
 def _shares(times: np.ndarray, blur: float) -> np.ndarray:
-    """Weights of the first dim, which add up to 1: all for the latest without a blur."""
+    """Weights along the first dim, which add up to 1; without a blur, the latest time has all the weight."""
     if not blur:
         return np.moveaxis(np.eye(len(times))[times.argmax(0)], -1, 0)
     weights = np.exp((times - times.max(0)) / blur)

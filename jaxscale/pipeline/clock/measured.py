@@ -26,19 +26,19 @@ def measured(
     timelines: Mapping[int, Sequence[MeasuredSpans]],
     steps: int,
 ) -> Simulation:
-    """The schedule with measured times from a step's start: the mean over traced steps and over the devices of a rank.
+    """A schedule with measured times: the means over the traced steps and over the devices of each rank.
 
     Args:
-        schedule: synchronous.
-        operations: for each kind ("F", "B", "I", "W"), those that an action runs once.
-        timelines: of the devices of each rank.
+        schedule: a synchronous schedule.
+        operations: for each kind ("F", "B", "I", "W"), names of the operations that each of its actions runs once.
+        timelines: for each rank, the spans of its devices.
         steps: number of steps in the trace.
 
     Returns:
-        A simulation with the measured spans, and with their means by kind and stage as costs.
+        A simulation with the measured spans, from a step's start; its costs are their means by kind and stage.
 
     Raises:
-        UserError: a rank without a device in the trace; a number of actions that differs from the schedule's.
+        UserError: a rank has no device in the trace, or the trace has another number of actions than the schedule.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -47,18 +47,18 @@ def measured(
         >>> run.spans, run.costs.forward, run.costs.backward
         ((((0.0, 1.0), (1.0, 3.0)),), (1.0,), (2.0,))
     """
-    by_rank = []
+    spans_by_rank = []
     for rank in range(schedule.ranks):
         if not timelines.get(rank):
             raise UserError(
                 f"the trace has no device of rank {rank} of {schedule.name}: it is of a run on other devices, or of "
                 "one process of several; trace a run of one process"
             )
-        by_rank.append([_spans(schedule, rank, operations, timeline, steps) for timeline in timelines[rank]])
-    step_starts = [min(spans[step][0][0] for devices in by_rank for spans in devices) for step in range(steps)]
+        spans_by_rank.append([_spans(schedule, rank, operations, timeline, steps) for timeline in timelines[rank]])
+    step_starts = [min(spans[step][0][0] for devices in spans_by_rank for spans in devices) for step in range(steps)]
     # float[device, step, action, end]; times of a step count from its start
-    times = [np.array(devices) - np.array(step_starts)[:, None, None] for devices in by_rank]
-    orders = [tuple(map(tuple, of_rank.mean((0, 1)).tolist())) for of_rank in times]
+    times = [np.array(devices) - np.array(step_starts)[:, None, None] for devices in spans_by_rank]
+    orders = [tuple(map(tuple, rank_times.mean((0, 1)).tolist())) for rank_times in times]
     return Simulation(schedule, _costs(schedule, orders), "measured", tuple(orders))
 
 
@@ -78,7 +78,7 @@ def _spans(
             )
         by_kind[kind] = [(min(times[n][0] for times in runs), max(times[n][1] for times in runs)) for n in range(count)]
     # a kind's spans of all steps are consumed step by step
-    spans = {kind: iter(of_kind) for kind, of_kind in by_kind.items()}
+    spans = {kind: iter(kind_spans) for kind, kind_spans in by_kind.items()}
     return [[next(spans[action.kind]) for action in order] for _ in range(steps)]
 
 
@@ -90,12 +90,13 @@ def _costs(schedule: Schedule, orders: Sequence[Sequence[Span]]) -> Costs:
             durations.setdefault((action.kind, action.stage), []).append(end - start)
 
     def mean(kind: Kind) -> tuple[float | None, ...]:
+        """Mean seconds of a kind on each stage, `None` without such actions."""
         stage_durations = [durations.get((kind, stage)) for stage in range(schedule.stages)]
         return tuple(None if times is None else sum(times) / len(times) for times in stage_durations)
 
-    forward, backward, inner, outer = (mean(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+    forward, backward, inputs_alone, weights_alone = (mean(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
     halves = [(b or 0.0) / 2 for b in backward]
-    inputs = [i or half for i, half in zip(inner, halves, strict=True)]
-    weights = [w or half for w, half in zip(outer, halves, strict=True)]
+    inputs = [i or half for i, half in zip(inputs_alone, halves, strict=True)]
+    weights = [w or half for w, half in zip(weights_alone, halves, strict=True)]
     backwards = [i + w if b is None else b for b, i, w in zip(backward, inputs, weights, strict=True)]
     return Costs(tuple(time or 0.0 for time in forward), tuple(inputs), tuple(weights), tuple(backwards))

@@ -25,7 +25,9 @@ from jaxscale.pipeline.schedule import Action, Kind, Schedule
 from jaxscale.pipeline.ticks import ticks
 
 MachineModel = Literal["neighbour", "dataflow"]
+"""How ranks wait for one another: the two machines above."""
 Span = tuple[float, float]
+"""(start, end) in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Simulation:
 
     Args:
         schedule: the schedule.
-        costs: of its passes.
-        machine: how ranks wait for one another; "measured": times of a real run (`measured.py`).
+        costs: costs of its passes and messages.
+        machine: how ranks wait for one another; "measured" if the times are those of a real run (`measured.py`).
         spans: start and end of each action in seconds, in the order of `schedule.orders`.
 
     Example:
@@ -53,7 +55,7 @@ class Simulation:
 
     @functools.cached_property
     def seconds(self) -> float:
-        """From the first start to the last end, on any rank."""
+        """Seconds from the first start to the last end on any rank: the makespan."""
         return max(order[-1][1] for order in self.spans)
 
     @functools.cached_property
@@ -63,7 +65,7 @@ class Simulation:
 
     @functools.cached_property
     def period(self) -> float | None:
-        """Seconds from one update to the next in the steady state of an asynchronous schedule, `None` of others.
+        """Seconds from one update to the next in the steady state of an asynchronous schedule, otherwise `None`.
 
         Measured between the first stage's forwards in the second half of the schedule: they do not depend on later
         actions, so neither filling nor draining counts.
@@ -78,24 +80,24 @@ class Simulation:
             for action, (start, _) in zip(order, spans, strict=True)
             if action.kind is Kind.F and action.stage == 0
         }
-        count = updates // 2
-        if not count:
+        counted_updates = updates // 2
+        if not counted_updates:
             return self.seconds / updates
-        last = (updates - 1) * group
-        seconds = (starts[last] - starts[last - count * group]) / count
+        last_entry = (updates - 1) * group
+        seconds = (starts[last_entry] - starts[last_entry - counted_updates * group]) / counted_updates
         # a period below a rank's busy time shows that too few updates have reached no steady state
         return seconds if seconds * updates >= max(self.busy) * (1 - 1e-9) else self.seconds / updates
 
     @property
     def seconds_per_microbatch(self) -> float:
-        """Makespan over microbatches; for an asynchronous schedule, in the steady state."""
+        """Makespan divided by the microbatches; for an asynchronous schedule, the seconds in the steady state."""
         if self.period is not None and self.schedule.versions is not None:
             return self.period / self.schedule.versions.group
         return self.seconds / self.schedule.microbatches
 
     @property
     def bubble(self) -> float:
-        """Idle share of all ranks' time: of the makespan; for an asynchronous schedule, of the steady state.
+        """Idle share of all ranks' time in the makespan, or in the steady state if the schedule is asynchronous.
 
         1 - sum(busy) / (ranks * seconds)
         """
@@ -121,7 +123,7 @@ class Simulation:
 
     @property
     def live(self) -> tuple[int, ...]:
-        """Activations that each rank holds at most: of one stage and microbatch, from F until B or W is done."""
+        """The most activations that each rank holds at once; one is held from its F until its B or W is done."""
         return self.schedule.live
 
     @property
@@ -132,15 +134,15 @@ class Simulation:
 
     @functools.cached_property
     def live_bytes(self) -> tuple[float, ...]:
-        """Most bytes that each rank holds for its backwards, with those from I to W."""
+        """The most bytes that each rank holds for its backwards, those from I to W included."""
         stash = self.costs.stash or (0,) * self.schedule.stages
         pending = self.costs.pending or (0,) * self.schedule.stages
         peaks = []
         for rank in range(self.schedule.ranks):
             stages = self.schedule.stages_of(rank)
-            sizes = [stash[stage] for stage in stages] + [pending[stage] for stage in stages]
+            byte_counts = [stash[stage] for stage in stages] + [pending[stage] for stage in stages]
             moments = self.schedule.waiting(rank)
-            peaks.append(max(sum(map(operator.mul, counts, sizes), 0.0) for counts in moments))
+            peaks.append(max(sum(map(operator.mul, counts, byte_counts), 0.0) for counts in moments))
         return tuple(peaks)
 
     def __str__(self) -> str:
@@ -153,10 +155,11 @@ def simulate(schedule: Schedule, costs: Costs, machine: MachineModel = "neighbou
     Args:
         schedule: the actions of each rank, in order.
         costs: seconds of passes and messages.
-        machine: `neighbour` as our executor, `dataflow` as separate programs.
+        machine: `neighbour`, one program on all ranks like this package's executor, or `dataflow`, separate programs.
 
     Raises:
-        UserError: costs of a wrong number of stages; a message that a neighbour exchange cannot carry.
+        UserError: the costs have a wrong number of stages or links, or, on `neighbour`, a message goes to a rank
+            that is not a neighbour.
     """
     costs.check(schedule)
     starts = {"dataflow": _dataflow, "neighbour": _neighbour}[machine](schedule, costs)

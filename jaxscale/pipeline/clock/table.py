@@ -1,6 +1,6 @@
 """The table of a schedule on the neighbour machine: a row for each tick, and another behind it for its updates.
 
-Needs no numpy, so that charts are drawn at once; `clock.py` times the same table under many costs together.
+This module needs no numpy, so that charts are drawn at once; `clock.py` times the same table under many costs together.
 """
 
 import functools
@@ -12,13 +12,13 @@ from jaxscale.pipeline.ticks import ticks
 
 
 class TickTable:
-    """The passes of each row and rank, and the rows behind which neighbours wait for each other's messages.
+    """The passes of each row and rank, and the rows after which neighbours wait for each other's messages.
 
     Args:
         schedule: the actions of each rank, in order.
 
     Raises:
-        UserError: a message between ranks that are no neighbours on the ring.
+        UserError: the schedule has a message between ranks that are not neighbours on the ring.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -30,7 +30,7 @@ class TickTable:
     passes: tuple[tuple[Kind, int], ...]
     """(kind, stage) of every pass that occurs."""
     rows: list[list[int]]
-    """For each row and rank the number of its pass, one past the last where the rank is idle."""
+    """For each row and rank the index of its pass in `passes`; `len(passes)` if the rank is idle."""
     sends: list[bool]
     """For each row, whether any message travels at its end."""
     row_of: dict[Action, int]
@@ -42,16 +42,16 @@ class TickTable:
         self.schedule = schedule
         self.passes = tuple(sorted({(action.kind, action.stage) for order in schedule.orders for action in order}))
         tick_of = ticks(schedule)
-        # (tick, how many updates its rank has done in the tick)
-        places: dict[Action, tuple[int, int]] = {}
+        # for each action, (tick, how many updates its rank has done in that tick)
+        place_of_action: dict[Action, tuple[int, int]] = {}
         for order in schedule.orders:
-            updates = 0
+            update_count = 0
             for action in order:
-                updates = updates + 1 if action.kind is Kind.U else 0
-                places[action] = tick_of[action], updates
-        row_numbers = {place: row for row, place in enumerate(sorted(set(places.values())))}
+                update_count = update_count + 1 if action.kind is Kind.U else 0
+                place_of_action[action] = tick_of[action], update_count
+        row_numbers = {place: row for row, place in enumerate(sorted(set(place_of_action.values())))}
         last_row_of_tick = {tick: row for (tick, _), row in row_numbers.items()}
-        self.row_of = {action: row_numbers[place] for action, place in places.items()}
+        self.row_of = {action: row_numbers[place] for action, place in place_of_action.items()}
         pass_numbers = {key: number for number, key in enumerate(self.passes)}
         self.rows = [[len(self.passes)] * schedule.ranks for _ in row_numbers]
         self.sends = [False] * len(row_numbers)
@@ -66,7 +66,7 @@ class TickTable:
                             f"schedule {schedule.name}: {action} on rank {rank} needs {source} of rank "
                             f"{schedule.rank(source)}, which is no neighbour on the ring of {schedule.ranks}, and the "
                             "executor sends to neighbours alone; place neighbouring stages on neighbouring ranks "
-                            "(separate programs could send it: the dataflow machine)"
+                            "(separate programs, the dataflow machine, could send it)"
                         )
                     if links:
                         self.sends[last_row_of_tick[tick_of[source]]] = True
@@ -75,7 +75,7 @@ class TickTable:
         self.crossings = tuple(sorted(crossings))
 
     def starts(self, passes: Sequence[float], links: Sequence[float]) -> list[list[float]]:
-        """When each rank begins each row, by row, under one set of costs as of `Clock.path`."""
+        """The time when each rank begins each row, row by row, under one set of costs, in the form of `Clock.path`."""
         seconds, ranks = [*passes, 0.0], self.schedule.ranks
         times, starts = [0.0] * ranks, []
         for row, sends in zip(self.rows, self.sends, strict=True):
@@ -91,7 +91,7 @@ class TickTable:
 
 @functools.cache
 def links_between(source: int, target: int, ranks: int) -> tuple[int, ...]:
-    """The links that a message crosses, the shorter way around the ring; of equal ways, not over the closing link.
+    """The links that a message crosses on the shorter way around the ring; equal ways avoid the closing link.
 
     Example:
         >>> links_between(0, 2, 6), links_between(0, 4, 6), links_between(3, 3, 6)

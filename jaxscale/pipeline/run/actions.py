@@ -27,16 +27,16 @@ class Actions:
 
     Args:
         tables: the schedule, with the number of slots.
-        stage: as of `execute`.
-        weights: leaves (v, ...), varying.
-        shared: varying.
-        batch: leaves (m, ...), varying.
-        key: varying.
-        x: shapes of the message.
+        stage: stage function, as in `execute`.
+        weights: weights of this device's chunks, leaves (v, ...), marked as varying over the manual axes.
+        shared: weights that every stage may read, marked likewise.
+        batch: microbatches, leaves (m, ...), marked likewise.
+        key: random key for the stage, marked likewise.
+        x: shapes of the message between stages.
         manual: the manual axes.
         readers: stages that read `shared`; `None`: all may.
         hosted: names of residuals whose slots lie on the host.
-        frozen: leaves (v, ...), as of `execute`.
+        frozen: weights without gradients, leaves (v, ...), as in `execute`.
     """
 
     tables: Tables
@@ -78,16 +78,16 @@ class Actions:
         """The action of a tick of one kind, without a branch: an idle device drops its results.
 
         Args:
-            kind: of the tick.
-            state: of this device.
-            row: of this device.
+            kind: code of the tick's kind.
+            state: state of this device.
+            row: row of this device.
             x: the message in slot `x`.
             g: the message in slot `g`.
 
         Returns:
             The state, and the message to send.
         """
-        # the inputs of idle devices are zeros, so that their results are finite where possible (hazard 7)
+        # the inputs of idle devices are zeros, so that their results are finite where possible
         live = row["kind"] != IDLE
         return self._action(kind, state, row, where(live, x), where(live, g), live)
 
@@ -97,13 +97,13 @@ class Actions:
         """The action of a tick, by a branch for each kind; each branch reads its own operands.
 
         Args:
-            kinds: the possible ones.
-            state: of this device.
-            row: of this device.
-            messages: the pool.
+            kinds: codes of the kinds that occur in the table.
+            state: state of this device.
+            row: row of this device.
+            messages: the pool of messages.
 
         Returns:
-            As `run_kind`.
+            The state, and the message to send.
         """
 
         def branch(kind: int, state: CarriedState, messages: Any) -> tuple[CarriedState, Any]:
@@ -139,9 +139,10 @@ class Actions:
         stash = read(state["kept"], row["residual"])
 
         def run(sums: CarriedState, reads: bool) -> tuple[CarriedState, Any]:
-            weights, shared, dx = self._passes.backward(self._context(row), x, stash, g)
-            sums = self._add_weights(sums, row, weights, live)
-            return (self._add_shared(sums, shared, live) if reads else sums), dx
+            """The sums with the gradients added, those of `shared` only if `reads`, and the gradient of the input."""
+            weight_gradients, shared_gradients, dx = self._passes.backward(self._context(row), x, stash, g)
+            sums = self._add_weights(sums, row, weight_gradients, live)
+            return (self._add_shared(sums, shared_gradients, live) if reads else sums), dx
 
         sums, dx = self._with_shared(run, {name: state[name] for name in ("weights", "shared")}, row, live)
         return {**state, **sums}, dx
@@ -151,8 +152,9 @@ class Actions:
         stash = read(state["kept"], row["residual"])
 
         def run(sums: CarriedState, reads: bool) -> tuple[CarriedState, Any]:
-            shared, dx, cut = self._passes.inner(self._context(row), x, stash, g)
-            return (self._add_shared(sums, shared, live) if reads else sums), (dx, cut)
+            """The sums, with gradients of `shared` added only if `reads`, the gradient of the input, and the cut."""
+            shared_gradients, dx, cut = self._passes.inner(self._context(row), x, stash, g)
+            return (self._add_shared(sums, shared_gradients, live) if reads else sums), (dx, cut)
 
         sums, (dx, cut) = self._with_shared(run, {"shared": state["shared"]}, row, live)
         return {**state, **sums, "cut": self._write(state["cut"], row["cut"], cut, live)}, dx
@@ -160,10 +162,10 @@ class Actions:
     def _with_shared(
         self, run: Callable[[CarriedState, bool], Any], sums: CarriedState, row: TableRow, live: Any
     ) -> Any:
-        """`run` of the sums, with gradients of `shared` on stages that read it.
+        """Call `run` on the sums; it adds gradients of `shared` only on stages that read `shared`.
 
-        On other stages these are zeros as large as embedding and head, and would take longer to make and add than the
-        stage. In a program without branches (`run_kind`) they are added on every stage.
+        On other stages these gradients are zeros as large as embedding and head, and would take longer to make and add
+        than the stage. In a program without branches (`run_kind`) they are added on every stage.
         """
         if all(self._reads_shared) or live is not None:
             return run(sums, True)
@@ -171,10 +173,10 @@ class Actions:
         return lax.cond(jnp.asarray(self._reads_shared)[row["stage"]], *branches, sums)
 
     def _outer(self, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any) -> tuple[CarriedState, Any]:
-        """W: adds gradients of the weights, and sends nothing that is read."""
+        """W: adds gradients of the weights, and sends zeros, which no device reads."""
         stash, cut = read(state["kept"], row["residual"]), read(state["cut"], row["cut"])
-        weights = self._passes.outer(self._context(row), x, stash, g, cut)
-        return self._add_weights(state, row, weights, live), jax.tree.map(jnp.zeros_like, x)
+        weight_gradients = self._passes.outer(self._context(row), x, stash, g, cut)
+        return self._add_weights(state, row, weight_gradients, live), jax.tree.map(jnp.zeros_like, x)
 
     def _add_weights(self, state: CarriedState, row: TableRow, gradients: Any, live: Any) -> CarriedState:
         """The state with gradients added to the sums of their chunk."""
@@ -214,12 +216,12 @@ class Actions:
 
 
 def _add(total: Any, value: Any) -> Any:
-    """A sum with an addend of any type."""
+    """A sum and an addend of any type, added in the type of the sum."""
     return total + value.astype(total.dtype)
 
 
 def _masked(live: Any, tree: Any) -> Any:
-    """The tree, or zeros where the device is idle; with `live` None it is never idle."""
+    """The tree, or zeros if the device is idle; if `live` is `None`, it is never idle."""
     if live is None:
         return tree
     return jax.tree.map(lambda leaf: leaf if leaf.dtype == jax.dtypes.float0 else jnp.where(live, leaf, 0), tree)

@@ -40,8 +40,8 @@ class Executed(NamedTuple):
 
     Args:
         sums: the stages' `sums`, summed over the forwards of this device.
-        weight_gradients: of the weights, float32 (v, ...); `None` if no backward ran.
-        shared_gradients: of the shared weights, float32; `None` if no backward ran.
+        weight_gradients: gradients of the weights, float32 (v, ...); `None` if no backward ran.
+        shared_gradients: gradients of the shared weights, float32; `None` if no backward ran.
     """
 
     sums: Any
@@ -73,25 +73,27 @@ def execute(
             device: `at.stage` and `at.microbatch` are traced. `x` is zeros on the first stage, and the last stage's `y`
             goes nowhere. `objective` is a float32 scalar, differentiated with cotangent 1 and summed over all stages
             and microbatches; `sums` a tree of float32 scalars.
-        weights: of this device's chunks, leaves (v, ...); chunk c holds the stage that `Schedule.place` puts there.
+        weights: weights of this device's chunks, leaves (v, ...); chunk c holds the stage that `Schedule.place` puts
+            there.
         shared: weights that every stage may read (embedding, head), gathered by the caller.
-        batch: leaves (m, ...); a stage gets those of its microbatch.
-        key: handed to the stage unchanged; fold microbatch and layer into it, and every schedule draws the same.
+        batch: microbatches, leaves (m, ...); a stage gets the leaves of its microbatch.
+        key: random key, handed to the stage unchanged; if the stage folds microbatch and layer into it, every schedule
+            draws the same numbers.
         x: the message from stage to stage, a tree of `jax.ShapeDtypeStruct`.
-        axis: of the mesh, along which the stages lie.
+        axis: name of the mesh axis along which the stages lie.
         manual: all axes over which the surrounding `jax.shard_map` is manual.
         lowering: "phased", for lock-step tables only: no branches, idle devices compute on zeros and drop the results.
         readers: stages that read anything of `shared`; only their backwards add to its gradients. `None`: all may.
         hosted: names (`checkpoint_name`) of residuals that lie on the host between a forward and its backward.
-        frozen: leaves (v, ...) without gradients, such as weights on the host; a stage gets those of its chunk as
-            `at.frozen`, in their own memory.
+        frozen: weights without gradients, leaves (v, ...), such as weights on the host; a stage gets those of its chunk
+            as `at.frozen`, in the memory where they are.
 
     Returns:
         This device's sums; reduce them over the axes that share the parameters.
 
     Raises:
-        UserError: a batch without m microbatches, weights of a wrong number of chunks, a stage that returns a message
-            unlike `x`, "phased" with a table whose ticks mix kinds.
+        UserError: the batch has not m microbatches, the weights have a wrong number of chunks, the stage returns a
+            message unlike `x`, or the lowering is "phased" and a tick of the table has several kinds.
     """
     _check(tables, weights, batch, lowering)
     weights, shared, batch, key, frozen = vary((weights, shared, batch, key, frozen), manual)
@@ -101,16 +103,21 @@ def execute(
     no_message = zeros(x)
     state = {
         "messages": empty(x, tables.messages + 1),
+        # messages that have arrived, and enter their slots in the next tick
         "boxes": {way: no_message for way in MESSAGES if tables.meets(way)},
         "sums": actions.start(),
     }
-    run = _one_loop if lowering == "switch" else _few_loops
-    sums = run(tables, _tick(tables, actions, axis, manual), vary(rows, manual), vary(state, manual))["sums"]
+    run_ticks = _one_loop if lowering == "switch" else _few_loops
+    sums = run_ticks(tables, _tick(tables, actions, axis, manual), vary(rows, manual), vary(state, manual))["sums"]
     return Executed(sums["sums"], sums.get("weights"), sums.get("shared"))
 
 
 def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) -> _Tick:
-    """One tick: `tick(state, row, travels, kinds)`."""
+    """The function of one tick, `tick(state, row, travels, kinds) -> state`.
+
+    `travels` has, for each direction with messages, whether one travels at the end of the tick; `kinds` the codes of
+    the kinds that the tick may have.
+    """
 
     def send(message: Any, way: str, travels: Any) -> Any:
         """A message to the neighbour; `travels` is the same on all devices, so they exchange together or not at all."""
@@ -126,7 +133,7 @@ def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) ->
         for way, box in state["boxes"].items():
             messages = write(messages, row[way], box)
         if len(kinds) == 1:
-            # operands are read before the pool is written again, or XLA copies the pool in every tick (hazard 2)
+            # operands are read before the pool is written again, or XLA copies the pool in every tick
             x, g, messages = lax.optimization_barrier((read(messages, row["x"]), read(messages, row["g"]), messages))
             sums, message = actions.run_kind(kinds[0], state["sums"], row, x, g)
         else:

@@ -44,8 +44,9 @@ class Halves(NamedTuple):
         cut: the arrays that cross.
         reads_first: for each input, whether the first half reads it.
         reads_second: the same for the second half.
-        first: from the inputs to all outputs (`None` where the second half makes it) and the crossing values.
-        second: from the inputs and the crossing values to all outputs (`None` where the first half makes it).
+        first: function from the inputs to (outputs, crossing values); an output that the second half makes is `None`.
+        second: function from the inputs and the crossing values to the outputs; one that the first half makes is
+            `None`.
     """
 
     cut: tuple[Crossing, ...]
@@ -56,7 +57,7 @@ class Halves(NamedTuple):
 
 
 class _Placement(NamedTuple):
-    """A step, the halves it runs in, and its own halves where it is divided; `cut`: numbers of its crossing values."""
+    """A step, the halves it runs in and, if it is divided, its own halves and the numbers of its crossing values."""
 
     step: Step
     first: bool
@@ -87,6 +88,7 @@ def program_halves(
     hidden_inputs = _selected(inputs, hidden or [False] * len(inputs))
     unready_inputs = _selected(inputs, unready or [False] * len(inputs))
     first_outputs, second_outputs = _selected(program.outputs, first), _selected(program.outputs, second)
+    # values that the second half can make from its inputs by cheap steps
     cheap = set(program.inputs) - hidden_inputs
     for step in program.steps:
         if step.primitive in CHEAP and _inputs(step) <= cheap:
@@ -99,6 +101,7 @@ def program_halves(
     second_values, placements = set(second_outputs), []
     fresh_numbers = itertools.count(len(program.avals))
     cut: dict[int, Crossing] = {}
+    # from the last step to the first: early outputs are made by the first half, late ones are needed by the second
     for step in reversed(program.steps):
         early_flags, late_flags = _membership(step.outputs, first_values), _membership(step.outputs, second_values)
         only_late = [needed and not made for needed, made in zip(late_flags, early_flags, strict=True)]
@@ -120,9 +123,9 @@ def program_halves(
             in_second = True
             second_values |= _inputs(step)
         else:
-            shared = [number for number in _outputs(step) if number in second_values]
+            needed = [number for number in _outputs(step) if number in second_values]
             missing = _inputs(step) - cheap - second_values
-            in_second = bool(shared) and step.primitive in CHEAP and _bytes(program, missing) <= _bytes(program, shared)
+            in_second = bool(needed) and step.primitive in CHEAP and _bytes(program, missing) <= _bytes(program, needed)
             if in_second:
                 second_values |= _inputs(step)
         if halves is not None or not in_second:
@@ -154,6 +157,7 @@ def program_halves(
         return outputs, values
 
     def run_first(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The outputs of the first half, and the values that cross."""
         outputs, values = run(0, arguments, ())
         return outputs, [values[number] for number in cut]
 
@@ -177,7 +181,7 @@ def _early_sums(
         number: set() if number in cheap else {number} for number in first_values | (set(program.inputs) - unready)
     }
     candidates: dict[int, set[int]] = {}
-    crossing: set[int] = set()
+    crossing: set[int] = set()  # values that cross for other steps
     for step in program.steps:
         if not any(_membership(step.outputs, needed)) or any(_membership(step.outputs, first_values)):
             continue
@@ -215,11 +219,11 @@ def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
     params = step.eqn.params
     consts, carried = scan_counts(params)
     body = params["jaxpr"]
-    span = consts, consts + carried
+    carry_span = consts, consts + carried
     no_outputs = [False] * len(first)
     early_carry, late_carry = list(first[:carried]), list(second[:carried])
     while True:
-        reads = program_halves(body, [*early_carry, *first[carried:]], no_outputs).reads_first[slice(*span)]
+        reads = program_halves(body, [*early_carry, *first[carried:]], no_outputs).reads_first[slice(*carry_span)]
         if early_carry == (early_carry := [a or b for a, b in zip(early_carry, reads, strict=True)]):
             break
     while True:
@@ -228,11 +232,11 @@ def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
             body,
             [*early_carry, *first[carried:]],
             [*late_carry, *second[carried:]],
-            [*[False] * consts, *early_carry, *[False] * (len(step.inputs) - span[1])],
-            [*unready[:consts], *(not flag for flag in early_carry), *unready[span[1] :]],
+            [*[False] * consts, *early_carry, *[False] * (len(step.inputs) - carry_span[1])],
+            [*unready[:consts], *(not flag for flag in early_carry), *unready[carry_span[1] :]],
         )
         if late_carry == (
-            late_carry := [a or b for a, b in zip(late_carry, halves.reads_second[slice(*span)], strict=True)]
+            late_carry := [a or b for a, b in zip(late_carry, halves.reads_second[slice(*carry_span)], strict=True)]
         ):
             break
     settings = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
@@ -248,12 +252,13 @@ def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
         readable = _masked(operands, reads)
 
         def run_body(state: list[Any], xs: Any) -> Any:
+            """One iteration of a half of the body."""
             slices, crossed_slices = xs
             outputs, cut = half([*readable[:consts], *state, *slices], crossed_slices)
             return outputs[:carried], (outputs[carried:], cut)
 
-        start = _masked(operands[slice(*span)], carry)
-        end, (stacked, cut) = jax.lax.scan(run_body, start, (readable[span[1] :], list(crossed)), **settings)
+        start = _masked(operands[slice(*carry_span)], carry)
+        end, (stacked, cut) = jax.lax.scan(run_body, start, (readable[carry_span[1] :], list(crossed)), **settings)
         return [*end, *stacked], cut
 
     def run_first(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -264,21 +269,21 @@ def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
         outputs, _ = loop(lambda *args: (halves.second(*args), []), halves.reads_second, late_carry, operands, cut)
         return _masked(outputs, second)
 
-    reads_first = [*halves.reads_first[:consts], *early_carry, *halves.reads_first[span[1] :]]
-    reads_second = [*halves.reads_second[:consts], *late_carry, *halves.reads_second[span[1] :]]
+    reads_first = [*halves.reads_first[:consts], *early_carry, *halves.reads_first[carry_span[1] :]]
+    reads_second = [*halves.reads_second[:consts], *late_carry, *halves.reads_second[carry_span[1] :]]
     cut = tuple(crossing._replace(shape=(params["length"], *crossing.shape)) for crossing in halves.cut)
     return Halves(cut, tuple(reads_first), tuple(reads_second), run_first, run_second)
 
 
 def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves | None:
-    """A `cond` as two with the same index; crossing values of different branches share slots."""
+    """A `cond` as two `cond`s with the same index; crossing values of different branches share slots."""
     params = step.eqn.params
     if params.get("branches_platforms") is not None:
         return None
-    parts = [program_halves(branch, first, second, None, unready[1:]) for branch in params["branches"]]
+    branch_halves = [program_halves(branch, first, second, None, unready[1:]) for branch in params["branches"]]
     cut: list[Crossing] = []
     slot_lists = []
-    for halves in parts:
+    for halves in branch_halves:
         unused = list(range(len(cut)))
         slots = []
         for crossing in halves.cut:
@@ -291,8 +296,8 @@ def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
                 cut[slot] = cut[slot]._replace(varying=cut[slot].varying | crossing.varying)
             slots.append(slot)
         slot_lists.append(slots)
-    reads_first = tuple(map(any, zip(*(halves.reads_first for halves in parts), strict=True)))
-    reads_second = tuple(map(any, zip(*(halves.reads_second for halves in parts), strict=True)))
+    reads_first = tuple(map(any, zip(*(halves.reads_first for halves in branch_halves), strict=True)))
+    reads_second = tuple(map(any, zip(*(halves.reads_second for halves in branch_halves), strict=True)))
 
     def run_first(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         def branch(halves: Halves, slots: list[int], values: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -301,14 +306,14 @@ def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
             filled = [by_slot[i] if i in by_slot else jnp.zeros(*crossing[:2]) for i, crossing in enumerate(cut)]
             return outputs, [vary(value, tuple(crossing.varying)) for value, crossing in zip(filled, cut, strict=True)]
 
-        branches = [functools.partial(branch, *pair) for pair in zip(parts, slot_lists, strict=True)]
+        branches = [functools.partial(branch, *pair) for pair in zip(branch_halves, slot_lists, strict=True)]
         return jax.lax.switch(operands[0], branches, _masked(operands[1:], reads_first))
 
     def run_second(operands: Sequence[Any], crossed: Sequence[Any]) -> list[Any]:
         def branch(halves: Halves, slots: list[int], values: list[Any], crossed: list[Any]) -> list[Any]:
             return halves.second(values, [crossed[slot] for slot in slots])
 
-        branches = [functools.partial(branch, *pair) for pair in zip(parts, slot_lists, strict=True)]
+        branches = [functools.partial(branch, *pair) for pair in zip(branch_halves, slot_lists, strict=True)]
         return jax.lax.switch(operands[0], branches, _masked(operands[1:], reads_second), list(crossed))
 
     reads = (any(first), *reads_first), (any(second), *reads_second)
@@ -316,10 +321,11 @@ def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
 
 
 def _checkpoint(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
-    """A checkpointed program as two, each recomputed under the same policy as the whole."""
+    """A checkpointed program as two checkpointed programs with the policy of the whole."""
     halves = program_halves(step.eqn.params["jaxpr"], first, second, None, unready)
 
     def run(half: Callable[..., Any], operands: Sequence[Any], reads: Sequence[bool], crossed: Sequence[Any]) -> Any:
+        """One half, as a checkpointed program of the operands that it reads and the values that cross."""
         readable = [value for value, flag in zip(operands, reads, strict=True) if flag]
 
         def run_half(*arrays: Any) -> Any:
@@ -335,9 +341,10 @@ def _checkpoint(step: Step, first: Sequence[bool], second: Sequence[bool], unrea
 
 
 def _barrier(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
-    """A barrier around the values of each half."""
+    """An optimization barrier as two, around the values of each half."""
 
     def run(operands: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+        """The flagged operands behind a barrier, `None` for the others."""
         values = iter(jax.lax.optimization_barrier([v for v, flag in zip(operands, flags, strict=True) if flag]))
         return [next(values) if flag else None for flag in flags]
 
@@ -371,7 +378,7 @@ def _inputs(step: Step) -> set[int]:
 
 
 def _outputs(step: Step) -> list[int]:
-    """Numbers of the results that are read later."""
+    """Numbers of the results of a step that are read later."""
     return [number for number in step.outputs if number is not None]
 
 

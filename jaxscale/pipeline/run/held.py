@@ -38,8 +38,8 @@ def held(tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch:
     """The values that `execute` holds with the same arguments.
 
     Args:
-        tables, stage, x: as of `execute`.
-        weights, shared, batch, key: as of `execute`, arrays or `jax.ShapeDtypeStruct`s.
+        tables, stage, x: as in `execute`.
+        weights, shared, batch, key: as in `execute`, arrays or `jax.ShapeDtypeStruct`s.
 
     Example:
         >>> import jax.numpy as jnp
@@ -55,6 +55,7 @@ def held(tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch:
     """
 
     def start(weights: Any, shared: Any, batch: Any, key: Any) -> Any:
+        """The pools and sums at the start of the schedule."""
         return Actions(tables, stage, weights, shared, batch, key, x, ()).start()
 
     state = jax.eval_shape(start, weights, shared, batch, key)

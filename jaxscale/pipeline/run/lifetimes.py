@@ -13,7 +13,7 @@ from jaxscale.pipeline.action import GRADIENT, Action, Kind
 from jaxscale.pipeline.schedule import Schedule
 
 Stash = Literal["input", "residuals"]
-"""Kept from a forward to its backward: the stage's input, or the residuals that the backward reads."""
+"""What a stage keeps from a forward to its backward: its input, or the residuals that the backward reads."""
 Interval = tuple[int, int, Hashable]
 """(first tick, tick after the last, name of the value)."""
 
@@ -22,12 +22,12 @@ class Life(NamedTuple):
     """The ticks of a value on a rank.
 
     Args:
-        column: of the table that has its slot: `x` for an input message, `g` for an incoming gradient, `residual` for
-            the stash of a forward, `cut` for the values from I to W.
-        stage: its reader's.
-        microbatch: its reader's.
-        first: tick in which it enters its slot.
-        last: tick of its last reader.
+        column: name of the table's column for its slot: `x` for an input message, `g` for an incoming gradient,
+            `residual` for the stash of a forward, `cut` for the values from I to W.
+        stage: stage of the action that reads it.
+        microbatch: microbatch of the action that reads it.
+        first: first tick, in which it enters its slot.
+        last: last tick, in which its last reader runs.
     """
 
     column: Literal["x", "g", "residual", "cut"]
@@ -38,17 +38,19 @@ class Life(NamedTuple):
 
     @property
     def name(self) -> tuple[str, int, int]:
-        """(column, stage, microbatch), which no two values share, on whatever ranks."""
+        """(column, stage, microbatch), which no two values of a schedule share."""
         return self[:3]
 
     @property
     def interval(self) -> Interval:
-        """Its ticks and name, for an allocation of slots."""
+        """Its ticks and its name, for `allocate`."""
         return self.first, self.last + 1, self.name
 
 
 def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -> list[Life]:
-    """Every value, in the order of `tick_of`; first stages have no input message, last ones no incoming gradient.
+    """The lifetimes of all values, in the order of `tick_of`.
+
+    The first stage has no input message, the last stage no incoming gradient.
 
     Args:
         schedule: the actions of each rank.
@@ -68,11 +70,11 @@ def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -
             lives.append(Life("cut", stage, microbatch, tick, last))
         last_read = last if stash == "input" else tick
         if kind is Kind.F and stage > 0:
-            sent = tick_of[Action(Kind.F, stage - 1, microbatch)]
-            lives.append(Life("x", stage, microbatch, sent + 1, last_read))
+            sent_tick = tick_of[Action(Kind.F, stage - 1, microbatch)]
+            lives.append(Life("x", stage, microbatch, sent_tick + 1, last_read))
         elif kind in GRADIENT and stage + 1 < schedule.stages:
-            sent = tick_of[schedule.gradient(stage + 1, microbatch)]
-            lives.append(Life("g", stage, microbatch, sent + 1, last_read))
+            sent_tick = tick_of[schedule.gradient(stage + 1, microbatch)]
+            lives.append(Life("g", stage, microbatch, sent_tick + 1, last_read))
     return lives
 
 
@@ -82,7 +84,7 @@ def allocate(intervals: Iterable[Interval]) -> tuple[Mapping[Hashable, int], int
     For intervals this takes the fewest slots possible: as many as values are alive at once.
 
     Args:
-        intervals: of each value.
+        intervals: (first tick, tick after the last, name) of each value.
 
     Returns:
         The slot of each value, and the number of slots.
@@ -103,11 +105,11 @@ def allocate(intervals: Iterable[Interval]) -> tuple[Mapping[Hashable, int], int
 
 
 def allocate_by_rank(schedule: Schedule, lives: Sequence[Life]) -> tuple[Mapping[Hashable, int], int]:
-    """The slot of each value on its rank, by name, and the slots of the rank that needs most."""
+    """The slot of each value on its rank, by name, and the number of slots of the rank that needs most."""
     intervals: defaultdict[int, list[Interval]] = defaultdict(list)
     for life in lives:
         rank = schedule.rank(Action(Kind.F, life.stage, life.microbatch))
         intervals[rank].append(life.interval)
-    allocations = [allocate(of_rank) for of_rank in intervals.values()]
+    allocations = [allocate(rank_intervals) for rank_intervals in intervals.values()]
     slots = {name: slot for slot_of, _ in allocations for name, slot in slot_of.items()}
     return slots, max((count for _, count in allocations), default=0)

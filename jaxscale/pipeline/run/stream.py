@@ -32,19 +32,19 @@ class Stream:
     """The table of an asynchronous schedule.
 
     Args:
-        name: of the schedule.
-        stash: kept from a forward to its backward.
+        name: name of the schedule.
+        stash: what a stage keeps from a forward to its backward.
         rows: int32 (ticks, columns, ranks): `beginning` ticks, then one period; columns as in `COLUMNS`.
         beginning: ticks before the rows repeat.
-        turns: microbatches of a period: in the next one, `microbatch` is larger by this number.
-        pace: ticks per microbatch.
-        group: microbatches per update.
-        delays: by stage, the updates between a forward and the update with its gradient.
-        newest: whether a backward linearises at the newest weights, where its forward may have read older ones.
-        messages: slots for messages; the slot past the last stands for no message.
-        kept: slots for the stashes of forwards.
-        versions: slots for weights.
-        tail: ticks from the entry of a microbatch to its last backward, both included.
+        turns: number of microbatches in a period; one period later, `microbatch` is larger by this number.
+        pace: number of ticks between the entries of two microbatches.
+        group: number of microbatches per update.
+        delays: for each stage, the number of updates between a forward and the update with its gradient.
+        newest: whether a backward linearises at the newest weights, although its forward may have read older ones.
+        messages: number of slots for messages; the slot past the last stands for no message.
+        kept: number of slots for the stashes of forwards.
+        versions: number of slots for versions of the weights.
+        tail: number of ticks from the entry of a microbatch to its last backward, both included.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -75,7 +75,7 @@ class Stream:
 
     @property
     def carried(self) -> int:
-        """Microbatches still in the pipe when another one enters."""
+        """Number of microbatches that are still in the pipe when another one enters."""
         return (self.tail - 1) // self.pace
 
 
@@ -84,17 +84,18 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
 
     Args:
         method: an asynchronous one (`Method.steps`).
-        ranks: p.
-        microbatches: per update.
-        stash: kept from a forward to its backward.
+        ranks: p, number of ranks.
+        microbatches: number of microbatches per update.
+        stash: what a stage keeps from a forward to its backward.
 
     Raises:
-        UserError: a synchronous method; one whose stage s is not on rank s; one that does not become periodic.
+        UserError: the method is synchronous, a stage s is not on rank s, or the rows do not become periodic.
     """
     if not method.steps:
         raise UserError(f"schedule {method.name} is synchronous, expected an asynchronous one")
     short_run = _TimedRun(method.schedule(ranks, microbatches, updates=4 + 4 * ranks // microbatches), stash)
     turns = math.lcm(short_run.slots["x"], short_run.slots["g"], short_run.slots["versions"] * microbatches)
+    # number of microbatches that enter in the long run
     entries = 4 * ranks + 2 * microbatches + 2 * turns
     long_run = _TimedRun(method.schedule(ranks, microbatches, updates=-(-entries // microbatches)), stash)
     rows, period = long_run.rows(), turns * long_run.pace
@@ -127,8 +128,8 @@ class _TimedRun:
     """A schedule whose microbatches enter at a steady pace, with its ticks and slots.
 
     Args:
-        schedule: asynchronous, with stage s on rank s.
-        stash: as of `stream`.
+        schedule: an asynchronous schedule with stage s on rank s.
+        stash: what a stage keeps from a forward to its backward.
     """
 
     def __init__(self, schedule: Schedule, stash: Stash) -> None:
@@ -144,15 +145,15 @@ class _TimedRun:
         self._lives = lifetimes(schedule, self._tick_of, stash)
         for life in self._lives:
             intervals[life.column, life.stage].append(life.interval)
-        rings = {name: ring(of_stage) for name, of_stage in intervals.items()}
+        slot_counts = {name: ring(stage_intervals) for name, stage_intervals in intervals.items()}
         self.slots = {
-            "x": max(slots for (column, _), slots in rings.items() if column in ("x", "residual")),
-            "g": max((slots for (column, _), slots in rings.items() if column == "g"), default=1),
+            "x": max(slots for (column, _), slots in slot_counts.items() if column in ("x", "residual")),
+            "g": max((slots for (column, _), slots in slot_counts.items() if column == "g"), default=1),
             "versions": max(map(ring, lives(schedule, self._tick_of).values())),
         }
 
     def rows(self) -> np.ndarray:
-        """(ticks, columns, ranks)."""
+        """int32 (ticks, columns, ranks): the table of the whole run."""
         count = 1 + max(self._tick_of.values())
         columns = {name: np.zeros((count, self._schedule.ranks), np.int32) for name in COLUMNS}
         no_slot = self.slots["x"] + self.slots["g"]
@@ -169,8 +170,8 @@ class _TimedRun:
                 "updates": use.makes is not None,
                 "writes": (use.makes or 0) % self.slots["versions"],
             }
-            for name, value in cell.items():
-                columns[name][self._tick_of[action], stage] = value
+            for name, number in cell.items():
+                columns[name][self._tick_of[action], stage] = number
         for life in self._lives:
             if life.column == "x":
                 columns["from_left"][life.first, life.stage] = life.microbatch % self.slots["x"]
@@ -179,7 +180,7 @@ class _TimedRun:
         return np.stack([columns[name] for name in COLUMNS], 1)
 
     def delays(self) -> tuple[int, ...]:
-        """As of `Stream`, from the last update."""
+        """The `delays` of the `Stream`, measured at each stage's last update."""
         delays = dict.fromkeys(range(self._schedule.stages), 0)
         for action, use in self._uses.items():
             if use.makes is not None:
@@ -188,6 +189,6 @@ class _TimedRun:
         return tuple(delays.values())
 
     def tail(self) -> int:
-        """As of `Stream`."""
+        """The `tail` of the `Stream`: ticks from the entry of a microbatch to its last backward, both included."""
         waits = (tick - self.pace * a.microbatch for a, tick in self._tick_of.items() if a.kind is Kind.B)
         return 1 + max(waits)

@@ -28,16 +28,16 @@ class Tables:
     """A schedule in ticks and slots.
 
     Args:
-        schedule: their source.
-        stash: kept from a forward to its backward; the lifetimes of slots depend on it.
+        schedule: the schedule that the tables follow.
+        stash: what a stage keeps from a forward to its backward; the lifetimes of slots depend on it.
         columns: int32 arrays (ticks, ranks). `kind`, `stage`, `chunk`, `microbatch` of the action; the slots it reads
             or writes: `x` the input message, `g` the incoming gradient, `residual` the stash of its forward, `cut` the
             values from I to W; the slots that messages enter at the start of the tick: `from_left`, `from_right`,
             `to_self` (`messages`, one past the last, stands for none).
         travels: for each direction with any message, bool (ticks,): whether one travels at the end of the tick.
-        messages: slots for messages.
-        residuals: slots for the stashes of forwards.
-        cuts: slots for the values from I to W.
+        messages: number of slots for messages.
+        residuals: number of slots for the stashes of forwards.
+        cuts: number of slots for the values from I to W.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -56,7 +56,7 @@ class Tables:
 
     @property
     def ticks(self) -> int:
-        """Rows of the table."""
+        """Number of ticks, one for each row of the table."""
         return len(self.columns["kind"])
 
     @property
@@ -83,12 +83,12 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
     """The tables of a synchronous schedule.
 
     Args:
-        schedule: valid, as every `Schedule` is.
+        schedule: a synchronous schedule.
         stash: "input" keeps the input message of a stage until its backward is done; "residuals" until its forward is.
-        forward_only: only the forwards, for evaluation.
+        forward_only: whether to leave out all actions but forwards, for evaluation.
 
     Raises:
-        UserError: an asynchronous schedule; neighbouring stages on ranks that are no neighbours.
+        UserError: the schedule is asynchronous, or neighbouring stages are on ranks that are not neighbours.
     """
     if schedule.versions is not None:
         raise UserError(
@@ -117,8 +117,8 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
             "residual": residual_slots["residual", stage, microbatch],
             "cut": cut_slots.get(("cut", stage, microbatch), 0),
         }
-        for name, value in cell.items():
-            columns[name][tick, rank] = value
+        for name, number in cell.items():
+            columns[name][tick, rank] = number
     travels = {way: np.zeros(rows, bool) for way in MESSAGES}
     for life in received:
         route = schedule.routes[schedule.route[life.microbatch]]
@@ -132,7 +132,7 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
 
 
 def _way(schedule: Schedule, sender: int, rank: int, *, right: bool) -> str:
-    """The origin of a message at its rank; two ranks are left and right of each other, so `right` decides."""
+    """The origin of a message at its rank; of two ranks each is left and right of the other, so `right` decides."""
     if sender == rank:
         return "to_self"
     after, before = (sender + 1) % schedule.ranks == rank, (sender - 1) % schedule.ranks == rank

@@ -15,8 +15,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """Forwards beside backwards over a V of stages.
 
     Args:
-        ranks: p, two stages each: s and 2p-1-s.
-        microbatches: m, any; made for 2p or more.
+        ranks: p, number of ranks; rank s has the stages s and 2p-1-s.
+        microbatches: m, any number of microbatches; the order is made for 2p or more.
     """
 
     def phases(rank: int, count: int) -> tuple[SlotPhase, ...]:

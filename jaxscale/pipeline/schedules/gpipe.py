@@ -13,8 +13,8 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards.
 
     Args:
-        ranks: p, one stage each.
-        microbatches: m, any.
+        ranks: p, number of ranks, with one stage each.
+        microbatches: m, any number of microbatches.
     """
     phases = ("F", microbatches), ("B", microbatches)
     orders = (weave(Lane.of_stage(stage, microbatches), *phases) for stage in range(ranks))

@@ -17,14 +17,15 @@ from jaxscale.pipeline.schedules.interleaved import groups
 
 def _cells(ranks: int, microbatches: int, chunks: int) -> Iterator[tuple[int, int, Action]]:
     """(rank, slot, action) of every action; forwards take even slots, backwards odd ones."""
-    parts = groups(ranks, microbatches)
-    ramp = (chunks - 1) * max(ranks, len(parts[0])) + ranks - 1  # turns until the last stage has its first microbatch
-    for part in parts:
-        pace = max(ranks, len(part))  # turns of a group per chunk: one trip around the ranks
-        for place, i in enumerate(part):
+    microbatch_groups = groups(ranks, microbatches)
+    # turns until the last stage has its first microbatch
+    ramp = (chunks - 1) * max(ranks, len(microbatch_groups[0])) + ranks - 1
+    for group in microbatch_groups:
+        pace = max(ranks, len(group))  # turns of a group per chunk: one trip around the ranks
+        for place_in_group, i in enumerate(group):
             for stage in range(chunks * ranks):
                 chunk, rank = divmod(stage, ranks)
-                turn = chunks * part.start + place
+                turn = chunks * group.start + place_in_group
                 forward = turn + chunk * pace + rank
                 backward = turn + (chunks - 1 - chunk) * pace + ranks - 1 - rank + ramp
                 yield rank, 2 * forward, Action(Kind.F, stage, i)
@@ -35,9 +36,9 @@ def lockstep(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B in turns of one kind.
 
     Args:
-        ranks: p.
-        microbatches: m, any.
-        chunks: v; rank r has the stages r, p + r, 2p + r, ...
+        ranks: p, number of ranks.
+        microbatches: m, any number of microbatches.
+        chunks: v, number of stages per rank; rank r has the stages r, p + r, 2p + r, ...
     """
     largest_group = max(ranks, len(groups(ranks, microbatches)[0]))
     waiting = (chunks - 1) * largest_group

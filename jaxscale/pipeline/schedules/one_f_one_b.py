@@ -24,8 +24,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """A forward and a backward in turn, after p-1-s forwards on stage s.
 
     Args:
-        ranks: p, one stage each.
-        microbatches: m, any.
+        ranks: p, number of ranks, with one stage each.
+        microbatches: m, any number of microbatches.
     """
     bound = (min(ranks - stage, microbatches) for stage in range(ranks))
     return single_route("1f1b", alternating(ranks, microbatches), microbatches, bound)

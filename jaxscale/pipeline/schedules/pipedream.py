@@ -14,9 +14,9 @@ def pipedream(ranks: int, microbatches: int, updates: int) -> Schedule:
     """A stream of updates, one for each microbatch.
 
     Args:
-        ranks: p, one stage each.
-        microbatches: per update: 1 here, more in 2BW.
-        updates: how many.
+        ranks: p, number of ranks, with one stage each.
+        microbatches: number of microbatches per update: 1 in PipeDream, more in 2BW.
+        updates: number of updates.
     """
     count = microbatches * updates
     orders = with_updates(alternating(ranks, count), microbatches)

@@ -14,8 +14,8 @@ def delayed(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Action, ..
     """Orders in which stage s does reach*(p-1-s) forwards first, and its weight gradients reach*s microbatches late.
 
     Args:
-        ranks: p.
-        microbatches: m.
+        ranks: p, number of ranks.
+        microbatches: m, number of microbatches.
         reach: 1 (ZB-H1) or 2 (ZB-H2).
     """
     orders = []
@@ -39,8 +39,8 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """Zero bubble within the memory of 1F1B.
 
     Args:
-        ranks: p, one stage each.
-        microbatches: m, any.
+        ranks: p, number of ranks, with one stage each.
+        microbatches: m, any number of microbatches.
     """
     bound = (min(ranks, microbatches),) * ranks
     return single_route("zb-h1", delayed(ranks, microbatches, reach=1), microbatches, bound)

@@ -14,8 +14,8 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     """Zero bubble for twice the memory of 1F1B.
 
     Args:
-        ranks: p, one stage each.
-        microbatches: m, any; no bubble from 2p-1 on.
+        ranks: p, number of ranks, with one stage each.
+        microbatches: m, any number of microbatches; there is no bubble from 2p-1 on.
     """
     bound = (min(2 * ranks - 1, microbatches),) * ranks
     return single_route("zb-h2", delayed(ranks, microbatches, reach=2), microbatches, bound)

@@ -14,8 +14,8 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     """Zero bubble over a V of stages.
 
     Args:
-        ranks: p, two stages each: s and 2p-1-s.
-        microbatches: m, any; no bubble from 2p-1 on.
+        ranks: p, number of ranks; rank s has the stages s and 2p-1-s.
+        microbatches: m, any number of microbatches; there is no bubble from 2p-1 on.
     """
 
     def phases(rank: int, count: int) -> tuple[SlotPhase, ...]:
