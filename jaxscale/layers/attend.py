@@ -80,7 +80,7 @@ def attend(
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
-        raise UserError(f"attention: got {heads} query heads and {kv_heads} key heads, expected a multiple")
+        raise UserError(f"attention: got {heads} query heads, expected a multiple of the {kv_heads} key heads")
     if (q_segments is None) != (kv_segments is None):
         raise UserError("attention: got segments of queries or of keys alone; give both")
     if window is not None and not causal:

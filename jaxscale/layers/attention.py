@@ -75,7 +75,7 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         if heads % kv_heads:
-            raise UserError(f"attention: got heads {heads} and kv_heads {kv_heads}, expected a multiple of kv_heads")
+            raise UserError(f"attention: got {heads} query heads, expected a multiple of the {kv_heads} key heads")
         if rotary is not None and rotary.head_dim != head_dim:
             raise UserError(f"attention: got a rotary head_dim of {rotary.head_dim}, expected {head_dim}")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim

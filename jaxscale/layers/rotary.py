@@ -36,9 +36,7 @@ class Rotary:
 
     def __post_init__(self) -> None:
         if self.head_dim < 2 or self.head_dim % 2:
-            raise UserError(
-                f"rotary positions rotate pairs of dims: got head_dim {self.head_dim}, expected an even one"
-            )
+            raise UserError(f"rotary head_dim: got {self.head_dim}, expected an even number >= 2")
         if not self.base > 0:
             raise UserError(f"rotary base: got {self.base!r}, expected a number > 0")
 
@@ -54,6 +52,5 @@ class Rotary:
         angles = positions.astype(jnp.float32)[:, :, None, None] * self.frequencies[None, None, None, :]
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         first_half, second_half = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([first_half * cos - second_half * sin, second_half * cos + first_half * sin], -1).astype(
-            x.dtype
-        )
+        halves = first_half * cos - second_half * sin, second_half * cos + first_half * sin
+        return jnp.concatenate(halves, -1).astype(x.dtype)
