@@ -99,7 +99,7 @@ def texts(files: list[str], recipe: DocumentRecipe, cut: int) -> Iterator[tuple[
         recipe: how files become documents.
         cut: index of the first held-out document if the recipe holds out whole ones, otherwise of the first character.
     """
-    position = 0
+    position = 0  # of a document if whole ones are held out, otherwise of a character
     for file in files:
         for document in recipe.documents(source.decode(source.read(file), file)):
             if recipe.whole:
@@ -113,8 +113,8 @@ def texts(files: list[str], recipe: DocumentRecipe, cut: int) -> Iterator[tuple[
             split_begun = [False, False]
             for text, learned in recipe.parts(document):
                 cut_in_text = min(max(cut - position, 0), len(text))
-                for split, part in enumerate((text[:cut_in_text], text[cut_in_text:])):
-                    if part:
-                        yield split, not split_begun[split], learned, part
+                for split, split_text in enumerate((text[:cut_in_text], text[cut_in_text:])):
+                    if split_text:
+                        yield split, not split_begun[split], learned, split_text
                         split_begun[split] = True
                 position += len(text)

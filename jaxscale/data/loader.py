@@ -93,7 +93,7 @@ class Opened:
         return local_batches.map(self._read)
 
     def _read(self, numbers: np.ndarray) -> NumpyBatch:
-        """The batch of rows with these numbers, which `_numbered` made of part, epoch and row."""
+        """The batch of rows with these numbers, which `_numbered` computes from part, epoch and row."""
         rows, part_index = np.divmod(numbers, len(self.parts))
         if len(self.parts) == 1:
             return self.parts[0].read(rows)

@@ -1,4 +1,4 @@
-"""Stack and Chain: the blocks of a model in sequence, alike (`Stack`) or unlike (`Chain`).
+"""Stack and Chain: the blocks of a model in sequence, of one structure (`Stack`) or of several (`Chain`).
 
 Every block is called through `blocks.wrap`, which is how remat, offload and pipelines reach a model from outside. A
 block's arrays enter the wrapped function as arguments, never by closure, and the state it mutates (running statistics)
@@ -38,7 +38,7 @@ def _run(graphdef: Any, params: Any, other_state: Any, call: Callable[[Any], Any
 
 
 class Stack(nnx.Module):
-    """Alike blocks in sequence, their parameters stacked along a leading dim with the logical axis "layers".
+    """Blocks of one structure in sequence, their parameters stacked along a leading dim with the logical axis "layers".
 
     The block is called as `block(x, *shared, context=context.at_layer(i), **per_layer_i, **cycle_i, **shared_by_name)`
     and returns a new `x` of the same shape and type. Parameters are stored under the attribute `layers`: the leaf
@@ -164,8 +164,8 @@ class Stack(nnx.Module):
                 if one_by_one:
                     calls += group.calls(inputs, stop - start)
                 else:
-                    x, layer_result = group.scan_layers(x, inputs, stop - start)
-                    states_and_outputs.append(layer_result)
+                    x, group_results = group.scan_layers(x, inputs, stop - start)
+                    states_and_outputs.append(group_results)
         if one_by_one and treatment.segment is not None and treatment.sequence is None:
             for start in range(0, self.count, treatment.segment):
                 x, layer_results = blocks.again(calls[start : start + treatment.segment], x)
@@ -270,7 +270,7 @@ def in_one_stack(name: str) -> tuple[str, int]:
 
 
 class Chain(nnx.Module):
-    """Unlike blocks in sequence.
+    """Blocks of different structures in sequence.
 
     Args:
         layers: the blocks, called as `block(x, *shared, context=context.at_layer(i), **shared_by_name)`.

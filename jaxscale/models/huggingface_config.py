@@ -239,7 +239,8 @@ class Rope:
         if set(settings) != expected_keys:
             keys = ", ".join(sorted(expected_keys)) or "(none)"
             raise file.error(key, f"the keys {keys} for rope_type {rope_type}, got {sorted(settings)}")
-        llama3_scaling = Llama3Scaling(**{ROPE_KEYS[name]: value for name, value in rope.items()}) if rope else None
+        llama3_fields = {ROPE_KEYS[name]: value for name, value in settings.items()}
+        llama3_scaling = Llama3Scaling(**llama3_fields) if settings else None
         return {"rotary_base": float(base), "rotary_scaling": llama3_scaling}
 
     def write(self, model: Any) -> dict[str, Any]:

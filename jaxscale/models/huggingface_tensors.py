@@ -172,10 +172,10 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
             raise UserError(f"{folder}: tensor {name} has shape {tensor.shape}, config.json requires {place.shape}")
         if not (tensor.dtype.name == "bfloat16" or np.issubdtype(tensor.dtype, np.floating)):
             raise UserError(f"{folder}: tensor {name} has dtype {tensor.dtype}, expected floating point numbers")
-        for path, part in zip(place.rule.ours, place.split(tensor), strict=True):
-            params[path].append(part)
+        for path, layer_param in zip(place.rule.ours, place.split(tensor), strict=True):
+            params[path].append(layer_param)
     in_layers = {path: place.layer is not None for place in expected.values() for path in place.rule.ours}
-    return nested({path: Stacked(parts) if in_layers[path] else parts[0] for path, parts in params.items()})
+    return nested({path: Stacked(arrays) if in_layers[path] else arrays[0] for path, arrays in params.items()})
 
 
 def _check_names(folder: Path, family: Family, expected: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
