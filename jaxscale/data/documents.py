@@ -58,7 +58,14 @@ class DocumentRecipe:
 
 
 def survey(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
-    """Check every file, and count its documents and characters, to determine where the held-out part starts."""
+    """Check every file, and count what determines where the held-out part starts.
+
+    Returns:
+        Numbers of "files", "bytes", "characters", "documents", and of "marked" documents, which hold a `prompt_end`.
+
+    Raises:
+        UserError: a file that is no text, no document, or no document with a `prompt_end`.
+    """
     documents = characters = total_bytes = with_prompt_end = 0
     added_characters = len(recipe.beginning) + len(recipe.ending)
     for file in files:

@@ -22,8 +22,9 @@ from jaxscale.typing import Array, Float, Int
 __all__ = ["Attention", "attend"]
 
 _KEYS = ("batch", "kv_seq", "kv_heads", "head_dim")
-"""Logical axes of keys and values in `attend`, and in `_KEYS_ALONG_QUERIES` before it, sharded like the queries."""
+"""Logical axes of keys and values in `attend`."""
 _KEYS_ALONG_QUERIES = ("batch", "inner_seq", "kv_heads", "head_dim")
+"""Logical axes of keys and values as projected, sharded along the sequence like queries."""
 
 
 class Attention(nnx.Module):

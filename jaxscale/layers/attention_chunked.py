@@ -45,7 +45,7 @@ def attend_chunked(
 
     Args:
         q, k, v: queries, keys, values.
-        visibility: which keys a query sees.
+        visibility: mask of the keys that each query sees.
         scale: factor of the scores.
         soft_cap: bound of the scores; `None` for no bound.
         chunk: number of queries (of a device) and of keys in a chunk; the lengths need not be multiples of it.

@@ -43,7 +43,7 @@ def why_not_kernel(
     Args:
         name: name of the kernel, one of KERNELS.
         q, k, v: queries, keys, values, or their shapes and types.
-        visibility: which keys a query sees.
+        visibility: mask of the keys that each query sees.
         scale: factor of the scores.
         soft_cap: bound of the scores; `None` for no bound.
     """
@@ -88,7 +88,7 @@ def attend_kernel(
 
     Args:
         q, k, v: queries, keys, values.
-        visibility: which keys a query sees.
+        visibility: mask of the keys that each query sees.
         scale: factor of the scores.
         soft_cap: bound of the scores; `None` for no bound.
         implementation: "tpu", "gpu" or "cudnn".

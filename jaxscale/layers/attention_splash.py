@@ -50,7 +50,7 @@ def attend_splash(
 
     Args:
         q, k, v: queries, keys, values.
-        visibility: which keys a query sees.
+        visibility: mask of the keys that each query sees.
         scale: factor of the scores.
         soft_cap: bound of the scores; `None` for no bound.
         interpret: run the kernel step by step in plain JAX, for tests.

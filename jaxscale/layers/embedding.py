@@ -65,8 +65,8 @@ class Embedding(nnx.Module):
     Args:
         vocab: number of tokens.
         size: width of a row.
-        vocab_multiple: number of which the padded number of rows is a multiple, so that a mesh axis divides it. The
-            random values of the rows of tokens do not depend on it.
+        vocab_multiple: number that divides the padded number of rows, so that a mesh axis may shard them. The random
+            values of the rows of tokens do not depend on it.
         init: initializer of the rows of tokens; normal with standard deviation 0.02 by default.
 
     Example:

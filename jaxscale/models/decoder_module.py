@@ -103,7 +103,7 @@ class DecoderModule(nnx.Module):
 
     Args:
         config: the model value.
-        vocab_multiple: number of which the padded numbers of rows of the embedding and the head are multiples.
+        vocab_multiple: number that divides the padded number of rows of the embedding and of the head.
 
     Example:
         >>> tiny = Decoder(vocab=5, context=8, layers=2, embed=8, heads=2)

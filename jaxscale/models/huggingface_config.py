@@ -104,7 +104,7 @@ class ConfigFile:
         return default
 
     def checked(self, key: str, value: Any, kind: type) -> Any:
-        """`value`, which is that of `key`, converted to `kind`."""
+        """`value`, the value of `key`, converted to `kind`."""
         types, expected = _TYPES_AND_NOUNS[kind]
         if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
             raise self.error(key, expected)

@@ -172,14 +172,14 @@ def write(folder: Path, tensors: Mapping[str, ArrayLike], *, shard_bytes: int) -
         shard_bytes: largest number of bytes of one file; a larger tensor gets a separate file.
     """
     shards: list[list[str]] = [[]]
-    shard_size = 0
+    used_bytes = 0
     for name, tensor in tensors.items():
         tensor_bytes = math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
-        if shards[-1] and shard_size + tensor_bytes > shard_bytes:
+        if shards[-1] and used_bytes + tensor_bytes > shard_bytes:
             shards.append([])
-            shard_size = 0
+            used_bytes = 0
         shards[-1].append(name)
-        shard_size += tensor_bytes
+        used_bytes += tensor_bytes
     if len(shards) == 1:
         _write_file(folder / SINGLE, tensors)
         return
