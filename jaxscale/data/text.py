@@ -146,7 +146,7 @@ class Mixture:
         for name in ("context", "layout", "tokenizer"):
             settings = sorted({str(getattr(part, name)) for part in self.parts})
             if len(settings) > 1:
-                raise UserError(f"the parts of a mixture have {name} {' and '.join(settings)}: expected one for all")
+                raise UserError(f"parts of a mixture have {name} {' and '.join(settings)}: expected the same in all")
 
     @property
     def context(self) -> int:

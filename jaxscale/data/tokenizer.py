@@ -136,7 +136,7 @@ class Characters:
 
     def __post_init__(self) -> None:
         if not self.alphabet or list(self.alphabet) != sorted(set(self.alphabet)):
-            raise UserError(f"alphabet: got {self.alphabet!r}, expected at least one character, sorted, each once")
+            raise UserError(f"alphabet: got {self.alphabet!r}, expected sorted characters, each once, at least one")
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> "Characters":

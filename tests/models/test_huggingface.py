@@ -211,7 +211,7 @@ LAYER = "model.layers.1.mlp.up_proj.weight"
         (
             lambda t: None,
             {"tie_word_embeddings": True},
-            "ties lm_head.weight to model.embed_tokens.weight, and the two differ",
+            "ties lm_head.weight to model.embed_tokens.weight, but the two differ",
         ),
     ],
 )
