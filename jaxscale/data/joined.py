@@ -3,7 +3,7 @@
 A tokenizer of the `tokenizers` library finds special tokens first, and encodes the texts between them separately: the
 ids of "a<|eos|>b" are those of "a", that of the token, and those of "b". One call for several short texts saves the
 overhead per call. A tokenizer that looks beyond its special tokens (one that marks only the beginning of the whole
-text) is detected on the first texts, and then gets each separately.
+text) is detected on the first texts, and then encodes each text separately.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +16,8 @@ class JoinedTexts(NamedTuple):
     """Texts that are encoded by one call.
 
     Args:
-        text: the texts, joined by the marker.
-        parts: number of texts.
+        text: texts joined by the marker.
+        parts: number of these texts.
     """
 
     text: str
@@ -25,7 +25,7 @@ class JoinedTexts(NamedTuple):
 
 
 class Marker(NamedTuple):
-    """A special token between texts."""
+    """A special token between texts: its spelling and its id."""
 
     text: str
     id: int
@@ -40,7 +40,7 @@ def marker_of(model: Any) -> Marker | None:
 
 
 def join_texts(texts: Iterable[str], marker: Marker | None, characters: int) -> Iterator[JoinedTexts]:
-    """The texts, short ones joined up to `characters`; a text that contains the marker stays alone.
+    """The texts, of which short ones are joined up to `characters`; a text that contains the marker stays alone.
 
     Example:
         >>> [tuple(piece) for piece in join_texts(["a", "b", "c|", "d", "long"], Marker("|", 0), 3)]
@@ -70,8 +70,8 @@ def separate(encoded: Sequence[Sequence[int]], joined: Sequence[JoinedTexts], ma
 
     Args:
         encoded: ids of each of the joined texts.
-        joined: what was encoded.
-        marker: the token between texts.
+        joined: the joined texts that were encoded.
+        marker: special token between texts; `None` if none are joined.
 
     Example:
         >>> calls = [JoinedTexts("a|b", 2), JoinedTexts("|", 1)]
@@ -82,14 +82,14 @@ def separate(encoded: Sequence[Sequence[int]], joined: Sequence[JoinedTexts], ma
     ids: list[np.ndarray] = []
     lengths: list[np.ndarray] = []
     for joined_ids, texts in zip(encoded, joined, strict=True):
-        array = np.array(joined_ids, np.int32)
+        id_array = np.array(joined_ids, np.int32)
         if texts.parts == 1 or marker is None:
-            ids.append(array)
-            lengths.append(np.array([len(array)]))
+            ids.append(id_array)
+            lengths.append(np.array([len(id_array)]))
             continue
-        is_marker = array == marker.id
+        is_marker = id_array == marker.id
         marker_index = np.flatnonzero(is_marker)
         assert len(marker_index) == texts.parts - 1, "a special token was not found where it was written"
-        ids.append(array[~is_marker])
-        lengths.append(np.diff(marker_index, prepend=-1, append=len(array)) - 1)
+        ids.append(id_array[~is_marker])
+        lengths.append(np.diff(marker_index, prepend=-1, append=len(id_array)) - 1)
     return np.concatenate(ids), np.concatenate(lengths).astype(np.int64)

@@ -12,7 +12,7 @@
 | mlp | `MLP` |
 | dropout | `Dropout` |
 | conv | convolutions and batch norm |
-| stack, layer_group | `Stack` of alike blocks, `Chain` of unlike ones |
+| stack, layer_group | `Stack` of blocks of one structure, `Chain` of different ones |
 | loss, loss_kernel | `cross_entropy`, `logits` |
 | shards, traced_device | where a kernel runs: its shards on a mesh, and the device |
 

@@ -28,7 +28,7 @@ from pallas_kernels.attention.visibility import Visibility
 AttentionImplementation = Literal["auto", "plain", "chunked", "tpu", "gpu", "cudnn", "splash"]
 
 PLAIN_SCORES = 512 * 512
-"""Scores per head up to which "auto" selects plain. On a CPU chunks of 256 are as fast there and faster beyond."""
+"""Most scores per head for which "auto" selects plain. On a CPU, chunks of 256 are as fast there and faster beyond."""
 
 
 def attend(
@@ -53,20 +53,20 @@ def attend(
 
     Args:
         q, k, v: queries, keys, values. Scores and softmax are float32 for all types.
-        causal: a query sees no key of a later position.
-        q_positions, kv_positions: the index in the row by default.
-        q_segments, kv_segments: a query sees keys of the same segment; segment 0 is padding, which sees and is seen by
-            none.
-        window: a query sees keys with 0 <= q_position - kv_position < window.
-        soft_cap: the scores' bound c.
-        scale: of the scores; 1 / sqrt(H) by default.
-        implementation: "plain", "chunked"; "tpu", "gpu", "cudnn", "splash" on such a device; or "auto": our kernel of
-            the platform if it supports the call, else splash on a TPU if it does, else plain up to 512 * 512 scores per
-            head, else chunked.
-        chunk: queries and keys per chunk of "chunked".
+        causal: whether a query sees no key of a later position.
+        q_positions, kv_positions: positions of queries and of keys; the index in the row by default.
+        q_segments, kv_segments: segments of queries and of keys; a query sees keys of its segment only. Segment 0 is
+            padding, which sees no key and is seen by no query.
+        window: number of positions that a query sees: keys with 0 <= q_position - kv_position < window.
+        soft_cap: bound c of the scores; `None` for no bound.
+        scale: factor of the scores; 1 / sqrt(H) by default.
+        implementation: "plain" or "chunked"; "tpu", "gpu", "cudnn" or "splash" on a device that has it; or "auto", the
+            first of these that supports the call: our kernel of the platform, splash on a TPU, plain up to 512 * 512
+            scores per head, chunked.
+        chunk: number of queries and of keys in a chunk of "chunked".
 
     Returns:
-        In the type of `q`.
+        The attention output, in the type of `q`.
 
     Raises:
         UserError: an unknown implementation; incompatible sizes; a call that the named implementation does not support.
@@ -78,9 +78,9 @@ def attend(
         >>> attend(q, k, v)[0, :, 0, 0].tolist()
         [0.0, 0.5, 1.0]
     """
-    heads, groups = q.shape[2], k.shape[2]
-    if heads % groups:
-        raise UserError(f"attention: got {heads} query heads and {groups} key heads, expected a multiple")
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads % kv_heads:
+        raise UserError(f"attention: got {heads} query heads, expected a multiple of the {kv_heads} key heads")
     if (q_segments is None) != (kv_segments is None):
         raise UserError("attention: got segments of queries or of keys alone; give both")
     if window is not None and not causal:
@@ -99,9 +99,7 @@ def attend(
     if selected == "splash":
         platform = traced_device()[0]
         if platform != "tpu":
-            raise UserError(
-                f"attention 'splash' is a TPU kernel, and this runs on {platform}: take 'chunked' or 'auto'"
-            )
+            raise UserError(f"attention 'splash' is a TPU kernel, and this runs on {platform}: use 'chunked' or 'auto'")
         return attend_splash(q, k, v, visibility, **settings)
     if selected == "plain":
         return _attend_plain(q, k, v, visibility, scale, soft_cap)
@@ -119,21 +117,21 @@ def _scaled(q: Any, scale: float) -> tuple[Any, float]:
 def _attend_plain(q: Any, k: Any, v: Any, visibility: Visibility, scale: float, soft_cap: float | None) -> Any:
     """Attention with all scores at once, differentiated by JAX, which keeps the probabilities in the type of `v`."""
     batch, queries, heads, width = q.shape
-    keys, groups = k.shape[1:3]
-    grouped = heads != groups
-    q = q.reshape(batch, queries, groups, heads // groups, width) if grouped else q
+    keys, kv_heads = k.shape[1:3]
+    is_grouped = heads != kv_heads
+    q = q.reshape(batch, queries, kv_heads, heads // kv_heads, width) if is_grouped else q
     q, remaining_scale = _scaled(q, scale)
     attention_scores = scores(q, k, remaining_scale, soft_cap)
     if visibility.trivial:
         probabilities = jax.nn.softmax(attention_scores, -1)
     else:
         visible = visibility.mask(jnp.arange(queries), jnp.arange(keys))
-        visible = jnp.expand_dims(visible, (1, 2) if grouped else 1)
+        visible = jnp.expand_dims(visible, (1, 2) if is_grouped else 1)
         probabilities = jax.nn.softmax(jnp.where(visible, attention_scores, UNSEEN), -1)
         if visibility.may_be_blind(queries, keys):
             probabilities = jnp.where(jnp.any(visible, -1, keepdims=True), probabilities, 0.0)
-    out = jnp.einsum("bkgts,bskh->btkgh" if grouped else "bnts,bsnh->btnh", probabilities.astype(v.dtype), v)
-    return checkpoint_name(out.reshape(batch, queries, heads, width), "attention_out")
+    output = jnp.einsum("bkgts,bskh->btkgh" if is_grouped else "bnts,bsnh->btnh", probabilities.astype(v.dtype), v)
+    return checkpoint_name(output.reshape(batch, queries, heads, width), "attention_out")
 
 
 def _choose(

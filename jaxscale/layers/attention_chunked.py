@@ -27,8 +27,8 @@ class _Call(NamedTuple):
 
     chunking: Chunking
     layout: MeshAndRules | None
-    axes: tuple[str, ...]  # of the mesh, along which the queries are sharded
-    shards: int
+    axes: tuple[str, ...]  # mesh axes that shard the positions of the queries
+    shards: int  # number of shards of the positions of the queries
 
 
 def attend_chunked(
@@ -45,74 +45,79 @@ def attend_chunked(
 
     Args:
         q, k, v: queries, keys, values.
-        visibility: which keys a query sees.
-        scale: of the scores.
-        soft_cap: of the scores.
-        chunk: queries (of a device) and keys per chunk; the lengths need not be multiples.
+        visibility: mask of the keys that each query sees.
+        scale: factor of the scores.
+        soft_cap: bound of the scores; `None` for no bound.
+        chunk: number of queries (of a device) and of keys in a chunk; the lengths need not be multiples of it.
     """
     batch, queries, heads, width = q.shape
-    keys, groups = k.shape[1:3]
+    keys, kv_heads = k.shape[1:3]
     axes = axes_by_dim((batch, queries), "batch", "inner_seq")[1]
     shards = shard_count(axes)
     chunking = Chunking(min(chunk, queries // shards), min(chunk, keys), scale, soft_cap)
-    q = q.reshape(batch, queries, groups, heads // groups, width)
-    out: Any = _attend(_Call(chunking, current(), axes, shards), q, k, v, visibility)
-    return out.reshape(batch, queries, heads, width)
+    q = q.reshape(batch, queries, kv_heads, heads // kv_heads, width)
+    output: Any = _attend(_Call(chunking, current(), axes, shards), q, k, v, visibility)
+    return output.reshape(batch, queries, heads, width)
 
 
-def _on_shards(call: _Call, function: Any, by_query: Any, unsharded: Any, dims: tuple[int, ...]) -> Any:
-    """`function(chunking, start, *by_query, *unsharded)` on every shard of the queries.
+def _on_shards(call: _Call, function: Any, sharded_arrays: Any, whole_arrays: Any, result_dims: tuple[int, ...]) -> Any:
+    """The results of `function(chunking, start, *sharded_arrays, *whole_arrays)` on every shard of the queries.
+
+    `start` holds the index of the shard's first query.
 
     Args:
         call: static parameters.
         function: `chunked.attend` or `_gradients`.
-        by_query: arrays (B, T, ...), sharded along the queries.
-        unsharded: arrays that every shard gets whole.
-        dims: the dim of every result along which it is sharded.
+        sharded_arrays: arrays (B, T, ...), sharded along the queries.
+        whole_arrays: arrays that every shard gets whole.
+        result_dims: the dim of every result along which it is sharded.
     """
     function = functools.partial(function, call.chunking)
-    starts = jnp.arange(call.shards) * (by_query[0].shape[1] // call.shards)
+    starts = jnp.arange(call.shards) * (sharded_arrays[0].shape[1] // call.shards)
     if call.layout is None or not call.axes:
-        return function(starts, *by_query, *unsharded)
-    by_dim = PartitionSpec(call.axes), PartitionSpec(None, call.axes)
-    sharded = jax.shard_map(
+        return function(starts, *sharded_arrays, *whole_arrays)
+    spec_by_dim = PartitionSpec(call.axes), PartitionSpec(None, call.axes)
+    sharded_function = jax.shard_map(
         function,
         mesh=call.layout[0],
         axis_names=frozenset(call.axes),
-        in_specs=(by_dim[0], *(by_dim[1],) * len(by_query), *(PartitionSpec(),) * len(unsharded)),
-        out_specs=tuple(by_dim[dim] for dim in dims),
+        in_specs=(spec_by_dim[0], *(spec_by_dim[1],) * len(sharded_arrays), *(PartitionSpec(),) * len(whole_arrays)),
+        out_specs=tuple(spec_by_dim[dim] for dim in result_dims),
         check_vma=False,
     )
-    return sharded(starts, *by_query, *unsharded)
+    return sharded_function(starts, *sharded_arrays, *whole_arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: _Call, q: Any, k: Any, v: Any, visibility: Visibility) -> Any:
+    """The attention of grouped queries (B, T, K, N / K, H), whose backward pass goes chunk by chunk too."""
     return _on_shards(call, chunked.attend, (q,), (k, v, visibility), (1, 1))[0]
 
 
 def _attend_forward(call: _Call, q: Any, k: Any, v: Any, visibility: Visibility) -> tuple[Any, Any]:
-    out, lse = _on_shards(call, chunked.attend, (q,), (k, v, visibility), (1, 1))
-    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return out, (q, k, v, visibility, out, lse)
+    """The output, and the residuals: with the inputs, the output and each query's log-sum-exp of scores (`lse`)."""
+    output, lse = _on_shards(call, chunked.attend, (q,), (k, v, visibility), (1, 1))
+    output, lse = checkpoint_name(output, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return output, (q, k, v, visibility, output, lse)
 
 
-def _attend_backward(call: _Call, residuals: Any, d_out: Any) -> Any:
-    q, k, v, visibility, out, lse = residuals
-    dq, dk, dv = _on_shards(call, _gradients, (q, d_out, out, lse), (k, v, visibility), (1, 0, 0))
+def _attend_backward(call: _Call, residuals: Any, d_output: Any) -> Any:
+    """The gradients of queries, keys, values and visibility from the gradient of the output."""
+    q, k, v, visibility, output, lse = residuals
+    dq, dk, dv = _on_shards(call, _gradients, (q, d_output, output, lse), (k, v, visibility), (1, 0, 0))
     with under(call.layout):
         return dq, _sum_of_shards(dk, k.dtype), _sum_of_shards(dv, v.dtype), None
 
 
 def _gradients(*arguments: Any) -> tuple[Any, Any, Any]:
-    """`chunked.gradients`, with a dim of shards, of length 1, for the parts in the gradients of keys and values."""
+    """`chunked.gradients`; those of keys and values get a leading dim of length 1, along which shards are stacked."""
     dq, dk, dv = chunked.gradients(*arguments)
     return dq, dk[None], dv[None]
 
 
-def _sum_of_shards(parts: Any, dtype: Any) -> Any:
-    """The sum of the shards' parts (shards, B, S, K, H), sharded like the queries: a reduce-scatter."""
-    return constrain(jnp.sum(parts, 0), "batch", "inner_seq", "kv_heads", "head_dim").astype(dtype)
+def _sum_of_shards(shard_gradients: Any, dtype: Any) -> Any:
+    """The sum over shards of gradients (shards, B, S, K, H), sharded like the queries: a reduce-scatter."""
+    return constrain(jnp.sum(shard_gradients, 0), "batch", "inner_seq", "kv_heads", "head_dim").astype(dtype)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

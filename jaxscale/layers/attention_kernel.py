@@ -27,11 +27,11 @@ _QUERY_DIMS = ("batch", "inner_seq", "heads", "head_dim")
 
 
 def why_not_static(visibility: Visibility) -> str | None:
-    """Why kernels, which are built for static masks, do not support a visibility, and what to do about it."""
+    """Why kernels, which are built for static masks, do not support a visibility; `None` if they do."""
     if not visibility.ordered_by_index:
         return "got positions, expected queries and keys in the order of their index (no cache)"
     if visibility.window is not None and not isinstance(visibility.window, int | np.integer):
-        return "got a traced window, expected a whole number: give windows by Stack's cycle"
+        return "got a traced window, expected a whole number: pass windows as the argument `cycle` of a Stack"
     return None
 
 
@@ -41,10 +41,11 @@ def why_not_kernel(
     """Why a kernel does not support this call, and what to do about it; `None` if it does.
 
     Args:
-        name: one of KERNELS.
-        q, k, v: queries, keys, values, or their types.
-        visibility: which keys a query sees.
-        scale, soft_cap: of the scores.
+        name: name of the kernel, one of KERNELS.
+        q, k, v: queries, keys, values, or their shapes and types.
+        visibility: mask of the keys that each query sees.
+        scale: factor of the scores.
+        soft_cap: bound of the scores; `None` for no bound.
     """
     if reason := why_not_static(visibility):
         return reason
@@ -52,21 +53,22 @@ def why_not_kernel(
 
     shards = shard_count(axes_by_dim(q.shape, *_QUERY_DIMS)[1])
     q = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // shards, *q.shape[2:]), q.dtype)
-    ids = None
+    segment_ids = None
     if visibility.q_segments is not None:
-        ids = tuple(jax.ShapeDtypeStruct(x.shape[:2], jnp.int32) for x in (q, k))
+        segment_ids = tuple(jax.ShapeDtypeStruct(array.shape[:2], jnp.int32) for array in (q, k))
     settings = _settings(visibility, scale, soft_cap)
     if shards > 1:
         settings["query_offset"] = jax.ShapeDtypeStruct((), jnp.int32)
     try:
         platform = " ".join(traced_device())
-        explain(q, k, v, segment_ids=ids, implementation=name, platform=platform, **settings)
+        explain(q, k, v, segment_ids=segment_ids, implementation=name, platform=platform, **settings)
     except (NotImplementedError, ValueError) as error:
         return str(error).removesuffix(" Pass implementation=None to take one that can.")
     return None
 
 
 def _settings(visibility: Visibility, scale: float, soft_cap: float | None) -> dict[str, Any]:
+    """The keyword arguments of `pallas_kernels.attention` that describe the mask and the scores."""
     window = None if visibility.window is None else int(visibility.window)
     return {"causal": visibility.causal, "window": window, "logit_soft_cap": soft_cap, "scale": scale}
 
@@ -86,53 +88,54 @@ def attend_kernel(
 
     Args:
         q, k, v: queries, keys, values.
-        visibility: which keys a query sees.
-        scale: of the scores.
-        soft_cap: of the scores.
+        visibility: mask of the keys that each query sees.
+        scale: factor of the scores.
+        soft_cap: bound of the scores; `None` for no bound.
         implementation: "tpu", "gpu" or "cudnn".
         interpret: run the kernel step by step in plain JAX, for tests.
 
     Raises:
         UserError: the kernel does not support the call.
     """
-    scoring: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
-    if not interpret and (reason := why_not_kernel(implementation, q, k, v, visibility, **scoring)):
-        raise UserError(f"attention {implementation!r}: {reason}; or take attention 'auto'")
+    score_settings: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
+    if not interpret and (reason := why_not_kernel(implementation, q, k, v, visibility, **score_settings)):
+        raise UserError(f"attention {implementation!r}: {reason}; or use attention 'auto'")
     from pallas_kernels.attention.api import attention
 
-    ids = None
+    segment_ids = None
     if visibility.q_segments is not None:
         rows = q.shape[0]
         # padding, segment 0, gets ids that differ between queries and keys, so it sees none and is seen by none
         segments_and_padding = ((visibility.q_segments, -1), (visibility.kv_segments, -2))
-        ids = tuple(
+        segment_ids = tuple(
             jnp.broadcast_to(jnp.where(segments == 0, padding, segments).astype(jnp.int32), (rows, segments.shape[1]))
             for segments, padding in segments_and_padding
         )
-    settings = _settings(visibility, **scoring)
+    settings = _settings(visibility, **score_settings)
     settings |= {"implementation": implementation, "platform": " ".join(traced_device()), "interpret": interpret}
 
-    def run(starts: Any, q: Any, k: Any, v: Any, ids: Any) -> Any:
-        return attention(q, k, v, segment_ids=ids, query_offset=0 if starts is None else starts[0], **settings)
+    def run(starts: Any, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
+        return attention(q, k, v, segment_ids=segment_ids, query_offset=0 if starts is None else starts[0], **settings)
 
-    return _on_devices(run, q, k, v, ids)
+    return _on_devices(run, q, k, v, segment_ids)
 
 
-def _on_devices(run: Any, q: Any, k: Any, v: Any, ids: Any) -> Any:
+def _on_devices(run: Any, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
     """`run` on every device of the current layout, on its shard of rows, query positions and heads."""
     if current() is None:
-        return run(None, q, k, v, ids)
-    rows, positions, heads, _ = axes_by_dim(q.shape, *_QUERY_DIMS)
-    k, v = key_heads_for_shards(k, v, q.shape[2], shard_count(heads), dim=2)
-    position_shards, starts = shard_count(positions), None
+        return run(None, q, k, v, segment_ids)
+    row_axes, position_axes, head_axes, _ = axes_by_dim(q.shape, *_QUERY_DIMS)
+    k, v = key_heads_for_shards(k, v, q.shape[2], shard_count(head_axes), dim=2)
+    position_shards, starts = shard_count(position_axes), None
     if position_shards > 1:
         starts = jnp.arange(position_shards, dtype=jnp.int32) * (q.shape[1] // position_shards)
-    query_spec, key_spec = PartitionSpec(rows, positions, heads), PartitionSpec(rows, None, heads)
+    query_spec = PartitionSpec(row_axes, position_axes, head_axes)
+    key_spec = PartitionSpec(row_axes, None, head_axes)
     in_specs = (
-        None if starts is None else PartitionSpec(positions),
+        None if starts is None else PartitionSpec(position_axes),
         query_spec,
         key_spec,
         key_spec,
-        None if ids is None else (PartitionSpec(rows, positions), PartitionSpec(rows)),
+        None if segment_ids is None else (PartitionSpec(row_axes, position_axes), PartitionSpec(row_axes)),
     )
-    return on_each_device(run, in_specs, query_spec)(starts, q, k, v, ids)
+    return on_each_device(run, in_specs, query_spec)(starts, q, k, v, segment_ids)

@@ -1,8 +1,8 @@
 """Attention by JAX's splash kernel, on TPU: `jax.experimental.pallas.ops.tpu.splash_attention`.
 
 Under a layout, rows, heads and query positions are sharded by the rules, and keys and values are whole along the
-sequence. There must be as many queries as keys, ordered by their index. A width of heads that is no multiple of 128 is
-padded with zeros.
+sequence. There must be as many queries as keys, ordered by their index. Heads are padded with zeros to a width that is
+a multiple of 128.
 """
 
 import functools
@@ -22,7 +22,7 @@ from pallas_kernels.attention.visibility import Visibility
 LANES = 128
 """Width of a TPU vector register: the kernel's tiles are multiples of it."""
 TILES = (512, 256, 128)
-"""Tile lengths to choose from, the longest that divides the sequence."""
+"""Tile lengths; the kernel gets the longest that divides a device's queries."""
 
 
 def why_not_splash(queries: int, keys: int, visibility: Visibility) -> str | None:
@@ -30,7 +30,7 @@ def why_not_splash(queries: int, keys: int, visibility: Visibility) -> str | Non
     if reason := why_not_static(visibility):
         return reason
     if queries != keys:
-        return f"got {queries} queries and {keys} keys, expected as many"
+        return f"got {queries} queries and {keys} keys, expected equal numbers"
     if queries // shard_count(axes_by_dim((queries,), "inner_seq")[0]) % LANES:
         return f"got {queries} positions, expected a multiple of {LANES} on every device: pad the sequence"
     return None
@@ -50,9 +50,9 @@ def attend_splash(
 
     Args:
         q, k, v: queries, keys, values.
-        visibility: which keys a query sees.
-        scale: of the scores.
-        soft_cap: of the scores.
+        visibility: mask of the keys that each query sees.
+        scale: factor of the scores.
+        soft_cap: bound of the scores; `None` for no bound.
         interpret: run the kernel step by step in plain JAX, for tests.
 
     Raises:
@@ -60,22 +60,23 @@ def attend_splash(
     """
     reason = why_not_splash(q.shape[1], k.shape[1], visibility)
     if reason:
-        raise UserError(f"attention 'splash': {reason}; or take attention 'chunked'")
+        raise UserError(f"attention 'splash': {reason}; or use attention 'chunked'")
     width, dtype = q.shape[-1], q.dtype
     q = (q.astype(jnp.float32) * scale).astype(dtype)
     q, k, v = (_padded(jnp.swapaxes(x, 1, 2)) for x in (q, k, v))
     segments = None if visibility.q_segments is None else (visibility.q_segments, visibility.kv_segments)
     run = functools.partial(_on_devices, visibility=visibility, soft_cap=soft_cap, interpret=interpret)
-    out = jnp.swapaxes(run(q, k, v, segments), 1, 2)[..., :width]
+    output = jnp.swapaxes(run(q, k, v, segments), 1, 2)[..., :width]
     if visibility.q_segments is not None:
         # the kernel has no padding: its segment 0 is one more document
-        out = jnp.where((visibility.q_segments != 0)[:, :, None, None], out, jnp.zeros((), out.dtype))
-    return out
+        output = jnp.where((visibility.q_segments != 0)[:, :, None, None], output, jnp.zeros((), output.dtype))
+    return output
 
 
 def _padded(x: Any) -> Any:
-    pad = -x.shape[-1] % LANES
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, pad))) if pad else x
+    """`x` (B, N, T, H) with the last dim padded with zeros to a multiple of LANES."""
+    padding = -x.shape[-1] % LANES
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding))) if padding else x
 
 
 def _kernel(
@@ -87,7 +88,7 @@ def _kernel(
     soft_cap: float | None,
     interpret: bool,
 ) -> Any:
-    """The kernel for these masks; built while tracing, from static values."""
+    """The kernel for all heads of a row, with the mask of `visibility`; built while tracing, from static values."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (queries, queries)
@@ -112,31 +113,34 @@ def _kernel(
 
 
 def _rows(kernel: Any, q: Any, k: Any, v: Any, segments: Any) -> Any:
-    """The kernel over the rows of a batch."""
+    """The kernel, applied to every row of a batch."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     if segments is None:
         return jax.vmap(lambda q, k, v: kernel(q, k, v))(q, k, v)
-    return jax.vmap(lambda q, k, v, s: kernel(q, k, v, splash.SegmentIds(*s)))(q, k, v, segments)
+    return jax.vmap(lambda q, k, v, row_segments: kernel(q, k, v, splash.SegmentIds(*row_segments)))(q, k, v, segments)
 
 
 def _on_devices(
     q: Any, k: Any, v: Any, segments: Any, *, visibility: Visibility, soft_cap: float | None, interpret: bool
 ) -> Any:
-    """(B, N, T, H) by the kernel, on every device of the current layout."""
+    """The attention output (B, N, T, H) by the kernel, on every device of the current layout."""
     heads, queries = q.shape[1:3]
     layout = current()
     if layout is None or layout[0].size == 1:
         return _rows(_kernel(visibility, heads, queries, 1, 1, soft_cap, interpret), q, k, v, segments)
     mesh = layout[0]
-    rows, heads_axes, positions, _ = axes_by_dim(q.shape, "batch", "heads", "inner_seq", "head_dim")
-    head_shards, q_shards = shard_count(heads_axes), shard_count(positions)
+    row_axes, head_axes, position_axes, _ = axes_by_dim(q.shape, "batch", "heads", "inner_seq", "head_dim")
+    head_shards, q_shards = shard_count(head_axes), shard_count(position_axes)
     k, v = key_heads_for_shards(k, v, heads, head_shards, dim=1)
     kernel = _kernel(visibility, heads, queries, head_shards, q_shards, soft_cap, interpret)
-    auto = (AxisType.Auto,) * len(mesh.axis_names)
-    auto_mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto) if mesh.manual_axes else mesh
-    kernel_spec = kernel.manual_sharding_spec(NamedSharding(auto_mesh, PartitionSpec(heads_axes, positions)))
-    q_spec, kv_spec = PartitionSpec(rows, heads_axes, positions, None), PartitionSpec(rows, heads_axes, None, None)
-    segments_spec = None if segments is None else (PartitionSpec(rows, positions), PartitionSpec(rows, None))
+    auto_axes = (AxisType.Auto,) * len(mesh.axis_names)
+    auto_mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto_axes) if mesh.manual_axes else mesh
+    kernel_spec = kernel.manual_sharding_spec(NamedSharding(auto_mesh, PartitionSpec(head_axes, position_axes)))
+    q_spec = PartitionSpec(row_axes, head_axes, position_axes, None)
+    kv_spec = PartitionSpec(row_axes, head_axes, None, None)
+    segments_spec = (
+        None if segments is None else (PartitionSpec(row_axes, position_axes), PartitionSpec(row_axes, None))
+    )
     in_specs = (kernel_spec, q_spec, kv_spec, kv_spec, segments_spec)
     return on_each_device(_rows, in_specs, q_spec)(kernel, q, k, v, segments)

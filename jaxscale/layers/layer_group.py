@@ -16,7 +16,7 @@ def unstack(tree: PyTree, layers: int) -> list[PyTree]:
     """Split a stacked tree of leaves (L, ...) into L trees of leaves (...), one per layer.
 
     Example:
-        >>> [part["w"].tolist() for part in unstack({"w": jnp.arange(2)}, 2)]
+        >>> [layer["w"].tolist() for layer in unstack({"w": jnp.arange(2)}, 2)]
         [0, 1]
     """
     return [jax.tree.map(lambda leaf, layer=layer: leaf[layer], tree) for layer in range(layers)]
@@ -28,14 +28,14 @@ def restack(trees: Sequence[PyTree]) -> PyTree:
 
 
 def slice_layers(tree: PyTree, rows: slice, layers: int) -> PyTree:
-    """A slice of the layers of leaves (L, ...)."""
+    """The layers `rows` of a stacked tree of `layers` layers."""
     if (rows.start, rows.stop) == (0, layers):
         return tree
     return jax.tree.map(lambda leaf: leaf[rows], tree)
 
 
 def concatenated(trees: Sequence[PyTree]) -> PyTree:
-    """The inverse of `slice_layers`, over all parts."""
+    """Concatenate stacked trees along their dim of layers: the inverse of slicing a tree by `slice_layers`."""
     return trees[0] if len(trees) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)
 
 
@@ -46,10 +46,11 @@ class LayerGroup:
     Inputs are trees of leaves (n, ...): parameters, other state, the layers' numbers, per-layer arguments.
 
     Args:
-        cycle: the blocks of the first layers; later layers repeat them in order.
-        wrapper: applied to each block.
-        unroll: layers per iteration.
-        segment: layers per segment, of which only the first one's input is kept; `None` for one level.
+        cycle: block functions of the first layers; later layers repeat them in order.
+        wrapper: function that wraps each block (remat, offload).
+        unroll: number of layers in an iteration of the scan.
+        segment: number of layers in a segment, of which only the input of the first layer is kept for the backward
+            pass; `None` for a scan without segments.
     """
 
     cycle: Sequence[BlockFunction]
@@ -58,7 +59,7 @@ class LayerGroup:
     segment: int | None
 
     def calls(self, inputs: PyTree, layers: int) -> list[Call]:
-        """One call per layer."""
+        """One `Call` per layer, to run the layers one by one."""
         wrapped = [self.wrapper(block, False) for block in self.cycle]
         return [
             Call(wrapped[layer % len(wrapped)], (params, state), (index, per_layer))
@@ -68,24 +69,24 @@ class LayerGroup:
     def scan_layers(self, x: Any, inputs: PyTree, layers: int) -> tuple[Any, PyTree]:
         """`x` after the layers, and their results; the layers of a last, incomplete cycle run one by one."""
         full_layers = layers - layers % len(self.cycle)
-        results = []
+        stacked_results = []
         if full_layers:
-            loop = self._cycles if self.segment is None else self._segments
-            x, part_results = loop(x, slice_layers(inputs, slice(0, full_layers), layers), full_layers)
-            results.append(part_results)
+            scan = self._cycles if self.segment is None else self._segments
+            x, full_results = scan(x, slice_layers(inputs, slice(0, full_layers), layers), full_layers)
+            stacked_results.append(full_results)
         if full_layers < layers:
             tail_calls = self.calls(slice_layers(inputs, slice(full_layers, layers), layers), layers - full_layers)
-            x, part_results = blocks.one_after_another(tail_calls, x)
-            results.append(restack(part_results))
-        return x, concatenated(results)
+            x, tail_results = blocks.one_after_another(tail_calls, x)
+            stacked_results.append(restack(tail_results))
+        return x, concatenated(stacked_results)
 
     def _cycles(self, x: Any, inputs: PyTree, layers: int, in_loop: bool = False) -> tuple[Any, PyTree]:
-        """A scan over whole cycles; `in_loop`: inside the body of another loop."""
+        """A scan over whole cycles; `in_loop` is true if the scan is inside the body of another loop."""
         period = len(self.cycle)
-        count = layers // period
-        unroll = min(count, max(1, self.unroll // period))
+        cycles = layers // period
+        unroll = min(cycles, max(1, self.unroll // period))
         # a loop of one iteration is no loop to XLA
-        rolled = (in_loop or count > 1) and self.unroll == 1
+        rolled = (in_loop or cycles > 1) and self.unroll == 1
         wrapped = [self.wrapper(block, rolled) for block in self.cycle]
 
         def step(x: Any, inputs: PyTree) -> tuple[Any, PyTree]:
@@ -95,23 +96,22 @@ class LayerGroup:
                 layer_results.append(layer_result)
             return x, layer_results[0] if period == 1 else restack(layer_results)
 
-        x, scan_results = jax.lax.scan(step, x, inputs if period == 1 else _folded(inputs, count), unroll=unroll)
+        x, scan_results = jax.lax.scan(step, x, inputs if period == 1 else _folded(inputs, cycles), unroll=unroll)
         return x, scan_results if period == 1 else _unfolded(scan_results)
 
     def _segments(self, x: Any, inputs: PyTree, layers: int) -> tuple[Any, PyTree]:
-        """A scan over segments, each recomputed in the backward pass; a shorter one follows."""
+        """A scan over segments, each recomputed in the backward pass; the layers that remain are a shorter segment."""
         assert self.segment is not None
         period = len(self.cycle)
-        size = min(layers, max(1, self.segment // period) * period)
-        count = layers // size
-        full_layers = count * size
+        segment_layers = min(layers, max(1, self.segment // period) * period)
+        segments = layers // segment_layers
+        full_layers = segments * segment_layers
 
-        def segment_function(size: int, rolled: bool) -> Callable[..., Any]:
-            return blocks.run_again(lambda x, inputs: self._cycles(x, inputs, size, rolled), rolled=rolled)
+        def segment_function(segment_layers: int, rolled: bool) -> Callable[..., Any]:
+            return blocks.run_again(lambda x, inputs: self._cycles(x, inputs, segment_layers, rolled), rolled=rolled)
 
-        x, results = jax.lax.scan(
-            segment_function(size, count > 1), x, _folded(slice_layers(inputs, slice(0, full_layers), layers), count)
-        )
+        scanned_inputs = _folded(slice_layers(inputs, slice(0, full_layers), layers), segments)
+        x, results = jax.lax.scan(segment_function(segment_layers, segments > 1), x, scanned_inputs)
         results = _unfolded(results)
         if full_layers < layers:
             x, tail_results = segment_function(layers - full_layers, False)(

@@ -1,7 +1,7 @@
 """Cross-entropy over a vocabulary, without all logits in memory at once.
 
 With `chunk` the loss is that of `pallas_kernels.cross_entropy.chunked`: some positions are scored at a time, and their
-part of the gradients is computed at once, so that logits are neither kept nor computed twice. Under a layout every
+part of the gradients is computed immediately, so that logits are neither kept nor computed twice. Under a layout every
 shard of the batch and of the sequence sums its gradient of the head, which is reduced over devices once, at the end.
 """
 
@@ -25,7 +25,7 @@ from pallas_kernels.cross_entropy.reference import Terms
 
 LossImplementation = Literal["auto", "tpu", "chunked", "reference"]
 CHUNK = 256
-"""Default positions of "chunked"."""
+"""Default number of positions in a chunk of "chunked"."""
 
 
 class _Call(NamedTuple):
@@ -43,7 +43,7 @@ def logits(
 
     Args:
         hidden: last hidden states.
-        head: a row per token, as in an `Embedding`; rows from `vocab` on are padding.
+        head: output projection with a row per token, as in an `Embedding`; rows from `vocab` on are padding.
         vocab: number of tokens.
         soft_cap: c of `c tanh(logits / c)`; `None` leaves them unchanged.
 
@@ -55,6 +55,7 @@ def logits(
 
 
 def _product(hidden: Any, head: Any) -> Any:
+    """`hidden @ head.T` in float32."""
     return matmul(hidden, head, transposed=True, result=jnp.float32)
 
 
@@ -77,20 +78,21 @@ def cross_entropy(
 
     Args:
         hidden: last hidden states.
-        head: a row per token; rows from `vocab` on pad the vocabulary and are ignored.
+        head: output projection with a row per token; rows from `vocab` on pad the vocabulary and are ignored.
         targets: tokens to predict.
-        weights: of the targets; all ones by default.
+        weights: weights of the targets; all ones by default.
         vocab: number of tokens.
-        chunk: positions of a row scored at a time (on every device, if the sequence is sharded); `None` scores all at
-            once. It need not divide the sequence.
+        chunk: number of positions of a row scored at a time (on every device, if the sequence is sharded); `None`
+            scores all at once. It need not divide the sequence.
         z_loss: factor of the penalty.
-        soft_cap: bound of the logits.
-        implementation: "auto": by chunks if `chunk` is given and shorter than a row; "chunked": always by chunks, of
-            256 positions by default; "reference": all at once; "tpu": a kernel that never stores logits and computes
-            them three times. The last two ignore `chunk`.
+        soft_cap: bound of the logits; `None` for no bound.
+        implementation: "auto" scores by chunks if `chunk` is given and shorter than a row, "chunked" always, with 256
+            positions by default. "reference" scores all positions at once. "tpu" is a kernel that never stores logits
+            and computes them three times. The last two ignore `chunk`.
 
     Returns:
-        Sums in float32. The gradient of the head is summed in float32, and has the type of the head.
+        The weighted sums and the sum of the weights, in float32. The gradient of the head is summed in float32, and has
+        the type of the head.
 
     Example:
         >>> loss = cross_entropy(jnp.zeros((1, 2, 3)), jnp.ones((4, 3)), jnp.zeros((1, 2), int), vocab=4)
@@ -98,7 +100,7 @@ def cross_entropy(
         1.3863
     """
     if head.shape[0] < vocab:
-        raise UserError(f"cross-entropy: got a head of {head.shape[0]} rows, expected at least the {vocab} tokens")
+        raise UserError(f"cross-entropy: got a head of {head.shape[0]} rows, expected at least {vocab}, one per token")
     if chunk is not None and chunk < 1:
         raise UserError(f"cross-entropy: got chunk {chunk}, expected at least 1, or None")
     if implementation not in get_args(LossImplementation):
@@ -115,8 +117,8 @@ def cross_entropy(
         from jaxscale.layers.loss_kernel import sums
 
         ones = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
-        trained, penalty = sums(hidden, head, targets, ones, vocab=vocab, z_loss=z_loss, soft_cap=soft_cap)
-        return Loss(trained - penalty, weight, penalty)
+        total_and_penalty, penalty = sums(hidden, head, targets, ones, vocab=vocab, z_loss=z_loss, soft_cap=soft_cap)
+        return Loss(total_and_penalty - penalty, weight, penalty)
     if chunk is None or (chunk >= hidden.shape[1] and implementation == "auto"):
         note_selection(
             "cross_entropy", "reference", "no chunk: all logits at once" if chunk is None else "one chunk holds all"
@@ -130,27 +132,29 @@ def cross_entropy(
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
     row_shards, position_shards = map(shard_count, axes_by_dim(targets.shape, "batch", "inner_seq"))
     chunking = Chunking(chunk, row_shards, position_shards, gather, hidden.dtype, _place_logits, _place_head)
-    trained, penalty = _chunked(_Call(terms, chunking, current()), hidden, head, targets, weights)
+    total_and_penalty, penalty = _chunked(_Call(terms, chunking, current()), hidden, head, targets, weights)
     penalty = lax.stop_gradient(penalty)
-    return Loss(trained - penalty, weight, penalty)
+    return Loss(total_and_penalty - penalty, weight, penalty)
 
 
 def _place_logits(logits: Any) -> Any:
+    """Logits (row shards, rows, position shards, positions, V) of a chunk, constrained to the layout."""
     return constrain(logits, "batch", None, "inner_seq", None, "vocab")
 
 
 def _place_head(gradients: Any) -> Any:
+    """Gradients of the head (row shards, position shards, V, D), constrained to the layout."""
     return constrain(gradients, "batch", "inner_seq", "vocab", None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(call: _Call, hidden: Any, head: Any, targets: Any, weights: Any) -> tuple[Any, Any]:
-    """Total plus penalty, and penalty, a chunk at a time."""
+    """The total plus the penalty, and the penalty, computed by chunks."""
     return chunked.loss(hidden, head.astype(hidden.dtype), targets, weights, call.terms, call.chunking)
 
 
 def _chunked_forward(call: _Call, hidden: Any, head: Any, targets: Any, weights: Any) -> tuple[tuple[Any, Any], Any]:
-    """The sums, and their gradients, which every shard sums separately."""
+    """The sums, and as residuals the gradients of the first, which every shard sums separately."""
     arguments = (hidden, head.astype(hidden.dtype), targets, weights)
     with under(call.layout):
         sums, (d_hidden, d_head, d_weights) = chunked.with_gradients(*arguments, call.terms, call.chunking)

@@ -20,6 +20,8 @@ Nonlinearity = Literal[
 
 
 class _Form(NamedTuple):
+    """A kind of MLP: its nonlinearity, and whether it has a gate."""
+
     activation: Callable[[Any], Any]
     gated: bool
 
@@ -56,10 +58,11 @@ class MLP(nnx.Module):
     Args:
         embed: width of input and output.
         mlp: hidden width.
-        kind: activation, and whether it is gated: swiglu, geglu (exact GELU), geglu_tanh, reglu are.
+        kind: name of the activation. The gated kinds are swiglu, geglu (exact GELU), geglu_tanh and reglu.
         bias: whether the projections have biases.
         dropout: rate of the dropout of the output.
-        init, out_init: initializers of `gate` and `up`, and of `down`.
+        init: initializer of `gate` and `up`.
+        out_init: initializer of `down`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -83,9 +86,9 @@ class MLP(nnx.Module):
         if kind not in _FORMS:
             raise unknown("kind of mlp", kind, _FORMS)
         self.kind = kind
-        inward: dict[str, Any] = {"axes": ("embed", "mlp"), "bias": bias, "init": init, "rngs": rngs}
-        self.gate = Linear(embed, mlp, **inward) if _FORMS[kind].gated else None
-        self.up = Linear(embed, mlp, **inward)
+        projection_settings: dict[str, Any] = {"axes": ("embed", "mlp"), "bias": bias, "init": init, "rngs": rngs}
+        self.gate = Linear(embed, mlp, **projection_settings) if _FORMS[kind].gated else None
+        self.up = Linear(embed, mlp, **projection_settings)
         self.down = Linear(mlp, embed, axes=("mlp", "embed"), bias=bias, init=out_init, rngs=rngs)
         self.dropout = Dropout(dropout, site="mlp")
 

@@ -18,8 +18,8 @@ def axes_by_dim(shape: Sequence[int], *names: str | None) -> tuple[tuple[str, ..
     """The mesh axes that shard each dim of an array under the layout in force, `()` for a dim that is whole.
 
     Args:
-        shape: of the array.
-        names: the logical axis of each dim.
+        shape: shape of the array.
+        names: logical axis of each dim, `None` for a dim without one.
     """
     layout = current()
     return dim_axes(() if layout is None else spec(shape, names, *layout), len(shape))
@@ -27,7 +27,7 @@ def axes_by_dim(shape: Sequence[int], *names: str | None) -> tuple[tuple[str, ..
 
 def shard_count(axes: Sequence[str]) -> int:
     """The number of shards of a dim over these mesh axes."""
-    # by hand: a sharding on a mesh with manual axes, inside a pipeline, does not report its shards
+    # a jax Sharding on a mesh with manual axes (inside a pipeline) does not report its number of shards
     layout = current()
     return 1 if layout is None else partition.shard_count(layout[0], axes)
 
@@ -52,8 +52,8 @@ def key_heads_for_shards(k: Any, v: Any, query_heads: int, shards: int, dim: int
     Args:
         k, v: keys and values.
         query_heads: number of query heads.
-        shards: of the query heads.
-        dim: of the heads, in `k` and `v`.
+        shards: number of shards of the query heads.
+        dim: dim of `k` and `v` that holds the heads.
     """
     key_heads = k.shape[dim]
     if key_heads % shards == 0:

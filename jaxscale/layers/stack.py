@@ -1,8 +1,8 @@
-"""Stack and Chain: the blocks of a model in sequence, alike (`Stack`) or unlike (`Chain`).
+"""Stack and Chain: the blocks of a model in sequence, of one structure (`Stack`) or of several (`Chain`).
 
 Every block is called through `blocks.wrap`, which is how remat, offload and pipelines reach a model from outside. A
 block's arrays enter the wrapped function as arguments, never by closure, and the state it mutates (running statistics)
-is returned.
+is returned. In a pipeline, a `blocks.Cut` describes the stage whose layers this device runs.
 """
 
 import functools
@@ -29,16 +29,16 @@ def _states(module: nnx.Module) -> tuple[Any, Any, Any]:
 
 
 def _run(graphdef: Any, params: Any, other_state: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """The result of `call(module)`, and the module's other state after the call."""
+    """The output of `call(module)`, and the module's other state after the call."""
     module = (
         nnx.merge(graphdef, params, other_state, copy=True) if other_state else nnx.merge(graphdef, params, copy=True)
     )
-    result = call(module)
-    return result, nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))) if other_state else other_state
+    output = call(module)
+    return output, nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))) if other_state else other_state
 
 
 class Stack(nnx.Module):
-    """Alike blocks in sequence, their parameters stacked along a leading dim with the logical axis "layers".
+    """Blocks of one structure in sequence, their parameters stacked along a leading dim with the logical axis "layers".
 
     The block is called as `block(x, *shared, context=context.at_layer(i), **per_layer_i, **cycle_i, **shared_by_name)`
     and returns a new `x` of the same shape and type. Parameters are stored under the attribute `layers`: the leaf
@@ -46,10 +46,11 @@ class Stack(nnx.Module):
     `blocks.grouping((25, 7))`, a stack of 32 blocks stores the last seven under `layers_from_25`.
 
     Args:
-        make: builds the block from random streams.
-        layers: number of blocks.
-        rngs: random streams; block i's draws do not depend on the number of blocks, nor on groups.
-        scan: compile one block and loop over it (`lax.scan`); else L blocks in sequence, same parameters, same result.
+        make: builds a block from random streams.
+        layers: number L of blocks.
+        rngs: random streams; the values drawn for block i depend neither on the number of blocks nor on groups.
+        scan: whether to compile one block and loop over it (`lax.scan`) rather than compile L blocks in sequence; the
+            parameters and the result are the same.
 
     Example:
         >>> from flax import nnx
@@ -63,7 +64,7 @@ class Stack(nnx.Module):
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], layers: int, *, rngs: nnx.Rngs, scan: bool = True):
         if layers < 1:
-            raise UserError(f"a stack of {layers} blocks: expected at least 1")
+            raise UserError(f"stack: got {layers} blocks, expected at least 1")
         build = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: "layers"})
         self.count, self.scan, self.groups = layers, scan, blocks.groups_of(layers)
 
@@ -96,15 +97,16 @@ class Stack(nnx.Module):
 
         Args:
             x: input of the first block; any pytree.
-            shared: passed to every block, as are `shared_by_name`.
-            context: of the forward pass; block i gets `context.at_layer(i)`.
+            shared: positional arguments passed to every block.
+            context: context of the forward pass; block i gets `context.at_layer(i)`.
             per_layer: keyword arguments whose leaves have a leading dim of L; block i gets slice i (caches).
-            cycle: keyword arguments that stay Python values; block i gets `cycle[i % len(cycle)]`. Gemma-2's alternate
-                windows are `cycle=({"window": 4096}, {"window": None})`; a scan then runs one cycle per iteration.
-            outputs: blocks return `(x, output)`; the outputs are returned stacked.
+            cycle: keyword arguments that stay Python values; block i gets `cycle[i % len(cycle)]`. The alternating
+                windows of Gemma-2 are `cycle=({"window": 4096}, {"window": None})`. A scan iteration runs one cycle.
+            outputs: whether blocks return `(x, output)` instead of `x`.
+            shared_by_name: keyword arguments passed to every block.
 
         Returns:
-            `x`, or `(x, outputs)` with leaves (L, ...).
+            `x`, or with `outputs` a pair of `x` and the stacked outputs, with leaves (L, ...).
         """
         per_layer = {} if per_layer is None else dict(per_layer)
         treatment = blocks.treatment()
@@ -117,8 +119,8 @@ class Stack(nnx.Module):
                     layer_context = context.at_layer(index)
                     return block(x, *shared, context=layer_context, **per_layer, **settings, **shared_by_name)
 
-                layer_result, new_state = _run(graphdef, params, state, call)
-                x_next, output = layer_result if outputs else (layer_result, None)
+                block_result, new_state = _run(graphdef, params, state, call)
+                x_next, output = block_result if outputs else (block_result, None)
                 return x_next, (new_state, output)
 
             return run
@@ -127,8 +129,8 @@ class Stack(nnx.Module):
         if cut is not None:
             if per_layer or outputs:
                 raise UserError(
-                    "pipeline: the blocks of this model take arguments or return outputs per layer, and a stage sends "
-                    "its neighbours nothing but x; put them into x, or train without a pipeline"
+                    "pipeline: the blocks of this model take arguments or return outputs per layer, but a stage sends "
+                    "only x to the next stage; put them into x, or train without a pipeline"
                 )
             return cut.between(
                 self._stage(
@@ -162,15 +164,15 @@ class Stack(nnx.Module):
                 if one_by_one:
                     calls += group.calls(inputs, stop - start)
                 else:
-                    x, layer_result = group.scan_layers(x, inputs, stop - start)
-                    states_and_outputs.append(layer_result)
+                    x, group_results = group.scan_layers(x, inputs, stop - start)
+                    states_and_outputs.append(group_results)
         if one_by_one and treatment.segment is not None and treatment.sequence is None:
             for start in range(0, self.count, treatment.segment):
-                x, results = blocks.again(calls[start : start + treatment.segment], x)
-                states_and_outputs += [restack(results)]
+                x, layer_results = blocks.again(calls[start : start + treatment.segment], x)
+                states_and_outputs += [restack(layer_results)]
         elif one_by_one:
-            x, results = blocks.run(calls, x)
-            states_and_outputs = [restack(results)]
+            x, layer_results = blocks.run(calls, x)
+            states_and_outputs = [restack(layer_results)]
         new_state, output = concatenated(states_and_outputs)
         for span in self._spans():
             if new_state:
@@ -179,6 +181,10 @@ class Stack(nnx.Module):
 
     def _stage(self, cut: Cut, cycle: Sequence[Callable[[Any], BlockFunction]]) -> Callable[[Any], Any]:
         """A function that runs the layers of a pipeline stage; `self` holds the parameters of that stage alone.
+
+        Args:
+            cut: the stage.
+            cycle: for each layer of a cycle, the function that makes its block function from the block's graphdef.
 
         Raises:
             UserError: layers hold state besides parameters, or a stage begins within a cycle of unlike layers.
@@ -193,7 +199,7 @@ class Stack(nnx.Module):
         if bad_starts:
             raise UserError(
                 f"pipeline: a stage begins with layer {bad_starts[0]}, and the layers of this model repeat every "
-                f"{len(cycle)}: give each stage a multiple of {len(cycle)} layers"
+                f"{len(cycle)} layers: give each stage a multiple of {len(cycle)} layers"
             )
         treatment, rows = blocks.treatment(), len(cut.numbers)
         inputs = (params, state, cut.numbers, {})
@@ -217,7 +223,7 @@ class Stack(nnx.Module):
 
 
 def _gathered(block: BlockFunction, cut: Cut) -> BlockFunction:
-    """The block, run on parameters that are gathered first."""
+    """`block`, which first gathers its parameters if the cut shards them."""
     if cut.gather is None:
         return block
     gather = cut.gather
@@ -225,7 +231,7 @@ def _gathered(block: BlockFunction, cut: Cut) -> BlockFunction:
 
 
 def _skip_padding(wrapper: Wrapper) -> Wrapper:
-    """`wrapper`, of blocks that return `x` unchanged where the layer's number is negative."""
+    """`wrapper`, changed so that a block with a negative layer number returns `x` unchanged."""
 
     def wrap(block: BlockFunction, rolled: bool) -> BlockFunction:
         wrapped = wrapper(block, rolled)
@@ -251,20 +257,20 @@ def group_name(start: int) -> str:
 
 
 def in_one_stack(name: str) -> tuple[str, int]:
-    """The name of a parameter if its stack were not in groups, and the group's first layer.
+    """The name that a parameter would have in a stack without groups, and the first layer of its group.
 
     Example:
         >>> in_one_stack("blocks/layers_from_25/mlp"), in_one_stack("blocks/layers/mlp")
         (('blocks/layers/mlp', 25), ('blocks/layers/mlp', 0))
     """
-    groups = list(re.finditer(r"(?:^|/)layers(_from_(\d+))(?=/|$)", name))
-    if not groups:
+    matches = list(re.finditer(r"(?:^|/)layers(_from_(\d+))(?=/|$)", name))
+    if not matches:
         return name, 0
-    return name[: groups[-1].start(1)] + name[groups[-1].end(1) :], int(groups[-1][2])
+    return name[: matches[-1].start(1)] + name[matches[-1].end(1) :], int(matches[-1][2])
 
 
 class Chain(nnx.Module):
-    """Unlike blocks in sequence.
+    """Blocks of different structures in sequence.
 
     Args:
         layers: the blocks, called as `block(x, *shared, context=context.at_layer(i), **shared_by_name)`.
@@ -296,15 +302,15 @@ class Chain(nnx.Module):
         cut = blocks.cut()
         if cut is not None:
 
-            def part(start: int, stop: int, params: Sequence[Any] | None = None) -> Callable[[Any], Any]:
-                """Run some of the blocks, with `params` in place of their parameters."""
+            def stage(start: int, stop: int, params: Sequence[Any] | None = None) -> Callable[[Any], Any]:
+                """A function that runs blocks `start` to `stop - 1`, with `params` in place of their parameters."""
                 calls = [call(self.layers[index], context.at_layer(index)) for index in range(start, stop)]
                 if params is not None:
                     pairs = zip(calls, params, strict=True)
                     calls = [block._replace(before=(block_params, block.before[1])) for block, block_params in pairs]
                 return lambda x: blocks.run(calls, x)[0]
 
-            return cut.between(part, x)
+            return cut.between(stage, x)
         calls = [call(block, context.at_layer(index)) for index, block in enumerate(self.layers)]
         x, new_states = blocks.run(calls, x)
         for block, new_state in zip(self.layers, new_states, strict=True):

@@ -10,12 +10,12 @@ from pallas_kernels.target import target
 
 
 def traced_device() -> tuple[str, str]:
-    """Platform ("cpu", "gpu", "tpu") and kind of the device being traced for: the layout's, or the default one."""
+    """Platform ("cpu", "gpu", "tpu") and kind of the device that is traced for: the layout's, or the default device."""
     layout = current()
     if layout is None:
         device: Any = jax.devices()[0]
     else:
-        abstract_device = getattr(layout[0], "abstract_device", None)  # of a mesh without devices
+        abstract_device = getattr(layout[0], "abstract_device", None)  # an AbstractMesh has no devices
         device = layout[0].devices.flat[0] if abstract_device is None else abstract_device
     return device.platform, device.device_kind
 
@@ -24,9 +24,9 @@ def note_selection(kernel: str, selected: str, reason: str | None = None) -> Non
     """Note the implementation that is about to run, if it was selected without the dispatch of `pallas_kernels`.
 
     Args:
-        kernel: "attention", "cross_entropy".
-        selected: its name.
-        reason: why it is no kernel of the platform, in few words; `None` if nothing is better.
+        kernel: name of the operation, "attention" or "cross_entropy".
+        selected: name of the implementation.
+        reason: why no kernel of the platform was selected, in a few words; `None` if no implementation is better.
     """
     if listening():
         note(Explanation(kernel, target(" ".join(traced_device())), selected, {}, reason))

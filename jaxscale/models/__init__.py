@@ -1,13 +1,13 @@
-"""Models as values, which build the module, score a batch, and name the sizes that a mesh divides.
+"""Models as values, which build the module, score a batch, and report the sizes that a mesh divides.
 
 | file | defines |
 |---|---|
-| decoder, decoder_module | `Decoder`: Llama, GPT-2, Qwen3, Gemma-2 by its fields |
+| decoder, decoder_module | `Decoder`, whose fields make it a Llama, GPT-2, Qwen3 or Gemma-2 |
 | vit, vit_module | `ViT` |
 | resnet, resnet_module | `ResNet` |
 | field_checks | checks of fields that these values share |
 | classify | cross-entropy and accuracy of image classifiers |
-| huggingface | `load`, `save`, `Pretrained`: folders of transformers |
+| huggingface | `load`, `save`, `Pretrained`: model folders of Hugging Face's transformers |
 | huggingface_config, huggingface_families, huggingface_tensors, safetensors_folder | the parts of `huggingface` |
 | foreign, foreign_blocks | `ForeignModel`, `linen_model`: foreign models, plain Flax NNX or Linen |
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from jaxscale.lazy import lazy_names
 
-_WHERE = {
+_MODULES = {
     "CrossEntropy": "jaxscale.models.foreign",
     "Decoder": "jaxscale.models.decoder",
     "ForeignModel": "jaxscale.models.foreign",
@@ -51,4 +51,4 @@ __all__ = [
     "linen_model",
 ]
 
-__getattr__ = lazy_names(__name__, _WHERE)
+__getattr__ = lazy_names(__name__, _MODULES)

@@ -1,5 +1,7 @@
 """Hugging Face's architectures as tables of config keys and of tensor names, one per family.
 
+In names, `theirs` is of transformers and `ours` of jaxscale.
+
 Sources: the files that transformers 4.57.6 and 5.23.0 write, and their `configuration_*.py` for the defaults of absent
 keys. A new family is a new entry of `FAMILIES`: the fields that it fixes, the keys of the other fields, and the tensor
 of each parameter. `huggingface_tensors.py` reads and writes by the tables.
@@ -28,11 +30,12 @@ class TensorRule:
     """One of their tensors, and our parameters in it.
 
     Args:
-        theirs: the tensor's name, with `{layer}` if there is one per layer.
-        ours: paths of parameters; several are joined along the last dim, once dims are in our order.
-        order: their dims in our order: (1, 0) for torch's (out, in) matrices; `None`: unchanged.
-        shape: their shape in our order, if ours differs with the same size; a word is a field of the model, -1 the
-            remaining size.
+        theirs: name of the tensor, with `{layer}` if there is one per layer.
+        ours: paths of our parameters; several are joined along the last dim, once dims are in our order.
+        order: transposition of their dims into our order, such as (1, 0) for torch's (out, in) matrices; `None` if both
+            have the same order.
+        shape: their shape in our order, if our parameter has another shape of the same size. A word is the name of a
+            field of the model; -1 is the remaining size.
     """
 
     theirs: str
@@ -46,16 +49,16 @@ class Family:
     """An architecture of transformers.
 
     Args:
-        architecture: its class, as in `architectures` of config.json.
-        model_type: as in config.json.
+        architecture: name of its class, as in `architectures` of config.json.
+        model_type: name of its type, as in `model_type` of config.json.
         value: our dataclass for it.
-        pieces: keys of config.json and their meaning.
+        pieces: translations of the keys of config.json.
         settles: our fields that this architecture fixes to other values than the defaults.
-        rules: their tensors. A rule whose parameters a configuration lacks (a bias, a head) does not apply.
-        prefix: start of most names, absent in files that were saved from the model without its head.
-        ignored: endings of names of tensors without parameters.
-        copies: tensors that may repeat another one (a head tied to the embedding).
-        zeros: our fields that writing may enable, because they then add only zeros, such as biases of zero.
+        rules: rules for their tensors. A rule whose parameters a model lacks (a bias, a head) does not apply.
+        prefix: start of most tensor names, absent in files that were saved from the model without its head.
+        ignored: endings of the names of tensors that hold no parameter.
+        copies: tensors that may repeat another one (a head tied to the embedding): names of both.
+        zeros: our fields, with values that writing may set because they add only zeros, such as biases of zero.
     """
 
     architecture: str
@@ -71,7 +74,7 @@ class Family:
 
 
 def _weight_and_bias(theirs: str, *ours: str, order: tuple[int, ...] | None = None) -> tuple[TensorRule, ...]:
-    """A norm, or GPT-2's Conv1D: weight (in, out), perhaps of several concatenated projections; perhaps a bias."""
+    """Rules for a norm, or GPT-2's Conv1D: a weight (in, out), or several concatenated ones, and an optional bias."""
     return (
         TensorRule(f"{theirs}.weight", tuple(f"{path}.weight" for path in ours), order),
         TensorRule(f"{theirs}.bias", tuple(f"{path}.bias" for path in ours)),
@@ -79,7 +82,7 @@ def _weight_and_bias(theirs: str, *ours: str, order: tuple[int, ...] | None = No
 
 
 def _linear(theirs: str, ours: str) -> tuple[TensorRule, ...]:
-    """A torch Linear: weight (out, in), perhaps a bias."""
+    """Rules for a torch Linear: a weight (out, in) and an optional bias."""
     return _weight_and_bias(theirs, ours, order=(1, 0))
 
 

@@ -1,8 +1,9 @@
-"""Read and write tensors by the tables of their names.
+"""Read and write the tensors of model folders by the tables of `huggingface_families.py`.
 
-The expected tensors of a folder follow from its config.json: its module is traced abstractly, and each of its
-parameters is looked up under the names of its family. Files are mapped into memory; a parameter whose layers are
-separate on disk is stacked on reading, only the part that is read, so that each process reads its shards alone.
+The expected tensors of a folder ("their" tensors below) follow from its config.json: the model's module is traced
+abstractly, and the rules of its family name the tensor of each parameter ("our" parameters). Files are mapped into
+memory; a parameter whose layers are separate on disk is stacked on reading, only the part that is read, so that each
+process reads its shards alone.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ class Stacked:
 
 @dataclasses.dataclass(frozen=True)
 class Deferred:
-    """An array that is computed when it is written."""
+    """An array of known shape and type that `make` computes when it is written."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -69,32 +70,32 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Path ("blocks.layers.mlp.up.weight") and leaf of every leaf of a nested dict."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
+    """Every leaf of a nested dict, after its path ("blocks.layers.mlp.up.weight")."""
+    for name, node in tree.items():
+        if isinstance(node, Mapping):
+            yield from flat(node, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", value
+            yield f"{prefix}{name}", node
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `flat`."""
     tree: dict[str, Any] = {}
-    for path, value in leaves.items():
+    for path, leaf in leaves.items():
         *parents, leaf_name = path.split(".")
-        functools.reduce(lambda node, name: node.setdefault(name, {}), parents, tree)[leaf_name] = value
+        functools.reduce(lambda node, name: node.setdefault(name, {}), parents, tree)[leaf_name] = leaf
     return tree
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorPlace:
-    """One of their tensors in a model: a rule for one layer.
+    """One of their tensors of a model: a rule applied to one layer.
 
     Args:
-        rule: names the tensor and the parameters.
-        layer: its number; `None` for a tensor that is not in layers.
-        part_shapes: shapes of the rule's parameters, of one layer.
-        ordered_shape: shape of the tensor, its dims in our order.
+        rule: rule for the tensor and its parameters.
+        layer: number of the layer; `None` for a tensor outside layers.
+        part_shapes: shape of each of the rule's parameters, in one layer.
+        ordered_shape: shape of the tensor with its dims in our order.
     """
 
     rule: TensorRule
@@ -109,7 +110,7 @@ class TensorPlace:
         return tuple(self.ordered_shape[order.index(dim)] for dim in range(len(order)))
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
-        """Their tensor as our parameters, as views if numpy can."""
+        """Our parameters in their tensor, as views if numpy can make them."""
         ordered = tensor if self.rule.order is None else tensor.transpose(self.rule.order)
         if self.rule.shape is not None:
             return [ordered.reshape(self.part_shapes[0])]
@@ -127,9 +128,9 @@ def _places(family: Family, model: Any, shapes: Mapping[str, tuple[int, ...]]) -
     """Every tensor of a model in the family's format, by name.
 
     Args:
-        family: its rules apply where the model has their parameters; together they name each parameter once.
-        model: the model value.
-        shapes: of its parameters, by path.
+        family: family whose rules apply, if the model has their parameters; together they name each parameter once.
+        model: model value.
+        shapes: shapes of the parameters of the model, by path.
     """
     rules = [rule for rule in family.rules if all(path in shapes for path in rule.ours)]
     covered = sorted(path for rule in rules for path in rule.ours)
@@ -168,29 +169,30 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
     for name, place in expected.items():
         tensor = tensors[name]
         if tensor.shape != place.shape:
-            raise UserError(f"{folder}: tensor {name} has shape {tensor.shape}, and config.json asks for {place.shape}")
+            raise UserError(f"{folder}: tensor {name} has shape {tensor.shape}, config.json requires {place.shape}")
         if not (tensor.dtype.name == "bfloat16" or np.issubdtype(tensor.dtype, np.floating)):
             raise UserError(f"{folder}: tensor {name} has dtype {tensor.dtype}, expected floating point numbers")
-        for path, part in zip(place.rule.ours, place.split(tensor), strict=True):
-            params[path].append(part)
+        for path, layer_param in zip(place.rule.ours, place.split(tensor), strict=True):
+            params[path].append(layer_param)
     in_layers = {path: place.layer is not None for place in expected.values() for path in place.rule.ours}
-    return nested({path: Stacked(parts) if in_layers[path] else parts[0] for path, parts in params.items()})
+    return nested({path: Stacked(arrays) if in_layers[path] else arrays[0] for path, arrays in params.items()})
 
 
 def _check_names(folder: Path, family: Family, expected: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+    """Raise UserError unless a folder has exactly the expected tensors, besides those that a family ignores."""
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise UserError(
             f"{folder}: tensor {missing[0]} is missing{_and_more(missing)}; {family.architecture} with this "
-            f"config.json has {len(expected)} tensors, and there are {len(tensors)}"
+            f"config.json has {len(expected)} tensors, the files have {len(tensors)}"
             f"{near_miss(missing[0], set(tensors) - set(expected))}"
         )
     extra = [name for name in tensors if name not in expected and not name.endswith(family.ignored or ("\0",))]
     for name in [name for name in extra if family.copies.get(name) in expected]:
         if not np.array_equal(tensors[name], tensors[family.copies[name]]):
             raise UserError(
-                f"{folder}: config.json ties {name} to {family.copies[name]}, and the two differ; set "
-                "tie_word_embeddings to false, or take one out"
+                f"{folder}: config.json ties {name} to {family.copies[name]}, but the two differ; set "
+                "tie_word_embeddings to false, or remove one"
             )
         extra.remove(name)
     if extra:
@@ -201,16 +203,17 @@ def _check_names(folder: Path, family: Family, expected: Mapping[str, Any], tens
 
 
 def _and_more(names: list[str]) -> str:
+    """How many names follow the first, for an error message."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: np.dtype) -> dict[str, Deferred]:
-    """Parameters of `model` under their names, each computed on access.
+    """The tensors of `model` by their names, each computed when it is converted to a numpy array.
 
     Args:
-        family: the family of the names.
-        model: a model value that the family expresses.
-        params: nested or flat; see `save`. Missing biases are zeros.
+        family: family that defines the tensors.
+        model: model value that the family expresses.
+        params: parameters, nested or flat as in `save`. Missing biases are zeros.
         dtype: type of the tensors.
     """
     shapes = _shapes(model)
@@ -224,7 +227,7 @@ def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: 
             leaf = np.asarray(leaves[path][layer])
         else:
             assert path.endswith(".bias"), f"no parameter {path}"
-            return np.zeros(shape, dtype)  # widened: `Family.zeros`
+            return np.zeros(shape, dtype)  # a bias that `Family.zeros` adds
         leaf = leaf[tuple(slice(size) for size in shape)]  # without the padding of the vocabulary
         assert leaf.shape == shape, f"parameter {path}: got shape {leaf.shape}, the model has {shape}"
         return leaf.astype(dtype)

@@ -29,7 +29,7 @@ def test_characters_are_numbered_as_nanogpt_does(text):
 
 @pytest.mark.parametrize("stranger", ["z", "!", "\U0001f600"])
 def test_an_unknown_character_is_named(stranger):
-    with pytest.raises(UserError, match="unknown to this alphabet of 3") as caught:
+    with pytest.raises(UserError, match="unknown to this alphabet of 3 characters") as caught:
         Characters("abc").encode("ab" + stranger)
     assert repr(stranger) in str(caught.value)
 
@@ -108,7 +108,7 @@ def test_ids_beyond_the_alphabet_decode_to_the_replacement_character():
 def test_a_broken_file_is_named(tmp_path, content):
     path = tmp_path / "broken.json"
     path.write_text(content)
-    with pytest.raises(UserError, match=r"broken.json: not a tokenizer of the tokenizers library"):
+    with pytest.raises(UserError, match=r"broken.json: not a tokenizer.json of the tokenizers library"):
         tokenizer.load(str(path))
 
 

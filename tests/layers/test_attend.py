@@ -350,5 +350,5 @@ def test_refused(settings, message):
 
 
 def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(UserError, match="4 query heads and 3 key heads"):
+    with pytest.raises(UserError, match="4 query heads, expected a multiple of the 3 key heads"):
         attend(*_draw(groups=3))
