@@ -53,10 +53,10 @@ class Optimizer:
     On the command line `--optimizer muon` is short for `--optimizer.name muon`. An option that the rule does not have
     is an error; `None` stands for the rule's default. lars, lamb, one_bit_lamb, muon, soap and galore treat each layer
     of a stacked array as a tensor, and a kernel as the matrix (everything else, last dim). The last three update
-    projections and kernels; embeddings, head, gains and biases get AdamW, at the same learning rate. one_bit_adam
-    and one_bit_lamb need a replica axis in the mesh, over which `replicas.OneBit` averages momenta once the variance is frozen; from
-    then on each replica clips its own gradient. schedule_free trains, and is evaluated, at a point between its average
-    and its fast iterate.
+    projections and kernels; embeddings, head, gains and biases get AdamW, at the same learning rate. one_bit_adam and
+    one_bit_lamb need a replica axis in the mesh, over which `replicas.OneBit` averages momenta once the variance is
+    frozen; from then on each replica clips its own gradient. schedule_free trains, and is evaluated, at a point between
+    its average and its fast iterate.
 
     Args:
         name: the update rule.

@@ -19,9 +19,8 @@ def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     core_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
         quota, period = quota_file.read_text().split()
-        core_count = min(
-            core_count, max(1, int(quota) // int(period))
-        )  # without a quota the file holds "max", and `int` raises
+        # without a quota the file holds "max", for which `int` raises
+        core_count = min(core_count, max(1, int(quota) // int(period)))
     return core_count
 
 
@@ -78,9 +77,10 @@ def cache_folder() -> Path | None:
 def keep_freed_memory() -> None:
     """Make the C library keep memory that the CPU backend frees, since the next step allocates the same buffers.
 
-    By default glibc returns large buffers to the kernel, which clears every page again at the next step. That takes a third
-    of the step's time, once a process has grown. Threads other than the first would still return buffers, since their
-    arenas hold 64 MiB at most and are freed when empty, so all threads that start from now on share one arena. Without glibc this does nothing.
+    By default glibc returns large buffers to the kernel, which clears every page again at the next step. That takes a
+    third of the step's time, once a process has grown. Threads other than the first would still return buffers, since
+    their arenas hold 64 MiB at most and are freed when empty, so all threads that start from now on share one arena.
+    Without glibc this does nothing.
     """
     import ctypes
 

@@ -34,17 +34,11 @@ def check_data(experiment: Experiment, data: Any) -> None:
             f"the data has {facts['classes']} classes, and model.classes is {classes}: set it to {facts['classes']}"
         )
     image_size = getattr(experiment.model, "image", None)
-    shape, model_shape = (
-        facts.get("shape"),
-        (image_size, image_size, getattr(experiment.model, "channels", None)),
-    )  # `None` accepts any size
-    if shape is not None and any(
-        accepted not in (None, size) for size, accepted in zip(shape, model_shape, strict=True)
-    ):
-        image_text, model_text = (" x ".join(str(size or "any") for size in dims) for dims in (shape, model_shape))
-        raise UserError(
-            f"the images are {image_text}, and the model takes {model_text}: set model.image and model.channels"
-        )
+    # `None` accepts any size
+    shape, model_shape = facts.get("shape"), (image_size, image_size, getattr(experiment.model, "channels", None))
+    if shape is not None and any(need not in (None, size) for size, need in zip(shape, model_shape, strict=True)):
+        images, accepted = (" x ".join(str(size or "any") for size in dims) for dims in (shape, model_shape))
+        raise UserError(f"the images are {images}, and the model takes {accepted}: set its image and channels")
     data_context = getattr(experiment.data, "context", None)
     if context is not None and data_context is not None and data_context > context:
         raise UserError(

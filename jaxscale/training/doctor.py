@@ -304,11 +304,7 @@ def _kernels(machine: Machine) -> Iterator[Finding]:
     kind = platform.chip.kind
     for entry in overview(f"{kind} {platform.chip.device_kinds[0]}"):
         reason = entry.reasons.get(kind)
-        choice = (
-            entry.chosen
-            if entry.kernel in KNOWN
-            else f"{entry.chosen} (for your own layers; jaxscale's layers do not use it)"
-        )
+        choice = entry.chosen if entry.kernel in KNOWN else f"{entry.chosen} (for your own layers; ours do not use it)"
         yield Finding(entry.kernel, choice if reason is None else f"{choice}; not {kind}: {reason}")
 
 
@@ -329,11 +325,7 @@ def _disk(machine: Machine) -> Iterator[Finding]:
     """Free bytes of the folders that a run writes to."""
     for (label, path), free_bytes in machine.disks.items():
         is_scarce = free_bytes < _DISK_MARGIN
-        to_do = (
-            "checkpoints and caches may not fit: free some space, or use --out with a folder on another disk"
-            if is_scarce
-            else ""
-        )
+        to_do = "checkpoints and caches may not fit: free some space, or use --out on another disk" if is_scarce else ""
         yield Finding(label, f"{size(free_bytes)} free at {path}", "note" if is_scarce else "ok", to_do)
     if machine.cache is None:
         text = "off: every run compiles again"

@@ -26,8 +26,8 @@ def preempted(journal: Journal, step: int, signal: str, *, saved: bool) -> NoRet
         raise Preempted(f"stopped by {cause} after step {step}, and saved: start the run again to continue it")
     if step:
         raise Preempted(
-            f"stopped by {cause} before step {step + 1}; the checkpoint of step {step} is intact: start the run again to "
-            "continue it"
+            f"stopped by {cause} before step {step + 1}; the checkpoint of step {step} is intact: start the run again "
+            "to continue it"
         )
     raise KeyboardInterrupt(f"stopped by {cause} before the first step: nothing is lost, start the run again")
 

@@ -16,7 +16,7 @@ from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 
 _PREFILL = 16
-"""Prompts up to this length are fed token by token. The first tokens of longer ones, a power of two, are fed at once."""
+"""Prompts up to this length are fed token by token; of longer ones, a power of two of tokens is fed at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _program() -> Any:
         prefill: int,
         choices: int,
     ) -> Any:
-        """In row i at position t, the token at t + 1: that of the prompt if t + 1 < lengths[i], otherwise a drawn one."""
+        """In row i at position t, the token at t + 1, from the prompt if t + 1 < lengths[i], otherwise drawn."""
         module = nnx.merge(graphdef, state, copy=True)
         rows, width = prompts.shape
         context = Context()
