@@ -279,5 +279,6 @@ def _record(event: Any) -> bytes:
     """An event as a record of a TensorBoard file."""
     from tensorboardX.record_writer import masked_crc32c
 
-    payload = event.SerializeToString() length_bytes = struct.pack("<Q", len(payload)) return length_bytes +
-    struct.pack("<I", masked_crc32c(length_bytes)) + payload + struct.pack("<I", masked_crc32c(payload))
+    payload = event.SerializeToString()
+    length = struct.pack("<Q", len(payload))
+    return length + struct.pack("<I", masked_crc32c(length)) + payload + struct.pack("<I", masked_crc32c(payload))

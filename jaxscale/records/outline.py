@@ -16,7 +16,8 @@ class Outline:
         path: absolute path of the file.
         text: its content.
         summary: first line of its docstring.
-        variants: first line of the docstring of each function in `VARIANTS`, by name; `None` if that is no literal dict.
+        variants: first line of the docstring of each function in `VARIANTS`, by name; `None` if that is no literal
+            dict.
     """
 
     path: Path

@@ -106,10 +106,8 @@ class RunRecord:
                 break
         if self.steps is not None and self.rows("train") and self.step >= self.steps:
             return "finished"
-        last_time = self.metrics[-1].get("time")
-        return (
-            "stopped" if isinstance(last_time, int | float) and time.time() - last_time > _SILENT_SECONDS else "running"
-        )
+        end = self.metrics[-1].get("time")
+        return "stopped" if isinstance(end, int | float) and time.time() - end > _SILENT_SECONDS else "running"
 
     @property
     def best(self) -> tuple[int, float] | None:
@@ -197,11 +195,7 @@ class RunRecord:
         if counts:
             return counts[-1]
         table = self.layout.get("parameters")
-        shapes = (
-            [parameter.get("shape") for parameter in table if isinstance(parameter, dict)]
-            if isinstance(table, list)
-            else []
-        )
+        shapes = [row.get("shape") for row in table if isinstance(row, dict)] if isinstance(table, list) else []
         return sum(math.prod(shape) for shape in shapes if isinstance(shape, list)) or None
 
     @property

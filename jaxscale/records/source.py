@@ -154,7 +154,8 @@ def load(
         plan: plan that replaces the experiment's.
 
     Raises:
-        UserError: the file is no experiment file, it raises an error or returns no Experiment, or an override does not fit.
+        UserError: the file is no experiment file, it raises an error or returns no Experiment, or an override does not
+            fit.
     """
     file = outline(path, variant)
     experiment = _apply(_call(file.text, file.path, file.path, variant), plan, overrides or {})
@@ -179,7 +180,8 @@ def load_experiment(run_dir: Any) -> "Experiment":
     repository). Without a file, the values come from experiment.json.
 
     Raises:
-        UserError: the directory holds no run, its file raises an error, or no file defines code that the experiment holds.
+        UserError: the directory holds no run, its file raises an error, or no file defines code that the experiment
+            holds.
     """
     from jaxscale.recipe.experiment import Experiment
     from jaxscale.recipe.plan import Plan, read_plan, superseded

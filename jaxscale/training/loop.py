@@ -73,7 +73,8 @@ def train(
     Raises:
         UserError: an argument is not valid, which is checked before anything is traced; or the disk failed, and older
             checkpoints are intact.
-        Preempted: a signal stopped the run, after which it saved, or before its first step with older checkpoints intact.
+        Preempted: a signal stopped the run, after which it saved, or before its first step with older checkpoints
+            intact.
         KeyboardInterrupt: a signal stopped the run before its first step, with no checkpoint saved.
         Diverged: too many steps in a row were skipped; the message names the last good checkpoint.
     """
