@@ -395,7 +395,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_goes_on(toy, whole, cap
     content[len(content) // 3] ^= 4
     file.write_bytes(content)
     train(toy(steps=13), out=whole)
-    assert "checkpoint of step 12 is damaged and passed over" in capsys.readouterr().out
+    assert "checkpoint of step 12 is damaged and skipped" in capsys.readouterr().out
     assert "12" in events(whole, "resume")[0]["damaged"]
     assert exact(whole)[:10] == before[:10]
     assert Run.open(whole).step == 13
