@@ -42,6 +42,7 @@ def upload(save: Any, local: Path, target: Any) -> Future[None]:
     """
 
     def wait_and_upload() -> None:
+        """Wait for the save, upload its files, and remove them."""
         try:
             save.result()
             files = [file for file in local.rglob("*") if file.is_file()]

@@ -101,6 +101,7 @@ def _restore(path: Any, abstract: Mapping[str, Any]) -> Restored:
     from jaxscale.state.conversion import conversion
 
     def read() -> tuple[dict[str, Any], Any]:
+        """The description, and the conversion to the requested arrays."""
         content = read_content(path)
         change = conversion(content["arrays"], abstract)
         _check_arrays(content["arrays"], change.abstract, path)

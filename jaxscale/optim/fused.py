@@ -86,6 +86,7 @@ def fused(
         adam_state, schedule_state = rule_state[0], rule_state[2]
 
         def leaves_or(tree: Any, default: Any) -> list[Any]:
+            """The leaves of a tree like the parameters, or a default for each if there is no tree."""
             return [default] * len(weights) if tree is None else treedef.flatten_up_to(tree)
 
         grads, mu, nu = (treedef.flatten_up_to(tree) for tree in (gradients, adam_state.mu, adam_state.nu))
@@ -96,6 +97,7 @@ def fused(
             return advance_by_rule(gradients, state, params, norm, good)
 
         def rule_part(entries: list[Any]) -> Any:
+            """Tree of the entries that the rule updates; the kernel's are masked."""
             pairs = zip(entries, uses_kernel, strict=True)
             return treedef.unflatten([optax.MaskedNode() if by_kernel else entry for entry, by_kernel in pairs])
 

@@ -64,6 +64,7 @@ def _matrix_by_matrix(update: Callable[..., Any]) -> Callable[..., Any]:
     update_one_by_one = one_by_one(update)
 
     def run(gradient: Any, state: Any, params: Any = None) -> Any:
+        """The new gradient and state: arrays from one call, counts from the other."""
         counts = update(gradient, state, params)  # XLA computes only the counts, since nothing else is used
         outputs = update_one_by_one(gradient, state, params)
         return jax.tree.map(lambda array, count: array if jnp.ndim(array) else count, outputs, counts)

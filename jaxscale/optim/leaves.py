@@ -121,6 +121,7 @@ def facts_of(leaves: Any, tree: Any) -> list[ParamInfo]:
     leaf_list = jax.tree.structure(tree).flatten_up_to(leaves_of(tree) if leaves is None else leaves)
 
     def leaf_for(leaf: ParamInfo, shape: tuple[int, ...]) -> ParamInfo:
+        """The `ParamInfo` of an array of this shape in the place of a parameter."""
         if leaf.shape == shape:
             return leaf
         has_some_layers = leaf.stack > 0 and leaf.shape[1:] == shape[1:] and len(leaf.shape) == len(shape)

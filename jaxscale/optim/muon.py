@@ -211,9 +211,8 @@ def _route(leaf: ParamInfo) -> list[NamedSharding]:
     """
     mesh, route = leaf.sharding.mesh, []
     if leaf.stack == 1 and len(leaf.shape) == 3 and leaf.parts == 1:
-        layer_axes, row_axes, column_axes = dim_axes(leaf.sharding.spec, 3)
-        axes_after = (*layer_axes, *column_axes)
-        route = [(layer_axes, row_axes, column_axes), (axes_after, row_axes, ()), ((*axes_after, *row_axes), (), ())]
+        layers, rows, columns = dim_axes(leaf.sharding.spec, 3)  # mesh axes of each dim
+        route = [(layers, rows, columns), ((*layers, *columns), rows, ()), ((*layers, *columns, *rows), (), ())]
         route = [axes_of_dim for number, axes_of_dim in enumerate(route) if axes_of_dim not in route[:number]]
     else:
         route = [(_axes(leaf), (), ())]

@@ -124,6 +124,7 @@ class Messages:
         scale = 1.0 if self.clip is None else jnp.where(norm < self.clip, 1.0, self.clip / norm)
 
         def message_of(g: Array, m: Any) -> Array:
+            """The gradient of a parameter in the warm-up, its momentum with this gradient afterwards."""
             m = decode(m) if is_quantized(m) else m
             return jnp.where(frozen, self.b1 * m + (1 - self.b1) * (g * scale), g)
 
@@ -234,6 +235,7 @@ def one_bit_lamb(
 
     def init(params: Any) -> OneBitLambState:
         def per_tensor(initial: float) -> Any:
+            """Tree like the parameters with a number for each tensor."""
             shapes = [
                 (*leaf.shape[: leaf.stack], *(1,) * (len(leaf.shape) - leaf.stack)) for leaf in facts_of(leaves, params)
             ]
@@ -249,6 +251,7 @@ def one_bit_lamb(
         moments, (first_moments, second_moments) = _moments(updates, state, b1, b2, freeze)
 
         def fresh_variance(old_v: Array, m: Array, old_m: Array, v: Array) -> Array:
+            """The second moment, estimated in the frozen phase from the change of the momentum."""
             gradient = (m - b1 * old_m) / (1 - b1)
             return jnp.where(frozen, b2 * old_v + (1 - b2) * gradient**2, v)
 
@@ -307,6 +310,7 @@ def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
 
 
 def _check_freeze(freeze: int) -> None:
+    """Raise an error if the variance would be frozen before the first update."""
     if freeze < 1:
         raise UserError(f"freeze: got {freeze}, expected 1 or more: update 1 gives the first variance")
 

@@ -140,6 +140,7 @@ class Optimizer:
                 )
 
     def _check_range(self, fields: Sequence[str], in_range: Callable[[float], bool], expected: str) -> None:
+        """Raise an error if one of these fields is set to a number out of range."""
         for field in fields:
             setting = getattr(self, field)
             if setting is not None and not in_range(setting):

@@ -60,6 +60,7 @@ def over_replicas(
     """
 
     def uses_codec(leaf: ParamInfo) -> bool:
+        """Whether the codec averages this parameter; the mean of others is exact."""
         return leaf.kind != "vector" and leaf.rows * leaf.columns >= small
 
     def init(params: Any) -> OverReplicasState:

@@ -59,6 +59,7 @@ def per_layer(rule: UpdateRule, leaves: Any = None, *, matrices: bool = False, w
         form, treedef = _state_form(rule), jax.tree.structure(params)
 
         def init_tensor(param: Any) -> list[Any]:
+            """The state of one tensor, without what all parameters share."""
             return form.split(rule.init(param))[0]
 
         states_by_leaf: list[list[Any]] = []
@@ -80,6 +81,7 @@ def per_layer(rule: UpdateRule, leaves: Any = None, *, matrices: bool = False, w
         new_shared: list[Any] = shared
 
         def update_tensor(update: Array, states: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
+            """The new update of one tensor, its state, and the state that all parameters share."""
             new_update, new_state = rule.update(update, form.joined(states, shared), param)
             return new_update, *form.split(new_state)
 
@@ -130,6 +132,7 @@ def by_kind(rules: Mapping[str, UpdateRule], kind: Callable[[ParamInfo], str], l
     """
 
     def masked(tree: Any, name: str) -> Any:
+        """The tree, with an array of one number for each parameter of another rule than `name`."""
         arrays, treedef = jax.tree.flatten(tree)
         uses_rule = [kind(leaf) == name for leaf in facts_of(leaves, tree)]
         return treedef.unflatten(

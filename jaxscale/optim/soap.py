@@ -96,11 +96,12 @@ def scale_by_soap(
     """
 
     def side(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-        """Shape of the statistics of rows (dim 0) or columns (dim 1)."""
+        """Shape of the statistics and basis of rows (dim 0) or columns (dim 1)."""
         return (shape[dim], shape[dim]) if len(shape) == 2 and shape[dim] <= max_dim else (1,)
 
     def init(params: Any) -> SoapState:
         def sides() -> Sides:
+            """Zeros of the shapes of statistics or bases."""
             return Sides(
                 *(jax.tree.map(lambda p, dim=dim: jnp.zeros(side(p.shape, dim), jnp.float32), params) for dim in (0, 1))
             )
@@ -137,16 +138,17 @@ def _update_array(
     corrected_mean = _rotated(new_mu, bases) / (1 - b1**update_number)
     step = _rotated(corrected_mean / (jnp.sqrt(new_nu / (1 - b2**update_number)) + eps), bases, back=True)
     mu, nu = jnp.where(is_first, mu, new_mu), jnp.where(is_first, nu, new_nu)
-    product_functions = (lambda: _product(g, g.T), lambda: _product(g.T, g))
+    grams = (lambda: _product(g, g.T), lambda: _product(g.T, g))
     statistics = tuple(
-        b2 * GG + (1 - b2) * product() if GG.ndim == 2 else GG
-        for GG, product in zip(statistics, product_functions, strict=True)
+        b2 * GG + (1 - b2) * gram() if GG.ndim == 2 else GG for GG, gram in zip(statistics, grams, strict=True)
     )
 
     def first_bases() -> tuple[Array, ...]:
+        """The second moment, and the first eigenvectors for the bases."""
         return nu, *(_eigenvectors(GG)[:, ::-1] if GG.ndim == 2 else GG for GG in statistics)
 
     def refined_bases() -> tuple[Array, ...]:
+        """The second moment in the order of the new bases, and these after a power iteration."""
         sorted_nu, new_bases = nu, []
         for dim, (GG, Q) in enumerate(zip(statistics, bases, strict=True)):
             if GG.ndim == 2:
@@ -157,8 +159,8 @@ def _update_array(
         return sorted_nu, *new_bases
 
     if any(basis.ndim == 2 for basis in bases):
-        branch = jnp.where(is_first, 0, jnp.where(update_number % every == 0, 1, 2))
-        nu, *bases = jax.lax.switch(branch, [first_bases, refined_bases, lambda: (nu, *bases)])
+        branch_index = jnp.where(is_first, 0, jnp.where(update_number % every == 0, 1, 2))
+        nu, *bases = jax.lax.switch(branch_index, [first_bases, refined_bases, lambda: (nu, *bases)])
     return jnp.where(is_first, jnp.zeros_like(g), step).astype(g.dtype), mu, nu, *statistics, *bases
 
 

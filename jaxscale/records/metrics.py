@@ -49,8 +49,8 @@ class MetricsRows(list[dict[str, Any]]):
     @overload
     def __getitem__(self, index: slice) -> "MetricsRows": ...
     def __getitem__(self, index: Any) -> Any:
-        item = super().__getitem__(index)
-        return MetricsRows(item) if isinstance(index, slice) else item
+        selection = super().__getitem__(index)
+        return MetricsRows(selection) if isinstance(index, slice) else selection
 
 
 class MetricsLog:

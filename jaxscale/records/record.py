@@ -146,15 +146,15 @@ class RunRecord:
     @property
     def seconds(self) -> float | None:
         """Seconds from the first line to the last, without the breaks before each resume."""
-        total, previous_time = 0.0, None
+        working_seconds, previous_time = 0.0, None
         for row in self.metrics:
             row_time = row.get("time")
             if not isinstance(row_time, int | float):
                 continue
             if previous_time is not None and row.get("name") != "resume":
-                total += max(0.0, row_time - previous_time)
+                working_seconds += max(0.0, row_time - previous_time)
             previous_time = row_time
-        return total if previous_time is not None else None
+        return working_seconds if previous_time is not None else None
 
     @property
     def memory(self) -> dict[str, float]:

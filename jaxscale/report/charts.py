@@ -124,9 +124,11 @@ def line_chart(
         first, last = first - 1, last + 1
 
     def x_of(step: float) -> float:
+        """Position of a step across the chart, from 0 at the left to 1."""
         return (step - first) / (last - first)
 
     def y_of(value: float) -> float:
+        """Position of a value down the chart, from 0 at the top to 1."""
         if logarithmic:
             value = math.log10(value) if value > 0 else low - 1
         return (high - value) / (high - low)

@@ -165,8 +165,8 @@ def _charts(run: RunRecord) -> list[Markup]:
     ]
     if run.device_memory is not None:
         name, column = run.device_memory
-        base = 1024.0 ** math.floor(math.log(max(float(np.nanmax(column)), 1.0), 1024))
-        bytes_texts: dict[str, Any] = {"text": size, "ticks_text": round_size, "ticks_base": base}
+        unit_bytes = 1024.0 ** math.floor(math.log(max(float(np.nanmax(column)), 1.0), 1024))
+        bytes_texts: dict[str, Any] = {"text": size, "ticks_text": round_size, "ticks_base": unit_bytes}
         charts.append(_metric_chart(train, name, "Device memory", color=5, **bytes_texts))
     if run.mfu is not None:
         texts: dict[str, Any] = {"text": "{:.1%}".format, "ticks_text": "{:.0%}".format}

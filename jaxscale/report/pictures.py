@@ -133,9 +133,9 @@ def parameter_table(parameters: Sequence[Any], sizes: dict[str, int], most: int 
         cells += [" \N{MULTIPLICATION SIGN} ".join(f"{dim:,}" for dim in shape) or "scalar", _placement(spec, sizes)]
         rows.append([*cells, str(param.get("dtype") or ""), *_sizes([param])])
     smaller = valid[most:]
-    rest = [("", f"{count(len(smaller))} smaller ones", "", "", "", *_sizes(smaller))] if smaller else []
+    remainder_rows = [("", f"{count(len(smaller))} smaller ones", "", "", "", *_sizes(smaller))] if smaller else []
     heads = ("", "Parameter", "Shape", "Lies on", "Type", "Whole", "Per device")
-    grid = table(rows, heads, numeric=(5, 6), names=1, rest=rest, class_="parameters")
+    grid = table(rows, heads, numeric=(5, 6), names=1, rest=remainder_rows, class_="parameters")
     return element("div", grid, class_="scroll")
 
 
@@ -154,11 +154,11 @@ def _spec(spec: Any, dims: int) -> list[list[str]]:
     return [[] if axes is None else [axes] if isinstance(axes, str) else [str(axis) for axis in axes] for axes in specs]
 
 
-def _placement(spec: list[list[str]], sizes: dict[str, int]) -> list[Markup]:
+def _placement(axes_of_dim: list[list[str]], sizes: dict[str, int]) -> list[Markup]:
     """A tag for each mesh axis of more than one device that shards a dim."""
     tags = [
         element("span", f"dim {dim} on {axis}", class_=f"tag c{_axis_color(axis)}")
-        for dim, axes in enumerate(spec)
+        for dim, axes in enumerate(axes_of_dim)
         for axis in axes
         if sizes.get(axis, 1) > 1
     ]
@@ -183,6 +183,6 @@ def memory_bar(bytes_by_kind: dict[str, float], capacity: float | None = None) -
         segments.append(_swatch(color, style=f"width:{amount / width:.3%}", title=f"{kind}: {size(amount)}"))
         share = f"{amount / total:.0%}" if amount >= 0.005 * total else "<1%"
         rows.append((element("span", _swatch(color), kind.capitalize(), class_="key"), size(amount), share))
-    rest = [("Together", size(total), "")] + ([("Device", size(capacity), "")] if capacity else [])
+    total_rows = [("Together", size(total), "")] + ([("Device", size(capacity), "")] if capacity else [])
     bar = element("div", segments, class_="bar", role="img", aria_label="memory per device")
-    return joined([bar, table(rows, numeric=(1, 2), rest=rest)])
+    return joined([bar, table(rows, numeric=(1, 2), rest=total_rows)])

@@ -63,7 +63,7 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
         ({'data': 2, 'fsdp': 4}, {'tensor': 2}, {})
     """
     if isinstance(mesh, str):
-        pairs = [part.partition(":") for part in mesh.split(",") if ":" in part]
+        pairs = [size_text.partition(":") for size_text in mesh.split(",") if ":" in size_text]
         mesh = {axis.strip(): int(size) for axis, _, size in pairs if size.strip().isdigit()}
     if not isinstance(mesh, dict):
         return {}

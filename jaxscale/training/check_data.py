@@ -9,6 +9,10 @@ from jaxscale.recipe.experiment import Experiment
 def check_data(experiment: Experiment, data: Any) -> None:
     """Raise an error for data that the model cannot be trained on.
 
+    Args:
+        experiment: the experiment, with the model.
+        data: the opened data.
+
     Raises:
         UserError: tokens beyond the vocabulary, prompts of samples that the tokenizer cannot encode, labels beyond
             the classes, images of another shape, or sequences longer than the model's positions.

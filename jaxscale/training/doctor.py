@@ -227,12 +227,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
             yield Finding(name, "not installed", "missing", f"pip install {name}")
     jax, jaxlib = (machine.versions.get(name) for name in ("jax", "jaxlib"))
     if jax and jaxlib and _release(jax) != _release(jaxlib):
-        yield Finding(
-            "jax and jaxlib",
-            f"{jax} and {jaxlib} differ",
-            "note",
-            f"pip install 'jaxlib=={jax}' installs matching versions",
-        )
+        yield Finding("jax and jaxlib", f"{jax} and {jaxlib} differ", "note", f"pip install 'jaxlib=={jax}'")
     for name in PLUGINS[1:]:
         version = machine.versions.get(name)
         if version and jax and _release(version) != _release(jax):

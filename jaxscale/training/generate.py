@@ -147,11 +147,11 @@ def decode(
     # positions of a window: the least power of two that suffices
     width = min(model.context, 1 << (longest + sampling.tokens - 2).bit_length())
     sequences = [np.asarray(prompt, np.int32) for prompt in prompts]
-    ends = [len(ids) + sampling.tokens for ids in sequences]
+    final_lengths = [len(ids) + sampling.tokens for ids in sequences]
     graphdef, state = nnx.split(module)
     keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(sampling.seed), row))(np.arange(len(sequences)))
     temperature = float(sampling.temperature)
-    while any(len(ids) < end for ids, end in zip(sequences, ends, strict=True)):
+    while any(len(ids) < end for ids, end in zip(sequences, final_lengths, strict=True)):
         # a full window keeps its newer half
         prefixes = [ids if len(ids) < width else ids[-max(width // 2, 1) :] for ids in sequences]
         window = np.zeros((len(prefixes), width), np.int32)
@@ -170,7 +170,7 @@ def decode(
             draws = multihost_utils.process_allgather(draws, tiled=True)
         rows = zip(sequences, np.asarray(draws), lengths, strict=True)
         sequences = [np.concatenate([ids, row[length - 1 :]]) for ids, row, length in rows]
-    return [ids[end - sampling.tokens : end] for ids, end in zip(sequences, ends, strict=True)]
+    return [ids[end - sampling.tokens : end] for ids, end in zip(sequences, final_lengths, strict=True)]
 
 
 @functools.cache
@@ -211,6 +211,7 @@ def _program() -> Any:
             _, cache = module(prompts[:, :prefill], cache=cache, context=context)
 
         def decode_position(carry: Any, position: Any) -> Any:
+            """Feed the token at a position, and draw the next one."""
             cache, previous = carry
             token = jnp.where(position < lengths, prompts[:, position], previous)
             logits, cache = module(token[:, None], cache=cache, context=context)

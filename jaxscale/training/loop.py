@@ -322,9 +322,9 @@ class _Training:
         memory = self.step.memory(batch)
         host_memory = self.step.host_memory()
         copy_bytes = self.step.canonical_copy_bytes
-        sizes = memory | {f"host {kind}": kind_bytes for kind, kind_bytes in host_memory.items()}
-        sizes["checkpoint copy"] = copy_bytes
-        prediction = {f"{kind.replace(' ', '_')}_bytes": kind_bytes for kind, kind_bytes in sizes.items()}
+        bytes_by_name = memory | {f"host {kind}": kind_bytes for kind, kind_bytes in host_memory.items()}
+        bytes_by_name["checkpoint copy"] = copy_bytes
+        prediction = {f"{kind.replace(' ', '_')}_bytes": kind_bytes for kind, kind_bytes in bytes_by_name.items()}
         self.event("predicted", model_flop=flop, parameters=self.step.parameters, **prediction)
         if is_first():
             bytes_by_kind = {**memory, "gradients and activations": facts.temp_bytes}
@@ -360,8 +360,8 @@ class _Training:
         self.meter.add(tokens)
         if scalars["skipped"] > self.skipped:
             self.skipped = scalars["skipped"]
-            facts = {"loss": scalars["loss"], "grad_norm": scalars["grad_norm"], "skipped": self.skipped}
-            self.journal.event(n, "skipped", **facts)
+            skip_fields = {"loss": scalars["loss"], "grad_norm": scalars["grad_norm"], "skipped": self.skipped}
+            self.journal.event(n, "skipped", **skip_fields)
         if n % self.log_every == 0 or n == self.experiment.steps:
             names = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_bytes")  # the last two with a codec
             row = {name: scalars[name] for name in names if name in scalars}
