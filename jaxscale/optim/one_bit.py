@@ -258,7 +258,7 @@ def one_bit_lamb(
         fresh = jax.tree.map(fresh_variance, state.fresh, moments.mu, state.mu, moments.nu)
         decay_flags = treedef.flatten_up_to(jax.tree.map(lambda _: True, params) if mask is None else mask)
         trees = (first_moments, second_moments, fresh, params, state.ratio, state.factor)
-        steps, new_ratios, new_factors = [], [], []
+        new_updates, new_ratios, new_factors = [], [], []
         for leaf, decayed, m, v, v_fresh, w, ratio, old_f in zip(
             facts_of(leaves, updates), decay_flags, *map(treedef.flatten_up_to, trees), strict=True
         ):
@@ -274,11 +274,11 @@ def one_bit_lamb(
             # bias correction: the running mean of ratios started from zero
             mean_ratio = ratio / (1 - smooth ** jnp.minimum(moments.count, freeze))
             scale = jnp.where(frozen, mean_ratio * factor, trust) if leaf.kind != "vector" else jnp.ones_like(trust)
-            steps.append(u * scale)
+            new_updates.append(u * scale)
             new_ratios.append(ratio)
             new_factors.append(factor)
         new_state = OneBitLambState(*moments, fresh, treedef.unflatten(new_ratios), treedef.unflatten(new_factors))
-        return treedef.unflatten(steps), new_state
+        return treedef.unflatten(new_updates), new_state
 
     return optax.chain(optax.GradientTransformation(init, update), optax.scale_by_learning_rate(rate))
 
@@ -303,8 +303,8 @@ def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         clipped_updates, clip_state = clip.update(updates, state[0], params)
         frozen = messages.frozen(state)
-        steps, rule_state = rule.update(optax.tree.where(frozen, updates, clipped_updates), state[1], params)
-        return steps, (clip_state, rule_state)
+        new_updates, rule_state = rule.update(optax.tree.where(frozen, updates, clipped_updates), state[1], params)
+        return new_updates, (clip_state, rule_state)
 
     return optax.GradientTransformation(init, update)
 

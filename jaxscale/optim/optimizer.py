@@ -91,7 +91,7 @@ class Optimizer:
         1e-05
         >>> Optimizer(name="lars", b1=0.9)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        jaxscale.errors.UserError: optimizer.b1: lars has none, got 0.9: leave it out; lars takes ...
+        jaxscale.errors.UserError: optimizer.b1: got 0.9, and lars has no such option: leave it out; lars takes ...
     """
 
     name: Name = "adamw"

@@ -82,7 +82,7 @@ def over_replicas(
                 mean = jnp.where(frozen, coded_mean, mean)
             means.append(jnp.where(is_finite, mean, jnp.nan))
             owed.append(optax.tree.where(is_finite & frozen, new_owed, old_owed))
-        steps, rule_state = rule.update(treedef.unflatten(means), state.rule, params)
-        return steps, OverReplicasState(rule_state, tuple(owed))
+        new_updates, rule_state = rule.update(treedef.unflatten(means), state.rule, params)
+        return new_updates, OverReplicasState(rule_state, tuple(owed))
 
     return optax.GradientTransformation(init, update)

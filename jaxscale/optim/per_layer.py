@@ -213,6 +213,7 @@ def _constrained(arrays: Any, leaf: ParamInfo, *, whole: bool) -> Any:
     sharding = NamedSharding(leaf.sharding.mesh if region_mesh.empty else region_mesh, PartitionSpec(*spec))
 
     def constrain(x: Any) -> Any:
+        """The array with the sharding, unless it has another shape than the leaf."""
         return jax.lax.with_sharding_constraint(x, sharding) if whole or x.shape == leaf.shape else x
 
     return jax.tree.map(constrain, arrays)

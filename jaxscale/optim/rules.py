@@ -70,7 +70,7 @@ class UpdateRule:
         for option, setting in settings.items():
             if setting is not None and option not in self.defaults:
                 raise UserError(
-                    f"optimizer.{option}: {name} has none, got {setting!r}: leave it out; {name} takes "
+                    f"optimizer.{option}: got {setting!r}, and {name} has no such option: leave it out; {name} takes "
                     f"{', '.join(self.defaults)}{near_miss(option, self.defaults)}"
                 )
         return {

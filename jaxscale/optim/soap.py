@@ -152,6 +152,7 @@ def _update_array(
         sorted_nu, new_bases = nu, []
         for dim, (GG, Q) in enumerate(zip(statistics, bases, strict=True)):
             if GG.ndim == 2:
+                # negated estimates of the eigenvalues, so that the largest comes first
                 keys = -jnp.sum(Q * _product(GG, Q), axis=0)
                 sorted_nu = _sorted_along(sorted_nu, keys, dim)
                 Q = _orthogonal(_product(GG, _sorted_along(Q, keys, 1)))

@@ -77,7 +77,7 @@ def on_all(make: Callable[[], _Result], mild: type[Exception]) -> _Result:
     if worst_severity == 2:
         raise UserError("another process failed and reports the reason: fix that, and start the run again")
     if worst_severity == 1:
-        raise mild("another process could not read it")
+        raise mild("reading failed on another process")
     return results[0]
 
 

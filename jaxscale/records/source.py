@@ -107,7 +107,7 @@ class Source:
         folder = run_path(run_dir) / FOLDER
         facts = values.read_json(folder / FACTS)
         if not isinstance(facts, dict):
-            raise UserError(f"{folder / FACTS}: got a {type(facts).__name__}, expected the facts of a source")
+            raise UserError(f"{folder / FACTS}: got a {type(facts).__name__}, expected a JSON object")
         file, digest = facts.pop("file", None), facts.pop("sha256", None)
         text = None
         if file is not None:
@@ -263,7 +263,7 @@ def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experimen
                 raise no_variant(file, variant, variants)
             function, call = variants[variant], f"the variant {variant}"
         if not callable(function):
-            raise UserError(f"{file}: {call} is a {type(function).__name__}, expected a function that takes nothing")
+            raise UserError(f"{file}: {call} is a {type(function).__name__}, expected a function without parameters")
         experiment = function()
     except UserError as error:
         place, _ = _place(error, str(file))

@@ -74,7 +74,7 @@ def _swatch(color: int, **attributes: str) -> Markup:
 
 
 def _drawn_indices(count: int) -> list[int | None]:
-    """Indices of the devices that are drawn along an axis; `None` is a gap."""
+    """Indices of the devices that are drawn along an axis of `count` devices; `None` is a gap."""
     return [*range(count)] if count <= _SHOWN else [*range(_SHOWN - 2), None, count - 1]
 
 

@@ -207,7 +207,7 @@ class _Training:
         check_data(experiment, self.data)
 
     def _start(self) -> Any:
-        """The state of the newest checkpoint that verifies, or the initial state."""
+        """The state of the newest checkpoint that is not damaged, or the initial state."""
         restored = self.checkpoints.restore(self.step.canonical_abstract(), set_aside=True, say=self.journal.say)
         if restored is None:
             return self.step.init()
@@ -273,7 +273,11 @@ class _Training:
         return Run(self.folder, self.experiment, self.plan, devices=self.devices, **in_memory)
 
     def _steps(self, state: Any, batches: Any, batch: Any, stop: Stop, pauses: Pauses) -> Any:
-        """Run all steps from a state and the first batch; returns the last state."""
+        """Run all steps from a state and the first batch; returns the last state.
+
+        Except on the CPU, the metrics of a step are read once the next one is dispatched; `pending` is the step in
+        flight.
+        """
         pending: tuple[int, Any, Any] | None = None
         self.meter.resume()
         while self.n < self.experiment.steps:

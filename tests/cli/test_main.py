@@ -80,7 +80,10 @@ def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *message
         ("train experiments/toy.py --guard.patience 0", "guard.patience: got 0"),
         ("train experiments/toy.py --optimizer.eps -1", "jaxscale: optimizer.eps: got -1.0, expected 0 or more"),
         ("train experiments/toy.py --optimizer muno", "optimizer.name: got 'muno'"),
-        ("train experiments/toy.py --optimizer lars --optimizer.b1 0.9", "optimizer.b1: lars has none, got 0.9"),
+        (
+            "train experiments/toy.py --optimizer lars --optimizer.b1 0.9",
+            "optimizer.b1: got 0.9, and lars has no such option",
+        ),
         ("train experiments/toy.py --model other", "fields of the experiment are set by path, such as --model.embed"),
         ("train experiments/toy.py --plan.rules none", "plan.rules has fields of its own: set one of plan.rules.batch"),
         ("train experiments/toy.py --optimizer.learning-rate fast", "optimizer.learning_rate: got 'fast'"),
