@@ -160,8 +160,8 @@ def summary_of(folder: Any, steps: int) -> Summary:
     Raises:
         UserError: there is no trace.
     """
-    with newest_trace(folder) as processes:
-        return Summary(tuple(time for data in processes for time in device_times(data.planes)), steps)
+    with newest_trace(folder) as profiles:
+        return Summary(tuple(time for profile in profiles for time in device_times(profile.planes)), steps)
 
 
 @contextlib.contextmanager

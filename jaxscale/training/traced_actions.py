@@ -102,25 +102,25 @@ def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
     if not actions["operations"]:
         raise UserError(f"{trace}: this program has no branch for each kind of action, and devices do not idle in it")
     operation_names = {name for names in actions["operations"].values() for name in names}
-    with newest_trace(trace) as processes:
-        timelines = _timelines((plane for data in processes for plane in data.planes), operation_names)
-    ranks: dict[int, list[MeasuredSpans]] = {}
+    with newest_trace(trace) as profiles:
+        timelines = _timelines((plane for profile in profiles for plane in profile.planes), operation_names)
+    timelines_of_rank: dict[int, list[MeasuredSpans]] = {}
     for device, rank in actions["ranks"].items():
         if int(device) in timelines:
-            ranks.setdefault(rank, []).append(timelines[int(device)])
+            timelines_of_rank.setdefault(rank, []).append(timelines[int(device)])
     assert plan.pipeline is not None
     schedule = plan.pipeline.schedule()
     forward_count = sum(action.kind.value == "F" for action in schedule.orders[0])
-    counts = collections.Counter(
+    run_counts = collections.Counter(
         len(spans)
         for name in actions["operations"].get("F", ())
-        for timeline in ranks.get(0, ())
+        for timeline in timelines_of_rank.get(0, ())
         if (spans := timeline.get(name))
     )
-    if not counts or counts.most_common(1)[0][0] % forward_count:
+    if not run_counts or run_counts.most_common(1)[0][0] % forward_count:
         raise UserError(f"{trace}: no whole step is in the trace; {advice}")
-    steps = counts.most_common(1)[0][0] // forward_count
-    return plan, measured(schedule, actions["operations"], ranks, steps), steps
+    steps = run_counts.most_common(1)[0][0] // forward_count
+    return plan, measured(schedule, actions["operations"], timelines_of_rank, steps), steps
 
 
 def traced_plan(folder: Any) -> Plan:
