@@ -1,6 +1,6 @@
 """The trained parameters of a run, restored from its directory for generation, evaluation and export.
 
-The optimizer's state stays on the disk. The rebuilt step computes as the run did, on the devices of this machine.
+The optimizer's state is not read. The train step is rebuilt for the devices of this machine, and computes as the run.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from jaxscale.records import directory as place
 from jaxscale.records.storage import run_path
 
 TOKENIZER = "tokenizer.json"
-"""The tokenizer of a run's data, so that its model can be used without the data."""
+"""File with the tokenizer of a run's data, so that its model can be used without the data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Trained:
 
 
 def read_tokenizer(directory: Any) -> Any:
-    """The tokenizer in a run's directory, or `None` where its data is not text.
+    """The tokenizer in a run's directory, or `None` if its data is not text.
 
     Raises:
         UserError: the file is damaged.
@@ -62,14 +62,14 @@ def write_tokenizer(directory: Any, tokenizer: Any) -> None:
 
 
 def restore_newest(directory: Any, step: Any) -> Restored:
-    """A run's newest checkpoint, with its optimizer state.
+    """A run's newest checkpoint that is not damaged, with its optimizer state.
 
     Args:
         directory: the run directory.
-        step: the train step to restore it for.
+        step: the train step, which defines layout and dtypes of the arrays.
 
     Raises:
-        UserError: there is no checkpoint, or none that verifies.
+        UserError: the run has no checkpoint, or every checkpoint is damaged.
     """
     restored = Checkpoints(run_path(directory) / place.CHECKPOINTS, write=False).restore(step.canonical_abstract())
     if restored is None:
@@ -90,11 +90,11 @@ def restore_parameters(
         directory: the run directory.
         experiment: the trained experiment; rebuilt from the directory by default.
         best: take the checkpoint with the least held-out loss.
-        split: shard batch and parameters (ZeRO 3) over the devices, for evaluation, in the run's microbatches; else
-            one device holds everything, if it fits there.
+        split: shard batch and parameters (ZeRO 3) over the devices, in the run's microbatches, for evaluation;
+            otherwise one device holds everything, if it fits.
 
     Raises:
-        UserError: no run, no checkpoint, or none that verifies.
+        UserError: the directory has no run, or no checkpoint that is not damaged.
     """
     import jax
 

@@ -1,9 +1,9 @@
 """Checkpoints of a run: atomic, written in the background by Orbax, verified by checksums when read.
 
-A checkpoint is a folder `checkpoints/STEP` with one canonical tree (names to whole arrays, whatever mesh, ZeRO and
-memory plan) and a description: format, step, tokens, state of the data, held-out loss, and per array its shape, dtype
-and two checksums. A folder counts once Orbax has committed it. Half-written folders of a killed run are removed; a
-checkpoint that does not verify is skipped for the one before. An existing checkpoint is never overwritten.
+A checkpoint is a folder `checkpoints/STEP` with a canonical tree (whole arrays by name, the same for every mesh, ZeRO
+stage and memory plan) and a description: format, step, tokens, state of the data, held-out loss, and the shape, dtype
+and two checksums of each array. A folder is a checkpoint once Orbax has committed it. Half-written folders of a killed
+run are removed; in place of a damaged checkpoint, the one before is restored. A checkpoint is never overwritten.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every process of a run makes one and calls it at the same steps.
+    """The checkpoints of one run. Every process of a run makes such an object and calls it at the same steps.
 
     Args:
-        folder: their folder, local or gs://, or s3:// for a single process.
-        keep: how many of the newest to keep.
-        best: keep the one with the least held-out loss too.
-        write: remove half-written checkpoints; false for readers of a run that may still be going.
+        folder: folder of the checkpoints, local or gs://, or s3:// for a single process.
+        keep: number of newest checkpoints to keep.
+        best: whether to keep the one with the least held-out loss too.
+        write: whether to remove half-written checkpoints; false for readers of a run that may still be running.
     """
 
     def __init__(self, folder: Any, *, keep: int = 3, best: bool = True, write: bool = True) -> None:
@@ -64,15 +64,15 @@ class Checkpoints:
         """The description of a step's checkpoint.
 
         Raises:
-            DamagedError: it cannot be read.
-            UserError: it was written by a newer version.
+            DamagedError: the description cannot be read.
+            UserError: the checkpoint was written by a newer version.
         """
         if step not in self._descriptions:
             self._descriptions[step] = Description.of(read_content(self._folder(step)))
         return self._descriptions[step]
 
     def best(self) -> int | None:
-        """Step of the checkpoint with the least held-out loss; `None` where none was measured."""
+        """Step of the checkpoint with the least held-out loss; `None` if none was measured."""
         losses = {}
         for step in self.steps():
             try:
@@ -88,11 +88,11 @@ class Checkpoints:
 
         Args:
             arrays: the canonical tree.
-            description: its description.
-            wait: return only when it is committed.
+            description: description of the checkpoint.
+            wait: whether to return only when the checkpoint is committed.
 
         Returns:
-            False where the step is saved already.
+            True; false if the step was saved before.
 
         Raises:
             UserError: this save (with `wait`) or the previous one failed; older checkpoints are intact.
@@ -118,7 +118,7 @@ class Checkpoints:
         return True
 
     def poll(self) -> Description | None:
-        """The checkpoint that was committed since the last call, if any; never waits.
+        """The description of a checkpoint committed since the last call, or `None`; never waits.
 
         Raises:
             UserError: the save failed.
@@ -134,7 +134,7 @@ class Checkpoints:
         return self.wait()
 
     def wait(self) -> Description | None:
-        """Wait for the running save, if any, and delete the checkpoints that need not be kept.
+        """Wait for the running save, if any; delete the checkpoints that need not be kept; return the description.
 
         Raises:
             UserError: the save failed.
@@ -157,20 +157,20 @@ class Checkpoints:
         set_aside: bool = False,
         say: Callable[[str], None] = lambda message: None,
     ) -> Restored | None:
-        """The newest checkpoint that verifies, in the requested layout and dtypes.
+        """The newest checkpoint that is not damaged, in the requested layout and dtypes.
 
         Args:
-            abstract: name to shape, dtype and sharding; other arrays of the checkpoint are not read. The checkpoint may
-                lack the arrays that a pipeline of this plan has in flight, and hold state in other bits.
-            step: restore this one and no other.
-            set_aside: rename damaged ones to STEP.damaged, so that their steps can be saved again.
-            say: called with a message about each damaged checkpoint.
+            abstract: shape, dtype and sharding of each array to read, by name. The checkpoint may lack the arrays that
+                a pipeline of this plan has in flight, and its state may have another number of bits.
+            step: restore the checkpoint of this step only.
+            set_aside: rename damaged checkpoints to STEP.damaged, so that their steps can be saved again.
+            say: function called with a message about each damaged checkpoint.
 
         Returns:
-            None where there is no checkpoint at all.
+            The restored checkpoint; None if the run has no checkpoint.
 
         Raises:
-            UserError: there are checkpoints and none verifies, or one is of a newer version or of another model.
+            UserError: all checkpoints are damaged, or one is of a newer version or of another model.
         """
         steps = from_first_process(self.steps()) if step is None else [step]
         damaged: dict[int, str] = {}
@@ -178,7 +178,7 @@ class Checkpoints:
             restored, reason = restore_quietly(self._folder(candidate), abstract)
             if restored is None:
                 damaged[candidate] = reason
-                say(f"checkpoint of step {candidate} is damaged and passed over: {reason}")
+                say(f"checkpoint of step {candidate} is damaged and skipped: {reason}")
                 continue
             if set_aside:
                 self._set_aside(damaged)
@@ -204,25 +204,26 @@ class Checkpoints:
 
     def _clean(self) -> None:
         """Remove half-written checkpoints of a killed run."""
-        for item in self.folder.iterdir() if self.folder.is_dir() else ():  # a bucket has no empty folders
-            is_partial = _UNFINISHED in item.name
-            if is_remote(item) and item.name.isdigit():  # in a bucket, a file marks the commit
-                is_partial = not (item / COMMITTED).exists()
-            if is_partial and item.is_dir():
-                item.rmtree(missing_ok=True)
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():  # a bucket has no empty folders
+            is_partial = _UNFINISHED in path.name
+            if is_remote(path) and path.name.isdigit():  # in a bucket, a file marks the commit
+                is_partial = not (path / COMMITTED).exists()
+            if is_partial and path.is_dir():
+                path.rmtree(missing_ok=True)
 
     def _set_aside(self, damaged: Mapping[int, str]) -> None:
         """Rename damaged checkpoints to STEP.damaged."""
         if damaged and is_first():
             for step in damaged:
-                aside = self.folder / f"{self._folder(step).name}.damaged"
-                if aside.exists():
-                    aside.rmtree()
-                self._folder(step).rename(aside)
+                target = self.folder / f"{self._folder(step).name}.damaged"
+                if target.exists():
+                    target.rmtree()
+                self._folder(step).rename(target)
         if damaged:
             wait_for_all("damaged checkpoints are aside")
 
     def _folder(self, step: int) -> Any:
+        """Path of the checkpoint of a step."""
         return self.folder / f"{step:08d}"
 
     @contextlib.contextmanager
@@ -247,7 +248,7 @@ class Checkpoints:
 
 
 def save_memory_warning(state_bytes: int, copy_bytes: int, device: Any) -> str | None:
-    """A warning if a save needs more memory than a device has; `None` where it fits, or the limit is unknown.
+    """A warning if a save needs more memory than a device has; `None` if it fits, or if the limit is unknown.
 
     Args:
         state_bytes: bytes per device that live between steps.
@@ -258,14 +259,14 @@ def save_memory_warning(state_bytes: int, copy_bytes: int, device: Any) -> str |
     if not limit or state_bytes + copy_bytes <= limit:
         return None
     return (
-        "a checkpoint copies the state on the device before it goes to the host: "
-        f"{(state_bytes + copy_bytes) / 1e9:.1f} GB in all, and the device has {limit / 1e9:.1f} GB: saving will fail; "
+        "a checkpoint copies the state on the device before it goes to the host: both need "
+        f"{(state_bytes + copy_bytes) / 1e9:.1f} GB, and the device has {limit / 1e9:.1f} GB, so saving will fail; "
         "shard the state over more devices (zero 3)"
     )
 
 
 def _check_reachable(folder: Any) -> None:
-    """Refuse a bucket that several processes cannot save to together."""
+    """Raise an error for a bucket that several processes cannot save to together."""
     import jax
 
     if is_mirrored(folder) and jax.process_count() > 1:

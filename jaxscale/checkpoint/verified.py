@@ -1,7 +1,7 @@
-"""One checkpoint: its folder read, verified by checksums, and converted to the requested layout and dtypes.
+"""Reads a checkpoint, verifies it by checksums, and converts it to the requested layout and dtypes.
 
-A folder that was not committed, cannot be read, or does not match its checksums is damaged (`DamagedError`); one of a
-newer version or of another model is the user's mistake (`UserError`).
+A folder that was not committed, cannot be read, or does not match its checksums is damaged (`DamagedError`); a
+checkpoint of a newer version or of another model is a mistake of the user (`UserError`).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from jaxscale.errors import UserError
 from jaxscale.records.processes import on_all
 
 FORMAT = 1
-"""Version of the checkpoint format. A newer one is refused, with both versions in the message."""
+"""Version of the checkpoint format. For a newer one, `read_content` raises an error."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Description:
     """The description inside a checkpoint.
 
     Args:
-        step: updates made.
-        tokens: target tokens seen.
+        step: number of updates made.
+        tokens: number of target tokens seen.
         data: state of the iterator over batches, as JSON.
         experiment: name of the experiment.
-        loss: held-out loss at this step in nats per token; `None` where it was not measured.
+        loss: held-out loss at this step in nats per token; `None` if it was not measured.
         best: least held-out loss so far, this one included.
-        versions: versions of the libraries that wrote it.
+        versions: version of each library that wrote the checkpoint.
     """
 
     step: int
@@ -53,12 +53,12 @@ class Description:
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A checkpoint that verified.
+    """A checkpoint that was read and matches its checksums.
 
     Args:
-        description: its description.
-        arrays: the canonical tree.
-        damaged: step of each newer checkpoint that was skipped, and the reason.
+        description: description of the checkpoint.
+        arrays: the canonical tree, arrays by name.
+        damaged: reason of each newer checkpoint that was skipped, by step.
         converted: a line for each kind of array that was saved in other bits or blocks.
     """
 
@@ -69,7 +69,7 @@ class Restored:
 
 
 class DamagedError(Exception):
-    """A checkpoint that cannot be read or does not verify."""
+    """A checkpoint cannot be read or does not match its checksums."""
 
 
 def restore_quietly(path: Any, abstract: Mapping[str, Any]) -> tuple[Restored | None, str]:
@@ -77,27 +77,31 @@ def restore_quietly(path: Any, abstract: Mapping[str, Any]) -> tuple[Restored | 
 
     Args:
         path: folder of the checkpoint.
-        abstract: name to shape, dtype and sharding of the requested arrays.
+        abstract: shape, dtype and sharding of each requested array, by name.
 
     Raises:
-        UserError: it is of a newer version or of another model.
+        UserError: the checkpoint is of a newer version or of another model.
     """
     with _quietly():
         try:
             return _restore(path, abstract), ""
         except DamagedError as error:
             reason = str(error)
-        gc.collect()  # abandoned reads end here, where their messages are dropped
+        gc.collect()  # abandoned reads end here, while their messages are dropped
         logging.getLogger("asyncio").addFilter(_is_retrieved)  # reads of other threads end later
         return None, reason
 
 
 def _restore(path: Any, abstract: Mapping[str, Any]) -> Restored:
-    """Restore in stages that all processes finish together: a collective would wait for a failed process."""
+    """The checkpoint in a folder, read in stages that all processes finish together.
+
+    Without stages, a collective would wait forever for a process that failed.
+    """
     from jaxscale.checkpoint.checksum import checksums
     from jaxscale.state.conversion import conversion
 
     def read() -> tuple[dict[str, Any], Any]:
+        """The description, and the conversion to the requested arrays."""
         content = read_content(path)
         change = conversion(content["arrays"], abstract)
         _check_arrays(content["arrays"], change.abstract, path)
@@ -139,13 +143,13 @@ def read_content(path: Any) -> dict[str, Any]:
     """The description of a checkpoint, with the shape, dtype and checksums of each array.
 
     Raises:
-        DamagedError: it cannot be read, or does not match its checksum.
-        UserError: it was written by a newer version.
+        DamagedError: the description cannot be read, or does not match its checksum.
+        UserError: the checkpoint was written by a newer version.
     """
     from orbax.checkpoint import v1 as ocp
 
     if not (path / COMMITTED).exists():
-        raise DamagedError(f"{path} has no {COMMITTED}: it was not written to its end, or is incomplete")
+        raise DamagedError(f"{path} has no {COMMITTED}: it was not written to its end, or files are missing")
     try:
         with _quietly(), _single_process(), local_copy(path, arrays=False) as source:
             metadata: Any = ocp.metadata(source).custom_metadata
@@ -163,7 +167,7 @@ def read_content(path: Any) -> dict[str, Any]:
 
 
 def _check_arrays(entries: Mapping[str, Any], abstract: Mapping[str, Any], path: Any) -> None:
-    """Refuse a checkpoint that lacks an array of the model, or has one of another shape."""
+    """Raise an error for a checkpoint that lacks an array of the model, or has one of another shape."""
     from jaxscale.state.canonical import OPTIONAL
 
     for name, leaf in abstract.items():
@@ -247,4 +251,5 @@ def _single_process() -> Any:
 
 
 def _is_retrieved(record: Any) -> bool:
+    """Log filter that drops lines about failed reads whose error nobody retrieved."""
     return "never retrieved" not in record.getMessage()

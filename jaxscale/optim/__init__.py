@@ -1,4 +1,4 @@
-"""Update rules and their wrappers: state in few bits or on the host, momentum exchanged in one bit a number.
+"""Update rules, and wrappers for state in few bits or on the host and for momentum exchanged in one bit a number.
 
 Importing this package imports no JAX: each name below loads at its first use. Import a rule with the name of its file
 from there: `from jaxscale.optim.muon import muon`, `.soap`, `.galore`.

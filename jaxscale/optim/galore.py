@@ -38,10 +38,10 @@ def galore(
 
     Args:
         rate: learning rate, or a schedule.
-        rank: of the projection, at most the shorter dim of a matrix.
-        every: updates between new projections, each a singular value decomposition.
-        b1, b2, eps: Adam's.
-        weight_decay: lambda.
+        rank: rank of the projection, at most the shorter dim of a matrix.
+        every: number of updates between new projections, each of which takes a singular value decomposition.
+        b1, b2, eps: Adam's constants.
+        weight_decay: lambda, the factor of weight decay.
         leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
@@ -54,18 +54,19 @@ def galore(
         [(8, 1)]
     """
     adam = optax.scale_by_adam(b1, b2, eps)
-    inner = contrib.scale_by_galore(rank, every, base_optimizer=adam)
-    inner = optax.GradientTransformation(inner.init, _matrix_by_matrix(inner.update))
-    return matrices_by(per_layer(inner, leaves, matrices=True, whole=True), adam, rate, weight_decay, leaves, mask)
+    rule = contrib.scale_by_galore(rank, every, base_optimizer=adam)
+    rule = optax.GradientTransformation(rule.init, _matrix_by_matrix(rule.update))
+    return matrices_by(per_layer(rule, leaves, matrices=True, whole=True), adam, rate, weight_decay, leaves, mask)
 
 
 def _matrix_by_matrix(update: Callable[..., Any]) -> Callable[..., Any]:
-    """`update`, decomposing one matrix after the other on a CPU; counts, which layers share, are computed once."""
+    """An `update` that decomposes one matrix after the other on a CPU. Layers share counts, which are computed once."""
     update_one_by_one = one_by_one(update)
 
     def run(gradient: Any, state: Any, params: Any = None) -> Any:
-        counts = update(gradient, state, params)  # only its counts are used, and so computed
-        results = update_one_by_one(gradient, state, params)
-        return jax.tree.map(lambda array, count: array if jnp.ndim(array) else count, results, counts)
+        """The new gradient and state: arrays from one call, counts from the other."""
+        counts = update(gradient, state, params)  # XLA computes only the counts, since nothing else is used
+        outputs = update_one_by_one(gradient, state, params)
+        return jax.tree.map(lambda array, count: array if jnp.ndim(array) else count, outputs, counts)
 
     return run

@@ -36,7 +36,7 @@ class OneBitState(NamedTuple):
     """State of 1-bit Adam.
 
     Args:
-        count: updates made.
+        count: number of updates made.
         mu: the momentum, equal on all replicas.
         nu: the second moment, constant in the frozen phase.
     """
@@ -50,7 +50,7 @@ class OneBitLambState(NamedTuple):
     """State of 1-bit LAMB.
 
     Args:
-        count: updates made.
+        count: number of updates made.
         mu: the momentum, equal on all replicas.
         nu: the second moment, constant in the frozen phase.
         fresh: current estimate of the second moment, from the change of the momentum.
@@ -67,11 +67,11 @@ class OneBitLambState(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A replica's message.
+    """What a replica sends in an update.
 
     Args:
-        message: tree like the gradients.
-        norm: of the replica's gradient.
+        message: gradient or momentum, a tree like the gradients.
+        norm: norm of the replica's gradient.
         frozen: whether the message is a momentum.
     """
 
@@ -86,9 +86,9 @@ class Messages:
 
     Args:
         b1: decay of the momentum.
-        freeze: updates before the variance is frozen.
+        freeze: number of updates before the variance is frozen.
         clip: norm to which each replica clips its gradient before it enters a momentum; `None` never clips. In the
-            warm-up `clipped` clips the mean.
+            warm-up, the function `clipped` clips the mean instead.
 
     Example:
         >>> rule, messages = one_bit_adam(1e-3, 1), Messages(b1=0.9, freeze=1)
@@ -106,7 +106,7 @@ class Messages:
     clip: float | None = None
 
     def count(self, state: Any) -> Int[Array, ""]:
-        """Updates made, from a rule's state or a state that contains it."""
+        """Number of updates made, from a rule's state or a state that contains it."""
         return _rule_state(state).count
 
     def frozen(self, state: Any) -> Bool[Array, ""]:
@@ -117,13 +117,14 @@ class Messages:
         """A replica's message.
 
         Args:
-            gradients: of this replica.
-            state: the rule's, or a state that contains it; its momentum may be quantized.
+            gradients: gradients of this replica.
+            state: the rule's state, or a state that contains it; its momentum may be quantized.
         """
         frozen, norm = self.frozen(state), optax.tree.norm(gradients)
         scale = 1.0 if self.clip is None else jnp.where(norm < self.clip, 1.0, self.clip / norm)
 
         def message_of(g: Array, m: Any) -> Array:
+            """The gradient of a parameter in the warm-up, its momentum with this gradient afterwards."""
             m = decode(m) if is_quantized(m) else m
             return jnp.where(frozen, self.b1 * m + (1 - self.b1) * (g * scale), g)
 
@@ -147,16 +148,16 @@ def one_bit_adam(
 
     Args:
         rate: learning rate, or a schedule.
-        freeze: F, the updates before the variance is frozen: 15 to 25 % of a run in the paper.
-        b1, b2, eps: Adam's.
-        weight_decay: lambda.
+        freeze: F, the number of updates before the variance is frozen; in the paper, 15 to 25 % of a run.
+        b1, b2, eps: Adam's constants.
+        weight_decay: lambda, the factor of weight decay.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Returns:
-        A transformation of the mean of messages from `Messages`: gradients, and from update F on momenta.
+        A transformation of the mean of the replicas' `Messages`: of gradients, and from update F on of momenta.
 
     Raises:
-        UserError: a freeze step below 1: no variance would be known.
+        UserError: `freeze` is below 1, so the variance would be frozen before its first estimate.
 
     References:
         Tang et al. 2021, arXiv 2102.02888.
@@ -211,10 +212,10 @@ def one_bit_lamb(
 
     Args:
         rate: learning rate, or a schedule.
-        freeze: updates before the variance is frozen.
-        b1, b2, eps: Adam's.
-        weight_decay: lambda.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths. Each of stacked layers
+        freeze: number of updates before the variance is frozen.
+        b1, b2, eps: Adam's constants.
+        weight_decay: lambda, the factor of weight decay.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths. Each layer of a stack
             is a tensor, and gains and biases have no ratio, as in `large_batch.lamb`.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
         smooth: decay of the mean of the trust ratio.
@@ -222,10 +223,10 @@ def one_bit_lamb(
         change: largest relative change of f in an update.
 
     Returns:
-        A transformation of the mean of messages from `Messages`; its update needs the parameters.
+        A transformation of the mean of the replicas' `Messages`; its update needs the parameters.
 
     Raises:
-        UserError: a freeze step below 1: no variance would be known.
+        UserError: `freeze` is below 1, so the variance would be frozen before its first estimate.
 
     References:
         Li et al. 2021, arXiv 2104.06069.
@@ -233,49 +234,51 @@ def one_bit_lamb(
     _check_freeze(freeze)
 
     def init(params: Any) -> OneBitLambState:
-        def per_tensor(value: float) -> Any:
+        def per_tensor(initial: float) -> Any:
+            """Tree like the parameters with a number for each tensor."""
             shapes = [
                 (*leaf.shape[: leaf.stack], *(1,) * (len(leaf.shape) - leaf.stack)) for leaf in facts_of(leaves, params)
             ]
-            return jax.tree.structure(params).unflatten([jnp.full(shape, value, jnp.float32) for shape in shapes])
+            return jax.tree.structure(params).unflatten([jnp.full(shape, initial, jnp.float32) for shape in shapes])
 
         mu, nu, fresh = (optax.tree.zeros_like(params) for _ in range(3))
         return OneBitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh, per_tensor(0.0), per_tensor(1.0))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitLambState]:
         if params is None:
-            raise UserError("one_bit_lamb: update(mean, state, params) needs the parameters, for their norms")
+            raise UserError("one_bit_lamb: got no parameters, expected update(mean, state, params), for their norms")
         frozen, treedef = state.count >= freeze, jax.tree.structure(updates)
         moments, (first_moments, second_moments) = _moments(updates, state, b1, b2, freeze)
 
         def fresh_variance(old_v: Array, m: Array, old_m: Array, v: Array) -> Array:
+            """The second moment, estimated in the frozen phase from the change of the momentum."""
             gradient = (m - b1 * old_m) / (1 - b1)
             return jnp.where(frozen, b2 * old_v + (1 - b2) * gradient**2, v)
 
         fresh = jax.tree.map(fresh_variance, state.fresh, moments.mu, state.mu, moments.nu)
         decay_flags = treedef.flatten_up_to(jax.tree.map(lambda _: True, params) if mask is None else mask)
         trees = (first_moments, second_moments, fresh, params, state.ratio, state.factor)
-        steps, new_ratios, new_factors = [], [], []
+        new_updates, new_ratios, new_factors = [], [], []
         for leaf, decayed, m, v, v_fresh, w, ratio, old_f in zip(
             facts_of(leaves, updates), decay_flags, *map(treedef.flatten_up_to, trees), strict=True
         ):
-            step = _direction(m, v, eps)
-            u = step + weight_decay * w if decayed else step
+            adam_step = _direction(m, v, eps)
+            u = adam_step + weight_decay * w if decayed else adam_step
             trust = _trust_ratio(w, u, leaf)
             ratio = jnp.where(frozen, ratio, smooth * ratio + (1 - smooth) * trust)
             corrected_fresh = _corrected(v_fresh, b2, moments.count)
-            drift = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected_fresh) + eps), leaf, jnp.max)
-            share = jnp.minimum(1.0, _norms(step, leaf) / jnp.maximum(_norms(u, leaf), jnp.finfo(jnp.float32).tiny))
-            factor = jnp.clip(share * drift + 1 - share, *factors)
+            variance_ratio = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected_fresh) + eps), leaf, jnp.max)
+            r = jnp.minimum(1.0, _norms(adam_step, leaf) / jnp.maximum(_norms(u, leaf), jnp.finfo(jnp.float32).tiny))
+            factor = jnp.clip(r * variance_ratio + 1 - r, *factors)
             factor = jnp.where(frozen, jnp.clip(factor, (1 - change) * old_f, (1 + change) * old_f), old_f)
             # bias correction: the running mean of ratios started from zero
             mean_ratio = ratio / (1 - smooth ** jnp.minimum(moments.count, freeze))
             scale = jnp.where(frozen, mean_ratio * factor, trust) if leaf.kind != "vector" else jnp.ones_like(trust)
-            steps.append(u * scale)
+            new_updates.append(u * scale)
             new_ratios.append(ratio)
             new_factors.append(factor)
         new_state = OneBitLambState(*moments, fresh, treedef.unflatten(new_ratios), treedef.unflatten(new_factors))
-        return treedef.unflatten(steps), new_state
+        return treedef.unflatten(new_updates), new_state
 
     return optax.chain(optax.GradientTransformation(init, update), optax.scale_by_learning_rate(rate))
 
@@ -285,7 +288,7 @@ def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
 
     Args:
         rule: `one_bit_adam` or `one_bit_lamb`, or a rule that contains it.
-        messages: with the norm and the freeze step.
+        messages: the replicas' messages, which define the norm and the freeze step.
 
     Returns:
         A transformation with the state of `optax.chain(optax.clip_by_global_norm(...), rule)`.
@@ -300,15 +303,16 @@ def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         clipped_updates, clip_state = clip.update(updates, state[0], params)
         frozen = messages.frozen(state)
-        steps, rule_state = rule.update(optax.tree.where(frozen, updates, clipped_updates), state[1], params)
-        return steps, (clip_state, rule_state)
+        new_updates, rule_state = rule.update(optax.tree.where(frozen, updates, clipped_updates), state[1], params)
+        return new_updates, (clip_state, rule_state)
 
     return optax.GradientTransformation(init, update)
 
 
 def _check_freeze(freeze: int) -> None:
+    """Raise an error if the variance would be frozen before the first update."""
     if freeze < 1:
-        raise UserError(f"freeze: got {freeze}, expected 1 or more updates: before them no variance is known")
+        raise UserError(f"freeze: got {freeze}, expected 1 or more: update 1 gives the first variance")
 
 
 def _rule_state(state: Any) -> Any:
@@ -321,7 +325,7 @@ def _rule_state(state: Any) -> Any:
 
 
 def _moments(mean: Any, state: Any, b1: float, b2: float, freeze: int) -> tuple[OneBitState, tuple[Any, Any]]:
-    """The new moments, given a mean of gradients or momenta, and both with bias correction."""
+    """The new state for the mean of gradients or momenta, and both its moments with bias correction."""
     frozen, count = state.count >= freeze, jnp.asarray(optax.safe_increment(state.count))
     mu = jax.tree.map(
         lambda x, m, v: jnp.where(frozen, jnp.where(v > 0, x, 0.0), b1 * m + (1 - b1) * x), mean, state.mu, state.nu
@@ -333,19 +337,22 @@ def _moments(mean: Any, state: Any, b1: float, b2: float, freeze: int) -> tuple[
 
 
 def _corrected(moment: Array, decay: float, count: Array) -> Array:
+    """A moment with Adam's bias correction after `count` updates."""
     return moment / (1 - decay ** count.astype(jnp.float32))
 
 
 def _direction(m: Array, v: Array, eps: float) -> Array:
+    """Adam's update before the learning rate; 0 where the variance is zero."""
     return jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0.0)
 
 
 def _reduce_tensors(x: Array, leaf: ParamInfo, reduce: Callable[..., Array]) -> Array:
-    """`reduce` over each tensor of a leaf, keeping its dims."""
+    """`reduce` applied to each tensor of a leaf, whose dims remain with size 1."""
     return reduce(x, axis=tuple(range(leaf.stack, x.ndim)), keepdims=True)
 
 
 def _norms(x: Array, leaf: ParamInfo) -> Array:
+    """Norm of each tensor of a leaf."""
     return jnp.sqrt(_reduce_tensors(jnp.square(x), leaf, jnp.sum))
 
 

@@ -1,9 +1,9 @@
 """per_layer: an optax rule applied to each layer of stacked parameters, and to each kernel as a matrix.
 
-`optax.lamb` takes one norm over all layers of a stacked array, `optax.contrib.muon` passes it to Adam, and
+Of an array of stacked layers, `optax.lamb` takes one norm over all layers, `optax.contrib.muon` passes it to Adam, and
 `optax.contrib.galore` does not project it. A wrapped rule sees every layer as a separate array; its state remains one
-array for all layers, in the parameter's shape if the rule's is, so that sharding, quantization and checkpoints treat it
-like Adam's. `by_kind` applies one rule to matrices and another to all else.
+array for all layers, and has the parameter's shape if the rule's state for a layer has the layer's shape. So sharding,
+quantization and checkpoints treat it like Adam's. `by_kind` applies one rule to matrices and another to all others.
 """
 
 import dataclasses
@@ -31,18 +31,18 @@ _PLACEHOLDER: Any = _Placeholder()
 
 
 def per_layer(rule: UpdateRule, leaves: Any = None, *, matrices: bool = False, whole: bool = False) -> UpdateRule:
-    """`rule` applied to each tensor of stacked parameters by itself.
+    """The rule applied to each tensor of stacked parameters by itself.
 
     Args:
         rule: an optax transformation that treats each parameter by itself. State that is not like the parameters, such
             as a count, may not depend on gradients.
         leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes, with nothing stacked.
         matrices: pass tensors of kind "matrix" to the rule as matrices (everything else, last dim).
-        whole: gather each tensor first, for a rule that decomposes it; XLA would spread the products over axes that
-            replicate it, slow ones too.
+        whole: gather each tensor first, for a rule that decomposes it; otherwise XLA would spread the products over
+            axes that replicate the tensor, slow axes included.
 
     Returns:
-        A transformation whose state is the rule's, with the stacked dims in front.
+        A transformation whose state has the form of the rule's, with the stacked dims in front.
 
     Example:
         >>> from jaxscale.optim.leaves import leaf_of
@@ -54,11 +54,12 @@ def per_layer(rule: UpdateRule, leaves: Any = None, *, matrices: bool = False, w
     """
 
     def init(params: Any) -> Any:
-        if not jax.tree.leaves(params):  # a placeholder, of `optax.tree.map_params`
+        if not jax.tree.leaves(params):  # the placeholder of `optax.tree.map_params`
             return rule.init(params)
         form, treedef = _state_form(rule), jax.tree.structure(params)
 
         def init_tensor(param: Any) -> list[Any]:
+            """The state of one tensor, without what all parameters share."""
             return form.split(rule.init(param))[0]
 
         states_by_leaf: list[list[Any]] = []
@@ -80,6 +81,7 @@ def per_layer(rule: UpdateRule, leaves: Any = None, *, matrices: bool = False, w
         new_shared: list[Any] = shared
 
         def update_tensor(update: Array, states: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
+            """The new update of one tensor, its state, and the state that all parameters share."""
             new_update, new_state = rule.update(update, form.joined(states, shared), param)
             return new_update, *form.split(new_state)
 
@@ -106,20 +108,20 @@ def per_layer(rule: UpdateRule, leaves: Any = None, *, matrices: bool = False, w
 
 
 class ByKindState(NamedTuple):
-    """The state of each rule of `by_kind`, with an array of one number for each parameter of another rule."""
+    """State of each rule of `by_kind` by name; it has an array of one number for each parameter of another rule."""
 
     states: dict[str, Any]
 
 
 def by_kind(rules: Mapping[str, UpdateRule], kind: Callable[[ParamInfo], str], leaves: Any = None) -> UpdateRule:
-    """Each parameter updated by the rule of its kind.
+    """A rule that updates each parameter by the rule of its kind.
 
     The states of `optax.partition` have no array for a parameter of another rule, so they are not trees like the
-    parameters; these are.
+    parameters. The states of this rule are.
 
     Args:
-        rules: by name. Each must treat parameters one by one.
-        kind: returns the name of a leaf's rule.
+        rules: rules by name. Each must treat parameters one by one.
+        kind: function that returns the name of a leaf's rule.
         leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
 
     Example:
@@ -130,10 +132,11 @@ def by_kind(rules: Mapping[str, UpdateRule], kind: Callable[[ParamInfo], str], l
     """
 
     def masked(tree: Any, name: str) -> Any:
+        """The tree, with an array of one number for each parameter of another rule than `name`."""
         arrays, treedef = jax.tree.flatten(tree)
-        flags = [kind(leaf) == name for leaf in facts_of(leaves, tree)]
+        uses_rule = [kind(leaf) == name for leaf in facts_of(leaves, tree)]
         return treedef.unflatten(
-            [array if flag else jnp.zeros((1,), array.dtype) for array, flag in zip(arrays, flags, strict=True)]
+            [array if used else jnp.zeros((1,), array.dtype) for array, used in zip(arrays, uses_rule, strict=True)]
         )
 
     def init(params: Any) -> ByKindState:
@@ -155,13 +158,13 @@ def by_kind(rules: Mapping[str, UpdateRule], kind: Callable[[ParamInfo], str], l
 def matrices_by(
     rule: UpdateRule, adam: UpdateRule, rate: float | Callable[[Any], Any], weight_decay: float, leaves: Any, mask: Any
 ) -> UpdateRule:
-    """A rule for matrices and Adam for all else, with weight decay and a learning rate for both.
+    """A rule for matrices and Adam for all other parameters, with weight decay and a learning rate for both.
 
     Args:
-        rule: of matrices.
-        adam: of all other parameters.
+        rule: rule for matrices.
+        adam: rule for all other parameters.
         rate: learning rate, or a schedule.
-        weight_decay: decoupled.
+        weight_decay: factor of the decoupled weight decay.
         leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
     """
@@ -177,17 +180,17 @@ class _StateForm:
     """Positions of trees like the parameters in the state of a rule.
 
     Args:
-        treedef: of the state, with such trees as leaves.
-        of_params: whether each of these leaves is such a tree.
+        treedef: structure of the state, with trees like the parameters as leaves.
+        of_params: for each of these leaves, whether it is such a tree.
     """
 
     treedef: Any
     of_params: tuple[bool, ...]
 
     def split(self, state: Any) -> tuple[list[Any], list[Any]]:
-        """The trees like the parameters, and the state that all parameters share."""
-        parts = list(zip(self.treedef.flatten_up_to(state), self.of_params, strict=True))
-        return [part for part, is_tree in parts if is_tree], [part for part, is_tree in parts if not is_tree]
+        """The trees like the parameters, and the other leaves, which all parameters share."""
+        nodes = list(zip(self.treedef.flatten_up_to(state), self.of_params, strict=True))
+        return [node for node, is_tree in nodes if is_tree], [node for node, is_tree in nodes if not is_tree]
 
     def joined(self, trees: list[Any], shared: list[Any]) -> Any:
         """The inverse of `split`."""
@@ -196,36 +199,38 @@ class _StateForm:
 
 
 def _state_form(rule: UpdateRule) -> _StateForm:
-    parts, treedef = jax.tree.flatten(rule.init(_PLACEHOLDER), is_leaf=lambda x: isinstance(x, _Placeholder))
-    return _StateForm(treedef, tuple(isinstance(part, _Placeholder) for part in parts))
+    """Positions of trees like the parameters in the state of `rule`."""
+    state_leaves, treedef = jax.tree.flatten(rule.init(_PLACEHOLDER), is_leaf=lambda x: isinstance(x, _Placeholder))
+    return _StateForm(treedef, tuple(isinstance(leaf, _Placeholder) for leaf in state_leaves))
 
 
 def _constrained(arrays: Any, leaf: ParamInfo, *, whole: bool) -> Any:
-    """Arrays with each tensor of a leaf whole on a device, or those of the leaf's shape in its sharding."""
+    """Constrains each array of a leaf to whole tensors on a device, or, if it has the leaf's shape, to its sharding."""
     if leaf.sharding is None:
         return arrays
     spec = leaf.sharding.spec[: leaf.stack] if whole else leaf.sharding.spec  # layers keep their sharding
-    region_mesh = jax.sharding.get_abstract_mesh()  # of one replica, inside a manual region
+    region_mesh = jax.sharding.get_abstract_mesh()  # the mesh of one replica, inside a manual region
     sharding = NamedSharding(leaf.sharding.mesh if region_mesh.empty else region_mesh, PartitionSpec(*spec))
 
     def constrain(x: Any) -> Any:
+        """The array with the sharding, unless it has another shape than the leaf."""
         return jax.lax.with_sharding_constraint(x, sharding) if whole or x.shape == leaf.shape else x
 
     return jax.tree.map(constrain, arrays)
 
 
 def _as_tensors(x: Any, leaf: ParamInfo, matrices: bool) -> Any:
-    """An array of a leaf with its tensors along one dim, which an unstacked leaf lacks."""
+    """An array of a leaf with its tensors along the first dim; that of an unstacked leaf is one tensor."""
     becomes_matrix = matrices and leaf.kind == "matrix" and x.shape == leaf.shape
     if leaf.stack == 0 and not becomes_matrix:
         return x
-    inner = (leaf.rows, leaf.columns) if becomes_matrix else x.shape[leaf.stack :]
-    return x.reshape((leaf.tensors, *inner) if leaf.stack else inner)
+    tensor_shape = (leaf.rows, leaf.columns) if becomes_matrix else x.shape[leaf.stack :]
+    return x.reshape((leaf.tensors, *tensor_shape) if leaf.stack else tensor_shape)
 
 
 def _as_leaf(x: Any, leaf: ParamInfo, matrices: bool) -> Any:
     """The inverse of `_as_tensors`."""
-    inner = x.shape[1:] if leaf.stack else x.shape
-    if matrices and leaf.kind == "matrix" and inner == (leaf.rows, leaf.columns):
-        inner = leaf.shape[leaf.stack :]
-    return x.reshape((*leaf.shape[: leaf.stack], *inner))
+    tensor_shape = x.shape[1:] if leaf.stack else x.shape
+    if matrices and leaf.kind == "matrix" and tensor_shape == (leaf.rows, leaf.columns):
+        tensor_shape = leaf.shape[leaf.stack :]
+    return x.reshape((*leaf.shape[: leaf.stack], *tensor_shape))

@@ -1,4 +1,4 @@
-"""1-bit Adam and 1-bit LAMB for custom training loops: a rule that takes the gradients of one replica."""
+"""1-bit Adam and 1-bit LAMB for custom training loops, as a rule that takes the gradients of one replica."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ class OverReplicasState(NamedTuple):
 
     Args:
         rule: the rule's state, equal on all replicas.
-        owed: the codec's state of each parameter, in order; empty where the mean is exact.
+        owed: the codec's state for each parameter, in order; empty for parameters whose mean is exact.
     """
 
     rule: Any
@@ -35,18 +35,18 @@ def over_replicas(
     leaves: Any = None,
     small: int = 256,
 ) -> UpdateRule:
-    """A rule that takes the gradients of one replica, inside a `jax.shard_map` or `jax.vmap` of that axis.
+    """A rule that takes the gradients of one replica, inside a `jax.shard_map` or `jax.vmap` over their axis.
 
     Our train step does the same by `replicas.reduce.GradientExchange`, also for replicas of several devices.
 
     Args:
         rule: `one_bit_adam` or `one_bit_lamb`.
-        messages: with the same b1 and freeze step.
-        codec: averages momenta, without random draws; in the warm-up means are exact.
+        messages: the replicas' messages, with the rule's b1 and freeze step.
+        codec: codec that averages momenta, without random draws; in the warm-up, means are exact.
         axis: name of the replicas' axis.
         replicas: number of replicas.
-        leaves: tree of `ParamInfo` like the parameters; the codec takes stacked layers one by one.
-        small: numbers of a layer below which its mean is exact; the means of gains and biases always are.
+        leaves: tree of `ParamInfo` like the parameters; the codec averages each layer of a stack separately.
+        small: a layer with fewer numbers than this has an exact mean, as gains and biases always have.
 
     Example:
         >>> from jaxscale.optim.one_bit import one_bit_adam
@@ -59,29 +59,30 @@ def over_replicas(
         [-0.1 -0.1]
     """
 
-    def coded(leaf: ParamInfo) -> bool:
+    def uses_codec(leaf: ParamInfo) -> bool:
+        """Whether the codec averages this parameter; the mean of others is exact."""
         return leaf.kind != "vector" and leaf.rows * leaf.columns >= small
 
     def init(params: Any) -> OverReplicasState:
         owed = (
-            codec.init(leaf.shape, None, replicas, layers=leaf.stack > 0) if coded(leaf) else {}
+            codec.init(leaf.shape, None, replicas, layers=leaf.stack > 0) if uses_codec(leaf) else {}
             for leaf in facts_of(leaves, params)
         )
         return OverReplicasState(rule.init(params), tuple(owed))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OverReplicasState]:
         message, norm, frozen = messages(updates, state.rule)
-        good = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
+        is_finite = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
         count, treedef = messages.count(state.rule), jax.tree.structure(updates)
         means, owed = [], []
         for leaf, array, old_owed in zip(facts_of(leaves, updates), jax.tree.leaves(message), state.owed, strict=True):
             mean, new_owed = lax.pmean(array, axis), old_owed
-            if coded(leaf):
+            if uses_codec(leaf):
                 coded_mean, new_owed = codec.reduce(array, old_owed, axis, None, count, layers=leaf.stack > 0)
                 mean = jnp.where(frozen, coded_mean, mean)
-            means.append(jnp.where(good, mean, jnp.nan))
-            owed.append(optax.tree.where(good & frozen, new_owed, old_owed))
-        steps, rule_state = rule.update(treedef.unflatten(means), state.rule, params)
-        return steps, OverReplicasState(rule_state, tuple(owed))
+            means.append(jnp.where(is_finite, mean, jnp.nan))
+            owed.append(optax.tree.where(is_finite & frozen, new_owed, old_owed))
+        new_updates, rule_state = rule.update(treedef.unflatten(means), state.rule, params)
+        return new_updates, OverReplicasState(rule_state, tuple(owed))
 
     return optax.GradientTransformation(init, update)

@@ -19,12 +19,12 @@ class RuleSettings:
     """Inputs of a function that builds a rule.
 
     Args:
-        name: of the rule, a key of `RULES`.
-        rate: learning rate by the number of updates made.
+        name: name of the rule, a key of `RULES`.
+        rate: learning rate as a function of the number of updates made.
         options: value of each option of the rule.
         leaves: tree of `jaxscale.optim.leaves.ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
-        steps: updates of the run.
+        steps: number of updates in the run.
     """
 
     name: str
@@ -37,14 +37,14 @@ class RuleSettings:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRule:
-    """An update rule by name.
+    """An update rule.
 
     Args:
-        make: builds its optax transformation.
-        defaults: its options, fields of `Optimizer`, and their default values.
+        make: function that builds its optax transformation.
+        defaults: default value of each option of the rule; options are fields of `Optimizer`.
         schedule: default schedule of the learning rate.
-        schedules: schedules that it accepts.
-        over_replicas: it takes the mean of the replicas' messages, `one_bit.Messages`, and needs several replicas.
+        schedules: schedules that the rule accepts.
+        over_replicas: whether it takes the mean of `one_bit.Messages`, and so needs several replicas.
     """
 
     make: Callable[[RuleSettings], Any]
@@ -54,23 +54,23 @@ class UpdateRule:
     over_replicas: bool = False
 
     def options(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Every option of the rule: the set values, and defaults for the others.
+        """Value of every option of the rule by name; options that are not set have their defaults.
 
         Args:
-            name: of the rule, for messages.
-            settings: values of fields; `None` is not set.
+            name: name of the rule, for messages.
+            settings: values of options by name; `None` is not set.
 
         Raises:
-            UserError: a set option that the rule does not have.
+            UserError: an option is set that the rule does not have.
 
         Example:
             >>> RULES["sgd"].options("sgd", {"momentum": 0.9, "b1": None})
             {'momentum': 0.9, 'weight_decay': 0.1}
         """
-        for option, value in settings.items():
-            if value is not None and option not in self.defaults:
+        for option, setting in settings.items():
+            if setting is not None and option not in self.defaults:
                 raise UserError(
-                    f"optimizer.{option}: {name} has none, got {value!r}: leave it out, or none; {name} takes "
+                    f"optimizer.{option}: got {setting!r}, and {name} has no such option: leave it out; {name} takes "
                     f"{', '.join(self.defaults)}{near_miss(option, self.defaults)}"
                 )
         return {
@@ -80,6 +80,7 @@ class UpdateRule:
 
 
 def _optax_rule(name: str) -> Callable[..., Any]:
+    """The rule of `optax` or `optax.contrib` with a name."""
     import optax
     from optax import contrib
 
@@ -92,10 +93,10 @@ def _masked_decay(settings: RuleSettings) -> Any:
 
 
 def _decay_behind(settings: RuleSettings) -> Any:
-    """A rule of optax without weight decay, and the decay behind it."""
+    """A rule of optax without weight decay, followed by decoupled weight decay."""
     import optax
 
-    options = {option: value for option, value in settings.options.items() if option != "weight_decay"}
+    options = {option: setting for option, setting in settings.options.items() if option != "weight_decay"}
     if settings.name == "sgd":
         options["momentum"] = options["momentum"] or None  # a momentum of 0 has no state
     rule = _optax_rule(settings.name)(settings.rate, **options)
@@ -124,6 +125,7 @@ def _by_layer(settings: RuleSettings) -> Any:
 
 
 def _one_bit(settings: RuleSettings) -> Any:
+    """1-bit Adam or 1-bit LAMB, with the freeze step of a run."""
     from jaxscale.optim import one_bit
 
     options = {**settings.options, "freeze": freeze_step(settings.options["freeze"], settings.steps)}
@@ -180,11 +182,11 @@ RULES: Mapping[str, UpdateRule] = {
 
 
 def freeze_step(freeze: float, steps: int) -> int:
-    """Updates before a variance is frozen.
+    """Number of updates before a variance is frozen.
 
     Args:
-        freeze: number of updates, or below 1 a share of the run.
-        steps: updates of the run.
+        freeze: number of updates, or, if below 1, their share of the run.
+        steps: number of updates in the run.
 
     Example:
         >>> freeze_step(0.25, 400), freeze_step(30, 400), freeze_step(0.25, 3)
@@ -194,11 +196,11 @@ def freeze_step(freeze: float, steps: int) -> int:
 
 
 def decoupled_decay(rate: Rate, decay: float, mask: Any) -> Any:
-    """Weight decay after an update rule: subtracts `rate * decay` of each weight from its update.
+    """Weight decay after an update rule; it subtracts `rate * decay` times each weight from its update.
 
     Args:
-        rate: learning rate by the number of updates made.
-        decay: share of a weight, in units of the learning rate.
+        rate: learning rate as a function of the number of updates made.
+        decay: factor of weight decay.
         mask: tree of bools like the parameters; `None` decays all.
     """
     import jax

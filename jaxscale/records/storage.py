@@ -1,4 +1,4 @@
-"""Where a run's files lie: a local folder, or a bucket (gs://, s3://) through etils.epath.
+"""Storage of a run's files, in a local folder or in a bucket (gs://, s3://) through etils.epath.
 
 Objects in a bucket cannot be appended to. `open_append` handles that: for a bucket it keeps the file in memory and
 uploads all of it every `UPLOAD_SECONDS`, on `flush` and on close. A run flushes its log before it saves a checkpoint,
@@ -49,7 +49,7 @@ def run_path(path: Any) -> Any:
 
 @contextlib.contextmanager
 def _path_in_errors(path: Any) -> Iterator[None]:
-    """Add the path to an OSError without one, such as those of `write`."""
+    """Add the path to an OSError that lacks it, such as one from `write`."""
     try:
         yield
     except OSError as error:
@@ -59,7 +59,7 @@ def _path_in_errors(path: Any) -> Iterator[None]:
 
 
 class LocalAppender:
-    """Every write goes to the operating system at once: SIGKILL tears at most the line being written."""
+    """Appends to a local file. Every write goes to the system at once, so a kill tears at most one line."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -82,7 +82,7 @@ class LocalAppender:
 
 
 class RemoteAppender:
-    """Holds a whole object in memory, and uploads it again as it grows."""
+    """Appends to an object in a bucket: holds all of it in memory, and uploads it again as it grows."""
 
     def __init__(self, path: Any):
         self.path = path
@@ -117,6 +117,6 @@ def open_append(path: Any) -> Appender:
     """Opens a file to append bytes to, local or in a bucket.
 
     Raises:
-        OSError: with the path as its `filename`, from here or from a later write: the disk is full, or read-only.
+        OSError: the disk is full or read-only; `filename` is the path. Later writes may raise it too.
     """
     return RemoteAppender(run_path(path)) if is_remote(path) else LocalAppender(run_path(path))

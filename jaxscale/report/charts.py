@@ -1,9 +1,9 @@
-"""Line charts as HTML with inline SVG: no library, and no script needed to see them.
+"""Line charts as HTML with inline SVG, without a library, and visible without a script.
 
 The SVG holds only the curves and is stretched to its box; ticks and labels are HTML beside it, so that text keeps its
 size on a wide screen and on a phone. A script in the page (report.js) reads each chart's JSON for the read-out under
-the pointer. Curves of many steps are thinned to the chart's pixels: the least and largest value of each bucket, so that
-no spike is lost.
+the pointer. Curves of many steps are thinned to the least and the largest value of each bucket of steps, so that no
+spike is lost.
 """
 
 import dataclasses
@@ -21,24 +21,24 @@ from jaxscale.figures.markup import Markup, element
 from jaxscale.values.units import number, short
 
 BUCKETS = 500
-"""Buckets of a thinned curve, of at most two points each: as many as a chart has pixels."""
+"""Number of buckets of a thinned curve, about the pixels of a chart's width; each keeps at most two points."""
 
 _UNITS = 1000.0
 """Width and height of the curves' image, in its own units."""
 _MARKS = 40
-"""The most marks that a chart shows."""
+"""Largest number of marks on a chart."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A curve: values over steps.
+    """A curve of values over steps.
 
     Args:
-        label: its name in the legend and the read-out.
-        steps: (n,) ascending.
-        values: (n,); a value that is not finite leaves a gap.
-        style: a line, a faint line behind others, or dots.
-        color: number of its colour in the page's palette, from 1.
+        label: name of the curve in the legend and the read-out.
+        steps: (n,) ascending steps.
+        values: (n,) value at each step; a value that is not finite leaves a gap.
+        style: style of the curve, a line, a faint line behind others, or dots.
+        color: number of the curve's colour in the page's palette, from 1.
     """
 
     label: str
@@ -50,26 +50,28 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """A labelled step, drawn as a rule across the chart."""
+    """A labelled step, drawn as a vertical line across the chart."""
 
     step: int
     label: str
 
 
 def smooth(values: np.ndarray, window: float) -> np.ndarray:
-    """Mean over about `window` steps around each step, fewer towards the ends. NaN and infinity are left out.
+    """Mean of the values over about `window` steps around each step, fewer towards the ends.
+
+    NaN and infinity are left out.
 
     Example:
         >>> smooth(np.array([1.0, 2.0, np.nan, 4.0, 5.0]), 3).tolist()
         [1.0, 1.5, 3.0, 4.5, 5.0]
     """
     finite = np.isfinite(values)
-    total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    count = np.concatenate([[0], np.cumsum(finite)])
+    sums_before = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts_before = np.concatenate([[0], np.cumsum(finite)])
     position = np.arange(len(values))
     radius = np.clip(np.minimum(position, position[::-1]), int(window) // 12, int(window) // 2)
     start, end = np.maximum(position - radius, 0), np.minimum(position + radius + 1, len(values))
-    sums, counts = total[end] - total[start], count[end] - count[start]
+    sums, counts = sums_before[end] - sums_before[start], counts_before[end] - counts_before[start]
     return np.where(counts > 0, sums / np.maximum(counts, 1), math.nan)
 
 
@@ -87,22 +89,22 @@ def line_chart(
 ) -> Markup:
     """A chart of curves over steps as an HTML figure.
 
-    The axis is logarithmic where the values span more than two decades. Rare values far from all others do not set its
-    bounds: the frame cuts them off, and the caption counts them.
+    The axis of values is logarithmic if they span more than two decades. Rare values far from all others do not set its
+    bounds; they lie outside the frame, and the caption has their number.
 
     Args:
         title: the chart's title.
         series: the curves; those without a finite value are left out.
-        unit: unit of the values, after the title.
-        text: formats a value for the read-out.
-        ticks_text: formats a tick; by default with as many digits as the ticks need.
-        ticks_base: ticks are round multiples of it.
-        from_zero: the axis begins at 0.
-        marks: rules across the chart.
-        tall: the chart takes the page's width.
+        unit: unit of the values, shown after the title.
+        text: function that formats a value for the read-out.
+        ticks_text: function that formats a tick; by default with as many digits as the ticks need.
+        ticks_base: number of which ticks are round multiples.
+        from_zero: whether the axis begins at 0.
+        marks: labelled steps, drawn as vertical lines.
+        tall: whether the chart is tall and has the page's width.
 
     Returns:
-        The figure, or "" where there is nothing to draw.
+        The figure; "" if no value is finite.
     """
     series = [curve for curve in series if np.isfinite(curve.values).any()]
     if not series:
@@ -122,9 +124,11 @@ def line_chart(
         first, last = first - 1, last + 1
 
     def x_of(step: float) -> float:
+        """Position of a step across the chart, from 0 at the left to 1."""
         return (step - first) / (last - first)
 
     def y_of(value: float) -> float:
+        """Position of a value down the chart, from 0 at the top to 1."""
         if logarithmic:
             value = math.log10(value) if value > 0 else low - 1
         return (high - value) / (high - low)
@@ -174,7 +178,7 @@ def line_chart(
 
 
 def _bounds(finite: np.ndarray) -> tuple[float, float, int]:
-    """Bounds of the axis, and the number of values outside."""
+    """Bounds of the axis for finite values, and the number of values outside."""
     low, high = float(finite.min()), float(finite.max())
     if len(finite) < 50:
         return low, high, 0
@@ -199,14 +203,14 @@ def _tick_text(values: Sequence[float]) -> Callable[[float], str]:
 
 
 def _mark_labels(marks: Sequence[Mark], x_of: Callable[[float], float]) -> list[Markup]:
-    """Names at the heads of the rules; names that would overlap are joined."""
+    """Labels at the upper ends of the marks; labels that would overlap are joined."""
     groups: list[tuple[float, list[str]]] = []
     for mark in sorted(marks, key=lambda mark: mark.step):
         x = x_of(mark.step)
         if not groups or x - groups[-1][0] >= 0.14:
             groups.append((x, []))
         groups[-1][1].append(mark.label)
-    texts = [(x, ", ".join(dict.fromkeys(names)), " before" * (x > 0.7)) for x, names in groups]
+    texts = [(x, ", ".join(dict.fromkeys(labels)), " before" * (x > 0.7)) for x, labels in groups]
     return [element("span", text, class_=f"rule{side}", style=f"left:{x:.2%}") for x, text, side in texts]
 
 
@@ -216,19 +220,19 @@ def _curve(curve: Series, x_of: Callable[[float], float], y_of: Callable[[float]
     style = "dots" if len(steps) == 1 else curve.style
     path = ""
     for is_finite, points in itertools.groupby(zip(steps, values, strict=True), lambda point: math.isfinite(point[1])):
-        # clamp: a coordinate far outside the frame would lose its digits
-        places = [f"{x_of(x) * _UNITS:.1f} {min(max(y_of(y), -1.0), 2.0) * _UNITS:.1f}" for x, y in points if is_finite]
-        if style == "dots" or len(places) == 1:
-            path += "".join(f"M{place}h0" for place in places)
-        elif places:
-            path += "M" + "L".join(places)
+        # clamp, since a coordinate far outside the frame would lose its digits
+        pairs = [f"{x_of(x) * _UNITS:.1f} {min(max(y_of(y), -1.0), 2.0) * _UNITS:.1f}" for x, y in points if is_finite]
+        if style == "dots" or len(pairs) == 1:
+            path += "".join(f"M{pair}h0" for pair in pairs)
+        elif pairs:
+            path += "M" + "L".join(pairs)
     return element("path", class_=f"c{curve.color} {style}", d=path)
 
 
 def _readout(
     series: Sequence[Series], marks: Sequence[Mark], text: Callable[[float], str], first: float, last: float
 ) -> Markup:
-    """The JSON for the page's script: steps and formatted values of each curve, evenly thinned."""
+    """The JSON for the page's script, with steps and formatted values of each curve, evenly thinned."""
     curves = []
     for curve in series:
         indices = spread(len(curve.steps), BUCKETS)
@@ -245,6 +249,6 @@ def _readout(
 
 
 def _description(title: str, series: Sequence[Series], text: Callable[[float], str]) -> str:
-    """The chart for a screen reader: the first and the last finite value of each curve."""
-    values = [(curve.label, curve.values[np.isfinite(curve.values)]) for curve in series]
-    return f"{title}: " + "; ".join(f"{label} from {text(ends[0])} to {text(ends[-1])}" for label, ends in values)
+    """A text for screen readers, with the first and the last finite value of each curve."""
+    curves = [(curve.label, curve.values[np.isfinite(curve.values)]) for curve in series]
+    return f"{title}: " + "; ".join(f"{label} from {text(finite[0])} to {text(finite[-1])}" for label, finite in curves)

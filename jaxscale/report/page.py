@@ -1,7 +1,7 @@
-"""report.html: a run on one self-contained page, written from the files in the run's folder, without JAX.
+"""report.html, a self-contained page about a run, written from the files in the run's folder, without JAX.
 
-The page holds its style, its small script and its charts; it opens from disk or from a mail, wide or narrow, light or
-dark, and shows its whole content without the script.
+The page contains its style, its small script and its charts. It can be opened from disk or from a mail, in a wide or
+narrow window, light or dark, and shows its whole content without the script.
 """
 
 import itertools
@@ -36,9 +36,9 @@ _EVENT_COLORS = {
     "finished": 3,
 }
 _SAMPLE_CHARACTERS = 4000
-"""The most characters of a sample on the page."""
+"""Largest number of characters of a sample on the page."""
 _EVENTS = 60
-"""The most lines of events on the page."""
+"""Largest number of lines of events on the page."""
 
 
 def write_report(run_dir: Any) -> Any:
@@ -65,7 +65,7 @@ def write_report(run_dir: Any) -> Any:
 
 
 def report_html(run: RunRecord) -> str:
-    """The page of a run."""
+    """The report of a run as HTML."""
     file = Path(__file__)
     style, script = file.with_name("report.css").read_text("utf-8"), file.with_name("report.js").read_text("utf-8")
     sections = {
@@ -91,18 +91,18 @@ def _sheet(title: str | None, *content: Any) -> Markup:
 
 
 def _header(run: RunRecord) -> Markup:
-    """Name, status and origin of the run, what could not be read, and the most important figures."""
+    """Name, status and origin of the run, the files that could not be read, and the most important figures."""
     start = next((row["time"] for row in run.metrics if isinstance(row.get("time"), int | float)), None)
-    parts = [run.path]
-    parts += [f"variant {run.source['variant']}"] if run.source.get("variant") else []
-    parts += [f"seed {run.experiment['seed']}"] if "seed" in run.experiment else []
-    parts += [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start))] if start is not None else []
+    facts = [run.path]
+    facts += [f"variant {run.source['variant']}"] if run.source.get("variant") else []
+    facts += [f"seed {run.experiment['seed']}"] if "seed" in run.experiment else []
+    facts += [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start))] if start is not None else []
     words = STATUS[run.status][0]
     status = element("span", words[0].upper() + words[1:], class_=f"status {run.status}")
     header = element(
         "header",
         element("div", element("h1", run.name), status, class_="title"),
-        element("p", " · ".join(part for part in parts if part)),
+        element("p", " · ".join(fact for fact in facts if fact)),
         [element("p", f"Could not be read: {line}", class_="warning") for line in run.unread],
     )
     return joined([header, _figures(run)])
@@ -165,8 +165,8 @@ def _charts(run: RunRecord) -> list[Markup]:
     ]
     if run.device_memory is not None:
         name, column = run.device_memory
-        base = 1024.0 ** math.floor(math.log(max(float(np.nanmax(column)), 1.0), 1024))
-        bytes_texts: dict[str, Any] = {"text": size, "ticks_text": round_size, "ticks_base": base}
+        unit_bytes = 1024.0 ** math.floor(math.log(max(float(np.nanmax(column)), 1.0), 1024))
+        bytes_texts: dict[str, Any] = {"text": size, "ticks_text": round_size, "ticks_base": unit_bytes}
         charts.append(_metric_chart(train, name, "Device memory", color=5, **bytes_texts))
     if run.mfu is not None:
         texts: dict[str, Any] = {"text": "{:.1%}".format, "ticks_text": "{:.0%}".format}
@@ -182,7 +182,7 @@ def _charts(run: RunRecord) -> list[Markup]:
 def _metric_chart(
     rows: MetricsRows, name: str, title: str, *, color: int, from_zero: bool = True, **options: Any
 ) -> Markup:
-    """The chart of a field of the metrics; empty without a finite value."""
+    """The chart of the field `name` of the metrics; empty without a finite value."""
     steps, values = rows.column("step"), rows.column(name)
     curves = [Series(title.lower(), steps, values, "line", color)]
     if len(values) > 200 and name not in ("learning_rate", "memory_bytes"):
@@ -192,7 +192,7 @@ def _metric_chart(
 
 
 def _plan(run: RunRecord) -> list[Markup]:
-    """The plan in words beside the mesh and the memory, above the placement of the biggest parameters."""
+    """The plan in words beside pictures of mesh and memory, and a table of the biggest parameters below."""
     words = plan_in_words(run.plan, run.layout, run.experiment)
     words += [] if run.kernels is None else [(f"Kernels taken on {run.kernels[0]}", run.kernels[1])]
     sizes = mesh_of(run.plan, run.layout)
@@ -222,7 +222,7 @@ def _plan(run: RunRecord) -> list[Markup]:
 
 
 def _samples(samples: Iterable[Sample]) -> list[Markup]:
-    """The newest samples, and a fold with some of the earlier ones."""
+    """The newest samples, and a section that opens to show some of the earlier ones."""
     newest_first = sorted(samples, key=lambda sample: -sample.step)
     newest = [sample for sample in newest_first if sample.step == newest_first[0].step]
     older = newest_first[len(newest) :]
@@ -254,7 +254,7 @@ def _visible(text: str) -> str:
 
 
 def _events(run: RunRecord) -> Markup | None:
-    """A lane of dots for each name of an event, above the events in order."""
+    """A row with a dot for each event of a name, for each name; below it, the events in order."""
     rows = run.rows("event")
     if not rows:
         return None
@@ -279,7 +279,7 @@ def _events(run: RunRecord) -> Markup | None:
 
 
 def _grouped_events(rows: MetricsRows) -> list[tuple[str, str, str]]:
-    """Step, name and details of events in order; more than three of one name in a row become one line."""
+    """Step, name and details of the events in order; more than three successive events of one name become one line."""
     lines: list[tuple[str, str, str]] = []
     for name, group in itertools.groupby(rows, lambda row: str(row.get("name"))):
         events = list(group)
@@ -291,16 +291,16 @@ def _grouped_events(rows: MetricsRows) -> list[tuple[str, str, str]]:
 
 
 def _details(row: dict[str, Any]) -> str:
-    """The fields of an event, without words that their units imply: "step 30.0 ms, temp 2.96 MiB"."""
+    """The fields of an event without the words that units imply, such as "step 30.0 ms, temp 2.96 MiB"."""
     fields: list[str] = []
     for name, value in row.items():
         if name in ("step", "kind", "time", "name") or value is None:
             continue
-        for part, item in value.items() if isinstance(value, dict) else [("", value)]:
+        for key, key_value in value.items() if isinstance(value, dict) else [("", value)]:
             label = name if name not in ("seconds", "bytes", "flop", "reason", "path", "by", "memory") else ""
-            label = f"{label.removesuffix('_seconds').removesuffix('_bytes').removesuffix('_flop')} {part}"
+            label = f"{label.removesuffix('_seconds').removesuffix('_bytes').removesuffix('_flop')} {key}"
             unit_name = f"{name}_bytes" if name == "memory" else name
-            fields.append(f"{label.replace('_', ' ').strip()} {field(unit_name, item)}".strip())
+            fields.append(f"{label.replace('_', ' ').strip()} {field(unit_name, key_value)}".strip())
     return ", ".join(fields)[:600]
 
 
@@ -325,8 +325,8 @@ def _facts(facts: dict[str, Any]) -> Markup:
 
 
 def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested JSON by dotted path."""
+    """The values of nested JSON objects by dotted path."""
     leaves: dict[str, Any] = {}
-    for name, item in record.items():
-        leaves |= _flat(item, f"{prefix}{name}.") if isinstance(item, dict) else {f"{prefix}{name}": item}
+    for name, content in record.items():
+        leaves |= _flat(content, f"{prefix}{name}.") if isinstance(content, dict) else {f"{prefix}{name}": content}
     return leaves

@@ -1,4 +1,4 @@
-"""Pictures of a layout as HTML: the mesh of devices, how a parameter is sharded over it, memory by kind of tensor."""
+"""Pictures of a layout as HTML: the mesh of devices, the shards of parameters, and memory by kind of tensor."""
 
 import math
 import re
@@ -11,7 +11,7 @@ from jaxscale.figures.markup import Markup, element, joined, table
 from jaxscale.values.units import count, size
 
 _SHOWN = 8
-"""Devices drawn along an axis; a longer one is drawn with a gap."""
+"""Largest number of devices drawn along an axis; a longer axis is drawn with a gap."""
 
 _AXIS_COLORS = {"replica": 6, "data": 1, "pipe": 5, "fsdp": 2, "expert": 4, "sequence": 7, "tensor": 3}
 _KIND_COLORS = (
@@ -33,8 +33,8 @@ def mesh_picture(sizes: dict[str, int], devices: int) -> Markup:
     The last axis, whose links are the fastest, runs across; the one before it runs down; earlier axes form groups.
 
     Args:
-        sizes: devices per axis, without axes of one device.
-        devices: number of devices, where the mesh has no axis.
+        sizes: number of devices along each axis by name, without axes of one device.
+        devices: number of devices if the mesh has no axis.
     """
     axes = list(sizes.items())
     lengths = [length for _, length in axes] or [max(1, devices)]
@@ -69,12 +69,12 @@ def _axis_color(axis: str) -> int:
 
 
 def _swatch(color: int, **attributes: str) -> Markup:
-    """A patch of a colour of the page's palette."""
+    """A small box in a colour of the page's palette."""
     return element("i", class_=f"c{color}", **attributes)
 
 
 def _drawn_indices(count: int) -> list[int | None]:
-    """Indices along an axis that are drawn; `None` is a gap."""
+    """Indices of the devices that are drawn along an axis of `count` devices; `None` is a gap."""
     return [*range(count)] if count <= _SHOWN else [*range(_SHOWN - 2), None, count - 1]
 
 
@@ -85,7 +85,9 @@ def _group_name(groups: Sequence[tuple[str, int]], index: int) -> str:
 
 
 def shard_picture(shape: Sequence[int], parts: Sequence[int]) -> Markup:
-    """A parameter as a rectangle cut into its shards, the first device's filled; dims beyond two show as a pile.
+    """A parameter as a rectangle divided into its shards, with the first device's filled.
+
+    A parameter of more than two dims is drawn with a second rectangle behind.
 
     Args:
         shape: shape of the parameter.
@@ -112,7 +114,13 @@ def shard_picture(shape: Sequence[int], parts: Sequence[int]) -> Markup:
 
 
 def parameter_table(parameters: Sequence[Any], sizes: dict[str, int], most: int = 12) -> Markup:
-    """The biggest parameters: shape, placement on the mesh, bytes in all and per device."""
+    """A table of the biggest parameters, with shape, placement on the mesh, and bytes in total and per device.
+
+    Args:
+        parameters: the parameters of layout.json.
+        sizes: number of devices along each axis by name.
+        most: largest number of rows; smaller parameters are added up in one more.
+    """
     valid = [param for param in parameters if isinstance(param, dict) and isinstance(param.get("shape"), list | tuple)]
     valid.sort(key=lambda param: (-float(param.get("bytes") or 0), str(param.get("name"))))
     if not valid:
@@ -125,29 +133,32 @@ def parameter_table(parameters: Sequence[Any], sizes: dict[str, int], most: int 
         cells += [" \N{MULTIPLICATION SIGN} ".join(f"{dim:,}" for dim in shape) or "scalar", _placement(spec, sizes)]
         rows.append([*cells, str(param.get("dtype") or ""), *_sizes([param])])
     smaller = valid[most:]
-    rest = [("", f"{count(len(smaller))} smaller ones", "", "", "", *_sizes(smaller))] if smaller else []
+    remainder_rows = [("", f"{count(len(smaller))} smaller ones", "", "", "", *_sizes(smaller))] if smaller else []
     heads = ("", "Parameter", "Shape", "Lies on", "Type", "Whole", "Per device")
-    grid = table(rows, heads, numeric=(5, 6), names=1, rest=rest, class_="parameters")
+    grid = table(rows, heads, numeric=(5, 6), names=1, rest=remainder_rows, class_="parameters")
     return element("div", grid, class_="scroll")
 
 
 def _sizes(parameters: Sequence[Any]) -> list[str]:
-    """Bytes of parameters in all and per device."""
+    """Sums of the bytes of parameters, in total and per device."""
     return [size(sum(float(param.get(field) or 0) for param in parameters)) for field in ("bytes", "bytes_per_device")]
 
 
 def _spec(spec: Any, dims: int) -> list[list[str]]:
-    """Mesh axes per dim; a spec may be shorter than the shape; a dim's axes are `None`, one name or several."""
-    items = list(spec) if isinstance(spec, list | tuple) else []
-    items = (items + [None] * dims)[:dims]
-    return [[] if axes is None else [axes] if isinstance(axes, str) else [str(axis) for axis in axes] for axes in items]
+    """Mesh axes of each dim, from a spec of layout.json.
+
+    The spec may be shorter than the shape; its entry for a dim is `None`, one name or several.
+    """
+    specs = list(spec) if isinstance(spec, list | tuple) else []
+    specs = (specs + [None] * dims)[:dims]
+    return [[] if axes is None else [axes] if isinstance(axes, str) else [str(axis) for axis in axes] for axes in specs]
 
 
-def _placement(spec: list[list[str]], sizes: dict[str, int]) -> list[Markup]:
+def _placement(axes_of_dim: list[list[str]], sizes: dict[str, int]) -> list[Markup]:
     """A tag for each mesh axis of more than one device that shards a dim."""
     tags = [
         element("span", f"dim {dim} on {axis}", class_=f"tag c{_axis_color(axis)}")
-        for dim, axes in enumerate(spec)
+        for dim, axes in enumerate(axes_of_dim)
         for axis in axes
         if sizes.get(axis, 1) > 1
     ]
@@ -155,23 +166,23 @@ def _placement(spec: list[list[str]], sizes: dict[str, int]) -> list[Markup]:
 
 
 def _breakable(name: str) -> list[Any]:
-    """A name that may be broken after a separator."""
+    """A name in HTML that may be broken into lines after a separator."""
     return [[part, element("wbr") if part in "./_" else None] for part in re.split("([./_])", name) if part]
 
 
-def memory_bar(kinds: dict[str, float], capacity: float | None = None) -> Markup:
-    """Bytes per device by kind of tensor, as one bar and a line per kind; the device's too where it is known."""
-    kinds = {kind: amount for kind, amount in kinds.items() if amount > 0 and math.isfinite(amount)}
-    total = sum(kinds.values())
+def memory_bar(bytes_by_kind: dict[str, float], capacity: float | None = None) -> Markup:
+    """Bytes per device by kind of tensor, as a bar and a table, with the device's `capacity` if it is known."""
+    bytes_by_kind = {kind: amount for kind, amount in bytes_by_kind.items() if amount > 0 and math.isfinite(amount)}
+    total = sum(bytes_by_kind.values())
     if not total:
         return Markup()
     width = max(total, capacity or 0.0)
     segments, rows = [], []
-    for kind, amount in kinds.items():
+    for kind, amount in bytes_by_kind.items():
         color = next((index for word, index in _KIND_COLORS if word in kind.lower()), 7)
         segments.append(_swatch(color, style=f"width:{amount / width:.3%}", title=f"{kind}: {size(amount)}"))
         share = f"{amount / total:.0%}" if amount >= 0.005 * total else "<1%"
         rows.append((element("span", _swatch(color), kind.capitalize(), class_="key"), size(amount), share))
-    rest = [("Together", size(total), "")] + ([("Device", size(capacity), "")] if capacity else [])
+    total_rows = [("Together", size(total), "")] + ([("Device", size(capacity), "")] if capacity else [])
     bar = element("div", segments, class_="bar", role="img", aria_label="memory per device")
-    return joined([bar, table(rows, numeric=(1, 2), rest=rest)])
+    return joined([bar, table(rows, numeric=(1, 2), rest=total_rows)])

@@ -30,7 +30,7 @@ _COPY = re.compile(r"\bcopy(?!.*fusion)|memcpy|memset|transfer|infeed|outfeed|ho
 
 
 _SHOWN = 12
-"""Operations of the busiest device in a summary."""
+"""Number of operations of the busiest device that a summary lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +38,10 @@ class TracedEvent:
     """One execution of an operation on a device.
 
     Args:
-        name: of the operation in the compiled program, or of the kernel.
-        stats: further facts of the profiler, by its names for them.
-        start: nanoseconds on the clock of the trace.
-        end: nanoseconds on the same clock.
+        name: name of the operation in the compiled program, or of the kernel.
+        stats: further values that the profiler recorded, by the profiler's names.
+        start: start of the execution in nanoseconds on the clock of the trace.
+        end: end of the execution in nanoseconds on the same clock.
     """
 
     name: str
@@ -51,7 +51,7 @@ class TracedEvent:
 
     @functools.cached_property
     def kind(self) -> OperationKind:
-        """Its kind of work."""
+        """Kind of the operation, by its name and its category in HLO."""
         words = (self.name, self.stats.get("hlo_op", ""), self.stats.get("hlo_category", ""))
         return kind_of(" ".join(map(str, words)))
 
@@ -61,10 +61,10 @@ class DeviceOperation:
     """One operation of a device, summed over its executions.
 
     Args:
-        name: its name in the compiled program, or the kernel's.
-        kind: its kind of work.
+        name: name of the operation in the compiled program, or of the kernel.
+        kind: kind of the operation.
         seconds: self time of all executions.
-        count: executions.
+        count: number of executions.
     """
 
     name: str
@@ -78,11 +78,11 @@ class DeviceTime:
     """The time of one device by operation.
 
     Args:
-        device: its name in the trace.
+        device: name of the device in the trace.
         span: seconds from the first operation's start to the last one's end.
         busy: seconds of the span in which at least one operation ran.
         longest_gap: seconds of the longest wait between two operations.
-        operations: in order of falling self time.
+        operations: the device's operations, the one with the most self time first.
     """
 
     device: str
@@ -93,7 +93,7 @@ class DeviceTime:
 
     @property
     def seconds(self) -> float:
-        """Self time of all operations; more than `busy` where some ran at the same time."""
+        """Self time of all operations; more than `busy` if some ran at the same time."""
         return sum(operation.seconds for operation in self.operations)
 
     @property
@@ -102,18 +102,18 @@ class DeviceTime:
         return self.busy / self.span if self.span else 0.0
 
     def share(self, kind: OperationKind) -> float:
-        """Share of the operations' time in operations of a kind, 0 to 1."""
-        part = sum(operation.seconds for operation in self.operations if operation.kind == kind)
-        return part / self.seconds if self.seconds else 0.0
+        """Share of the operations' self time that operations of a kind took, 0 to 1."""
+        kind_seconds = sum(operation.seconds for operation in self.operations if operation.kind == kind)
+        return kind_seconds / self.seconds if self.seconds else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The time of a trace, by device.
+    """Times of the devices in a trace; its text is the page.
 
     Args:
         devices: the devices of the traced processes.
-        steps: how many steps were traced.
+        steps: number of traced steps.
     """
 
     devices: tuple[DeviceTime, ...]
@@ -123,9 +123,9 @@ class Summary:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """The lines of the page: shares of every device, then the operations of the busiest that take longest."""
+        """The lines of the page: shares of every device, then the longest operations of the busiest device."""
         if not self.devices:
-            yield "no operation of a device is in the trace"
+            yield "the trace has no operation of a device"
             return
         yield f"{self.steps} step(s) traced; seconds are per step"
         yield ""
@@ -155,13 +155,13 @@ def summary_of(folder: Any, steps: int) -> Summary:
 
     Args:
         folder: the folder passed to `jax.profiler.start_trace`.
-        steps: how many steps were traced.
+        steps: number of traced steps.
 
     Raises:
         UserError: there is no trace.
     """
-    with newest_trace(folder) as processes:
-        return Summary(tuple(time for data in processes for time in device_times(data.planes)), steps)
+    with newest_trace(folder) as profiles:
+        return Summary(tuple(time for profile in profiles for time in device_times(profile.planes)), steps)
 
 
 @contextlib.contextmanager
@@ -179,22 +179,22 @@ def newest_trace(folder: Any) -> Iterator[Iterator[Any]]:
         )
     from jax.profiler import ProfileData
 
-    # making ProfileData's classes warns about their lack of __module__, and kills Python 3.12 where that is an error
+    # making ProfileData's classes warns about their lack of __module__, and crashes Python 3.12 if warnings are errors
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield (ProfileData.from_file(str(file)) for file in files)
 
 
 def operations_of(plane: Any) -> Iterator[tuple[str, list[TracedEvent]]]:
-    """The name of a device and its operations, for each line of a plane that has some.
+    """The name of a device and its operations, for each line of a plane (a table of the trace) that has operations.
 
     A TPU's plane has its operations, nested, in the line "XLA Ops"; a GPU's has a line per stream; the CPU's operations
-    are among the host's events, and carry their device's number.
+    are among the host's events, with the number of their device.
     """
     for line in plane.lines:
-        tpu = plane.name.startswith("/device:TPU") and line.name == "XLA Ops"
-        gpu = plane.name.startswith("/device:GPU") and line.name.startswith("Stream")
-        if tpu or gpu:
+        is_tpu = plane.name.startswith("/device:TPU") and line.name == "XLA Ops"
+        is_gpu = plane.name.startswith("/device:GPU") and line.name.startswith("Stream")
+        if is_tpu or is_gpu:
             yield plane.name.removeprefix("/device:"), [traced_event(event) for event in line.events]
         elif plane.name == "/host:CPU":
             by_device: dict[int, list[TracedEvent]] = collections.defaultdict(list)
@@ -206,7 +206,7 @@ def operations_of(plane: Any) -> Iterator[tuple[str, list[TracedEvent]]]:
 
 
 def traced_event(event: Any) -> TracedEvent:
-    """An event of `ProfileData`; a TPU names an operation by its whole line of HLO."""
+    """An event of `ProfileData` as a `TracedEvent`; a TPU's event has the whole line of HLO as its name."""
     name = str(event.name).split(" = ")[0].lstrip("%")
     return TracedEvent(name, dict(event.stats), event.start_ns, event.start_ns + event.duration_ns)
 
@@ -215,7 +215,7 @@ def device_times(planes: Iterable[Any]) -> list[DeviceTime]:
     """The times of the devices of a trace.
 
     Args:
-        planes: `ProfileData.planes`.
+        planes: `ProfileData.planes`, the tables of a trace.
     """
     timelines: dict[str, list[list[TracedEvent]]] = collections.defaultdict(list)
     for plane in planes:

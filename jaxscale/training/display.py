@@ -1,6 +1,6 @@
 """The progress of a run on the screen: one live line in a terminal or a notebook, a line every 20 s in a file.
 
-It receives every step and shows a few per second, so that it costs a fast step only microseconds.
+The display receives every step and shows a few per second, so that it costs a fast step only microseconds.
 """
 
 import datetime
@@ -18,8 +18,8 @@ class Display:
     """The progress of one run.
 
     Args:
-        steps: updates of the run.
-        quiet: show nothing at all.
+        steps: number of updates in the run.
+        quiet: whether to show nothing at all.
         name: name of the run.
 
     `live` is true in a terminal or a notebook, where lines may be updated and coloured.
@@ -36,7 +36,7 @@ class Display:
         self._open_line = False
 
     def say(self, text: str) -> None:
-        """Show a permanent line."""
+        """Show a line that stays on the screen."""
         if self._quiet:
             return
         if self._progress is not None:
@@ -49,7 +49,7 @@ class Display:
         """Update the live line.
 
         Args:
-            step: updates so far.
+            step: number of updates so far.
             row: metrics of the step, as in metrics.jsonl.
         """
         if self._quiet or (time.monotonic() - self._shown_at < self._interval and step < self._steps):
@@ -93,6 +93,7 @@ class Display:
         return self._progress
 
     def _end_line(self) -> None:
+        """End the live line of a notebook."""
         if self._open_line:
             print(flush=True)
             self._open_line = False

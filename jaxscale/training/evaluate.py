@@ -1,4 +1,4 @@
-"""Held-out loss, and accuracy where the model reports it: while training, and of a run afterwards."""
+"""Held-out loss, and accuracy if the model reports it, during training and of a run afterwards."""
 
 import itertools
 from typing import Any
@@ -6,23 +6,23 @@ from typing import Any
 from jaxscale.errors import UserError
 
 _IN_FLIGHT = 8
-"""Batches that may wait on the devices at once."""
+"""Number of batches that may wait on the devices at once."""
 
 
 def held_out_means(
     step: Any, data: Any, state: Any, batches: int | None = None, *, one_at_a_time: bool
 ) -> dict[str, float] | None:
-    """Held-out loss, and accuracy where the model reports it.
+    """Held-out loss, and accuracy if the model reports it.
 
     Args:
         step: the train step, which compiles its evaluation once.
         data: the opened data.
         state: the train state.
         batches: number of batches; all by default.
-        one_at_a_time: wait for each batch, as the CPU platform needs.
+        one_at_a_time: wait for each batch before the next one, which the CPU platform requires.
 
     Returns:
-        `loss` (nats per target), `targets`, `accuracy` if reported; `None` where nothing is held out.
+        `loss` (nats per target), `targets`, `accuracy` if reported; `None` if nothing is held out.
     """
     import jax
 
@@ -56,10 +56,10 @@ def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dic
         batches: number of held-out batches; all by default.
 
     Returns:
-        `step`, `loss` (nats per target), `targets`, and `accuracy` where the model reports it.
+        `step`, `loss` (nats per target), `targets`, and `accuracy` if the model reports it.
 
     Raises:
-        UserError: no run or checkpoint there, or data with nothing held out.
+        UserError: the directory has no run or checkpoint, or the data has nothing held out.
     """
     from jaxscale.checkpoint.restore import restore_parameters
 

@@ -1,6 +1,6 @@
-"""Journal: the output of a run in progress: lines on the screen, metrics.jsonl, samples, the report, the summary.
+"""Journal: the output of a run in progress, on the screen and to metrics.jsonl, samples.txt and the report.
 
-Of several processes only the first writes and shows.
+Of several processes, only the first has output.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ class Journal:
 
     Args:
         folder: the run's folder.
-        display: its output on the screen.
+        display: the run's output on the screen.
     """
 
     def __init__(self, folder: Any, display: Display) -> None:
@@ -26,7 +26,7 @@ class Journal:
         self._log: MetricsLog | None = None
 
     def open(self) -> None:
-        """Open metrics.jsonl; earlier output is shown and not logged."""
+        """Open metrics.jsonl; output before this call is shown, but not logged."""
         with place.writing(self.folder):
             self._log = MetricsLog(self.folder) if is_first() else None
 
@@ -57,7 +57,7 @@ class Journal:
         self._display.show(step, row)
 
     def evaluated(self, step: int, metrics: Mapping[str, float], *, better: bool) -> None:
-        """Log and show the held-out metrics after a step."""
+        """Log and show the held-out metrics after a step; `better` if the loss is the least so far."""
         self._append(step, "eval", **metrics)
         accuracy = f", accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
         self.say(f"step {step}: held-out loss {metrics['loss']:.4f}{accuracy}{' (best)' if better else ''}")
@@ -92,7 +92,7 @@ class Journal:
             self.say(f"the report was not written: {error}")
 
     def conclude(self) -> None:
-        """Show the figures of a run that has ended."""
+        """Show the summary of a run that has ended."""
         from jaxscale.report.summary import summary
 
         self._display.close()

@@ -56,13 +56,13 @@ def train(
     Args:
         experiment: the experiment to train.
         plan: the plan to train by; the experiment's by default.
-        steps: updates, instead of the experiment's. The schedule ends with them: a run that is continued with other
-            steps goes on at another learning rate, which it prints and logs.
-        out: the run directory, local or gs:// or s3://; `runs/NAME` by default.
+        steps: number of updates, in place of the experiment's. The schedule ends with the last one, so a run that is
+            continued with another number changes its learning rate, which it prints and logs.
+        out: the run directory, a local, gs:// or s3:// path; `runs/NAME` by default.
         resume: "auto" continues the run in the directory, whose experiment may differ in steps, evaluation, samples,
             checkpoint and plan; "never" renames that directory and starts a new run.
-        log_every: steps per line of the log; the tokens and seconds of a line cover all of them.
-        profile: steps to trace, as "10:13" (the three from 10 to 12).
+        log_every: number of steps per line of the log; a line's tokens and seconds are those of all its steps.
+        profile: range of steps to trace, such as "10:13" (the three from 10 to 12).
         source: origin of the experiment, so that commands can rebuild it.
         quiet: print nothing.
         devices: devices to run on; all by default.
@@ -71,10 +71,11 @@ def train(
         The run, with its metrics and its last state.
 
     Raises:
-        UserError: an argument does not fit, before anything is traced; or the disk failed, and older checkpoints are
+        UserError: an argument is not valid, which is checked before anything is traced; or the disk failed, and older
+            checkpoints are intact.
+        Preempted: a signal stopped the run, after which it saved, or before its first step with older checkpoints
             intact.
-        Preempted: stopped by a signal, and saved; or stopped before the first step, with earlier checkpoints intact.
-        KeyboardInterrupt: stopped by a signal before the first step of a run that has saved nothing.
+        KeyboardInterrupt: a signal stopped the run before its first step, with no checkpoint saved.
         Diverged: too many steps in a row were skipped; the message names the last good checkpoint.
     """
     if steps is not None:
@@ -97,10 +98,10 @@ class _Training:
     """A run in progress: the arguments of `train`, and the counts so far.
 
     Args:
-        n: updates made.
-        tokens: target tokens seen.
-        skipped: updates skipped by the guard.
-        best: the least held-out loss; `None` without one.
+        n: number of updates made.
+        tokens: number of target tokens seen.
+        skipped: number of updates that the guard skipped.
+        best: the least held-out loss so far; `None` before the first.
         data_state: state of the iterator over batches, after the newest batch that was taken.
         earlier: the run that this one continues; `None` for a new one.
     """
@@ -129,14 +130,14 @@ class _Training:
 
     def run(self) -> Run:
         """Check, train and return the result."""
-        exists = (self.folder / place.EXPERIMENT).exists()
-        if exists and self.resume == "never":
+        run_exists = (self.folder / place.EXPERIMENT).exists()
+        if run_exists and self.resume == "never":
             if is_first():
                 with place.claimed(self.folder):
                     self.journal.say(f"the run that was in {self.folder} is now {place.set_aside(self.folder)}")
-            exists = False
+            run_exists = False
         wait_for_all("the directory is set")
-        if not exists:
+        if not run_exists:
             self._prepare()  # reports mistakes before the directory is made
         with place.claimed(self.folder) if is_first() else contextlib.nullcontext():
             checkpoint = self.experiment.checkpoint
@@ -146,7 +147,7 @@ class _Training:
                 if steps and steps[-1] >= self.experiment.steps:
                     return self._finished_before(steps[-1])
             wait_for_all("the directory is checked")
-            if exists:
+            if run_exists:
                 self._prepare()
             if self.earlier is None:
                 self._write_values()
@@ -159,7 +160,7 @@ class _Training:
                 self.profiler.close()
 
     def _write_values(self) -> None:
-        """Write the run's values; in a continued run only once state and data are restored."""
+        """Write experiment, plan, tokenizer and source; a continued run does so once state and data are restored."""
         if not is_first():
             return
         with place.writing(self.folder):
@@ -169,18 +170,18 @@ class _Training:
             source.write(self.folder)
 
     def _finished_before(self, step: int) -> Run:
-        """The result of a run whose newest checkpoint is that of its last step."""
+        """The result of a run that has a checkpoint of its last step already."""
         run = Run(self.folder, self.experiment, self.plan, devices=self.devices)
         if is_first() and not (self.folder / "report.html").exists():
             self.journal.report()
         self.journal.conclude()
         self.journal.say(
-            f"nothing is left to do: raise steps beyond {step} to train on, or give another directory (--out)"
+            f"the run is complete: raise steps beyond {step} to train on, or give another directory (--out)"
         )
         return run
 
     def _prepare(self) -> None:
-        """Build the step and open the data: every check that needs no compilation."""
+        """Build the step and open the data, with every check that needs no compilation."""
         import jax
 
         from jaxscale.state.layout import check_model
@@ -206,7 +207,7 @@ class _Training:
         check_data(experiment, self.data)
 
     def _start(self) -> Any:
-        """The state of the newest checkpoint that verifies, or the initial state."""
+        """The state of the newest checkpoint that is not damaged, or the initial state."""
         restored = self.checkpoints.restore(self.step.canonical_abstract(), set_aside=True, say=self.journal.say)
         if restored is None:
             return self.step.init()
@@ -230,7 +231,7 @@ class _Training:
         self.event("resume", tokens=self.tokens, **fields)
         if self.profiler.missed(self.n):
             self.journal.say(
-                f"profile {self.profiler.steps}: the run goes on after step {self.n}, and these steps are not traced"
+                f"profile {self.profiler.steps}: the run continues after step {self.n}, so these steps are not traced"
             )
         return state
 
@@ -268,11 +269,15 @@ class _Training:
         self.event("finished", loss=pauses.held_out, best=pauses.best, seconds=time.monotonic() - start)
         self.journal.report()
         self.journal.conclude()
-        live = {"train_step": self.step, "state": state, "data": self.data}
-        return Run(self.folder, self.experiment, self.plan, devices=self.devices, **live)
+        in_memory = {"train_step": self.step, "state": state, "data": self.data}
+        return Run(self.folder, self.experiment, self.plan, devices=self.devices, **in_memory)
 
     def _steps(self, state: Any, batches: Any, batch: Any, stop: Stop, pauses: Pauses) -> Any:
-        """Run all steps from a state and the first batch; returns the last state."""
+        """Run all steps from a state and the first batch; returns the last state.
+
+        Except on the CPU, the metrics of a step are read once the next one is dispatched; `pending` is the step in
+        flight.
+        """
         pending: tuple[int, Any, Any] | None = None
         self.meter.resume()
         while self.n < self.experiment.steps:
@@ -321,15 +326,15 @@ class _Training:
         memory = self.step.memory(batch)
         host_memory = self.step.host_memory()
         copy_bytes = self.step.canonical_copy_bytes
-        sizes = memory | {f"host {kind}": kind_bytes for kind, kind_bytes in host_memory.items()}
-        sizes["checkpoint copy"] = copy_bytes
-        prediction = {f"{kind.replace(' ', '_')}_bytes": kind_bytes for kind, kind_bytes in sizes.items()}
+        bytes_by_name = memory | {f"host {kind}": kind_bytes for kind, kind_bytes in host_memory.items()}
+        bytes_by_name["checkpoint copy"] = copy_bytes
+        prediction = {f"{kind.replace(' ', '_')}_bytes": kind_bytes for kind, kind_bytes in bytes_by_name.items()}
         self.event("predicted", model_flop=flop, parameters=self.step.parameters, **prediction)
         if is_first():
-            kinds = {**memory, "gradients and activations": facts.temp_bytes}
+            bytes_by_kind = {**memory, "gradients and activations": facts.temp_bytes}
             with place.writing(self.folder):
-                table = {**self.step.layout.table(), "memory": kinds, "host_memory": host_memory}
-                place.write_json(self.folder / "layout.json", table)
+                layout = {**self.step.layout.table(), "memory": bytes_by_kind, "host_memory": host_memory}
+                place.write_json(self.folder / "layout.json", layout)
                 if self.step.decision is not None:
                     place.write_json(self.folder / "memory.json", to_json(self.step.decision))
         device = None if self.one_at_a_time else self.step.mesh.local_devices[0]  # pyright: ignore[reportOptionalSubscript]
@@ -344,7 +349,7 @@ class _Training:
             )
 
     def _settle_pending(self, pending: tuple[int, Any, Any] | None) -> tuple[bool, bool]:
-        """Settle a step in flight; returns whether to stop, and whether to save by the clock."""
+        """Settle a step in flight (number, metrics, question); returns whether to stop, and whether to save."""
         if pending is None:
             return False, False
         self._settle(pending[0], pending[1])
@@ -359,8 +364,8 @@ class _Training:
         self.meter.add(tokens)
         if scalars["skipped"] > self.skipped:
             self.skipped = scalars["skipped"]
-            facts = {"loss": scalars["loss"], "grad_norm": scalars["grad_norm"], "skipped": self.skipped}
-            self.journal.event(n, "skipped", **facts)
+            skip_fields = {"loss": scalars["loss"], "grad_norm": scalars["grad_norm"], "skipped": self.skipped}
+            self.journal.event(n, "skipped", **skip_fields)
         if n % self.log_every == 0 or n == self.experiment.steps:
             names = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_bytes")  # the last two with a codec
             row = {name: scalars[name] for name in names if name in scalars}
@@ -369,7 +374,7 @@ class _Training:
             endings.diverged(self.journal, self.checkpoints, n, scalars)
 
     def _stop_before_the_first_step(self, stop: Stop) -> None:
-        """Stop if any process received a signal."""
+        """Stop the run if any process received a signal."""
         stop_now, _ = self.agreement.answer(self.agreement.ask(bool(stop.requested), False))
         if stop_now:
             endings.preempted(self.journal, self.n, stop.requested, saved=False)

@@ -16,13 +16,13 @@ class Pauses:
     """The pauses of one run, from its first step on.
 
     Args:
-        experiment: specifies the intervals.
+        experiment: the experiment, which specifies the intervals.
         step: the train step.
         data: the opened data.
         checkpoints: the run's checkpoints.
         journal: the run's journal.
-        best: the least held-out loss so far; `None` without one.
-        one_at_a_time: wait for each batch of the held-out data, as the CPU platform needs.
+        best: the least held-out loss so far; `None` before the first.
+        one_at_a_time: wait for each batch of the held-out data before the next, which the CPU platform requires.
         held_out: held-out loss of the last pause; `None` if it measured none.
     """
 
@@ -51,25 +51,25 @@ class Pauses:
     def __call__(
         self, updates: int, tokens: int, state: Any, data_state: Any, *, stopping: bool, save_now: bool
     ) -> None:
-        """Evaluate, sample and save after a step, whichever are due.
+        """After a step, evaluate, sample and save if they are due.
 
         Args:
             updates: number of updates so far; all three are due after the last.
-            tokens: target tokens so far.
+            tokens: number of target tokens so far.
             state: the train state.
             data_state: state of the iterator over batches.
-            stopping: the run stops early, after this step.
-            save_now: a checkpoint is due by the clock.
+            stopping: whether the run stops early, after this step.
+            save_now: whether a checkpoint is due by the clock.
         """
-        last = updates == self.experiment.steps
+        is_last = updates == self.experiment.steps
         checkpoint, better = self.experiment.checkpoint, False
         self.held_out = None
-        if last or _is_due(updates, self.experiment.evaluation.every):
+        if is_last or _is_due(updates, self.experiment.evaluation.every):
             better = self._evaluate(updates, state)
-        if last or _is_due(updates, self.experiment.samples.every):
+        if is_last or _is_due(updates, self.experiment.samples.every):
             self._sample(updates, state)
-        if last or stopping or save_now or _is_due(updates, checkpoint.every) or (better and checkpoint.best):
-            self._save(updates, tokens, state, data_state, wait=last or stopping)
+        if is_last or stopping or save_now or _is_due(updates, checkpoint.every) or (better and checkpoint.best):
+            self._save(updates, tokens, state, data_state, wait=is_last or stopping)
 
     def poll(self) -> None:
         """Log a checkpoint that was committed since the last call."""
@@ -115,9 +115,11 @@ class Pauses:
             self._log(self.checkpoints.wait())
 
     def _log(self, description: Description | None) -> None:
+        """Log that a checkpoint was committed; `None` logs nothing."""
         if description is not None:
             self.journal.event(description.step, "checkpoint", seconds=time.perf_counter() - self._save_began)
 
 
 def _is_due(step: int, interval: int) -> bool:
+    """Whether work of this interval is due after a step; never for an interval of 0."""
     return interval > 0 and step % interval == 0

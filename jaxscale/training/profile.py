@@ -51,10 +51,10 @@ class ProfileRange:
         return cls(first, first + 1 if match[2] is None else int(match[2]))
 
     def within(self, steps: int) -> "ProfileRange":
-        """This range, if a run of so many steps reaches it.
+        """This range, if a run of `steps` steps reaches it.
 
         Raises:
-            UserError: it begins beyond the last step.
+            UserError: the range begins after the last step.
         """
         if self.first > steps:
             raise UserError(f"profile {self}: the run has {steps} steps, expected FIRST from 1 to {steps}")
@@ -67,7 +67,7 @@ class ProfileRange:
 class Profiler:
     """Traces a range of steps of a training loop, and writes the summary beside the trace.
 
-    The loop calls `before` every step, `after` when `ends` is true or the run stops inside the range, and `close` in
+    The loop calls `before` every step, `after` when `ends` is true or the run stops inside the range, and `close` at
     the end. The trace includes a step that is still running when it starts.
 
     Args:
@@ -85,7 +85,7 @@ class Profiler:
         return self._started_at is not None
 
     def missed(self, step: int) -> bool:
-        """Whether the whole range lies behind a run that continues after `step`."""
+        """Whether a run that continues after `step` has passed the whole range."""
         return self.steps is not None and self.steps.stop <= step + 1
 
     def before(self, step: int, folder: Any) -> None:
@@ -102,7 +102,7 @@ class Profiler:
         self._started_at = step
         self._folder = Path(tempfile.mkdtemp()) if is_remote(folder) else Path(folder) / FOLDER
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # it slows the host, and the summary does not use it
+        options.python_tracer_level = 0  # Python's tracer slows the host, and the summary does not use it
         jax.profiler.start_trace(self._folder, profiler_options=options)
 
     def ends(self, step: int) -> bool:
@@ -123,13 +123,13 @@ class Profiler:
         Args:
             step: number of the step just dispatched.
             folder: the run's folder.
-            state: the state that the step returns; waited for, so that the trace holds the whole step.
-            event: called as `event("profile", ...)` with the figures of the busiest device.
-            say: called with the summary's text.
-            beside: further files for the trace's folder: text by name.
+            state: the state that the step returns, which is awaited so that the trace holds the whole step.
+            event: function called as `event("profile", ...)` with the shares of the busiest device.
+            say: function called with the summary's text.
+            beside: text of each further file for the trace's folder, by file name.
 
         Returns:
-            The summary; None where no trace was running.
+            The summary; None if no trace was running.
         """
         import jax
 

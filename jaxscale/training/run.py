@@ -17,12 +17,12 @@ class Run:
 
     Args:
         directory: the run directory.
-        experiment: the trained experiment; by default rebuilt from the directory when it is needed.
+        experiment: the trained experiment; by default rebuilt from the directory at first use.
         plan: the plan to rebuild the step with.
         devices: devices to rebuild the step on.
         train_step: the step that trained, if it is still in memory.
-        state: its last state.
-        data: the opened data.
+        state: the last train state, if it is still in memory.
+        data: the opened data, if it is still in memory.
 
     Example:
         >>> Run.open("no/such/run")
@@ -47,10 +47,10 @@ class Run:
 
     @classmethod
     def open(cls, directory: Any) -> "Run":
-        """A run from its directory, finished or in progress.
+        """Open a run, finished or in progress, by its directory.
 
         Raises:
-            UserError: there is no run.
+            UserError: the directory holds no run.
         """
         return cls(place.existing_run(directory))
 
@@ -85,7 +85,7 @@ class Run:
 
     @property
     def held_out_loss(self) -> float:
-        """The last held-out loss in nats per target; NaN where none was measured."""
+        """The last held-out loss in nats per target; NaN if none was measured."""
         rows = self.evaluations
         return rows[-1]["loss"] if rows else float("nan")
 
@@ -109,7 +109,7 @@ class Run:
 
     @property
     def state(self) -> Any:
-        """The train state after the last step, or the newest checkpoint's."""
+        """The train state after the last step, or that of the newest checkpoint."""
         self._restore()
         return self._state
 
@@ -122,7 +122,7 @@ class Run:
     def generate(
         self, prompt: str | Sequence[str] = "\n", tokens: int = 200, *, temperature: float = 0.8, seed: int = 0
     ) -> Any:
-        """The model's continuation of a prompt, or of several: see `training.generate.generate`."""
+        """The model's continuation of a prompt, or of each of several prompts, as by `training.generate.generate`."""
         from jaxscale.checkpoint.restore import read_tokenizer
         from jaxscale.training.generate import Sampling, check_generates, continuations
 
@@ -144,7 +144,7 @@ class Run:
     # -- for people ----------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """The most important figures, in a few lines: see `report.summary.summary`."""
+        """The most important figures in a few lines, by `report.summary.summary`."""
         from jaxscale.report.summary import summary
 
         return summary(self.dir)

@@ -70,7 +70,7 @@ def test_accuracy_where_the_model_tells_it(toy, tmp_path):
     assert run.evaluations[-1]["accuracy"] == pytest.approx(right / targets)
     assert run.evaluations[-1]["targets"] == targets
     assert not run.samples
-    with pytest.raises(UserError, match="does not generate text"):
+    with pytest.raises(UserError, match="cannot generate text"):
         run.generate("a")
 
 
