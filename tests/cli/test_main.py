@@ -44,7 +44,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *message
         (["fit", "experiments/toy.py", "--platform", "tpu v5e:3x5"], "tpu v5e has no slice 3x5"),
         ("fit experiments/toy.py --limit 14Gib", "--limit '14Gib': unknown unit 'Gib'; did you mean 'GiB'?"),
         ("fit experiments/toy.py --limit 0B", "--limit 0B: expected at least 1B"),
-        (["fit", "experiments/toy.py", "--platform", "gpu l4", "--verify"], "its insides are not in our table"),
+        (["fit", "experiments/toy.py", "--platform", "gpu l4", "--verify"], "compiler/gpu_target.py lacks its data"),
         (["fit", "experiments/toy.py", "--platform", "gpu h100 x 12", "--verify"], "12 GPUs do not fill hosts of 8"),
         ("fit experiments/toy.py --batch 0", "batch: got 0, expected a whole number >= 1"),
         ("fit experiments/toy.py --host-limit much", "--host-limit 'much': expected a number of bytes with its unit"),
