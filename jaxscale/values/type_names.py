@@ -38,7 +38,7 @@ _EARLIER = {
 
 
 def type_name(path: str) -> str:
-    """Public name of a class, or what names it without one.
+    """Public name of a class, or `path` itself if the class has none.
 
     Args:
         path: MODULE:CLASS of today, a name in an earlier file, or a public name.
@@ -51,11 +51,11 @@ def type_name(path: str) -> str:
 
 
 def type_of(name: str, path: str) -> type:
-    """The dataclass of a name under "type".
+    """The dataclass that JSON names under "type".
 
     Args:
         name: a public name, MODULE:CLASS, or a name in an earlier file.
-        path: of the record, for messages.
+        path: dotted path of the record, for messages.
 
     Raises:
         UserError: there is no such dataclass.
