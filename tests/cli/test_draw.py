@@ -103,7 +103,7 @@ def test_stages_priced_by_an_experiment(capsys):
         ("draw pipeline chimera:3x6", "expected an even number"),
         ("draw pipeline auto:4", "its schedule is still to be chosen"),
         ("draw pipeline file:none.csv", "none.csv"),
-        ("draw pipeline 1f1b:4x8 --compare gpipe:4x8", "put all of them behind --compare"),
+        ("draw pipeline 1f1b:4x8 --compare gpipe:4x8", "put all of them after --compare"),
         ("draw pipeline --compare ,", "got no schedule, expected some"),
         ("draw pipeline --compare 1f1b:4x8,zbv:4x8", "did you mean 'zb-v'?"),
         ("draw pipeline 1f1b:4x8 --cost q=1", "unknown price 'q': expected some of f, i, w, b, u, link"),
