@@ -98,7 +98,7 @@ Wrapper = Callable[[BlockFunction, bool], BlockFunction]
 
 
 class Call(NamedTuple):
-    """A block and its arguments: `block(*before, x, *after)` returns `(x, result)`.
+    """A block and its arguments: `block(*before, x, *after)` returns the next `x` and the block's result.
 
     Args:
         block: a pure function.

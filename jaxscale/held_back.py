@@ -63,7 +63,7 @@ def _never(gradient: Array) -> Bool[Array, "B"]:
 
 
 def _made_dependent(never: Bool[Array, "B"], leaf: Any) -> Any:
-    """A value with the same rows, made to depend on `never`; any other value unchanged."""
+    """`leaf`, made to depend on `never` if both have the same rows; otherwise `leaf` unchanged."""
     condition_type, leaf_type = jax.typeof(never), jax.typeof(leaf)
     if (
         leaf_type.shape[:1] != condition_type.shape

@@ -254,7 +254,7 @@ def _bytes_by_kind(
 
 
 def _is_scattered(program: HloProgram, computation: Computation, name: str, index: int | None, group_size: int) -> bool:
-    """Whether every use of a value (if `index` is set, of this element of a tuple) takes 1/group_size of it."""
+    """Whether every use of a value (if `index` is set, of this element of a tuple) takes 1/`group_size` of it."""
     op = computation.instructions[name]
     uses = computation.uses(name)
     if op.is_root:

@@ -158,13 +158,13 @@ def _values(
     return order, values
 
 
-def _whole_run(allocation: str) -> LiveKind | None:
-    """The kind of an allocation that lasts the whole run; None for temporaries."""
-    if ", parameter " in allocation:
+def _whole_run(allocation_text: str) -> LiveKind | None:
+    """The kind of an allocation that lasts the whole run, from XLA's line for it; None for temporaries."""
+    if ", parameter " in allocation_text:
         return "argument"
-    if "constant" in allocation:
+    if "constant" in allocation_text:
         return "constant"
-    return "output" if "output shape" in allocation or "maybe-live-out" in allocation else None
+    return "output" if "output shape" in allocation_text or "maybe-live-out" in allocation_text else None
 
 
 def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:

@@ -37,7 +37,7 @@ def libtpu(environment: Mapping[str, str]) -> str | None:
         try:
             status = os.stat(path)
         except OSError as error:
-            raise UserError(f"TPU_LIBRARY_PATH: {error}; name libtpu.so, or unset it") from None
+            raise UserError(f"TPU_LIBRARY_PATH: {error}; set it to the path of libtpu.so, or unset it") from None
         return f"{path} ({status.st_size} bytes of {int(status.st_mtime)})"
     return None if folder is None else importlib.metadata.version("libtpu")
 

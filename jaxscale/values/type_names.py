@@ -21,7 +21,9 @@ _WHERE = {
     "models.ResNet": "jaxscale.models.resnet",
     "models.ViT": "jaxscale.models.vit",
 }
+"""Module of the class with each public name."""
 _PUBLIC = {f"{module}:{name.rpartition('.')[2]}": name for name, module in _WHERE.items()}
+"""Public name of each MODULE:CLASS of today."""
 _EARLIER = {
     "jaxscale.data.images:Images": "data.Images",
     "jaxscale.data.text:Mixture": "data.Mixture",
@@ -34,7 +36,7 @@ _EARLIER = {
     "jaxscale.models.resnet:ResNet": "models.ResNet",
     "jaxscale.models.vit:ViT": "models.ViT",
 }
-"""Module and class in files of earlier versions, and the public name of today. Lines are only added."""
+"""Public name of today for each MODULE:CLASS in files of earlier versions. Lines are only added."""
 
 
 def type_name(path: str) -> str:
